@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,10 @@ def pass_costs(config: Any, *, has_head: bool = True) -> PassCosts:
     """
     config = config.get_text_config()
     hidden = config.hidden_size
-    num_layers = _number(config, "num_hidden_layers", default=1)
-    num_heads = _number(config, "num_attention_heads", default=1)
-    num_kv_heads = _number(config, "num_key_value_heads", default=num_heads)
-    head_dim = _number(config, "head_dim", default=hidden // num_heads)
+    num_layers = number(config, "num_hidden_layers", default=1)
+    num_heads, num_kv_heads, head_dim = heads_of(config)
     attention = 2 * hidden * head_dim * (num_heads + num_kv_heads)
-    mlps = sum(_mlp_weights(config, layer) for layer in range(num_layers))
+    mlps = sum(_mlp_weights(hidden, mlp_of(config, layer)) for layer in range(num_layers))
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
     return PassCosts(
@@ -67,21 +65,48 @@ def pass_costs(config: Any, *, has_head: bool = True) -> PassCosts:
     )
 
 
-def _mlp_weights(config: Any, layer: int) -> int:
-    """Return the weights of a layer's MLP that a token goes through."""
-    hidden = config.hidden_size
-    width = _number(config, "intermediate_size", default=4 * hidden)
-    num_experts = _number(config, "num_experts", "num_local_experts", default=0)
+class Mlp(NamedTuple):
+    """The MLP of a layer, or its mixture of `num_experts` MLPs.
+
+    Attributes:
+        width: of the MLP, or of one expert.
+        num_experts: 0 for a plain MLP.
+        per_token: experts that a token goes through.
+        shared: width of the expert that all tokens go through; 0 for none.
+    """
+
+    width: int
+    num_experts: int = 0
+    per_token: int = 1
+    shared: int = 0
+
+
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """Return the number of attention heads, that of key-value heads, and the size of a head."""
+    num_heads = number(config, "num_attention_heads", default=1)
+    num_kv_heads = number(config, "num_key_value_heads", default=num_heads)
+    return num_heads, num_kv_heads, number(config, "head_dim", default=config.hidden_size // num_heads)
+
+
+def mlp_of(config: Any, layer: int) -> Mlp:
+    """Return the MLP of a layer, by its number from 0."""
+    width = number(config, "intermediate_size", default=4 * config.hidden_size)
+    num_experts = number(config, "num_experts", "num_local_experts", default=0)
     is_dense = layer in (getattr(config, "mlp_only_layers", None) or ())
-    if not num_experts or is_dense or (layer + 1) % _number(config, "decoder_sparse_step", default=1):
-        return 3 * hidden * width
-    width = _number(config, "moe_intermediate_size", default=width) * config.num_experts_per_tok
-    shared = _number(config, "shared_expert_intermediate_size", default=0)
-    num_outputs = num_experts + (shared > 0)  # of the router, and the gate of the shared expert
-    return hidden * (3 * (width + shared) + num_outputs)
+    if not num_experts or is_dense or (layer + 1) % number(config, "decoder_sparse_step", default=1):
+        return Mlp(width)
+    width = number(config, "moe_intermediate_size", default=width)
+    shared = number(config, "shared_expert_intermediate_size", default=0)
+    return Mlp(width, num_experts, config.num_experts_per_tok, shared)
 
 
-def _number(config: Any, *names: str, default: int) -> int:
+def _mlp_weights(hidden: int, mlp: Mlp) -> int:
+    """Return the weights of a layer's MLP that a token goes through."""
+    num_outputs = mlp.num_experts + (mlp.shared > 0)  # of the router, and the gate of the shared expert
+    return hidden * (3 * (mlp.width * mlp.per_token + mlp.shared) + num_outputs)
+
+
+def number(config: Any, *names: str, default: int) -> int:
     """Return the first field that is set to a number: configs leave out what is usual, and some have lists."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if value and isinstance(value, int)), default)

@@ -12,6 +12,7 @@ from rlhf_cli.preflight.data import open_prompts
 from rlhf_cli.preflight.devices import GPU_FLAGS, check_device, find_gpus
 from rlhf_cli.preflight.here import Absent, show_lacks
 from rlhf_cli.preflight.inputs import Inputs, check_inputs
+from rlhf_cli.preflight.memory import describe_memory, gpu_memory_bytes, sleep_notices
 from rlhf_cli.preflight.models import (
     check_adapters,
     check_attention,
@@ -55,17 +56,22 @@ def show_ppo(parsed: Parsed[PpoConfig], folder: Path, console: Console) -> int:
     console.working("checking model, data and reward")
     seen = _look(parsed, folder)
     plan = _plan(parsed, seen.absent)
+    job = None
     if seen.inputs is not None and not parsed.unavailable:
-        make_job(config, seen.inputs, plan, folder)
+        job = make_job(config, seen.inputs, plan, folder)
+    gpu_bytes = gpu_memory_bytes()
     console.done()
     notices = seen.inputs.notices if seen.inputs else ()
     on_device = check_device(config, parsed.given, plan.num_gpus)
-    for notice in once([*parsed.notices, *notices, *on_device])[len(parsed.notices) :]:
+    on_memory = sleep_notices(job, gpu_bytes) if job else []
+    for notice in once([*parsed.notices, *notices, *on_device, *on_memory])[len(parsed.notices) :]:
         console.notice(notice)
     num_held_out = len(seen.inputs.eval_prompts or ()) if seen.inputs else None
     console.result(to_toml(with_full_paths(config)))
     console.result(f"placement: {plan.describe()}")
     console.result(f"batches\n{describe_batches(config, plan, seen.num_prompts, num_held_out)}")
+    if job is not None and plan.num_gpus:
+        console.result(describe_memory(job, gpu_bytes))
     console.result(f"results will be in {folder}")
     show_lacks(console, parsed, seen.absent, parsed.unavailable)
     return SUCCESS

@@ -86,6 +86,7 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     from rlhf_cli.jobs import describe_batches, make_job, make_plan
     from rlhf_cli.preflight.devices import check_device, cluster_notices, find_gpus
     from rlhf_cli.preflight.inputs import check_inputs
+    from rlhf_cli.preflight.memory import gpu_memory_bytes, sleep_notices
 
     config = parsed.config
     for notice in parsed.notices:
@@ -99,7 +100,10 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     job.trackers.check_installed()
     console.done()
     changes = changed_options(job.config, folder) if config.checkpoint.continues else []
-    for notice in once([*parsed.notices, *inputs.notices, *device_notices, *changes])[len(parsed.notices) :]:
+    memory_notices = sleep_notices(job, gpu_memory_bytes())
+    for notice in once([*parsed.notices, *inputs.notices, *device_notices, *memory_notices, *changes])[
+        len(parsed.notices) :
+    ]:
         console.notice(notice)
     console.result(f"placement: {plan.describe()}")
     num_held_out = len(inputs.eval_prompts or ())

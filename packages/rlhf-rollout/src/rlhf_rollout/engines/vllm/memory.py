@@ -9,8 +9,8 @@ from rlhf_data.errors import ConfigError
 from rlhf_rollout.engines.model_files import checkpoint_shapes, cpu_kv_cache_bytes
 from rlhf_rollout.engines.spec import EngineSpec
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-_FIXED_BYTES = 2 << 30  # CUDA's context, libraries and CUDA graphs
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+FIXED_BYTES = 2 << 30  # CUDA's context, libraries and CUDA graphs
 _LOGIT_COPIES = 7  # in float32: the sampler keeps logits, log-probs, and their order for top-k and top-p
 
 
@@ -26,7 +26,7 @@ def kv_cache_bytes(spec: EngineSpec, model_dir: Path, config: Mapping[str, Any],
 
         return gpu_kv_cache_bytes(spec, model_dir, config, torch.cuda.get_device_properties(0).total_memory)
     sizes = {"max_num_seqs": spec.max_num_seqs, "max_model_len": spec.max_model_len}
-    return cpu_kv_cache_bytes(config, item_bytes=_ITEM_BYTES[spec.dtype], **sizes)
+    return cpu_kv_cache_bytes(config, item_bytes=ITEM_BYTES[spec.dtype], **sizes)
 
 
 def gpu_kv_cache_bytes(spec: EngineSpec, model_dir: Path, config: Mapping[str, Any], gpu_bytes: int) -> int:
@@ -34,27 +34,19 @@ def gpu_kv_cache_bytes(spec: EngineSpec, model_dir: Path, config: Mapping[str, A
 
         share     = gpu_memory_utilization * gpu_bytes
         weights   = those of the checkpoint / tensor_parallel_size
-        at work   = 2 GiB + tokens per step * (4 hidden size + 3 MLP width) * item size + 7 * sequences * vocabulary * 4
+        at work   = `gpu_work_bytes`
         KV cache  = share - weights - at work
-
-    "At work" is an upper bound: activations and logits have their peaks at different times.
 
     Raises ConfigError when nothing is left.
     """
-    item_bytes = _ITEM_BYTES[spec.dtype]
+    item_bytes = ITEM_BYTES[spec.dtype]
     shapes = checkpoint_shapes(model_dir)
     if shapes is None:
         weight_bytes = sum(file.stat().st_size for file in model_dir.glob("*.bin"))
     else:
         weight_bytes = item_bytes * sum(map(math.prod, shapes.values()))
     weight_bytes //= spec.tensor_parallel_size
-    hidden = config.get("hidden_size") or config.get("n_embd", 0)
-    # A token goes through several experts of a mixture.
-    experts = (config.get("num_experts_per_tok") or 1) * (config.get("moe_intermediate_size") or 0)
-    width = max(config.get("intermediate_size") or 4 * hidden, experts)
-    num_tokens = max(spec.max_num_batched_tokens, spec.max_num_seqs)
-    work_bytes = _FIXED_BYTES + num_tokens * (4 * hidden + 3 * width) * item_bytes
-    work_bytes += _LOGIT_COPIES * spec.max_num_seqs * config["vocab_size"] * 4
+    work_bytes = gpu_work_bytes(spec, config)
     left = int(spec.gpu_memory_utilization * gpu_bytes) - weight_bytes - work_bytes
     if left <= 0:
         share, weights, work = (part / 2**30 for part in (left + weight_bytes + work_bytes, weight_bytes, work_bytes))
@@ -65,3 +57,19 @@ def gpu_kv_cache_bytes(spec: EngineSpec, model_dir: Path, config: Mapping[str, A
         hint = f"raise gpu_memory_utilization above {least:.2f}, or lower max_num_seqs"
         raise ConfigError(f"{message} up to {work:.1f} GiB", hint=hint if least < 1 else "use a larger GPU, or several")
     return left
+
+
+def gpu_work_bytes(spec: EngineSpec, config: Mapping[str, Any]) -> int:
+    """Return an upper bound of what an engine takes on each GPU beside weights and KV cache, in bytes.
+
+        2 GiB + tokens per step * (4 hidden size + 3 MLP width) * item size + 7 * sequences * vocabulary * 4
+
+    It is a bound because activations and logits have their peaks at different times.
+    """
+    hidden = config.get("hidden_size") or config.get("n_embd", 0)
+    # A token goes through several experts of a mixture.
+    experts = (config.get("num_experts_per_tok") or 1) * (config.get("moe_intermediate_size") or 0)
+    width = max(config.get("intermediate_size") or 4 * hidden, experts)
+    num_tokens = max(spec.max_num_batched_tokens, spec.max_num_seqs)
+    activation_bytes = num_tokens * (4 * hidden + 3 * width) * ITEM_BYTES[spec.dtype]
+    return FIXED_BYTES + activation_bytes + _LOGIT_COPIES * spec.max_num_seqs * config["vocab_size"] * 4

@@ -1,0 +1,191 @@
+"""What a run needs of the memory of its GPUs: a table, and notices on whether engines and trainers have to sleep."""
+
+import math
+import subprocess
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_rollout.commands.sections import SHARE_ALONE
+from rlhf_rollout.host import local_gpus
+from rlhf_train.memory import SPARE, Model, Need, Passes, engine_memory, trainer_memory
+from rlhf_train.online.job import OnlineJob
+from rlhf_train.online.places import ProcessPlan
+from rlhf_train.specs import ModelSpec
+
+_GIB = 1 << 30
+_QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+_SUM = "fullest GPU"
+_REMEDIES = (
+    "lower --micro_train_batch_size or --vllm_max_num_seqs, or add --gradient_checkpointing, --adam_offload,"
+    " --ref_reward_offload or, on more GPUs, --zero_stage 3"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunMemory:
+    """What the processes of a run need.
+
+    Attributes:
+        needs: of each process, by the name of its kind.
+        together: bytes on the GPU that needs most, with all processes at work.
+        in_turn: likewise, if engines and trainers sleep in turn.
+        others: the part of `together` that is not for engines.
+    """
+
+    needs: Mapping[str, Need]
+    together: int
+    in_turn: int
+    others: int
+
+
+def run_memory(job: OnlineJob) -> RunMemory:
+    """Return what the processes of a run on GPUs need."""
+    needs = {placed.name: _trainer(job, placed) for placed in job.plan.trainers}
+    engine = engine_memory(_config(job.models["actor"].path), job.engine)
+    if job.plan.engines.places:
+        needs[job.plan.engines.name] = engine
+    if job.plan.scorers is not None:
+        needs[job.plan.scorers.name] = _scorers(job)
+    counts = {placed.name: Counter(placed.cards) for placed in job.plan.all_processes}
+    cards = sorted({card for count in counts.values() for card in count})
+    sleeping = [placed.name for placed in job.plan.trainers]
+    name_of_engines = job.plan.engines.name
+    found = []
+    for card in cards:
+        number = {name: count[card] for name, count in counts.items()}
+        engines = number.get(name_of_engines, 0)
+        rest = sum(need.total * number[name] for name, need in needs.items() if name != name_of_engines)
+        asleep = sum((needs[name].total - needs[name].asleep) * number[name] for name in sleeping)
+        together = rest + engine.total * engines
+        in_turn = max(rest + engine.asleep * engines, together - asleep)
+        found.append((together, rest, in_turn))
+    together, rest, _ = max(found)
+    return RunMemory(needs, together, max(in_turn for *_, in_turn in found), rest)
+
+
+def describe_memory(job: OnlineJob, gpu_bytes: int | None) -> str:
+    """Return a table of what each process needs per GPU, and of what a GPU has, if `gpu_bytes` is known."""
+    found = run_memory(job)
+    width = max(map(len, [*found.needs, _SUM]))
+    rows = []
+    for name, need in found.needs.items():
+        parts = sorted(need.items.items(), key=lambda item: -item[1])
+        text = ", ".join(f"{part} {size / _GIB:.1f}" for part, size in parts if size >= 0.05 * _GIB)
+        rows.append(f"  {name.ljust(width)} {need.total / _GIB:7.1f}" + (f"  {text}" if text else ""))
+    has = "" if gpu_bytes is None else f" of {gpu_bytes / _GIB:.1f}, {_verdict(found.together, gpu_bytes)}"
+    turns = f"; {found.in_turn / _GIB:.1f} if engines and trainers sleep in turn" if job.plan.shares_gpus else ""
+    rows.append(f"  {_SUM.ljust(width)} {found.together / _GIB:7.1f}{has}{turns}")
+    return "\n".join(["memory per process and GPU, estimated, in GiB", *rows])
+
+
+def sleep_notices(job: OnlineJob, gpu_bytes: int | None) -> list[str]:
+    """Return a notice if sleep is on and not needed, or if the run does not fit on its GPUs, of `gpu_bytes` each."""
+    if job.plan.device != "cuda" or gpu_bytes is None:
+        return []
+    found = run_memory(job)
+    has = f"of {gpu_bytes / _GIB:.1f} GiB"
+    if found.together * (1 + SPARE) <= gpu_bytes:
+        if not job.takes_turns:
+            return []
+        given = " and ".join(flag for flag, is_on in _sleep_flags(job).items() if is_on)
+        # The default share of engines that never sleep may be more than trainers leave.
+        left = (1 - (1 + SPARE) * found.others / gpu_bytes) / max(Counter(job.plan.engines.cards).values())
+        share = math.floor(100 * min(left, SHARE_ALONE)) / 100
+        return [
+            f"engines and trainers fit together: {found.together / _GIB:.1f} {has}; without {given}, and with"
+            f" --vllm_gpu_memory_utilization {share:g} or less, no time goes into sleep and waking"
+        ]
+    if found.together <= gpu_bytes:
+        return []
+    needs = f"at their peaks, the processes on one GPU need {found.together / _GIB:.1f} {has}"
+    if job.plan.shares_gpus and not job.max_staleness:  # they may take turns
+        missing = [flag for flag, is_on in _sleep_flags(job).items() if not is_on]
+        needs += f", and {found.in_turn / _GIB:.1f} if engines and trainers take turns"
+        if found.in_turn <= gpu_bytes:
+            return [f"{needs}: add {' '.join(missing)}"] if missing else []
+    return [f"{needs}: {_REMEDIES}"]
+
+
+def gpu_memory_bytes() -> int | None:
+    """Return the memory of the smallest GPU of this machine, as its driver says; None if there is none or it does not
+    say. Without CUDA, whose context would take memory from the run."""
+    if not local_gpus():
+        return None
+    try:
+        said = subprocess.run(_QUERY, capture_output=True, text=True, timeout=20, check=True).stdout
+        return min(int(line) for line in said.split()) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def _config(path: str) -> Any:
+    from rlhf_models.loading import load_config  # imports torch
+
+    return load_config(path)
+
+
+def _verdict(need: int, gpu_bytes: int) -> str:
+    if need > gpu_bytes:
+        return "does not fit"
+    return "fits" if need * (1 + SPARE) <= gpu_bytes else f"fits with less than {SPARE:.0%} to spare"
+
+
+def _sleep_flags(job: OnlineJob) -> dict[str, bool]:
+    return {"--vllm_enable_sleep": job.engine.enable_sleep, "--deepspeed_enable_sleep": job.trainer_sleep}
+
+
+def _trainer(job: OnlineJob, placed: ProcessPlan) -> Need:
+    """Return what a process of a rank set needs."""
+    actor = job.models["actor"]
+    models = []
+    for role in placed.roles:
+        spec = job.models[role]
+        is_adapted = role == "reference" and "actor" in placed.roles and spec.is_base_of(actor)
+        runs_forward = role != "actor" or job.algorithm.runs_actor
+        config = _config(spec.path)
+        models.append(Model(config, spec, role != "critic", is_adapted, runs_forward))
+    size = actor.sequence_parallel_size
+    passes = largest_passes(job, placed.num_ranks // size)
+    copies = {"ipc": 1, "nccl": 2}.get(job.engine.weight_transfer, 0) if "actor" in placed.roles else 0
+    return trainer_memory(models, passes, placed.num_ranks, copies if job.plan.engines.places else 0)
+
+
+def largest_passes(job: OnlineJob, num_shards: int) -> Passes:
+    """Return the largest passes of a rank, if every prompt and response is as long as it may be."""
+    batch = job.batch
+    longest = job.engine.max_model_len
+    response = job.sampling.max_tokens if job.agent is None else longest - 1
+    prompt = longest - response
+
+    def of(num_rows: int, num_rollouts: int) -> tuple[int, int]:
+        num_rows = num_rows if batch.micro_batch_tokens is None else num_rollouts
+        num_rows = min(num_rows, math.ceil(num_rollouts / num_shards))
+        num_prompts = num_rows
+        if job.models["actor"].share_prompts:
+            num_prompts = math.ceil(num_rows / batch.num_samples_per_prompt)
+        most = batch.micro_batch_tokens or math.inf
+        return min(num_rows * response + num_prompts * prompt, most), min(num_rows * response, most)
+
+    most = max(batch.micro_train_batch_size, batch.micro_rollout_batch_size)
+    num_rows = batch.num_rollouts if batch.micro_batch_tokens else min(most, batch.num_rollouts)
+    return Passes(
+        train=of(batch.micro_train_batch_size, batch.train_batch_size),
+        forward=of(batch.micro_rollout_batch_size, batch.num_rollouts),
+        most_targets=min(num_rows * response, batch.micro_batch_tokens or math.inf),
+    )
+
+
+def _scorers(job: OnlineJob) -> Need:
+    """Return what a process with one replica of each reward model needs."""
+    dtype = job.engine.dtype
+    reward = job.reward
+    rows = reward.calls.batch_size * job.engine.max_model_len
+    passes = Passes(train=(0, 0), forward=(rows, 0), most_targets=0)
+    items: Counter[str] = Counter()
+    for path in reward.models:
+        # Each model is in a process of its own, which keeps the memory of its passes.
+        spec = ModelSpec(path=path, dtype=dtype, zero_stage=0, offload=reward.offload_models)
+        items.update(trainer_memory([Model(_config(path), spec, has_head=False)], passes, 1).items)
+    return Need(items)

@@ -1,0 +1,348 @@
+"""The memory that models and engines need on a GPU, from numbers of their configs. Torch-free.
+
+By it, people decide whether engines and trainers fit on one GPU together or need to take turns. What CUDA and libraries
+take beside PyTorch in a training process (about 0.5 GiB), fragments, and CUDA graphs of passes, which are captured only
+where memory is left for them, are not counted: leave `SPARE` of the sum free.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.engines.vllm.memory import FIXED_BYTES, ITEM_BYTES, gpu_work_bytes
+from rlhf_train.costs import heads_of, mlp_of, number
+from rlhf_train.specs import ModelSpec
+
+SPARE = 0.1
+# Values of modules that import torch: those of rlhf_models.actor, of the kernel linear_policy_loss, of
+# weight_sync.source and engine.host_adamw (3 places of 3 states, in float32).
+MAX_LOGITS_BYTES = 4 << 30
+LOGITS_CHUNK_BYTES = 506 << 20
+SYNC_BUCKET_BYTES = 256 << 20
+UPDATE_BYTES_PER_ELEMENT = 36
+UPDATE_CHUNK_SIZE = 1 << 23
+# DeepSpeed's defaults: gradients that are reduced at once, and weights that ZeRO 3 gathers, and updates, at once.
+REDUCE_BUCKET_SIZE = 500_000_000
+MAX_LIVE_PARAMETERS = 1_000_000_000
+SUB_GROUP_SIZE = 1_000_000_000
+_TRANSFORMED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Numbers of weights.
+
+    Attributes:
+        matrices: in the layers, experts and routers included.
+        others: embedding, head, norms and biases.
+        largest: of the largest single weight, an expert counting by itself.
+    """
+
+    matrices: int
+    others: int
+    largest: int
+
+    @property
+    def total(self) -> int:
+        """All weights."""
+        return self.matrices + self.others
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a process needs on its GPU, in bytes.
+
+    Attributes:
+        items: bytes by name, at the moment of the peak.
+        asleep: bytes that stay while it sleeps.
+    """
+
+    items: Mapping[str, int]
+    asleep: int = 0
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(self.items.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """The largest passes of one rank.
+
+    Attributes:
+        train, forward: tokens and, of them, trained tokens of a pass with gradients, and of one without.
+        most_targets: trained tokens of the largest pass of the step, by which models decide how to compute logits.
+    """
+
+    train: tuple[int, int]
+    forward: tuple[int, int]
+    most_targets: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model of a training process: its transformers config and settings.
+
+    Attributes:
+        has_head: whether it predicts tokens; otherwise it has one output.
+        is_adapted: it is the base of the trained model of the same process, whose weights it uses.
+        runs_forward: whether it also runs without gradients.
+    """
+
+    config: Any
+    spec: ModelSpec
+    has_head: bool = True
+    is_adapted: bool = False
+    runs_forward: bool = True
+
+
+# What a model needs: always; while it sleeps; and at each of its moments, of which one is the worst.
+_Parts = tuple[dict[str, int], int, list[dict[str, int]]]
+
+
+def count_parameters(config: Any, *, has_head: bool = True) -> Parameters:
+    """Return the weights of a model of the families Llama, Mistral, Mixtral, Qwen2, Qwen3 and their mixtures.
+
+        layer     = attention 2 H D (h + k) + MLP 3 H I + norms 2 H
+        mixture   = E experts 3 H I, router E H, shared expert 3 H S with a gate H, in place of the MLP
+        model     = layers + embedding V H + head V H, unless it is the embedding, + norm H
+
+    with hidden size H, h heads of size D, k key-value heads, and V tokens; Qwen2 has biases D (h + 2 k), Qwen3 norms
+    2 D. Models of other families are counted like these. Without a head, the model has one output of H weights.
+    """
+    config = config.get_text_config()
+    hidden = config.hidden_size
+    num_heads, num_kv_heads, head_dim = heads_of(config)
+    kind = getattr(config, "model_type", "")
+    num_layers = number(config, "num_hidden_layers", default=1)
+    vectors = 2 * hidden
+    if kind.startswith("qwen3"):
+        vectors += 2 * head_dim
+    if kind.startswith("qwen2") or getattr(config, "attention_bias", False):
+        vectors += head_dim * (num_heads + 2 * num_kv_heads)
+    if not kind.startswith("qwen2") and getattr(config, "attention_bias", False):
+        vectors += hidden  # of the output
+    matrices = 0
+    biases = 0
+    largest = config.vocab_size * hidden
+    for layer in range(num_layers):
+        mlp = mlp_of(config, layer)
+        matrices += sum(rows * columns for rows, columns in _linears(config, layer).values())
+        matrices += mlp.num_experts * hidden * (3 * mlp.width + 1)
+        biases += (2 * mlp.width + hidden) * bool(getattr(config, "mlp_bias", False))
+        largest = max(largest, hidden * mlp.width)
+    num_tables = 1 + (has_head and not getattr(config, "tie_word_embeddings", False))
+    others = num_layers * vectors + biases + num_tables * config.vocab_size * hidden + hidden
+    return Parameters(matrices, others + (0 if has_head else hidden), largest)
+
+
+def _linears(config: Any, layer: int) -> dict[str, tuple[int, int]]:
+    """Return inputs and outputs of the linear modules of a layer, by name. Experts and routers are none."""
+    hidden = config.hidden_size
+    num_heads, num_kv_heads, head_dim = heads_of(config)
+    mlp = mlp_of(config, layer)
+    width = mlp.shared if mlp.num_experts else mlp.width
+    sizes = {"q_proj": (hidden, num_heads * head_dim), "o_proj": (num_heads * head_dim, hidden)}
+    sizes |= dict.fromkeys(("k_proj", "v_proj"), (hidden, num_kv_heads * head_dim))
+    sizes |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, width)) | {"down_proj": (width, hidden)} if width else {}
+    return sizes | ({"shared_expert_gate": (hidden, 1)} if mlp.num_experts and mlp.shared else {})
+
+
+def count_adapters(config: Any, rank: int, targets: str | Sequence[str]) -> int:
+    """Return the weights of LoRA adapters: rank (inputs + outputs) for each linear module of the layers in `targets`,
+    by their last name, or for all of them with "all-linear"."""
+    config = config.get_text_config()
+    wanted = None if targets == "all-linear" else {targets} if isinstance(targets, str) else set(targets)
+    sizes = [item for layer in range(config.num_hidden_layers) for item in _linears(config, layer).items()]
+    return sum(rank * sum(size) for name, size in sizes if wanted is None or name in wanted)
+
+
+def trainer_memory(models: Sequence[Model], passes: Passes, num_ranks: int, bucket_copies: int = 0) -> Need:
+    """Return what a training process needs.
+
+        peak    = what its models need always + the worst moment of one of them + the bucket of the weight sync
+        asleep  = weights of trained models + the bucket
+
+    A trained model needs, in bytes per weight, on each of R ranks (`engine/deepspeed.py` and DeepSpeed's source), with
+    t trained weights of n:
+
+    | dtype, ZeRO                             | weights | gradients  | master weights | moments |
+    | bfloat16 0 and 1, or 2 on one rank      | 2 n     | 4 t        | 4 t / R        | 8 t / R |  bf16_optimizer.py
+    | bfloat16 2                              | 2 n     | 4 t / R    | 4 t / R        | 8 t / R |  stage_1_and_2.py
+    | bfloat16 3                              | 2 n / R | 4 t / R    | 4 t / R        | 8 t / R |  stage3.py
+    | float32 0                               | 4 n     | 4 t        | 0              | 8 t     |
+    | float32 1 (or 2 on one rank), 2         | 4 n     | 4 t, 4 t/R | 4 t / R        | 8 t / R |  stage_1_and_2.py
+    | float32 3                               | 4 n / R | 4 t / R    | 4 t / R        | 8 t / R |  stage3.py
+
+    Muon has 4 instead of 8 for matrices of layers. With `OptimizerSpec.offload`, master weights and moments are 0. At
+    ZeRO 3 there is a bucket of 5e8 gradients, too, in the type in which ranks add up. A frozen model has weights only,
+    divided by R at ZeRO 3, and with `ModelSpec.offload` only while it runs.
+
+    Moments are passes (`pass_memory`) and updates, in which gradients are copied: a bucket of them, or a flat copy.
+
+    Args:
+        models: of the process.
+        passes: the largest ones.
+        num_ranks: processes that share the states.
+        bucket_copies: buckets of the weight sync on the GPU, of 256 MiB or the largest weight.
+    """
+    always: dict[str, int] = {}
+    moments: list[dict[str, int]] = [{}]
+    asleep = 0
+    for model in models:
+        held, stays, own = (_frozen if model.spec.optimizer is None else _trained)(model, passes, num_ranks)
+        always = _sum(always, held)
+        moments += own
+        asleep += stays
+    if bucket_copies:
+        policy = models[0]
+        largest = count_parameters(policy.config).largest * ITEM_BYTES[policy.spec.dtype]
+        always["sync bucket"] = bucket_copies * max(SYNC_BUCKET_BYTES, largest)
+        asleep += always["sync bucket"]
+    worst = max(moments, key=lambda moment: sum(moment.values()))
+    items = {name: size for name, size in _sum(always, worst).items() if size}
+    return Need(items, asleep)
+
+
+def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
+    spec = model.spec
+    optimizer = spec.optimizer
+    counts = count_parameters(model.config, has_head=model.has_head)
+    trained = counts.total
+    num_weights = trained
+    if spec.lora is not None:
+        adapters = count_adapters(model.config, spec.lora.rank, spec.lora.target_modules)
+        num_weights += adapters
+        trained = adapters + (0 if model.has_head else model.config.get_text_config().hidden_size)
+    item = ITEM_BYTES[spec.dtype]
+    is_float32 = spec.dtype == "float32"
+    stage = 1 if spec.zero_stage == 2 and num_ranks == 1 else spec.zero_stage
+    own = _share(trained, num_ranks) if stage or not is_float32 else trained
+    # An adapter consists of matrices in layers.
+    by_muon = (counts.matrices if spec.lora is None else trained) if optimizer.muon_momentum is not None else 0
+    weights = item * (_share(num_weights, num_ranks) if stage == 3 else num_weights)
+    has_masters = not optimizer.offload and (stage > 0 or not is_float32)
+    reduced = 2 if num_ranks == 1 and not is_float32 else 4  # bytes per gradient that is sent
+    always = {
+        "weights": weights,
+        "gradients": 4 * (own if stage >= 2 else trained),
+        "master weights": 4 * own * has_masters,
+        "moments": (8 * own - 4 * _share(by_muon, num_ranks)) * (not optimizer.offload),
+        "reduction": reduced * REDUCE_BUCKET_SIZE * (stage == 3),
+    }
+    moment = pass_memory(model, passes, with_gradients=True, num_weights=num_weights)
+    if stage == 2 or (stage == 1 and is_float32):
+        # The bucket is in the dtype of the weights, and copied if ranks add up in another.
+        moment["reduction"] = item * REDUCE_BUCKET_SIZE + (not is_float32) * 4 * min(trained, REDUCE_BUCKET_SIZE)
+    copied = own if is_float32 and stage else 0
+    if stage == 3:
+        copied = min(own, SUB_GROUP_SIZE)
+    if stage < 2 and num_ranks > 1:
+        copied = max(copied, min(trained, REDUCE_BUCKET_SIZE))
+    chunk = UPDATE_BYTES_PER_ELEMENT * min(own, UPDATE_CHUNK_SIZE) * optimizer.offload
+    moments = [moment, {"update": 4 * copied + chunk}]
+    if model.runs_forward:
+        moments.append(pass_memory(model, passes, with_gradients=False, num_weights=num_weights))
+    return always, weights, moments
+
+
+def _frozen(model: Model, passes: Passes, num_ranks: int) -> _Parts:
+    spec = model.spec
+    num_weights = count_parameters(model.config, has_head=model.has_head).total
+    is_divided = spec.zero_stage == 3 and num_ranks > 1
+    kept = ITEM_BYTES[spec.dtype] * (_share(num_weights, num_ranks) if is_divided else num_weights)
+    weights = {"frozen weights": 0 if model.is_adapted else kept}
+    gathered = num_weights if is_divided else 0
+    moment = pass_memory(model, passes, with_gradients=False, num_weights=gathered)
+    return ({}, 0, [moment | weights]) if spec.offload else (weights, 0, [moment])
+
+
+def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weights: int) -> dict[str, int]:
+    """Return what the largest pass of a model needs beside its states.
+
+        layer        = T item size (4 H + 2 h D + 2 k D + 3 A), with A the width of the MLPs that a token goes through
+        activations  = layers * layer, or T item size H * layers + layer with gradient checkpointing
+        working      = the larger of one layer and the head's logits
+        gathered     = at ZeRO 3, at most 1e9 weights
+
+    A layer keeps for its backward pass what enters its norms, its products and its attention, and the two factors in
+    the MLP. Where it is not compiled, norms keep a float32 copy and their result, and the MLP another factor:
+    2 H (4 + item size) + A item size more. A mixture has 2 H for each expert of a token. Without gradients one layer is
+    there at a time.
+
+    Logits of S trained tokens are S V in the dtype of the model, with a gradient of the head of V H. Above
+    `MAX_LOGITS_BYTES` they are computed in chunks, with a float32 gradient, unless ZeRO 3 divides the head.
+
+    T and S are those of the pass divided by the ranks of a sequence group. It is an estimate: see the figures of the
+    tests for how far it is from measured peaks.
+    """
+    spec = model.spec
+    config = model.config.get_text_config()
+    item = ITEM_BYTES[spec.dtype]
+    num_tokens, num_targets = passes.train if with_gradients else passes.forward
+    num_tokens = _share(num_tokens, spec.sequence_parallel_size)
+    layers = [num_tokens * _layer_bytes(config, spec, layer) for layer in range(config.num_hidden_layers)]
+    kept = sum(layers)
+    if spec.gradient_checkpointing:
+        kept = num_tokens * item * config.hidden_size * len(layers) + max(layers)
+    head = 0
+    if model.has_head:
+        table = config.vocab_size * config.hidden_size
+        is_plain = spec.zero_stage < 3 and all(getattr(config, name, None) is None for name in _TRANSFORMED)
+        whole = item * config.vocab_size * _share(num_targets, spec.sequence_parallel_size) + item * table
+        in_blocks = item * config.vocab_size * passes.most_targets > MAX_LOGITS_BYTES and is_plain
+        head = LOGITS_CHUNK_BYTES + 4 * table if in_blocks else whole
+        if not with_gradients or spec.lora is not None:
+            head -= (4 if in_blocks else item) * table
+    working = max(max(layers), head)
+    return {
+        "activations": kept if with_gradients else 0,
+        "logits" if working == head else "working": working,
+        "gathered": item * min(num_weights, MAX_LIVE_PARAMETERS) * (spec.zero_stage == 3),
+    }
+
+
+def _layer_bytes(config: Any, spec: ModelSpec, layer: int) -> int:
+    """Return the bytes per token that a layer keeps for its backward pass."""
+    hidden = config.hidden_size
+    num_heads, num_kv_heads, head_dim = heads_of(config)
+    mlp = mlp_of(config, layer)
+    item = ITEM_BYTES[spec.dtype]
+    width = mlp.per_token * mlp.width + mlp.shared
+    size = item * (4 * hidden + 2 * head_dim * (num_heads + num_kv_heads) + 3 * width)
+    size += item * 2 * hidden * mlp.per_token * (mlp.num_experts > 0)
+    cannot = spec.zero_stage == 3 or spec.sequence_parallel_size > 1 or spec.aux_loss_coef or spec.routing_replay
+    is_compiled = not cannot and (spec.torch_compile == "on" or (spec.torch_compile == "auto" and spec.packing))
+    return size if is_compiled else size + 2 * hidden * (4 + item) + item * width
+
+
+def engine_memory(config: Any, spec: EngineSpec) -> Need:
+    """Return what an engine needs on each of its GPUs.
+
+        weights   = item size * weights / tensor_parallel_size
+        KV cache  = 2 (keys, values) * layers * key-value heads / tensor_parallel_size, at least 1, * head size
+                    * item size * max_num_seqs * max_model_len
+        work      = `rlhf_rollout.engines.vllm.memory.gpu_work_bytes`, of which 2 GiB stay while it sleeps
+
+    vLLM takes its share of the GPU whatever it needs. With less KV cache, fewer responses are generated at once.
+    """
+    config = config.get_text_config()
+    _, num_kv_heads, head_dim = heads_of(config)
+    item = ITEM_BYTES[spec.dtype]
+    per_token = 2 * config.num_hidden_layers * max(num_kv_heads // spec.tensor_parallel_size, 1) * head_dim * item
+    items = {
+        "weights": item * _share(count_parameters(config).total, spec.tensor_parallel_size),
+        "KV cache": spec.kv_cache_memory_bytes or per_token * spec.max_num_seqs * spec.max_model_len,
+        "work": gpu_work_bytes(spec, config.to_dict()),
+    }
+    return Need(items, FIXED_BYTES)
+
+
+def _sum(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+    return {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
+
+
+def _share(count: int, parts: int) -> int:
+    return -(-count // parts)
