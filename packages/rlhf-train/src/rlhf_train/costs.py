@@ -43,25 +43,26 @@ def pass_costs(config: Any, *, has_head: bool = True) -> PassCosts:
     """Return the costs of a model with layers of attention and a gated MLP, or a mixture of such MLPs.
 
     A token goes through the experts that are chosen for it, the shared expert and the router. Layers of another kind,
-    such as linear attention, are counted like these, because ranks need only about equal costs.
+    such as linear attention, are counted like these, because ranks need only about equal costs. For the same reason a
+    field that a config lacks, or has for each layer by itself, gets a usual value.
 
     Args:
         config: the model's transformers config.
         has_head: whether it predicts tokens. A scalar head costs next to nothing.
     """
     config = config.get_text_config()
-    hidden = config.hidden_size
+    hidden = _number(config, "hidden_size", default=1)
     num_layers = _number(config, "num_hidden_layers", default=1)
     num_heads = _number(config, "num_attention_heads", default=1)
     num_kv_heads = _number(config, "num_key_value_heads", default=num_heads)
-    head_dim = _number(config, "head_dim", default=hidden // num_heads)
+    head_dim = _number(config, "head_dim", default=max(hidden // num_heads, 1))
     attention = 2 * hidden * head_dim * (num_heads + num_kv_heads)
     mlps = sum(_mlp_weights(config, layer) for layer in range(num_layers))
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
+    window = _field(config, "sliding_window")
+    kinds = _field(config, "layer_types") or ["sliding_attention"] * num_layers
     return PassCosts(
         token_flops=2 * (num_layers * attention + mlps),
-        target_flops=2 * hidden * config.vocab_size * has_head,
+        target_flops=2 * hidden * _number(config, "vocab_size", default=1) * has_head,
         pair_flops=4 * num_heads * head_dim,
         windows=Counter(window if kind == "sliding_attention" else None for kind in kinds),
     )
@@ -69,13 +70,14 @@ def pass_costs(config: Any, *, has_head: bool = True) -> PassCosts:
 
 def _mlp_weights(config: Any, layer: int) -> int:
     """Return the weights of a layer's MLP that a token goes through."""
-    hidden = config.hidden_size
+    hidden = _number(config, "hidden_size", default=1)
     width = _number(config, "intermediate_size", default=4 * hidden)
     num_experts = _number(config, "num_experts", "num_local_experts", default=0)
-    is_dense = layer in (getattr(config, "mlp_only_layers", None) or ())
+    is_dense = layer in (_field(config, "mlp_only_layers") or ())
     if not num_experts or is_dense or (layer + 1) % _number(config, "decoder_sparse_step", default=1):
         return 3 * hidden * width
-    width = _number(config, "moe_intermediate_size", default=width) * config.num_experts_per_tok
+    width = _number(config, "moe_intermediate_size", default=width)
+    width *= _number(config, "num_experts_per_tok", default=1)
     shared = _number(config, "shared_expert_intermediate_size", default=0)
     num_outputs = num_experts + (shared > 0)  # of the router, and the gate of the shared expert
     return hidden * (3 * (width + shared) + num_outputs)
@@ -83,8 +85,16 @@ def _mlp_weights(config: Any, layer: int) -> int:
 
 def _number(config: Any, *names: str, default: int) -> int:
     """Return the first field that is set to a number: configs leave out what is usual, and some have lists."""
-    values = (getattr(config, name, None) for name in names)
+    values = (_field(config, name) for name in names)
     return next((value for value in values if value and isinstance(value, int)), default)
+
+
+def _field(config: Any, name: str) -> Any:
+    """Return a field; None if the config lacks it, or has it for each layer, where transformers raises RuntimeError."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None
 
 
 def _pairs(num_tokens: int, window: int | None) -> int:
