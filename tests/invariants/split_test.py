@@ -50,6 +50,7 @@ class Case:
     lora_rank: int = 0
     sequence_parallel_size: int = 1
     share_prompts: bool = False
+    zpg: int = 1
 
 
 SPLITS = {
@@ -70,6 +71,7 @@ RANKS = {
     "ZeRO 1": Case(zero_stage=1, micro_batch_size=5),
     "ZeRO 2": Case(zero_stage=2, micro_batch_size=5),
     "ZeRO 3": Case(zero_stage=3, micro_batch_size=5, packing=True),
+    "ZeRO 3, copies": Case(zero_stage=3, micro_batch_size=5, zpg=2),
 }
 ADAPTERS_ON_RANKS = {
     "adapters, ZeRO 2": Case(zero_stage=2, micro_batch_size=5, lora_rank=4),
@@ -124,6 +126,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         sequence_parallel_size=case.sequence_parallel_size,
         share_prompts=case.share_prompts,
         zero_stage=case.zero_stage,
+        zpg=case.zpg,
         dtype=case.dtype,
     )
     optimizer = OPTIMIZER if case.dtype == "float32" else BFLOAT16_OPTIMIZER

@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from typing import Any
@@ -133,7 +133,14 @@ class DeepSpeedEngine:
     """One model trained by DeepSpeed. Call `init_process_group` first."""
 
     def __init__(
-        self, model: torch.nn.Module, spec: OptimizerSpec, *, zero_stage: int, dtype: torch.dtype, device: str
+        self,
+        model: torch.nn.Module,
+        spec: OptimizerSpec,
+        *,
+        zero_stage: int,
+        dtype: torch.dtype,
+        device: str,
+        zpg: int = 1,
     ) -> None:
         """Shard `model` over the ranks and give it an optimizer. Collective.
 
@@ -143,6 +150,7 @@ class DeepSpeedEngine:
             zero_stage: 0 to 3. Stage 0 in bfloat16 runs as stage 1.
             dtype: of the weights.
             device: "cuda" or "cpu".
+            zpg: see `ModelSpec`. The same for all models of the process.
 
         Raises:
             ConfigError: nothing in the model is for Muon.
@@ -160,7 +168,7 @@ class DeepSpeedEngine:
         self._world_size = torch.distributed.get_world_size()
         self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         optimizer = make_optimizer(model, spec, fused=device == "cuda")
-        config = _deepspeed_config(spec.max_norm, zero_stage, dtype, self._world_size)
+        config = _deepspeed_config(spec.max_norm, zero_stage, dtype, self._world_size, zpg)
         try:
             self._engine = _wrapped(model, config, dtype, self.device, optimizer=optimizer)
         except (AssertionError, NotImplementedError, ValueError) as error:
@@ -306,8 +314,10 @@ class DeepSpeedEngine:
     def offload(self) -> None:
         """Move optimizer states and master weights to host memory, and free the memory of gradients.
 
-        The model's weights stay on the device, because the next weight sync reads them there. Call it between updates.
+        The model's weights stay on the device, because the next weight sync reads them there. Their second copy goes.
+        Call it between updates.
         """
+        _drop_copies(self.module.parameters())
         states = [part for state in self._inner_optimizer.state.values() for part in state.values()]
         moments = [part for part in states if torch.is_tensor(part) and part.numel() > 1]
         # Some optimizers in float32 work on the weights themselves.
@@ -325,13 +335,32 @@ class DeepSpeedEngine:
         for total in self._sums:
             total.zero_()
 
-    def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
-        return self._deepspeed.zero.GatheredParameters(parameters, enabled=self._zero_stage == 3)
+    @contextmanager
+    def _gathered(self, parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+        with self._deepspeed.zero.GatheredParameters(parameters, enabled=self._zero_stage == 3):
+            yield
+        # DeepSpeed has copied the weights, while a caller may write to their shards (`local_weights`).
+        _drop_copies(parameters)
 
 
 def local_part(weight: torch.nn.Parameter) -> Tensor:
     """Return what this rank keeps of a weight: its shard with ZeRO stage 3, otherwise the whole."""
     return getattr(weight, "ds_tensor", weight)
+
+
+def frozen_parts(model: torch.nn.Module) -> Iterator[Tensor]:
+    """Yield all that this rank keeps of the weights of a frozen model, with its part of their second copy."""
+    for weight in model.parameters():
+        yield local_part(weight)
+        if getattr(weight, "ds_secondary_tensor", None) is not None:
+            yield weight.ds_secondary_tensor
+
+
+def _drop_copies(weights: Iterable[torch.nn.Parameter]) -> None:
+    """Forget the second copy of weights (`ModelSpec.zpg`). The next pass gathers their shards, and copies them anew."""
+    for weight in weights:
+        if hasattr(weight, "ds_secondary_tensor"):
+            weight.ds_secondary_tensor = None
 
 
 def place_frozen(model: torch.nn.Module, spec: ModelSpec, device: torch.device) -> torch.nn.Module:
@@ -344,7 +373,7 @@ def place_frozen(model: torch.nn.Module, spec: ModelSpec, device: torch.device) 
     if spec.zero_stage < 3 or num_ranks == 1:
         return model.to(device)
     dtype = resolve_dtype(spec.dtype)
-    return _wrapped(model, _deepspeed_config(0.0, spec.zero_stage, dtype, num_ranks), dtype, device)
+    return _wrapped(model, _deepspeed_config(0.0, spec.zero_stage, dtype, num_ranks, spec.zpg), dtype, device)
 
 
 class _Unsharded(torch.nn.Module):
@@ -373,17 +402,30 @@ def _wrapped(
     with redirect_stdout(StringIO()), quick_collection():
         if config["zero_optimization"]["stage"] == 3:
             # By itself, DeepSpeed would move the whole model to the device before it shards it.
-            deepspeed.zero.Init(module=_Unsharded(model, dtype, device), config_dict_or_path=config, dtype=dtype)
+            # By itself, it would form the groups of ranks with copies for each model, and refuse to do so twice.
+            made = deepspeed.utils.groups._get_zero_param_intra_parallel_group()
+            copies = (
+                {"zero_param_parallel_group": made}
+                if config["zero_optimization"]["zero_hpz_partition_size"] > 1
+                else {}
+            )
+            unsharded = _Unsharded(model, dtype, device)
+            deepspeed.zero.Init(module=unsharded, config_dict_or_path=config, dtype=dtype, **copies)
         engine, *_ = deepspeed.initialize(model=model.to(device), config=config, dist_init_required=False, **options)
     return engine
 
 
-def _deepspeed_config(max_norm: float, zero_stage: int, dtype: torch.dtype, num_ranks: int) -> dict[str, Any]:
+def _deepspeed_config(max_norm: float, zero_stage: int, dtype: torch.dtype, num_ranks: int, zpg: int) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_norm,
-        "zero_optimization": {"stage": zero_stage, "overlap_comm": False, "contiguous_gradients": True},
+        "zero_optimization": {
+            "stage": zero_stage,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "zero_hpz_partition_size": zpg,
+        },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": dtype == torch.bfloat16},

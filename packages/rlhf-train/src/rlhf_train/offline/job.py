@@ -80,7 +80,7 @@ class OfflineJob:
     def __post_init__(self) -> None:
         compares = self.objective.needs_reference
         teacher = self.objective.needs_teacher
-        self.model.check_offload(self.num_ranks)
+        self.model.check_ranks(self.num_ranks)
         needs_evaluation = self.eval_steps is not None or self.best_metric is not None
         limits_tokens = self.schedule.micro_batch_tokens is not None
         for is_wrong, message in (
