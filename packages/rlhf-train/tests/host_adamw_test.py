@@ -12,7 +12,8 @@ from torch import nn
 from rlhf_data.errors import ConfigError
 from rlhf_rollout.host import free_port
 from rlhf_train.engine import host_adamw
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
+from rlhf_train.engine.deepspeed import DeepSpeedEngine
+from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.shards import ShardReader, Shards
 from rlhf_train.run.rank_state import StateWriter
 from rlhf_train.specs import ModelSpec, OptimizerSpec

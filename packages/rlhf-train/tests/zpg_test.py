@@ -102,7 +102,7 @@ def all_settings(rank: int, num_ranks: int, master: Any, folder: str) -> dict[An
     """Train with each size that divides the ranks; add how many ranks took part in each gathering of a pass."""
     from deepspeed.runtime.zero import partition_parameters
 
-    from rlhf_train.engine.deepspeed import init_process_group
+    from rlhf_train.engine.process_group import init_process_group
 
     init_process_group(rank=rank, world_size=num_ranks, master=master, device="cpu")
     gather, results = partition_parameters._dist_allgather_fn, {}

@@ -21,7 +21,8 @@ from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
 from rlhf_train.columns import RolloutColumns
 from rlhf_train.engine.accelerate import start_engine, start_frozen
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, frozen_parts, init_process_group
+from rlhf_train.engine.deepspeed import DeepSpeedEngine, frozen_parts
+from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.sequence_groups import join_sequence_group
 from rlhf_train.experience import MODEL_COLUMNS, Experience
 from rlhf_train.kl import kl_estimate
