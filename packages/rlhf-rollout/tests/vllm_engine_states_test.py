@@ -81,7 +81,9 @@ class Core:
             self.running = {}
         reason = VllmFinishReason.LENGTH
         outputs = [
-            SimpleNamespace(request_id=name, new_token_ids=[7], new_logprobs=[-0.5], finish_reason=reason)
+            SimpleNamespace(
+                request_id=name, new_token_ids=[7], new_logprobs=[-0.5], finish_reason=reason, routed_experts=None
+            )
             for name in done
         ]
         return SimpleNamespace(outputs=outputs)

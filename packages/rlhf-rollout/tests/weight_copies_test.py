@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rlhf_rollout.engines.vllm.copies import CopyRecorder, Target  # noqa: E402
+from rlhf_rollout.engines.vllm.copies import CopyRecorder, Part, Target  # noqa: E402
 
 HIDDEN = 4
 ROWS = {"q": 6, "k": 2, "v": 2}
@@ -107,6 +107,14 @@ def test_made_gives_the_part_of_the_weight_and_the_tensor_it_went_to():
     assert [copy.target.name for copy, _, _ in recorder.made("vocabulary", dict(arrived)["vocabulary"])] == [
         "vocabulary"
     ]
+
+
+def test_part_of_a_tensor_that_is_itself_a_part():
+    tensor = torch.arange(40)[10:30]
+    part = Part((2, 3), (5, 1), 2)
+    assert part.numel == 6
+    assert part.of(tensor).tolist() == [[12, 13, 14], [17, 18, 19]]
+    assert part.of(tensor, 4).tolist() == [[16, 17, 18], [21, 22, 23]]
 
 
 def without(name):

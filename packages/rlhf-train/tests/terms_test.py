@@ -42,6 +42,7 @@ def experience_of(old: Tensor, rollout: Tensor, **columns: Tensor) -> Experience
         rewards=torch.zeros(2),
         token_rewards=torch.zeros(2, 4),
         truncated=torch.zeros(2, dtype=torch.bool),
+        prompt_lengths=[1, 1],
         columns={"old_logprobs": old.clone(), **columns},
     )
 

@@ -261,6 +261,29 @@ def test_parameters_that_have_moved_are_found_again(pair: Pair, caplog: pytest.L
     assert "parameters have moved" in caplog.text
 
 
+def test_rows_that_pad_the_vocabulary_are_zero_in_layers_that_vllm_processes(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if pair.kind != "packed":
+        pytest.skip("this engine leaves the rows as they are")
+    from rlhf_rollout.engines.vllm import weights
+
+    materialize = weights.materialize_layer
+
+    def with_old_values(layer: Any, info: Any) -> None:
+        materialize(layer, info)
+        for parameter in layer.parameters(recurse=False):
+            parameter.data.fill_(7.0)
+
+    record(pair)
+    monkeypatch.setattr(weights, "materialize_layer", with_old_values)
+    pair.send(1)
+    embedding = pair.ask(lambda receiver: receiver.model.model.embed_tokens.weight.detach().clone())
+    assert embedding.shape[0] == 512
+    assert not embedding[500:].any()
+    assert torch.equal(embedding[:500], pair.model.model.embed_tokens.weight)
+
+
 def test_updates_in_a_kept_buffer_bring_what_was_written_last(pair: Pair) -> None:
     record(pair)
     sender = WeightSource("shared_memory", bucket_bytes=40_000, checksum=True, keep_buffer=True)

@@ -114,6 +114,16 @@ def test_sync_makes_the_engines_logprobs_the_models(pair: Pair) -> None:
     assert {completion.policy_version for group in after for completion in group} == {1}
 
 
+def test_sync_in_a_buffer_that_is_kept_brings_what_was_written_last(pair: Pair) -> None:
+    sender = WeightSource(pair.medium, bucket_bytes=400_000, checksum=True, keep_buffer=True)
+    # The engine's process starts again for the trainer when its name changes, and gets another buffer.
+    for version, name in enumerate(["one", "one", "one", "two", "two"], start=10):
+        perturb(pair.model, seed=version)
+        sender.send(iter(pair.model.named_parameters()), [pair.engine], version, [name])
+        assert mean_difference(pair.model, pair.generate()) < LOGPROB_TOLERANCE
+    sender.close()
+
+
 def test_sync_perturbed_and_reverted_gives_the_same_tokens(pair: Pair) -> None:
     pair.send(2)
     original = {name: parameter.detach().clone() for name, parameter in pair.model.named_parameters()}

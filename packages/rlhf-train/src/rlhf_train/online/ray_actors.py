@@ -62,7 +62,9 @@ class RankActor:
             job.engine.weight_transfer,
             checksum=job.sync_checksum,
             workers_per_engine=job.engine.tensor_parallel_size,
-            keep_buffer=not job.takes_turns,  # whoever sleeps makes room for the other's memory
+            # Whoever sleeps makes room for the other's memory. And CUDA frees memory that is exported only when every
+            # engine has released it, which one that is killed never does.
+            keep_buffer=not job.takes_turns and job.engine.weight_transfer != "ipc",
         )
         loaded_s = time.perf_counter() - started
         return {"startup/load": loaded_s, "startup/rehearsal": rehearse(self._worker, list(models), job, rank)}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _COPY = torch.ops.aten.copy_.default
-_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
 class Target(NamedTuple):
@@ -186,9 +186,7 @@ class CopyRecorder(TorchDispatchMode):
         if index < 0:
             return None
         start, name, weight = known[index]
-        last = sum((count - 1) * step for count, step in zip(source.shape, source.stride(), strict=True))
-        end = begin + (last + 1) * source.itemsize
-        if source.dtype != weight.dtype or end > start + weight.nbytes:
+        if source.dtype != weight.dtype:
             return None
         return name, Part(tuple(source.shape), source.stride(), (begin - start) // source.itemsize)
 
