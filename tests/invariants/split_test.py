@@ -50,6 +50,7 @@ class Case:
     lora_rank: int = 0
     sequence_parallel_size: int = 1
     share_prompts: bool = False
+    zpg: int = 1
 
 
 SPLITS = {
@@ -70,6 +71,7 @@ RANKS = {
     "ZeRO 1": Case(zero_stage=1, micro_batch_size=5),
     "ZeRO 2": Case(zero_stage=2, micro_batch_size=5),
     "ZeRO 3": Case(zero_stage=3, micro_batch_size=5, packing=True),
+    "ZeRO 3, copies": Case(zero_stage=3, micro_batch_size=5, zpg=2),
 }
 ADAPTERS_ON_RANKS = {
     "adapters, ZeRO 2": Case(zero_stage=2, micro_batch_size=5, lora_rank=4),
@@ -109,6 +111,11 @@ def grouped_rollouts(count: int) -> list[Rollout]:
     ]
 
 
+def has_copies(model: Any) -> bool:
+    """Return whether passes of a model gather its weights from a second copy on some of the ranks."""
+    return getattr(next(model.parameters()), "ds_zero_param_process_group", None) is not None
+
+
 def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> dict[str, Any]:
     """Run one step of PPO, usually of two updates per model; return the weights and the metrics."""
     device_of(rank, num_ranks)
@@ -124,6 +131,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         sequence_parallel_size=case.sequence_parallel_size,
         share_prompts=case.share_prompts,
         zero_stage=case.zero_stage,
+        zpg=case.zpg,
         dtype=case.dtype,
     )
     optimizer = OPTIMIZER if case.dtype == "float32" else BFLOAT16_OPTIMIZER
@@ -175,6 +183,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     return {
         "weights": weights,
         "num_divided": sum(model.sequence_group is not None for model in models),
+        "num_copied": sum(has_copies(model) for model in models),
         "sent": {name: weight.float().cpu().numpy().copy() for name, weight in worker.engines["actor"].named_weights()},
         "metrics": results(merge_metrics(metrics)),
         "same_as_reference": bool(torch.equal(before["old_logprobs"], before["ref_logprobs"])),
@@ -284,6 +293,13 @@ def test_split_on_one_rank_gives_the_same_update(on_one_rank, name):
 def test_split_over_two_ranks_gives_the_same_update(on_one_rank, on_two_ranks, name):
     for outcome in on_two_ranks:
         assert largest_difference(on_one_rank["whole"]["weights"], outcome[name]["weights"]) < TOLERANCE
+
+
+def test_all_models_have_a_second_copy_where_it_is_asked_for(on_two_ranks):
+    for outcome in on_two_ranks:
+        assert {name: result["num_copied"] for name, result in outcome.items() if result["num_copied"]} == {
+            "ZeRO 3, copies": 3
+        }
 
 
 @pytest.mark.parametrize("name", list(DIVIDED))

@@ -4,10 +4,10 @@ import transformers.models.qwen2.modeling_qwen2
 
 import rlhf_train.online.worker
 from rlhf_rollout.host import local_gpus
-from rlhf_train.engine.deepspeed import _import_deepspeed
+from rlhf_train.engine.process_group import import_deepspeed
 
 __all__ = ["rlhf_train", "transformers"]
 
 # With a GPU the ranks choose between it and the CPU when they import DeepSpeed.
 if local_gpus() == 0:
-    _import_deepspeed("cpu")
+    import_deepspeed("cpu")

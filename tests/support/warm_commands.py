@@ -68,7 +68,7 @@ def call(folder: str, words: list[str]) -> int:
 
 def serve(numbers: dict[str, int]) -> None:
     """Import the libraries of each kind in a process, and fork it for each connection to the socket of that kind."""
-    from rlhf_rollout.engines.vllm.engine import _prepare_environment
+    from rlhf_rollout.engines.vllm.core import prepare_environment
     from rlhf_rollout.host import wait_passively
 
     wait_passively()  # as every command does before it imports torch
@@ -78,11 +78,11 @@ def serve(numbers: dict[str, int]) -> None:
     for other in numbers.values():
         os.close(other)
     if kind == "engine":
-        _prepare_environment()
+        prepare_environment()
     else:
-        from rlhf_train.engine.deepspeed import _import_deepspeed
+        from rlhf_train.engine.process_group import import_deepspeed
 
-        _import_deepspeed("cpu")
+        import_deepspeed("cpu")
     before = dict(os.environ)
     for name in LIBRARIES[kind]:
         importlib.import_module(name)

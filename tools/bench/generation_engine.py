@@ -109,9 +109,10 @@ def engine_process(pipe: Connection, spec: EngineSpec, sampling: SamplingParams,
     os.environ.update({key: str(value) for key, value in settings.items() if key.isupper()})
     try:
         start = time.perf_counter()
+        from rlhf_rollout.engines.vllm import core
         from rlhf_rollout.engines.vllm import engine as module
 
-        module._prepare_environment()  # before vLLM is imported
+        core.prepare_environment()  # before vLLM is imported
         from vllm.engine import arg_utils
 
         from rlhf_rollout.engines.vllm import scheduling

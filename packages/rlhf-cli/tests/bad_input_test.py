@@ -70,6 +70,12 @@ TABLE = [
         "add --bf16",
     ),
     (f"{SFT} --adam_offload --bf16 --optim muon", "error: --adam_offload is .*: --optim is muon", "use --optim adam"),
+    (f"{SFT} --zpg 2", "error: --zpg 2 copies the parts .*, and --zero_stage is 2", "add --zero_stage 3"),
+    (
+        "ppo --zpg 2 --zero_stage 3 --actor_num_gpus_per_node 3 --dry_run",
+        "error: --zpg 2 must divide the number of training processes of each model, which is 3",
+        "use one of 1, 3, or another number of processes",
+    ),
     (
         "ppo --adam_offload --bf16 --zero_stage 3",
         "error: --adam_offload is .*: --zero_stage is 3",

@@ -169,6 +169,7 @@ REACHES = [
     ("lr_warmup_ratio", "0.5", "", "models.actor.optimizer.warmup_steps", 4),  # of 4 steps x 2
     ("min_lr_ratio", "0.5", "", "models.actor.optimizer.min_lr_ratio", 0.5),
     ("zero_stage", "3", "", "models.actor.zero_stage", 3),
+    ("zpg", "2", "--zero_stage 3 --colocate_all_models --actor_num_gpus_per_node 2", "models.reference.zpg", 2),
     ("adam_offload", "", "--bf16 --zero_stage 1", "models.actor.optimizer.offload", True),
     ("adam_offload", "", "--bf16 --zero_stage 2", "models.critic.optimizer.offload", True),
     ("seed", "3", "", "seed", 3),

@@ -103,6 +103,7 @@ REACHES = [
     ("sft", "min_lr_ratio", "0.5", "", "model.optimizer.min_lr_ratio", 0.5),
     ("sft", "learning_rate", "0.5", "", "model.optimizer.learning_rate", 0.5),
     ("sft", "zero_stage", "3", "", "model.zero_stage", 3),
+    ("sft", "zpg", "2", "--zero_stage 3", "model.zpg", 2),
     ("sft", "adam_offload", "", "--bf16", "model.optimizer.offload", True),
     ("dpo", "ref_reward_offload", "", "--ref_pretrain OTHER", "reference.offload", True),
     ("kto", "ref_reward_offload", "", "", "model.offload", True),
@@ -177,7 +178,7 @@ def part_of(folder: Path, job, tokenizer, name: str):
 def test_flag_reaches_its_part_of_the_job(folder, monkeypatch, command, flag, words, others, part, expected):
     monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
     argv = f"--pretrain TINY --dataset x.jsonl --max_len 64 {NEEDED.get(command, '')} {others} --{flag} {words}".split()
-    if flag == "sequence_parallel_size":
+    if flag in ("sequence_parallel_size", "zpg"):
         monkeypatch.setattr(offline, "launch", lambda: Launch(num_ranks=2))
     made = COMMANDS[command]
     parsed = CommandLine(config=made.config, prog="").parse(argv)

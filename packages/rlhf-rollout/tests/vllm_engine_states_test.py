@@ -102,7 +102,7 @@ def engine(core: Core, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(vllm_engine, "resolve_model_dir", Path)
     monkeypatch.setattr(vllm_engine, "read_config", lambda path: {"vocab_size": 512})
     monkeypatch.setattr(vllm_engine, "end_token_ids", lambda *paths: (0,))
-    monkeypatch.setattr(vllm_engine, "_build_core", lambda *args, **options: core)
+    monkeypatch.setattr(vllm_engine, "build_core", lambda *args, **options: core)
     engine = vllm_engine.VllmEngine(EngineSpec(model="x", max_model_len=64, enable_sleep=True))
     yield engine
     core.may_step.set()
@@ -111,7 +111,7 @@ def engine(core: Core, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_engines_without_a_seed_draw_one_each(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
-    monkeypatch.setattr(vllm_engine, "_build_core", lambda spec, *args, **options: built.append(spec) or Core())
+    monkeypatch.setattr(vllm_engine, "build_core", lambda spec, *args, **options: built.append(spec) or Core())
     for seed in (None, None, 5):
         other = vllm_engine.VllmEngine(EngineSpec(model="x", seed=seed))
         other._loop.call(lambda core: None, drain=False).result(20)

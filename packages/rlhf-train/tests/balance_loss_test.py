@@ -13,7 +13,7 @@ from rlhf_models.batch import TokenBatch
 from rlhf_models.routing import RouterWatch, router_sums
 from rlhf_rollout.host import free_port
 from rlhf_train.engine import accelerate
-from rlhf_train.engine.deepspeed import init_process_group
+from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.losses.balance import balance_loss
 from rlhf_train.run.load_balance import LoadBalance, load_balance
 from rlhf_train.specs import ModelSpec

@@ -118,6 +118,12 @@ def test_costs_follow_the_text_model_of_a_model_of_images_and_text() -> None:
     assert pass_costs(config) == pass_costs(text)
 
 
+@pytest.mark.parametrize("name", ["gemma4_text", "deepseek_v2", "blt"])
+def test_configs_that_lack_fields_or_have_them_by_layer_have_costs_that_grow(name: str) -> None:
+    costs = pass_costs(transformers.AutoConfig.for_model(name))
+    assert 0 < costs.of(10) < costs.of(11) < costs.of(11, 3)
+
+
 def imbalance(costs: np.ndarray, weights: np.ndarray, num_ranks: int) -> float:
     """The cost of the rank with the most work, in units of the mean, if ranks get equal weights."""
     sums = [costs[part].sum() for part in split_balanced(weights, num_ranks)]

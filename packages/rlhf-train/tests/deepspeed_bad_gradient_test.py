@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
+from rlhf_train.engine.deepspeed import DeepSpeedEngine
+from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.specs import OptimizerSpec
 from trainer_testing import run_ranks
 

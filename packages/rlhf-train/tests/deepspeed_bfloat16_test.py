@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rlhf_rollout.host import free_port
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
+from rlhf_train.engine.deepspeed import DeepSpeedEngine
+from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.shards import Shards
 from rlhf_train.specs import OptimizerSpec
 from trainer_testing import run_ranks

@@ -12,7 +12,8 @@ from torch import nn
 from rlhf_data.errors import ConfigError
 from rlhf_rollout.host import free_port
 from rlhf_train.engine import host_adamw
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
+from rlhf_train.engine.deepspeed import DeepSpeedEngine
+from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.shards import ShardReader, Shards
 from rlhf_train.run.rank_state import StateWriter
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -184,13 +185,13 @@ def test_gradient_that_is_not_finite_changes_nothing():
 def test_what_cannot_be_kept_in_host_memory_is_refused(options, num_ranks, reason):
     spec = ModelSpec(path="", **({"dtype": "bfloat16", "optimizer": SPEC} | options))
     with pytest.raises(ConfigError) as caught:
-        spec.check_offload(num_ranks)
+        spec.check_ranks(num_ranks)
     assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize(("zero_stage", "num_ranks"), [(0, 1), (0, 2), (1, 2), (2, 1)])
 def test_what_can_be_kept_in_host_memory_is_not_refused(zero_stage, num_ranks):
-    ModelSpec(path="", dtype="bfloat16", zero_stage=zero_stage, optimizer=SPEC).check_offload(num_ranks)
+    ModelSpec(path="", dtype="bfloat16", zero_stage=zero_stage, optimizer=SPEC).check_ranks(num_ranks)
     plain = OptimizerSpec(learning_rate=1, muon_momentum=0.9)
     for optimizer in (None, plain):
-        ModelSpec(path="", zero_stage=3, optimizer=optimizer).check_offload(2)
+        ModelSpec(path="", zero_stage=3, optimizer=optimizer).check_ranks(2)

@@ -10,8 +10,9 @@ from rlhf_data.errors import ConfigError
 from rlhf_models.loading import load_critic
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
+from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.engine.optimizer import Muon, is_hidden_matrix, orthogonalized
+from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.shards import Place
 from rlhf_train.specs import OptimizerSpec
 

@@ -16,7 +16,8 @@ from rlhf_train.algorithms import make_algorithm
 from rlhf_train.batching import plan_batches
 from rlhf_train.columns import RolloutColumns
 from rlhf_train.engine import host_adamw
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
+from rlhf_train.engine.deepspeed import DeepSpeedEngine
+from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.shards import ShardReader, Shards
 from rlhf_train.online.worker import TrainWorker
 from rlhf_train.specs import ModelSpec, OptimizerSpec

@@ -10,7 +10,8 @@ import torch
 from listening import LOOPBACK, listening
 from rlhf_data.errors import EngineError
 from rlhf_rollout.host import free_port
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, _open_store, init_process_group
+from rlhf_train.engine.deepspeed import DeepSpeedEngine
+from rlhf_train.engine.process_group import _open_store, init_process_group
 from rlhf_train.specs import OptimizerSpec
 from trainer_testing import run_ranks
 

@@ -40,7 +40,7 @@ def new_head() -> torch.Tensor:
 
 def on_rank(rank: int, num_ranks: int, master: Any, path: str, options: dict[str, Any]) -> dict[str, Any]:
     """Run actor, critic and reward model on this rank's part; return their outputs and the gradients of its part."""
-    from rlhf_train.engine.deepspeed import init_process_group
+    from rlhf_train.engine.process_group import init_process_group
 
     init_process_group(rank=rank, world_size=num_ranks, master=master, device="cpu")
     actor_module.MAX_LOGITS_BYTES = options.pop("max_logits_bytes", actor_module.MAX_LOGITS_BYTES)
@@ -152,7 +152,7 @@ def test_heads_are_divided_evenly_or_refused():
 
 
 def refusals(rank: int, num_ranks: int, master: Any, path: str) -> list[str]:
-    from rlhf_train.engine.deepspeed import init_process_group
+    from rlhf_train.engine.process_group import init_process_group
 
     init_process_group(rank=rank, world_size=num_ranks, master=master, device="cpu")
     group = join_sequence_group(2)

@@ -64,7 +64,7 @@ def train_save_and_go_on(rank: int, num_ranks: int, master, folder: str) -> list
 
     Returns what differs.
     """
-    from rlhf_train.engine.deepspeed import init_process_group
+    from rlhf_train.engine.process_group import init_process_group
 
     init_process_group(rank=rank, world_size=num_ranks, master=master, device="cpu")
     wrong = []
@@ -104,7 +104,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def go_on_elsewhere(rank: int, num_ranks: int, master, folder: str) -> list[str]:
     """Read the files of each stage into itself and into the next one, on another number of ranks; two more updates."""
-    from rlhf_train.engine.deepspeed import init_process_group
+    from rlhf_train.engine.process_group import init_process_group
 
     init_process_group(rank=rank, world_size=num_ranks, master=master, device="cpu")
     wrong = []

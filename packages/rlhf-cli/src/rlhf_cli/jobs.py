@@ -279,15 +279,15 @@ def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int, num_frozen
     spec = config.algorithm.spec()
     model = config.model
     training = config.training
-    stage = config.training.zero_stage
+    sharding = training.sharding
     learning = training.optimizer(training.actor_learning_rate, num_updates - num_frozen_updates)
-    models = {"actor": model.spec(inputs.model, stage, learning)}
+    models = {"actor": model.spec(inputs.model, sharding, learning)}
     if spec.row.uses_critic:
         learning = training.optimizer(training.critic_learning_rate, num_updates)
-        critic = model.spec(inputs.critic, stage, learning)
+        critic = model.spec(inputs.critic, sharding, learning)
         models["critic"] = replace(critic, aux_loss_coef=0.0, routing_replay=False)
     if spec.uses_reference:
-        models["reference"] = model.spec(inputs.model, stage)
+        models["reference"] = model.spec(inputs.model, sharding)
     if inputs.teacher is not None:
-        models["teacher"] = model.spec(inputs.teacher, stage)
+        models["teacher"] = model.spec(inputs.teacher, sharding)
     return models

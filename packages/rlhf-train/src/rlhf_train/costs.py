@@ -43,23 +43,24 @@ def pass_costs(config: Any, *, has_head: bool = True) -> PassCosts:
     """Return the costs of a model with layers of attention and a gated MLP, or a mixture of such MLPs.
 
     A token goes through the experts that are chosen for it, the shared expert and the router. Layers of another kind,
-    such as linear attention, are counted like these, because ranks need only about equal costs.
+    such as linear attention, are counted like these, because ranks need only about equal costs. For the same reason a
+    field that a config lacks, or has for each layer by itself, gets a usual value.
 
     Args:
         config: the model's transformers config.
         has_head: whether it predicts tokens. A scalar head costs next to nothing.
     """
     config = config.get_text_config()
-    hidden = config.hidden_size
+    hidden = number(config, "hidden_size", default=1)
     num_layers = number(config, "num_hidden_layers", default=1)
     num_heads, num_kv_heads, head_dim = heads_of(config)
     attention = 2 * hidden * head_dim * (num_heads + num_kv_heads)
     mlps = sum(_mlp_weights(hidden, mlp_of(config, layer)) for layer in range(num_layers))
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
+    window = field(config, "sliding_window")
+    kinds = field(config, "layer_types") or ["sliding_attention"] * num_layers
     return PassCosts(
         token_flops=2 * (num_layers * attention + mlps),
-        target_flops=2 * hidden * config.vocab_size * has_head,
+        target_flops=2 * hidden * number(config, "vocab_size", default=1) * has_head,
         pair_flops=4 * num_heads * head_dim,
         windows=Counter(window if kind == "sliding_attention" else None for kind in kinds),
     )
@@ -85,19 +86,20 @@ def heads_of(config: Any) -> tuple[int, int, int]:
     """Return the number of attention heads, that of key-value heads, and the size of a head."""
     num_heads = number(config, "num_attention_heads", default=1)
     num_kv_heads = number(config, "num_key_value_heads", default=num_heads)
-    return num_heads, num_kv_heads, number(config, "head_dim", default=config.hidden_size // num_heads)
+    hidden = number(config, "hidden_size", default=1)
+    return num_heads, num_kv_heads, number(config, "head_dim", default=max(hidden // num_heads, 1))
 
 
 def mlp_of(config: Any, layer: int) -> Mlp:
     """Return the MLP of a layer, by its number from 0."""
-    width = number(config, "intermediate_size", default=4 * config.hidden_size)
+    width = number(config, "intermediate_size", default=4 * number(config, "hidden_size", default=1))
     num_experts = number(config, "num_experts", "num_local_experts", default=0)
-    is_dense = layer in (getattr(config, "mlp_only_layers", None) or ())
+    is_dense = layer in (field(config, "mlp_only_layers") or ())
     if not num_experts or is_dense or (layer + 1) % number(config, "decoder_sparse_step", default=1):
         return Mlp(width)
     width = number(config, "moe_intermediate_size", default=width)
     shared = number(config, "shared_expert_intermediate_size", default=0)
-    return Mlp(width, num_experts, config.num_experts_per_tok, shared)
+    return Mlp(width, num_experts, number(config, "num_experts_per_tok", default=1), shared)
 
 
 def _mlp_weights(hidden: int, mlp: Mlp) -> int:
@@ -108,8 +110,16 @@ def _mlp_weights(hidden: int, mlp: Mlp) -> int:
 
 def number(config: Any, *names: str, default: int) -> int:
     """Return the first field that is set to a number: configs leave out what is usual, and some have lists."""
-    values = (getattr(config, name, None) for name in names)
+    values = (field(config, name) for name in names)
     return next((value for value in values if value and isinstance(value, int)), default)
+
+
+def field(config: Any, name: str) -> Any:
+    """Return a field; None if the config lacks it, or has it for each layer, where transformers raises RuntimeError."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None
 
 
 def _pairs(num_tokens: int, window: int | None) -> int:

@@ -24,7 +24,7 @@ class OptimizerSpec:
         warmup_steps: updates of linear warm-up.
         total_steps: updates until the end of the schedule.
         min_lr_ratio: final learning rate of cosine_with_min_lr as a fraction of the peak.
-        offload: keep master weights and moments in host memory; see `engine.host_adamw` and `ModelSpec.check_offload`.
+        offload: keep master weights and moments in host memory; see `engine.host_adamw` and `ModelSpec.check_ranks`.
     """
 
     learning_rate: float
@@ -55,6 +55,8 @@ class ModelSpec:
             All models of a rank set have the same.
         torch_compile: "on", "off", or "auto", which compiles where that is possible and faster.
         zero_stage: ZeRO stage of DeepSpeed, 0 to 3.
+        zpg: neighbouring ranks that keep a second copy of all weights among them, from which passes gather them; 1 for
+            none. Needs ZeRO stage 3.
         optimizer: None for a frozen model.
         lora: adapters to train instead of all weights; None for all weights.
         aux_loss_coef: weight of the load-balancing loss in updates; 0 for none. Only for models with experts.
@@ -71,14 +73,27 @@ class ModelSpec:
     sequence_parallel_size: int = 1
     torch_compile: str = "off"
     zero_stage: int = 2
+    zpg: int = 1
     optimizer: OptimizerSpec | None = None
     lora: "LoraSpec | None" = None
     aux_loss_coef: float = 0.0
     offload: bool = False
     routing_replay: bool = False
 
-    def check_offload(self, num_ranks: int) -> None:
-        """Raise ConfigError if states of the optimizer shall be in host memory, and cannot on `num_ranks` processes."""
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise ConfigError for what cannot be done on `num_ranks` processes, or not with this optimizer.
+
+        That is a second copy of the weights, and states of the optimizer in host memory.
+        """
+        if self.zpg > 1 and self.zero_stage < 3:
+            message = f"--zpg {self.zpg} copies the parts of weights that ZeRO stage 3 makes, and"
+            raise ConfigError(f"{message} --zero_stage is {self.zero_stage}", hint="add --zero_stage 3, or drop --zpg")
+        if num_ranks % self.zpg:
+            sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+            message = (
+                f"--zpg {self.zpg} must divide the number of training processes of each model, which is {num_ranks}"
+            )
+            raise ConfigError(message, hint=f"use one of {', '.join(map(str, sizes))}, or another number of processes")
         if self.optimizer is None or not self.optimizer.offload:
             return
         is_sharded = self.zero_stage == 3 or (self.zero_stage == 2 and num_ranks > 1)

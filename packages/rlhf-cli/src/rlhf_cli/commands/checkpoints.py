@@ -200,7 +200,7 @@ def _write_model(options: dict[str, Any], checkpoint: "Checkpoint", role: str, o
         base = given.get("critic_pretrain") or next(iter(rewards), base)
     if base is None:
         raise ConfigError(f"the run's {CONFIG_FILE} names no model", hint="put the one of the run into its folder")
-    spec = replace(section.spec(model_path(base), zero_stage=0), lora=section.lora)
+    spec = replace(section.spec(model_path(base), {"zero_stage": 0}), lora=section.lora)
     model = load_model(role, spec)
     load_weights(model, ShardReader(sorted(checkpoint.path.glob(f"{role}-*-of-*.safetensors"))))
     evaluated = checkpoint.state().get("run", {}).get("evaluated", {})

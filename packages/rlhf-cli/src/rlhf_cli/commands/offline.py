@@ -159,8 +159,8 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     place = launch()
     config.model.check_processes(place.num_ranks, "the run", "torchrun --nproc_per_node {} -m ...")
     training = config.training
-    planned = config.model.spec("", training.zero_stage, training.optimizer(training.learning_rate, num_updates=0))
-    planned.check_offload(place.num_ranks)
+    planned = config.model.spec("", training.sharding, training.optimizer(training.learning_rate, num_updates=0))
+    planned.check_ranks(place.num_ranks)
     _take_own_gpu(place)
     # Open the data before importing torch, so that a wrong path or key is reported within a second.
     sources = _open(config)
@@ -190,7 +190,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     optimizer = training.optimizer(training.learning_rate, schedule.num_updates(len(train)))
     job = OfflineJob(
         objective=objective,
-        model=model.spec(path, training.zero_stage, optimizer),
+        model=model.spec(path, training.sharding, optimizer),
         reference=reference if objective.needs_reference or objective.needs_teacher else None,
         precompute_reference=objective.needs_reference and getattr(model, "precompute_reference", False),
         examples=train,
@@ -268,14 +268,14 @@ def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
         if (name := getattr(config.model, flag, None)) is not None:
             path = model_path(name)
             check_companion(flag, config.model, path, tokenizer)
-            return config.model.spec(path, config.training.zero_stage)
+            return config.model.spec(path, config.training.sharding)
     return None
 
 
 def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: Any, console: "Console") -> None:
     """Run the job. Rank 0 records and shows it; the other ranks only take part in training."""
     from rlhf_cli.console import OfflineView, show_results
-    from rlhf_train.engine.deepspeed import leave_process_group
+    from rlhf_train.engine.process_group import leave_process_group
     from rlhf_train.offline.job import run_offline
     from rlhf_train.run.checkpointing import find_checkpoint, resumed_step
     from rlhf_train.run.models import ADAPTER_FOLDER

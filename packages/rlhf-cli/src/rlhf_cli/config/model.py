@@ -1,6 +1,6 @@
 """Options of models: which ones, and how they are computed."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from rlhf_data.checks import lacking, without_effect
@@ -72,15 +72,18 @@ class ModelSection(sections.ModelSection):
             message = f"--sequence_parallel_size is {size}, and {what} has {num_processes} process(es)"
             raise ConfigError(message, hint=f"use {size} or a multiple: {how.format(size)}")
 
-    def spec(self, path: str, zero_stage: int, optimizer: OptimizerSpec | None = None) -> ModelSpec:
-        """Return how the model at `path` is computed. Without an optimizer it is frozen."""
+    def spec(self, path: str, sharding: Mapping[str, int], optimizer: OptimizerSpec | None = None) -> ModelSpec:
+        """Return how the model at `path` is computed. Without an optimizer it is frozen.
+
+        `sharding` is `TrainingSection.sharding`.
+        """
         options = matching(ModelSpec, self) | {"offload": getattr(self, "ref_reward_offload", False)}
         if optimizer is None:
             if options.get("routing_replay") or self.aux_loss_coef:
                 # The policy is not compiled then. A compiled reference rounds differently, and their KL would not be 0.
                 options["torch_compile"] = "off"
             options |= {"gradient_checkpointing": False, "lora": None, "aux_loss_coef": 0.0, "routing_replay": False}
-        return ModelSpec(path=path, packing=self.packing_samples, zero_stage=zero_stage, optimizer=optimizer, **options)
+        return ModelSpec(path=path, packing=self.packing_samples, optimizer=optimizer, **sharding, **options)
 
     @property
     def lora(self) -> "LoraSpec | None":

@@ -38,6 +38,12 @@ class TrainingSection(Section, title="training"):
     zero_stage: int = flag(
         2, "DeepSpeed ZeRO stage; a single process, which has nothing to shard, runs stage 2 as stage 1", ge=0, le=3
     )
+    zpg: int = flag(
+        1,
+        "with --zero_stage 3: neighbouring training processes, such as those of one node, that keep a second copy of"
+        " all weights among them (ZeRO++), from which passes gather them instead of from all nodes; 1: none",
+        ge=1,
+    )
     adam_offload: bool = flag(
         False,
         "with --bf16, below ZeRO stage 2 on several processes: keep AdamW's states (12 bytes per weight) in CPU memory,"
@@ -66,6 +72,11 @@ class TrainingSection(Section, title="training"):
             raise ConfigError(message, hint="add --packing_samples, or use --micro_train_batch_size")
         sizes = ["micro_train_batch_size", "micro_rollout_batch_size"]
         return without_effect(given, (True, sizes, "--micro_batch_tokens takes its place"))
+
+    @property
+    def sharding(self) -> dict[str, int]:
+        """How the weights of every model are divided over its processes, as fields of `ModelSpec`."""
+        return {"zero_stage": self.zero_stage, "zpg": self.zpg}
 
     def optimizer(self, learning_rate: float, num_updates: int) -> OptimizerSpec:
         """Return the optimizer of a model that is updated `num_updates` times."""

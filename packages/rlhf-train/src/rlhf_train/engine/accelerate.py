@@ -12,7 +12,7 @@ from rlhf_models.host_states import RestingModel
 from rlhf_models.loading import resolve_dtype
 from rlhf_models.reference import load_reference
 from rlhf_models.sequence_parallel import SequenceGroup
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, local_part, place_frozen
+from rlhf_train.engine.deepspeed import DeepSpeedEngine, frozen_parts, place_frozen
 from rlhf_train.specs import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -42,10 +42,10 @@ def start_engine(
 
     Raises:
         ConfigError: `spec.torch_compile` is "on", and the layers cannot be compiled; or the model's sequences cannot be
-            divided; or `ModelSpec.check_offload` fails.
+            divided; or `ModelSpec.check_ranks` fails.
         EngineError: DeepSpeed refuses the combination.
     """
-    spec.check_offload(num_ranks)
+    spec.check_ranks(num_ranks)
     is_compiled = compile_model(model.model, spec, device)
     if sequence_group is not None:
         divide_sequences(model, sequence_group)
@@ -54,7 +54,7 @@ def start_engine(
     if zero_stage == 2 and num_ranks == 1:
         # Stage 2 shards gradients over ranks. One rank has nothing to shard, and stage 1 does less work on the host.
         zero_stage = 1
-    engine = DeepSpeedEngine(model, spec.optimizer, zero_stage=zero_stage, dtype=dtype, device=device)
+    engine = DeepSpeedEngine(model, spec.optimizer, zero_stage=zero_stage, dtype=dtype, device=device, zpg=spec.zpg)
     if not is_compiled:
         return engine
     unmet = {
@@ -83,9 +83,7 @@ def start_frozen(
     if sequence_group is not None:
         divide_sequences(frozen, sequence_group)
     placed = place_frozen(frozen, spec, device)
-    return (
-        RestingModel(placed, map(local_part, placed.parameters())) if spec.offload and device.type == "cuda" else placed
-    )
+    return RestingModel(placed, frozen_parts(placed)) if spec.offload and device.type == "cuda" else placed
 
 
 def compile_model(model: Any, spec: ModelSpec, device: str) -> bool:

@@ -1,13 +1,10 @@
 """The `TrainEngine` on DeepSpeed: ZeRO stages 0 to 3, on CUDA with NCCL or on CPUs with gloo.
 
-No other file imports DeepSpeed.
+No other file imports DeepSpeed, except `engine.process_group`.
 """
 
 import math
-import os
-import socket
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from typing import Any
@@ -20,120 +17,27 @@ from rlhf_models.host_states import HostStates
 from rlhf_models.loading import resolve_dtype
 from rlhf_models.lora import adapters_by_weight
 from rlhf_models.weights import hf_named_weights
-from rlhf_rollout.host import collection_paused, quick_collection, stay_on_loopback
+from rlhf_rollout.host import quick_collection
 from rlhf_train.engine.gradients import add_gradients_at_once, clip_whole_groups, float32_sums
 from rlhf_train.engine.optimizer import Muon, make_optimizer
+from rlhf_train.engine.process_group import import_deepspeed
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
 from rlhf_train.engine.shards import WEIGHT, ShardReader, Shards, load_moments, load_weights, places, save_moments
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 
-def init_process_group(*, rank: int, world_size: int, master: tuple[str, int], device: str) -> None:
-    """Join this process's rank set: NCCL on "cuda", gloo on "cpu". Collective.
-
-    Args:
-        rank: of this process, from 0.
-        world_size: processes of the rank set.
-        master: host and port of rank 0, where the ranks meet. Rank 0 listens on that address and on no other.
-        device: "cuda" or "cpu".
-
-    Raises:
-        EngineError: rank 0 has no such address, or its port is taken.
-    """
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_RANK="0",
-        MASTER_ADDR=master[0],
-        MASTER_PORT=str(master[1]),
-    )
-    deepspeed = _import_deepspeed(device)
-    backend = "nccl" if device == "cuda" else "gloo"
-    # Under torchrun the launcher listens, not a rank.
-    if not torch.distributed.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        stay_on_loopback(master[0])
-        options: dict[str, Any] = {"device_id": torch.device("cuda", 0)} if device == "cuda" and world_size > 1 else {}
-        torch.distributed.init_process_group(
-            backend,
-            store=_open_store(rank, world_size, master),
-            rank=rank,
-            world_size=world_size,
-            timeout=deepspeed.constants.default_pg_timeout,
-            **options,
-        )
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-
-
-def leave_process_group() -> None:
-    """Close the connections to the other ranks, as the last act of a process: PyTorch may abort one that exits without.
-
-    Does nothing in a rank set of one.
-    """
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        torch.distributed.destroy_process_group()
-
-
-def _open_store(rank: int, world_size: int, master: tuple[str, int]) -> torch.distributed.Store:
-    """Return the store where the ranks meet. By itself, torch would listen on every address of the machine."""
-    if world_size == 1:
-        return torch.distributed.HashStore()
-    host, port = master
-    options: dict[str, Any] = {}
-    if rank == 0:
-        try:
-            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            options["master_listen_fd"] = socket.create_server(address[:2], family=family, backlog=2048).detach()
-        except OSError as error:
-            hint = "rank 0 must run on the machine of this address (MASTER_ADDR), and the port (MASTER_PORT) be free"
-            raise EngineError(f"rank 0 cannot listen on {host}:{port}: {error.strerror}", hint=hint) from error
-    return torch.distributed.TCPStore(host, port, world_size, rank == 0, wait_for_workers=False, **options)
-
-
-def _import_deepspeed(device: str) -> Any:
-    os.environ.setdefault("DS_ACCELERATOR", device)
-    if device == "cpu":
-        # The number of CPU devices for DeepSpeed. Set it anew for each rank set: a Ray worker inherits the number of a
-        # training that ran earlier in the process that started it.
-        os.environ["LOCAL_SIZE"] = os.environ.get("WORLD_SIZE", "1")
-    if "deepspeed" not in sys.modules:
-        with collection_paused():
-            _first_import()
-    import deepspeed
-
-    # On CPUs DeepSpeed would compile this extension at first use, and leak a shared-memory segment per run. Gloo does
-    # not need it.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.utils.logger.setLevel("ERROR")
-    return deepspeed
-
-
-def _first_import() -> None:
-    """Import DeepSpeed without what nothing here uses and takes seconds in every process.
-
-    Its autotuner imports MLflow where that is installed. Its Muon optimizer, which it compares every optimizer with, is
-    compiled on import.
-    """
-    is_hidden = "mlflow" not in sys.modules
-    if is_hidden:
-        sys.modules["mlflow"] = None  # type: ignore[assignment]
-    try:
-        from deepspeed.runtime import compiler
-    finally:
-        if is_hidden:
-            del sys.modules["mlflow"]
-    compile_decorator = compiler.compile
-    compiler.compile = lambda: lambda function: function
-    try:
-        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-    finally:
-        compiler.compile = compile_decorator
-
-
 class DeepSpeedEngine:
-    """One model trained by DeepSpeed. Call `init_process_group` first."""
+    """One model trained by DeepSpeed. Call `process_group.init_process_group` first."""
 
     def __init__(
-        self, model: torch.nn.Module, spec: OptimizerSpec, *, zero_stage: int, dtype: torch.dtype, device: str
+        self,
+        model: torch.nn.Module,
+        spec: OptimizerSpec,
+        *,
+        zero_stage: int,
+        dtype: torch.dtype,
+        device: str,
+        zpg: int = 1,
     ) -> None:
         """Shard `model` over the ranks and give it an optimizer. Collective.
 
@@ -143,12 +47,13 @@ class DeepSpeedEngine:
             zero_stage: 0 to 3. Stage 0 in bfloat16 runs as stage 1.
             dtype: of the weights.
             device: "cuda" or "cpu".
+            zpg: see `ModelSpec`. The same for all models of the process.
 
         Raises:
             ConfigError: nothing in the model is for Muon.
             EngineError: DeepSpeed refuses the combination.
         """
-        self._deepspeed = _import_deepspeed(device)
+        self._deepspeed = import_deepspeed(device)
         if zero_stage == 0 and dtype == torch.bfloat16:
             # Stage 0 accumulates gradients in bfloat16, where the small gradient of one more micro-batch is rounded
             # away. Stage 1 accumulates in float32.
@@ -160,7 +65,7 @@ class DeepSpeedEngine:
         self._world_size = torch.distributed.get_world_size()
         self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         optimizer = make_optimizer(model, spec, fused=device == "cuda")
-        config = _deepspeed_config(spec.max_norm, zero_stage, dtype, self._world_size)
+        config = _deepspeed_config(spec.max_norm, zero_stage, dtype, self._world_size, zpg)
         try:
             self._engine = _wrapped(model, config, dtype, self.device, optimizer=optimizer)
         except (AssertionError, NotImplementedError, ValueError) as error:
@@ -306,8 +211,10 @@ class DeepSpeedEngine:
     def offload(self) -> None:
         """Move optimizer states and master weights to host memory, and free the memory of gradients.
 
-        The model's weights stay on the device, because the next weight sync reads them there. Call it between updates.
+        The model's weights stay on the device, because the next weight sync reads them there. Their second copy goes.
+        Call it between updates.
         """
+        _drop_copies(self.module.parameters())
         states = [part for state in self._inner_optimizer.state.values() for part in state.values()]
         moments = [part for part in states if torch.is_tensor(part) and part.numel() > 1]
         # Some optimizers in float32 work on the weights themselves.
@@ -325,13 +232,32 @@ class DeepSpeedEngine:
         for total in self._sums:
             total.zero_()
 
-    def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
-        return self._deepspeed.zero.GatheredParameters(parameters, enabled=self._zero_stage == 3)
+    @contextmanager
+    def _gathered(self, parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+        with self._deepspeed.zero.GatheredParameters(parameters, enabled=self._zero_stage == 3):
+            yield
+        # DeepSpeed has copied the weights, while a caller may write to their shards (`local_weights`).
+        _drop_copies(parameters)
 
 
 def local_part(weight: torch.nn.Parameter) -> Tensor:
     """Return what this rank keeps of a weight: its shard with ZeRO stage 3, otherwise the whole."""
     return getattr(weight, "ds_tensor", weight)
+
+
+def frozen_parts(model: torch.nn.Module) -> Iterator[Tensor]:
+    """Yield all that this rank keeps of the weights of a frozen model, with its part of their second copy."""
+    for weight in model.parameters():
+        yield local_part(weight)
+        if getattr(weight, "ds_secondary_tensor", None) is not None:
+            yield weight.ds_secondary_tensor
+
+
+def _drop_copies(weights: Iterable[torch.nn.Parameter]) -> None:
+    """Forget the second copy of weights (`ModelSpec.zpg`). The next pass gathers their shards, and copies them anew."""
+    for weight in weights:
+        if hasattr(weight, "ds_secondary_tensor"):
+            weight.ds_secondary_tensor = None
 
 
 def place_frozen(model: torch.nn.Module, spec: ModelSpec, device: torch.device) -> torch.nn.Module:
@@ -344,7 +270,7 @@ def place_frozen(model: torch.nn.Module, spec: ModelSpec, device: torch.device) 
     if spec.zero_stage < 3 or num_ranks == 1:
         return model.to(device)
     dtype = resolve_dtype(spec.dtype)
-    return _wrapped(model, _deepspeed_config(0.0, spec.zero_stage, dtype, num_ranks), dtype, device)
+    return _wrapped(model, _deepspeed_config(0.0, spec.zero_stage, dtype, num_ranks, spec.zpg), dtype, device)
 
 
 class _Unsharded(torch.nn.Module):
@@ -368,22 +294,35 @@ def _wrapped(
     model: torch.nn.Module, config: dict[str, Any], dtype: torch.dtype, device: torch.device, **options: Any
 ) -> Any:
     """Move a model to the device, weight by weight if they are sharded, and return DeepSpeed's engine of it."""
-    deepspeed = _import_deepspeed(device.type)
+    deepspeed = import_deepspeed(device.type)
     # DeepSpeed's bfloat16 optimizer prints memory figures, and collects garbage dozens of times.
     with redirect_stdout(StringIO()), quick_collection():
         if config["zero_optimization"]["stage"] == 3:
             # By itself, DeepSpeed would move the whole model to the device before it shards it.
-            deepspeed.zero.Init(module=_Unsharded(model, dtype, device), config_dict_or_path=config, dtype=dtype)
+            # By itself, it would form the groups of ranks with copies for each model, and refuse to do so twice.
+            made = deepspeed.utils.groups._get_zero_param_intra_parallel_group()
+            copies = (
+                {"zero_param_parallel_group": made}
+                if config["zero_optimization"]["zero_hpz_partition_size"] > 1
+                else {}
+            )
+            unsharded = _Unsharded(model, dtype, device)
+            deepspeed.zero.Init(module=unsharded, config_dict_or_path=config, dtype=dtype, **copies)
         engine, *_ = deepspeed.initialize(model=model.to(device), config=config, dist_init_required=False, **options)
     return engine
 
 
-def _deepspeed_config(max_norm: float, zero_stage: int, dtype: torch.dtype, num_ranks: int) -> dict[str, Any]:
+def _deepspeed_config(max_norm: float, zero_stage: int, dtype: torch.dtype, num_ranks: int, zpg: int) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_norm,
-        "zero_optimization": {"stage": zero_stage, "overlap_comm": False, "contiguous_gradients": True},
+        "zero_optimization": {
+            "stage": zero_stage,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "zero_hpz_partition_size": zpg,
+        },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": dtype == torch.bfloat16},

@@ -12,7 +12,7 @@ from rlhf_data.errors import CheckpointError, ConfigError, EngineError, RlhfErro
 from rlhf_models.loading import load_config
 from rlhf_train.costs import pass_costs
 from rlhf_train.engine.accelerate import start_engine, start_frozen
-from rlhf_train.engine.deepspeed import init_process_group
+from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.sequence_groups import join_sequence_group
 from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, train_offline
 from rlhf_train.offline.ranks import RankModel, SharedCheckpoints, of_all_ranks
@@ -80,7 +80,7 @@ class OfflineJob:
     def __post_init__(self) -> None:
         compares = self.objective.needs_reference
         teacher = self.objective.needs_teacher
-        self.model.check_offload(self.num_ranks)
+        self.model.check_ranks(self.num_ranks)
         needs_evaluation = self.eval_steps is not None or self.best_metric is not None
         limits_tokens = self.schedule.micro_batch_tokens is not None
         for is_wrong, message in (

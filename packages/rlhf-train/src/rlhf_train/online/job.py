@@ -295,7 +295,7 @@ class OnlineJob:
     def _check_options(self) -> None:
         sizes = {role: spec.sequence_parallel_size for role, spec in self.models.items()}
         for role, spec in self.models.items():
-            spec.check_offload(self.plan.trainers_of(role).num_ranks)
+            spec.check_ranks(self.plan.trainers_of(role).num_ranks)
         if len(set(sizes.values())) > 1:
             raise ConfigError(f"all models must divide sequences over as many processes, and they do over {sizes}")
         for name, wanted in (("freezing_actor_steps", self.num_frozen_steps), ("save_value_network", self.save_critic)):

@@ -21,7 +21,8 @@ from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
 from rlhf_train.columns import RolloutColumns
 from rlhf_train.engine.accelerate import start_engine, start_frozen
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group, local_part
+from rlhf_train.engine.deepspeed import DeepSpeedEngine, frozen_parts
+from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.sequence_groups import join_sequence_group
 from rlhf_train.experience import MODEL_COLUMNS, Experience
 from rlhf_train.kl import kl_estimate
@@ -358,7 +359,7 @@ class TrainWorker:
             engine.offload()
         if self._device.type == "cuda":  # on a CPU, frozen weights lie in their files, mapped into memory
             modules = [module for module in self._frozen.values() if isinstance(module, torch.nn.Module)]
-            self._frozen_weights.offload(local_part(weight) for module in modules for weight in module.parameters())
+            self._frozen_weights.offload(part for module in modules for part in frozen_parts(module))
             torch.cuda.empty_cache()  # the allocator would keep the freed memory from the engines' processes
 
     def reload(self) -> None:

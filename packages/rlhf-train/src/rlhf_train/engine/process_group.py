@@ -1,0 +1,116 @@
+"""Rank sets: the processes that train a model together, and DeepSpeed in each of them.
+
+No file imports DeepSpeed but this one and `engine.deepspeed`.
+"""
+
+import os
+import socket
+import sys
+from typing import Any
+
+import torch
+
+from rlhf_data.errors import EngineError
+from rlhf_rollout.host import collection_paused, stay_on_loopback
+
+
+def init_process_group(*, rank: int, world_size: int, master: tuple[str, int], device: str) -> None:
+    """Join this process's rank set: NCCL on "cuda", gloo on "cpu". Collective.
+
+    Args:
+        rank: of this process, from 0.
+        world_size: processes of the rank set.
+        master: host and port of rank 0, where the ranks meet. Rank 0 listens on that address and on no other.
+        device: "cuda" or "cpu".
+
+    Raises:
+        EngineError: rank 0 has no such address, or its port is taken.
+    """
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK="0",
+        MASTER_ADDR=master[0],
+        MASTER_PORT=str(master[1]),
+    )
+    deepspeed = import_deepspeed(device)
+    backend = "nccl" if device == "cuda" else "gloo"
+    # Under torchrun the launcher listens, not a rank.
+    if not torch.distributed.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        stay_on_loopback(master[0])
+        options: dict[str, Any] = {"device_id": torch.device("cuda", 0)} if device == "cuda" and world_size > 1 else {}
+        torch.distributed.init_process_group(
+            backend,
+            store=_open_store(rank, world_size, master),
+            rank=rank,
+            world_size=world_size,
+            timeout=deepspeed.constants.default_pg_timeout,
+            **options,
+        )
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+
+
+def leave_process_group() -> None:
+    """Close the connections to the other ranks, as the last act of a process: PyTorch may abort one that exits without.
+
+    Does nothing in a rank set of one.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        torch.distributed.destroy_process_group()
+
+
+def _open_store(rank: int, world_size: int, master: tuple[str, int]) -> torch.distributed.Store:
+    """Return the store where the ranks meet. By itself, torch would listen on every address of the machine."""
+    if world_size == 1:
+        return torch.distributed.HashStore()
+    host, port = master
+    options: dict[str, Any] = {}
+    if rank == 0:
+        try:
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            options["master_listen_fd"] = socket.create_server(address[:2], family=family, backlog=2048).detach()
+        except OSError as error:
+            hint = "rank 0 must run on the machine of this address (MASTER_ADDR), and the port (MASTER_PORT) be free"
+            raise EngineError(f"rank 0 cannot listen on {host}:{port}: {error.strerror}", hint=hint) from error
+    return torch.distributed.TCPStore(host, port, world_size, rank == 0, wait_for_workers=False, **options)
+
+
+def import_deepspeed(device: str) -> Any:
+    """Return the module, set up for "cuda" or "cpu"."""
+    os.environ.setdefault("DS_ACCELERATOR", device)
+    if device == "cpu":
+        # The number of CPU devices for DeepSpeed. Set it anew for each rank set: a Ray worker inherits the number of a
+        # training that ran earlier in the process that started it.
+        os.environ["LOCAL_SIZE"] = os.environ.get("WORLD_SIZE", "1")
+    if "deepspeed" not in sys.modules:
+        with collection_paused():
+            _first_import()
+    import deepspeed
+
+    # On CPUs DeepSpeed would compile this extension at first use, and leak a shared-memory segment per run. Gloo does
+    # not need it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("ERROR")
+    return deepspeed
+
+
+def _first_import() -> None:
+    """Import DeepSpeed without what nothing here uses and takes seconds in every process.
+
+    Its autotuner imports MLflow where that is installed. Its Muon optimizer, which it compares every optimizer with, is
+    compiled on import.
+    """
+    is_hidden = "mlflow" not in sys.modules
+    if is_hidden:
+        sys.modules["mlflow"] = None  # type: ignore[assignment]
+    try:
+        from deepspeed.runtime import compiler
+    finally:
+        if is_hidden:
+            del sys.modules["mlflow"]
+    compile_decorator = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = compile_decorator
