@@ -14,7 +14,7 @@ from rlhf_data.records import Rollout
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port, local_gpus
 from rlhf_train.algorithms import AlgorithmSpec, make_algorithm
-from rlhf_train.batching import plan_batches
+from rlhf_train.batching import RankPlan, plan_batches
 from rlhf_train.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts, run_ranks
@@ -116,6 +116,21 @@ def has_copies(model: Any) -> bool:
     return getattr(next(model.parameters()), "ds_zero_param_process_group", None) is not None
 
 
+def plan_of(rank: int, num_ranks: int, case: Case, rollouts: list[Rollout]) -> RankPlan:
+    """Return the part of the work that this rank gets."""
+    return plan_batches(
+        [rollout.num_tokens for rollout in rollouts],
+        [rollout.num_response_tokens for rollout in rollouts],
+        num_ranks=num_ranks // case.sequence_parallel_size,
+        num_mini_batches=case.num_mini_batches,
+        micro_train_batch_size=case.micro_batch_size,
+        micro_rollout_batch_size=case.micro_batch_size,
+        max_response_tokens=24,
+        seed=3,
+        micro_batch_tokens=case.micro_batch_tokens,
+    )[rank // case.sequence_parallel_size]
+
+
 def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> dict[str, Any]:
     """Run one step of PPO, usually of two updates per model; return the weights and the metrics."""
     device_of(rank, num_ranks)
@@ -151,17 +166,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     rewards = [rollout.verdict.reward for rollout in rollouts]
     if case.first_reward is not None:
         rewards[0] = case.first_reward
-    plan = plan_batches(
-        [rollout.num_tokens for rollout in rollouts],
-        [rollout.num_response_tokens for rollout in rollouts],
-        num_ranks=num_ranks // case.sequence_parallel_size,
-        num_mini_batches=case.num_mini_batches,
-        micro_train_batch_size=case.micro_batch_size,
-        micro_rollout_batch_size=case.micro_batch_size,
-        max_response_tokens=24,
-        seed=3,
-        micro_batch_tokens=case.micro_batch_tokens,
-    )[rank // case.sequence_parallel_size]
+    plan = plan_of(rank, num_ranks, case, rollouts)
     worker.load_rollouts(
         RolloutColumns.of([rollouts[row] for row in plan.rows], [rewards[row] for row in plan.rows]), plan
     )
