@@ -18,8 +18,9 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_train import memory
 from rlhf_train.engine import host_adamw
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
+from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.engine.optimizer import is_hidden_matrix
+from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.memory import Model, Passes, count_adapters, count_parameters, engine_memory, trainer_memory
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from rlhf_train.weight_sync import source

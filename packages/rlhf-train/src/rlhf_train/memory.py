@@ -113,7 +113,7 @@ def count_parameters(config: Any, *, has_head: bool = True) -> Parameters:
     2 D. Models of other families are counted like these. Without a head, the model has one output of H weights.
     """
     config = config.get_text_config()
-    hidden = config.hidden_size
+    hidden = number(config, "hidden_size", default=1)
     num_heads, num_kv_heads, head_dim = heads_of(config)
     kind = getattr(config, "model_type", "")
     num_layers = number(config, "num_hidden_layers", default=1)
@@ -126,7 +126,7 @@ def count_parameters(config: Any, *, has_head: bool = True) -> Parameters:
         vectors += hidden  # of the output
     matrices = 0
     biases = 0
-    largest = config.vocab_size * hidden
+    largest = number(config, "vocab_size", default=1) * hidden
     for layer in range(num_layers):
         mlp = mlp_of(config, layer)
         matrices += sum(rows * columns for rows, columns in _linears(config, layer).values())
@@ -134,13 +134,13 @@ def count_parameters(config: Any, *, has_head: bool = True) -> Parameters:
         biases += (2 * mlp.width + hidden) * bool(getattr(config, "mlp_bias", False))
         largest = max(largest, hidden * mlp.width)
     num_tables = 1 + (has_head and not getattr(config, "tie_word_embeddings", False))
-    others = num_layers * vectors + biases + num_tables * config.vocab_size * hidden + hidden
+    others = num_layers * vectors + biases + num_tables * number(config, "vocab_size", default=1) * hidden + hidden
     return Parameters(matrices, others + (0 if has_head else hidden), largest)
 
 
 def _linears(config: Any, layer: int) -> dict[str, tuple[int, int]]:
     """Return inputs and outputs of the linear modules of a layer, by name. Experts and routers are none."""
-    hidden = config.hidden_size
+    hidden = number(config, "hidden_size", default=1)
     num_heads, num_kv_heads, head_dim = heads_of(config)
     mlp = mlp_of(config, layer)
     width = mlp.shared if mlp.num_experts else mlp.width
@@ -155,7 +155,11 @@ def count_adapters(config: Any, rank: int, targets: str | Sequence[str]) -> int:
     by their last name, or for all of them with "all-linear"."""
     config = config.get_text_config()
     wanted = None if targets == "all-linear" else {targets} if isinstance(targets, str) else set(targets)
-    sizes = [item for layer in range(config.num_hidden_layers) for item in _linears(config, layer).items()]
+    sizes = [
+        item
+        for layer in range(number(config, "num_hidden_layers", default=1))
+        for item in _linears(config, layer).items()
+    ]
     return sum(rank * sum(size) for name, size in sizes if wanted is None or name in wanted)
 
 
@@ -215,7 +219,7 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
     if spec.lora is not None:
         adapters = count_adapters(model.config, spec.lora.rank, spec.lora.target_modules)
         num_weights += adapters
-        trained = adapters + (0 if model.has_head else model.config.get_text_config().hidden_size)
+        trained = adapters + (0 if model.has_head else number(model.config.get_text_config(), "hidden_size", default=1))
     item = ITEM_BYTES[spec.dtype]
     is_float32 = spec.dtype == "float32"
     stage = 1 if spec.zero_stage == 2 and num_ranks == 1 else spec.zero_stage
@@ -283,16 +287,22 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
     item = ITEM_BYTES[spec.dtype]
     num_tokens, num_targets = passes.train if with_gradients else passes.forward
     num_tokens = _share(num_tokens, spec.sequence_parallel_size)
-    layers = [num_tokens * _layer_bytes(config, spec, layer) for layer in range(config.num_hidden_layers)]
+    layers = [
+        num_tokens * _layer_bytes(config, spec, layer)
+        for layer in range(number(config, "num_hidden_layers", default=1))
+    ]
     kept = sum(layers)
     if spec.gradient_checkpointing:
-        kept = num_tokens * item * config.hidden_size * len(layers) + max(layers)
+        kept = num_tokens * item * number(config, "hidden_size", default=1) * len(layers) + max(layers)
     head = 0
     if model.has_head:
-        table = config.vocab_size * config.hidden_size
+        table = number(config, "vocab_size", default=1) * number(config, "hidden_size", default=1)
         is_plain = spec.zero_stage < 3 and all(getattr(config, name, None) is None for name in _TRANSFORMED)
-        whole = item * config.vocab_size * _share(num_targets, spec.sequence_parallel_size) + item * table
-        in_blocks = item * config.vocab_size * passes.most_targets > MAX_LOGITS_BYTES and is_plain
+        whole = (
+            item * number(config, "vocab_size", default=1) * _share(num_targets, spec.sequence_parallel_size)
+            + item * table
+        )
+        in_blocks = item * number(config, "vocab_size", default=1) * passes.most_targets > MAX_LOGITS_BYTES and is_plain
         head = LOGITS_CHUNK_BYTES + 4 * table if in_blocks else whole
         if not with_gradients or spec.lora is not None:
             head -= (4 if in_blocks else item) * table
@@ -306,7 +316,7 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
 
 def _layer_bytes(config: Any, spec: ModelSpec, layer: int) -> int:
     """Return the bytes per token that a layer keeps for its backward pass."""
-    hidden = config.hidden_size
+    hidden = number(config, "hidden_size", default=1)
     num_heads, num_kv_heads, head_dim = heads_of(config)
     mlp = mlp_of(config, layer)
     item = ITEM_BYTES[spec.dtype]
@@ -331,7 +341,13 @@ def engine_memory(config: Any, spec: EngineSpec) -> Need:
     config = config.get_text_config()
     _, num_kv_heads, head_dim = heads_of(config)
     item = ITEM_BYTES[spec.dtype]
-    per_token = 2 * config.num_hidden_layers * max(num_kv_heads // spec.tensor_parallel_size, 1) * head_dim * item
+    per_token = (
+        2
+        * number(config, "num_hidden_layers", default=1)
+        * max(num_kv_heads // spec.tensor_parallel_size, 1)
+        * head_dim
+        * item
+    )
     items = {
         "weights": item * _share(count_parameters(config).total, spec.tensor_parallel_size),
         "KV cache": spec.kv_cache_memory_bytes or per_token * spec.max_num_seqs * spec.max_model_len,

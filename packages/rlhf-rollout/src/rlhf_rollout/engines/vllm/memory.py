@@ -69,7 +69,8 @@ def gpu_work_bytes(spec: EngineSpec, config: Mapping[str, Any]) -> int:
     hidden = config.get("hidden_size") or config.get("n_embd", 0)
     # A token goes through several experts of a mixture.
     experts = (config.get("num_experts_per_tok") or 1) * (config.get("moe_intermediate_size") or 0)
-    width = max(config.get("intermediate_size") or 4 * hidden, experts)
+    widths = config.get("intermediate_size") or 4 * hidden
+    width = max(*(widths if isinstance(widths, list) else [widths]), experts)  # some configs have one per layer
     num_tokens = max(spec.max_num_batched_tokens, spec.max_num_seqs)
     activation_bytes = num_tokens * (4 * hidden + 3 * width) * ITEM_BYTES[spec.dtype]
     return FIXED_BYTES + activation_bytes + _LOGIT_COPIES * spec.max_num_seqs * config["vocab_size"] * 4
