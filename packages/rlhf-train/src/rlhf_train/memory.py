@@ -181,8 +181,9 @@ def trainer_memory(models: Sequence[Model], passes: Passes, num_ranks: int, buck
     | float32 3                               | 4 n / R | 4 t / R    | 4 t / R        | 8 t / R |  stage3.py
 
     Muon has 4 instead of 8 for matrices of layers. With `OptimizerSpec.offload`, master weights and moments are 0. At
-    ZeRO 3 there is a bucket of 5e8 gradients, too, in the type in which ranks add up. A frozen model has weights only,
-    divided by R at ZeRO 3, and with `ModelSpec.offload` only while it runs.
+    ZeRO 3 there is a bucket of 5e8 gradients, too, in the type in which ranks add up, and with `ModelSpec.zpg` of Z a
+    second copy of the weights, divided by Z. A frozen model has weights only, divided by R at ZeRO 3 (and the second
+    copy), and with `ModelSpec.offload` only while it runs.
 
     Moments are passes (`pass_memory`) and updates, in which gradients are copied: a bucket of them, or a flat copy.
 
@@ -235,6 +236,7 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
         "master weights": 4 * own * has_masters,
         "moments": (8 * own - 4 * _share(by_muon, num_ranks)) * (not optimizer.offload),
         "reduction": reduced * REDUCE_BUCKET_SIZE * (stage == 3),
+        "second copy": _second_copy(spec, num_weights),
     }
     moment = pass_memory(model, passes, with_gradients=True, num_weights=num_weights)
     if stage == 2 or (stage == 1 and is_float32):
@@ -258,9 +260,16 @@ def _frozen(model: Model, passes: Passes, num_ranks: int) -> _Parts:
     is_divided = spec.zero_stage == 3 and num_ranks > 1
     kept = ITEM_BYTES[spec.dtype] * (_share(num_weights, num_ranks) if is_divided else num_weights)
     weights = {"frozen weights": 0 if model.is_adapted else kept}
+    if is_divided and not model.is_adapted:
+        weights["second copy"] = _second_copy(spec, num_weights)
     gathered = num_weights if is_divided else 0
     moment = pass_memory(model, passes, with_gradients=False, num_weights=gathered)
     return ({}, 0, [moment | weights]) if spec.offload else (weights, 0, [moment])
+
+
+def _second_copy(spec: ModelSpec, num_weights: int) -> int:
+    """Return the bytes of a rank's part of the weights that `zpg` neighbours hold together, besides all ranks."""
+    return ITEM_BYTES[spec.dtype] * _share(num_weights, spec.zpg) if spec.zpg > 1 else 0
 
 
 def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weights: int) -> dict[str, int]:
