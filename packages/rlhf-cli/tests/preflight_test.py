@@ -176,6 +176,12 @@ def test_check_inputs_reward_models_are_folders_and_the_critic_starts_from_the_f
     assert without.notices == ()
 
 
+@pytest.mark.parametrize("flags", ["--share_prompts", "--sequence_parallel_size 2 --actor_num_gpus_per_node 2"])
+def test_check_inputs_reward_model_is_not_concerned_by_what_is_done_with_packed_samples(folder, models, flags):
+    argv = ["--remote_rm_url", "None", "--reward_pretrain", str(models / "judge"), "--packing_samples", *flags.split()]
+    check(folder, models, *argv, "--advantage_estimator", "group_norm", "--n_samples_per_prompt", "4")
+
+
 def test_check_inputs_without_reward_model_the_critic_is_the_policy(folder, models):
     assert check(folder, models).critic == str(models / "policy")
     found = check(folder, models, "--lora_rank", "2", "--target_modules", "q_proj")

@@ -6,7 +6,7 @@ A rollout is made only of token spans; text is a view of it and never its source
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -245,6 +245,12 @@ class Rollout:
     def token_ids(self) -> np.ndarray:
         """[L] int32: all tokens."""
         return np.concatenate([span.token_ids for span in self.spans])
+
+    @property
+    def tokens_before_policy(self) -> np.ndarray:
+        """[n] int32: the tokens before the first of the policy; all of them if it wrote none."""
+        spans = takewhile(lambda span: span.source is not SpanSource.POLICY, self.spans)
+        return np.concatenate([span.token_ids for span in spans])
 
     @property
     def loss_mask(self) -> np.ndarray:

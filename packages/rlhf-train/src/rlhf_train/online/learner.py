@@ -74,7 +74,7 @@ class Learner:
             self._step_versions.append(self.policy_version)
         rewards, earned, metrics = self._rewards(rollouts, episode_ids)
         shares_prompts = self._job.models["actor"].share_prompts
-        prompts = [rollout.spans[0].token_ids for rollout in rollouts] if shares_prompts else None
+        prompts = [rollout.tokens_before_policy for rollout in rollouts] if shares_prompts else None
         pending: list[Any] = []
         replays = self._job.models["actor"].routing_replay
         if replays:
