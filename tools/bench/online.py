@@ -7,8 +7,10 @@ Settings, each with one optimizer update over all rollouts of a step and everyth
     W1  GRPO, shape of Qwen2-0.5B, 64 prompts x 8 samples, 256 + 512 tokens; nothing sleeps, packed
     W2  GRPO, shape of Qwen2-1.5B, 64 x 8, 256 + 1024 tokens; nothing sleeps, padded, micro-batches of 8
     W3  PPO with critic and reference, sizes of W1; engine and optimizer states sleep in turn, packed
+    W4  GRPO, shape of Qwen2-7B, 32 x 8, 256 + 1024; nothing sleeps, packed with shared prompts, the optimizer's states
+        in host memory
 
-W1 and W2 have no reference model. They skip old log-probs, because the only update of a batch is exactly on-policy.
+W1, W2 and W4 have no reference model. They skip old log-probs, because the only update of a batch is exactly on-policy.
 
 The command runs in a process of its own, as a user starts it; figures come from its `metrics.jsonl`. Random weights
 hardly ever draw an end token, so nearly every response has full length. `--mean_response_tokens` makes end tokens of so
@@ -39,13 +41,17 @@ from shapes import SHAPES
 REWARD = 'def reward_func(queries, prompts, labels):\n    return {"rewards": [len(query) % 7 for query in queries]}\n'
 SYMBOLS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"  # one token each, in any order
 
-_SIZES = {"shape": "qwen2-0.5b", "response_tokens": 512, "micro_batch": 16}
+_SIZES = {"shape": "qwen2-0.5b", "prompts": 64, "response_tokens": 512, "micro_batch": 16}
 _GRPO = ["--advantage_estimator", "group_norm", "--init_kl_coef", "0", "--old_logprobs", "skip"]
 _PPO = ["--advantage_estimator", "gae", "--init_kl_coef", "0.01"]
 SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "W1": (_SIZES, [*_GRPO, "--packing_samples"]),
-    "W2": ({"shape": "qwen2-1.5b", "response_tokens": 1024, "micro_batch": 8}, _GRPO),
+    "W2": (_SIZES | {"shape": "qwen2-1.5b", "response_tokens": 1024, "micro_batch": 8}, _GRPO),
     "W3": (_SIZES, [*_PPO, "--packing_samples", "--vllm_enable_sleep", "--deepspeed_enable_sleep"]),
+    "W4": (
+        {"shape": "qwen2-7b", "prompts": 32, "response_tokens": 1024, "micro_batch": 16},
+        [*_GRPO, "--packing_samples", "--share_prompts", "--adam_offload"],
+    ),
 }
 _ON_GPU = ["--bf16", "--colocate_all_models", "--vllm_gpu_memory_utilization", "0.3"]
 
@@ -56,8 +62,10 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> list[str]:
 
     from rlhf_models.testing import tiny_model_dir
 
-    dtype = torch.bfloat16 if local_gpus() else torch.float32
-    tiny_model_dir(folder / "model", dtype=dtype, **SHAPES[options.shape])
+    dtype, device = (torch.bfloat16, "cuda") if local_gpus() else (torch.float32, "cpu")
+    with torch.device(device):  # a GPU draws billions of weights in a second
+        tiny_model_dir(folder / "model", dtype=dtype, **SHAPES[options.shape])
+    torch.cuda.empty_cache()
     if options.mean_response_tokens:
         add_end_tokens(folder / "model", options.mean_response_tokens)
     draw = random.Random(0)
@@ -127,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", choices=SETTINGS, default="W1")
     parser.add_argument("--shape", choices=SHAPES)
-    parser.add_argument("--prompts", type=int, default=64, help="per step")
+    parser.add_argument("--prompts", type=int, help="per step")
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
     parser.add_argument("--prompt_tokens", type=int, default=256)
     parser.add_argument("--response_tokens", type=int)
