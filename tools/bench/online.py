@@ -49,7 +49,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "W2": (_SIZES | {"shape": "qwen2-1.5b", "response_tokens": 1024, "micro_batch": 8}, _GRPO),
     "W3": (_SIZES, [*_PPO, "--packing_samples", "--vllm_enable_sleep", "--deepspeed_enable_sleep"]),
     "W4": (
-        {"shape": "qwen2-7b", "prompts": 32, "response_tokens": 1024, "micro_batch": 16},
+        {"shape": "qwen2-7b", "prompts": 32, "response_tokens": 1024, "micro_batch": 8},
         [*_GRPO, "--packing_samples", "--share_prompts", "--adam_offload"],
     ),
 }
