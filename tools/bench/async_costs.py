@@ -165,10 +165,10 @@ def read_run(*folders: Path, skip: int = WARM_UP, fits_decode: bool = True) -> M
     answers = [sum(sum(group.lengths) for group in step) for step, _ in used]
     iterations = [decode_steps(step, num_engines, slots) for step, _ in used]
     if fits_decode and max(iterations) < _LEAST_SPREAD * min(iterations):
+        spread = f"{min(iterations):.0f} to {max(iterations):.0f} decode steps per step"
         raise ValueError(
-            f"{folders[0]} has {min(iterations):.0f} to {max(iterations):.0f} decode steps per step, which is too little"
-            " difference to tell the seconds of a decode step from those of a token: allow longer responses, so that the"
-            " longest one differs from step to step, or measure decode steps and give --decode"
+            f"{folders[0]} has {spread}, too little difference to tell the seconds of a decode step from those of a"
+            " token: allow longer responses, so that the longest one differs, or measure decode steps and give --decode"
         )
     per_prompt_token, per_step, per_token = fit(
         [prompts, iterations, answers], [line["time/generate"] + line.get("time/reward", 0.0) for _, line in used]
