@@ -15,7 +15,9 @@ W1, W2 and W4 have no reference model. They skip old log-probs, because the only
 The command runs in a process of its own, as a user starts it; figures come from its `metrics.jsonl`. Random weights
 hardly ever draw an end token, so nearly every response has full length. `--mean_response_tokens` makes end tokens of so
 many tokens of the vocabulary that lengths are geometric with this mean, up to `--response_tokens`. Medians leave out
-the first step, which compiles and warms up. Flags behind `--` go to the command: `-- --init_kl_coef 0.01`.
+the first step, which compiles and warms up. `--gpu_time` records all kernels of the step before the last
+(`gpu_time.py`), and adds up when the GPU worked for engines and for trainers. Flags behind `--` go to the command:
+`-- --init_kl_coef 0.01`.
 
 Without a GPU the times mean nothing, but the script can be tried with `--shape tiny --prompts 4 --samples 2
 --prompt_tokens 16 --response_tokens 8`.
@@ -34,6 +36,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gpu_time
 from environment import OWN_CLUSTER, command_line, environment
 from rlhf_rollout.host import local_gpus
 from shapes import SHAPES
@@ -106,19 +109,31 @@ def size_flags(options: argparse.Namespace) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
-def measure(command: Sequence[str], run: Path, timeout_s: float) -> dict[str, Any]:
+def measure(command: Sequence[str], run: Path, timeout_s: float, recorded_step: int | None = None) -> dict[str, Any]:
     """Run the command, with its output on stderr, and return its times and metrics.
+
+    Args:
+        command: the command, with `run` as its --save_path.
+        run: folder of the run.
+        timeout_s: seconds that it may take.
+        recorded_step: the step, at least 5, whose GPU kernels are recorded; medians are then of the steps up to two
+            before it.
 
     Raises:
         CalledProcessError: the command failed.
     """
     started = time.perf_counter()
-    subprocess.run(command, check=True, env=os.environ | OWN_CLUSTER, stdout=sys.stderr, timeout=timeout_s)
+    environ = os.environ | OWN_CLUSTER
+    gpu = {}
+    if recorded_step is None:
+        subprocess.run(command, check=True, env=environ, stdout=sys.stderr, timeout=timeout_s)
+    else:
+        gpu = {"gpu": _recorded(command, run, timeout_s, environ, recorded_step)}
     wall = time.perf_counter() - started
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = [line for line in lines if "time/step" in line]
-    names = sorted({name for step in steps[1:] for name in step})
-    medians = {name: statistics.median(step[name] for step in steps[1:] if name in step) for name in names}
+    steps, end = _steps(run)
+    used = steps[1 : recorded_step and recorded_step - 2]
+    names = sorted({name for step in used for name in step})
+    medians = {name: statistics.median(step[name] for step in used if name in step) for name in names}
     phases = {name: value for name, value in medians.items() if name.startswith("time/") and name != "time/step"}
     return {
         "seconds_wall": round(wall, 2),
@@ -126,8 +141,33 @@ def measure(command: Sequence[str], run: Path, timeout_s: float) -> dict[str, An
         "sum_of_phases": sum(phases.values()),
         "median": medians,
         "steps": steps,
-        "end": lines[-1],
-    }
+        "end": end,
+    } | gpu
+
+
+def _steps(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the metrics of the steps that have ended, and the last metrics of all."""
+    path = run / "metrics.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in lines if "time/step" in line], lines[-1] if lines else {}
+
+
+def _recorded(
+    command: Sequence[str], run: Path, timeout_s: float, environ: dict[str, str], step: int
+) -> dict[str, Any]:
+    """Run the command; return what the GPU did in one step. Raises as `measure`."""
+    folder = run.parent / "gpu_time"
+    environ |= gpu_time.prepare(folder)
+    with subprocess.Popen(command, env=environ, stdout=sys.stderr) as process:
+        try:
+            ends = gpu_time.record_step(folder, lambda: len(_steps(run)[0]), step, lambda: process.poll() is not None)
+            if process.wait(timeout_s):
+                raise subprocess.CalledProcessError(process.returncode, command)
+        finally:
+            process.kill()
+    metrics = _steps(run)[0][step - 1]
+    return gpu_time.account(folder, *ends) | {"step": step, "metrics": metrics}
 
 
 def main() -> None:
@@ -142,6 +182,7 @@ def main() -> None:
     parser.add_argument("--mean_response_tokens", type=float, help="of geometric lengths; default: full length")
     parser.add_argument("--micro_batch", type=int, help="rollouts per forward and backward pass")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--gpu_time", action="store_true", help="record what the GPU does in the step before the last")
     parser.add_argument("--timeout_s", type=float, default=3600.0)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run's folder here")
     parser.add_argument("--out", type=Path, required=True)
@@ -149,6 +190,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps < 2:
         parser.error("--steps must be at least 2: the first step is left out of the medians")
+    if options.gpu_time and options.steps < 6:
+        parser.error("--gpu_time needs --steps 6 or more: the first and the last three are left out of medians")
     sizes, flags = SETTINGS[options.setting]
     for name, value in sizes.items():
         if getattr(options, name) is None:
@@ -159,7 +202,7 @@ def main() -> None:
         device_flags = _ON_GPU if local_gpus() else []
         shown = [*size_flags(options), *device_flags, *flags, *options.flags]
         command = [sys.executable, "-m", "rlhf_cli.main", "ppo", *write_inputs(options, folder), *shown]
-        result = measure(command, folder / "run", options.timeout_s)
+        result = measure(command, folder / "run", options.timeout_s, options.steps - 1 if options.gpu_time else None)
     names = (
         "shape",
         "prompts",
@@ -183,7 +226,11 @@ def main() -> None:
     seconds = {name: value for name, value in result["median"].items() if name.startswith("time/")}
     for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
         print(f"{name.removeprefix('time/'):<16} {value:8.3f} s")
-    print(f"{'sum of phases':<16} {result['sum_of_phases']:8.3f} s   (median of steps 2 to {options.steps})")
+    last = options.steps - 3 * options.gpu_time
+    print(f"{'sum of phases':<16} {result['sum_of_phases']:8.3f} s   (median of steps 2 to {last})")
+    if options.gpu_time:
+        busy = ", ".join(f"{name} {value:.2f}" for name, value in result["gpu"]["busy"].items())
+        print(f"GPU busy for     {busy} of {result['gpu']['seconds']:.2f} s")
     print(f"{'first step':<16} {result['seconds_first_step']:8.3f} s   whole command {result['seconds_wall']:.1f} s")
 
 
