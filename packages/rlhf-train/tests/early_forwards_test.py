@@ -204,6 +204,11 @@ def test_block_is_sent_when_its_last_group_is_settled_and_holds_those_that_are_t
     # Nothing of one step is left in the next.
     forwards.settle("step2/00001", groups[1])
     assert len(ranks.blocks) == 4
+    # A step from which nothing was learned wanted nothing.
+    forwards.settle("step3/00000", groups[0])
+    assert len(ranks.blocks) == 4
+    forwards.settle("step3/00001", groups[1])
+    assert len(ranks.blocks) == 5
 
 
 @pytest.mark.parametrize(
