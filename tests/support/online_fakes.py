@@ -44,6 +44,7 @@ class World:
         lost: rollouts that a role's ranks do not train, by role.
         kl: what the ranks measure.
         delay_s: of every call.
+        blocks: the rollouts of each block that the models ran on early.
         log: the calls, without those for completions and those that only wait or ask.
     """
 
@@ -57,6 +58,7 @@ class World:
         self.log: list[str] = []
         self.kl_coefs: list[float] = []
         self.rollouts: list = []
+        self.blocks: list[tuple[str, ...]] = []
         self.rewards: list[float] = []
 
     # the engine
@@ -103,6 +105,12 @@ class World:
         self.rollouts.append(list(map(Dealt, columns.rollout_ids, columns.rewards, *parts)))
         self.rewards = columns.rewards.tolist()
 
+    def on_run_block(self, roles, names, columns, plan):
+        assert len(names) == len(roles) and len(columns.rollout_ids) == len(plan.rows)
+        self.log.append(f"run_block {' '.join(roles)}")
+        self.blocks.append(columns.rollout_ids)
+        return {}, ([], 0.5)
+
     def on_assign_advantages(self, kl_coef):
         self.kl_coefs.append(kl_coef)
         return {"kl/reference": Mean(self.kl, 1)}
@@ -143,6 +151,9 @@ class FakeRanks(RankSet):
 
     def start(self, method, *arguments, **options):
         return self.world.start(method, *arguments, **options)
+
+    def start_on(self, rank, method, *arguments):
+        return getattr(self.world, f"on_{method}")(*arguments)
 
     def start_each(self, method, arguments):
         if method == "send_weights":

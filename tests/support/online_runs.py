@@ -25,7 +25,7 @@ def make_run(tmp_path, model_path, monkeypatch):
     from rlhf_train.run.timeline import Timeline
     from trainer_testing import tiny_job
 
-    for module in ("learner", "ranks"):
+    for module in ("forwards", "learner", "ranks"):
         monkeypatch.setattr(f"rlhf_train.online.{module}.wait", lambda references, **_: list(references))
     runs = []
 

@@ -201,6 +201,10 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         (["--dynamic_filtering_reward_range", "0", "1"], "--dynamic_filtering_reward_range has no effect"),
         (["--mask_stale", "0"], "--mask_stale has no effect: no token is more than 0 steps old"),
         (
+            [*GRPO, "--early_forwards", "--init_kl_coef", "0", "--old_logprobs", "rollout"],
+            "--early_forwards has no effect: no model runs before the update",
+        ),
+        (
             ["--mask_stale", "2", "--async_train", "--max_staleness", "2"],
             "--mask_stale has no effect: no token is more than 2 steps old",
         ),

@@ -180,6 +180,8 @@ REACHES = [
     ("max_staleness", "3", "--async_train", "asynchronous.max_staleness", 3),
     ("keep_kv", "", "--async_train", "engine.keep_kv", True),
     ("at_update", "restart", "--async_train", "asynchronous.at_update", "restart"),
+    ("early_forwards", "", "", "early_forwards", True),
+    ("early_forwards", "", "", "num_busy_engines", 1),
     ("freezing_actor_steps", "1", "", "num_frozen_steps", 1),
     ("freezing_actor_steps", "-1", "", "num_frozen_steps", 0),
     ("enable_ema", "", "", "ema_beta", 0.992),

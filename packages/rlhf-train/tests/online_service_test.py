@@ -106,6 +106,22 @@ class Run:
         return [group.prompt.text for drawn in self.batches for group in drawn.kept]
 
 
+def test_every_group_is_said_to_be_settled_once_and_with_what_will_be_trained():
+    settled = {}
+    run = Run(
+        [2, 3, 4, 5, 6, 8, 10, 12], batch_size=3, staleness=0, num_batches=1, dynamic=DynamicSampling(max_batches=3)
+    )
+    run.service._settled = lambda group_id, group: settled.setdefault(group_id, []).append(group)
+    run.answers.failing = {"step1/00001"}
+    simulate(run.train(1))
+    [drawn] = run.batches
+    assert all(len(parts) == 1 for parts in settled.values())
+    kept = {group_id: group for group_id, [group] in settled.items() if group is not None}
+    assert list(kept.values()) == sorted(drawn.kept, key=list(kept.values()).index) and len(drawn.kept) == 3
+    left_out = {group.group_id for group in drawn.dropped} | {"step1/00001"}
+    assert settled.keys() - kept.keys() == left_out and len(left_out) > 1
+
+
 def long_tailed(count, seed=0):
     """Lengths of a log-normal distribution whose 99th percentile is 8 times the median."""
     draws = np.random.default_rng(seed).standard_normal(count) * np.log(8) / 2.326

@@ -151,7 +151,8 @@ def make_job(
         checkpoints=replace(full.checkpoint.spec(), resume=config.checkpoint.continues),
         trackers=full.output.trackers("ppo", folder.name),
         asynchronous=config.asynchrony.spec(),
-        num_busy_engines=config.engine.vllm_num_engines if config.asynchrony.runs_ahead else 0,
+        early_forwards=config.asynchrony.early_forwards,
+        num_busy_engines=config.engine.vllm_num_engines if config.asynchrony.overlaps else 0,
         replay=str(inputs.recording.path) if inputs.recording else "",
         record=config.output.record,
     )

@@ -1,4 +1,4 @@
-"""Options of asynchronous training: generation goes on while models train."""
+"""Options of asynchronous training: generation goes on while models train, or run."""
 
 from collections.abc import Collection
 from typing import TYPE_CHECKING
@@ -35,6 +35,12 @@ class AsyncSection(Section, title="asynchronous training"):
         " otherwise these are computed again",
     )
 
+    early_forwards: bool = flag(
+        False,
+        "without --async_train and sleep: run policy (for old log-probs), reference, teacher and critic on prompts"
+        " whose responses are complete while others generate, and not after generation",
+    )
+
     def check(self, given: Collection[str]) -> list[str]:
         """Return notices about options without effect."""
         return without_effect(
@@ -48,6 +54,11 @@ class AsyncSection(Section, title="asynchronous training"):
     def runs_ahead(self) -> bool:
         """Whether engines generate while models train."""
         return self.async_train and self.max_staleness > 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether engines generate while models run."""
+        return self.runs_ahead or self.early_forwards
 
     def spec(self) -> "AsyncSpec | None":
         """Return how generation and training overlap; None if they alternate."""

@@ -160,6 +160,8 @@ def _check_staleness(config: PpoConfig, given: Collection[str]) -> list[str]:
     reason = f"no token is more than {bound} steps old (--async_train, --max_staleness)"
     notices = without_effect(given, (is_bound, ["mask_stale"], reason))
     spec = config.objective
+    runs_none = not (spec.runs_actor or spec.uses_reference or spec.uses_teacher or spec.row.uses_critic)
+    notices += without_effect(given, (runs_none, ["early_forwards"], "no model runs before the update"))
     if bound and spec.weighs and spec.correction.level == "off":
         ways = ["--is_correction_level token", *(["--old_logprobs rollout"] if spec.loss.uses_ratio else [])]
         text = "--async_train trains on tokens of older weights, and nothing corrects for their probabilities"

@@ -62,6 +62,13 @@ class BatchSizes:
         """Rollouts per step."""
         return self.rollout_batch_size * self.num_samples_per_prompt
 
+    def most_pass_tokens(self, max_response_tokens: int) -> int:
+        """Return the trained tokens of the largest pass that a step of responses of this length could make."""
+        if self.micro_batch_tokens is not None:
+            return min(max_response_tokens * self.num_rollouts, self.micro_batch_tokens)
+        largest = max(self.micro_train_batch_size, self.micro_rollout_batch_size)
+        return max_response_tokens * min(largest, self.num_rollouts)
+
     @property
     def num_updates(self) -> int:
         """Updates per step, if no rollout is left out."""
@@ -195,7 +202,10 @@ class OnlineJob:
         trackers: where metrics go besides `metrics.jsonl`, and how often; None for TensorBoard at every step.
         ray_address: address of a running Ray cluster; None starts one for the run.
         asynchronous: how generation overlaps with training; None if they alternate.
-        num_busy_engines: engines that generate while models train, in a replay those of the run that it replays. On
+        early_forwards: models run on groups that are complete while others still generate; see
+            `online.forwards.BlockForwards`. A replay has the setting of the run that it replays, for it decides which
+            rollouts share a pass.
+        num_busy_engines: engines that generate while models run, in a replay those of the run that it replays. On
             CPUs the trainers leave cores to them, and sums depend on the number of cores.
 
     Raises:
@@ -231,6 +241,7 @@ class OnlineJob:
     best_metric: str | None = None
     checkpoints: CheckpointSpec = field(default_factory=CheckpointSpec)
     asynchronous: AsyncSpec | None = None
+    early_forwards: bool = False
     num_busy_engines: int = 0
     replay: str = ""
     record: bool = True
@@ -276,6 +287,7 @@ class OnlineJob:
             raise ConfigError(message, hint=hint)
         self._check_options()
         self._check_overlap()
+        self._check_early_forwards()
         if self.replay and self.eval_prompts:
             raise ConfigError("held-out prompts need an engine, and a replay has none", hint="give no eval_prompts")
         if self.sampling.temperature <= 0:
@@ -291,6 +303,22 @@ class OnlineJob:
         if self.algorithm.old_logprobs == "skip":
             message = "old log-probs are skipped, which needs rollouts of the newest weights, and rollouts may be stale"
             raise ConfigError(message, hint="use --old_logprobs recompute or rollout with --async_train")
+
+    def _check_early_forwards(self) -> None:
+        """Check that nothing moves models or needs several processes while groups generate."""
+        if not self.early_forwards:
+            return
+        specs = self.models.values()
+        for is_wrong, reason in (
+            (self.max_staleness > 0, "--async_train changes the policy meanwhile"),
+            (self.takes_turns, "--vllm_enable_sleep and --deepspeed_enable_sleep let either side sleep"),
+            (any(spec.offload for spec in specs), "--ref_reward_offload would copy weights for each prompt"),
+            (any(spec.zero_stage == 3 for spec in specs), "--zero_stage 3 needs all processes in each pass"),
+            (any(spec.sequence_parallel_size > 1 for spec in specs), "--sequence_parallel_size divides each pass"),
+        ):
+            if is_wrong:
+                message = "--early_forwards runs models on complete prompts while others generate, and"
+                raise ConfigError(f"{message} {reason}", hint="drop one of them")
 
     def _check_options(self) -> None:
         sizes = {role: spec.sequence_parallel_size for role, spec in self.models.items()}

@@ -2,17 +2,19 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rlhf_data.errors import EngineError
-from rlhf_data.records import Rollout
+from rlhf_data.records import Rollout, RolloutGroup
 from rlhf_train.baselines import decoupled_rewards, relative_rewards, relative_token_rewards, relative_turn_rewards
 from rlhf_train.batching import plan_batches
 from rlhf_train.columns import RolloutColumns
 from rlhf_train.costs import PassCosts
 from rlhf_train.kl import adapted_kl_coef
+from rlhf_train.online.forwards import BlockForwards
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.ranks import RankSet
 from rlhf_train.online.ray_session import wait
@@ -48,6 +50,8 @@ class Learner:
         # Neighbouring ranks that have the same rollouts, and divide their tokens.
         self._sequence_parallel_size = job.models["actor"].sequence_parallel_size
         self._set_of = {role: ranks for ranks in rank_sets for role in ranks.roles}
+        self._forwards = BlockForwards(job, rank_sets) if job.early_forwards else None
+        self._loading: list[Any] = []  # references to what blocks of `_forwards` may delay
         self._shaper = RewardShaper(job.reward, max_tokens=job.sampling.max_tokens)
         self._kl: float | None = None  # nats per token, of the current batch
         self.policy_version = 0
@@ -60,6 +64,11 @@ class Learner:
     def observe(self, rollouts: Sequence[Rollout]) -> None:
         """Update the reward normalization with the raw rewards of a step, trained or not."""
         self._shaper.observe(rollouts)
+
+    def settle(self, group_id: str, group: RolloutGroup | None) -> None:
+        """Run the models on complete groups while others generate; see `BlockForwards.settle`."""
+        assert self._forwards is not None
+        self._forwards.settle(group_id, group)
 
     def deal(
         self, rollouts: Sequence[Rollout], step: int, episode_ids: Sequence[str] | None = None
@@ -75,6 +84,8 @@ class Learner:
         rewards, earned, metrics = self._rewards(rollouts, episode_ids)
         shares_prompts = self._job.models["actor"].share_prompts
         prompts = [rollout.tokens_before_policy for rollout in rollouts] if shares_prompts else None
+        if self._forwards is not None:
+            self._forwards.want(rollouts)
         pending: list[Any] = []
         replays = self._job.models["actor"].routing_replay
         if replays:
@@ -95,13 +106,20 @@ class Learner:
                 micro_batch_tokens=batch.micro_batch_tokens,
                 prompts=prompts,
             )
+            if self._forwards is not None:
+                # Log-probs of blocks, which knew nothing of the other rollouts, shall be comparable.
+                most = batch.most_pass_tokens(self._job.sampling.max_tokens)
+                plans = tuple(replace(plan, max_pass_tokens=most) for plan in plans)
             calls = []
             for plan in plans:
                 parts = ([part[row] for row in plan.rows] for part in (rollouts, rewards, earned))
                 columns = RolloutColumns.of(*parts, with_routes=replays and "actor" in ranks.roles)
                 calls += [("load_rollouts", columns, plan, tuple(self._step_versions))] * self._sequence_parallel_size
             pending += ranks.start_each("work", calls)
-        wait(pending)
+        if self._forwards is None:
+            wait(pending)
+        else:
+            self._loading = pending  # behind blocks that still run, whose time is not that of loading
         return metrics
 
     def fill_columns(self) -> dict[str, float]:
@@ -109,6 +127,10 @@ class Learner:
 
         Returns metrics.
         """
+        if self._forwards is not None:
+            metrics = self._forwards.fill_columns()
+            wait(self._loading)
+            return metrics
         algorithm = self._job.algorithm
         wanted = ["actor"] if algorithm.runs_actor else []
         roles = [role for role in (*wanted, "reference", "teacher", "critic") if role in self._set_of]

@@ -32,6 +32,12 @@ class RankSet:
         with self._order:
             return [getattr(h, method).remote(*args) for h, args in zip(self.handles, arguments, strict=True)]
 
+    def start_on(self, rank: int, method: str, *args: Any) -> tuple[Any, Any]:
+        """Call `method`, which needs no other rank, on one rank; return references to the two parts of its result."""
+        with self._order:
+            first, second = getattr(self.handles[rank], method).options(num_returns=2).remote(*args)
+        return first, second
+
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` on every rank and wait; return one result per rank."""
         return wait(self.start(method, *args, **kwargs))

@@ -4,11 +4,16 @@ import gc
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from copy import copy
+from typing import TYPE_CHECKING, Any
 
 from rlhf_rollout.host import collection_paused, free_port
 from rlhf_rollout.ray_actors import RayEngine, node_address, prepare_process
 from rlhf_train.specs import ModelSpec
+
+if TYPE_CHECKING:
+    from rlhf_train.batching import RankPlan
+    from rlhf_train.columns import RolloutColumns
 
 
 class RankActor:
@@ -72,6 +77,25 @@ class RankActor:
     def work(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the `TrainWorker` and return its result."""
         return getattr(self._worker, method)(*args, **kwargs)
+
+    def run_block(
+        self, roles: Sequence[str], names: Sequence[str], columns: "RolloutColumns", plan: "RankPlan"
+    ) -> tuple[Any, tuple[list[Any], float]]:
+        """Run models on rollouts that need not be those of the rank's shard, which stays.
+
+        Args:
+            roles: the models.
+            names: of the columns that they fill in.
+            columns, plan: see `TrainWorker.load_rollouts`. The plan needs no mini-batches.
+
+        Returns:
+            The columns, see `Experience.export`; and the metrics of each model, with the seconds that all took.
+        """
+        started = time.perf_counter()
+        worker = copy(self._worker)  # the same models, with a shard of its own
+        worker.load_rollouts(columns, plan)
+        metrics = [worker.run_model(role) for role in roles]
+        return worker.export_columns(names), (metrics, time.perf_counter() - started)
 
     def send_weights(self, engines: Mapping[int, RayEngine], policy_version: int) -> tuple[int, dict[int, str]]:
         """Send the actor's weights to `engines`, which have numbers. Collective.

@@ -164,9 +164,7 @@ def made_up_step(job: OnlineJob) -> tuple[RolloutColumns, RankPlan]:
         max_response_tokens=job.sampling.max_tokens,
         seed=0,
     )
-    largest = max(batch.micro_train_batch_size, batch.micro_rollout_batch_size)
-    most = response * min(largest, batch.num_rollouts)
-    plan = replace(plan, max_pass_tokens=min(response * batch.num_rollouts, budget) if budget else most)
+    plan = replace(plan, max_pass_tokens=batch.most_pass_tokens(response))
     lengths, responses = lengths[list(plan.rows)], responses[list(plan.rows)]
     runs = np.stack([lengths - responses, responses], axis=1).flatten()
     loss_mask = np.repeat(np.tile([False, True], count), runs)

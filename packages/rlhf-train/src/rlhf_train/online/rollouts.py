@@ -43,6 +43,7 @@ class Rollouts:
         timeline: counts the seconds of generation, rewards and evaluation.
         observer: is warned about groups that failed.
         agent_log: file for what an agent prints; None for standard error.
+        settled: see `GenerationService`; called by the thread that waits for a batch.
 
     Attributes:
         weights: held while the trainers' weights change, so that no engine gets them meanwhile.
@@ -61,6 +62,7 @@ class Rollouts:
         timeline: Timeline,
         observer: Observer,
         agent_log: Path | None = None,
+        settled: Callable[[str, RolloutGroup | None], None] | None = None,
     ) -> None:
         self._job = job
         self._reward = reward
@@ -93,7 +95,8 @@ class Rollouts:
             lambda text: self._loop.report(lambda: observer.warning(text)),
             at_update=job.asynchronous.at_update if job.asynchronous else "drain",
         )
-        self._service = GenerationService(job, self._workflow, reward, stream, self._progress)
+        listeners = [] if settled is None else [lambda *of_group: self._loop.report(lambda: settled(*of_group))]
+        self._service = GenerationService(job, self._workflow, reward, stream, self._progress, *listeners)
         self._loop.run(self._workflow.start())
 
     def next_batch(self, step: int) -> Drawn:

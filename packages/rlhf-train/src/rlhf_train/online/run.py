@@ -179,7 +179,8 @@ def assemble(
     else:
         stream = SampleStream(job.batch.rollout_batch_size, job.num_steps, job.max_staleness)
         agent_log = recorder.folder / "agent.log"
-        rollouts = Rollouts(job, engines, learner.send_weights, reward, stream, timeline, observer, agent_log)
+        watchers = (timeline, observer, agent_log, learner.settle if job.early_forwards else None)
+        rollouts = Rollouts(job, engines, learner.send_weights, reward, stream, *watchers)
     turns = Turns(
         rollouts,
         learner,

@@ -68,6 +68,7 @@ class GenerationService:
         reward: scores them.
         stream: admits prompts and holds complete groups.
         progress: is told the number of complete groups that wait for the next batch, and the size of a batch.
+        settled: is told the id of each group that needs no more generation, and the group if it will be trained.
     """
 
     def __init__(
@@ -77,12 +78,14 @@ class GenerationService:
         reward: RewardFunction,
         stream: SampleStream,
         progress: Callable[[int, int], None],
+        settled: Callable[[str, RolloutGroup | None], None] = lambda group_id, group: None,
     ) -> None:
         self._job = job
         self._workflow = workflow
         self._reward = reward
         self._stream = stream
         self._progress = progress
+        self._settled = settled
         self._sampler = EpochSampler(len(job.prompts), job.batch.rollout_batch_size, seed=job.seed)
         self._runs_ahead = job.max_staleness > 0
         self._limit = job.max_in_flight  # groups that generate at once
@@ -271,15 +274,17 @@ class GenerationService:
         prompt: Prompt = self._job.prompts[ticket.item]
         maker = GroupMaker(self._workflow, self._job.sampling, self._reward, self._counts, started=0.0)
         result = await maker.make(ticket.group_id, prompt, ticket.group_id, generated=self._generated)
+        kept = result.group if result.group is not None and self._is_kept(result.group) else None
+        if kept is not None:
+            self._stream.put(ticket, kept)
+        else:
+            self._stream.leave_out(ticket)
         if result.group is None:
             self._num_failed += 1
             self._failure = result.failure or ""
-            self._stream.leave_out(ticket)
-        elif self._is_kept(result.group):
-            self._stream.put(ticket, result.group)
-        else:
+        elif kept is None:
             self._dropped.append(result.group)
-            self._stream.leave_out(ticket)
+        self._settled(ticket.group_id, kept)
         self._progress(min(self._stream.num_queued, self._stream.batch_size), self._stream.batch_size)
 
     def _is_kept(self, group: RolloutGroup) -> bool:
