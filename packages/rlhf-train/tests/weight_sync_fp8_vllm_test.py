@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,34 @@ def test_sleep_and_wake_up_keep_the_weights_and_updates_reach_them(pair: Pair) -
         asyncio.run(pair.engine.wake_up())
         assert_same(generate(pair.engine), before)
     assert_same(before, pair.expected)
+
+
+def test_experts_keep_the_kernels_with_which_graphs_were_captured(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    if pair.kind == "qwen3_moe":
+        pytest.skip("it has experts of its own")
+    from rlhf_rollout.engines.vllm import weights
+
+    finalize = weights.finalize_layerwise_reload
+    method = SimpleNamespace(moe_kernel="captured", moe_quant_config="its scales")
+
+    def with_new_kernels(*args: Any) -> None:
+        finalize(*args)
+        method.moe_kernel, method.moe_quant_config = "new", "new scales"
+
+    monkeypatch.setattr(weights, "finalize_layerwise_reload", with_new_kernels)
+    monkeypatch.setattr(weights, "_drop_expert_kernels", lambda model: None)  # on a CPU
+    pair.ask(lambda receiver: setattr(receiver.model.model.norm, "quant_method", method))
+    pair.send(pair.model, 40)
+    pair.ask(lambda receiver: delattr(receiver.model.model.norm, "quant_method"))
+    assert (method.moe_kernel, method.moe_quant_config) == ("captured", "its scales")
+
+
+def test_what_cannot_be_quantized_is_refused_before_vllm_starts(pair: Pair, tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path)
+    with pytest.raises(ConfigError, match="quantization fp8 starts from bfloat16, and the engine's dtype is float32"):
+        build_engine("vllm", EngineSpec(model=str(path), quantization="fp8"))
+    with pytest.raises(ConfigError, match="int3"):
+        EngineSpec(model=str(path), dtype="bfloat16", quantization="int3")  # type: ignore[arg-type]
 
 
 def test_gpu_that_cannot_multiply_fp8_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
