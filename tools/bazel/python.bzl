@@ -118,7 +118,7 @@ def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [],
         together_parts = dict(size = "enormous", srcs = grouped + shared, data = data + files, deps = deps)
         pytest_test(name = together, **(together_parts | common))
 
-def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}, package_test = {}):
+def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}, also_on_gpu = [], package_test = {}):
     """An installable package: its library, its tests, `:wheel`, and `:sources` and `:pages` for checks.
 
     The files of `tests/` are one target, `:package_test`, besides those that `tests` names.
@@ -130,6 +130,7 @@ def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}
       test_deps: what only the tests need.
       test_data: files that the tests read besides those in `tests/`.
       tests: attributes of files in `tests/` that are targets of their own, as in `pytest_tests`.
+      also_on_gpu: files in `tests/` that use a GPU if there is one, as in `pytest_tests`.
       package_test: attributes of `:package_test`, such as WAITING.
     """
     junk = ["**/__pycache__/**"]
@@ -145,6 +146,7 @@ def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}
         data = test_data,
         deps = [":" + name] + test_deps,
         overrides = tests,
+        also_on_gpu = also_on_gpu,
         together = "package_test",
         common = package_test,
     )

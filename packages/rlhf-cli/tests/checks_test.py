@@ -9,6 +9,7 @@ from rlhf_data.command_line import CommandLine, Parsed
 from rlhf_data.errors import ConfigError
 from rlhf_train.algorithms import ALGORITHMS
 
+FP8 = ("--vllm_quantization", "fp8", "--bf16")
 GRPO = ("--advantage_estimator", "group_norm")
 SKIP = ("--old_logprobs", "skip", "--init_kl_coef", "0")
 ONE_UPDATE = ("--train_batch_size", "128")
@@ -55,6 +56,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
             "an importance correction needs the trainer's log-probs before the update",
             "use --old_logprobs recompute",
         ),
+        (["--vllm_quantization", "fp8"], "--vllm_quantization fp8 rounds bfloat16 weights", "add --bf16"),
         (["--is_correction_threshold", "2", "1"], "--is_correction_threshold is 2 1", "LOW before HIGH"),
         (["--is_correction_threshold", "-1", "3"], "--is_correction_threshold is -1 3", "LOW before HIGH"),
         # rewards
@@ -218,6 +220,16 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
             "--async_train trains on tokens of older weights, and nothing corrects for their probabilities:"
             " --is_correction_level token does",
         ),
+        (
+            [*FP8],
+            "--vllm_quantization fp8 samples tokens from rounded weights: --is_correction_level is token, which"
+            " corrects for it",
+        ),
+        (
+            [*FP8, "--is_correction_level", "off", "--old_logprobs", "recompute"],
+            "--vllm_quantization fp8 samples tokens from rounded weights, and nothing corrects for their probabilities:"
+            " --is_correction_level token or --old_logprobs rollout does",
+        ),
         (["--ema_beta", "0.9"], "--ema_beta has no effect: --enable_ema is off"),
         (["--eval_data", "None", "--source_key", "set"], "--source_key has no effect: there is no --eval_data"),
         (
@@ -293,6 +305,14 @@ def test_check_ppo_mask_of_stale_tokens_has_an_effect_on_recorded_rollouts(tmp_p
     argv = ["--pretrain", "builtin", "--prompt_data", "builtin", "--remote_rm_url", "r.py", "--mask_stale", "1"]
     notices = ppo("--replay", str(tmp_path), *argv).notices
     assert [notice for notice in notices if "mask_stale" in notice] == []
+
+
+def test_recorded_rollouts_of_a_quantized_engine_are_corrected_as_in_their_run(tmp_path):
+    argv = ("--pretrain", "builtin", "--prompt_data", "builtin", "--remote_rm_url", "r.py", "--replay", str(tmp_path))
+    (tmp_path / "config.toml").write_text('[engine]\nvllm_quantization = "fp8"\n[model]\nbf16 = true\n')
+    replayed = ppo(*argv)
+    assert replayed.config.objective.correction.level == "token"
+    assert [notice for notice in replayed.notices if "no effect" in notice and "quantization" in notice] == []
 
 
 def test_check_ppo_option_without_effect_for_two_reasons_is_one_notice():

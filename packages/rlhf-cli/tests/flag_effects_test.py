@@ -196,6 +196,8 @@ REACHES = [
     ("vllm_tensor_parallel_size", "2", "", "engine.tensor_parallel_size", 2),
     ("vllm_gpu_memory_utilization", "0.3", "", "engine.gpu_memory_utilization", 0.3),
     ("vllm_max_num_seqs", "3", "", "engine.max_num_seqs", 3),
+    ("vllm_quantization", "fp8", "--bf16", "engine.quantization", "fp8"),
+    ("vllm_quantization", "fp8", "--bf16", "algorithm.correction.level", "token"),
     ("enforce_eager", "", "", "engine.enforce_eager", True),
     ("enable_prefix_caching", "false", "", "engine.enable_prefix_caching", False),
     ("vllm_enable_sleep", "", COLOCATED, "engine.enable_sleep", True),

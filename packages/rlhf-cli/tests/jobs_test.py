@@ -19,6 +19,7 @@ from rlhf_rollout.rewards.sources import RewardSource
 
 SOURCES = (RewardSource(kind="function", targets=("r.py",)),)
 ONE_SAMPLE = ("--n_samples_per_prompt", "1", "--train_batch_size", "32")
+FP8 = ("--vllm_quantization", "fp8", "--bf16")
 CPU, ONE_GPU, MANY_GPUS = 0, 1, 8
 
 
@@ -153,6 +154,10 @@ def test_make_job_saves_full_paths_so_that_the_file_works_from_any_folder(tmp_pa
             ["--old_logprobs", "skip", "--train_batch_size", "128", "--async_train"],
             "needs rollouts of the newest weights, and rollouts may be stale",
         ),
+        (
+            [*FP8, "--old_logprobs", "skip", "--train_batch_size", "128"],
+            "an importance correction needs the trainer's log-probs before the update",
+        ),
         (["--dynamic_filtering", *ONE_SAMPLE], "use --n_samples_per_prompt 4 or more"),
         (["--advantage_estimator", "group_norm", *ONE_SAMPLE], "use --n_samples_per_prompt 4 or more"),
     ],
@@ -171,10 +176,12 @@ def test_make_job_what_the_trainer_refuses_is_an_error_before_anything_starts(ar
         (["--async_train", "--is_correction_level", "token"], "recompute"),
         (["--async_train", "--policy_loss_type", "reinforce", "--train_batch_size", "128"], "recompute"),
         (["--async_train", "--old_logprobs", "recompute"], "recompute"),
+        ([*FP8, "--is_correction_level", "off"], "rollout"),
+        ([*FP8], "recompute"),
         ([], "recompute"),
     ],
 )
-def test_make_job_takes_the_engines_logprobs_where_only_the_ratio_corrects_for_older_weights(argv, source):
+def test_make_job_takes_the_engines_logprobs_where_only_the_ratio_corrects_for_its_weights(argv, source):
     assert make(configure(*argv), CPU).algorithm.old_logprobs == source
 
 
@@ -201,6 +208,9 @@ ONE_UPDATE = ("--train_batch_size", "128", "--init_kl_coef", "0")
         (["--init_kl_coef", "0.1"], "recompute"),
         (["--teacher_model", "m"], "recompute"),
         (["--is_correction_level", "token"], "recompute"),
+        ([*FP8], "recompute"),
+        ([*FP8, "--policy_loss_type", "reinforce", "--is_correction_level", "off"], "recompute"),
+        ([*FP8, "--old_logprobs", "rollout"], "rollout"),
     ],
 )
 def test_old_logprobs_are_skipped_by_default_where_the_only_update_is_on_policy_and_nothing_needs_them(argv, source):

@@ -162,6 +162,7 @@ def test_main_without_a_command_lists_the_commands(capsys):
         ([*_MATH, "--reward_batch_size", "1"], "--reward_batch_size has no effect: no reward server or model scores"),
         ([*_MATH, "--normalize_reward"], "--normalize_reward has no effect: there is no --reward_pretrain"),
         (["--reward_template", "{input}"], "--reward_template has no effect: --post_processor is rollouts"),
+        (["--vllm_quantization", "fp8"], "--vllm_quantization has no effect: --engine is fake"),
         (["--enforce_eager"], "--enforce_eager has no effect: --engine is fake"),
         (["--enable_prefix_caching", "false"], "--enable_prefix_caching has no effect: --engine is fake"),
         (["--base_url", "http://x"], "--base_url has no effect: --engine is fake"),
@@ -210,6 +211,7 @@ def test_generate_job_holds_what_the_flags_say():
         " --apply_chat_template --prompt_max_len 10 --skip_bad_rows --generate_max_len 20 --temperature 0.5 --top_p 0.5"
         " --top_k 4 --n_samples_per_prompt 2 --seed 7 --pretrain m --tokenizer t --bf16 --vllm_max_num_seqs 5"
         " --vllm_gpu_memory_utilization 0.5 --vllm_tensor_parallel_size 2 --enforce_eager --enable_prefix_caching false"
+        " --vllm_quantization fp8"
         " --remote_rm_url f.py --reward_pretrain rm --reward_weights 1,2 --reward_timeout_s 3 --reward_num_workers 4"
         " --reward_start_timeout_s 7 --reward_memory_gb 2 --reward_env A,B --failed_reward -1"
         " --reward_batch_size 6 --normalize_reward --output_path o.jsonl --overwrite --post_processor rs"
@@ -236,6 +238,7 @@ def test_generate_job_holds_what_the_flags_say():
                 model="m",
                 tokenizer="t",
                 dtype="bfloat16",
+                quantization="fp8",
                 max_model_len=30,
                 max_num_seqs=5,
                 gpu_memory_utilization=0.5,

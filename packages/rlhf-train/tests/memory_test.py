@@ -190,6 +190,9 @@ def test_half_a_billion_weights_on_one_gpu_by_hand() -> None:
         "work": (2 << 30) + 8192 * (4 * 896 + 3 * 4864) * 2 + 7 * 512 * 151_936 * 4,
     }
     assert engine.asleep == 2 << 30
+    rounded = 24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864)  # attention and MLP; not biases and embedding
+    in_fp8 = engine_memory(config_of("Qwen2-0.5B"), replace(spec, quantization="fp8"))
+    assert in_fp8.items == engine.items | {"weights": 2 * weights - rounded}
     few = Passes(train=(12_288, 8192), forward=(12_288, 8192), most_targets=8192)  # 2.5e9 bytes: whole logits
     assert items(BF16, passes=few)["logits"] == 2 * 151_936 * 8192 + 2 * embedding
 

@@ -224,7 +224,7 @@ class AlgorithmSpec:
             raise ConfigError(message, hint="use --old_logprobs recompute or rollout with --teacher_model")
         if self.old_logprobs == "skip" and self.correction.level != "off":
             message = "an importance correction needs the trainer's log-probs before the update, which skip leaves out"
-            raise ConfigError(message, hint="use --old_logprobs recompute")
+            raise ConfigError(message, hint="use --old_logprobs recompute, or --is_correction_level off")
         if self.correction.level != "off" and self.correction.mode == "truncate" and not self.weighs:
             message = f"with --old_logprobs rollout the ratio of {self.loss.title} is current / engine, which holds the"
             hint = "use --is_correction_mode mask, or --old_logprobs recompute"

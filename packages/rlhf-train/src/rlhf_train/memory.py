@@ -340,7 +340,7 @@ def _layer_bytes(config: Any, spec: ModelSpec, layer: int) -> int:
 def engine_memory(config: Any, spec: EngineSpec) -> Need:
     """Return what an engine needs on each of its GPUs.
 
-        weights   = item size * weights / tensor_parallel_size
+        weights   = item size * weights / tensor_parallel_size; in FP8 one byte for each of a layer's matrices
         KV cache  = 2 (keys, values) * layers * key-value heads / tensor_parallel_size, at least 1, * head size
                     * item size * max_num_seqs * max_model_len
         work      = `rlhf_rollout.engines.vllm.memory.gpu_work_bytes`, of which 2 GiB stay while it sleeps
@@ -357,8 +357,10 @@ def engine_memory(config: Any, spec: EngineSpec) -> Need:
         * head_dim
         * item
     )
+    counted = count_parameters(config)
+    saved = (item - 1) * counted.matrices if spec.quantization == "fp8" else 0
     items = {
-        "weights": item * _share(count_parameters(config).total, spec.tensor_parallel_size),
+        "weights": _share(item * counted.total - saved, spec.tensor_parallel_size),
         "KV cache": spec.kv_cache_memory_bytes or per_token * spec.max_num_seqs * spec.max_model_len,
         "work": gpu_work_bytes(spec, config.to_dict()),
     }

@@ -170,10 +170,11 @@ class AlgorithmSection(Section, title="algorithm"):
         " can correct for responses of older weights (--async_train), skip where the update is the only one of its"
         " step and nothing else needs them (KL in the reward, teacher, correction, agent), else recompute",
     )
-    is_correction_level: CorrectionLevel = flag(
-        _DEFAULTS.correction.level,
+    is_correction_level: CorrectionLevel | None = flag(
+        None,
         "weigh losses by trainer probability / engine probability: per token, per response (sequence), or by the"
-        " geometric mean over a response's tokens",
+        " geometric mean over a response's tokens; None: token with --vllm_quantization, unless --old_logprobs rollout"
+        " weighs, else off",
     )
     is_correction_mode: CorrectionMode = flag(
         _DEFAULTS.correction.mode,
@@ -220,11 +221,12 @@ class AlgorithmSection(Section, title="algorithm"):
         """The estimator's name in papers, and its name as an option."""
         return f"{self.row.title} ({self.row.name})"
 
-    def spec(self, *, stale: bool = False, single_update: bool = False) -> AlgorithmSpec:
+    def spec(self, *, stale: bool = False, quantized: bool = False, single_update: bool = False) -> AlgorithmSpec:
         """Return the algorithm with all its numbers. Raises ConfigError for values that cannot work.
 
-        Two facts decide the default of `old_logprobs`: `stale`, whether it trains on responses of older weights, and
-        `single_update`, whether every step has exactly one update of the policy.
+        Facts of the run decide the defaults of `old_logprobs` and `is_correction_level`: whether it trains on responses
+        of older weights (`stale`) or of `quantized` ones, and whether every step has exactly one update of the policy
+        (`single_update`).
         """
         clip_low, clip_high = self.clip_range
         if not 0 <= clip_low < 1 or clip_high < 0:
@@ -232,6 +234,8 @@ class AlgorithmSection(Section, title="algorithm"):
             hint = "the policy ratio is kept between 1 - LOW and 1 + HIGH: try 0.2 0.28"
             raise ConfigError(f"{given}: LOW must be in [0, 1), HIGH at least 0", hint=hint)
         low, high = self.is_correction_threshold or _CORRECTION_BOUNDS[self.is_correction_mode]
+        by_default = "token" if quantized and self.old_logprobs != "rollout" else "off"
+        level = self.is_correction_level or by_default
         spec = make_algorithm(
             self.advantage_estimator,
             policy_loss=self.policy_loss_type,
@@ -240,7 +244,7 @@ class AlgorithmSection(Section, title="algorithm"):
             clip_high=clip_high,
             entropy_coef=self.entropy_loss_coef,
             kl_coef=self.init_kl_coef,
-            correction=CorrectionSpec(level=self.is_correction_level, mode=self.is_correction_mode, low=low, high=high),
+            correction=CorrectionSpec(level=level, mode=self.is_correction_mode, low=low, high=high),
             whiten_std=not self.no_advantage_std_norm,
             use_kl_loss=self.use_kl_loss,
             **matching(PolicyObjective, self),
@@ -252,9 +256,10 @@ class AlgorithmSection(Section, title="algorithm"):
         )
         if self.old_logprobs is not None:
             return spec
-        if stale and spec.loss.uses_ratio and spec.correction.level == "off":
+        is_off_policy = stale or quantized
+        if is_off_policy and spec.loss.uses_ratio and spec.correction.level == "off":
             return replace(spec, old_logprobs="rollout")
-        if single_update and not stale and not spec.needs_old_logprobs:
+        if single_update and not is_off_policy and not spec.needs_old_logprobs:
             return replace(spec, old_logprobs="skip")
         return spec
 

@@ -21,7 +21,7 @@ def online_differences(config: PpoConfig, given: Collection[str]) -> list[str]:
         found += _group_deviation(config)
     if "gamma" in given and algorithm.row.name not in _DISCOUNTED:
         found.append(f"--gamma {algorithm.gamma:g} discounts rewards; OpenRLHF uses 1 for {algorithm.row.name}")
-    if algorithm.is_correction_level != "off":
+    if config.objective.correction.level != "off":
         found += _correction(config)
     if config.reward.reward_clip_range is not None:
         found.append(

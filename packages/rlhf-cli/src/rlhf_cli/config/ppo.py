@@ -52,7 +52,14 @@ class PpoConfig(Config):
         # An agent's episode may become several rollouts, and a step then have more updates than were planned.
         is_certain = self.agent.agent_func_path is None and self.training.freezing_actor_steps <= 0
         single_update = is_certain and self.batch.num_updates == 1
-        return self.algorithm.spec(stale=self.asynchrony.runs_ahead, single_update=single_update)
+        return self.algorithm.spec(
+            stale=self.asynchrony.runs_ahead, quantized=self.quantizes, single_update=single_update
+        )
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether engines sample from quantized weights, or did in the run that is replayed."""
+        return self.engine.vllm_quantization is not None
 
     @property
     def batch(self) -> "BatchSizes":
@@ -162,10 +169,18 @@ def _check_staleness(config: PpoConfig, given: Collection[str]) -> list[str]:
     spec = config.objective
     runs_none = not (spec.runs_actor or spec.uses_reference or spec.uses_teacher or spec.row.uses_critic)
     notices += without_effect(given, (runs_none, ["early_forwards"], "no model runs before the update"))
-    if bound and spec.weighs and spec.correction.level == "off":
+    causes = ["--async_train trains on tokens of older weights"] if bound else []
+    if config.quantizes:
+        if not config.model.bf16:
+            message = f"--vllm_quantization {config.engine.vllm_quantization} rounds bfloat16 weights"
+            raise ConfigError(message, hint="add --bf16, or drop --vllm_quantization")
+        causes.append(f"--vllm_quantization {config.engine.vllm_quantization} samples tokens from rounded weights")
+    if spec.weighs and spec.correction.level == "off":
         ways = ["--is_correction_level token", *(["--old_logprobs rollout"] if spec.loss.uses_ratio else [])]
-        text = "--async_train trains on tokens of older weights, and nothing corrects for their probabilities"
-        notices.append(f"{text}: {' or '.join(ways)} does")
+        text = "and nothing corrects for their probabilities"
+        notices += [f"{cause}, {text}: {' or '.join(ways)} does" for cause in causes]
+    elif config.quantizes and spec.correction.level != "off" and config.algorithm.is_correction_level is None:
+        notices.append(f"{causes[-1]}: --is_correction_level is {spec.correction.level}, which corrects for it")
     return notices
 
 
@@ -208,6 +223,7 @@ def _check_replay(config: PpoConfig, given: Collection[str]) -> list[str]:
         name
         for part in (config.data, config.agent, config.evaluation, config.engine, config.asynchrony)
         for name in type(part).model_fields
+        if name != "vllm_quantization"  # it says where the recorded log-probs come from
     ]
     return without_effect(
         given, (True, unused, "--replay trains on recorded rollouts: nothing is generated or evaluated")

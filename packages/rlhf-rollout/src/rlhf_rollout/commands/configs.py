@@ -33,6 +33,7 @@ PostProcessor = one_of(POST_PROCESSORS)
 _VLLM_OPTIONS = (
     "vllm_tensor_parallel_size",
     "vllm_gpu_memory_utilization",
+    "vllm_quantization",
     "enforce_eager",
     "enable_prefix_caching",
 )

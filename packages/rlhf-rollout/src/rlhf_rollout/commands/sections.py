@@ -5,11 +5,12 @@ from typing import Any, Literal
 
 from rlhf_data.checks import lacking, missing, without_effect
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import Section, flag, matching
+from rlhf_data.options import Section, flag, matching, one_of
 from rlhf_data.sections import SOURCES, SPLIT, InputSection, RowSection
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.agents.spec import AgentSpec
 from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.engines.spec import QUANTIZATIONS
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.sources import (
     JUDGE_KINDS,
@@ -31,6 +32,7 @@ AGENT_OPTIONS = (
 # Options of reward functions that also say how an agent's processes run and what counts as right.
 SHARED_WITH_AGENTS = (*FUNCTION_OPTIONS, "reward_memory_gb", "success_threshold")
 JUDGE_OPTIONS = ("judge_url", "judge_model", "judge_num_calls")
+Quantization = one_of(QUANTIZATIONS)
 SHARE_ALONE = 0.9  # share of a GPU's memory for an engine that has the GPU to itself
 
 
@@ -136,6 +138,11 @@ class EngineSection(Section, title="generation engine (vLLM)"):
         le=1,
     )
     vllm_max_num_seqs: int = flag(256, "responses that an engine decodes at the same time", ge=1)
+    vllm_quantization: Quantization | None = flag(
+        None,
+        "fp8: engines round weights and activations of linear layers to FP8 while they load and at each weight update;"
+        " needs --bf16 and an Ada, Hopper or newer GPU (on a CPU it works, slowly). None: no rounding",
+    )
     enforce_eager: bool = flag(False, "no CUDA graphs: faster start, slower generation")
     enable_prefix_caching: bool = flag(
         True, "keep the KV cache of prefixes that prompts share, and of earlier turns, until the next weight update"
@@ -156,6 +163,7 @@ class EngineSection(Section, title="generation engine (vLLM)"):
             max_num_seqs=self.vllm_max_num_seqs,
             gpu_memory_utilization=self.vllm_gpu_memory_utilization or memory_share,
             tensor_parallel_size=self.vllm_tensor_parallel_size,
+            quantization=self.vllm_quantization,
             enforce_eager=self.enforce_eager,
             enable_prefix_caching=self.enable_prefix_caching,
             **options,

@@ -9,6 +9,7 @@ from rlhf_rollout.weight_sync import MEDIA, Medium
 
 ENGINE_KINDS = ("fake", "http", "transformers", "vllm")
 _DTYPES = ("float32", "bfloat16")
+QUANTIZATIONS = ("fp8",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,9 @@ class EngineSpec:
         model: a Hugging Face folder or hub name; for "http" the model's name on the server.
         tokenizer: folder or hub name of the tokenizer, whose end token ends completions; None for the model's own.
         dtype: data type of weights and activations.
+        quantization: "fp8" rounds the weights of linear layers and experts to FP8, with one scale per output channel,
+            when they are loaded and in each update, and their inputs token by token; it needs dtype bfloat16, "vllm"
+            and, on a GPU, compute capability 8.9. None computes in `dtype`.
         max_model_len: prompt and completion together, in tokens.
         max_num_seqs: completions that are decoded at once, at most.
         max_num_batched_tokens: tokens per engine step, at most.
@@ -51,6 +55,7 @@ class EngineSpec:
     model: str
     tokenizer: str | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
+    quantization: Literal["fp8"] | None = None
     max_model_len: int = 2048
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -75,6 +80,8 @@ class EngineSpec:
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
             raise ConfigError(unknown("engine dtype", self.dtype, _DTYPES))
+        if self.quantization not in (None, *QUANTIZATIONS):
+            raise ConfigError(unknown("quantization", self.quantization, QUANTIZATIONS))
         if self.weight_transfer not in MEDIA:
             raise ConfigError(unknown("weight transfer", self.weight_transfer, MEDIA))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):

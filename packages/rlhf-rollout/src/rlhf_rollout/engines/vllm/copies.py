@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -110,17 +111,21 @@ class CopyRecorder(TorchDispatchMode):
         self._copies: dict[str, dict[Copy, None]] = {}
         self._zeros: dict[tuple[Target, Part], None] = {}
         self._written: set[Target] = set()
-        self._sources: dict[int, list[tuple[int, str, Tensor]]] = {}
+        self._sources: dict[int, list[tuple[int, str, ref[Tensor]]]] = {}
         self.problem: str | None = None
 
     def expect(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Take the weights as sources of copies until the next call."""
-        self._sources = {}
+        """Take the weights as sources of copies as long as they live.
+
+        vLLM may keep a weight of one bucket until the rest of its layer arrives, and then copies it again.
+        """
+        for known in self._sources.values():
+            known[:] = [entry for entry in known if entry[2]() is not None]
         for name, weight in weights:
             self._shapes[name] = tuple(weight.shape)
             self._copies.setdefault(name, {})
             begin = weight.storage_offset() * weight.itemsize
-            self._sources.setdefault(_storage(weight), []).append((begin, name, weight))
+            self._sources.setdefault(_storage(weight), []).append((begin, name, ref(weight)))
         for known in self._sources.values():
             known.sort(key=lambda entry: entry[0])
 
@@ -185,8 +190,9 @@ class CopyRecorder(TorchDispatchMode):
         index = bisect_right(known, begin, key=lambda entry: entry[0]) - 1
         if index < 0:
             return None
-        start, name, weight = known[index]
-        if source.dtype != weight.dtype:
+        start, name, reference = known[index]
+        weight = reference()
+        if weight is None or source.dtype != weight.dtype:
             return None
         return name, Part(tuple(source.shape), source.stride(), (begin - start) // source.itemsize)
 

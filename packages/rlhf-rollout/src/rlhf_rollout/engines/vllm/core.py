@@ -12,6 +12,10 @@ from rlhf_rollout.engines.vllm.memory import kv_cache_bytes
 # CUDA graphs of decode steps, without compiled layers: compiling takes some 20 s, and graphs hide what it would save.
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
+# vLLM's own "fp8" has one scale per tensor, so that a projection fused of several has one for all of them.
+_QUANTIZATIONS = {None: None, "fp8": "fp8_per_channel"}
+_FP8_CAPABILITY = 89  # of GPUs that multiply FP8: Ada, Hopper and newer
+
 
 def prepare_environment() -> bool:
     """Set what vLLM reads when it is imported, and return whether it runs on a GPU."""
@@ -60,12 +64,16 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
     """Return vLLM's in-process engine client with the model loaded."""
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
 
     from rlhf_rollout.engines.vllm import weights
     from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots
 
+    if spec.quantization and on_gpu and not current_platform.has_device_capability(_FP8_CAPABILITY):
+        message = f"quantization {spec.quantization} needs a GPU that multiplies FP8 (compute capability 8.9 or more)"
+        raise ConfigError(message, hint="drop --vllm_quantization, or use an Ada, Hopper or newer GPU")
     if spec.return_routes and not on_gpu:
         from rlhf_rollout.engines.vllm.routes import capture_on_cpu
 
@@ -84,6 +92,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         # Requests and completions are tokens, so a tokenizer would only cost time.
         skip_tokenizer_init=True,
         dtype=spec.dtype,
+        quantization=_QUANTIZATIONS[spec.quantization],
         max_model_len=spec.max_model_len,
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=max(spec.max_num_batched_tokens, spec.max_num_seqs, whole_prompt),

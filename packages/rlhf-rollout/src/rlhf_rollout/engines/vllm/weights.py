@@ -71,6 +71,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._record: CopyRecord | None = None
         self._places: InPlace | None = None
         self._staged: Counter[torch.nn.Module] = Counter()
+        self._expert_kernels: list[tuple[Any, Any, Any]] = []
         self._misfit: str | None = None
         self._can_record = True
         self.missing: list[str] = []
@@ -93,6 +94,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             initialize_layerwise_reload(self.model)
         if current_platform.is_cpu():
             _drop_expert_kernels(self.model)
+        self._expert_kernels = _expert_kernels(self.model)
         self._recorder = None
         if self._record is None and self._can_record:
             self._recorder = CopyRecorder(_targets(self.model))
@@ -123,6 +125,10 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
                     if current_platform.is_cpu():
                         _repack_cpu_heads(self.model)
                         _watch_expert_kernels(self.model)
+                    # CUDA graphs read memory of the kernels that they were captured with, and those read the parameters
+                    # that have the new weights. vLLM makes new kernels for experts in FP8.
+                    for method, kernel, config in self._expert_kernels:
+                        method.moe_kernel, method.moe_quant_config = kernel, config
                     self._end_recording()
         finally:
             self._recorder = self._check_in_place = None
@@ -291,6 +297,13 @@ def _repack_cpu_heads(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear") and module.weight.numel():
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _expert_kernels(model: torch.nn.Module) -> list[tuple[Any, Any, Any]]:
+    """Return the methods of layers with experts that have a kernel, each with its kernel and how that is configured."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    with_kernel = (method for method in methods if getattr(method, "moe_kernel", None) is not None)
+    return [(method, method.moe_kernel, method.moe_quant_config) for method in with_kernel]
 
 
 def _drop_expert_kernels(model: torch.nn.Module) -> None:
