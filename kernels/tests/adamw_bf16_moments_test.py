@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -134,6 +135,17 @@ def test_noise_is_another_one_for_every_update_and_position_and_the_same_again(s
         assert torch.equal(one, again[index])
         for other in others:
             assert 0.2 < (one != other[index]).double().mean() < 0.6
+
+
+@pytest.mark.parametrize("number", [1, 12_345, 2**31 + 5, 2**32 - 1])
+def test_hash_is_lowbias32(number):
+    """By numpy's 32-bit numbers. Another hash would change the results of resumed runs."""
+    bits = np.array([number], dtype=np.uint32)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        bits = (bits ^ (bits >> shift)) * np.uint32(factor)
+    expected = int((bits ^ (bits >> 16))[0])
+    assert reference._hash(number) == reference._hash(number + 2**32) == expected
+    assert reference._hash(torch.tensor([number, 3]))[0] == expected
 
 
 def test_nothing_happens_to_no_elements():
