@@ -193,6 +193,24 @@ def accumulate(size: int, device: str) -> Work:
     return Work(lambda: compute(total, part), 10 * size, check)
 
 
+def adamw_bf16_moments(size: int, device: str) -> Work:
+    """An update of AdamW: reads 12 bytes per weight and writes 8."""
+    compute = operator("adamw_bf16_moments_")
+    weight, gradient = torch.randn(2, size, device=device)
+    moments = torch.zeros(2, size, dtype=torch.bfloat16, device=device)
+    run = partial(
+        compute, weight, gradient, *moments, num_updates=1, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+    )
+
+    def check() -> dict[str, float]:
+        moments.zero_()
+        wanted = weight.double() - 0.1 * gradient.sign()  # the first update
+        run()
+        return {"weight": relative_error(weight, wanted)}
+
+    return Work(run, 20 * size, check)
+
+
 def works(device: str, quick: bool) -> dict[str, Callable[[], Work]]:
     """Return the operators to measure, by name."""
     on_gpu = device == "cuda"
@@ -205,6 +223,7 @@ def works(device: str, quick: bool) -> dict[str, Callable[[], Work]]:
         "segmented_scan": partial(segmented_scan, tokens, device),
         "packed_gae": partial(packed_gae, tokens, device),
         "accumulate_": partial(accumulate, size, device),
+        "adamw_bf16_moments_": partial(adamw_bf16_moments, size, device),
     }
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlhf_kernels.objective import PolicyObjective
     from rlhf_kernels.ops.accumulate import accumulate_
+    from rlhf_kernels.ops.adamw_bf16_moments import adamw_bf16_moments_
     from rlhf_kernels.ops.linear_policy_loss import linear_policy_loss
     from rlhf_kernels.ops.linear_token_logprobs import linear_token_logprobs
     from rlhf_kernels.ops.logprob_kl import logprob_kl
@@ -19,6 +20,7 @@ __all__ = [
     "PolicyObjective",
     "PolicyStream",
     "accumulate_",
+    "adamw_bf16_moments_",
     "linear_policy_loss",
     "linear_token_logprobs",
     "logprob_kl",

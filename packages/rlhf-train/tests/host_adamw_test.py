@@ -76,7 +76,7 @@ def test_chunks_of_any_size_get_the_steps_of_pytorchs_adamw(monkeypatch, length,
     monkeypatch.setattr(host_adamw, "CHUNK_SIZE", chunk_size)
     sizes = []
     places = host_adamw._Places
-    monkeypatch.setattr(host_adamw, "_Places", lambda size, device: sizes.append(size) or places(size, device))
+    monkeypatch.setattr(host_adamw, "_Places", lambda size, *options: sizes.append(size) or places(size, *options))
     init_process_group(rank=0, world_size=1, master=("127.0.0.1", free_port()), device="cpu")
     generator = torch.Generator().manual_seed(0)
     lengths = (length, 3)
@@ -97,7 +97,7 @@ def test_chunks_of_any_size_get_the_steps_of_pytorchs_adamw(monkeypatch, length,
         return [{"params": [one], "weight_decay": decay} for one, decay in zip(params, decays, strict=True)]
 
     ours = host_adamw.HostAdamW(groups(masters), fused=False, **options)
-    ours.take_over(held)
+    ours.take_over(held, torch.float32)
     theirs = torch.optim.AdamW(groups(plain), **options)
     for update in range(5):
         for group in (*ours.param_groups, *theirs.param_groups):

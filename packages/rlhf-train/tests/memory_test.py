@@ -155,7 +155,7 @@ def test_values_of_modules_that_import_torch_are_theirs() -> None:
     assert memory.LOGITS_CHUNK_BYTES == policy_kernel.CHUNK_BYTES
     assert memory.SYNC_BUCKET_BYTES == source.DEFAULT_BUCKET_BYTES
     assert memory.UPDATE_CHUNK_SIZE == host_adamw.CHUNK_SIZE
-    assert memory.UPDATE_BYTES_PER_ELEMENT == host_adamw._NUM_PLACES * 3 * 4
+    assert host_adamw._NUM_PLACES == memory.UPDATE_PLACES
 
 
 # -- by hand --------------------------------------------------------------------------------------------------------
@@ -277,6 +277,12 @@ def test_offloaded_states_pass_through_in_chunks_and_offloaded_models_are_there_
     assert items(spec) == {"weights": 2 * weights, "gradients": 4 * weights, "update": 9 * 4 * (1 << 23)}
     # On two ranks, gradients are copied to be reduced, too: at most 5e8, here all.
     assert items(replace(spec, zero_stage=1), 2)["update"] == 9 * 4 * (1 << 23) + 4 * weights
+    # With moments in bfloat16, a place has 8 bytes per element instead of 12.
+    short = replace(ADAMW, bf16_moments=True)
+    halved = replace(BF16, optimizer=replace(short, offload=True), zero_stage=1)
+    assert items(halved, 2)["update"] == 3 * 8 * (1 << 23) + 4 * weights
+    assert items(replace(BF16, optimizer=short))["moments"] == 4 * weights == items(BF16)["moments"] // 2
+    assert items(replace(BF16, optimizer=short, zero_stage=3), 8)["moments"] == 4 * weights // 8
     frozen = replace(BF16, optimizer=None)
     assert items(frozen) == {"frozen weights": 2 * weights}
     rests = Model(config_of("Qwen2-0.5B"), replace(frozen, offload=True))

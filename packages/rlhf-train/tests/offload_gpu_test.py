@@ -31,11 +31,11 @@ SHAPE = {"vocab_size": VOCAB_SIZE, "hidden_size": 512, "num_attention_heads": 8,
 MIB = 2**20
 
 
-def new_engine(*, offload, width):
+def new_engine(*, offload, width, bf16_moments=False):
     init_process_group(rank=0, world_size=1, master=("127.0.0.1", free_port()), device="cuda")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 3)).bfloat16()
-    spec = dataclasses.replace(SPEC, offload=offload)
+    spec = dataclasses.replace(SPEC, offload=offload, bf16_moments=bf16_moments)
     return DeepSpeedEngine(model, spec, zero_stage=1, dtype=torch.bfloat16, device="cuda")
 
 
@@ -70,9 +70,13 @@ def check_equal(one, other):
 
 @pytest.mark.parametrize("width", [1024, 1022])  # of the second, no vectors of four elements have all master weights
 @pytest.mark.parametrize("chunk_size", [1 << 16, 70_000, 1 << 23])
-def test_updates_by_chunks_are_those_of_states_on_the_device_bit_for_bit(tmp_path, monkeypatch, width, chunk_size):
+@pytest.mark.parametrize("bf16_moments", [False, True])
+def test_updates_by_chunks_are_those_of_states_on_the_device_bit_for_bit(
+    tmp_path, monkeypatch, width, chunk_size, bf16_moments
+):
     monkeypatch.setattr(host_adamw, "CHUNK_SIZE", chunk_size)
-    plain, streamed = (new_engine(offload=offload, width=width) for offload in (False, True))
+    options = {"width": width, "bf16_moments": bf16_moments}
+    plain, streamed = (new_engine(offload=offload, **options) for offload in (False, True))
     norms = train(plain, range(5))
     assert min(norms) > SPEC.max_norm
     assert train(streamed, range(3)) == norms[:3]
@@ -82,7 +86,7 @@ def test_updates_by_chunks_are_those_of_states_on_the_device_bit_for_bit(tmp_pat
     streamed.offload()
     assert all(total.untyped_storage().nbytes() == 0 for total in streamed._sums)
     streamed.reload()
-    resumed = new_engine(offload=True, width=width)
+    resumed = new_engine(offload=True, **options)
     resumed.load_shards(ShardReader([tmp_path / "0.safetensors"]))
     for engine in (streamed, resumed):
         assert train(engine, range(3, 5)) == norms[3:]
@@ -110,6 +114,21 @@ def test_states_are_in_pinned_memory_and_an_update_needs_little_of_the_device():
         assert torch.cuda.max_memory_allocated() - before < chunks + 16 * MIB
         assert torch.cuda.memory_allocated() < before + MIB
     assert all(part.is_pinned() for part in inner.state[engine._places[0].flat].values() if part.ndim)
+
+
+def test_moments_in_bfloat16_are_half_as_large_on_the_device_and_the_update_needs_nothing_else():
+    gc.collect()
+    start = torch.cuda.memory_allocated()
+    engine = new_engine(offload=False, width=8192, bf16_moments=True)
+    num_weights = sum(weight.numel() for weight in engine.module.parameters())
+    train(engine, [0])
+    # Weights, sums of gradients, master weights and moments.
+    assert torch.cuda.memory_allocated() - start < (2 + 4 + 4 + 4) * num_weights + 16 * MIB
+    backward(engine, 1)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    engine.step()
+    assert torch.cuda.max_memory_allocated() - before < 16 * MIB
 
 
 def reference_of(paths, *, offload, compiled):

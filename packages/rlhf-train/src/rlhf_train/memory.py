@@ -16,11 +16,11 @@ from rlhf_train.specs import ModelSpec
 
 SPARE = 0.1
 # Values of modules that import torch: those of rlhf_models.actor, of the kernel linear_policy_loss, of
-# weight_sync.source and engine.host_adamw (3 places of 3 states, in float32).
+# weight_sync.source and engine.host_adamw (3 places of states).
 MAX_LOGITS_BYTES = 4 << 30
 LOGITS_CHUNK_BYTES = 506 << 20
 SYNC_BUCKET_BYTES = 256 << 20
-UPDATE_BYTES_PER_ELEMENT = 36
+UPDATE_PLACES = 3
 UPDATE_CHUNK_SIZE = 1 << 23
 # DeepSpeed's defaults: gradients that are reduced at once, and weights that ZeRO 3 gathers, and updates, at once.
 REDUCE_BUCKET_SIZE = 500_000_000
@@ -180,10 +180,10 @@ def trainer_memory(models: Sequence[Model], passes: Passes, num_ranks: int, buck
     | float32 1 (or 2 on one rank), 2         | 4 n     | 4 t, 4 t/R | 4 t / R        | 8 t / R |  stage_1_and_2.py
     | float32 3                               | 4 n / R | 4 t / R    | 4 t / R        | 8 t / R |  stage3.py
 
-    Muon has 4 instead of 8 for matrices of layers. With `OptimizerSpec.offload`, master weights and moments are 0. At
-    ZeRO 3 there is a bucket of 5e8 gradients, too, in the type in which ranks add up, and with `ModelSpec.zpg` of Z a
-    second copy of the weights, divided by Z. A frozen model has weights only, divided by R at ZeRO 3 (and the second
-    copy), and with `ModelSpec.offload` only while it runs.
+    Muon has 4 instead of 8 for matrices of layers, and `OptimizerSpec.bf16_moments` for all weights. With
+    `OptimizerSpec.offload`, master weights and moments are 0. At ZeRO 3 there is a bucket of 5e8 gradients, too, in the
+    type in which ranks add up, and with `ModelSpec.zpg` of Z a second copy of the weights, divided by Z. A frozen model
+    has weights only, divided by R at ZeRO 3 (and the second copy), and with `ModelSpec.offload` only while it runs.
 
     Moments are passes (`pass_memory`) and updates, in which gradients are copied: a bucket of them, or a flat copy.
 
@@ -223,6 +223,7 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
         trained = adapters + (0 if model.has_head else number(model.config.get_text_config(), "hidden_size", default=1))
     item = ITEM_BYTES[spec.dtype]
     is_float32 = spec.dtype == "float32"
+    moments_item = 4 if optimizer.bf16_moments else 8  # bytes of both
     stage = 1 if spec.zero_stage == 2 and num_ranks == 1 else spec.zero_stage
     own = _share(trained, num_ranks) if stage or not is_float32 else trained
     # An adapter consists of matrices in layers.
@@ -234,7 +235,7 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
         "weights": weights,
         "gradients": 4 * (own if stage >= 2 else trained),
         "master weights": 4 * own * has_masters,
-        "moments": (8 * own - 4 * _share(by_muon, num_ranks)) * (not optimizer.offload),
+        "moments": (moments_item * own - 4 * _share(by_muon, num_ranks)) * (not optimizer.offload),
         "reduction": reduced * REDUCE_BUCKET_SIZE * (stage == 3),
         "second copy": _second_copy(spec, num_weights),
     }
@@ -247,7 +248,7 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
         copied = min(own, SUB_GROUP_SIZE)
     if stage < 2 and num_ranks > 1:
         copied = max(copied, min(trained, REDUCE_BUCKET_SIZE))
-    chunk = UPDATE_BYTES_PER_ELEMENT * min(own, UPDATE_CHUNK_SIZE) * optimizer.offload
+    chunk = UPDATE_PLACES * (4 + moments_item) * min(own, UPDATE_CHUNK_SIZE) * optimizer.offload
     moments = [moment, {"update": 4 * copied + chunk}]
     if model.runs_forward:
         moments.append(pass_memory(model, passes, with_gradients=False, num_weights=num_weights))

@@ -25,6 +25,7 @@ class OptimizerSpec:
         total_steps: updates until the end of the schedule.
         min_lr_ratio: final learning rate of cosine_with_min_lr as a fraction of the peak.
         offload: keep master weights and moments in host memory; see `engine.host_adamw` and `ModelSpec.check_ranks`.
+        bf16_moments: keep the moments of AdamW in bfloat16; see `engine.bf16_moments`. Not with Muon.
     """
 
     learning_rate: float
@@ -38,6 +39,7 @@ class OptimizerSpec:
     total_steps: int = 1
     min_lr_ratio: float = 0.1
     offload: bool = False
+    bf16_moments: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ class ModelSpec:
     def check_ranks(self, num_ranks: int) -> None:
         """Raise ConfigError for what cannot be done on `num_ranks` processes, or not with this optimizer.
 
-        That is a second copy of the weights, and states of the optimizer in host memory.
+        That is a second copy of the weights, and states of the optimizer in bfloat16 or in host memory.
         """
         if self.zpg > 1 and self.zero_stage < 3:
             message = f"--zpg {self.zpg} copies the parts of weights that ZeRO stage 3 makes, and"
@@ -94,6 +96,9 @@ class ModelSpec:
                 f"--zpg {self.zpg} must divide the number of training processes of each model, which is {num_ranks}"
             )
             raise ConfigError(message, hint=f"use one of {', '.join(map(str, sizes))}, or another number of processes")
+        if self.optimizer is not None and self.optimizer.bf16_moments and self.optimizer.muon_momentum is not None:
+            message = "--bf16_moments is for AdamW, and --optim is muon, whose momentum is in float32"
+            raise ConfigError(message, hint="use --optim adam, or drop --bf16_moments")
         if self.optimizer is None or not self.optimizer.offload:
             return
         is_sharded = self.zero_stage == 3 or (self.zero_stage == 2 and num_ranks > 1)

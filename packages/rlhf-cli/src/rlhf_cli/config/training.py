@@ -49,6 +49,11 @@ class TrainingSection(Section, title="training"):
         "with --bf16, below ZeRO stage 2 on several processes: keep AdamW's states (12 bytes per weight) in CPU memory,"
         " and bring them to the GPU part by part for each update, with the same result",
     )
+    bf16_moments: bool = flag(
+        False,
+        "keep AdamW's two moments in bfloat16 (4 bytes per trained weight instead of 8), rounded stochastically so that"
+        " their means stay exact",
+    )
     seed: int = flag(42, "seed of all random numbers", ge=0, le=2**31 - 1)
 
     def check(self, given: Collection[str]) -> list[str]:
@@ -91,6 +96,7 @@ class TrainingSection(Section, title="training"):
             total_steps=num_updates,
             min_lr_ratio=self.min_lr_ratio,
             offload=self.adam_offload,
+            bf16_moments=self.bf16_moments,
         )
 
 

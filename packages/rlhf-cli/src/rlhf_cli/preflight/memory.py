@@ -18,8 +18,8 @@ _GIB = 1 << 30
 _QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _SUM = "fullest GPU"
 _REMEDIES = (
-    "lower --micro_train_batch_size or --vllm_max_num_seqs, or add --gradient_checkpointing, --adam_offload,"
-    " --ref_reward_offload or, on more GPUs, --zero_stage 3"
+    "lower --micro_train_batch_size or --vllm_max_num_seqs, or add --gradient_checkpointing, --bf16_moments,"
+    " --adam_offload, --ref_reward_offload or, on more GPUs, --zero_stage 3"
 )
 
 

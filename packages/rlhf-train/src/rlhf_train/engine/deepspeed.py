@@ -59,6 +59,7 @@ class DeepSpeedEngine:
             # away. Stage 1 accumulates in float32.
             zero_stage = 1
         self._spec = spec
+        self._moment_dtype = torch.bfloat16 if spec.bf16_moments else torch.float32
         self._zero_stage = zero_stage
         self._is_plain = zero_stage == 0 and dtype == torch.float32
         self._num_steps = 0
@@ -91,7 +92,7 @@ class DeepSpeedEngine:
             # A single rank has nothing to reduce, yet DeepSpeed would copy the sums to a buffer and back.
             self._engine.enable_backward_allreduce = self._world_size > 1
             if spec.offload:
-                optimizer.take_over(self._engine.optimizer)
+                optimizer.take_over(self._engine.optimizer, self._moment_dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See `TrainEngine`."""
@@ -166,7 +167,9 @@ class DeepSpeedEngine:
 
         Raises CheckpointError when the files belong to another model.
         """
-        load_moments(reader, self._places, self._inner_optimizer.state, step_on_device=self.device.type == "cuda")
+        optimizer = self._inner_optimizer
+        is_fused = optimizer.defaults["fused"]
+        load_moments(reader, self._places, optimizer.state, dtype=self._moment_dtype, step_on_device=is_fused)
         self._num_steps = int(reader.numbers["num_updates"])
         if self._is_plain:
             return  # the optimizer works on the weights themselves

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from rlhf_models.host_states import HostStates, zeros_on_host
+from rlhf_train.engine import bf16_moments
 
-CHUNK_SIZE = 1 << 23  # elements of master weights: with their two moments, 96 MiB
+CHUNK_SIZE = 1 << 23  # elements of master weights: with their two moments in float32, 96 MiB
 _MULTIPLE = 64  # elements, so that every place is aligned
 _NUM_PLACES = 3  # on the device: a chunk comes, another is updated, a third leaves
 
@@ -18,11 +19,11 @@ class HostAdamW(torch.optim.AdamW):
     """AdamW for bfloat16 weights, whose float32 master weights and moments are in host memory.
 
     An update brings them to the device chunk by chunk, and copies earlier chunks back meanwhile. It changes every
-    element as torch.optim.AdamW does, to the last bit.
+    element as torch.optim.AdamW does, to the last bit, or with moments in bfloat16 as `Bf16MomentsAdamW`.
     """
 
-    def take_over(self, optimizer: Any) -> None:
-        """Move the master weights of DeepSpeed's bfloat16 optimizer to host memory, and start the moments there.
+    def take_over(self, optimizer: Any, dtype: torch.dtype) -> None:
+        """Move the master weights of DeepSpeed's bfloat16 optimizer to host memory, and start moments of type `dtype`.
 
         DeepSpeed's step then reduces and clips gradients, and gathers weights. The update between them is `step`.
         """
@@ -34,7 +35,7 @@ class HostAdamW(torch.optim.AdamW):
         pinned = any(master.is_cuda for master in masters)
         self._host_states = HostStates()
         self._host_states.offload(masters)
-        moments = zeros_on_host([*masters, *masters], pinned=pinned)
+        moments = zeros_on_host([master.to("meta", dtype) for master in [*masters, *masters]], pinned=pinned)
         for master, average, square in zip(masters, moments, moments[len(masters) :], strict=False):
             self.state[master] |= {"step": torch.zeros(()), "exp_avg": average, "exp_avg_sq": square}
         if pinned:
@@ -49,14 +50,16 @@ class HostAdamW(torch.optim.AdamW):
         [device] = {weight.device for _, weight in self._on_device.values()}
         longest = max(map(len, self._on_device))
         size = min(CHUNK_SIZE, longest + -longest % _MULTIPLE)
-        places = _Places(size, device)
+        dtypes = [torch.float32, *[next(iter(self.state.values()))["exp_avg"].dtype] * 2]
+        places = _Places(size, device, dtypes)
         for group in self.param_groups:
             for master in group["params"]:
                 state = self.state[master]
                 states = (master, state["exp_avg"], state["exp_avg_sq"])
                 num_updates = float(state["step"])
-                for chunk in zip(*(part.split(size) for part in (*states, *self._on_device[master])), strict=True):
-                    _update(group, places, num_updates, chunk[:3], *chunk[3:])
+                chunks = zip(*(part.split(size) for part in (*states, *self._on_device[master])), strict=True)
+                for number, chunk in enumerate(chunks):
+                    _update(group, places, num_updates, number * size, chunk[:3], *chunk[3:])
                 state["step"] += 1
         places.finish()
 
@@ -65,12 +68,19 @@ def _update(
     group: Mapping[str, Any],
     places: "_Places",
     num_updates: float,
+    start: int,
     states: Sequence[Tensor],
     gradient: Tensor,
     weight: Tensor,
 ) -> None:
-    """Make update number `num_updates`, from 0, of one chunk: master weights and two moments, [n] float32 each."""
+    """Make update number `num_updates`, from 0, of one chunk, whose first element is number `start`: master weights and
+    two moments, [n] each."""
     master, average, square = places.bring(states)
+    if average.dtype == torch.bfloat16:
+        bf16_moments.update_(group, int(num_updates) + 1, master, gradient, average, square, start=start)
+        weight.copy_(master)
+        places.take_back(states)
+        return
     beta1, beta2 = group["betas"]
     adamw(
         [master],
@@ -96,16 +106,16 @@ def _update(
 class _Places:
     """Memory on the device through which chunks pass, in order. On a GPU, copies overlap with each other."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._places = torch.empty(_NUM_PLACES, 3, size, device=device)
+    def __init__(self, size: int, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
+        self._places = [[torch.empty(size, device=device, dtype=dtype) for dtype in dtypes] for _ in range(_NUM_PLACES)]
         self._number = 0  # of the current chunk
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
         self._left: dict[int, torch.cuda.Event] = {}  # by place: the chunk in it is in host memory again
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream())  # the memory may still be in use
 
-    def bring(self, chunk: Sequence[Tensor]) -> Tensor:
-        """Return a chunk of tensors [n] on the device, [3, n], for the current stream."""
+    def bring(self, chunk: Sequence[Tensor]) -> list[Tensor]:
+        """Return a chunk of tensors [n] on the device, for the current stream."""
         place = self._place(chunk)
         if not self._streams:
             _copy(place, chunk)
@@ -136,10 +146,10 @@ class _Places:
         for stream in self._streams:
             stream.synchronize()
 
-    def _place(self, chunk: Sequence[Tensor]) -> Tensor:
-        return self._places[self._number % _NUM_PLACES, :, : len(chunk[0])]
+    def _place(self, chunk: Sequence[Tensor]) -> list[Tensor]:
+        return [part[: len(chunk[0])] for part in self._places[self._number % _NUM_PLACES]]
 
 
-def _copy(to: Sequence[Tensor] | Tensor, source: Sequence[Tensor] | Tensor) -> None:
+def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
     for target, part in zip(to, source, strict=True):
         target.copy_(part, non_blocking=True)

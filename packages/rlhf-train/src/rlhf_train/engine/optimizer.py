@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError
+from rlhf_train.engine.bf16_moments import Bf16MomentsAdamW
 from rlhf_train.engine.host_adamw import HostAdamW
 from rlhf_train.engine.shards import MOMENTUM, Place
 from rlhf_train.specs import OptimizerSpec
@@ -27,9 +28,11 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec, *, fused: bool) -> tor
     Raises ConfigError when there is nothing for Muon.
     """
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    fused = fused and not spec.bf16_moments  # our kernel counts updates on the host
     options = {"lr": spec.learning_rate, "betas": spec.betas, "eps": spec.eps, "fused": fused}
     if spec.muon_momentum is None:
-        kind = HostAdamW if spec.offload else torch.optim.AdamW
+        kind = Bf16MomentsAdamW if spec.bf16_moments else torch.optim.AdamW
+        kind = HostAdamW if spec.offload else kind
         return kind(_adamw_groups(trained, spec), **options)
     hidden = {name: weight for name, weight in trained.items() if is_hidden_matrix(name, weight)}
     if not hidden:

@@ -205,13 +205,16 @@ def save_moments(shards: Shards, kept: list[Place], states: Mapping[Tensor, Mapp
 
 
 @torch.no_grad()
-def load_moments(reader: ShardReader, kept: list[Place], states: Any, *, step_on_device: bool) -> None:
+def load_moments(
+    reader: ShardReader, kept: list[Place], states: Any, *, step_on_device: bool, dtype: torch.dtype = torch.float32
+) -> None:
     """Set master weights and the moments of AdamW or Muon to those that `save_moments` saved.
 
     Args:
         reader: of the files of all ranks.
         kept, states: as for `save_moments`.
         step_on_device: whether AdamW counts its steps on the device, as its fused form does.
+        dtype: of the optimizer's moments. Saved ones of another type are rounded to it.
 
     Raises:
         CheckpointError: the files lack a weight of this model.
@@ -224,7 +227,7 @@ def load_moments(reader: ShardReader, kept: list[Place], states: Any, *, step_on
         state = states[place.flat]
         for key in saved:
             if key not in state:
-                state[key] = torch.zeros_like(place.flat, memory_format=torch.preserve_format)
+                state[key] = torch.zeros_like(place.flat, dtype=dtype)
             place.cut(state[key]).copy_(reader.read(f"{key}/{place.name}", place.start, place.size))
         if MOMENTUM in saved:
             continue  # Muon counts no updates
