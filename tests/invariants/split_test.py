@@ -51,6 +51,12 @@ class Case:
     sequence_parallel_size: int = 1
     share_prompts: bool = False
     zpg: int = 1
+    tensor_parallel_size: int = 1
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """Ranks that have the same rollouts."""
+        return self.sequence_parallel_size * self.tensor_parallel_size
 
 
 SPLITS = {
@@ -121,14 +127,14 @@ def plan_of(rank: int, num_ranks: int, case: Case, rollouts: list[Rollout]) -> R
     return plan_batches(
         [rollout.num_tokens for rollout in rollouts],
         [rollout.num_response_tokens for rollout in rollouts],
-        num_ranks=num_ranks // case.sequence_parallel_size,
+        num_ranks=num_ranks // case.ranks_per_batch,
         num_mini_batches=case.num_mini_batches,
         micro_train_batch_size=case.micro_batch_size,
         micro_rollout_batch_size=case.micro_batch_size,
         max_response_tokens=24,
         seed=3,
         micro_batch_tokens=case.micro_batch_tokens,
-    )[rank // case.sequence_parallel_size]
+    )[rank // case.ranks_per_batch]
 
 
 def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> dict[str, Any]:
@@ -147,6 +153,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         share_prompts=case.share_prompts,
         zero_stage=case.zero_stage,
         zpg=case.zpg,
+        tensor_parallel_size=case.tensor_parallel_size,
         dtype=case.dtype,
     )
     optimizer = OPTIMIZER if case.dtype == "float32" else BFLOAT16_OPTIMIZER

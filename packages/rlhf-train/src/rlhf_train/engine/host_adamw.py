@@ -26,7 +26,7 @@ class HostAdamW(torch.optim.AdamW):
 
         DeepSpeed's step then reduces and clips gradients, and gathers weights. The update between them is `step`.
         """
-        rank = torch.distributed.get_rank()
+        rank = torch.distributed.get_rank(optimizer.real_dp_process_group[0])
         masters = optimizer.fp32_groups_flat_partition
         gradients = optimizer.fp32_groups_gradient_flat_partition
         weights = [parts[rank] for parts in optimizer.bf16_partitioned_groups]
