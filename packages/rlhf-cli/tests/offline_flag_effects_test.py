@@ -45,6 +45,14 @@ REACHES = [
     ("sft", "gradient_checkpointing", "", "", "model.gradient_checkpointing", True),
     ("sft", "packing_samples", "", "", "model.packing", True),
     ("rm", "sequence_parallel_size", "2", "--packing_samples", "model.sequence_parallel_size", 2),
+    (
+        "dpo",
+        "ds_tensor_parallel_size",
+        "2",
+        "--pretrain FOUR_HEADS --ref_pretrain FOUR_HEADS",
+        "reference.tensor_parallel_size",
+        2,
+    ),
     ("sft", "torch_compile", "off", "", "model.torch_compile", "off"),
     ("dpo", "torch_compile", "on", "--ref_pretrain OTHER", "reference.torch_compile", "on"),
     ("sft", "aux_loss_coef", "0.01", "--pretrain MOE", "model.aux_loss_coef", 0.01),
@@ -142,6 +150,7 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("run")
     tiny_model_dir(path / "TINY")
     tiny_model_dir(path / "OTHER", seed=1)
+    tiny_model_dir(path / "FOUR_HEADS", num_attention_heads=4, num_key_value_heads=2)
     tiny_model_dir(path / "MOE", architecture="qwen3_moe")
     (path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (path / "bad.jsonl").write_text(json.dumps(ROWS[0] | {"output": ""}) + "\n")
@@ -178,7 +187,7 @@ def part_of(folder: Path, job, tokenizer, name: str):
 def test_flag_reaches_its_part_of_the_job(folder, monkeypatch, command, flag, words, others, part, expected):
     monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
     argv = f"--pretrain TINY --dataset x.jsonl --max_len 64 {NEEDED.get(command, '')} {others} --{flag} {words}".split()
-    if flag in ("sequence_parallel_size", "zpg"):
+    if flag in ("sequence_parallel_size", "ds_tensor_parallel_size", "zpg"):
         monkeypatch.setattr(offline, "launch", lambda: Launch(num_ranks=2))
     made = COMMANDS[command]
     parsed = CommandLine(config=made.config, prog="").parse(argv)

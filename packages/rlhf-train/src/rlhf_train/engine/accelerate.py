@@ -53,8 +53,8 @@ def start_engine(
         tensor_group: the ranks that divide the weights of the layers; None if each has all.
 
     Raises:
-        ConfigError: `spec.torch_compile` is "on", and the layers cannot be compiled; or the model's sequences or weights
-            cannot be divided; or `ModelSpec.check_ranks` fails.
+        ConfigError: `spec.torch_compile` is "on", and the layers cannot be compiled; or the model's sequences or
+            weights cannot be divided; or `ModelSpec.check_ranks` fails.
         EngineError: DeepSpeed refuses the combination.
     """
     spec.check_ranks(num_ranks)
@@ -66,7 +66,8 @@ def start_engine(
     dtype = resolve_dtype(spec.dtype)
     zero_stage = spec.zero_stage
     if zero_stage == 2 and num_ranks == spec.tensor_parallel_size:
-        # Stage 2 shards gradients over ranks with the same weights. One rank has nothing to shard, and stage 1 does less work on the host.
+        # Stage 2 shards gradients over ranks with the same weights. One rank has nothing to shard, and stage 1 does
+        # less work on the host.
         zero_stage = 1
     options: dict[str, Any] = {"zpg": spec.zpg, "tensor_group": tensor_group}
     engine = DeepSpeedEngine(model, spec.optimizer, zero_stage=zero_stage, dtype=dtype, device=device, **options)

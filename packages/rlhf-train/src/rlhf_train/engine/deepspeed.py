@@ -110,7 +110,7 @@ class DeepSpeedEngine:
             # A single rank has nothing to reduce, yet DeepSpeed would copy the sums to a buffer and back.
             self._engine.enable_backward_allreduce = self._num_ranks > 1
             if spec.offload:
-                optimizer.take_over(self._engine.optimizer)
+                optimizer.take_over(self._engine.optimizer, self._rank)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See `TrainEngine`."""

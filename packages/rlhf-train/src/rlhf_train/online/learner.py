@@ -275,8 +275,8 @@ class Learner:
     def send_weights(self, engines: Mapping[int, Any]) -> tuple[int, dict[int, str]]:
         """Send the actor's weights to `engines`, by their number in the plan.
 
-        All actor ranks take part, because ZeRO-3 and tensor groups have to gather the weights. Returns the weights' size in bytes, and why
-        engines failed, by number.
+        All actor ranks take part, because ZeRO-3 and tensor groups have to gather the weights. Returns the
+        weights' size in bytes, and why engines failed, by number.
         """
         actor = self._set_of["actor"]
         targets = self._targets(engines, len(actor.handles))

@@ -56,8 +56,8 @@ class TrainWorker:
     """Hosts the models of one rank of a rank set.
 
     Methods marked "collective" must be called on all ranks of the set. Methods return metrics by name as mergeable
-    parts (`rlhf_train.run.metrics`). Ranks of a sequence or tensor group have the same shard and compute the same on it,
-    but only the first of them counts: it reports the metrics, and adds its part to sums over shards.
+    parts (`rlhf_train.run.metrics`). Ranks of a sequence or tensor group have the same shard and compute the same on
+    it, but only the first of them counts: it reports the metrics, and adds its part to sums over shards.
     """
 
     def __init__(
