@@ -1,5 +1,6 @@
 """Where models run changes nothing of what they learn: together or in processes of their own, on one rank or on two,
-also if these divide the tokens of each pass or the weights, with one engine or with two, to which weights are broadcast."""
+also if ranks divide the tokens of each pass or the weights, with one engine or with two, to which weights are
+broadcast."""
 
 import asyncio
 import dataclasses
@@ -56,7 +57,7 @@ def plan_of(groups: dict[tuple[str, ...], int], num_engines: int) -> PlacementPl
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, tuple[list[dict[str, float]], np.ndarray]]:
     """The steps' metrics and the final embedding, by placement."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    heads = {"num_key_value_heads": 2}
     model_path = str(tiny_model_dir(tmp_path_factory.mktemp("model"), **heads))
     teacher = str(tiny_model_dir(tmp_path_factory.mktemp("teacher"), seed=1, **heads))
     store_step_format(Path(teacher), StepFormat(placeholder=0, good=10, bad=12))

@@ -174,7 +174,6 @@ def test_flag_with_nothing_left_to_choose_is_one_notice(command, argv):
     ("command", "argv", "feature"),
     [
         ("ppo", "--vllm_generate_batch_size 2048", "generating more prompts than a step trains"),
-        ("ppo", "--ds_tensor_parallel_size 2", "tensor-parallel training"),
         ("ppo", "--data.image_key images", "models that read images"),
         ("ppo", "--algo.advantage.estimator flash_reinforce", "FlashREINFORCE"),
         ("ppo", "--vllm_is_correction_type seq-mask-tis", "masking responses by their geometric mean"),

@@ -229,7 +229,7 @@ def run_all(rank: int, num_ranks: int, master: Any, paths: Any, folder: str, cas
 def model_paths(tmp_path_factory):
     """A model without experts, and one with them."""
     folder = tmp_path_factory.mktemp("models")
-    plain = tiny_model_dir(folder / "tiny", num_attention_heads=4, num_key_value_heads=2)
+    plain = tiny_model_dir(folder / "tiny", num_key_value_heads=2)
     return str(plain), str(tiny_model_dir(folder / "experts", architecture="qwen3_moe"))
 
 
