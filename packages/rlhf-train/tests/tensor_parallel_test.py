@@ -185,7 +185,7 @@ def trained(rank: int, num_ranks: int, master: Any, path: str, folder: str, layo
         home = Path(folder, f"{name}-{num_ranks}")
         home.mkdir(exist_ok=True)
         engine = new_engine(path, num_ranks, layout, group)
-        found: dict[str, Any] = {"norms": train(engine, range(2), *place)}
+        found: dict[str, Any] = {"norms": train(engine, range(2), *place), "has sums": bool(engine.gradient_sums)}
         average = WeightAverage(0.5, engine.local_weights())
         found["norms"] += train(engine, range(2, 3), *place)
         average.update(engine.local_weights())
@@ -273,6 +273,12 @@ def test_engine_of_divided_weights_trains_sends_and_averages_as_one_of_whole_wei
     assert_close(divided[num_ranks][0][name]["average"], wanted["average"], tolerance)
 
 
+def test_stage_2_does_as_stage_1_where_no_ranks_have_the_same_weights(divided):
+    names = ("bfloat16", "bfloat16, ZeRO 2")
+    assert [divided[2][0][name]["has sums"] for name in names] == [True, True]
+    assert [divided[4][0][name]["has sums"] for name in names] == [True, False]
+
+
 # -- files -------------------------------------------------------------------------------------------------------
 
 
@@ -327,18 +333,20 @@ def test_columns_in_parts_are_put_together_and_cut_anew(tmp_path):
         for kind in ("weight", "exp_avg"):
             shards.add(f"{kind}/columns", part.flatten()[:5], rank * 12)
             shards.add(f"{kind}/columns", part.flatten(), rank * 12)
-        shards.numbers[COLUMN_PARTS] = {"columns": [2, 3]}
+        shards.numbers[COLUMN_PARTS] = {"columns": [2, 3, 8]}
         shards.write(tmp_path / f"{rank}.safetensors")
     reader = ShardReader(sorted(tmp_path.iterdir()))
     assert reader.read("weight/columns", 0, 24).tolist() == matrix.flatten().tolist()
     assert reader.read("exp_avg/columns", 7, 5).tolist() == [7, 8, 9, 10, 11]
     assert reader.read("weight/rows", 0, 8).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     for count in (2, 4):
-        reader.column_parts = {"columns": [count, 3]}
+        reader.column_parts = {"columns": [count, 3, 8]}
         flat = torch.cat([part.flatten() for part in matrix.chunk(count, dim=1)])
         assert reader.read("weight/columns", 4, 11).tolist() == flat[4:15].tolist()
     with pytest.raises(CheckpointError, match="lacks elements 0 to 3 of weight/others"):
         reader.read("weight/others", 0, 4)
+    with pytest.raises(CheckpointError, match="lacks elements 12 to 23 of weight/columns"):
+        ShardReader([tmp_path / "0.safetensors"]).read("weight/columns", 0, 4)
 
 
 def test_parts_of_a_weight_are_told_from_those_of_another():
@@ -346,7 +354,7 @@ def test_parts_of_a_weight_are_told_from_those_of_another():
     assert column_parts(module) == {}
     module.weight.part = WeightPart(1, 1, 2)
     module.bias.part = WeightPart(0, 1, 2)
-    assert column_parts(module) == {"weight": [2, 6]}
+    assert column_parts(module) == {"weight": [2, 6, 8]}
 
 
 # -- what cannot be divided --------------------------------------------------------------------------------------

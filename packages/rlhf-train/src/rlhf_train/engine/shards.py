@@ -101,13 +101,14 @@ class ShardReader:
         Raises CheckpointError when the files do not have all of them.
         """
         weight = name.partition("/")[2]
-        count, num_rows = self.numbers.get(COLUMN_PARTS, {}).get(weight, (1, 1))
-        own, own_rows = self.column_parts.get(weight, (1, 1))
-        if count == own or name not in self:
+        count, *shape = self.numbers.get(COLUMN_PARTS, {}).get(weight, [1])
+        own, *own_shape = self.column_parts.get(weight, [1])
+        if count == own:
             return self._read(name, start, size)
-        whole = self._read(name, 0, max(begin + length for begin, length, _ in self._parts[name]))
-        rows = whole.view(count, max(num_rows, own_rows), -1).transpose(0, 1)
-        return rows.reshape(len(rows), own, -1).transpose(0, 1).flatten()[start : start + size]
+        num_rows, num_columns = shape or own_shape
+        parts = self._read(name, 0, num_rows * num_columns).view(count, num_rows, -1)
+        rows = parts.transpose(0, 1).reshape(num_rows, own, -1)
+        return rows.transpose(0, 1).flatten()[start : start + size]
 
     def _read(self, name: str, start: int, size: int) -> Tensor:
         parts = sorted(self._parts.get(name, []), key=lambda part: part[0])
@@ -159,11 +160,12 @@ def first_element(weight: Tensor) -> int:
 
 
 def column_parts(module: torch.nn.Module) -> dict[str, list[int]]:
-    """Return, for each weight whose columns ranks divide, the number of parts and of rows.
+    """Return, for each weight whose columns ranks divide, the number of parts, and rows and columns of the whole.
 
     The elements of such a weight come in another order, part by part. Parts of rows leave the order as it is.
     """
-    return {name: [part_of(w).count, len(w)] for name, w in module.named_parameters() if part_of(w).dim == 1}
+    divided = {name: weight for name, weight in module.named_parameters() if part_of(weight).dim == 1}
+    return {name: [part_of(w).count, len(w), part_of(w).count * w.shape[1]] for name, w in divided.items()}
 
 
 class Place(NamedTuple):
