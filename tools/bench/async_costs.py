@@ -16,6 +16,7 @@ import numpy as np
 
 from async_model import AtUpdate, Costs, Group, Layout, simulate
 
+_LEAST_SPREAD = 1.1  # between the most and the fewest decode steps of a step
 WARM_UP = 2  # steps at the start of a run that load and compile
 _NOT_TRAINING = ("generate", "reward", "sync", "evaluate", "save", "checkpoint", "step")  # phases of a step
 
@@ -134,7 +135,7 @@ def fitted_slowdown(costs: Costs, run: MeasuredRun, other: AsyncRun) -> Costs:
     return min(candidates, key=lambda candidate: abs(predicted_step_s(candidate, run, other) - other.step_s))
 
 
-def read_run(*folders: Path, skip: int = WARM_UP) -> MeasuredRun:
+def read_run(*folders: Path, skip: int = WARM_UP, fits_decode: bool = True) -> MeasuredRun:
     """Return the costs and lengths of a synchronous run, or of several with the same sizes.
 
     A step's generation is fitted as a part per prompt token, one per decode step and one per response token; all other
@@ -143,6 +144,10 @@ def read_run(*folders: Path, skip: int = WARM_UP) -> MeasuredRun:
     Args:
         folders: their --save_path.
         skip: steps at the start of each that warm up and are left out of the fit.
+        fits_decode: whether the seconds of decode steps are needed from the fit.
+
+    Raises:
+        ValueError: there are too few steps for a fit, or their numbers of decode steps hardly differ.
     """
     config = tomllib.loads((folders[0] / "config.toml").read_text(encoding="utf-8"))
     num_engines, slots = config["engine"]["vllm_num_engines"], config["engine"]["vllm_max_num_seqs"]
@@ -159,6 +164,12 @@ def read_run(*folders: Path, skip: int = WARM_UP) -> MeasuredRun:
     prompts = [sum(group.prompt_tokens for group in step) for step, _ in used]
     answers = [sum(sum(group.lengths) for group in step) for step, _ in used]
     iterations = [decode_steps(step, num_engines, slots) for step, _ in used]
+    if fits_decode and max(iterations) < _LEAST_SPREAD * min(iterations):
+        spread = f"{min(iterations):.0f} to {max(iterations):.0f} decode steps per step"
+        raise ValueError(
+            f"{folders[0]} has {spread}, too little difference to tell the seconds of a decode step from those of a"
+            " token: allow longer responses, so that the longest one differs, or measure decode steps and give --decode"
+        )
     per_prompt_token, per_step, per_token = fit(
         [prompts, iterations, answers], [line["time/generate"] + line.get("time/reward", 0.0) for _, line in used]
     )

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the table of every number of cards, and write the report."""
     parser = _parser()
     options = parser.parse_args(argv)
-    measured = read_run(options.run) if options.run else None
+    measured = read_run(options.run, fits_decode=not options.decode) if options.run else None
     if not measured and not (options.decode and options.train_token_s and options.length_median):
         parser.error("without --from, --decode, --train_token_s and --length_median are needed")
     if options.measured and not measured:

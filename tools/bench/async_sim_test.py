@@ -272,6 +272,16 @@ def test_short_run_is_refused(tmp_path):
         read_run(tmp_path)
 
 
+def test_responses_that_are_all_cut_at_the_same_length_are_refused_without_decode_seconds(tmp_path, capsys):
+    steps = [[Group(7, (number, 40))] * 4 for number in range(1, 13)]  # tokens differ, decode steps do not
+    write_run(tmp_path, steps)
+    with pytest.raises(ValueError, match="40 to 40 decode steps"):
+        read_run(tmp_path)
+    words = ["--from", str(tmp_path), "--decode", "1:0.01", "64:0.02", "--steps", "2"]
+    async_sim.main(words)
+    assert "2 cards, 4 prompts x 2 responses per step" in capsys.readouterr().out
+
+
 def test_layouts_use_all_cards():
     for num_cards in (2, 8, 64):
         found = async_sim.layouts(num_cards, Layout(), [1, 4])

@@ -7,13 +7,17 @@ Settings, each with one optimizer update over all rollouts of a step and everyth
     W1  GRPO, shape of Qwen2-0.5B, 64 prompts x 8 samples, 256 + 512 tokens; nothing sleeps, packed
     W2  GRPO, shape of Qwen2-1.5B, 64 x 8, 256 + 1024 tokens; nothing sleeps, padded, micro-batches of 8
     W3  PPO with critic and reference, sizes of W1; engine and optimizer states sleep in turn, packed
+    W4  GRPO, shape of Qwen2-7B, 32 x 8, 256 + 1024; nothing sleeps, packed with shared prompts, the optimizer's states
+        in host memory
 
-W1 and W2 have no reference model. They skip old log-probs, because the only update of a batch is exactly on-policy.
+W1, W2 and W4 have no reference model. They skip old log-probs, because the only update of a batch is exactly on-policy.
 
 The command runs in a process of its own, as a user starts it; figures come from its `metrics.jsonl`. Random weights
 hardly ever draw an end token, so nearly every response has full length. `--mean_response_tokens` makes end tokens of so
 many tokens of the vocabulary that lengths are geometric with this mean, up to `--response_tokens`. Medians leave out
-the first step, which compiles and warms up. Flags behind `--` go to the command: `-- --init_kl_coef 0.01`.
+the first step, which compiles and warms up. `--gpu_time` records all kernels of the step before the last
+(`gpu_time.py`), and adds up when the GPU worked for engines and for trainers. Flags behind `--` go to the command:
+`-- --init_kl_coef 0.01`.
 
 Without a GPU the times mean nothing, but the script can be tried with `--shape tiny --prompts 4 --samples 2
 --prompt_tokens 16 --response_tokens 8`.
@@ -32,6 +36,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gpu_time
 from environment import OWN_CLUSTER, command_line, environment
 from rlhf_rollout.host import local_gpus
 from shapes import SHAPES
@@ -39,13 +44,17 @@ from shapes import SHAPES
 REWARD = 'def reward_func(queries, prompts, labels):\n    return {"rewards": [len(query) % 7 for query in queries]}\n'
 SYMBOLS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"  # one token each, in any order
 
-_SIZES = {"shape": "qwen2-0.5b", "response_tokens": 512, "micro_batch": 16}
+_SIZES = {"shape": "qwen2-0.5b", "prompts": 64, "response_tokens": 512, "micro_batch": 16}
 _GRPO = ["--advantage_estimator", "group_norm", "--init_kl_coef", "0", "--old_logprobs", "skip"]
 _PPO = ["--advantage_estimator", "gae", "--init_kl_coef", "0.01"]
 SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "W1": (_SIZES, [*_GRPO, "--packing_samples"]),
-    "W2": ({"shape": "qwen2-1.5b", "response_tokens": 1024, "micro_batch": 8}, _GRPO),
+    "W2": (_SIZES | {"shape": "qwen2-1.5b", "response_tokens": 1024, "micro_batch": 8}, _GRPO),
     "W3": (_SIZES, [*_PPO, "--packing_samples", "--vllm_enable_sleep", "--deepspeed_enable_sleep"]),
+    "W4": (
+        {"shape": "qwen2-7b", "prompts": 32, "response_tokens": 1024, "micro_batch": 8},
+        [*_GRPO, "--packing_samples", "--share_prompts", "--adam_offload"],
+    ),
 }
 _ON_GPU = ["--bf16", "--colocate_all_models", "--vllm_gpu_memory_utilization", "0.3"]
 
@@ -56,8 +65,10 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> list[str]:
 
     from rlhf_models.testing import tiny_model_dir
 
-    dtype = torch.bfloat16 if local_gpus() else torch.float32
-    tiny_model_dir(folder / "model", dtype=dtype, **SHAPES[options.shape])
+    dtype, device = (torch.bfloat16, "cuda") if local_gpus() else (torch.float32, "cpu")
+    with torch.device(device):  # a GPU draws billions of weights in a second
+        tiny_model_dir(folder / "model", dtype=dtype, **SHAPES[options.shape])
+    torch.cuda.empty_cache()
     if options.mean_response_tokens:
         add_end_tokens(folder / "model", options.mean_response_tokens)
     draw = random.Random(0)
@@ -98,19 +109,31 @@ def size_flags(options: argparse.Namespace) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
-def measure(command: Sequence[str], run: Path, timeout_s: float) -> dict[str, Any]:
+def measure(command: Sequence[str], run: Path, timeout_s: float, recorded_step: int | None = None) -> dict[str, Any]:
     """Run the command, with its output on stderr, and return its times and metrics.
+
+    Args:
+        command: the command, with `run` as its --save_path.
+        run: folder of the run.
+        timeout_s: seconds that it may take.
+        recorded_step: the step, at least 5, whose GPU kernels are recorded; medians are then of the steps up to two
+            before it.
 
     Raises:
         CalledProcessError: the command failed.
     """
     started = time.perf_counter()
-    subprocess.run(command, check=True, env=os.environ | OWN_CLUSTER, stdout=sys.stderr, timeout=timeout_s)
+    environ = os.environ | OWN_CLUSTER
+    gpu = {}
+    if recorded_step is None:
+        subprocess.run(command, check=True, env=environ, stdout=sys.stderr, timeout=timeout_s)
+    else:
+        gpu = {"gpu": _recorded(command, run, timeout_s, environ, recorded_step)}
     wall = time.perf_counter() - started
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = [line for line in lines if "time/step" in line]
-    names = sorted({name for step in steps[1:] for name in step})
-    medians = {name: statistics.median(step[name] for step in steps[1:] if name in step) for name in names}
+    steps, end = _steps(run)
+    used = steps[1 : recorded_step and recorded_step - 2]
+    names = sorted({name for step in used for name in step})
+    medians = {name: statistics.median(step[name] for step in used if name in step) for name in names}
     phases = {name: value for name, value in medians.items() if name.startswith("time/") and name != "time/step"}
     return {
         "seconds_wall": round(wall, 2),
@@ -118,8 +141,33 @@ def measure(command: Sequence[str], run: Path, timeout_s: float) -> dict[str, An
         "sum_of_phases": sum(phases.values()),
         "median": medians,
         "steps": steps,
-        "end": lines[-1],
-    }
+        "end": end,
+    } | gpu
+
+
+def _steps(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the metrics of the steps that have ended, and the last metrics of all."""
+    path = run / "metrics.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in lines if "time/step" in line], lines[-1] if lines else {}
+
+
+def _recorded(
+    command: Sequence[str], run: Path, timeout_s: float, environ: dict[str, str], step: int
+) -> dict[str, Any]:
+    """Run the command; return what the GPU did in one step. Raises as `measure`."""
+    folder = run.parent / "gpu_time"
+    environ |= gpu_time.prepare(folder)
+    with subprocess.Popen(command, env=environ, stdout=sys.stderr) as process:
+        try:
+            ends = gpu_time.record_step(folder, lambda: len(_steps(run)[0]), step, lambda: process.poll() is not None)
+            if process.wait(timeout_s):
+                raise subprocess.CalledProcessError(process.returncode, command)
+        finally:
+            process.kill()
+    metrics = _steps(run)[0][step - 1]
+    return gpu_time.account(folder, *ends) | {"step": step, "metrics": metrics}
 
 
 def main() -> None:
@@ -127,13 +175,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", choices=SETTINGS, default="W1")
     parser.add_argument("--shape", choices=SHAPES)
-    parser.add_argument("--prompts", type=int, default=64, help="per step")
+    parser.add_argument("--prompts", type=int, help="per step")
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
     parser.add_argument("--prompt_tokens", type=int, default=256)
     parser.add_argument("--response_tokens", type=int)
     parser.add_argument("--mean_response_tokens", type=float, help="of geometric lengths; default: full length")
     parser.add_argument("--micro_batch", type=int, help="rollouts per forward and backward pass")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--gpu_time", action="store_true", help="record what the GPU does in the step before the last")
     parser.add_argument("--timeout_s", type=float, default=3600.0)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run's folder here")
     parser.add_argument("--out", type=Path, required=True)
@@ -141,6 +190,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps < 2:
         parser.error("--steps must be at least 2: the first step is left out of the medians")
+    if options.gpu_time and options.steps < 6:
+        parser.error("--gpu_time needs --steps 6 or more: the first and the last three are left out of medians")
     sizes, flags = SETTINGS[options.setting]
     for name, value in sizes.items():
         if getattr(options, name) is None:
@@ -151,7 +202,7 @@ def main() -> None:
         device_flags = _ON_GPU if local_gpus() else []
         shown = [*size_flags(options), *device_flags, *flags, *options.flags]
         command = [sys.executable, "-m", "rlhf_cli.main", "ppo", *write_inputs(options, folder), *shown]
-        result = measure(command, folder / "run", options.timeout_s)
+        result = measure(command, folder / "run", options.timeout_s, options.steps - 1 if options.gpu_time else None)
     names = (
         "shape",
         "prompts",
@@ -175,7 +226,11 @@ def main() -> None:
     seconds = {name: value for name, value in result["median"].items() if name.startswith("time/")}
     for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
         print(f"{name.removeprefix('time/'):<16} {value:8.3f} s")
-    print(f"{'sum of phases':<16} {result['sum_of_phases']:8.3f} s   (median of steps 2 to {options.steps})")
+    last = options.steps - 3 * options.gpu_time
+    print(f"{'sum of phases':<16} {result['sum_of_phases']:8.3f} s   (median of steps 2 to {last})")
+    if options.gpu_time:
+        busy = ", ".join(f"{name} {value:.2f}" for name, value in result["gpu"]["busy"].items())
+        print(f"GPU busy for     {busy} of {result['gpu']['seconds']:.2f} s")
     print(f"{'first step':<16} {result['seconds_first_step']:8.3f} s   whole command {result['seconds_wall']:.1f} s")
 
 

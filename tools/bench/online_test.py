@@ -13,14 +13,15 @@ from rlhf_cli.commands.ppo import COMMAND_LINE
 @pytest.mark.parametrize("setting", online.SETTINGS)
 def test_flags_of_a_setting_are_those_of_the_command(setting, tmp_path):
     sizes, flags = online.SETTINGS[setting]
-    options = argparse.Namespace(prompts=64, samples=8, prompt_tokens=256, steps=6, **sizes)
+    options = argparse.Namespace(samples=8, prompt_tokens=256, steps=6, **sizes)
     named = ["--pretrain", "model", "--prompt_data", "prompts.jsonl", "--remote_rm_url", "reward.py"]
     config = COMMAND_LINE.parse([*named, *online.size_flags(options), *online._ON_GPU, *flags]).config
     assert config.batch.num_updates == 1
-    assert config.batch.num_rollouts == 512
+    assert config.batch.num_rollouts == (256 if setting == "W4" else 512)
     assert config.rollout.generate_max_len == sizes["response_tokens"]
     assert (config.algorithm.old_logprobs == "skip") == (setting != "W3")
     assert config.model.packing_samples == (setting != "W2")
+    assert config.training.adam_offload == (setting == "W4")
 
 
 def test_figures_leave_out_the_first_step_and_add_up_the_phases(tmp_path):

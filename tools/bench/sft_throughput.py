@@ -20,7 +20,6 @@ import argparse
 import gc
 import itertools
 import json
-import math
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -31,6 +30,7 @@ import numpy as np
 import torch
 
 from environment import command_line, environment
+from products import products_seconds
 from rlhf_data.sft import SftExample
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
@@ -42,7 +42,6 @@ from rlhf_train.specs import ModelSpec, OptimizerSpec
 from shapes import SHAPES
 
 PEAK_FLOPS = 989e12  # per second, H200, bfloat16
-PRODUCTS_SECONDS = 3.0  # long enough that the clock settles, as in training
 CHARACTERS_PER_TOKEN = 3
 
 
@@ -78,29 +77,6 @@ def flops(
         through_head = length if every_token else int(example.loss_mask.sum())
         total += 6 * num_layer_weights * length + 6 * head * through_head + 6 * attention * length**2
     return total
-
-
-def products_share(shapes: Sequence[tuple[int, int]], num_tokens: int) -> float:
-    """Return the share of the peak that the matrix products of weights [out, in] reach, forward and backward.
-
-    They run one after the other for `PRODUCTS_SECONDS`, each for `num_tokens` tokens.
-    """
-    weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02 for shape in shapes]
-    sizes = {size for shape in shapes for size in shape}
-    sides = {size: torch.randn(num_tokens, size, device="cuda", dtype=torch.bfloat16) for size in sizes}
-    started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    seconds = PRODUCTS_SECONDS / 5
-    for _ in range(2):  # the first round warms up, and shows how many rounds fill the time
-        num_rounds = math.ceil(PRODUCTS_SECONDS / seconds)
-        started.record()
-        for _ in range(num_rounds):
-            for weight in weights:
-                above, below = (sides[size] for size in weight.shape)
-                below @ weight.T, above @ weight, above.T @ below
-        ended.record()
-        torch.cuda.synchronize()
-        seconds = started.elapsed_time(ended) / 1e3 / num_rounds
-    return 6 * num_tokens * sum(weight.numel() for weight in weights) / seconds / PEAK_FLOPS
 
 
 class Keeper(Observer):
@@ -203,7 +179,11 @@ def main() -> None:
     padded_speed = best.pop(f"padded, {options.micro_batch_size} rows", None)
     alone = None
     if torch.cuda.is_available():
-        alone = {tokens: products_share(products, tokens) for tokens in options.pack_tokens}
+        operations = 6 * sum(shape.numel() for shape in products)
+        alone = {
+            tokens: tokens * operations / products_seconds([(shape, tokens) for shape in products]) / PEAK_FLOPS
+            for tokens in options.pack_tokens
+        }
     report = {
         "benchmark": "sft_throughput",
         "command": command_line(options.out),

@@ -34,4 +34,15 @@ SHAPES: Mapping[str, Mapping[str, float]] = {
         "num_attention_heads": 12,
         "head_dim": 128,
     },
+    "qwen2-7b": _QWEN2
+    | {
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "tied": False,
+    },
 }

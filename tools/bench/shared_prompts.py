@@ -6,6 +6,9 @@ A random model with compiled layers runs forward and backward over one pack of `
 responses each, whose tokens are trained with the fused policy loss. The pack has one copy of the prompt for each
 response, or shares it. The two take turns; seconds are medians. Before anything is timed, the log-probs of both are
 compared.
+
+"share_of_products" says which part of a pass's seconds the matrix products of its weights take when the same GPU
+computes nothing else, in the same run: a practical bound, because no GPU sustains its peak.
 """
 
 import argparse
@@ -20,6 +23,7 @@ import numpy as np
 import torch
 
 from environment import command_line, environment
+from products import products_seconds
 from rlhf_kernels import PolicyObjective, PolicyStream
 from rlhf_models.actor import Actor
 from rlhf_models.batch import TokenBatch
@@ -76,6 +80,12 @@ def seconds_of(actor: Actor, batch: TokenBatch, prompt_tokens: int) -> float:
     return time.perf_counter() - started
 
 
+def products(actor: Actor, num_tokens: int, num_targets: int) -> list[tuple[torch.Size, int]]:
+    """Return the products of a pass (`products_seconds`) over so many tokens, of which `num_targets` reach the head."""
+    layers = [weight.shape for name, weight in actor.named_parameters() if ".layers." in name and weight.ndim == 2]
+    return [(shape, num_tokens) for shape in layers] + [(actor.model.lm_head.weight.shape, num_targets)]
+
+
 def measure(actor: Actor, batches: dict[str, TokenBatch], options: argparse.Namespace) -> dict[str, Any]:
     """Return seconds, memory and the ratio of both packs."""
     logprobs = {name: run(actor, batch, options.prompt_tokens) for name, batch in batches.items()}
@@ -101,6 +111,9 @@ def measure(actor: Actor, batches: dict[str, TokenBatch], options: argparse.Name
             "seconds_range": [min(times[name]), max(times[name])],
             "peak_bytes": peaks.get(name),
         }
+        if batch.input_ids.is_cuda:
+            seconds = products_seconds(products(actor, stored.shape[1], len(logprobs[name])))
+            report[name] |= {"products_seconds": seconds, "share_of_products": seconds / report[name]["seconds"]}
     report["seconds_ratio"] = report["shared"]["seconds"] / report["copies"]["seconds"]
     report["tokens_ratio"] = report["shared"]["tokens_in_layers"] / report["copies"]["tokens_in_layers"]
     return report
@@ -119,7 +132,8 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        path = tiny_model_dir(folder, **SHAPES[options.shape])
+        with torch.device(device):
+            path = tiny_model_dir(folder, **SHAPES[options.shape])
         dtype = "bfloat16" if device.type == "cuda" else "float32"
         actor = load_actor(path, dtype=dtype, packing=True).to(device).train()
     if compile_unavailable_reason(actor.model, device) is None:
@@ -130,7 +144,8 @@ def main() -> None:
     options.out.write_text(json.dumps(head | {"options": sizes} | result, indent=2) + "\n", encoding="utf-8")
     for name in ("copies", "shared"):
         own = result[name]
-        print(f"{name:<8} {own['tokens_in_layers']:8} tokens {own['seconds'] * 1e3:9.2f} ms")
+        share = f", products alone {own['share_of_products']:.2f} of it" if "share_of_products" in own else ""
+        print(f"{name:<8} {own['tokens_in_layers']:8} tokens {own['seconds'] * 1e3:9.2f} ms{share}")
     print(f"ratio    {result['tokens_ratio']:8.3f} tokens {result['seconds_ratio']:9.3f} seconds")
 
 
