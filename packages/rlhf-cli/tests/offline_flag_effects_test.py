@@ -13,6 +13,7 @@ from rlhf_cli.config.output import OutputSection
 from rlhf_cli.console import Console
 from rlhf_cli.launcher import Launch
 from rlhf_data.command_line import CommandLine
+from rlhf_data.errors import ConfigError
 from rlhf_data.options import options
 
 PAIR = {"chosen": "\n\nHuman: a\n\nAssistant: good", "rejected": "\n\nHuman: a\n\nAssistant: bad", "margin": 0.5}
@@ -194,6 +195,15 @@ def test_flag_reaches_its_part_of_the_job(folder, monkeypatch, command, flag, wo
     assert not [notice for notice in parsed.notices if "has no effect" in notice]
     job, tokenizer = _prepare(made, parsed.config, Path("/out"), Console())
     assert part_of(folder, job, tokenizer, part) == expected
+
+
+def test_model_whose_heads_processes_cannot_divide_is_refused(folder, monkeypatch):
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
+    monkeypatch.setattr(offline, "launch", lambda: Launch(num_ranks=2))
+    argv = ["--pretrain", "TINY", "--dataset", "x.jsonl", "--max_len", "64", "--ds_tensor_parallel_size", "2"]
+    config = CommandLine(config=COMMANDS["sft"].config, prog="").parse(argv).config
+    with pytest.raises(ConfigError, match="size 2 must divide the model's num_key_value_heads, which is 1"):
+        _prepare(COMMANDS["sft"], config, Path("/out"), Console())
 
 
 def test_every_flag_of_every_command_is_tested():
