@@ -1,5 +1,6 @@
 """Where models run changes nothing of what they learn: together or in processes of their own, on one rank or on two,
-also if these divide the tokens of each pass, with one engine or with two, to which weights are broadcast."""
+also if ranks divide the tokens of each pass or the weights, with one engine or with two, to which weights are
+broadcast."""
 
 import asyncio
 import dataclasses
@@ -25,9 +26,13 @@ PLACES = {
     "together": {("actor", "critic", "reference", "teacher"): 1},
     "apart": {("actor",): 1, ("critic",): 2, ("reference", "teacher"): 1},
     "divided": {("actor", "critic", "reference", "teacher"): 2},
+    "divided weights": {("actor", "reference"): 4, ("critic", "teacher"): 2},
 }
-ENGINES = {"together": 1, "apart": 2, "divided": 1}
-DIVIDED = {"packing": True, "sequence_parallel_size": 2}
+ENGINES = {"together": 1, "apart": 2, "divided": 1, "divided weights": 1}
+LAYOUTS = {
+    "divided": {"packing": True, "sequence_parallel_size": 2},
+    "divided weights": {"packing": True, "tensor_parallel_size": 2},
+}
 SCORERS = ProcessPlan("reward", ("reward",), (Place(),))
 # Adam's division by the gradient's own size turns rounding into steps; what is compared are means of a whole step.
 TOLERANCE = 1e-4
@@ -52,15 +57,15 @@ def plan_of(groups: dict[tuple[str, ...], int], num_engines: int) -> PlacementPl
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, tuple[list[dict[str, float]], np.ndarray]]:
     """The steps' metrics and the final embedding, by placement."""
-    model_path = str(tiny_model_dir(tmp_path_factory.mktemp("model")))
-    teacher = str(tiny_model_dir(tmp_path_factory.mktemp("teacher"), seed=1))
+    heads = {"num_key_value_heads": 2}
+    model_path = str(tiny_model_dir(tmp_path_factory.mktemp("model"), **heads))
+    teacher = str(tiny_model_dir(tmp_path_factory.mktemp("teacher"), seed=1, **heads))
     store_step_format(Path(teacher), StepFormat(placeholder=0, good=10, bad=12))
     folders = {name: tmp_path_factory.mktemp("run") for name in PLACES}
     plans = {name: plan_of(groups, ENGINES[name]) for name, groups in PLACES.items()}
     with running_engine(broadcasting(tiny_job(model_path, folders["together"])), num_engines=2) as engines:
-        layouts = {"divided": DIVIDED}
         done = {
-            name: run(model_path, teacher, folders[name], plan, layouts.get(name, {})) for name, plan in plans.items()
+            name: run(model_path, teacher, folders[name], plan, LAYOUTS.get(name, {})) for name, plan in plans.items()
         }
         for engine, other in itertools.pairwise(engines):
             assert asyncio.run(engine.health()) == asyncio.run(other.health())  # both have the last weights

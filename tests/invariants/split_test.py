@@ -51,6 +51,12 @@ class Case:
     sequence_parallel_size: int = 1
     share_prompts: bool = False
     zpg: int = 1
+    tensor_parallel_size: int = 1
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """Ranks that have the same rollouts."""
+        return self.sequence_parallel_size * self.tensor_parallel_size
 
 
 SPLITS = {
@@ -82,6 +88,15 @@ DIVIDED = {
     "divided sequences, ZeRO 0": Case(micro_batch_size=5, packing=True, sequence_parallel_size=2),
     "divided sequences, ZeRO 2": Case(zero_stage=2, micro_batch_size=8, packing=True, sequence_parallel_size=2),
     "divided sequences, ZeRO 3": Case(zero_stage=3, packing=True, micro_batch_tokens=60, sequence_parallel_size=2),
+}
+# Two neighbouring ranks have the same rollouts and halves of the matrices of the layers.
+WEIGHTS_DIVIDED = {
+    "divided weights, ZeRO 0": Case(micro_batch_size=5, tensor_parallel_size=2),
+    "divided weights, ZeRO 1": Case(zero_stage=1, micro_batch_size=5, packing=True, tensor_parallel_size=2),
+    "divided weights, ZeRO 2": Case(zero_stage=2, packing=True, micro_batch_tokens=60, tensor_parallel_size=2),
+    "divided weights, shared prompts": Case(
+        zero_stage=2, packing=True, share_prompts=True, micro_batch_size=5, tensor_parallel_size=2
+    ),
 }
 # Passes of one rollout, whose gradients do not depend on the split: only how they are added up differs. One update, for
 # the forward pass of the next would turn one different bit of a weight into a different gradient.
@@ -121,14 +136,14 @@ def plan_of(rank: int, num_ranks: int, case: Case, rollouts: list[Rollout]) -> R
     return plan_batches(
         [rollout.num_tokens for rollout in rollouts],
         [rollout.num_response_tokens for rollout in rollouts],
-        num_ranks=num_ranks // case.sequence_parallel_size,
+        num_ranks=num_ranks // case.ranks_per_batch,
         num_mini_batches=case.num_mini_batches,
         micro_train_batch_size=case.micro_batch_size,
         micro_rollout_batch_size=case.micro_batch_size,
         max_response_tokens=24,
         seed=3,
         micro_batch_tokens=case.micro_batch_tokens,
-    )[rank // case.sequence_parallel_size]
+    )[rank // case.ranks_per_batch]
 
 
 def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> dict[str, Any]:
@@ -137,6 +152,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     import torch
 
     from rlhf_models.lora import LoraSpec
+    from rlhf_train.engine.shards import part_of
     from rlhf_train.online.worker import TrainWorker
     from rlhf_train.run.metrics import merge_metrics, results
 
@@ -147,6 +163,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         share_prompts=case.share_prompts,
         zero_stage=case.zero_stage,
         zpg=case.zpg,
+        tensor_parallel_size=case.tensor_parallel_size,
         dtype=case.dtype,
     )
     optimizer = OPTIMIZER if case.dtype == "float32" else BFLOAT16_OPTIMIZER
@@ -188,6 +205,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     return {
         "weights": weights,
         "num_divided": sum(model.sequence_group is not None for model in models),
+        "num_in_parts": sum(part_of(weight).count > 1 for model in models for weight in model.parameters()),
         "num_copied": sum(has_copies(model) for model in models),
         "sent": {name: weight.float().cpu().numpy().copy() for name, weight in worker.engines["actor"].named_weights()},
         "metrics": results(merge_metrics(metrics)),
@@ -204,7 +222,8 @@ def all_cases(rank: int, num_ranks: int, master: Any, path: str, cases: dict[str
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory) -> str:
-    return str(tiny_model_dir(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE))
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return str(tiny_model_dir(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, **heads))
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +243,12 @@ def on_one_rank(outcomes) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def on_two_ranks(outcomes) -> list[dict[str, Any]]:
     return outcomes[1]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def on_ranks_of_divided_weights(request, model_path) -> list[dict[str, Any]]:
+    """DeepSpeed keeps the groups of a process: no other cases may run there."""
+    return run_ranks(all_cases, request.param, model_path, WEIGHTS_DIVIDED)
 
 
 def largest_difference(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
@@ -320,6 +345,28 @@ def test_two_ranks_that_divide_sequences_give_the_same_update_and_count_it_once(
     assert first.keys() == whole["metrics"].keys()
     for key, value in first.items():
         assert value == pytest.approx(whole["metrics"][key], rel=1e-3, abs=1e-5), key
+
+
+@pytest.mark.parametrize("name", list(WEIGHTS_DIVIDED))
+def test_ranks_that_divide_weights_give_the_same_update_and_count_it_once(
+    on_one_rank, on_ranks_of_divided_weights, name
+):
+    whole = on_one_rank["whole"]
+    outcomes = [outcome[name] for outcome in on_ranks_of_divided_weights]
+    for outcome in outcomes:
+        for part in ("weights", "sent"):
+            assert largest_difference(whole[part], outcome[part]) < TOLERANCE
+        # Per layer: queries, keys and values with biases, the output, and three of the MLP.
+        assert outcome["num_in_parts"] == 3 * 2 * 10
+    assert whole["num_in_parts"] == 0
+    # Ranks of one group are given the same, and work out the same to the last bit. Only the first of them counts.
+    for first, second in zip(outcomes[::2], outcomes[1::2], strict=True):
+        assert largest_difference(first["advantages"], second["advantages"]) == 0.0
+        assert largest_difference(first["weights"], second["weights"]) == 0.0
+        assert first["metrics"].keys() == whole["metrics"].keys() and not second["metrics"]
+    for key in ("policy/loss", "value/loss", "policy/grad_norm", "value/grad_norm"):
+        counted = [outcome["metrics"][key] for outcome in outcomes[::2]]
+        assert np.mean(counted) == pytest.approx(whole["metrics"][key], rel=1e-3, abs=1e-5), key
 
 
 @pytest.mark.parametrize("name", list(ADAPTERS_ON_RANKS))

@@ -65,6 +65,26 @@ TABLE = [
         "use 2 or a multiple: torchrun --nproc_per_node 2",
     ),
     (
+        "ppo --ds_tensor_parallel_size 2",
+        r"error: --ds_tensor_parallel_size is 2, and train has 1 process\(es\)",
+        "use 2 or a multiple: --actor_num_gpus_per_node 2",
+    ),
+    (
+        "ppo --ds_tensor_parallel_size 2 --zero_stage 3 --colocate_all_models --actor_num_gpus_per_node 2 --dry_run",
+        "error: --ds_tensor_parallel_size 2 divides the matrices of the layers over processes, and --zero_stage is 3",
+        "use --zero_stage 2",
+    ),
+    (
+        f"{SFT} --ds_tensor_parallel_size 2 --lora_rank 2",
+        r"error: --ds_tensor_parallel_size is 2, and the run has 1 process\(es\)",
+        "use 2 or a multiple: torchrun --nproc_per_node 2",
+    ),
+    (
+        "ppo --ds_tensor_parallel_size 5 --actor_num_gpus_per_node 5 --dry_run",
+        "error: --ds_tensor_parallel_size 5 must divide the model's num_attention_heads, which is",
+        "use 2|drop it",
+    ),
+    (
         f"{SFT} --adam_offload",
         "error: --adam_offload is for AdamW on bfloat16 weights, .*: weights are float32",
         "add --bf16",

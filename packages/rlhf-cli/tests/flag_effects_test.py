@@ -37,6 +37,13 @@ REACHES = [
         "models.reference.sequence_parallel_size",
         2,
     ),
+    (
+        "ds_tensor_parallel_size",
+        "2",
+        "--colocate_all_models --actor_num_gpus_per_node 4",
+        "models.reference.tensor_parallel_size",
+        2,
+    ),
     ("share_prompts", "", "--packing_samples", "models.reference.share_prompts", True),
     ("aux_loss_coef", "0.01", "", "models.actor.aux_loss_coef", 0.01),
     ("aux_loss_coef", "0.01", "", "models.critic.aux_loss_coef", 0.0),

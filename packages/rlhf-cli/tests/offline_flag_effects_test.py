@@ -13,6 +13,7 @@ from rlhf_cli.config.output import OutputSection
 from rlhf_cli.console import Console
 from rlhf_cli.launcher import Launch
 from rlhf_data.command_line import CommandLine
+from rlhf_data.errors import ConfigError
 from rlhf_data.options import options
 
 PAIR = {"chosen": "\n\nHuman: a\n\nAssistant: good", "rejected": "\n\nHuman: a\n\nAssistant: bad", "margin": 0.5}
@@ -45,6 +46,14 @@ REACHES = [
     ("sft", "gradient_checkpointing", "", "", "model.gradient_checkpointing", True),
     ("sft", "packing_samples", "", "", "model.packing", True),
     ("rm", "sequence_parallel_size", "2", "--packing_samples", "model.sequence_parallel_size", 2),
+    (
+        "dpo",
+        "ds_tensor_parallel_size",
+        "2",
+        "--pretrain FOUR_HEADS --ref_pretrain FOUR_HEADS",
+        "reference.tensor_parallel_size",
+        2,
+    ),
     ("sft", "torch_compile", "off", "", "model.torch_compile", "off"),
     ("dpo", "torch_compile", "on", "--ref_pretrain OTHER", "reference.torch_compile", "on"),
     ("sft", "aux_loss_coef", "0.01", "--pretrain MOE", "model.aux_loss_coef", 0.01),
@@ -143,6 +152,7 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("run")
     tiny_model_dir(path / "TINY")
     tiny_model_dir(path / "OTHER", seed=1)
+    tiny_model_dir(path / "FOUR_HEADS", num_attention_heads=4, num_key_value_heads=2)
     tiny_model_dir(path / "MOE", architecture="qwen3_moe")
     (path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (path / "bad.jsonl").write_text(json.dumps(ROWS[0] | {"output": ""}) + "\n")
@@ -179,13 +189,22 @@ def part_of(folder: Path, job, tokenizer, name: str):
 def test_flag_reaches_its_part_of_the_job(folder, monkeypatch, command, flag, words, others, part, expected):
     monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
     argv = f"--pretrain TINY --dataset x.jsonl --max_len 64 {NEEDED.get(command, '')} {others} --{flag} {words}".split()
-    if flag in ("sequence_parallel_size", "zpg"):
+    if flag in ("sequence_parallel_size", "ds_tensor_parallel_size", "zpg"):
         monkeypatch.setattr(offline, "launch", lambda: Launch(num_ranks=2))
     made = COMMANDS[command]
     parsed = CommandLine(config=made.config, prog="").parse(argv)
     assert not [notice for notice in parsed.notices if "has no effect" in notice]
     job, tokenizer = _prepare(made, parsed.config, Path("/out"), Console())
     assert part_of(folder, job, tokenizer, part) == expected
+
+
+def test_model_whose_heads_processes_cannot_divide_is_refused(folder, monkeypatch):
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
+    monkeypatch.setattr(offline, "launch", lambda: Launch(num_ranks=2))
+    argv = ["--pretrain", "TINY", "--dataset", "x.jsonl", "--max_len", "64", "--ds_tensor_parallel_size", "2"]
+    config = CommandLine(config=COMMANDS["sft"].config, prog="").parse(argv).config
+    with pytest.raises(ConfigError, match="size 2 must divide the model's num_key_value_heads, which is 1"):
+        _prepare(COMMANDS["sft"], config, Path("/out"), Console())
 
 
 def test_every_flag_of_every_command_is_tested():

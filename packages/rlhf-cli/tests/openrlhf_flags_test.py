@@ -117,6 +117,7 @@ def test_table_has_no_flag_twice_for_a_command_and_names_options_that_exist():
         ("ppo", "--ds.param_dtype bf16", "bf16", True),
         ("ppo", "--ds.zero_stage 3", "zero_stage", 3),
         ("ppo", "--ds.zpg 2", "zpg", 2),
+        ("ppo", "--ds.tensor_parallel_size 2", "ds_tensor_parallel_size", 2),
         ("ppo", "--ds.adam_offload", "adam_offload", True),
         ("rm", "--adam_offload", "adam_offload", True),
         ("ppo", "--ref.offload --reward.offload", "ref_reward_offload", True),
@@ -173,7 +174,6 @@ def test_flag_with_nothing_left_to_choose_is_one_notice(command, argv):
     ("command", "argv", "feature"),
     [
         ("ppo", "--vllm_generate_batch_size 2048", "generating more prompts than a step trains"),
-        ("ppo", "--ds_tensor_parallel_size 2", "tensor-parallel training"),
         ("ppo", "--data.image_key images", "models that read images"),
         ("ppo", "--algo.advantage.estimator flash_reinforce", "FlashREINFORCE"),
         ("ppo", "--vllm_is_correction_type seq-mask-tis", "masking responses by their geometric mean"),

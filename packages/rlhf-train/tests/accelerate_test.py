@@ -24,6 +24,7 @@ def compiled(monkeypatch):
         (PACKED, True),
         (PACKED | {"zero_stage": 3}, False),
         (PACKED | {"sequence_parallel_size": 2}, False),
+        (PACKED | {"tensor_parallel_size": 2}, False),
         (PACKED | {"torch_compile": "off"}, False),
         ({"torch_compile": "auto"}, False),
         ({"torch_compile": "on"}, True),
@@ -39,6 +40,7 @@ def test_layers_are_compiled_where_that_is_possible_and_pays(compiled, fields, i
     [
         ({"zero_stage": 3}, "ZeRO stage 3 gathers weights inside the layers"),
         ({"packing": True, "sequence_parallel_size": 2}, "sequence parallelism exchanges heads inside the layers"),
+        ({"tensor_parallel_size": 2}, "tensor parallelism adds up over processes inside the layers"),
     ],
 )
 def test_layers_that_must_be_compiled_and_cannot_are_an_error(compiled, fields, reason):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from online_fakes import FakeRanks, World
+from rlhf_data.errors import ConfigError
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.advantages import generalized_advantages, placed_rewards, turn_starts
@@ -269,9 +270,15 @@ def test_every_set_is_dealt_every_rollout_once_with_its_own_number_of_ranks(job)
         assert dealt == pytest.approx(earned)
 
 
-def test_ranks_that_divide_sequences_are_dealt_the_same_rollouts_and_their_columns_go_once(job):
-    models = {role: dataclasses.replace(spec, sequence_parallel_size=2) for role, spec in job.models.items()}
-    job = dataclasses.replace(job, models=models)
+@pytest.mark.parametrize("size", ["sequence_parallel_size", "tensor_parallel_size"])
+def test_ranks_that_divide_sequences_or_weights_are_dealt_the_same_rollouts_and_their_columns_go_once(job, size):
+    models = {role: dataclasses.replace(spec, **{size: 2}) for role, spec in job.models.items()}
+    [placed] = job.plan.trainers
+    trainers = (dataclasses.replace(placed, places=(Place(),) * 2),)
+    job = dataclasses.replace(job, models=models, plan=dataclasses.replace(job.plan, trainers=trainers))
+    for role in ("critic", "reference"):
+        with pytest.raises(ConfigError, match="all models must divide sequences and weights over as many processes"):
+            dataclasses.replace(job, models=models | {role: dataclasses.replace(models[role], **{size: 1})})
     log: list = []
     actor, critic = Ranks(log, "actor", "reference", count=4), Ranks(log, "critic", count=2)
     rollouts = random_rollouts(32, vocab_size=64)

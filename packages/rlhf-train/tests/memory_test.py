@@ -349,6 +349,24 @@ def test_ranks_of_a_sequence_group_divide_the_tokens() -> None:
     assert checkpointed["activations"] == 12_288 * 2 * 896 * 24 + whole["activations"] // 24
 
 
+def test_ranks_of_a_tensor_group_divide_the_matrices_of_layers() -> None:
+    # Qwen2-0.5B: 24 layers with matrices of 896 x 64 x 2 x (14 + 2) and 3 x 896 x 4864 weights.
+    matrices = 24 * (1_835_008 + 13_074_432)
+    own = matrices // 2 + 494_032_768 - matrices
+    spec = replace(BF16, torch_compile="off", zero_stage=1, tensor_parallel_size=2)
+    found = items(spec, 8, W1)
+    names = ("weights", "gradients", "master weights", "moments")
+    assert [found[name] for name in names] == [2 * own, 4 * own, own, 2 * own]
+    frozen = items(replace(spec, optimizer=None), 8, W1)
+    assert frozen["frozen weights"] == 2 * own
+    # Per token a layer keeps 4 x 896 that is whole and 2 (896 + 128) + 3 x 4864 that is divided; norms not compiled
+    # 2 x 896 x 6 bytes, and the MLP 4864.
+    per_layer = 2 * (4 * 896 + (2 * (896 + 128) + 3 * 4864) // 2) + 2 * 896 * 6 + 4864
+    assert found["activations"] == 24 * 12_288 * per_layer
+    # One group of all ranks has nothing to share out among ranks with the same weights.
+    assert items(spec, 2)["master weights"] == 4 * own
+
+
 # -- against what is measured ---------------------------------------------------------------------------------------
 
 

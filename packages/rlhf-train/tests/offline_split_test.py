@@ -138,6 +138,7 @@ class Case:
     precompute_reference: bool = False
     lora: LoraSpec | None = None
     sequence_parallel_size: int = 1
+    tensor_parallel_size: int = 1
     variants: bool = False
     experts: bool = False  # a mixture of experts, with the load-balancing loss
 
@@ -179,7 +180,14 @@ TWO_RANKS = {
     "adapters, ZeRO 3": Case(packing=True, zero_stage=3, micro_train_batch_size=5, lora=ADAPTERS),
     "adapters, reference computed up front": Case(zero_stage=2, precompute_reference=True, lora=ADAPTERS),
 }
-CASES = ONE_RANK | TWO_RANKS
+# DeepSpeed keeps the groups of a process: these have processes of their own.
+DIVIDED_WEIGHTS = {
+    "divided weights": Case(micro_train_batch_size=5, gradient_checkpointing=True, tensor_parallel_size=2),
+    "divided weights, packed, up front": Case(
+        packing=True, zero_stage=2, micro_train_batch_size=5, precompute_reference=True, tensor_parallel_size=2
+    ),
+}
+CASES = ONE_RANK | TWO_RANKS | DIVIDED_WEIGHTS
 SPLITS = [(case, name) for case in CASES for name in CASES[case].names if case != CASES[case].unsplit]
 UNSPLIT = [(case, name) for case in ("whole", "adapters", "experts") for name in CASES[case].names]
 # A coefficient far above a useful one, so that a wrong loss shows.
@@ -196,7 +204,14 @@ def run_all(rank: int, num_ranks: int, master: Any, paths: Any, folder: str, cas
             micro_batch_tokens=case.micro_batch_tokens,
             max_epochs=2,
         )
-        fields = ("packing", "sequence_parallel_size", "zero_stage", "gradient_checkpointing", "lora")
+        fields = (
+            "packing",
+            "sequence_parallel_size",
+            "tensor_parallel_size",
+            "zero_stage",
+            "gradient_checkpointing",
+            "lora",
+        )
         layout = {name: getattr(case, name) for name in fields}
         layout["aux_loss_coef"] = AUX_LOSS_COEF if case.experts else 0.0
         path = paths[case.experts]
@@ -214,7 +229,7 @@ def run_all(rank: int, num_ranks: int, master: Any, paths: Any, folder: str, cas
 def model_paths(tmp_path_factory):
     """A model without experts, and one with them."""
     folder = tmp_path_factory.mktemp("models")
-    plain = tiny_model_dir(folder / "tiny")
+    plain = tiny_model_dir(folder / "tiny", num_key_value_heads=2)
     return str(plain), str(tiny_model_dir(folder / "experts", architecture="qwen3_moe"))
 
 
@@ -223,9 +238,11 @@ def results(model_paths, tmp_path_factory):
     """What each case gives each objective: two ranks in processes of their own, while one rank works here."""
     folder = str(tmp_path_factory.mktemp("runs"))
     with ThreadPoolExecutor(1) as pool:
-        pair = pool.submit(run_ranks, run_all, 2, model_paths, folder, TWO_RANKS)
+        pairs = [
+            pool.submit(run_ranks, run_all, 2, model_paths, folder, cases) for cases in (TWO_RANKS, DIVIDED_WEIGHTS)
+        ]
         alone = run_all(0, 1, ("127.0.0.1", free_port()), model_paths, folder, ONE_RANK)
-        return alone | pair.result()[0]
+        return alone | pairs[0].result()[0] | pairs[1].result()[0]
 
 
 def measured(metrics: dict[str, float]) -> dict[str, float]:

@@ -184,11 +184,13 @@ def describe_batches(
     size = batch.rollout_batch_size
     limit = rollout.generate_max_len
     prompt_limit = config.data.prompt_max_len
-    together = config.model.sequence_parallel_size
+    divides_tokens = config.model.sequence_parallel_size > 1
+    together = max(config.model.sequence_parallel_size, config.model.ds_tensor_parallel_size)
     per_rank = math.ceil(batch.train_batch_size / (ranks // together))
     processes = f"{ranks} process(es)"
     if together > 1:
-        processes = f"{ranks // together} group(s) of {together} processes that divide every sequence"
+        divided = "every sequence" if divides_tokens else "the weights"
+        processes = f"{ranks // together} group(s) of {together} processes that divide {divided}"
     passes = f"{math.ceil(per_rank / batch.micro_train_batch_size)} pass(es) of at most {batch.micro_train_batch_size}"
     if batch.micro_batch_tokens is not None:
         passes = f"passes of at most {batch.micro_batch_tokens} tokens"

@@ -180,10 +180,12 @@ def trainer_memory(models: Sequence[Model], passes: Passes, num_ranks: int, buck
     | float32 1 (or 2 on one rank), 2         | 4 n     | 4 t, 4 t/R | 4 t / R        | 8 t / R |  stage_1_and_2.py
     | float32 3                               | 4 n / R | 4 t / R    | 4 t / R        | 8 t / R |  stage3.py
 
-    Muon has 4 instead of 8 for matrices of layers, and `OptimizerSpec.bf16_moments` for all weights. With
-    `OptimizerSpec.offload`, master weights and moments are 0. At ZeRO 3 there is a bucket of 5e8 gradients, too, in the
-    type in which ranks add up, and with `ModelSpec.zpg` of Z a second copy of the weights, divided by Z. A frozen model
-    has weights only, divided by R at ZeRO 3 (and the second copy), and with `ModelSpec.offload` only while it runs.
+    With `ModelSpec.tensor_parallel_size` of P, n has 1 / P of the matrices of layers, and R is the number of ranks that
+    have the same part. Muon has 4 instead of 8 for matrices of layers, and `OptimizerSpec.bf16_moments` for all
+    weights. With `OptimizerSpec.offload`, master weights and moments are 0. At ZeRO 3 there is a bucket of 5e8
+    gradients, too, in the type in which ranks add up, and with `ModelSpec.zpg` of Z a second copy of the weights,
+    divided by Z. A frozen model has weights only, divided by R at ZeRO 3 (and the second copy), and with
+    `ModelSpec.offload` only while it runs.
 
     Moments are passes (`pass_memory`) and updates, in which gradients are copied: a bucket of them, or a flat copy.
 
@@ -215,7 +217,8 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
     spec = model.spec
     optimizer = spec.optimizer
     counts = count_parameters(model.config, has_head=model.has_head)
-    trained = counts.total
+    trained = _own_weights(counts, spec)
+    num_ranks //= spec.tensor_parallel_size
     num_weights = trained
     if spec.lora is not None:
         adapters = count_adapters(model.config, spec.lora.rank, spec.lora.target_modules)
@@ -257,7 +260,7 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
 
 def _frozen(model: Model, passes: Passes, num_ranks: int) -> _Parts:
     spec = model.spec
-    num_weights = count_parameters(model.config, has_head=model.has_head).total
+    num_weights = _own_weights(count_parameters(model.config, has_head=model.has_head), spec)
     is_divided = spec.zero_stage == 3 and num_ranks > 1
     kept = ITEM_BYTES[spec.dtype] * (_share(num_weights, num_ranks) if is_divided else num_weights)
     weights = {"frozen weights": 0 if model.is_adapted else kept}
@@ -266,6 +269,11 @@ def _frozen(model: Model, passes: Passes, num_ranks: int) -> _Parts:
     gathered = num_weights if is_divided else 0
     moment = pass_memory(model, passes, with_gradients=False, num_weights=gathered)
     return ({}, 0, [moment | weights]) if spec.offload else (weights, 0, [moment])
+
+
+def _own_weights(counts: Parameters, spec: ModelSpec) -> int:
+    """Return the weights that a rank has: all, or with a tensor group its part of the matrices."""
+    return _share(counts.matrices, spec.tensor_parallel_size) + counts.others
 
 
 def _second_copy(spec: ModelSpec, num_weights: int) -> int:
@@ -289,8 +297,8 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
     Logits of S trained tokens are S V in the dtype of the model, with a gradient of the head of V H. Above
     `MAX_LOGITS_BYTES` they are computed in chunks, with a float32 gradient, unless ZeRO 3 divides the head.
 
-    T and S are those of the pass divided by the ranks of a sequence group. It is an estimate: see the figures of the
-    tests for how far it is from measured peaks.
+    T and S are those of the pass divided by the ranks of a sequence group. A tensor group divides h, k and A. It is an
+    estimate: see the figures of the tests for how far it is from measured peaks.
     """
     spec = model.spec
     config = model.config.get_text_config()
@@ -331,11 +339,13 @@ def _layer_bytes(config: Any, spec: ModelSpec, layer: int) -> int:
     mlp = mlp_of(config, layer)
     item = ITEM_BYTES[spec.dtype]
     width = mlp.per_token * mlp.width + mlp.shared
-    size = item * (4 * hidden + 2 * head_dim * (num_heads + num_kv_heads) + 3 * width)
+    size = item * 4 * hidden
+    size += _share(item * (2 * head_dim * (num_heads + num_kv_heads) + 3 * width), spec.tensor_parallel_size)
     size += item * 2 * hidden * mlp.per_token * (mlp.num_experts > 0)
-    cannot = spec.zero_stage == 3 or spec.sequence_parallel_size > 1 or spec.aux_loss_coef or spec.routing_replay
+    cannot = spec.zero_stage == 3 or spec.ranks_per_batch > 1 or spec.aux_loss_coef or spec.routing_replay
     is_compiled = not cannot and (spec.torch_compile == "on" or (spec.torch_compile == "auto" and spec.packing))
-    return size if is_compiled else size + 2 * hidden * (4 + item) + item * width
+    rest = 2 * hidden * (4 + item) + _share(item * width, spec.tensor_parallel_size)
+    return size if is_compiled else size + rest
 
 
 def engine_memory(config: Any, spec: EngineSpec) -> Need:

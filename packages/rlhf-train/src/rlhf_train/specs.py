@@ -55,6 +55,8 @@ class ModelSpec:
         share_prompts: store the prompt of packed rows that have the same one once, which needs packing.
         sequence_parallel_size: neighbouring ranks that divide the tokens of each pass among them, which needs packing.
             All models of a rank set have the same.
+        tensor_parallel_size: neighbouring ranks that divide the weights of the layers among them, and have the same
+            batches; see `engine.tensor_parallel`. All models of a run have the same.
         torch_compile: "on", "off", or "auto", which compiles where that is possible and faster.
         zero_stage: ZeRO stage of DeepSpeed, 0 to 3.
         zpg: neighbouring ranks that keep a second copy of all weights among them, from which passes gather them; 1 for
@@ -73,6 +75,7 @@ class ModelSpec:
     packing: bool = False
     share_prompts: bool = False
     sequence_parallel_size: int = 1
+    tensor_parallel_size: int = 1
     torch_compile: str = "off"
     zero_stage: int = 2
     zpg: int = 1
@@ -85,8 +88,10 @@ class ModelSpec:
     def check_ranks(self, num_ranks: int) -> None:
         """Raise ConfigError for what cannot be done on `num_ranks` processes, or not with this optimizer.
 
-        That is a second copy of the weights, and states of the optimizer in bfloat16 or in host memory.
+        That is a second copy of the weights, states of the optimizer in bfloat16 or in host memory, and division of the
+        weights.
         """
+        self._check_tensor_parallel(num_ranks)
         if self.zpg > 1 and self.zero_stage < 3:
             message = f"--zpg {self.zpg} copies the parts of weights that ZeRO stage 3 makes, and"
             raise ConfigError(f"{message} --zero_stage is {self.zero_stage}", hint="add --zero_stage 3, or drop --zpg")
@@ -101,7 +106,7 @@ class ModelSpec:
             raise ConfigError(message, hint="use --optim adam, or drop --bf16_moments")
         if self.optimizer is None or not self.optimizer.offload:
             return
-        is_sharded = self.zero_stage == 3 or (self.zero_stage == 2 and num_ranks > 1)
+        is_sharded = self.zero_stage == 3 or (self.zero_stage == 2 and num_ranks > self.tensor_parallel_size)
         for is_wrong, reason, hint in (
             (self.optimizer.muon_momentum is not None, "--optim is muon", "use --optim adam"),
             (self.dtype != "bfloat16", f"weights are {self.dtype}", "add --bf16"),
@@ -110,6 +115,28 @@ class ModelSpec:
             if is_wrong:
                 message = "--adam_offload is for AdamW on bfloat16 weights, below ZeRO stage 2 on several processes"
                 raise ConfigError(f"{message}: {reason}", hint=hint)
+
+    def _check_tensor_parallel(self, num_ranks: int) -> None:
+        size = self.tensor_parallel_size
+        if size == 1:
+            return
+        is_muon = self.optimizer is not None and self.optimizer.muon_momentum is not None
+        for is_wrong, reason, hint in (
+            (num_ranks % size, f"a model has {num_ranks} training process(es)", f"use {size} of them, or a multiple"),
+            (self.zero_stage == 3, "--zero_stage is 3", "use --zero_stage 2, or --zero_stage 3 alone"),
+            (self.sequence_parallel_size > 1, "--sequence_parallel_size divides tokens", "use one of them"),
+            (self.lora is not None, "--lora_rank adds matrices that are not divided", "drop one of them"),
+            (is_muon, "--optim muon needs whole matrices", "use --optim adam"),
+            (self.torch_compile == "on", "--torch_compile is on", "leave --torch_compile at auto"),
+        ):
+            if is_wrong:
+                message = f"--ds_tensor_parallel_size {size} divides the matrices of the layers over processes"
+                raise ConfigError(f"{message}, and {reason}", hint=hint)
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """Neighbouring ranks that have the same batches."""
+        return self.sequence_parallel_size * self.tensor_parallel_size
 
     def is_base_of(self, other: "ModelSpec | None") -> bool:
         """Return whether this model is the one that another model becomes without its adapters."""

@@ -29,6 +29,12 @@ class ModelSection(sections.ModelSection):
         " so that each needs that share of the memory for activations; must divide the attention heads",
         ge=1,
     )
+    ds_tensor_parallel_size: int = flag(
+        1,
+        "training processes that divide the matrices of the layers among them (DeepSpeed AutoTP) and train on the same"
+        " batches, below ZeRO stage 3; must divide the heads for keys and the width of the MLPs of all models",
+        ge=1,
+    )
     torch_compile: TorchCompile = flag(
         "auto",
         "compile the layers, and with --bf16 at ZeRO stage 0 or 1 replay packed batches as CUDA graphs; auto: on a GPU,"
@@ -63,14 +69,15 @@ class ModelSection(sections.ModelSection):
         return lacking(self, "pretrain", "it names the model to train", hint)
 
     def check_processes(self, num_processes: int, what: str, how: str) -> None:
-        """Raise ConfigError unless --sequence_parallel_size divides the number of processes of `what`.
+        """Raise ConfigError unless the sizes of groups of processes divide the number of processes of `what`.
 
         `how` says how to start more of them, with {} for their number.
         """
-        size = self.sequence_parallel_size
-        if num_processes % size:
-            message = f"--sequence_parallel_size is {size}, and {what} has {num_processes} process(es)"
-            raise ConfigError(message, hint=f"use {size} or a multiple: {how.format(size)}")
+        for name in ("sequence_parallel_size", "ds_tensor_parallel_size"):
+            size = getattr(self, name)
+            if num_processes % size:
+                message = f"--{name} is {size}, and {what} has {num_processes} process(es)"
+                raise ConfigError(message, hint=f"use {size} or a multiple: {how.format(size)}")
 
     def spec(self, path: str, sharding: Mapping[str, int], optimizer: OptimizerSpec | None = None) -> ModelSpec:
         """Return how the model at `path` is computed. Without an optimizer it is frozen.
@@ -78,6 +85,7 @@ class ModelSection(sections.ModelSection):
         `sharding` is `TrainingSection.sharding`.
         """
         options = matching(ModelSpec, self) | {"offload": getattr(self, "ref_reward_offload", False)}
+        options["tensor_parallel_size"] = self.ds_tensor_parallel_size
         if optimizer is None:
             if options.get("routing_replay") or self.aux_loss_coef:
                 # The policy is not compiled then. A compiled reference rounds differently, and their KL would not be 0.

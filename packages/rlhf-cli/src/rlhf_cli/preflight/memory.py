@@ -146,8 +146,7 @@ def _trainer(job: OnlineJob, placed: ProcessPlan) -> Need:
         runs_forward = role != "actor" or job.algorithm.runs_actor
         config = _config(spec.path)
         models.append(Model(config, spec, role != "critic", is_adapted, runs_forward))
-    size = actor.sequence_parallel_size
-    passes = largest_passes(job, placed.num_ranks // size)
+    passes = largest_passes(job, placed.num_ranks // actor.ranks_per_batch)
     copies = {"ipc": 1, "nccl": 2}.get(job.engine.weight_transfer, 0) if "actor" in placed.roles else 0
     return trainer_memory(models, passes, placed.num_ranks, copies if job.plan.engines.places else 0)
 

@@ -21,8 +21,8 @@ def load_model_files(path: str) -> tuple[Any, Any]:
 
 
 def check_attention(section: ModelSection, model_config: Any) -> None:
-    """Raise ConfigError unless the model works with --attn_implementation, --packing_samples, --share_prompts and
-    --sequence_parallel_size."""
+    """Raise ConfigError unless the model works with --attn_implementation, --packing_samples, --share_prompts,
+    --sequence_parallel_size and --ds_tensor_parallel_size."""
     from rlhf_models.attention import check_shares_prompts, choose_attention
 
     name = section.attn_implementation
@@ -35,6 +35,10 @@ def check_attention(section: ModelSection, model_config: Any) -> None:
     chosen = choose_attention(model_config, name, packing=section.packing_samples)
     if getattr(section, "share_prompts", False):
         check_shares_prompts(model_config, chosen)
+    if section.ds_tensor_parallel_size > 1:
+        from rlhf_train.engine.tensor_parallel import check_divides
+
+        check_divides(model_config, section.ds_tensor_parallel_size)
     if section.sequence_parallel_size > 1:
         from rlhf_models.attention import PACKED_ATTENTION
         from rlhf_models.sequence_parallel import check_heads

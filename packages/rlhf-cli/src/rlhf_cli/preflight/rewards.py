@@ -112,9 +112,10 @@ def check_reward_models(
             model_config = load_config(path)
             check_same_tokenizer(path, tokenizer)
             check_tokenizer_fits(model_config, tokenizer)
-            # Reward models score whole padded batches: what is done with packed samples does not concern them.
-            as_padded = {"packing_samples": False, "share_prompts": False, "sequence_parallel_size": 1}
-            check_attention(config.model.model_copy(update=as_padded), model_config)
+            # A reward model scores whole padded batches in one process: what is packed or divided does not concern it.
+            alone = {"packing_samples": False, "share_prompts": False}
+            alone |= {"sequence_parallel_size": 1, "ds_tensor_parallel_size": 1}
+            check_attention(config.model.model_copy(update=alone), model_config)
             check_context(model_config, *longest_sequence(config))
             if config.reward.normalize_reward and stored_moments(model_config) is None:
                 notices.append(

@@ -13,9 +13,19 @@ from rlhf_models.loading import resolve_dtype
 from rlhf_models.reference import load_reference
 from rlhf_models.sequence_parallel import SequenceGroup
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, frozen_parts, place_frozen
+from rlhf_train.engine.sequence_groups import join_sequence_group
+from rlhf_train.engine.tensor_parallel import TensorGroup, divide_weights, join_tensor_group
 from rlhf_train.specs import ModelSpec
 
 logger = logging.getLogger(__name__)
+
+
+def join_groups(spec: ModelSpec) -> dict[str, Any]:
+    """Return the groups that this rank belongs to, as arguments of `start_engine` and `start_frozen`. Collective."""
+    return {
+        "sequence_group": join_sequence_group(spec.sequence_parallel_size),
+        "tensor_group": join_tensor_group(spec.tensor_parallel_size),
+    }
 
 
 def start_engine(
@@ -27,6 +37,7 @@ def start_engine(
     pack_tokens: int | None,
     takes_turns: bool = False,
     sequence_group: SequenceGroup | None = None,
+    tensor_group: TensorGroup | None = None,
 ) -> DeepSpeedEngine:
     """Return the engine that trains `model`, whose passes are as fast as `spec` allows. Collective.
 
@@ -39,22 +50,27 @@ def start_engine(
         takes_turns: whether the GPU's memory is given to other processes at times. The memory of CUDA graphs cannot
             leave the GPU.
         sequence_group: the ranks that divide the tokens of each pass; None if each has passes of its own.
+        tensor_group: the ranks that divide the weights of the layers; None if each has all.
 
     Raises:
-        ConfigError: `spec.torch_compile` is "on", and the layers cannot be compiled; or the model's sequences cannot be
-            divided; or `ModelSpec.check_ranks` fails.
+        ConfigError: `spec.torch_compile` is "on", and the layers cannot be compiled; or the model's sequences or
+            weights cannot be divided; or `ModelSpec.check_ranks` fails.
         EngineError: DeepSpeed refuses the combination.
     """
     spec.check_ranks(num_ranks)
     is_compiled = compile_model(model.model, spec, device)
     if sequence_group is not None:
         divide_sequences(model, sequence_group)
+    if tensor_group is not None:
+        divide_weights(model, tensor_group)
     dtype = resolve_dtype(spec.dtype)
     zero_stage = spec.zero_stage
-    if zero_stage == 2 and num_ranks == 1:
-        # Stage 2 shards gradients over ranks. One rank has nothing to shard, and stage 1 does less work on the host.
+    if zero_stage == 2 and num_ranks == spec.tensor_parallel_size:
+        # Stage 2 shards gradients over ranks with the same weights. One rank has nothing to shard, and stage 1 does
+        # less work on the host.
         zero_stage = 1
-    engine = DeepSpeedEngine(model, spec.optimizer, zero_stage=zero_stage, dtype=dtype, device=device, zpg=spec.zpg)
+    options: dict[str, Any] = {"zpg": spec.zpg, "tensor_group": tensor_group}
+    engine = DeepSpeedEngine(model, spec.optimizer, zero_stage=zero_stage, dtype=dtype, device=device, **options)
     if not is_compiled:
         return engine
     unmet = {
@@ -71,7 +87,10 @@ def start_engine(
 
 
 def start_frozen(
-    spec: ModelSpec, device: torch.device, sequence_group: SequenceGroup | None = None
+    spec: ModelSpec,
+    device: torch.device,
+    sequence_group: SequenceGroup | None = None,
+    tensor_group: TensorGroup | None = None,
 ) -> torch.nn.Module | RestingModel:
     """Return a frozen actor on the device, whose passes are as fast as `spec` allows. Collective.
 
@@ -82,6 +101,8 @@ def start_frozen(
     compile_model(frozen.model, spec, device.type)
     if sequence_group is not None:
         divide_sequences(frozen, sequence_group)
+    if tensor_group is not None:
+        divide_weights(frozen, tensor_group)
     placed = place_frozen(frozen, spec, device)
     return RestingModel(placed, frozen_parts(placed)) if spec.offload and device.type == "cuda" else placed
 
@@ -98,6 +119,8 @@ def compile_model(model: Any, spec: ModelSpec, device: str) -> bool:
         reason = "ZeRO stage 3 gathers weights inside the layers"
     if spec.sequence_parallel_size > 1:
         reason = "sequence parallelism exchanges heads inside the layers"
+    if spec.tensor_parallel_size > 1:
+        reason = "tensor parallelism adds up over processes inside the layers"
     if spec.aux_loss_coef:
         # transformers records them by hooks, which see nothing of compiled layers.
         reason = "the load-balancing loss reads what routers compute inside the layers"

@@ -1,6 +1,6 @@
 """The `TrainEngine` on DeepSpeed: ZeRO stages 0 to 3, on CUDA with NCCL or on CPUs with gloo.
 
-No other file imports DeepSpeed, except `engine.process_group`.
+No other file imports DeepSpeed, except `engine.process_group` and `engine.tensor_parallel`.
 """
 
 import math
@@ -22,7 +22,19 @@ from rlhf_train.engine.gradients import add_gradients_at_once, clip_whole_groups
 from rlhf_train.engine.optimizer import Muon, make_optimizer
 from rlhf_train.engine.process_group import import_deepspeed
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
-from rlhf_train.engine.shards import WEIGHT, ShardReader, Shards, load_moments, load_weights, places, save_moments
+from rlhf_train.engine.shards import (
+    COLUMN_PARTS,
+    WEIGHT,
+    ShardReader,
+    Shards,
+    column_parts,
+    first_element,
+    load_moments,
+    load_weights,
+    places,
+    save_moments,
+)
+from rlhf_train.engine.tensor_parallel import TensorGroup
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 
@@ -38,6 +50,7 @@ class DeepSpeedEngine:
         dtype: torch.dtype,
         device: str,
         zpg: int = 1,
+        tensor_group: TensorGroup | None = None,
     ) -> None:
         """Shard `model` over the ranks and give it an optimizer. Collective.
 
@@ -48,6 +61,8 @@ class DeepSpeedEngine:
             dtype: of the weights.
             device: "cuda" or "cpu".
             zpg: see `ModelSpec`. The same for all models of the process.
+            tensor_group: the ranks that divide the weights of `model` (`divide_weights`), likewise; None if each has
+                all. Below ZeRO stage 3.
 
         Raises:
             ConfigError: nothing in the model is for Muon.
@@ -63,12 +78,16 @@ class DeepSpeedEngine:
         self._zero_stage = zero_stage
         self._is_plain = zero_stage == 0 and dtype == torch.float32
         self._num_steps = 0
-        self._world_size = torch.distributed.get_world_size()
+        self._tensor_group = tensor_group
+        # Ranks that have the same weights, and passes of their own.
+        group = torch.distributed.group.WORLD if tensor_group is None else tensor_group.get_data_parallel_group()
+        self._num_ranks = torch.distributed.get_world_size(group)
+        self._rank = torch.distributed.get_rank(group)
         self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         optimizer = make_optimizer(model, spec, fused=device == "cuda")
-        config = _deepspeed_config(spec.max_norm, zero_stage, dtype, self._world_size, zpg)
+        config = _deepspeed_config(spec.max_norm, zero_stage, dtype, self._num_ranks, zpg)
         try:
-            self._engine = _wrapped(model, config, dtype, self.device, optimizer=optimizer)
+            self._engine = _wrapped(model, config, dtype, self.device, optimizer=optimizer, mpu=tensor_group)
         except (AssertionError, NotImplementedError, ValueError) as error:
             raise EngineError(f"DeepSpeed: {error}", hint="try another --zero_stage") from error
         self.module = self._engine.module
@@ -77,7 +96,7 @@ class DeepSpeedEngine:
         everywhere = places(self.module, self._engine.optimizer)
         self._places = [place for place in everywhere if place.size]
         if isinstance(optimizer, Muon):
-            optimizer.find(everywhere, num_ranks=self._world_size if zero_stage else 1)
+            optimizer.find(everywhere, num_ranks=self._num_ranks if zero_stage else 1)
         # The float32 sums of gradients by weight, in bfloat16 at stage 1; empty otherwise. CUDA graphs of a backward
         # pass add to them directly (`rlhf_models.backbone.replay_full_packs`).
         self.gradient_sums: dict[torch.nn.Parameter, Tensor] = {}
@@ -88,11 +107,11 @@ class DeepSpeedEngine:
             self._sums = self._engine.optimizer.fp32_groups_gradients_flat
             self.gradient_sums = float32_sums(self._engine.optimizer)
             add_gradients_at_once(self.gradient_sums)
-            clip_whole_groups(self._engine.optimizer)
+            clip_whole_groups(self._engine.optimizer, None if tensor_group is None else tensor_group.counts)
             # A single rank has nothing to reduce, yet DeepSpeed would copy the sums to a buffer and back.
-            self._engine.enable_backward_allreduce = self._world_size > 1
+            self._engine.enable_backward_allreduce = self._num_ranks > 1
             if spec.offload:
-                optimizer.take_over(self._engine.optimizer, self._moment_dtype)
+                optimizer.take_over(self._engine.optimizer, self._rank, self._moment_dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See `TrainEngine`."""
@@ -101,7 +120,7 @@ class DeepSpeedEngine:
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """See `TrainEngine`. DeepSpeed averages gradients over ranks; the factor turns the mean into a sum."""
         self._engine.set_gradient_accumulation_boundary(is_last)
-        self._engine.backward(loss * self._world_size)
+        self._engine.backward(loss * self._num_ranks)
 
     def step(self) -> StepStats:
         """See `TrainEngine`."""
@@ -111,8 +130,11 @@ class DeepSpeedEngine:
         if self._is_plain:
             # Without a ZeRO or mixed-precision optimizer, DeepSpeed clips the gradients but neither reports nor tests
             # their norm. The gradients are summed over the ranks, so all ranks find the same norm.
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-            norm = float(torch.nn.utils.get_total_norm(gradients))
+            weights = [weight for weight in self.module.parameters() if weight.grad is not None]
+            if self._tensor_group is None:
+                norm = float(torch.nn.utils.get_total_norm([weight.grad for weight in weights]))
+            else:
+                norm = self._tensor_group.norm(weights)
             if not math.isfinite(norm):
                 self._engine.optimizer.zero_grad()
                 return StepStats(norm, learning_rate)
@@ -127,7 +149,7 @@ class DeepSpeedEngine:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the Hugging Face name and the full tensor of every weight, with its adapter merged. Collective.
 
-        ZeRO-3 gathers one weight at a time: a tensor is valid until the next one is requested.
+        ZeRO-3 and a tensor group gather one weight at a time: a tensor is valid until the next one is requested.
         """
         adapters = adapters_by_weight(self.module)
 
@@ -135,7 +157,7 @@ class DeepSpeedEngine:
         def whole(weight: torch.nn.Parameter) -> Iterator[Tensor]:
             adapter = adapters.get(weight)
             with self._gathered([weight, *(adapter or ())[:2]]):
-                yield adapter.merged(weight) if adapter else weight.detach()
+                yield adapter.merged(weight) if adapter else self._whole(weight)
 
         yield from hf_named_weights(self.module, whole)
 
@@ -147,8 +169,9 @@ class DeepSpeedEngine:
         state = {}
         for name, parameter in self.module.named_parameters():
             with self._gathered([parameter]):
+                whole = self._whole(parameter)
                 if wanted:
-                    state[name] = parameter.detach().to("cpu", copy=True)
+                    state[name] = whole.to("cpu", copy=True)
         if wanted:
             state |= {name: buffer.detach().cpu() for name, buffer in self.module.named_buffers()}
         return state
@@ -157,9 +180,13 @@ class DeepSpeedEngine:
         """Copy this rank's part of the trained weights and of the optimizer's state to host memory."""
         shards.numbers["num_updates"] = self._num_steps
         # Without ZeRO every rank has everything, and one copy is enough.
-        if self._zero_stage > 0 or torch.distributed.get_rank() == 0:
+        if self._zero_stage > 0 or self._rank == 0:
             shards.copies = not self._spec.offload
-            save_moments(shards, self._places, self._inner_optimizer.state)
+            group = self._tensor_group
+            counted = {name for name, weight in self._trained if group is None or group.counts(weight)}
+            kept = [place for place in self._places if place.name in counted]
+            save_moments(shards, kept, self._inner_optimizer.state)
+            shards.numbers[COLUMN_PARTS] = column_parts(self.module)
 
     @torch.no_grad()
     def load_shards(self, reader: ShardReader) -> None:
@@ -167,6 +194,7 @@ class DeepSpeedEngine:
 
         Raises CheckpointError when the files belong to another model.
         """
+        reader.column_parts = column_parts(self.module)
         optimizer = self._inner_optimizer
         is_fused = optimizer.defaults["fused"]
         load_moments(reader, self._places, optimizer.state, dtype=self._moment_dtype, step_on_device=is_fused)
@@ -188,8 +216,9 @@ class DeepSpeedEngine:
 
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and tensor of the trained weights that this rank keeps for the rank set; writing to them
-        changes the model. With ZeRO-3 this is the rank's shard of each. Otherwise rank 0 yields all, others none."""
-        if self._zero_stage < 3 and torch.distributed.get_rank() > 0:
+        changes the model. With ZeRO-3 this is the rank's shard of each. Otherwise rank 0 yields all, others none; in a
+        tensor group, this holds for the ranks that have the same parts."""
+        if self._zero_stage < 3 and self._rank > 0:
             return
         for name, parameter in self._trained:
             # ZeRO-3 leaves small weights gathered after an update. Entering and leaving the context partitions them
@@ -202,12 +231,11 @@ class DeepSpeedEngine:
         """Return, for each tensor of `local_weights`, its first element's number in the whole flattened weight, and how
         many of its elements belong to the weight. ZeRO-3 pads the last shard."""
         if self._zero_stage < 3:
-            return {name: (0, weight.numel()) for name, weight in self.local_weights()}
-        rank = torch.distributed.get_rank()
+            return {name: (first_element(weight), weight.numel()) for name, weight in self._trained}
         ranges = {}
         for name, parameter in self._trained:
             size = parameter.ds_tensor.numel()
-            start = rank * size
+            start = self._rank * size
             ranges[name] = start, max(min(size, parameter.ds_numel - start), 0)
         return ranges
 
@@ -234,6 +262,9 @@ class DeepSpeedEngine:
         self._host_states.reload()
         for total in self._sums:
             total.zero_()
+
+    def _whole(self, weight: torch.nn.Parameter) -> Tensor:
+        return weight.detach() if self._tensor_group is None else self._tensor_group.whole(weight)
 
     @contextmanager
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> Iterator[None]:

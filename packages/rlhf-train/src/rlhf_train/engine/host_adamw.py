@@ -22,12 +22,12 @@ class HostAdamW(torch.optim.AdamW):
     element as torch.optim.AdamW does, to the last bit, or with moments in bfloat16 as `Bf16MomentsAdamW`.
     """
 
-    def take_over(self, optimizer: Any, dtype: torch.dtype) -> None:
+    def take_over(self, optimizer: Any, rank: int, dtype: torch.dtype) -> None:
         """Move the master weights of DeepSpeed's bfloat16 optimizer to host memory, and start moments of type `dtype`.
 
-        DeepSpeed's step then reduces and clips gradients, and gathers weights. The update between them is `step`.
+        `rank` is the number of this rank among those that share them out. DeepSpeed's step then reduces and clips
+        gradients, and gathers weights. The update between them is `step`.
         """
-        rank = torch.distributed.get_rank()
         masters = optimizer.fp32_groups_flat_partition
         gradients = optimizer.fp32_groups_gradient_flat_partition
         weights = [parts[rank] for parts in optimizer.bf16_partitioned_groups]

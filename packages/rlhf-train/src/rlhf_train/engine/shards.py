@@ -19,6 +19,7 @@ from rlhf_data.errors import CheckpointError
 # Names of tensors; see `Shards`.
 WEIGHT, MOMENTUM = "weight", "momentum_buffer"
 MOMENTS = ("exp_avg", "exp_avg_sq", MOMENTUM)
+COLUMN_PARTS = "column_parts"  # among the numbers; see `column_parts`
 
 
 class Shards:
@@ -60,6 +61,7 @@ class ShardReader:
 
     Attributes:
         numbers: see `Shards`.
+        column_parts: in which form to read weights; see the function of this name. The files may have another.
 
     Raises:
         CheckpointError: there are no files, or one of them cannot be read.
@@ -70,6 +72,7 @@ class ShardReader:
             raise CheckpointError("the checkpoint has no files for this model", hint="was it trained in that run?")
         self._parts: dict[str, list[tuple[int, int, Any]]] = {}
         self.numbers: dict[str, Any] = {}
+        self.column_parts: dict[str, list[int]] = {}
         for path in paths:
             try:
                 file = safe_open(path, framework="pt")
@@ -97,6 +100,17 @@ class ShardReader:
 
         Raises CheckpointError when the files do not have all of them.
         """
+        weight = name.partition("/")[2]
+        count, *shape = self.numbers.get(COLUMN_PARTS, {}).get(weight, [1])
+        own, *own_shape = self.column_parts.get(weight, [1])
+        if count == own:
+            return self._read(name, start, size)
+        num_rows, num_columns = shape or own_shape
+        parts = self._read(name, 0, num_rows * num_columns).view(count, num_rows, -1)
+        rows = parts.transpose(0, 1).reshape(num_rows, own, -1)
+        return rows.transpose(0, 1).flatten()[start : start + size]
+
+    def _read(self, name: str, start: int, size: int) -> Tensor:
         parts = sorted(self._parts.get(name, []), key=lambda part: part[0])
         dtype = parts[0][2].get_slice(name)[:0].dtype if parts else torch.float32
         result = torch.empty(size, dtype=dtype)
@@ -121,7 +135,37 @@ def load_weights(module: torch.nn.Module, reader: ShardReader) -> None:
     """
     for name, weight in module.named_parameters():
         if weight.requires_grad:
-            weight.copy_(reader.read(f"{WEIGHT}/{name}", 0, weight.numel()).view_as(weight))
+            weight.copy_(reader.read(f"{WEIGHT}/{name}", first_element(weight), weight.numel()).view_as(weight))
+
+
+class WeightPart(NamedTuple):
+    """The part of a weight that this rank has: number `number`, from 0, of `count` parts along dimension `dim`.
+
+    It is the attribute `part` of a weight that ranks divide; see `engine.tensor_parallel`.
+    """
+
+    dim: int
+    number: int
+    count: int
+
+
+def part_of(weight: Tensor) -> WeightPart:
+    """Return which part of a weight this rank has."""
+    return getattr(weight, "part", WeightPart(0, 0, 1))
+
+
+def first_element(weight: Tensor) -> int:
+    """Return the place of the first element of this rank's part in the whole weight, flattened part by part."""
+    return part_of(weight).number * weight.numel()
+
+
+def column_parts(module: torch.nn.Module) -> dict[str, list[int]]:
+    """Return, for each weight whose columns ranks divide, the number of parts, and rows and columns of the whole.
+
+    The elements of such a weight come in another order, part by part. Parts of rows leave the order as it is.
+    """
+    divided = {name: weight for name, weight in module.named_parameters() if part_of(weight).dim == 1}
+    return {name: [part_of(w).count, len(w), part_of(w).count * w.shape[1]] for name, w in divided.items()}
 
 
 class Place(NamedTuple):
@@ -160,7 +204,7 @@ def places(module: torch.nn.Module, optimizer: Any) -> list[Place]:
     elif hasattr(optimizer, "single_partition_of_fp32_groups"):
         groups = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True)
     else:
-        return [Place(name, 0, weight.numel(), weight, 0) for name, weight in named]
+        return [Place(name, first_element(weight), weight.numel(), weight, 0) for name, weight in named]
     found = []
     for weights, flat in groups:
         for weight in weights:
@@ -169,7 +213,7 @@ def places(module: torch.nn.Module, optimizer: Any) -> list[Place]:
                 found.append(Place(names[id(weight)], 0, 0, flat, 0))
                 continue
             address = mapping.hp_fragment_address
-            start = mapping.lp_fragment_address.start
+            start = first_element(weight) + mapping.lp_fragment_address.start
             found.append(Place(names[id(weight)], start, address.numel, flat, address.start))
     return found
 

@@ -11,9 +11,8 @@ import torch
 from rlhf_data.errors import CheckpointError, ConfigError, EngineError, RlhfError, unknown
 from rlhf_models.loading import load_config
 from rlhf_train.costs import pass_costs
-from rlhf_train.engine.accelerate import start_engine, start_frozen
+from rlhf_train.engine.accelerate import join_groups, start_engine, start_frozen
 from rlhf_train.engine.process_group import init_process_group
-from rlhf_train.engine.sequence_groups import join_sequence_group
 from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, train_offline
 from rlhf_train.offline.ranks import RankModel, SharedCheckpoints, of_all_ranks
 from rlhf_train.offline.reward_models import score_moments
@@ -172,20 +171,20 @@ class _Run:
         spec = job.model
         kind = job.objective.model_kind
         model = load_model(kind, spec)
-        self._sequence_group = join_sequence_group(spec.sequence_parallel_size)
-        self.balance = load_balance(model, spec, self._sequence_group)
+        self._groups = join_groups(spec)
+        self.balance = load_balance(model, spec, self._groups["sequence_group"])
         self.engine = start_engine(
             model,
             spec,
             num_ranks=job.num_ranks,
             device=job.device,
             pack_tokens=job.schedule.micro_batch_tokens,
-            sequence_group=self._sequence_group,
+            **self._groups,
         )
         self.objective = replace(
             job.objective,
             packing=spec.packing,
-            sequence_parallel_size=spec.sequence_parallel_size,
+            ranks_per_batch=spec.ranks_per_batch,
             costs=pass_costs(load_config(spec.path), has_head=kind == "actor"),
         )
         self.items = self.objective.items(job.examples)
@@ -336,7 +335,7 @@ class _Run:
             # Before the first update, the model to train needs no memory but that of its weights and gradients.
             rests = spec.offload and not job.precompute_reference
             spec = replace(spec, packing=job.model.packing, torch_compile="off", offload=rests)
-            forward = start_frozen(spec, self.engine.device, self._sequence_group)
+            forward = start_frozen(spec, self.engine.device, **self._groups)
         else:
             forward = own_base(self.engine, has_adapters=job.model.lora is not None)
         objective = replace(self.objective, reference=forward)

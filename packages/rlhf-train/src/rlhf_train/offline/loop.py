@@ -39,8 +39,7 @@ class Objective(ABC, Generic[Item]):
         needs_teacher: whether the loss needs a teacher model.
         needs_reference: whether the loss needs log-probs of a reference policy.
         packing: concatenate the sequences of a micro-batch instead of padding them.
-        sequence_parallel_size: neighbouring ranks that divide the tokens of each pass among them. They have the same
-            micro-batches, and compute the same losses and metrics.
+        ranks_per_batch: neighbouring ranks that have the same micro-batches, and compute the same losses and metrics.
         costs: of the trained model, by which ranks get equal work; set by the run. Without them they get equal numbers
             of tokens.
         reference: forward pass of the reference or teacher model, if the loss needs one; set by the run.
@@ -51,7 +50,7 @@ class Objective(ABC, Generic[Item]):
     needs_reference: ClassVar[bool] = False
 
     packing: bool = False
-    sequence_parallel_size: int = 1
+    ranks_per_batch: int = 1
     costs: PassCosts | None = None
     reference: Callable[..., Any] | None = None
 
@@ -252,7 +251,7 @@ def this_ranks_part(
         num_tokens,
         trained,
         costs,
-        num_ranks=torch.distributed.get_world_size() // objective.sequence_parallel_size,
+        num_ranks=torch.distributed.get_world_size() // objective.ranks_per_batch,
         num_mini_batches=1,
         micro_train_batch_size=schedule.micro_train_batch_size,
         micro_rollout_batch_size=schedule.micro_train_batch_size,
@@ -260,7 +259,7 @@ def this_ranks_part(
         seed=0,
         micro_batch_tokens=schedule.micro_batch_tokens,
     )
-    own = plans[torch.distributed.get_rank() // objective.sequence_parallel_size]
+    own = plans[torch.distributed.get_rank() // objective.ranks_per_batch]
     micro_batches = []
     for part in own.mini_batches[0].micro_batches:
         rows = [own.rows[index] for index in part]
@@ -270,4 +269,4 @@ def this_ranks_part(
 
 def _over_ranks(parts: Sequence[Mapping[str, Metric]], objective: Objective[Item]) -> dict[str, float]:
     gathered = of_all_ranks(on_host(merge_metrics(parts)))
-    return results(merge_metrics(gathered[:: objective.sequence_parallel_size]))
+    return results(merge_metrics(gathered[:: objective.ranks_per_batch]))

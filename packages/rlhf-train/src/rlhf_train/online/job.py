@@ -321,11 +321,11 @@ class OnlineJob:
                 raise ConfigError(f"{message} {reason}", hint="drop one of them")
 
     def _check_options(self) -> None:
-        sizes = {role: spec.sequence_parallel_size for role, spec in self.models.items()}
+        sizes = {role: (spec.sequence_parallel_size, spec.tensor_parallel_size) for role, spec in self.models.items()}
         for role, spec in self.models.items():
             spec.check_ranks(self.plan.trainers_of(role).num_ranks)
         if len(set(sizes.values())) > 1:
-            raise ConfigError(f"all models must divide sequences over as many processes, and they do over {sizes}")
+            raise ConfigError(f"all models must divide sequences and weights over as many processes, and not {sizes}")
         for name, wanted in (("freezing_actor_steps", self.num_frozen_steps), ("save_value_network", self.save_critic)):
             if wanted and "critic" not in self.models:
                 raise ConfigError(f"{name} needs a critic, and {self.algorithm.row.title} has none")

@@ -47,8 +47,8 @@ class Learner:
         self._job = job
         self._costs = costs
         self._sets = list(rank_sets)
-        # Neighbouring ranks that have the same rollouts, and divide their tokens.
-        self._sequence_parallel_size = job.models["actor"].sequence_parallel_size
+        # Neighbouring ranks that have the same rollouts, and divide their tokens or the weights.
+        self._ranks_per_batch = job.models["actor"].ranks_per_batch
         self._set_of = {role: ranks for ranks in rank_sets for role in ranks.roles}
         self._forwards = BlockForwards(job, rank_sets) if job.early_forwards else None
         self._loading: list[Any] = []  # references to what blocks of `_forwards` may delay
@@ -97,7 +97,7 @@ class Learner:
                 [rollout.num_tokens for rollout in rollouts],
                 [rollout.num_response_tokens for rollout in rollouts],
                 self._work(ranks.roles, rollouts),
-                num_ranks=len(ranks.handles) // self._sequence_parallel_size,
+                num_ranks=len(ranks.handles) // self._ranks_per_batch,
                 num_mini_batches=batch.num_mini_batches(len(rollouts)),
                 micro_train_batch_size=batch.micro_train_batch_size,
                 micro_rollout_batch_size=batch.micro_rollout_batch_size,
@@ -114,7 +114,7 @@ class Learner:
             for plan in plans:
                 parts = ([part[row] for row in plan.rows] for part in (rollouts, rewards, earned))
                 columns = RolloutColumns.of(*parts, with_routes=replays and "actor" in ranks.roles)
-                calls += [("load_rollouts", columns, plan, tuple(self._step_versions))] * self._sequence_parallel_size
+                calls += [("load_rollouts", columns, plan, tuple(self._step_versions))] * self._ranks_per_batch
             pending += ranks.start_each("work", calls)
         if self._forwards is None:
             wait(pending)
@@ -248,7 +248,7 @@ class Learner:
             return
         if self._set_of[source] is self._set_of[target]:
             return
-        exported = self._set_of[source].start("work", "export_columns", list(names))[:: self._sequence_parallel_size]
+        exported = self._set_of[source].start("work", "export_columns", list(names))[:: self._ranks_per_batch]
         wait(self._set_of[target].start("work", "adopt_columns", *exported))
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -297,8 +297,8 @@ class Learner:
     def send_weights(self, engines: Mapping[int, Any]) -> tuple[int, dict[int, str]]:
         """Send the actor's weights to `engines`, by their number in the plan.
 
-        All actor ranks take part, because ZeRO-3 has to gather the weights. Returns the weights' size in bytes, and why
-        engines failed, by number.
+        All actor ranks take part, because ZeRO-3 and tensor groups have to gather the weights. Returns the
+        weights' size in bytes, and why engines failed, by number.
         """
         actor = self._set_of["actor"]
         targets = self._targets(engines, len(actor.handles))

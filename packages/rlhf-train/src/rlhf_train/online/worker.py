@@ -20,10 +20,9 @@ from rlhf_train.advantages import generalized_advantages, moments, turn_starts, 
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
 from rlhf_train.columns import RolloutColumns
-from rlhf_train.engine.accelerate import start_engine, start_frozen
+from rlhf_train.engine.accelerate import join_groups, start_engine, start_frozen
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, frozen_parts
 from rlhf_train.engine.process_group import init_process_group
-from rlhf_train.engine.sequence_groups import join_sequence_group
 from rlhf_train.experience import MODEL_COLUMNS, Experience
 from rlhf_train.kl import kl_estimate
 from rlhf_train.online.dropout import without_dropout
@@ -57,8 +56,8 @@ class TrainWorker:
     """Hosts the models of one rank of a rank set.
 
     Methods marked "collective" must be called on all ranks of the set. Methods return metrics by name as mergeable
-    parts (`rlhf_train.run.metrics`). Ranks of a sequence group have the same shard and compute the same on it, but only
-    the first of them counts: it reports the metrics, and adds its part to sums over shards.
+    parts (`rlhf_train.run.metrics`). Ranks of a sequence or tensor group have the same shard and compute the same on
+    it, but only the first of them counts: it reports the metrics, and adds its part to sums over shards.
     """
 
     def __init__(
@@ -96,8 +95,9 @@ class TrainWorker:
         init_process_group(rank=rank, world_size=num_ranks, master=master, device=device)
         self.rank = rank
         self._num_ranks = num_ranks
-        size = max(spec.sequence_parallel_size for spec in models.values())
-        self._sequence_group = join_sequence_group(size)
+        spec = next(iter(models.values()))
+        self._groups = join_groups(spec)
+        size = spec.ranks_per_batch
         self._num_shards = num_ranks // size
         self._leads_group = rank % size == 0
         self._algorithm = algorithm
@@ -122,11 +122,11 @@ class TrainWorker:
             self._frozen[role] = own_base(self.engines["actor"])
             return
         if spec.optimizer is None:
-            self._frozen[role] = start_frozen(spec, self._device, self._sequence_group)
+            self._frozen[role] = start_frozen(spec, self._device, **self._groups)
             return
         model = without_dropout(load_model(role, spec))
-        self._balances[role] = load_balance(model, spec, self._sequence_group)
-        options |= {"num_ranks": self._num_ranks, "sequence_group": self._sequence_group}
+        self._balances[role] = load_balance(model, spec, self._groups["sequence_group"])
+        options |= {"num_ranks": self._num_ranks, **self._groups}
         self.engines[role] = start_engine(model, spec, device=device, **options)
 
     def load_rollouts(self, columns: RolloutColumns, plan: RankPlan, step_versions: Sequence[int] = (0,)) -> None:
