@@ -4,10 +4,11 @@ import itertools
 import json
 import math
 import random
+import re
 import statistics
 import tomllib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,16 @@ class AsyncRun:
     Attributes:
         step_s: mean seconds of its steps after the first `WARM_UP` ones.
         num_steps, max_staleness, at_update: of the run.
+        groups: in the order of admission.
+        trained: (tokens, seconds of training) of these steps, without the last one.
     """
 
     step_s: float
     num_steps: int
     max_staleness: int
     at_update: AtUpdate
+    groups: tuple[Group, ...]
+    trained: tuple[tuple[int, float], ...]
 
 
 def log_normal_groups(
@@ -71,18 +76,23 @@ def log_normal_groups(
     return [Group(prompt_tokens, tuple(length() for _ in range(samples))) for _ in range(number)]
 
 
-def read_groups(path: Path) -> dict[int, list[Group]]:
-    """Return the trained groups of each step from a `rollouts.jsonl`, in the order of the file."""
+def read_groups(path: Path) -> dict[int, dict[str, Group]]:
+    """Return the trained groups of each step by their ids from a `rollouts.jsonl`, in the order of the file."""
     lengths: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
     with path.open(encoding="utf-8") as lines:
         for record in map(json.loads, lines):
             if record.get("kept", True):
                 asked = sum(span["num_tokens"] for span in record["spans"] if span["source"] == "prompt")
                 lengths[record["step"], record["group_id"]].append((asked, len(record["token_ids"]) - asked))
-    steps: dict[int, list[Group]] = defaultdict(list)
-    for (step, _), pairs in lengths.items():
-        steps[step].append(Group(pairs[0][0], tuple(answered for _, answered in pairs)))
+    steps: dict[int, dict[str, Group]] = defaultdict(dict)
+    for (step, group_id), pairs in lengths.items():
+        steps[step][group_id] = Group(pairs[0][0], tuple(answered for _, answered in pairs))
     return dict(steps)
+
+
+def num_tokens(groups: Iterable[Group]) -> int:
+    """Return the tokens of all prompts and responses, with a prompt for each response."""
+    return sum(len(group.lengths) * group.prompt_tokens + sum(group.lengths) for group in groups)
 
 
 def fit(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -115,23 +125,43 @@ def read_async_run(folder: Path) -> AsyncRun:
     """Return what the run whose --save_path is `folder` reached."""
     config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["asynchrony"]
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [line["time/step"] for line in map(json.loads, lines) if "time/step" in line]
-    return AsyncRun(statistics.fmean(steps[WARM_UP:]), len(steps), config["max_staleness"], config["at_update"])
+    steps = [line for line in map(json.loads, lines) if "time/step" in line]
+    by_step = read_groups(folder / "rollouts.jsonl")
+    by_id = {group_id: group for found in by_step.values() for group_id, group in found.items()}
+    admitted = sorted(by_id, key=lambda group_id: [int(number) for number in re.findall(r"\d+", group_id)])
+    used = steps[WARM_UP:]
+    return AsyncRun(
+        step_s=statistics.fmean(line["time/step"] for line in used),
+        num_steps=len(steps),
+        max_staleness=config["max_staleness"],
+        at_update=config["at_update"],
+        groups=tuple(by_id[group_id] for group_id in admitted),
+        # At the last step nothing generates any more.
+        trained=tuple((num_tokens(by_step[line["step"]].values()), _training_seconds(line)) for line in used[:-1]),
+    )
 
 
 def predicted_step_s(costs: Costs, run: MeasuredRun, other: AsyncRun) -> float:
-    """Return the mean seconds of the steps of `other` after its first ones, from costs and lengths of `run`."""
+    """Return the mean seconds of the steps of `other` after its first ones, from its lengths and the sizes of `run`."""
     layout = Layout(
         num_engines=run.num_engines, slots=run.slots, batch_size=run.batch_size,
         max_staleness=other.max_staleness, at_update=other.at_update,
     )  # fmt: skip
-    ends = simulate(costs, layout, run.groups, other.num_steps).ends
+    ends = simulate(costs, layout, other.groups, other.num_steps).ends
     return (ends[-1] - ends[WARM_UP - 1]) / (len(ends) - WARM_UP)
 
 
-def fitted_slowdown(costs: Costs, run: MeasuredRun, other: AsyncRun) -> Costs:
-    """Return the costs with the slowdown, from 1 to 3, with which the prediction of `other` is closest."""
-    candidates = (replace(costs, slowdown=1 + hundredths / 100) for hundredths in range(0, 201, 2))
+def with_contention(costs: Costs, run: MeasuredRun, other: AsyncRun) -> Costs:
+    """Return the costs with both slowdowns of sides that share a card, as `other` shows them.
+
+    That of training is its seconds over those of `costs`; that of generation is the one from 1 to 3 with which the
+    prediction of a step is closest.
+    """
+    alone = sum(costs.train_batch_s + costs.train_token_s * tokens for tokens, _ in other.trained)
+    train_slowdown = max(sum(seconds for _, seconds in other.trained) / alone, 1.0)
+    candidates = [
+        replace(costs, train_slowdown=train_slowdown, slowdown=1 + hundredths / 100) for hundredths in range(0, 201, 2)
+    ]
     return min(candidates, key=lambda candidate: abs(predicted_step_s(candidate, run, other) - other.step_s))
 
 
@@ -156,13 +186,15 @@ def read_run(*folders: Path, skip: int = WARM_UP, fits_decode: bool = True) -> M
     for folder in folders:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         steps = [line for line in map(json.loads, lines) if "time/step" in line]
-        groups = read_groups(folder / "rollouts.jsonl")
+        found = read_groups(folder / "rollouts.jsonl")
+        groups = {step: list(by_id.values()) for step, by_id in found.items()}
         work += [groups[step["step"]] for step in steps if step["step"] in groups]
         used += [(groups[step["step"]], step) for step in steps[skip:] if step["step"] in groups]
     if len(used) < 4:
         raise ValueError(f"{folders[0]} has {len(used)} steps after the first {skip}; a fit needs at least 4")
     prompts = [sum(group.prompt_tokens for group in step) for step, _ in used]
     answers = [sum(sum(group.lengths) for group in step) for step, _ in used]
+    tokens = [num_tokens(step) for step, _ in used]
     iterations = [decode_steps(step, num_engines, slots) for step, _ in used]
     if fits_decode and max(iterations) < _LEAST_SPREAD * min(iterations):
         spread = f"{min(iterations):.0f} to {max(iterations):.0f} decode steps per step"
@@ -173,10 +205,6 @@ def read_run(*folders: Path, skip: int = WARM_UP, fits_decode: bool = True) -> M
     per_prompt_token, per_step, per_token = fit(
         [prompts, iterations, answers], [line["time/generate"] + line.get("time/reward", 0.0) for _, line in used]
     )
-    tokens = [
-        sum(len(group.lengths) * group.prompt_tokens for group in step) + answered
-        for (step, _), answered in zip(used, answers, strict=True)
-    ]
     per_batch, per_trained_token = fit([[1.0] * len(used), tokens], [_training_seconds(line) for _, line in used])
     # An engine that decodes n responses makes n tokens in a step.
     per_token *= num_engines

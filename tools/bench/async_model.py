@@ -44,7 +44,8 @@ class Costs:
         reward_s: from the last response of a group to its reward.
         turn_s: engines and trainers on the same cards change places, per step.
         slowdown: how many times as long an engine takes for everything while the learner trains, because both sides
-            share a processor's memory or the cores of a CPU.
+            share a GPU, or the cores and the memory of a CPU.
+        train_slowdown: likewise for a batch whose training begins while engines have work.
     """
 
     decode_s: tuple[tuple[float, float], ...]
@@ -55,6 +56,7 @@ class Costs:
     reward_s: float = 0.0
     turn_s: float = 0.0
     slowdown: float = 1.0
+    train_slowdown: float = 1.0
 
     def __post_init__(self) -> None:
         if min(seconds for _, seconds in self.decode_s) <= 0:
@@ -304,6 +306,8 @@ class _Run:
         self.staleness.extend(self._version - self._versions[index] for index in batch)
         tokens = sum(len(g.lengths) * g.prompt_tokens + sum(g.lengths) for g in map(self.group, batch))
         seconds = self._costs.train_batch_s + self._costs.train_token_s * tokens / self._layout.num_trainers
+        if any(engine.load for engine in self._engines):
+            seconds *= self._costs.train_slowdown
         self.learning_s += seconds
         self._slow_down(self._costs.slowdown)
         self._plan(self.now + seconds, self._on_trained)

@@ -7,8 +7,9 @@
 `--from` derives all costs and lengths from `metrics.jsonl` and `rollouts.jsonl` of a synchronous run, and the options
 override them. For each number of cards, the table compares the synchronous run in which all cards take turns with
 splits into generating and training cards, synchronous and with each `--max_staleness`. `--measured` names asynchronous
-runs with the flags of that run. The slowdown of generation beside training on the same card is fitted to the first one,
-and the others test the prediction. `async_model.py` says what is simulated.
+runs with the flags of that run. How much generation and training on one card slow each other down is taken from the
+first one, and the others test the prediction. Requests that go on at an update need `--keep_kv`: what it costs to
+compute their states again is not simulated. `async_model.py` says what is.
 """
 
 import argparse
@@ -18,9 +19,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from async_costs import MeasuredRun, fitted_slowdown, log_normal_groups, predicted_step_s, read_async_run, read_run
+from async_costs import MeasuredRun, log_normal_groups, predicted_step_s, read_async_run, read_run, with_contention
 from async_model import Costs, Layout, Prediction, simulate
 from environment import command_line, environment
+
+_COSTS = (
+    *("prefill_token_s", "train_batch_s", "train_token_s", "sync_s", "reward_s", "turn_s"),
+    *("slowdown", "train_slowdown"),
+)
 
 
 def layouts(num_cards: int, base: Layout, stalenesses: Sequence[int]) -> list[Layout]:
@@ -51,15 +57,16 @@ def table(predictions: Sequence[tuple[Layout, Prediction]]) -> str:
 
 
 def check(costs: Costs, run: MeasuredRun, folders: Sequence[Path]) -> tuple[Costs, list[dict[str, Any]]]:
-    """Return the costs with the slowdown that fits the first asynchronous run, and each run beside its prediction."""
+    """Return the costs of sides on one card, from the first asynchronous run, and each run beside its prediction."""
     others = [read_async_run(folder) for folder in folders]
-    if costs.slowdown == 1:
-        costs = fitted_slowdown(costs, run, others[0])
+    if costs.slowdown == costs.train_slowdown == 1:
+        costs = with_contention(costs, run, others[0])
     rows = []
     for folder, other in zip(folders, others, strict=True):
         step_s = predicted_step_s(costs, run, other)
         error = step_s / other.step_s - 1
-        rows.append({"run": folder.name, **asdict(other), "predicted_step_s": step_s, "error": error})
+        figures = {name: value for name, value in asdict(other).items() if name not in ("groups", "trained")}
+        rows.append({"run": folder.name, **figures, "predicted_step_s": step_s, "error": error})
     return costs, rows
 
 
@@ -76,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slots", type=int, help="responses per engine at once; default: 256, or the run's")
     costs = parser.add_argument_group("costs, in seconds; they override those of --from")
     costs.add_argument("--decode", nargs="+", metavar="RUNNING:SECONDS", help="a decode step, by running responses")
-    for name in ("prefill_token_s", "train_batch_s", "train_token_s", "sync_s", "reward_s", "turn_s", "slowdown"):
+    for name in _COSTS:
         costs.add_argument(f"--{name}", type=float)
     lengths = parser.add_argument_group("log-normal response lengths in tokens; they override those of --from")
     lengths.add_argument("--length_median", type=float)
@@ -96,8 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("without --from, --decode, --train_token_s and --length_median are needed")
     if options.measured and not measured:
         parser.error("--measured needs --from")
-    names = ("prefill_token_s", "train_batch_s", "train_token_s", "sync_s", "reward_s", "turn_s", "slowdown")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    given = {name: value for name in _COSTS if (value := getattr(options, name)) is not None}
     if options.decode:
         pairs = (text.split(":") for text in options.decode)
         given["decode_s"] = tuple(sorted((float(running), float(seconds)) for running, seconds in pairs))
@@ -114,7 +120,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     report: dict[str, Any] = {"benchmark": "async_sim", "layouts": {}}
     if options.measured:
-        costs, report["measured"] = check(costs, measured, options.measured)
+        shared, report["measured"] = check(costs, measured, options.measured)
+        report["slowdowns"] = {"generation": shared.slowdown, "training": shared.train_slowdown}
         for row in report["measured"]:
             print(
                 f"{row['run']}: {row['step_s']:.2f} s per step, predicted {row['predicted_step_s']:.2f} s"

@@ -90,6 +90,16 @@ def test_engines_are_slower_while_the_learner_trains():
     assert seconds(TEN, 4, costs) == pytest.approx(60)  # nothing runs beside training
 
 
+def test_training_that_begins_beside_generation_is_slower():
+    # Training of 4 s takes 6 s beside generation. The third group starts at 15, beside the training of the second until
+    # 21, is halted until 22, and ends at 26. It is trained until 32 beside the fourth, which runs from 22 to 32 and is
+    # trained alone, from 33 to 37.
+    costs = replace(STEP, train_slowdown=1.5)
+    found = simulate(costs, Layout(max_staleness=1, at_update="keep"), TEN, 4)
+    assert found.ends == pytest.approx([15, 22, 33, 38])
+    assert seconds(TEN, 4, costs) == pytest.approx(60)  # nothing runs beside training
+
+
 def test_groups_go_to_the_engine_with_the_least_work():
     # One slot each: 10 and 4 + 4 tokens.
     groups = [Group(1, (10,)), Group(1, (4,)), Group(1, (4,))]
@@ -216,6 +226,26 @@ def write_run(folder, steps):
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
+def write_async_run(folder, staleness, found, groups, costs):
+    """Write what a run with these batches leaves behind, whose first step but one also warmed up."""
+    metrics, rollouts = [], []
+    for number, (batch, begin, end) in enumerate(zip(found.batches, (0.0, *found.ends), found.ends, strict=False), 1):
+        tokens = sum(7 * len(groups[index].lengths) + sum(groups[index].lengths) for index in batch)
+        alone = costs.train_batch_s + costs.train_token_s * tokens
+        step_s = end - begin + (99 if number == 2 else 0)
+        metrics.append({"step": number, "time/step": step_s, "time/generate": 77.0, "time/train": 1.25 * alone})
+        for index in batch:
+            for length in groups[index].lengths:
+                spans = [{"source": "prompt", "num_tokens": 7, "policy_version": 0}]
+                # Admitted a dozen at a time; the order of the ids as text is another one.
+                group_id = f"step{index // 12 + 1}/{index % 12:05d}"
+                record = {"step": number, "group_id": group_id, "spans": spans, "token_ids": [0] * (7 + length)}
+                rollouts.append(record | {"kept": True})
+    for name, records in (("metrics", metrics), ("rollouts", rollouts)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "config.toml").write_text(f'[asynchrony]\nmax_staleness = {staleness}\nat_update = "keep"\n')
+
+
 def test_costs_are_read_back_from_a_run(tmp_path):
     steps = [log_normal_groups(4, 2, prompt_tokens=7, median=20, p99=99, longest=300, seed=n) for n in range(12)]
     write_run(tmp_path, steps)
@@ -243,19 +273,17 @@ def test_asynchronous_runs_stand_beside_their_predictions(tmp_path, capsys):
         folder.mkdir()
     write_run(folders["synchronous"], steps)
     run = read_run(folders["synchronous"])
-    slower = replace(run.costs, slowdown=1.5)
+    slower = replace(run.costs, slowdown=1.5, train_slowdown=1.25)
+    other = log_normal_groups(48, 2, prompt_tokens=7, median=25, p99=99, longest=300, seed=99)  # of these runs alone
     for name, staleness in (("one", 1), ("four", 4)):
         layout = Layout(slots=64, batch_size=4, max_staleness=staleness, at_update="keep")
-        ends = simulate(slower, layout, run.groups, 12).ends
-        lines = [{"time/step": end - begin} for begin, end in zip((0.0, *ends), ends, strict=False)]
-        lines[1]["time/step"] += 99  # a step that warms up
-        (folders[name] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        config = f'[asynchrony]\nmax_staleness = {staleness}\nat_update = "keep"\n'
-        (folders[name] / "config.toml").write_text(config)
+        found = simulate(slower, layout, other, 12)
+        write_async_run(folders[name], staleness, found, other, slower)
     words = ["--from", str(folders["synchronous"]), "--measured", str(folders["one"]), str(folders["four"])]
     async_sim.main([*words, "--steps", "2", "--out", str(tmp_path / "report.json")])
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["costs"]["slowdown"] == pytest.approx(1.5)
+    assert report["slowdowns"] == pytest.approx({"generation": 1.5, "training": 1.25})
+    assert report["costs"]["slowdown"] == 1  # other layouts have cards for each side
     assert [row["max_staleness"] for row in report["measured"]] == [1, 4]
     assert [row["error"] for row in report["measured"]] == pytest.approx([0, 0], abs=1e-9)
     assert "four: " in capsys.readouterr().out
