@@ -96,7 +96,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     first, second = (tmp_path_factory.mktemp(f"{request.param}{number}") for number in range(2))
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     sizes = {"vocab_size": 500, "hidden_size": 256, "intermediate_size": 512}
-    experts = {"moe_intermediate_size": 256} if request.param == "qwen3_moe" else {}
+    # On a GPU, the widths of vLLM's layers in FP8 are multiples of 16, and so is the number of experts of a router.
+    experts = {"moe_intermediate_size": 256, "num_experts": 16} if request.param == "qwen3_moe" else {}
     tiny_model_dir(first, architecture=request.param, dtype=torch.bfloat16, **heads, **sizes, **experts)
     model, changed = (AutoModelForCausalLM.from_pretrained(first, dtype=torch.bfloat16).eval() for _ in range(2))
     perturb(changed, seed=4)

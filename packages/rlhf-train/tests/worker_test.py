@@ -16,7 +16,14 @@ from rlhf_train.batching import plan_batches
 from rlhf_train.columns import RolloutColumns
 from rlhf_train.online import rehearsal
 from rlhf_train.online.placement import PlacementRequest, plan_placement
-from rlhf_train.online.rehearsal import made_up_step, memory_share, rehearse, run_passes, without_trace
+from rlhf_train.online.rehearsal import (
+    made_up_step,
+    memory_share,
+    rehearse,
+    run_passes,
+    share_beside_engines,
+    without_trace,
+)
 from rlhf_train.online.worker import TrainWorker
 from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -310,3 +317,6 @@ def test_share_of_a_rank_leaves_the_engines_their_own():
     assert memory_share(plan, dataclasses.replace(awake, enable_sleep=True), "actor", 0) == pytest.approx(0.95)
     apart = plan_placement(PlacementRequest(ranks=ranks, num_engines=2), [4])
     assert memory_share(apart, awake, "critic", 0) == pytest.approx(0.95)
+    crowded = dataclasses.replace(plan, trainers=plan.trainers * 2)
+    assert memory_share(crowded, awake, "actor", 0) == pytest.approx(0.325)
+    assert share_beside_engines(crowded, awake, "actor", 0) == pytest.approx(0.65)

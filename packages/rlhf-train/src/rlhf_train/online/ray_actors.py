@@ -4,6 +4,7 @@ import gc
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ class RankActor:
         `master` is None for a rank set of one rank. Returns the seconds that each of the two last took.
         """
         started = time.perf_counter()
-        from rlhf_train.online.rehearsal import rehearse
+        from rlhf_train.online.rehearsal import limited_memory, rehearse, share_beside_engines
         from rlhf_train.online.worker import TrainWorker
         from rlhf_train.weight_sync.source import WeightSource
 
@@ -48,20 +49,25 @@ class RankActor:
         # meanwhile. Other sets mostly compute while this set waits, so they are not counted.
         num_busy = num_ranks + job.num_busy_engines
         num_threads = max(len(os.sched_getaffinity(0)) // num_busy, 1) if job.plan.device == "cpu" else None
-        self._worker = TrainWorker(
-            models,
-            job.algorithm,
-            temperature=job.sampling.temperature,
-            rank=rank,
-            num_ranks=num_ranks,
-            master=master or ("127.0.0.1", free_port()),
-            device=job.plan.device,
-            seed=job.seed,
-            num_threads=num_threads,
-            ema_beta=job.ema_beta,
-            pack_tokens=job.pack_tokens,
-            takes_turns=job.takes_turns,
-        )
+        limits = nullcontext()
+        if job.plan.device == "cuda":
+            # DeepSpeed needs twice the memory of a model for a moment, which PyTorch would keep from the engines.
+            limits = limited_memory(share_beside_engines(job.plan, job.engine, next(iter(models)), rank))
+        with limits:
+            self._worker = TrainWorker(
+                models,
+                job.algorithm,
+                temperature=job.sampling.temperature,
+                rank=rank,
+                num_ranks=num_ranks,
+                master=master or ("127.0.0.1", free_port()),
+                device=job.plan.device,
+                seed=job.seed,
+                num_threads=num_threads,
+                ema_beta=job.ema_beta,
+                pack_tokens=job.pack_tokens,
+                takes_turns=job.takes_turns,
+            )
         gc.freeze()  # for as long as the process lives; see `quick_collection`
         self._sender = WeightSource(
             job.engine.weight_transfer,

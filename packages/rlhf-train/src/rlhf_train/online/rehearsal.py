@@ -52,22 +52,33 @@ def rehearse(worker: TrainWorker, roles: Sequence[str], job: OnlineJob, rank: in
     if not compiles:
         return 0.0
     started = time.perf_counter()
-    with _limited_memory(memory_share(job.plan, job.engine, roles[0], rank)), without_trace(worker):
+    with limited_memory(memory_share(job.plan, job.engine, roles[0], rank)), without_trace(worker):
         run_passes(worker, roles, job)
     return time.perf_counter() - started
 
 
 def memory_share(plan: PlacementPlan, engine: EngineSpec, role: str, rank: int) -> float:
-    """Return the share of its GPU's memory that a rank of `role` can take without disturbing engines that start."""
+    """Return the share of its GPU's memory that a rank of `role` can take without disturbing engines that start.
+
+    Ranks on the same GPU have equal shares.
+    """
+    [card] = plan.trainers_of(role).places[rank].cards
+    return share_beside_engines(plan, engine, role, rank) / sum(placed.cards.count(card) for placed in plan.trainers)
+
+
+def share_beside_engines(plan: PlacementPlan, engine: EngineSpec, role: str, rank: int) -> float:
+    """Return the share of the GPU of a rank of `role` that engines leave to all of its ranks."""
     [card] = plan.trainers_of(role).places[rank].cards
     num_engines = 0 if engine.enable_sleep else plan.engines.cards.count(card)
-    num_ranks = sum(placed.cards.count(card) for placed in plan.trainers)
-    return max(1 - _MARGIN - num_engines * engine.gpu_memory_utilization, 0.0) / num_ranks
+    return max(1 - _MARGIN - num_engines * engine.gpu_memory_utilization, 0.0)
 
 
 @contextmanager
-def _limited_memory(share: float) -> Iterator[None]:
-    """Limit PyTorch to a share of the GPU's memory, free what it has cached, and forget the peak."""
+def limited_memory(share: float) -> Iterator[None]:
+    """Limit PyTorch to a share of the GPU's memory, free what it has cached, and forget the peak.
+
+    Within the limit, memory that PyTorch has cached goes to allocations that would exceed it.
+    """
     torch.cuda.set_per_process_memory_fraction(share)
     try:
         yield
