@@ -179,6 +179,7 @@ REACHES = [
     ("zpg", "2", "--zero_stage 3 --colocate_all_models --actor_num_gpus_per_node 2", "models.reference.zpg", 2),
     ("adam_offload", "", "--bf16 --zero_stage 1", "models.actor.optimizer.offload", True),
     ("adam_offload", "", "--bf16 --zero_stage 2", "models.critic.optimizer.offload", True),
+    ("adam_offload_path", "/disk", "--adam_offload --bf16", "models.critic.optimizer.offload_path", "/disk"),
     ("bf16_moments", "", "", "models.critic.optimizer.bf16_moments", True),
     ("seed", "3", "", "seed", 3),
     ("max_epochs", "2", "", "batch.max_epochs", 2),

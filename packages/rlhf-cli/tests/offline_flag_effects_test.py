@@ -114,6 +114,7 @@ REACHES = [
     ("sft", "zero_stage", "3", "", "model.zero_stage", 3),
     ("sft", "zpg", "2", "--zero_stage 3", "model.zpg", 2),
     ("sft", "adam_offload", "", "--bf16", "model.optimizer.offload", True),
+    ("sft", "adam_offload_path", "/disk", "--adam_offload --bf16", "model.optimizer.offload_path", "/disk"),
     ("sft", "bf16_moments", "", "", "model.optimizer.bf16_moments", True),
     ("dpo", "ref_reward_offload", "", "--ref_pretrain OTHER", "reference.offload", True),
     ("kto", "ref_reward_offload", "", "", "model.offload", True),

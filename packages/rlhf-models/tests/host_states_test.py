@@ -1,5 +1,8 @@
 """Tensors go to host memory and come back, with their values, their places and the views of them."""
 
+import errno
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +25,36 @@ def test_tensors_come_back_to_their_places_as_often_as_they_leave():
         moment += 1
         assert view.tolist() == [3.0 + round_number, 4.0 + round_number]
         assert sums.untyped_storage().nbytes() == 16  # its values are lost
+
+
+def test_memory_of_a_file_holds_states_and_leaves_nothing_in_the_folder(tmp_path):
+    folder = tmp_path / "deep" / "states"
+    states = HostStates(folder=str(folder))
+    moment = torch.arange(50_000.0)
+    states.offload([moment])
+    assert f"{folder}/" in Path("/proc/self/maps").read_text()
+    assert list(folder.iterdir()) == []  # so that a process that is killed leaves nothing
+    moment += 1
+    assert torch.equal(moment, torch.arange(50_000.0) + 1)
+    states.reload()
+    assert torch.equal(moment, torch.arange(50_000.0) + 1)
+    assert zeros_on_host([torch.empty(0)], pinned=False, folder=str(tmp_path / "unused"))[0].tolist() == []
+    assert not (tmp_path / "unused").exists()
+
+
+def test_folder_without_place_for_the_states_is_refused(tmp_path, monkeypatch):
+    def full(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(EngineError) as caught:
+        zeros_on_host([torch.ones(1 << 20)], pinned=False, folder=str(tmp_path))
+    assert str(caught.value).startswith(f"{tmp_path} has no place for 0.0 GiB of the optimizer's states: No space left")
+    assert "hint: name a folder on a disk with more space in --adam_offload_path" in str(caught.value)
+    monkeypatch.undo()
+    (tmp_path / "file").touch()
+    with pytest.raises(EngineError, match=r"has no place .*: (Not a directory|File exists)"):
+        zeros_on_host([torch.ones(1)], pinned=False, folder=str(tmp_path / "file"))
 
 
 def test_tensor_that_joins_later_goes_along():

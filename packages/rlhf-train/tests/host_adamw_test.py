@@ -40,8 +40,8 @@ class Net(nn.Module):
         return self.layers(rows) * self.frozen
 
 
-def new_engine(zero_stage=1, offload=True):
-    spec = dataclasses.replace(SPEC, offload=offload)
+def new_engine(zero_stage=1, offload=True, folder=None):
+    spec = dataclasses.replace(SPEC, offload=offload, offload_path=folder)
     return DeepSpeedEngine(Net(), spec, zero_stage=zero_stage, dtype=torch.bfloat16, device="cpu")
 
 
@@ -122,7 +122,8 @@ def learn(rank, num_ranks, master, folder):
     host_adamw.CHUNK_SIZE = 5
     wrong = []
     for stage in (0, 1):
-        plain, streamed = new_engine(stage, offload=False), new_engine(stage)
+        # The states of one are on a disk.
+        plain, streamed = new_engine(stage, offload=False), new_engine(stage, folder=str(Path(folder, "states")))
         norms = train(plain, range(NUM_UPDATES), rank)
         if min(norms) < 2 * SPEC.max_norm:
             wrong.append(f"gradients are not clipped: {norms}")

@@ -102,7 +102,7 @@ _RESOLVE = {
         ("pretrain", "critic_pretrain", "reward_pretrain", "ref_pretrain", "teacher_model", "tokenizer"), model_path
     ),
     **dict.fromkeys(("prompt_data", "dataset", "eval_dataset"), source_names),
-    **dict.fromkeys(("eval_data", "data_cache", "output_path", "ckpt_path", "replay"), user_path),
+    **dict.fromkeys(("eval_data", "data_cache", "output_path", "ckpt_path", "replay", "adam_offload_path"), user_path),
     "remote_rm_url": reward_path,
     "agent_func_path": agent_path,
     "use_tensorboard": user_path,

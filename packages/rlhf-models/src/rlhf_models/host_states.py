@@ -1,9 +1,12 @@
-"""Tensors in host memory while the device has no room for them: an optimizer's states, and frozen models."""
+"""Tensors in host memory, or on a disk, while the device has no room for them: states of optimizers, frozen models."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from mmap import mmap
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -40,15 +43,34 @@ class _Pinned(mmap):
             self._unpin(self._address)
 
 
-def zeros_on_host(like: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
+def _file_memory(folder: str, size: int) -> Tensor:
+    """Return bytes of a file in `folder`, all zeros. It has no name, so that it goes with the process, however it ends.
+
+    Raises EngineError when there is no place for it.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # a disk that is full would end the process later
+            return torch.frombuffer(mmap(file.fileno(), size), dtype=torch.uint8)
+    except OSError as error:
+        message = f"{folder} has no place for {size / 2**30:.1f} GiB of the optimizer's states: {error.strerror}"
+        raise EngineError(message, hint="name a folder on a disk with more space in --adam_offload_path") from error
+
+
+def zeros_on_host(like: Sequence[Tensor], *, pinned: bool, folder: str | None = None) -> list[Tensor]:
     """Return zeros in host memory with the shapes and types of tensors, contiguous.
 
     They share one piece of memory: torch's allocator would round each size up to a power of two. With `pinned`, copies
-    from and to a GPU need no CPU. Raises EngineError when that is not possible.
+    from and to a GPU need no CPU. With `folder`, the memory is that of a file there, and never pinned: the system keeps
+    parts of it in memory, as it has room. Raises EngineError when either is not possible.
     """
     ends = list(accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like))
     total = ends[-1] if ends else 0
-    memory = _Pinned(-1, total).tensor() if pinned and total else torch.zeros(total, dtype=torch.uint8)
+    if total and folder is not None:
+        memory = _file_memory(folder, total)
+    else:
+        memory = _Pinned(-1, total).tensor() if pinned and total else torch.zeros(total, dtype=torch.uint8)
     starts = [0, *ends[:-1]]
     pieces = [memory[start : start + tensor.nbytes] for start, tensor in zip(starts, like, strict=False)]
     return [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
@@ -62,10 +84,12 @@ class HostStates:
 
     Args:
         is_frozen: whether the values never change, so that they are copied to host memory once.
+        folder: see `zeros_on_host`.
     """
 
-    def __init__(self, *, is_frozen: bool = False) -> None:
+    def __init__(self, *, is_frozen: bool = False, folder: str | None = None) -> None:
         self._is_frozen = is_frozen
+        self._folder = folder
         self._hosts: dict[Tensor, Tensor] = {}
         self._away: list[tuple[Tensor, Tensor]] = []  # a tensor, and another one that kept its place on the device
         self._dropped: list[Tensor] = []
@@ -81,7 +105,8 @@ class HostStates:
         """
         kept = list(kept)
         new = [tensor for tensor in kept if tensor not in self._hosts]
-        self._hosts |= zip(new, zeros_on_host(new, pinned=any(tensor.is_cuda for tensor in new)), strict=True)
+        pinned = any(tensor.is_cuda for tensor in new)
+        self._hosts |= zip(new, zeros_on_host(new, pinned=pinned, folder=self._folder), strict=True)
         changed = new if self._is_frozen else kept
         for tensor in changed:
             self._hosts[tensor].copy_(tensor, non_blocking=True)

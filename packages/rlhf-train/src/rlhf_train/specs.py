@@ -25,6 +25,7 @@ class OptimizerSpec:
         total_steps: updates until the end of the schedule.
         min_lr_ratio: final learning rate of cosine_with_min_lr as a fraction of the peak.
         offload: keep master weights and moments in host memory; see `engine.host_adamw` and `ModelSpec.check_ranks`.
+        offload_path: with `offload`, a folder on a disk of each node for them, instead of memory.
         bf16_moments: keep the moments of AdamW in bfloat16; see `engine.bf16_moments`. Not with Muon.
     """
 
@@ -39,6 +40,7 @@ class OptimizerSpec:
     total_steps: int = 1
     min_lr_ratio: float = 0.1
     offload: bool = False
+    offload_path: str | None = None
     bf16_moments: bool = False
 
 

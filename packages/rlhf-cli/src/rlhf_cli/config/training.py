@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection
 
+from rlhf_cli.paths import user_path
 from rlhf_data.checks import without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Section, flag, one_of, with_defaults
@@ -49,6 +50,11 @@ class TrainingSection(Section, title="training"):
         "with --bf16, below ZeRO stage 2 on several processes: keep AdamW's states (12 bytes per weight) in CPU memory,"
         " and bring them to the GPU part by part for each update, with the same result",
     )
+    adam_offload_path: str | None = flag(
+        None,
+        "with --adam_offload: a folder on a disk (NVMe) of each node that holds these states, of which the system keeps"
+        " in memory what has room; None: all in CPU memory",
+    )
     bf16_moments: bool = flag(
         False,
         "keep AdamW's two moments in bfloat16 (4 bytes per trained weight instead of 8), rounded stochastically so that"
@@ -57,7 +63,7 @@ class TrainingSection(Section, title="training"):
     seed: int = flag(42, "seed of all random numbers", ge=0, le=2**31 - 1)
 
     def check(self, given: Collection[str]) -> list[str]:
-        """Return notices about the learning rate. Raises ConfigError unless AdamW's betas are in [0, 1)."""
+        """Return notices about the optimizer. Raises ConfigError unless AdamW's betas are in [0, 1)."""
         if not all(0 <= beta < 1 for beta in self.adam_betas):
             message = f"--adam_betas is {self.adam_betas}; both must be in [0, 1)"
             raise ConfigError(message, hint="try --adam_betas 0.9 0.95")
@@ -65,6 +71,7 @@ class TrainingSection(Section, title="training"):
         return without_effect(
             given,
             (self.optim == "adam", ["muon_momentum"], "--optim is adam"),
+            (not self.adam_offload, ["adam_offload_path"], "--adam_offload is off"),
             (has_no_end, ["min_lr_ratio"], f"--lr_scheduler is {self.lr_scheduler}"),
         )
 
@@ -85,6 +92,7 @@ class TrainingSection(Section, title="training"):
 
     def optimizer(self, learning_rate: float, num_updates: int) -> OptimizerSpec:
         """Return the optimizer of a model that is updated `num_updates` times."""
+        offload_path = self.adam_offload_path
         return OptimizerSpec(
             learning_rate=learning_rate,
             betas=self.adam_betas,
@@ -96,6 +104,7 @@ class TrainingSection(Section, title="training"):
             total_steps=num_updates,
             min_lr_ratio=self.min_lr_ratio,
             offload=self.adam_offload,
+            offload_path=None if offload_path is None else str(user_path(offload_path)),
             bf16_moments=self.bf16_moments,
         )
 

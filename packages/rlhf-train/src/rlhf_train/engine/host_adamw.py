@@ -1,4 +1,4 @@
-"""AdamW with its states in host memory, for models whose states leave no room for activations on the device."""
+"""AdamW with its states in host memory or on a disk, for models whose states leave no room on the device."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,20 +22,24 @@ class HostAdamW(torch.optim.AdamW):
     element as torch.optim.AdamW does, to the last bit, or with moments in bfloat16 as `Bf16MomentsAdamW`.
     """
 
-    def take_over(self, optimizer: Any, rank: int, dtype: torch.dtype) -> None:
+    def take_over(self, optimizer: Any, rank: int, dtype: torch.dtype, folder: str | None = None) -> None:
         """Move the master weights of DeepSpeed's bfloat16 optimizer to host memory, and start moments of type `dtype`.
 
-        `rank` is the number of this rank among those that share them out. DeepSpeed's step then reduces and clips
-        gradients, and gathers weights. The update between them is `step`.
+        `rank` is the number of this rank among those that share them out, and the memory may be a file in `folder`.
+        DeepSpeed's step then reduces and clips gradients, and gathers weights. The update between them is `step`.
+
+        Raises EngineError when there is no place for the states.
         """
         masters = optimizer.fp32_groups_flat_partition
         gradients = optimizer.fp32_groups_gradient_flat_partition
         weights = [parts[rank] for parts in optimizer.bf16_partitioned_groups]
         self._on_device = dict(zip(masters, zip(gradients, weights, strict=True), strict=True))
         pinned = any(master.is_cuda for master in masters)
-        self._host_states = HostStates()
+        self._host_states = HostStates(folder=folder)
         self._host_states.offload(masters)
-        moments = zeros_on_host([master.to("meta", dtype) for master in [*masters, *masters]], pinned=pinned)
+        moments = zeros_on_host(
+            [master.to("meta", dtype) for master in [*masters, *masters]], pinned=pinned, folder=folder
+        )
         for master, average, square in zip(masters, moments, moments[len(masters) :], strict=False):
             self.state[master] |= {"step": torch.zeros(()), "exp_avg": average, "exp_avg_sq": square}
         if pinned:
