@@ -19,6 +19,7 @@ from rlhf_train.columns import RolloutColumns
 from rlhf_train.online.forwards import BlockForwards
 from rlhf_train.online.job import AsyncSpec, DynamicSampling
 from rlhf_train.online.learner import Learner
+from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_train.online.ranks import RankSet
 from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.online.run import train_and_save
@@ -303,6 +304,7 @@ def test_failed_rewards_and_groups_enter_no_block(make_run):
         ({"reference": {"offload": True}}, "--ref_reward_offload"),
         ({"reference": {"zero_stage": 3}}, "--zero_stage 3"),
         ({"actor": {"sequence_parallel_size": 2, "packing": True}}, "--sequence_parallel_size"),
+        ({"actor": {"tensor_parallel_size": 2}}, "--ds_tensor_parallel_size"),
     ],
 )
 def test_what_cannot_run_early_is_refused(job, changes, message):
@@ -316,6 +318,7 @@ def test_what_cannot_run_early_is_refused(job, changes, message):
         else:
             fields[name] = value
     if "actor" in changes:
+        fields["plan"] = plan_placement(PlacementRequest(ranks=dict.fromkeys(models, 2), colocate_all_models=True), [0])
         models = {role: dataclasses.replace(spec, **changes["actor"]) for role, spec in models.items()}
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(job, models=models, **fields)

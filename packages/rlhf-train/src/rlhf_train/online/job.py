@@ -315,6 +315,7 @@ class OnlineJob:
             (any(spec.offload for spec in specs), "--ref_reward_offload would copy weights for each prompt"),
             (any(spec.zero_stage == 3 for spec in specs), "--zero_stage 3 needs all processes in each pass"),
             (any(spec.sequence_parallel_size > 1 for spec in specs), "--sequence_parallel_size divides each pass"),
+            (any(spec.tensor_parallel_size > 1 for spec in specs), "--ds_tensor_parallel_size divides each model"),
         ):
             if is_wrong:
                 message = "--early_forwards runs models on complete prompts while others generate, and"
