@@ -13,6 +13,9 @@ A variant is a name and settings: fields of `EngineSpec` or of vLLM's `EngineArg
 
     --variant base --variant v1 VLLM_USE_V2_MODEL_RUNNER=0 --variant mps mps=true --variant blocks block_size=64
 
+More samples than an engine has slots (`max_num_seqs=256`) of mixed lengths (`--mean_response_tokens`) are what engines
+have in an asynchronous run: whenever a response ends, another begins.
+
 The engines of all variants are on the GPU together, and those that do not generate wait. A variant whose engines fail
 is reported with its error. The report is written after each number of engines. It has, of the first engine, the
 milliseconds per step in parts of the engine core, and from one more round of the smallest number of engines the shares
@@ -34,7 +37,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,6 +67,22 @@ def parse_variant(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
         except ValueError:
             settings[key] = value
     return words[0], settings
+
+
+class Work(NamedTuple):
+    """What engines generate in a round: for each of N prompts [N, P] the tokens of its responses [N, S]."""
+
+    prompts: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def drawn(cls, options: argparse.Namespace, vocab_size: int, rng: np.random.Generator) -> "Work":
+        """Return new prompts, with lengths as `options` says."""
+        prompts = rng.integers(vocab_size, size=(options.prompts, options.prompt_tokens))
+        lengths = np.full((options.prompts, options.samples), options.response_tokens)
+        if options.mean_response_tokens:
+            lengths = np.minimum(rng.geometric(1 / options.mean_response_tokens, size=lengths.shape), lengths)
+        return cls(prompts, lengths)
 
 
 class EngineProcess:
@@ -140,16 +159,16 @@ def start_engines(
 
 
 def run_round(
-    engines: Sequence[EngineProcess], prompts: np.ndarray, timeout_s: float, *, profile: bool = False
+    engines: Sequence[EngineProcess], work: Work, timeout_s: float, *, profile: bool = False
 ) -> dict[str, Any]:
-    """Let engines generate shares of `prompts` [N, P] at the same time; return seconds, tokens and the first's figures.
+    """Let engines generate shares of the work at the same time; return seconds, tokens and the first's figures.
 
     Raises:
         EngineError: an engine failed or took longer than `timeout_s`.
     """
     for number, engine in enumerate(engines):
         flags = {"profile": profile and number == 0, "kernels": len(engines) == 1}
-        engine.send({"prompts": prompts[number :: len(engines)]} | flags)
+        engine.send({name: part[number :: len(engines)] for name, part in work._asdict().items()} | flags)
     for engine in engines:
         engine.receive(timeout_s)
     start = time.perf_counter()
@@ -172,7 +191,7 @@ def figures_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure_variant(
-    engines: Sequence[EngineProcess], draw: Callable[[], np.ndarray], options: argparse.Namespace
+    engines: Sequence[EngineProcess], draw: Callable[[], Work], options: argparse.Namespace
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield numbers of engines and their figures, after a round of all engines that warms them up.
 
@@ -198,7 +217,7 @@ def noted(variant: dict[str, Any]) -> Iterator[None]:
 
 
 def measure(
-    report: dict[str, Any], spec: EngineSpec, draw: Callable[[], np.ndarray], options: argparse.Namespace
+    report: dict[str, Any], spec: EngineSpec, draw: Callable[[], Work], options: argparse.Namespace
 ) -> Iterator[str]:
     """Start and measure the variants of a report, put figures or errors into it, and yield a line for each."""
     sampling = SamplingParams(num_samples=options.samples, max_tokens=options.response_tokens)
@@ -253,6 +272,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
     parser.add_argument("--prompt_tokens", type=int, default=256)
     parser.add_argument("--response_tokens", type=int, default=512)
+    parser.add_argument("--mean_response_tokens", type=float, help="of geometric lengths; default: all are full")
     parser.add_argument("--rounds", type=int, default=3, help="per number of engines")
     parser.add_argument("--timeout_s", type=float, default=300.0, help="of an engine's start, and of a round")
     parser.add_argument("--out", type=Path, required=True)
@@ -262,7 +282,16 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that engines and daemon end with the benchmark
     variants = dict(parse_variant(words) for words in options.variant or [["base"]])
     rng = np.random.default_rng(0)
-    shown = ("engines", "shape", "prompts", "samples", "prompt_tokens", "response_tokens", "rounds")
+    shown = (
+        "engines",
+        "shape",
+        "prompts",
+        "samples",
+        "prompt_tokens",
+        "response_tokens",
+        "mean_response_tokens",
+        "rounds",
+    )
     with tempfile.TemporaryDirectory() as folder:
         spec = write_model(options, Path(folder))
         vocab_size = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
@@ -275,8 +304,7 @@ def main() -> int:
             "kv_cache_memory_bytes": spec.kv_cache_memory_bytes,
             "variants": {name: {"settings": settings} for name, settings in variants.items()},
         }
-        size = (options.prompts, options.prompt_tokens)
-        for line in measure(report, spec, lambda: rng.integers(vocab_size, size=size), options):
+        for line in measure(report, spec, lambda: Work.drawn(options, vocab_size, rng), options):
             print(line, flush=True)
             options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return int(any("error" in variant for variant in report["variants"].values()))

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -138,13 +139,27 @@ def engine_process(pipe: Connection, spec: EngineSpec, sampling: SamplingParams,
 
 
 async def _generate(
-    engine: Any, watch: Watch, sampling: SamplingParams, prompts: np.ndarray, *, profile: bool, kernels: bool
+    engine: Any,
+    watch: Watch,
+    sampling: SamplingParams,
+    prompts: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    profile: bool,
+    kernels: bool,
 ) -> dict[str, Any]:
     ended = threading.Event()
     looking = None
     if profile:
         looking = asyncio.ensure_future(asyncio.to_thread(watch.profile, ended, sampling.max_tokens, kernels=kernels))
-    groups = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))
+    calls = []
+    for prompt, of_prompt in zip(prompts, lengths.tolist(), strict=True):
+        if len(set(of_prompt)) == 1:
+            calls.append(engine.generate(prompt, replace(sampling, max_tokens=of_prompt[0])))
+        else:
+            one = replace(sampling, num_samples=1)
+            calls += [engine.generate(prompt, replace(one, max_tokens=length)) for length in of_prompt]
+    groups = await asyncio.gather(*calls)
     ended.set()
     return {
         "tokens": sum(len(span.token_ids) for group in groups for each in group for span in each.spans),

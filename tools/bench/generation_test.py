@@ -52,13 +52,28 @@ def test_engines_share_the_prompts_of_a_round_and_begin_together():
     engines = [FakeEngine(number, log) for number in range(3)]
     for engine in engines:
         engine.answers.clear()
-    prompts = np.arange(7)[:, None]
-    result = generation.run_round(engines, prompts, 1.0, profile=True)
+    work = generation.Work(prompts=np.arange(7)[:, None], lengths=10 * np.arange(7)[:, None])
+    result = generation.run_round(engines, work, 1.0, profile=True)
     assert sorted(np.concatenate([engine.task["prompts"] for engine in engines])[:, 0]) == list(range(7))
+    for engine in engines:
+        assert np.array_equal(engine.task["lengths"], 10 * engine.task["prompts"])
     assert [len(engine.task["prompts"]) for engine in engines] == [3, 2, 2]
     assert [engine.task["profile"] for engine in engines] == [True, False, False]
     assert log == [("task", 0), ("task", 1), ("task", 2), ("begin", 0), ("begin", 1), ("begin", 2)]
     assert result["tokens"] == 70
+
+
+def test_lengths_are_full_or_geometric_up_to_the_full_length():
+    sizes = {"prompts": 500, "samples": 8, "prompt_tokens": 3, "response_tokens": 100}
+    full, mixed = (
+        generation.Work.drawn(argparse.Namespace(**sizes, mean_response_tokens=mean), 50, np.random.default_rng(0))
+        for mean in (None, 20.0)
+    )
+    assert full.prompts.shape == (500, 3) and full.prompts.max() < 50
+    assert np.array_equal(full.lengths, np.full((500, 8), 100))
+    assert mixed.lengths.min() == 1 and mixed.lengths.max() == 100
+    # The mean of a geometric distribution with mean m, cut at n, is m (1 - (1 - 1 / m)^n).
+    assert mixed.lengths.mean() == pytest.approx(20 * (1 - (1 - 1 / 20) ** 100), rel=0.03)
 
 
 def test_figures_are_medians_of_the_rounds_that_count():
@@ -77,7 +92,9 @@ def test_variant_that_fails_is_reported_beside_the_others(monkeypatch):
     monkeypatch.setattr(generation, "start_engines", start)
     options = argparse.Namespace(engines=[2, 1], samples=2, response_tokens=4, rounds=1, timeout_s=1.0)
     report = {"variants": {name: {"settings": {name: 1}} for name in ("base", "broken", "later")}}
-    lines = list(generation.measure(report, None, lambda: np.zeros((4, 3), int), options))
+    lines = list(
+        generation.measure(report, None, lambda: generation.Work(np.zeros((4, 3), int), np.ones((4, 2), int)), options)
+    )
     assert {name: list(variant.get("engines", {})) for name, variant in report["variants"].items()} == {
         "base": ["1", "2"],
         "broken": [],
