@@ -122,8 +122,11 @@ def learn(rank, num_ranks, master, folder):
     host_adamw.CHUNK_SIZE = 5
     wrong = []
     for stage in (0, 1):
-        # The states of one are on a disk.
-        plain, streamed = new_engine(stage, offload=False), new_engine(stage, folder=str(Path(folder, "states")))
+        # The states of one are on a disk: a file of master weights, and one of moments.
+        states = str(Path(folder, f"states{stage}"))
+        plain, streamed = new_engine(stage, offload=False), new_engine(stage, folder=states)
+        if (num_files := Path("/proc/self/maps").read_text().count(states)) != 2:
+            wrong.append(f"{num_files} files")
         norms = train(plain, range(NUM_UPDATES), rank)
         if min(norms) < 2 * SPEC.max_norm:
             wrong.append(f"gradients are not clipped: {norms}")
