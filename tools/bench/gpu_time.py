@@ -71,16 +71,16 @@ def record_step(folder: Path, num_steps: Callable[[], int], step: int, is_over: 
         folder: of `prepare`.
         num_steps: returns how many steps of the run have ended.
         step: number of the step, at least 3.
-        is_over: returns whether the run has ended.
+        is_over: returns whether the run has ended, or takes too long.
 
     Raises:
-        RuntimeError: the run ended first.
+        RuntimeError: the run was over first.
     """
     seen = {}
     for number in (step - 2, step - 1, step):
         while num_steps() < number:
             if is_over():
-                raise RuntimeError(f"the run ended before step {number} did")
+                raise RuntimeError(f"the run ended, or took too long, before step {number} did")
             time.sleep(_POLL_S)
         seen[number] = time.time_ns()
         if number == step - 2:

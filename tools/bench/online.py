@@ -159,9 +159,15 @@ def _recorded(
     """Run the command; return what the GPU did in one step. Raises as `measure`."""
     folder = run.parent / "gpu_time"
     environ |= gpu_time.prepare(folder)
+    deadline = time.perf_counter() + timeout_s
     with subprocess.Popen(command, env=environ, stdout=sys.stderr) as process:
         try:
-            ends = gpu_time.record_step(folder, lambda: len(_steps(run)[0]), step, lambda: process.poll() is not None)
+            ends = gpu_time.record_step(
+                folder,
+                lambda: len(_steps(run)[0]),
+                step,
+                lambda: process.poll() is not None or time.perf_counter() > deadline,
+            )
             if process.wait(timeout_s):
                 raise subprocess.CalledProcessError(process.returncode, command)
         finally:

@@ -313,6 +313,7 @@ def test_recorded_rollouts_of_a_quantized_engine_are_corrected_as_in_their_run(t
     replayed = ppo(*argv)
     assert replayed.config.objective.correction.level == "token"
     assert [notice for notice in replayed.notices if "no effect" in notice and "quantization" in notice] == []
+    assert [notice for notice in ppo(*argv, "--early_forwards").notices if "early_forwards" in notice] == []
 
 
 def test_check_ppo_option_without_effect_for_two_reasons_is_one_notice():

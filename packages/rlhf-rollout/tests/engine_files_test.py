@@ -132,6 +132,12 @@ def test_gpu_kv_cache_bytes_are_what_weights_and_work_leave_of_the_share(tmp_pat
     assert found == (20 << 30) - 268_437_456 - (2 << 30) - 8192 * 18_176 * 2 - 2_178_154_496
     halves = dataclasses.replace(spec, tensor_parallel_size=2)
     assert gpu_kv_cache_bytes(halves, tmp_path, SMALL, 80 << 30) == found + 268_437_456 // 2
+    # In FP8, the matrices of layers take a byte each, and embeddings and vectors two.
+    named = {"layers.0.up.weight": [1 << 20, 100], "embed.weight": [1 << 20, 28], "layers.0.up.bias": [1000]}
+    write_safetensors(tmp_path / "model.safetensors", named)
+    assert gpu_kv_cache_bytes(spec, tmp_path, SMALL, 80 << 30) == found
+    rounded = dataclasses.replace(spec, quantization="fp8")
+    assert gpu_kv_cache_bytes(rounded, tmp_path, SMALL, 80 << 30) == found + (100 << 20)
     # A token goes through eight experts.
     experts = SMALL | {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
     assert gpu_kv_cache_bytes(spec, tmp_path, experts, 80 << 30) == found - 8192 * 3 * (8 * 768 - 4864) * 2

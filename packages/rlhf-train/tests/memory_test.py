@@ -273,9 +273,10 @@ def test_adapters_have_states_and_the_base_has_none() -> None:
 def test_offloaded_states_pass_through_in_chunks_and_offloaded_models_are_there_while_they_run() -> None:
     spec = replace(BF16, optimizer=replace(ADAMW, offload=True))
     weights = 494_032_768
-    # Without passes, the update is the worst moment: 3 places of 3 states of 2^23 float32 elements.
-    assert items(spec) == {"weights": 2 * weights, "gradients": 4 * weights, "update": 9 * 4 * (1 << 23)}
-    # On two ranks, gradients are copied to be reduced, too: at most 5e8, here all.
+    # Without passes, the start is the worst moment, at which float32 weights are still there.
+    assert items(spec) == {"weights": 2 * weights, "gradients": 4 * weights, "load": 4 * weights}
+    # On two ranks it is the update: 3 places of 3 states of 2^23 float32 elements, and gradients, of which at most 5e8
+    # are copied to be reduced, here all.
     assert items(replace(spec, zero_stage=1), 2)["update"] == 9 * 4 * (1 << 23) + 4 * weights
     # With moments in bfloat16, a place has 8 bytes per element instead of 12.
     short = replace(ADAMW, bf16_moments=True)

@@ -397,6 +397,11 @@ def config(family: str = "Llama", **changes: Any) -> Any:
         (config(num_key_value_heads=4, intermediate_size=42), 4, "intermediate_size, which is 42\n\nhint: use 2"),
         (transformers.GPT2Config(), 2, "no plan to divide a gpt2 model\n\nhint: .* --zero_stage 3"),
         (config("Phi3"), 2, "a phi3 model is divided in ways .*colwise_gather_output"),
+        (
+            config(intermediate_size=[64, 32]),
+            2,
+            "layers of a llama model differ in intermediate_size\n\nhint: .* --zero",
+        ),
         (config("Qwen3Moe"), 2, "a qwen3_moe model is divided in ways .*hint: .* --zero_stage 3"),
     ],
 )

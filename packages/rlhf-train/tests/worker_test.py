@@ -1,12 +1,14 @@
 """One rank in this process: modes, metrics, columns it is given, what it saves, and its rehearsal of a step."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlhf_data.errors import EngineError
 from rlhf_models.host_states import RestingModel
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
@@ -16,6 +18,7 @@ from rlhf_train.batching import plan_batches
 from rlhf_train.columns import RolloutColumns
 from rlhf_train.online import rehearsal
 from rlhf_train.online.placement import PlacementRequest, plan_placement
+from rlhf_train.online.ray_actors import _out_of_memory_told
 from rlhf_train.online.rehearsal import (
     made_up_step,
     memory_share,
@@ -300,6 +303,24 @@ def test_passes_that_do_not_fit_do_not_keep_the_others_from_being_rehearsed(job,
         run_passes(worker, list(job.models), job)
     assert done == ["actor", "critic", "reference"]
     assert caplog.text.count("CUDA out of memory") == 2
+
+
+def test_models_that_do_not_fit_beside_engines_end_with_a_hint():
+    with pytest.raises(EngineError) as caught, _out_of_memory_told(["actor", "critic"]):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert "beside the engines to load actor, critic: CUDA out of memory" in str(caught.value)
+    assert "hint: lower --vllm_gpu_memory_utilization" in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"torch_compile": "off"}, {"zero_stage": 3}, {"tensor_parallel_size": 2}])
+def test_frozen_models_are_not_rehearsed_where_they_cannot_be_compiled(job, monkeypatch, changes):
+    def never(*_):
+        raise AssertionError("a pass was run")
+
+    monkeypatch.setattr(rehearsal, "run_passes", never)
+    frozen = dataclasses.replace(job.models["reference"], **changes)
+    on_gpu = SimpleNamespace(plan=SimpleNamespace(device="cuda"), models={"reference": frozen})
+    assert rehearse(SimpleNamespace(engines={}), ["reference"], on_gpu, 0) == 0.0
 
 
 def test_nothing_is_rehearsed_where_nothing_is_compiled(job):

@@ -187,7 +187,8 @@ def trainer_memory(models: Sequence[Model], passes: Passes, num_ranks: int, buck
     divided by Z. A frozen model has weights only, divided by R at ZeRO 3 (and the second copy), and with
     `ModelSpec.offload` only while it runs.
 
-    Moments are passes (`pass_memory`) and updates, in which gradients are copied: a bucket of them, or a flat copy.
+    Moments are passes (`pass_memory`), updates, in which gradients are copied: a bucket of them, or a flat copy; and,
+    with `OptimizerSpec.offload`, the start, when master weights are still on the GPU.
 
     Args:
         models: of the process.
@@ -253,6 +254,8 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
         copied = max(copied, min(trained, REDUCE_BUCKET_SIZE))
     chunk = UPDATE_PLACES * (4 + moments_item) * min(own, UPDATE_CHUNK_SIZE) * optimizer.offload
     moments = [moment, {"update": 4 * copied + chunk}]
+    if optimizer.offload:
+        moments.append({"load": 4 * own})  # DeepSpeed makes master weights on the GPU first
     if model.runs_forward:
         moments.append(pass_memory(model, passes, with_gradients=False, num_weights=num_weights))
     return always, weights, moments

@@ -173,8 +173,8 @@ class AlgorithmSection(Section, title="algorithm"):
     is_correction_level: CorrectionLevel | None = flag(
         None,
         "weigh losses by trainer probability / engine probability: per token, per response (sequence), or by the"
-        " geometric mean over a response's tokens; None: token with --vllm_quantization, unless --old_logprobs rollout"
-        " weighs, else off",
+        " geometric mean over a response's tokens; None: token with --vllm_quantization, unless --old_logprobs is"
+        " rollout; else off",
     )
     is_correction_mode: CorrectionMode = flag(
         _DEFAULTS.correction.mode,

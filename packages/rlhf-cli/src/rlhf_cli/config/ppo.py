@@ -223,7 +223,8 @@ def _check_replay(config: PpoConfig, given: Collection[str]) -> list[str]:
         name
         for part in (config.data, config.agent, config.evaluation, config.engine, config.asynchrony)
         for name in type(part).model_fields
-        if name != "vllm_quantization"  # it says where the recorded log-probs come from
+        # Where the recorded log-probs come from, and which rollouts share a forward pass.
+        if name not in ("vllm_quantization", "early_forwards")
     ]
     return without_effect(
         given, (True, unused, "--replay trains on recorded rollouts: nothing is generated or evaluated")

@@ -121,12 +121,16 @@ def check_divides(config: Any, size: int) -> None:
         message = f"--ds_tensor_parallel_size {size}: a {kind} model is divided in ways that are not supported"
         hint = "drop --ds_tensor_parallel_size; --zero_stage 3 divides all models"
         raise ConfigError(f"{message} ({', '.join(other)})", hint=hint)
-    text = config.get_text_config()
+    text = config.get_text_config().to_dict()
+    heads = text.get("num_attention_heads")
     counts = {
-        "num_attention_heads": text.num_attention_heads,
-        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        "intermediate_size": text.intermediate_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": text.get("num_key_value_heads") or heads,
+        "intermediate_size": text.get("intermediate_size"),
     }
+    if other := [name for name, count in counts.items() if not isinstance(count, int)]:
+        message = f"--ds_tensor_parallel_size {size}: the layers of a {kind} model differ in {' and '.join(other)}"
+        raise ConfigError(message, hint="drop --ds_tensor_parallel_size; --zero_stage 3 divides all models")
     for name, count in counts.items():
         if count % size:
             possible = [str(n) for n in range(2, size) if not any(other % n for other in counts.values())]

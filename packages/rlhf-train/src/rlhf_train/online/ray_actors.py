@@ -3,11 +3,12 @@
 import gc
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
+from rlhf_data.errors import EngineError
 from rlhf_rollout.host import collection_paused, free_port
 from rlhf_rollout.ray_actors import RayEngine, node_address, prepare_process
 from rlhf_train.specs import ModelSpec
@@ -15,6 +16,19 @@ from rlhf_train.specs import ModelSpec
 if TYPE_CHECKING:
     from rlhf_train.batching import RankPlan
     from rlhf_train.columns import RolloutColumns
+
+
+@contextmanager
+def _out_of_memory_told(models: Iterable[str]) -> Iterator[None]:
+    """Say of a GPU whose memory does not suffice for the start of models what can be done."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        message = f"the GPU has too little memory beside the engines to load {', '.join(models)}: {error}"
+        hint = "lower --vllm_gpu_memory_utilization, or add --vllm_enable_sleep, with which engines start later"
+        raise EngineError(message, hint=hint) from error
 
 
 class RankActor:
@@ -53,7 +67,7 @@ class RankActor:
         if job.plan.device == "cuda":
             # DeepSpeed needs twice the memory of a model for a moment, which PyTorch would keep from the engines.
             limits = limited_memory(share_beside_engines(job.plan, job.engine, next(iter(models)), rank))
-        with limits:
+        with limits, _out_of_memory_told(models):
             self._worker = TrainWorker(
                 models,
                 job.algorithm,

@@ -48,8 +48,9 @@ def rehearse(worker: TrainWorker, roles: Sequence[str], job: OnlineJob, rank: in
         return 0.0
     # Layers of frozen models are compiled like those of trained ones, except under ZeRO stage 3.
     engines = worker.engines.values()
-    compiles = any(is_compiled(engine.module) for engine in engines) if engines else job.models[roles[0]].zero_stage < 3
-    if not compiles:
+    spec = job.models[roles[0]]
+    can_compile = spec.torch_compile != "off" and spec.zero_stage < 3 and spec.ranks_per_batch == 1
+    if not (any(is_compiled(engine.module) for engine in engines) if engines else can_compile):
         return 0.0
     started = time.perf_counter()
     with limited_memory(memory_share(job.plan, job.engine, roles[0], rank)), without_trace(worker):

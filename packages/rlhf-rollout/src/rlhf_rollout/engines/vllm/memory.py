@@ -33,7 +33,7 @@ def gpu_kv_cache_bytes(spec: EngineSpec, model_dir: Path, config: Mapping[str, A
     """Return the bytes that an engine's share of each GPU has left for the KV cache.
 
         share     = gpu_memory_utilization * gpu_bytes
-        weights   = those of the checkpoint / tensor_parallel_size
+        weights   = those of the checkpoint / tensor_parallel_size; in FP8 one byte for each of a layer's matrices
         at work   = `gpu_work_bytes`
         KV cache  = share - weights - at work
 
@@ -45,6 +45,9 @@ def gpu_kv_cache_bytes(spec: EngineSpec, model_dir: Path, config: Mapping[str, A
         weight_bytes = sum(file.stat().st_size for file in model_dir.glob("*.bin"))
     else:
         weight_bytes = item_bytes * sum(map(math.prod, shapes.values()))
+        if spec.quantization == "fp8":
+            layers = (shape for name, shape in shapes.items() if any(map(str.isdecimal, name.split("."))))
+            weight_bytes -= (item_bytes - 1) * sum(math.prod(shape) for shape in layers if len(shape) > 1)
     weight_bytes //= spec.tensor_parallel_size
     work_bytes = gpu_work_bytes(spec, config)
     left = int(spec.gpu_memory_utilization * gpu_bytes) - weight_bytes - work_bytes
