@@ -398,9 +398,9 @@ def config(family: str = "Llama", **changes: Any) -> Any:
         (transformers.GPT2Config(), 2, "no plan to divide a gpt2 model\n\nhint: .* --zero_stage 3"),
         (config("Phi3"), 2, "a phi3 model is divided in ways .*colwise_gather_output"),
         (
-            config(intermediate_size=[64, 32]),
+            transformers.Gemma3nTextConfig(),
             2,
-            "layers of a llama model differ in intermediate_size\n\nhint: .* --zero",
+            "gemma3n_text model differ in intermediate_size\n\nhint: drop",
         ),
         (config("Qwen3Moe"), 2, "a qwen3_moe model is divided in ways .*hint: .* --zero_stage 3"),
     ],
