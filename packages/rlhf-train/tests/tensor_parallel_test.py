@@ -397,11 +397,8 @@ def config(family: str = "Llama", **changes: Any) -> Any:
         (config(num_key_value_heads=4, intermediate_size=42), 4, "intermediate_size, which is 42\n\nhint: use 2"),
         (transformers.GPT2Config(), 2, "no plan to divide a gpt2 model\n\nhint: .* --zero_stage 3"),
         (config("Phi3"), 2, "a phi3 model is divided in ways .*colwise_gather_output"),
-        (
-            transformers.Gemma3nTextConfig(),
-            2,
-            "gemma3n_text model differ in intermediate_size\n\nhint: drop",
-        ),
+        (transformers.Gemma3nTextConfig(), 2, "gemma3n_text model differ in intermediate_size\n\nhint: drop"),
+        (transformers.AutoConfig.for_model("embedding_gemma2_text"), 2, "differ in num_key_value_heads\n\nhint: drop"),
         (config("Qwen3Moe"), 2, "a qwen3_moe model is divided in ways .*hint: .* --zero_stage 3"),
     ],
 )

@@ -121,12 +121,12 @@ def check_divides(config: Any, size: int) -> None:
         message = f"--ds_tensor_parallel_size {size}: a {kind} model is divided in ways that are not supported"
         hint = "drop --ds_tensor_parallel_size; --zero_stage 3 divides all models"
         raise ConfigError(f"{message} ({', '.join(other)})", hint=hint)
-    text = config.get_text_config().to_dict()
-    heads = text.get("num_attention_heads")
+    text = config.get_text_config()
+    heads = _size(text, "num_attention_heads")
     counts = {
         "num_attention_heads": heads,
-        "num_key_value_heads": text.get("num_key_value_heads") or heads,
-        "intermediate_size": text.get("intermediate_size"),
+        "num_key_value_heads": _size(text, "num_key_value_heads") or heads,
+        "intermediate_size": _size(text, "intermediate_size"),
     }
     if other := [name for name, count in counts.items() if not isinstance(count, int)]:
         message = f"--ds_tensor_parallel_size {size}: the layers of a {kind} model differ in {' and '.join(other)}"
@@ -136,6 +136,14 @@ def check_divides(config: Any, size: int) -> None:
             possible = [str(n) for n in range(2, size) if not any(other % n for other in counts.values())]
             message = f"--ds_tensor_parallel_size {size} must divide the model's {name}, which is {count}"
             raise ConfigError(message, hint=f"use {' or '.join(possible)}" if possible else "drop it")
+
+
+def _size(config: Any, name: str) -> Any:
+    """Return a size of all layers: an integer, None if the config has none, or something else if the layers differ."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError as error:  # of transformers, for layers that differ
+        return error
 
 
 def divide_weights(model: nn.Module, group: TensorGroup) -> None:
