@@ -273,12 +273,13 @@ def test_step_loop_failed_call_reaches_its_caller_only(core: ScriptedCore, loop:
 
 def test_step_loop_close_fails_what_is_in_flight_and_shuts_the_core_down(core: ScriptedCore) -> None:
     loop = StepLoop(lambda: core, end_token_ids=(), seed=0, seed_every_row=False)
-    job = submit(loop, max_tokens=50)
+    job = submit(loop, max_tokens=1_000_000)
     wait_for_step(core)
     closer = threading.Thread(target=loop.close)
     closer.start()
-    core.allowed.release()
-    closer.join(5)
+    while closer.is_alive():  # steps may begin before the thread is told to end
+        core.allowed.release()
+        closer.join(0.01)
     with pytest.raises(EngineError, match="the engine was closed"):
         job.future.result(60)
     assert core.down
@@ -354,8 +355,10 @@ def test_step_loop_freeze_takes_in_the_batch_under_way(core: ScriptedCore, loop:
 
 
 def test_step_loop_restart_begins_anew_and_keeps_samples_that_were_done(core: ScriptedCore, loop: StepLoop) -> None:
+    loop.call(lambda core: setattr(loop, "holding", True), drain=False)
     job = submit(loop, num_samples=2, max_tokens=2)
     other = submit(loop, max_tokens=1)
+    loop.call(lambda core: setattr(loop, "holding", False), drain=False)  # both start in one step
     wait_for_step(core)
     core.finished_early.add("0")
     restarted = loop.call(loop.restart, drain=False)
