@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from rlhf_cli.console import OfflineView
 from rlhf_cli.main import main
 from rlhf_models.loading import load_actor, load_critic, load_reward_model
+from rlhf_models.lora import LoraSpec, add_lora
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.engine.shards import Shards
 from rlhf_train.run.checkpoint import Checkpoints, write_receipt
@@ -181,6 +182,39 @@ def test_export_puts_the_parts_of_several_ranks_together(tmp_path):
     for role, model in models.items():
         for name, weight in loaded[role].named_parameters():
             assert torch.equal(weight, dict(model.named_parameters())[name]), (role, name)
+
+
+def test_export_merges_adapters_that_the_critic_alone_has(tmp_path):
+    run = tmp_path / "run"
+    base = tiny_model_dir(tmp_path / "base")
+    model = load_critic(base, dtype="float32")
+    add_lora(model, LoraSpec(rank=2, alpha=6.0, dropout=0.0, target_modules=("q_proj",)))
+    shards = Shards()
+    weights = dict(model.named_parameters())
+    for index, (name, weight) in enumerate(weights.items()):
+        if weight.requires_grad:
+            weight.data = torch.randn(weight.shape, generator=torch.Generator().manual_seed(index))
+            shards.add(f"weight/{name}", weight.data.flatten(), 0)
+    checkpoints = Checkpoints(run / "checkpoints")
+    path = checkpoints.begin(1) / "critic-0-of-1.safetensors"
+    shards.write(path)
+    write_receipt(path)
+    checkpoints.commit(1, {}, [path.name], None)
+    options = 'critic_lora_rank = 2\nlora_alpha = 6.0\ntarget_modules = "q_proj"'
+    (run / "config.toml").write_text(f'[model]\npretrain = "{base}"\n{options}\n')
+    words = ["checkpoints", str(run), "--export", "1", "--role", "critic", "--output_path", str(tmp_path / "critic")]
+    assert main(words) == 0
+    exported = dict(load_critic(tmp_path / "critic", dtype="float32").named_parameters())
+    merged = set()
+    for name, weight in weights.items():
+        if name.endswith(".base_layer.weight"):
+            layer = name.removesuffix(".base_layer.weight")
+            down, up = (weights[f"{layer}.lora_{part}.default.weight"] for part in "AB")
+            merged.add(f"{layer}.weight")
+            torch.testing.assert_close(exported[f"{layer}.weight"], weight + 6.0 / 2 * up @ down)
+        elif "lora_" not in name:
+            assert torch.equal(exported[name.replace(".base_layer", "")], weight), name
+    assert len(merged) == 2  # layers of the model
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,16 @@ def test_check_inputs_without_reward_model_the_critic_is_the_policy(folder, mode
     assert re.fullmatch(r"--lora_rank 2 trains \d\.\d\d% of the weights", *found.notices)
 
 
+def test_check_inputs_says_how_much_of_a_critic_its_adapters_are(folder, models):
+    layers = ["--target_modules", "q_proj"]
+    found = check(folder, models, "--critic_lora_rank", "2", *layers)
+    assert re.fullmatch(r"--critic_lora_rank 2 trains \d\.\d\d% of the critic's weights", *found.notices)
+    both = check(folder, models, "--lora_rank", "2", "--critic_lora_rank", "0", *layers)
+    assert len(both.notices) == 1 and both.notices[0].startswith("--lora_rank 2 trains")
+    text = refused(folder, models, "--critic_lora_rank", "2", "--target_modules", "absent_proj")
+    assert "absent_proj" in text and "hint:" in text
+
+
 def test_check_inputs_model_without_a_score_is_refused(folder, models):
     text = refused(folder, models, "--reward_pretrain", str(models / "policy"))
     assert text.startswith("--reward_pretrain: the model")

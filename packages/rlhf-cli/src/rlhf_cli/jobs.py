@@ -288,7 +288,7 @@ def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int, num_frozen
     if spec.row.uses_critic:
         learning = training.optimizer(training.critic_learning_rate, num_updates)
         critic = model.spec(inputs.critic, sharding, learning)
-        models["critic"] = replace(critic, aux_loss_coef=0.0, routing_replay=False)
+        models["critic"] = replace(critic, lora=model.critic_lora, aux_loss_coef=0.0, routing_replay=False)
     if spec.uses_reference:
         models["reference"] = model.spec(inputs.model, sharding)
     if inputs.teacher is not None:

@@ -195,12 +195,14 @@ def _write_model(options: dict[str, Any], checkpoint: "Checkpoint", role: str, o
     given = options.get("model", {})
     section = OfflineModelSection(**{name: given[name] for name in given.keys() & OfflineModelSection.model_fields})
     base = section.pretrain
+    lora = section.lora
     if role == "critic":
+        lora = section.adapters(given.get("critic_lora_rank", section.lora_rank))
         rewards = parts(options.get("reward", {}).get("reward_pretrain", ""))
         base = given.get("critic_pretrain") or next(iter(rewards), base)
     if base is None:
         raise ConfigError(f"the run's {CONFIG_FILE} names no model", hint="put the one of the run into its folder")
-    spec = replace(section.spec(model_path(base), {"zero_stage": 0}), lora=section.lora)
+    spec = replace(section.spec(model_path(base), {"zero_stage": 0}), lora=lora)
     model = load_model(role, spec)
     load_weights(model, ShardReader(sorted(checkpoint.path.glob(f"{role}-*-of-*.safetensors"))))
     evaluated = checkpoint.state().get("run", {}).get("evaluated", {})

@@ -54,6 +54,7 @@ _CLIP_OPTIONS = tuple(name for names in _CLIP_SPELLINGS for name in names)
 # Options without effect for algorithms without a critic.
 _CRITIC_OPTIONS = (
     "critic_pretrain",
+    "critic_lora_rank",
     "critic_learning_rate",
     "critic_num_nodes",
     "critic_num_gpus_per_node",

@@ -47,7 +47,7 @@ class ModelSection(sections.ModelSection):
         ge=0,
     )
     lora_rank: int = flag(0, "rank of the LoRA adapters; 0: train all weights instead", ge=0)
-    lora_alpha: float = flag(16.0, "the output of adapters is scaled by this / --lora_rank", gt=0)
+    lora_alpha: float = flag(16.0, "the output of adapters is scaled by this / their rank", gt=0)
     target_modules: str = flag(
         "all-linear", "layers that get an adapter: `all-linear`, or comma-separated names such as q_proj,v_proj"
     )
@@ -61,7 +61,7 @@ class ModelSection(sections.ModelSection):
             message = "--torch_compile on, and the layers are not compiled with --sequence_parallel_size"
             raise ConfigError(message, hint="leave --torch_compile at auto")
         options = ["lora_alpha", "lora_dropout", "target_modules"]
-        return without_effect(given, (not self.lora_rank, options, "--lora_rank is 0"))
+        return without_effect(given, (not self.has_adapters, options, "--lora_rank is 0"))
 
     def missing(self) -> list[ConfigError]:
         """Return an error when no model to train is named."""
@@ -94,15 +94,24 @@ class ModelSection(sections.ModelSection):
         return ModelSpec(path=path, packing=self.packing_samples, optimizer=optimizer, **sharding, **options)
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether a model trains adapters."""
+        return self.lora_rank > 0
+
+    @property
     def lora(self) -> "LoraSpec | None":
         """The adapters to train; None to train all weights."""
-        if not self.lora_rank:
+        return self.adapters(self.lora_rank)
+
+    def adapters(self, rank: int) -> "LoraSpec | None":
+        """Return adapters of this rank; None if it is 0."""
+        if not rank:
             return None
         from rlhf_models.lora import LoraSpec  # imports torch
 
         targets = self.target_modules if self.target_modules == "all-linear" else tuple(self.target_modules.split(","))
         dropout = getattr(self, "lora_dropout", 0.0)
-        return LoraSpec(rank=self.lora_rank, alpha=self.lora_alpha, dropout=dropout, target_modules=targets)
+        return LoraSpec(rank=rank, alpha=self.lora_alpha, dropout=dropout, target_modules=targets)
 
 
 class FrozenSection(Section, title="model"):
@@ -134,6 +143,19 @@ class PpoModelSection(ModelSection, FrozenSection):
         "model from which the critic starts; None: the first of --reward_pretrain, or else --pretrain, with a value"
         " head of zeros",
     )
+    critic_lora_rank: int | None = flag(
+        None, "rank of the critic's LoRA adapters; 0: train all of its weights; None: that of --lora_rank", ge=0
+    )
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether a model trains adapters."""
+        return bool(self.lora_rank or self.critic_lora_rank)
+
+    @property
+    def critic_lora(self) -> "LoraSpec | None":
+        """The adapters of the critic; None to train all of its weights."""
+        return self.lora if self.critic_lora_rank is None else self.adapters(self.critic_lora_rank)
 
     def check(self, given: Collection[str]) -> list[str]:
         """Return a notice for each option that has no effect. Raises ConfigError for options that contradict."""

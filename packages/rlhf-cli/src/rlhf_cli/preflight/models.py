@@ -84,24 +84,36 @@ def longest_sequence(config: PpoConfig) -> tuple[int, str]:
 
 
 def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], tokenizer: Any) -> tuple[str, list[str]]:
-    """Return the model from which the critic starts, and a notice if that is a reward model by default.
+    """Return the model from which the critic starts, and notices on it.
 
     It is --critic_pretrain, else the first of the `reward_models`, which were checked before, else the policy's
     `model`.
 
     Raises:
-        ConfigError: a critic that cannot be run, or whose tokenizer differs from the policy's `tokenizer`.
+        ConfigError: a critic that cannot be run or cannot have its adapters, or whose tokenizer differs from the
+            policy's `tokenizer`.
     """
-    # A reward model already knows what is good, so it is the better start for predicting rewards.
-    named = config.model.critic_pretrain
-    if not config.algorithm.spec().row.uses_critic or (named is None and not reward_models):
+    if not config.algorithm.spec().row.uses_critic:
         return model, []
-    critic = reward_models[0] if named is None else model_path(named)
+    named = config.model.critic_pretrain
+    notices = []
+    critic = model
+    if named is not None:
+        critic = model_path(named)
+    elif reward_models:
+        # A reward model already knows what is good, so it is the better start for predicting rewards.
+        critic = reward_models[0]
+        notices.append(f"the critic starts from the reward model {critic}; use --critic_pretrain for another model")
     if critic != model:
         check_companion("critic_pretrain", config.model, critic, tokenizer)
-    if named is not None:
-        return critic, []
-    return critic, [f"the critic starts from the reward model {critic}; use --critic_pretrain for another model"]
+    if config.model.critic_lora is not None:
+        from rlhf_models.loading import load_config
+        from rlhf_models.lora import check_lora
+
+        share = check_lora(load_config(critic), config.model.critic_lora)
+        if rank := config.model.critic_lora_rank:
+            notices.append(f"--critic_lora_rank {rank} trains {share:.2%} of the critic's weights")
+    return critic, notices
 
 
 def check_teacher(config: PpoConfig, tokenizer: Any) -> str | None:

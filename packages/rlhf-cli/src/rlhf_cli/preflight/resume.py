@@ -19,8 +19,8 @@ _NO_TRACE = {
 }
 # Options that decide what the saved state belongs to.
 _FIXED = (
-    *("pretrain", "ref_pretrain", "critic_pretrain", "teacher_model", "lora_rank", "target_modules", "optim"),
-    *("advantage_estimator", "prompt_data", "dataset", "seed"),
+    *("pretrain", "ref_pretrain", "critic_pretrain", "teacher_model", "lora_rank", "critic_lora_rank"),
+    *("target_modules", "optim", "advantage_estimator", "prompt_data", "dataset", "seed"),
 )
 
 
