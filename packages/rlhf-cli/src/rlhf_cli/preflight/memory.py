@@ -17,10 +17,6 @@ from rlhf_train.specs import ModelSpec
 _GIB = 1 << 30
 _QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _SUM = "fullest GPU"
-_REMEDIES = (
-    "lower --micro_train_batch_size or --vllm_max_num_seqs, or add --gradient_checkpointing, --bf16_moments,"
-    " --adam_offload, --ref_reward_offload or, on more GPUs, --zero_stage 3"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +101,26 @@ def sleep_notices(job: OnlineJob, gpu_bytes: int | None) -> list[str]:
         needs += f", and {found.in_turn / _GIB:.1f} if engines and trainers take turns"
         if found.in_turn <= gpu_bytes:
             return [f"{needs}: add {' '.join(missing)}"] if missing else []
-    return [f"{needs}: {_REMEDIES}"]
+    return [f"{needs}: lower --micro_train_batch_size or --vllm_max_num_seqs, or add {_remedies(job)}"]
+
+
+def _remedies(job: OnlineJob) -> str:
+    """Return the flags that save memory and that the run does not have."""
+    actor = job.models["actor"]
+    learning = actor.optimizer
+    is_adam = learning.muon_momentum is None and actor.dtype == "bfloat16"
+    critic = job.models.get("critic")
+    offloads = [spec.offload for spec in job.models.values() if spec.optimizer is None]
+    offloads += [job.reward.offload_models] if job.reward.models else []
+    helps = {
+        "--gradient_checkpointing": not actor.gradient_checkpointing,
+        "--bf16_moments": is_adam and not learning.bf16_moments,
+        "--adam_offload": is_adam and not learning.offload and actor.zero_stage < 3,
+        "--critic_lora_rank 64": critic is not None and critic.lora is None,
+        "--ref_reward_offload": not all(offloads),
+        "--zero_stage 3 on more GPUs": actor.zero_stage < 3,
+    }
+    return ", ".join(flag for flag, is_new in helps.items() if is_new) or "GPUs"
 
 
 def gpu_memory_bytes() -> int | None:
