@@ -129,6 +129,7 @@ def clear_errors(kind: str, path: str | Path) -> Iterator[None]:
     except RlhfError:
         raise
     except Exception as error:  # the libraries pass on errors of many kinds
-        first_line = str(error).strip().split("\n")[0]
+        first, *others = str(error).strip().split("\n")
+        said = f"{first} {others[0].strip()}" if first.endswith(":") and others else first
         hint = "check the path, or the hub name and the network; a hub model must be in the local cache when offline"
-        raise ConfigError(f"cannot load the {kind} {path}: {first_line}", hint=hint) from error
+        raise ConfigError(f"cannot load the {kind} {path}: {said}", hint=hint) from error
