@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from online_fakes import BrokenReward, SpreadReward
 from rlhf_data.errors import ConfigError
-from rlhf_data.records import Episode, FinishReason, Prompt, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
+from rlhf_data.records import Episode, FinishReason, Prompt, RolloutGroup, Verdict, VerdictKind
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms import make_algorithm
@@ -23,7 +23,7 @@ from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_train.online.ranks import RankSet
 from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.online.run import train_and_save
-from trainer_testing import random_rollouts, tiny_job, with_routes
+from trainer_testing import random_rollouts, tiny_job
 
 NUM_GROUPS = 8
 TEMPERATURE = 0.7
@@ -246,79 +246,6 @@ def test_blocks_fill_a_pass_and_leave_some_for_each_rank(job, groups, changes, n
     expected = {64 * 13: 12 * 32, 32: 32}.get(changes.get("micro_batch_tokens"))
     rows = max(8, changes.get("micro_rollout_batch_size", 8))
     assert plan.max_pass_tokens == (expected or 12 * rows)
-
-
-def with_rollouts(group, rollouts):
-    """Return a group whose episodes have these rollouts, one each."""
-    episodes = [
-        dataclasses.replace(episode, rollouts=(rollout,))
-        for episode, rollout in zip(group.episodes, rollouts, strict=True)
-    ]
-    return dataclasses.replace(group, episodes=tuple(episodes))
-
-
-def sent_by(job, groups, *roles):
-    """Return what each set of ranks, of one with these roles each, is sent for a block of groups."""
-    sent = []
-    sets = []
-    for own in roles:
-        ranks = RankSet(own, range(1))
-        ranks.start_on = lambda rank, method, *arguments: sent.append(arguments) or (None, None)
-        sets.append(ranks)
-    forwards = BlockForwards(job, sets)
-    for group in groups:
-        forwards.settle(group.group_id, group)
-    return sent
-
-
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_rollouts_that_share_a_prompt_run_together(job, groups, is_shared):
-    models = {
-        role: dataclasses.replace(spec, packing=True, share_prompts=is_shared) for role, spec in job.models.items()
-    }
-    # Two prompts of three tokens, and responses of 1, 3, 5, 7 and of 2, 4, 6, 8 tokens.
-    block = []
-    for number, group in enumerate(groups[:2]):
-        prompt = Span(SpanSource.PROMPT, [7 + number, 8, 9])
-        responses = [
-            Span(SpanSource.POLICY, [3] * length, [-1.0] * length, policy_version=0)
-            for length in range(1 + number, 9, 2)
-        ]
-        rollouts = [
-            dataclasses.replace(rollout, spans=(prompt, response))
-            for rollout, response in zip(group.rollouts, responses, strict=True)
-        ]
-        block.append(with_rollouts(group, rollouts))
-    [(_, _, columns, plan)] = sent_by(dataclasses.replace(job, models=models), block, ("actor",))
-    lengths = columns.lengths.tolist()
-    if is_shared:  # in an order that the seed gives
-        assert sorted([sorted(lengths[:4]), sorted(lengths[4:])]) == [[4, 6, 8, 10], [5, 7, 9, 11]]
-    else:
-        assert lengths == [11, 10, 9, 8, 7, 6, 5, 4]
-    assert plan.forward_batches == (tuple(range(8)),)
-
-
-def test_models_whose_columns_have_no_use_do_not_run(job, groups):
-    plain = dataclasses.replace(job.algorithm, old_logprobs="rollout", bootstrap_truncated=False)
-    job = dataclasses.replace(job, algorithm=plain)
-    sent = sent_by(job, groups[:2], ("actor", "critic"), ("reference",))
-    assert [(roles, names) for roles, names, *_ in sent] == [
-        (["critic"], ["values"]),
-        (["reference"], ["ref_logprobs"]),
-    ]
-    sent = sent_by(job, groups[:2], ("critic", "reference"), ("actor",))  # which gets no block
-    assert [roles for roles, *_ in sent] == [["critic", "reference"]]
-
-
-def test_experts_that_engines_chose_go_with_the_actor_alone(job, groups):
-    models = job.models | {"actor": dataclasses.replace(job.models["actor"], routing_replay=True)}
-    # The first of all has no routes.
-    block = [with_rollouts(group, with_routes([group.rollouts[0], *group.rollouts])[1:]) for group in groups[:2]]
-    sent = sent_by(dataclasses.replace(job, models=models), block, ("actor", "critic"), ("reference",))
-    has_routes = [columns.routes is not None for _, _, columns, _ in sent]
-    assert has_routes == [True, False]
-    sent = sent_by(job, block, ("actor",), ("reference", "critic"))
-    assert [columns.routes is not None for _, _, columns, _ in sent] == [False, False]
 
 
 def test_update_and_blocks_decide_by_the_same_bound_how_to_compute_logprobs(job, worker, groups):

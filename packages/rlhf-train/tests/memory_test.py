@@ -166,6 +166,64 @@ def test_a_token_goes_through_some_of_the_experts() -> None:
     assert items(muon, name="Qwen3-30B-A3B")["moments"] == 8 * weights - 4 * count_parameters(config).matrices
 
 
+def test_layers_with_experts_and_without_keep_each_what_is_its_own() -> None:
+    # A token keeps in each layer 2 bytes * (4 * 128 + 2 * 32 * (4 + 2)), and of an MLP 2 bytes * 3 * 384. In the second
+    # and the sixth layer it keeps 2 bytes * (3 * (2 * 24 + 40) + 2 * 2 * 128) of two experts and the shared one.
+    dense, sparse = 1792 + 2304, 1792 + 1552
+    passes = Passes(train=(1000, 0), forward=(0, 0), most_targets=0)
+    name = "dense layers between experts"
+    found = items(BF16, passes=passes, name=name, has_head=False)
+    assert (found["activations"], found["working"]) == (1000 * (4 * dense + 2 * sparse), 1000 * dense)
+    found = items(replace(BF16, gradient_checkpointing=True), passes=passes, name=name, has_head=False)
+    assert (found["activations"], found["working"]) == (1000 * (6 * 2 * 128 + dense), 1000 * dense)
+
+
+def test_frozen_models_are_divided_and_gathered_at_zero_3_on_several_ranks_alone() -> None:
+    weights = 494_032_768
+    frozen = replace(BF16, optimizer=None, zero_stage=3)
+    assert items(frozen) == {"frozen weights": 2 * weights}
+    assert items(frozen, 8) == {"frozen weights": 2 * weights // 8, "gathered": 2 * weights}
+    # The head is the embedding, so that a model with one output has 896 weights more.
+    assert items(frozen, 8, has_head=False)["frozen weights"] == 2 * (weights + 896) // 8
+    copied = replace(frozen, zpg=2)
+    assert items(copied, 8)["second copy"] == 2 * weights // 2
+    assert items(copied, 8, is_adapted=True) == {"gathered": 2 * weights}
+    for spec in (frozen, replace(BF16, optimizer=None, offload=True)):
+        assert trainer_memory([Model(config_of("Qwen2-0.5B"), spec)], NOTHING, 8).asleep == 0
+
+
+def test_passes_without_gradients_count_for_models_that_have_them() -> None:
+    passes = Passes(train=(10, 8), forward=(100_000, 0), most_targets=8)
+    found = items(BF16, passes=passes)
+    assert found["working"] == 100_000 * 40_448 and not {"activations", "logits"} & set(found)  # one layer at a time
+    found = items(BF16, passes=passes, runs_forward=False)
+    assert found["activations"] == 10 * 24 * 40_448
+    assert found["logits"] == 2 * 151_936 * 8 + 2 * 151_936 * 896 and "working" not in found
+
+
+def test_logits_above_4_gib_are_computed_in_chunks_if_the_head_is_plain_and_whole() -> None:
+    config = config_of("Qwen2-0.5B")
+    config.vocab_size = 1 << 15
+    table = 896 << 15
+    whole = (2 * 8 << 15) + 2 * table
+
+    def logits(most_targets: int, spec: ModelSpec = BF16) -> int:
+        passes = Passes(train=(10, 8), forward=(0, 0), most_targets=most_targets)
+        return trainer_memory([Model(config, spec, runs_forward=False)], passes, 64).items["logits"]
+
+    assert logits(1 << 16) == whole  # 2 bytes * 2^15 * 2^16 is 4 GiB
+    assert logits((1 << 16) + 1) == (506 << 20) + 4 * table
+    assert logits(1 << 20, replace(BF16, zero_stage=3)) == whole
+    config.final_logit_softcapping = 30.0
+    assert logits(1 << 20) == whole
+
+
+def test_layers_of_ranks_that_divide_sequences_are_not_compiled() -> None:
+    passes = Passes(train=(1000, 0), forward=(0, 0), most_targets=0)
+    found = items(replace(BF16, sequence_parallel_size=2), 2, passes)
+    assert found["activations"] == 500 * 24 * (40_448 + 2 * 896 * 6 + 2 * 4864)
+
+
 @pytest.mark.parametrize(
     ("dtype", "stage", "num_ranks", "expected"),
     # Bytes per weight of weights, gradients, master weights and moments, of which the last two are divided.
@@ -195,6 +253,14 @@ def test_buckets_of_gradients_are_in_the_type_that_is_sent() -> None:
     assert items(replace(BF16, zero_stage=2, dtype="float32"), 4, passes)["reduction"] == 2_000_000_000
     assert items(replace(BF16, zero_stage=3), 4)["reduction"] == 2_000_000_000
     assert items(replace(BF16, zero_stage=3), 1)["reduction"] == 1_000_000_000
+    # At ZeRO 1, gradients in float32 have a bucket in passes, too.
+    assert items(replace(BF16, zero_stage=1, dtype="float32"), 4, passes)["reduction"] == 2_000_000_000
+    assert "reduction" not in items(replace(BF16, zero_stage=1), 4, passes)
+
+
+def test_updates_copy_gradients_of_at_most_a_billion_weights_at_zero_3() -> None:
+    assert items(replace(BF16, zero_stage=3))["update"] == 4 * 494_032_768
+    assert items(replace(BF16, zero_stage=3), 64, name="Llama-2-70B")["update"] == 4_000_000_000  # of 1.08e9 weights
 
 
 def test_ranks_of_a_sequence_group_divide_the_tokens() -> None:
