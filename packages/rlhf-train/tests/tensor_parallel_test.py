@@ -144,6 +144,8 @@ def config(family: str = "Llama", **changes: Any) -> Any:
     ("config", "size", "message"),
     [
         (config(), 3, "must divide the model's num_attention_heads, which is 4\n\nhint: use 2"),
+        (config(), 8, "num_attention_heads, which is 4\n\nhint: use 2$"),  # 4 does not divide 2 key-value heads
+        (config(num_attention_heads=8, num_key_value_heads=8), 16, "heads, which is 8\n\nhint: use 2 or 4 or 8$"),
         (config(num_key_value_heads=1), 2, "num_key_value_heads, which is 1\n\nhint: drop it"),
         (config(), 4, "must divide the model's num_key_value_heads, which is 2\n\nhint: use 2"),
         (config(num_key_value_heads=4, intermediate_size=42), 4, "intermediate_size, which is 42\n\nhint: use 2"),
