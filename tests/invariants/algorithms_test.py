@@ -25,7 +25,7 @@ from trainer_testing import random_rollouts, run_ranks
 ON_GPU = local_gpus() > 0
 NUM_ROLLOUTS, NUM_STEPS, VOCAB_SIZE, MAX_TOKENS = 32, 14, 512, 24
 
-# As in split_test.py: an epsilon above rounding, and the largest difference of a weight after updates of 1e-2 each.
+# As in split_cases.py: an epsilon above rounding, and the largest difference of a weight after updates of 1e-2 each.
 ADAM = OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant", max_norm=1.0)
 TOLERANCE = 2e-5
 # With this epsilon and without momentum, Adam is gradient descent: an update is the gradient times rate / epsilon.

@@ -1,63 +1,29 @@
 """Invariants 1 to 3 on a trainer's ranks: nothing has happened at step 0; packed equals padded; any split into
 micro-batches, data-parallel ranks and ZeRO stages gives the same update."""
 
-import dataclasses
-import functools
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlhf_data.records import Rollout
-from rlhf_models.testing import tiny_model_dir
-from rlhf_rollout.host import free_port, local_gpus
-from rlhf_train.algorithms import AlgorithmSpec, make_algorithm
-from rlhf_train.batching import RankPlan, plan_batches
+from rlhf_rollout.host import free_port
+from rlhf_train.algorithms import make_algorithm
+from rlhf_train.batching import plan_batches
 from rlhf_train.columns import RolloutColumns
-from rlhf_train.specs import ModelSpec, OptimizerSpec
+from rlhf_train.specs import ModelSpec
+from split_cases import (
+    NUM_ROLLOUTS,
+    OPTIMIZER,
+    TOLERANCE,
+    VOCAB_SIZE,
+    Case,
+    all_cases,
+    grouped_rollouts,
+    largest_difference,
+    split_model,
+)
 from trainer_testing import random_rollouts, run_ranks
-
-NUM_ROLLOUTS, VOCAB_SIZE = 32, 512
-# Adam divides by the gradient's own size, which turns rounding of a gradient near 0 into a step of full size; this
-# epsilon, above that rounding, keeps the update a smooth function of the gradient.
-OPTIMIZER = OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant", max_norm=1.0)
-# Largest difference of a weight after two updates of about 1e-2 each, in float32.
-TOLERANCE = 2e-5
-
-
-# In bfloat16 the steps of Adam are large and about proportional to the gradient (its epsilon is far above it): a sum of
-# gradients that was rounded to bfloat16 then changes many weights. There is no clipping, because the last digits of its
-# factor differ between the stages.
-BFLOAT16_OPTIMIZER = OptimizerSpec(learning_rate=1.0, eps=1.0, scheduler="constant", max_norm=0.0)
-PPO_WITH_KL_LOSS = make_algorithm(kl_coef=0.05, use_kl_loss=True, kl_estimator="k3")
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One way to split the same work."""
-
-    zero_stage: int = 0
-    micro_batch_size: int = 32
-    packing: bool = False
-    micro_batch_tokens: int | None = None
-    algorithm: AlgorithmSpec = PPO_WITH_KL_LOSS
-    dtype: str = "float32"
-    num_rollouts: int = NUM_ROLLOUTS
-    num_mini_batches: int = 2
-    first_reward: float | None = None  # in place of the first rollout's own
-    lora_rank: int = 0
-    sequence_parallel_size: int = 1
-    share_prompts: bool = False
-    zpg: int = 1
-    tensor_parallel_size: int = 1
-
-    @property
-    def ranks_per_batch(self) -> int:
-        """Ranks that have the same rollouts."""
-        return self.sequence_parallel_size * self.tensor_parallel_size
-
 
 SPLITS = {
     "whole": Case(),
@@ -89,15 +55,6 @@ DIVIDED = {
     "divided sequences, ZeRO 2": Case(zero_stage=2, micro_batch_size=8, packing=True, sequence_parallel_size=2),
     "divided sequences, ZeRO 3": Case(zero_stage=3, packing=True, micro_batch_tokens=60, sequence_parallel_size=2),
 }
-# Two neighbouring ranks have the same rollouts and halves of the matrices of the layers.
-WEIGHTS_DIVIDED = {
-    "divided weights, ZeRO 0": Case(micro_batch_size=5, tensor_parallel_size=2),
-    "divided weights, ZeRO 1": Case(zero_stage=1, micro_batch_size=5, packing=True, tensor_parallel_size=2),
-    "divided weights, ZeRO 2": Case(zero_stage=2, packing=True, micro_batch_tokens=60, tensor_parallel_size=2),
-    "divided weights, shared prompts": Case(
-        zero_stage=2, packing=True, share_prompts=True, micro_batch_size=5, tensor_parallel_size=2
-    ),
-}
 # Passes of one rollout, whose gradients do not depend on the split: only how they are added up differs. One update, for
 # the forward pass of the next would turn one different bit of a weight into a different gradient.
 BFLOAT16 = {
@@ -106,124 +63,9 @@ BFLOAT16 = {
 }
 
 
-@functools.cache
-def device_of(rank: int, num_ranks: int) -> str:
-    """Return where a rank computes: on a GPU of its own where there are enough. Call it before torch is imported."""
-    if local_gpus() < num_ranks:
-        return "cpu"
-    if num_ranks > 1:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
-    return "cuda"
-
-
-def grouped_rollouts(count: int) -> list[Rollout]:
-    """Return random rollouts, four to a prompt."""
-    rollouts = random_rollouts(count, vocab_size=VOCAB_SIZE)
-    prompts = [rollouts[index - index % 4].spans[0] for index in range(count)]
-    return [
-        dataclasses.replace(rollout, spans=(prompt, *rollout.spans[1:]))
-        for rollout, prompt in zip(rollouts, prompts, strict=True)
-    ]
-
-
-def has_copies(model: Any) -> bool:
-    """Return whether passes of a model gather its weights from a second copy on some of the ranks."""
-    return getattr(next(model.parameters()), "ds_zero_param_process_group", None) is not None
-
-
-def plan_of(rank: int, num_ranks: int, case: Case, rollouts: list[Rollout]) -> RankPlan:
-    """Return the part of the work that this rank gets."""
-    return plan_batches(
-        [rollout.num_tokens for rollout in rollouts],
-        [rollout.num_response_tokens for rollout in rollouts],
-        num_ranks=num_ranks // case.ranks_per_batch,
-        num_mini_batches=case.num_mini_batches,
-        micro_train_batch_size=case.micro_batch_size,
-        micro_rollout_batch_size=case.micro_batch_size,
-        max_response_tokens=24,
-        seed=3,
-        micro_batch_tokens=case.micro_batch_tokens,
-    )[rank // case.ranks_per_batch]
-
-
-def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> dict[str, Any]:
-    """Run one step of PPO, usually of two updates per model; return the weights and the metrics."""
-    device_of(rank, num_ranks)
-    import torch
-
-    from rlhf_models.lora import LoraSpec
-    from rlhf_train.engine.shards import part_of
-    from rlhf_train.online.worker import TrainWorker
-    from rlhf_train.run.metrics import merge_metrics, results
-
-    spec = ModelSpec(
-        path=path,
-        packing=case.packing,
-        sequence_parallel_size=case.sequence_parallel_size,
-        share_prompts=case.share_prompts,
-        zero_stage=case.zero_stage,
-        zpg=case.zpg,
-        tensor_parallel_size=case.tensor_parallel_size,
-        dtype=case.dtype,
-    )
-    optimizer = OPTIMIZER if case.dtype == "float32" else BFLOAT16_OPTIMIZER
-    lora = LoraSpec(rank=case.lora_rank) if case.lora_rank else None
-    trained = dataclasses.replace(spec, optimizer=optimizer, lora=lora)
-    worker = TrainWorker(
-        {"actor": trained, "critic": trained, "reference": spec},
-        case.algorithm,
-        temperature=0.8,
-        rank=rank,
-        num_ranks=num_ranks,
-        master=master,
-        device=device_of(rank, num_ranks),
-        seed=0,
-    )
-    rollouts = grouped_rollouts(case.num_rollouts)
-    rewards = [rollout.verdict.reward for rollout in rollouts]
-    if case.first_reward is not None:
-        rewards[0] = case.first_reward
-    plan = plan_of(rank, num_ranks, case, rollouts)
-    worker.load_rollouts(
-        RolloutColumns.of([rollouts[row] for row in plan.rows], [rewards[row] for row in plan.rows]), plan
-    )
-    metrics = [worker.run_model(role) for role in ("actor", "reference", "critic")]
-    experience = worker._experience
-    before = {name: column.clone() for name, column in experience.columns.items()}
-    metrics.append(worker.assign_advantages(case.algorithm.kl_coef))
-    options = {"max_epochs": 1, "seed": 5, "kl_coef": case.algorithm.kl_coef}
-    metrics += [worker.update(role, **options) for role in ("critic", "actor")]
-    models = [engine.module for engine in worker.engines.values()]
-    reference = worker._frozen["reference"]
-    # Adapters are left out of the policy for the reference, which is then a function; ZeRO-3 wraps a model.
-    models += [getattr(reference, "module", reference)] if isinstance(reference, torch.nn.Module) else []
-    weights = {
-        f"{role}.{name}": tensor.float().cpu().numpy().copy()
-        for role in ("actor", "critic")
-        for name, tensor in worker.engines[role].state_dict().items()
-    }
-    return {
-        "weights": weights,
-        "num_divided": sum(model.sequence_group is not None for model in models),
-        "num_in_parts": sum(part_of(weight).count > 1 for model in models for weight in model.parameters()),
-        "num_copied": sum(has_copies(model) for model in models),
-        "sent": {name: weight.float().cpu().numpy().copy() for name, weight in worker.engines["actor"].named_weights()},
-        "metrics": results(merge_metrics(metrics)),
-        "same_as_reference": bool(torch.equal(before["old_logprobs"], before["ref_logprobs"])),
-        "advantages": experience.export(["advantages"])["advantages"],
-        "moved": max(float(np.abs(weights[f"actor.{n}"]).max()) for n in worker.engines["actor"].state_dict()),
-    }
-
-
-def all_cases(rank: int, num_ranks: int, master: Any, path: str, cases: dict[str, Case]) -> dict[str, Any]:
-    """Run every case in one process, for the imports take longer than the work."""
-    return {name: one_step(rank, num_ranks, master, path, case) for name, case in cases.items()}
-
-
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory) -> str:
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return str(tiny_model_dir(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, **heads))
+    return split_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -243,17 +85,6 @@ def on_one_rank(outcomes) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def on_two_ranks(outcomes) -> list[dict[str, Any]]:
     return outcomes[1]
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def on_ranks_of_divided_weights(request, model_path) -> list[dict[str, Any]]:
-    """DeepSpeed keeps the groups of a process: no other cases may run there."""
-    return run_ranks(all_cases, request.param, model_path, WEIGHTS_DIVIDED)
-
-
-def largest_difference(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
-    assert one.keys() == other.keys()
-    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
 
 
 def share_of_different(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
@@ -345,28 +176,6 @@ def test_two_ranks_that_divide_sequences_give_the_same_update_and_count_it_once(
     assert first.keys() == whole["metrics"].keys()
     for key, value in first.items():
         assert value == pytest.approx(whole["metrics"][key], rel=1e-3, abs=1e-5), key
-
-
-@pytest.mark.parametrize("name", list(WEIGHTS_DIVIDED))
-def test_ranks_that_divide_weights_give_the_same_update_and_count_it_once(
-    on_one_rank, on_ranks_of_divided_weights, name
-):
-    whole = on_one_rank["whole"]
-    outcomes = [outcome[name] for outcome in on_ranks_of_divided_weights]
-    for outcome in outcomes:
-        for part in ("weights", "sent"):
-            assert largest_difference(whole[part], outcome[part]) < TOLERANCE
-        # Per layer: queries, keys and values with biases, the output, and three of the MLP.
-        assert outcome["num_in_parts"] == 3 * 2 * 10
-    assert whole["num_in_parts"] == 0
-    # Ranks of one group are given the same, and work out the same to the last bit. Only the first of them counts.
-    for first, second in zip(outcomes[::2], outcomes[1::2], strict=True):
-        assert largest_difference(first["advantages"], second["advantages"]) == 0.0
-        assert largest_difference(first["weights"], second["weights"]) == 0.0
-        assert first["metrics"].keys() == whole["metrics"].keys() and not second["metrics"]
-    for key in ("policy/loss", "value/loss", "policy/grad_norm", "value/grad_norm"):
-        counted = [outcome["metrics"][key] for outcome in outcomes[::2]]
-        assert np.mean(counted) == pytest.approx(whole["metrics"][key], rel=1e-3, abs=1e-5), key
 
 
 @pytest.mark.parametrize("name", list(ADAPTERS_ON_RANKS))

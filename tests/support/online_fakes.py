@@ -161,6 +161,37 @@ class FakeRanks(RankSet):
         return [result for each in arguments for result in self.world.start(method, *each)]
 
 
+class LoggedRanks(RankSet):
+    """Ranks that note their calls in `log`; a call of several has a result per rank."""
+
+    def __init__(self, log: list, *roles: str, count: int = 1) -> None:
+        super().__init__(roles, range(count))
+        self.log = log
+        self.shards: list[tuple] = []
+
+    def start(self, method, *arguments, **options):
+        name = arguments[0] if method == "work" else method
+        self.log.append((self.roles, *arguments[(method == "work") :]))
+        if name == "update":
+            prefix = {"actor": "policy", "critic": "value"}[arguments[1]]
+            return [{f"{prefix}/rollout_passes": Sum(3.0)} for _ in self.handles]
+        if name == "export_columns":
+            return [f"part {rank}" for rank in self.handles]
+        if name == "peak_memory_bytes":
+            return [10 * len(self.roles) + rank for rank in self.handles]
+        return [{} for _ in self.handles]
+
+    def start_each(self, method, arguments):
+        self.log.append((self.roles, method))
+        self.shards += arguments
+        if method == "send_weights":
+            return [
+                (1000 + rank, {number: "full" for number in mine if number == 2})
+                for rank, (mine, _) in enumerate(arguments)
+            ]
+        return [{} for _ in self.handles]
+
+
 class Listener(Observer):
     """Keeps the warnings, the titles of samples that were shown, and what was said to be done."""
 

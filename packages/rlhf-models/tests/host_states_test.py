@@ -48,8 +48,8 @@ def test_folder_without_place_for_the_states_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(EngineError) as caught:
-        zeros_on_host([torch.ones(1 << 20)], pinned=False, folder=str(tmp_path))
-    assert str(caught.value).startswith(f"{tmp_path} has no place for 0.0 GiB of the optimizer's states: No space left")
+        zeros_on_host([torch.empty(3 << 29, dtype=torch.int8, device="meta")], pinned=False, folder=str(tmp_path))
+    assert str(caught.value).startswith(f"{tmp_path} has no place for 1.5 GiB of the optimizer's states: No space left")
     assert "hint: name a folder on a disk with more space in --adam_offload_path" in str(caught.value)
     monkeypatch.undo()
     (tmp_path / "file").touch()
@@ -171,6 +171,6 @@ def test_pinned_memory_is_one_piece_and_free_when_the_last_tensor_in_it_is_gone(
 def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime(status=2))
     with pytest.raises(
-        EngineError, match=r"^0\.0 GiB .* pinned: CUDA error 2(.|\n)*hint: use a machine with more memory"
+        EngineError, match=r"^0\.1 GiB .* pinned: CUDA error 2(.|\n)*hint: use a machine with more memory"
     ):
-        zeros_on_host([torch.ones(3)], pinned=True)
+        zeros_on_host([torch.empty(1 << 26, dtype=torch.int8, device="meta")], pinned=True)  # a sixteenth of a GiB

@@ -8,8 +8,9 @@ import pytest
 from engine_testing import model_dir, subject
 from rlhf_data.errors import ConfigError
 from rlhf_rollout.rewards.sandbox import Bubblewrap, check_sandbox
+from scripted_core import core, loop
 
-__all__ = ["model_dir", "subject"]
+__all__ = ["core", "loop", "model_dir", "subject"]
 
 
 @pytest.fixture

@@ -97,6 +97,48 @@ def test_record_counts_copies_and_elements_of_a_layer_and_knows_all_weights_that
     assert (found.shapes["unused"], found.copies["unused"]) == ((3,), [])
 
 
+def copies_of(recorder):
+    """Return what goes where, by weight."""
+    found = recorder.finish()
+    assert recorder.problem is None
+    return {name: [(copy.target.name, *copy[1:]) for copy in copies] for name, copies in found.copies.items()}
+
+
+def test_record_does_not_depend_on_the_order_in_which_weights_arrive():
+    # All weights lie in one piece of memory, the last ones first in a bucket.
+    assert copies_of(record(Layer(), arrived=weights(1)[::-1])) == copies_of(record(Layer()))
+
+
+def test_weights_of_earlier_buckets_are_sources_as_long_as_they_live():
+    layer = Layer()
+    arrived, kept = weights(1), []
+
+    def load(bucket):  # as vLLM, which waits for the rest of a layer
+        kept.extend(bucket)
+        if len(kept) == len(arrived):
+            layer.load_weights(kept)
+
+    assert copies_of(record(layer, load, arrived)) == copies_of(record(Layer()))
+
+
+def test_record_of_a_parameter_that_is_a_part_of_other_memory_counts_from_its_first_element():
+    layer = Layer()
+    layer.bias = torch.nn.Parameter(torch.full((12,), -7.0)[6:10])
+    assert copies_of(record(layer)) == copies_of(record(Layer()))
+
+
+def test_reading_a_parameter_and_filling_padding_twice_change_no_record():
+    layer = Layer()
+
+    def load(bucket):
+        layer.load_weights(bucket)
+        torch.zeros(HIDDEN).add_(layer.bias)
+        if "vocabulary" in dict(bucket):
+            layer.vocabulary[5:].data.zero_()
+
+    assert copies_of(record(layer, load)) == copies_of(record(Layer()))
+
+
 def test_made_gives_the_part_of_the_weight_and_the_tensor_it_went_to():
     layer = Layer()
     arrived = weights(1)

@@ -25,7 +25,7 @@ from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts, run_ranks, with_routes
 
-# As in tests/invariants/split_test.py, an epsilon above rounding.
+# As in tests/support/split_cases.py, an epsilon above rounding.
 ADAMW = OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant")
 MUON = dataclasses.replace(ADAMW, learning_rate=3e-3, muon_momentum=0.9)
 COEF = 2.0  # far above a useful one, so that a wrong loss shows

@@ -37,7 +37,7 @@ def two_updates(rank: int, num_ranks: int, master: Any, path: str) -> dict[int, 
     found = {}
     for zero_stage, packing in ((2, True), (3, False)):
         spec = ModelSpec(path=path, zero_stage=zero_stage, packing=packing)
-        # As in tests/invariants/split_test.py, an epsilon above rounding.
+        # As in tests/support/split_cases.py, an epsilon above rounding.
         trained = ModelSpec(
             path=path, zero_stage=zero_stage, packing=packing,
             optimizer=OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant"),

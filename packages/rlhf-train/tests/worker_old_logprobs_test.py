@@ -18,7 +18,7 @@ from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts
 
 VOCAB_SIZE, NUM_ROLLOUTS = 512, 12
-# As in tests/invariants/split_test.py: an epsilon above rounding, and the largest difference of a weight.
+# As in tests/support/split_cases.py: an epsilon above rounding, and the largest difference of a weight.
 OPTIMIZER = OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant")
 TOLERANCE = 2e-5
 KL_LOSS = {"kl_coef": 0.05, "use_kl_loss": True, "kl_estimator": "k3", "kl_unbiased_gradient": True}

@@ -1,0 +1,196 @@
+"""What rollouts are worth once they are dealt: rewards of steps, turns and sources, compared within their group."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from online_fakes import LoggedRanks
+from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
+from rlhf_rollout.rewards.sources import RewardSource
+from rlhf_train.advantages import generalized_advantages, placed_rewards, turn_starts
+from rlhf_train.algorithms import make_algorithm
+from rlhf_train.experience import Experience
+from rlhf_train.online.learner import Learner
+from rlhf_train.online.places import Place, PlacementPlan, ProcessPlan
+from trainer_testing import random_rollouts, tiny_job
+
+
+@pytest.fixture
+def job(tmp_path):
+    return tiny_job("model", tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def results_stand_for_references(monkeypatch):
+    for module in ("learner", "ranks"):
+        monkeypatch.setattr(f"rlhf_train.online.{module}.wait", list)
+
+
+def judged(name: str, steps: tuple[tuple[int, float], ...], rest: float) -> Rollout:
+    """A rollout of one prompt token and four of the policy: what its steps earned, and what it earned as a whole."""
+    spans = (Span(SpanSource.PROMPT, [1]), Span(SpanSource.POLICY, [2] * 4, [-1.0] * 4, policy_version=0))
+    verdict = Verdict(VerdictKind.OK, sum(value for _, value in steps) + rest, token_rewards=steps)
+    return Rollout(name, "g", spans, FinishReason.STOP, verdict=verdict)
+
+
+# Steps 0.9, 0.5 and 0.1 have the mean 0.5 and the deviation sqrt(0.32 / 3), which makes 1.2247 of 0.4. The rest of the
+# rewards, 1 and 0, has the mean 0.5 and the deviation 0.5. Advantages are sums from a token on, discounted by gamma.
+STEP = 0.4 / (math.sqrt(0.32 / 3) + 1e-6)
+REST = 0.5 / (0.5 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "gamma", "expected"),
+    [
+        ("group_norm", 1.0, [[STEP + REST, REST, REST, REST], [-STEP - REST, -STEP - REST, -REST, -REST]]),
+        ("dr_grpo", 1.0, [[0.9, 0.5, 0.5, 0.5], [-0.9, -0.9, -0.5, -0.5]]),
+        # Minus the mean of the other's steps, 0.1 and 0.7, and minus the other's rest: 0.8, 0.4 and 1; -0.6 and -1.
+        ("rloo", 1.0, [[2.2, 1.4, 1.4, 1.4], [-1.6, -1.6, -1.0, -1.0]]),
+        ("reinforce", 0.5, [[0.9 + 1.5 / 8, 1.5 / 4, 1.5 / 2, 1.5], [0.05, 0.1, 0.0, 0.0]]),
+    ],
+)
+def test_rewards_of_steps_and_the_rest_are_each_compared_within_the_group(job, estimator, gamma, expected):
+    models = {"actor": job.models["actor"]}
+    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (Place(),)),))
+    algorithm = make_algorithm(estimator, kl_coef=0, gamma=gamma)
+    ranks = LoggedRanks([], "actor")
+    learner = Learner(dataclasses.replace(job, models=models, plan=plan, algorithm=algorithm), [ranks])
+    learner.deal([judged("a", ((1, 0.9), (4, 0.5)), 1.0), judged("b", ((2, 0.1),), 0.0)], 1)
+    [(_, columns, _, _)] = ranks.shards
+    experience = Experience.from_columns(columns)
+    placed = placed_rewards(experience.rewards, experience.token_rewards, experience.loss_mask)
+    zeros = torch.zeros(2, 5)
+    advantages, _ = generalized_advantages(placed, zeros, experience.loss_mask, gamma=gamma, lambd=1.0)
+    found = dict(zip(experience.rollout_ids, advantages[:, 1:].tolist(), strict=True))
+    for name, wanted in zip("ab", expected, strict=True):
+        assert found[name] == pytest.approx(wanted, abs=1e-6), name
+
+
+def spoken(name: str, lengths: tuple[int, ...], reward: float, **verdict) -> Rollout:
+    """A rollout of turns of these lengths in tokens, with a token of the environment before each later one."""
+    turns = [Span(SpanSource.POLICY, [2] * length, [-1.0] * length, policy_version=0) for length in lengths]
+    between = [span for turn in turns for span in (Span(SpanSource.ENVIRONMENT, [3]), turn)][1:]
+    scored = Verdict(VerdictKind.OK, reward, **verdict)
+    return Rollout(name, "g", (Span(SpanSource.PROMPT, [1]), *between), FinishReason.STOP, verdict=scored)
+
+
+# Three episodes of turns that earn 1, 0, 2; 0, 4; and 3 as a whole, in one turn. The first one is one rollout, or two
+# of one turn and two. By turn, what follows is 3, 4, 3 from the first turn on, 2, 4 from the second, 2 from the third.
+OTHERS = [spoken("b", (1, 2), 4.0, turn_rewards=(0.0, 4.0)), spoken("c", (2,), 3.0)]
+UNSPLIT = [spoken("a", (2, 1, 2), 3.0, turn_rewards=(1.0, 0.0, 2.0))]
+SPLIT = [
+    spoken("a.0", (2,), 3.0, turn_rewards=(1.0,), earned_elsewhere=(0.0, 2.0)),
+    spoken("a.1", (1, 2), 3.0, turn_rewards=(0.0, 2.0), earned_elsewhere=(1.0, 0.0)),
+]
+BY_TURN = {"dr_grpo": (-1 / 3, -1.0, 0.0, 2 / 3, 1.0, -1 / 3), "rloo": (-0.5, -2.0, 0.0, 1.0, 2.0, -0.5)}
+
+
+@pytest.mark.parametrize("first", [UNSPLIT, SPLIT])
+@pytest.mark.parametrize(
+    ("estimator", "options", "expected"),
+    [
+        ("dr_grpo", {"group_by": "turn"}, BY_TURN["dr_grpo"]),
+        ("dr_grpo", {"group_by": "turn", "turn_gamma": 1.0}, BY_TURN["dr_grpo"]),
+        ("rloo", {"group_by": "turn"}, BY_TURN["rloo"]),
+        # By episode, every turn is charged with the mean 10 / 3 of whole episodes.
+        ("dr_grpo", {}, (-1 / 3, 2 - 10 / 3, 2 - 10 / 3, 2 / 3, 2 / 3, -1 / 3)),
+        ("reinforce", {}, (3.0, 2.0, 2.0, 4.0, 4.0, 3.0)),
+        # Each turn is an episode of its own.
+        ("dr_grpo", {"group_by": "turn", "turn_gamma": 0.0}, None),
+    ],
+)
+def test_turns_are_compared_with_the_same_turn_however_many_rollouts_an_episode_became(
+    job, first, estimator, options, expected
+):
+    if expected is None:
+        # A rollout that ends before the episode does earns what the episode earned after it.
+        a = (1.0, 0.0, 2.0) if first is UNSPLIT else (3.0, 0.0, 2.0)
+        mean = (a[0] + 0 + 3) / 3
+        expected = (a[0] - mean, -2.0, 0.0, 0 - mean, 2.0, 3 - mean)
+    rollouts = [*first, *OTHERS]
+    algorithm = make_algorithm(estimator, kl_coef=0, **options)
+    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (Place(),)),))
+    job = dataclasses.replace(job, models={"actor": job.models["actor"]}, plan=plan, algorithm=algorithm)
+    ranks = LoggedRanks([], "actor")
+    Learner(job, [ranks]).deal(rollouts, 1, [rollout.rollout_id[0] for rollout in rollouts])
+    [(_, columns, _, _)] = ranks.shards
+    experience = Experience.from_columns(columns)
+    mask = experience.loss_mask
+    placed = placed_rewards(experience.rewards, experience.token_rewards, mask)
+    starts = turn_starts(experience.policy_versions, mask)
+    turn_gamma = 1.0 if algorithm.turn_gamma is None else algorithm.turn_gamma
+    advantages, _ = generalized_advantages(
+        placed, torch.zeros(mask.shape), mask, gamma=1.0, lambd=1.0, starts=starts, turn_gamma=turn_gamma
+    )
+    found: dict[str, list[float]] = {}
+    for rollout_id, row, kept in sorted(zip(experience.rollout_ids, advantages, mask, strict=True), key=lambda x: x[0]):
+        found.setdefault(rollout_id[0], []).extend(row[kept].tolist())
+    first_turn, second, third, other_first, other_second, single = expected
+    assert found["a"] == pytest.approx([first_turn] * 2 + [second] + [third] * 2, abs=1e-6)
+    assert found["b"] == pytest.approx([other_first] + [other_second] * 2, abs=1e-6)
+    assert found["c"] == pytest.approx([single] * 2, abs=1e-6)
+
+
+def test_rewards_normalised_each_by_itself_count_an_episode_once(job):
+    # Episode a has two rollouts. Means 1 and 2: counted by rollout they would be 2 / 3 and 4 / 3.
+    rollouts = [spoken(name, (1,), 0.0, source_rewards=(0.0, 0.0)) for name in ("a.0", "a.1")]
+    rollouts.append(spoken("b", (1, 1), 6.0, turn_rewards=(2.0, 4.0), source_rewards=(2.0, 4.0)))
+    sources = tuple(RewardSource(kind="function", targets=(name,)) for name in ("a.py", "b.py"))
+    reward = dataclasses.replace(job.reward, sources=sources, normalize="each")
+    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (Place(),)),))
+    algorithm = make_algorithm("reinforce_baseline", kl_coef=0)
+    models = {"actor": job.models["actor"]}
+    job = dataclasses.replace(job, models=models, plan=plan, algorithm=algorithm, reward=reward)
+    ranks = LoggedRanks([], "actor")
+    Learner(job, [ranks]).deal(rollouts, 1, ["a", "a", "b"])
+    [(_, columns, _, _)] = ranks.shards
+    found = dict(zip(columns.rollout_ids, columns.rewards.tolist(), strict=True))
+    assert found == pytest.approx({"a.0": -2.0, "a.1": -2.0, "b": 2.0}, abs=1e-5)
+    assert not columns.token_rewards.any()  # the whole sum is the last token's
+
+
+def dealt(job, estimator: str, normalize: str) -> list[float]:
+    """What four rollouts of two groups are worth; the sources' rewards have the weights 1 and 2."""
+    sources = tuple(
+        RewardSource(kind="function", targets=(name,), weight=w) for name, w in (("a.py", 1.0), ("b.py", 2.0))
+    )
+    reward = dataclasses.replace(job.reward, sources=sources, normalize=normalize)
+    algorithm = make_algorithm(estimator, kl_coef=0.0)
+    ranks = LoggedRanks([], "actor")
+    models = {"actor": job.models["actor"]}
+    alone = PlacementPlan(
+        "cpu", (0,), (ProcessPlan("actor", ("actor",), (Place(),)),), job.plan.engines, colocated=False
+    )
+    job = dataclasses.replace(job, reward=reward, algorithm=algorithm, models=models, plan=alone)
+    # Rewards (0, 0) and (1, 1); (0, 1) and (1, 1). The second one of the first group failed and has the reward 1.
+    parts = [(0.0, 0.0), (), (0.0, 1.0), (1.0, 1.0)]
+    rollouts = []
+    for index, (rollout, own) in enumerate(zip(random_rollouts(4, vocab_size=64), parts, strict=True)):
+        total = own[0] + 2 * own[1] if own else 1.0
+        kind = VerdictKind.OK if own else VerdictKind.TIMEOUT
+        verdict = Verdict(kind, total, source_rewards=own)
+        rollouts.append(dataclasses.replace(rollout, rollout_id=str(index), group_id="ab"[index // 2], verdict=verdict))
+    Learner(job, [ranks]).deal(rollouts, step=1)
+    [(_, columns, _, _)] = ranks.shards
+    worth = dict(zip(columns.rollout_ids, columns.rewards.tolist(), strict=True))
+    return [worth[str(index)] for index in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "normalize", "worth"),
+    [
+        # Sums 0 and 1 (the failed one), 2 and 3: each group has the deviation 0.5.
+        ("group_norm", "together", [-1.0, 1.0, -1.0, 1.0]),
+        ("group_norm", "none", [0.0, 1.0, 2.0, 3.0]),
+        # Group a: -1 and 1 from both sources, so -3 and 3; group b: from the first one. All deviate by sqrt(5).
+        ("group_norm", "each", [-3 / 5**0.5, 3 / 5**0.5, -1 / 5**0.5, 1 / 5**0.5]),
+        ("rloo", "each", [-3 / 5**0.5, 3 / 5**0.5, -1 / 5**0.5, 1 / 5**0.5]),
+        # These whiten advantages over the batch.
+        ("reinforce_baseline", "each", [-3.0, 3.0, -1.0, 1.0]),
+        ("reinforce", "each", [-3.0, 3.0, -1.0, 1.0]),
+    ],
+)
+def test_rewards_are_compared_together_or_each_by_itself(job, estimator, normalize, worth):
+    assert dealt(job, estimator, normalize) == pytest.approx(worth, abs=1e-5)
