@@ -107,6 +107,7 @@ class Controller:
         """Return whether the batch has a reward to learn from. Raises RewardError when rewards keep failing."""
         can_learn = self._patience.can_learn(self._batch, self._ledger.step)
         if not can_learn:
+            self._learner.skip()
             self._rollouts.release(self._learner.policy_version)
         return can_learn
 
