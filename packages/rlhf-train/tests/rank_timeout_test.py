@@ -54,11 +54,9 @@ def seconds_until_a_death_is_noticed(rank: int, num_ranks: int, master: Any) -> 
 
 
 def test_all_groups_wait_two_hours_for_a_rank():
-    assert RANK_TIMEOUT == timedelta(hours=2)
     for found in run_ranks(limits_of_all_groups, 2):
-        first, *rest = found["counts"]
-        assert all(more > fewer for fewer, more in zip(found["counts"], rest, strict=False)), (first, rest)
-        assert found["limits"] == {RANK_TIMEOUT}
+        assert sorted(set(found["counts"])) == found["counts"]  # each step forms groups
+        assert found["limits"] == {timedelta(hours=2)} == {RANK_TIMEOUT}
         assert found["nccl"] == RANK_TIMEOUT
 
 

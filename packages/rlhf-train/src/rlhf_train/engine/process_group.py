@@ -15,9 +15,10 @@ from torch.distributed import distributed_c10d
 from rlhf_data.errors import EngineError
 from rlhf_rollout.host import collection_paused, stay_on_loopback
 
-# How long ranks wait for one that loads a model, writes to a slow disk or sends weights to engines. PyTorch's own limit,
-# 10 minutes with NCCL, would end the run. It is no means to notice a rank that has died: with gloo the others fail at
-# once, and Ray or the launcher tells of a process that has ended, whatever the others wait for.
+# How long ranks wait for one that loads a model, writes to a slow disk or sends weights to engines. The limits of
+# DeepSpeed, and of PyTorch with NCCL, 10 minutes, would end the run. Nobody needs it to notice a rank that has died:
+# with gloo the others fail at once, and Ray or the launcher tells of a process that has ended, whatever the others
+# wait for.
 RANK_TIMEOUT = timedelta(hours=2)
 
 
