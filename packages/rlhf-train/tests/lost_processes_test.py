@@ -1,6 +1,7 @@
 """A run whose engine or training process dies: it goes on, or says why it cannot."""
 
 import dataclasses
+import time
 
 import pytest
 
@@ -109,6 +110,25 @@ def test_lost_trainer_continues_from_the_newest_checkpoint(job, monkeypatch):
     assert run_online(job, listener) == "summary"
     assert attempts.seen == [(False, None), (True, 7)]
     assert listener.warnings == [f"{LOST}\nall processes start again and continue after step 7"]
+
+
+def test_seconds_up_to_the_checkpoint_of_a_lost_trainer_count_once(job, monkeypatch):
+    """The state that is continued has them, as in a run that another process continues."""
+    save_checkpoint(job, 7)
+    monkeypatch.setattr(online_run, "check_save_path", lambda *_, **__: None)
+    attempts = Attempts(monkeypatch, LostTrainerError(LOST), "summary")
+    run = attempts.run
+    elapsed_s = []
+
+    def timed(job, checkpoint, observer, timeline, *others):
+        elapsed_s.append(timeline.elapsed_s)
+        with timeline.phase("train"):
+            time.sleep(0.3)
+            return run(job, checkpoint, observer, timeline, *others)
+
+    monkeypatch.setattr(online_run, "run_processes", timed)
+    run_online(job, Listener())
+    assert len(elapsed_s) == 2 and elapsed_s[1] < 0.3
 
 
 @pytest.mark.parametrize(("minutes", "num_attempts"), [(10, 2), (59, 2), (61, 3)])

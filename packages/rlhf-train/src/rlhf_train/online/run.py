@@ -86,6 +86,7 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
                 restarted_at = time.monotonic()
                 job, checkpoint = continued(job, lost.error, observer)
                 interrupts.release()  # which a death in the middle of an update left held
+                timeline = Timeline(on_phase=watch.phase)  # the checkpoint has the seconds before it
 
 
 class LostTrainerError(Exception):
