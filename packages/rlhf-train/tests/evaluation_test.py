@@ -105,3 +105,15 @@ def test_best_model_stays_while_the_next_is_written(tmp_path):
     keep(best, 1, 0.5)
     best.staging.mkdir()
     assert (tmp_path / "best/weights").read_text() == "of step 1"
+
+
+def test_best_model_takes_the_place_of_what_a_killed_process_left(tmp_path):
+    """It was killed while it removed the weights before."""
+    best = BestModel("eval/pass@1", tmp_path / "best")
+    keep(best, 1, 0.5)
+    old = tmp_path / ".best.old"
+    old.mkdir()
+    (old / "weights").write_text("of step 0")
+    keep(best, 2, 0.6)
+    assert (tmp_path / "best/weights").read_text() == "of step 2"
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]

@@ -58,6 +58,7 @@ class BestModel:
         (self.staging / STATE_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         old = self._folder.with_name(f".{self._folder.name}.old")
         if self._folder.exists():
+            shutil.rmtree(old, ignore_errors=True)  # of a process that was killed before it had removed it
             self._folder.rename(old)
         self.staging.rename(self._folder)
         shutil.rmtree(old, ignore_errors=True)
