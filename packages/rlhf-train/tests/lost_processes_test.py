@@ -69,6 +69,30 @@ def test_engine_that_never_comes_back_ends_the_run_with_a_checkpoint_and_its_mod
     assert run.world.log[-1] == f"save actor {run.recorder.path('final model')}"
 
 
+@pytest.mark.parametrize("can_save", [True, False])
+def test_error_that_nobody_foresaw_ends_the_run_with_a_checkpoint_and_its_models(make_run, can_save):
+    """A rank raises what PyTorch or a driver raises."""
+    run = make_run(SpreadReward(), checkpoints=CheckpointSpec(folder=""))
+
+    def run_model(role):
+        if len(run.world.rollouts) == 2:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return {}
+
+    def save(role, path):
+        if not can_save:
+            raise RuntimeError("CUDA error: this device is of no use any more")
+
+    run.world.on_run_model = run_model
+    run.world.on_save = save
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        online_run.train_and_save(run.job, run.parts, run.recorder)
+    assert [checkpoint.step for checkpoint in Checkpoints(run.recorder.path("checkpoints")).all()] == [1]
+    assert run.world.log[-1] == f"save actor {run.recorder.path('final model')}"
+    warnings = [] if can_save else ["not everything was saved: CUDA error: this device is of no use any more"]
+    assert run.listener.warnings == warnings
+
+
 class Attempts:
     """Stands for the attempts to run the processes of a job: each raises or returns what a test says."""
 
