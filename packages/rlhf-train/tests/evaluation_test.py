@@ -117,3 +117,15 @@ def test_best_model_takes_the_place_of_what_a_killed_process_left(tmp_path):
     keep(best, 2, 0.6)
     assert (tmp_path / "best/weights").read_text() == "of step 2"
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+@pytest.mark.parametrize(("metric", "beaten"), [("eval/pass@1", [False, True]), ("eval/reward", [True, True])])
+def test_best_model_goes_on_with_the_best_value_of_the_same_metric(tmp_path, metric, beaten):
+    first = BestModel("eval/pass@1", tmp_path / "best")
+    assert first.state() is None
+    keep(first, 1, 0.5)
+    second = BestModel(metric, tmp_path / "best")
+    second.restore(json.loads(json.dumps(first.state())))
+    assert [second.beaten_by({metric: value}) for value in (0.4, 0.6)] == beaten
+    second.restore(None)
+    assert [second.beaten_by({metric: value}) for value in (0.4, 0.6)] == beaten
