@@ -1,5 +1,6 @@
 """How long ranks wait for each other: long for one that works, and not at all for one that has died."""
 
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -38,6 +39,16 @@ def limits_of_all_groups(rank: int, num_ranks: int, master: Any) -> dict[str, An
     }
 
 
+def limit_under_a_launcher(rank: int, num_ranks: int, master: Any) -> timedelta:
+    """Meet where a launcher such as torchrun listens, and let DeepSpeed form the group."""
+    store = torch.distributed.TCPStore(*master, None, True, wait_for_workers=False)
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    init_process_group(rank=rank, world_size=num_ranks, master=master, device="cpu")
+    [group] = distributed_c10d._world.pg_map
+    assert store.num_keys() > 0
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
 def seconds_until_a_death_is_noticed(rank: int, num_ranks: int, master: Any) -> float:
     """End on all ranks but the first, which waits for them in a collective; return how long."""
     init_process_group(rank=rank, world_size=num_ranks, master=master, device="cpu")
@@ -58,6 +69,10 @@ def test_all_groups_wait_two_hours_for_a_rank():
         assert sorted(set(found["counts"])) == found["counts"]  # each step forms groups
         assert found["limits"] == {timedelta(hours=2)} == {RANK_TIMEOUT}
         assert found["nccl"] == RANK_TIMEOUT
+
+
+def test_group_that_deepspeed_forms_waits_as_long():
+    assert run_ranks(limit_under_a_launcher, 1) == [RANK_TIMEOUT]
 
 
 def test_ranks_wait_as_long_where_they_meet():
