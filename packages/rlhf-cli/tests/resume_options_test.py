@@ -5,7 +5,7 @@ import pytest
 from rlhf_cli.commands.examples import COMMANDS
 from rlhf_cli.commands.ppo import COMMAND_LINE
 from rlhf_cli.paths import check_output_folder
-from rlhf_cli.preflight.resume import changed_options, has_checkpoint
+from rlhf_cli.preflight.resume import changed_options, has_checkpoint, saying_how_to_resume
 from rlhf_data.command_line import to_toml
 from rlhf_data.errors import ConfigError
 
@@ -128,3 +128,16 @@ def test_checkpoint_is_looked_for_where_it_is_saved(tmp_path):
         assert not has_checkpoint(parse(*flags).config.checkpoint, run)
         (home / "step-3/manifest.json").write_text("{}")
         assert has_checkpoint(parse(*flags).config.checkpoint, run)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), KeyboardInterrupt()])
+def test_run_that_any_error_ends_says_how_it_continues(tmp_path, error):
+    section = parse().config.checkpoint
+    said = []
+    for num_notices in (0, 1):
+        with pytest.raises(type(error)), saying_how_to_resume("ppo", section, tmp_path, said.append):
+            raise error
+        assert len(said) == num_notices
+        (tmp_path / "checkpoints/step-1").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "checkpoints/step-1/manifest.json").touch()
+    assert said == [f"`rlhf ppo --resume {tmp_path}` continues this run from its newest checkpoint"]

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from rlhf_data.errors import ConfigError
+from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor, load_config, load_critic, load_reward_model
 from rlhf_models.lora import (
@@ -84,6 +84,16 @@ def test_merged_actor_equals_base_with_adapter_and_peft_reads_the_adapter(model_
     logprobs = logits.log_softmax(-1)[:, :-1].gather(-1, BATCH.input_ids[:, 1:, None])[..., 0]
     torch.testing.assert_close(logprobs[0], expected[0, 1:])
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model_dir)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json", "value_head.safetensors"])
+def test_adapter_that_cannot_be_written_is_an_error_with_the_folder(model_dir, tmp_path, name):
+    critic = load_critic(model_dir, dtype="float32")
+    add_lora(critic, LoraSpec(rank=2))
+    folder = tmp_path / "adapter"
+    (folder / name).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=rf"cannot write the model to {folder}: (.|\n)*hint: check the disk"):
+        save_adapter(critic, critic.state_dict(), folder)
 
 
 def merged(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -295,6 +295,20 @@ def test_failed_rewards_and_groups_enter_no_block(make_run):
     assert sorted(ids) == sorted(rollout.rollout_id for rollout in run.world.rollouts[0])
 
 
+def test_step_from_which_nothing_is_learned_leaves_no_groups_and_no_blocks_behind(make_run):
+    run = make_run(SpreadReward(), early_forwards=True)
+    forwards = run.parts.learner._forwards
+    run.controller.start()
+    assert run.step(1)
+    run.world.engine_version = 0  # the groups are complete, and too old to be trained
+    run.controller.generate(2)
+    assert len(run.world.blocks) == 8 and len(forwards._settled) == len(forwards._blocks) == 4
+    assert not run.controller.can_learn()
+    assert not forwards._settled and not forwards._blocks
+    run.world.engine_version = run.parts.learner.policy_version
+    assert run.step(3)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -105,3 +105,27 @@ def test_best_model_stays_while_the_next_is_written(tmp_path):
     keep(best, 1, 0.5)
     best.staging.mkdir()
     assert (tmp_path / "best/weights").read_text() == "of step 1"
+
+
+def test_best_model_takes_the_place_of_what_a_killed_process_left(tmp_path):
+    """It was killed while it removed the weights before."""
+    best = BestModel("eval/pass@1", tmp_path / "best")
+    keep(best, 1, 0.5)
+    old = tmp_path / ".best.old"
+    old.mkdir()
+    (old / "weights").write_text("of step 0")
+    keep(best, 2, 0.6)
+    assert (tmp_path / "best/weights").read_text() == "of step 2"
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+@pytest.mark.parametrize(("metric", "beaten"), [("eval/pass@1", [False, True]), ("eval/reward", [True, True])])
+def test_best_model_goes_on_with_the_best_value_of_the_same_metric(tmp_path, metric, beaten):
+    first = BestModel("eval/pass@1", tmp_path / "best")
+    assert first.state() is None
+    keep(first, 1, 0.5)
+    second = BestModel(metric, tmp_path / "best")
+    second.restore(json.loads(json.dumps(first.state())))
+    assert [second.beaten_by({metric: value}) for value in (0.4, 0.6)] == beaten
+    second.restore(None)
+    assert [second.beaten_by({metric: value}) for value in (0.4, 0.6)] == beaten

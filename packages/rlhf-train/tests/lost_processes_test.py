@@ -1,6 +1,7 @@
 """A run whose engine or training process dies: it goes on, or says why it cannot."""
 
 import dataclasses
+import time
 
 import pytest
 
@@ -68,6 +69,30 @@ def test_engine_that_never_comes_back_ends_the_run_with_a_checkpoint_and_its_mod
     assert run.world.log[-1] == f"save actor {run.recorder.path('final model')}"
 
 
+@pytest.mark.parametrize("can_save", [True, False])
+def test_error_that_nobody_foresaw_ends_the_run_with_a_checkpoint_and_its_models(make_run, can_save):
+    """A rank raises what PyTorch or a driver raises."""
+    run = make_run(SpreadReward(), checkpoints=CheckpointSpec(folder=""))
+
+    def run_model(role):
+        if len(run.world.rollouts) == 2:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return {}
+
+    def save(role, path):
+        if not can_save:
+            raise RuntimeError("CUDA error: this device is of no use any more")
+
+    run.world.on_run_model = run_model
+    run.world.on_save = save
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        online_run.train_and_save(run.job, run.parts, run.recorder)
+    assert [checkpoint.step for checkpoint in Checkpoints(run.recorder.path("checkpoints")).all()] == [1]
+    assert run.world.log[-1] == f"save actor {run.recorder.path('final model')}"
+    warnings = [] if can_save else ["not everything was saved: CUDA error: this device is of no use any more"]
+    assert run.listener.warnings == warnings
+
+
 class Attempts:
     """Stands for the attempts to run the processes of a job: each raises or returns what a test says."""
 
@@ -109,6 +134,25 @@ def test_lost_trainer_continues_from_the_newest_checkpoint(job, monkeypatch):
     assert run_online(job, listener) == "summary"
     assert attempts.seen == [(False, None), (True, 7)]
     assert listener.warnings == [f"{LOST}\nall processes start again and continue after step 7"]
+
+
+def test_seconds_up_to_the_checkpoint_of_a_lost_trainer_count_once(job, monkeypatch):
+    """The state that is continued has them, as in a run that another process continues."""
+    save_checkpoint(job, 7)
+    monkeypatch.setattr(online_run, "check_save_path", lambda *_, **__: None)
+    attempts = Attempts(monkeypatch, LostTrainerError(LOST), "summary")
+    run = attempts.run
+    elapsed_s = []
+
+    def timed(job, checkpoint, observer, timeline, *others):
+        elapsed_s.append(timeline.elapsed_s)
+        with timeline.phase("train"):
+            time.sleep(0.3)
+            return run(job, checkpoint, observer, timeline, *others)
+
+    monkeypatch.setattr(online_run, "run_processes", timed)
+    run_online(job, Listener())
+    assert len(elapsed_s) == 2 and elapsed_s[1] < 0.3
 
 
 @pytest.mark.parametrize(("minutes", "num_attempts"), [(10, 2), (59, 2), (61, 3)])

@@ -155,3 +155,42 @@ def test_old_logprobs_cannot_be_skipped_for_stale_rollouts(make_run):
     with pytest.raises(ConfigError, match="rollouts may be stale"):
         make_run(SpreadReward(), asynchronous=OVERLAP, algorithm=algorithm, batch=batch)
     make_run(SpreadReward(), asynchronous=AsyncSpec(max_staleness=0), algorithm=algorithm, batch=batch)
+
+
+def answer_held_out_prompts_late(run):
+    generate = run.world.generate
+
+    async def generated(token_ids, *arguments, **options):
+        if len(token_ids) == 1:
+            await asyncio.sleep(0.3)
+        return await generate(token_ids, *arguments, **options)
+
+    run.world.generate = generated
+
+
+def test_evaluation_goes_on_over_steps_that_keep_the_weights_and_is_neither_lost_nor_mixed_with_the_next(make_run):
+    """The actor is frozen for two steps, so that no weight sync waits for the evaluations of these steps."""
+    run = make_run(
+        SpreadReward(),
+        asynchronous=OVERLAP,
+        num_steps=4,
+        num_frozen_steps=2,
+        eval_steps=1,
+        eval_prompts=held_out(),
+        algorithm=make_algorithm(),
+    )
+    answer_held_out_prompts_late(run)
+    train_and_save(run.job, run.parts, run.recorder)
+    evaluated = [line["step"] for line in run.lines() if "eval/reward" in line and "time/total" not in line]
+    assert evaluated == [0, 1, 2, 3, 4]
+
+
+def test_checkpoint_waits_for_an_evaluation_of_an_earlier_step(make_run, tmp_path):
+    saving = CheckpointSpec(folder=str(tmp_path / "checkpoints"), every=2)
+    options = {"asynchronous": OVERLAP, "num_steps": 5, "num_frozen_steps": 4, "eval_steps": 3, "checkpoints": saving}
+    run = make_run(SpreadReward(), eval_prompts=held_out(), **options)
+    answer_held_out_prompts_late(run)
+    train_and_save(run.job, run.parts, run.recorder)
+    states = {checkpoint.step: checkpoint.state() for checkpoint in Checkpoints(tmp_path / "checkpoints").all()}
+    assert states.keys() == {2, 4}
+    assert states[4]["evaluator"]["running"] is None

@@ -1,6 +1,7 @@
 """Generation that goes on while the learner works: what is admitted, trained and counted, on a clock that jumps."""
 
 import asyncio
+import dataclasses
 import json
 from collections import Counter
 from types import SimpleNamespace
@@ -120,6 +121,48 @@ def test_every_group_is_said_to_be_settled_once_and_with_what_will_be_trained():
     assert list(kept.values()) == sorted(drawn.kept, key=list(kept.values()).index) and len(drawn.kept) == 3
     left_out = {group.group_id for group in drawn.dropped} | {"step1/00001"}
     assert settled.keys() - kept.keys() == left_out and len(left_out) > 1
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_reward_that_scores_all_groups_is_never_said_to_be_idle(staleness):
+    """Groups of a batch may all have been made, and scored, before the batch in front of it was taken."""
+    run = Run([10], batch_size=2, staleness=staleness, num_batches=6)
+    simulate(run.train(1))
+    assert [drawn.has_scored for drawn in run.batches] == [True] * 6
+    resumed = Run([10], batch_size=2, staleness=staleness, num_batches=6)
+    state = json.loads(encode_state(run_until_queued(staleness).service.state()))
+    resumed.service.restore(state)
+    simulate(resumed.train(1, num_batches=2))
+    assert [drawn.has_scored for drawn in resumed.batches] == [True] * 2
+
+
+def run_until_queued(staleness):
+    """Return a run that has trained one batch, and then waited until what it had admitted was complete."""
+    run = Run([10], batch_size=2, staleness=staleness, num_batches=6)
+
+    async def train():
+        await run.train(1, num_batches=1)
+        await asyncio.sleep(20)
+
+    simulate(train())
+    return run
+
+
+def test_reward_is_idle_where_the_workflow_gives_all_verdicts():
+    run = Run([10], batch_size=2, staleness=1, num_batches=3)
+    answer = run.answers.run
+
+    async def scored(*arguments):
+        episodes = await answer(*arguments)
+        verdict = Verdict(VerdictKind.OK, 1.0)
+        return tuple(
+            dataclasses.replace(e, rollouts=tuple(dataclasses.replace(r, verdict=verdict) for r in e.rollouts))
+            for e in episodes
+        )
+
+    run.answers.run = scored
+    simulate(run.train(1))
+    assert not any(drawn.has_scored for drawn in run.batches)
 
 
 def long_tailed(count, seed=0):

@@ -137,6 +137,45 @@ def test_engine_goes_on_bit_for_bit_and_its_files_fit_other_ranks_and_stages(tmp
     assert [*itertools.chain(*run_ranks(go_on_elsewhere, 3 - num_ranks, str(tmp_path)))] == []
 
 
+def load_into_other_models(rank: int, num_ranks: int, master, folder: str) -> dict[str, str]:
+    """Per stage and change of the model: what loading the files of the unchanged one says."""
+    from rlhf_train.engine.deepspeed import DeepSpeedEngine
+    from rlhf_train.engine.process_group import init_process_group
+
+    init_process_group(rank=rank, world_size=num_ranks, master=master, device="cpu")
+    said = {}
+    for stage in STAGES:
+        shards = Shards()
+        new_engine(stage, torch.float32).save_shards(shards)
+        shards.write(Path(folder, f"{stage}-{torch.float32}-{rank}.safetensors"))
+        torch.distributed.barrier()
+        for change in ("narrower", "wider", "fewer"):
+            net = Net(torch.float32)
+            if change == "fewer":
+                net.layers = net.layers[:1]
+            else:
+                net.layers[0] = nn.Linear(5, 6 if change == "narrower" else 8)
+            engine = DeepSpeedEngine(net, SPEC, zero_stage=stage, dtype=torch.float32, device="cpu")
+            try:
+                engine.load_shards(ShardReader(files(Path(folder), stage, torch.float32)))
+                said[f"{stage} {change}"] = "nothing"
+            except CheckpointError as error:
+                said[f"{stage} {change}"] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_files_of_another_model_are_refused(tmp_path, num_ranks):
+    for said in run_ranks(load_into_other_models, num_ranks, str(tmp_path)):
+        assert len(said) == 3 * len(STAGES)
+        for case, text in said.items():
+            name, found, wanted = {
+                "narrower": ("layers.0.bias", 7, 6), "wider": ("layers.0.bias", 7, 8), "fewer": ("layers.1.bias", 3, 0),
+            }[case.partition(" ")[2]]  # fmt: skip
+            assert f"the checkpoint has {found} elements of {name}, and the model {wanted}" in text, case
+            assert "hint: it belongs to another model" in text, case
+
+
 def two_files(folder: Path) -> list[Path]:
     """Ten numbers, the first four in one file and the others in another."""
     paths = [folder / "0.safetensors", folder / "1.safetensors"]

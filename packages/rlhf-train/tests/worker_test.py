@@ -18,7 +18,7 @@ from rlhf_train.batching import plan_batches
 from rlhf_train.columns import RolloutColumns
 from rlhf_train.online import rehearsal
 from rlhf_train.online.placement import PlacementRequest, plan_placement
-from rlhf_train.online.ray_actors import _out_of_memory_told
+from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.online.rehearsal import (
     made_up_step,
     memory_share,
@@ -305,11 +305,27 @@ def test_passes_that_do_not_fit_do_not_keep_the_others_from_being_rehearsed(job,
     assert caplog.text.count("CUDA out of memory") == 2
 
 
-def test_models_that_do_not_fit_beside_engines_end_with_a_hint():
-    with pytest.raises(EngineError) as caught, _out_of_memory_told(["actor", "critic"]):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    assert "beside the engines to load actor, critic: CUDA out of memory" in str(caught.value)
+def out_of_memory(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_models_that_do_not_fit_beside_engines_end_with_a_hint(job, monkeypatch):
+    monkeypatch.setattr("rlhf_train.online.worker.TrainWorker", out_of_memory)
+    actor = RankActor.__new__(RankActor)
+    with pytest.raises(EngineError) as caught:
+        actor.load(0, 1, {role: job.models[role] for role in ("actor", "critic")}, job, None)
+    assert "too little memory beside the engines to load actor, critic: CUDA out of memory" in str(caught.value)
     assert "hint: lower --vllm_gpu_memory_utilization" in str(caught.value)
+
+
+def test_passes_that_do_not_fit_end_with_a_hint():
+    actor = RankActor.__new__(RankActor)
+    actor._worker = SimpleNamespace(update=out_of_memory, load_rollouts=out_of_memory)
+    for call in (lambda: actor.work("update", "actor"), lambda: actor.run_block(["actor"], [], None, None)):
+        with pytest.raises(EngineError) as caught:
+            call()
+        assert "too little memory: CUDA out of memory. Tried to allocate 2.00 GiB." in str(caught.value)
+        assert "hint: lower --micro_train_batch_size" in str(caught.value)
 
 
 @pytest.mark.parametrize("changes", [{"torch_compile": "off"}, {"zero_stage": 3}, {"tensor_parallel_size": 2}])

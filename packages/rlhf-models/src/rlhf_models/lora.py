@@ -15,7 +15,7 @@ from rlhf_data.pretrained import clear_errors, load_tokenizer
 from rlhf_models.actor import Actor
 from rlhf_models.files import VALUE_HEAD_FILE, quiet_transformers
 from rlhf_models.loading import load_actor, load_critic
-from rlhf_models.weights import save_hf
+from rlhf_models.weights import save_hf, written
 
 _PREFIX = "model."  # name of the transformers model inside an `Actor`, `Critic` or `RewardModel`
 
@@ -151,21 +151,23 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def save_adapter(model: nn.Module, state_dict: Mapping[str, Tensor], path: str | Path) -> Path:
     """Write the adapters of a model in peft's layout, with its value head in a file beside them.
 
-    `state_dict` maps the model's own names to full (unsharded) weights. Frozen weights may be missing.
+    `state_dict` maps the model's own names to full (unsharded) weights. Frozen weights may be missing. Raises
+    CheckpointError when the folder `path` cannot be written.
     """
     from safetensors.torch import save_file
 
     peft = _import_peft()
     path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
     inner = {name.removeprefix(_PREFIX): value for name, value in state_dict.items() if name.startswith(_PREFIX)}
     weights = peft.get_peft_model_state_dict(model.model, state_dict=inner)
     # In peft's files, names begin with those of its wrappers.
     tensors = {f"base_model.model.{name}": value.contiguous() for name, value in weights.items()}
-    save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
-    model.model.peft_config["default"].save_pretrained(path)
-    if "value_head.weight" in state_dict:
-        save_file({"weight": state_dict["value_head.weight"].contiguous()}, path / VALUE_HEAD_FILE)
+    with written(path):
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
+        model.model.peft_config["default"].save_pretrained(path)
+        if "value_head.weight" in state_dict:
+            save_file({"weight": state_dict["value_head.weight"].contiguous()}, path / VALUE_HEAD_FILE)
     return path
 
 

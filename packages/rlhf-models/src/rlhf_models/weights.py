@@ -4,7 +4,7 @@ import logging
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +70,8 @@ def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer
     Raises:
         CheckpointError: a weight is missing, or the folder cannot be written.
     """
-    from safetensors import SafetensorError  # raised, among others, for a full disk
-
     path = Path(path)
-    try:
+    with written(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
             new = Path(scratch) / "new"
@@ -81,10 +79,19 @@ def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer
             if path.exists():
                 path.rename(Path(scratch) / "old")
             new.rename(path)
+    return path
+
+
+@contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Raise CheckpointError when the folder `path` cannot be written within a `with` block."""
+    from safetensors import SafetensorError  # raised, among others, for a full disk
+
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         message = f"cannot write the model to {path}: {error}"
         raise CheckpointError(message, hint="check the disk and the path") from error
-    return path
 
 
 def _write(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer: Any | None, folder: Path) -> None:

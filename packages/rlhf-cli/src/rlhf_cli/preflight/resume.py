@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_cli.config.checkpoint import CheckpointSection
 from rlhf_cli.paths import CONFIG_FILE, user_path, with_full_paths
-from rlhf_data.errors import ConfigError, RlhfError
+from rlhf_data.errors import ConfigError
 
 # Sections and options without a trace in the numbers of a step.
 _NO_TRACE = {
@@ -37,7 +37,7 @@ def saying_how_to_resume(
     """If the run in `folder` ends early and has a checkpoint, say how it continues."""
     try:
         yield
-    except (RlhfError, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt):
         if has_checkpoint(section, folder):
             notice(f"`rlhf {command} --resume {folder}` continues this run from its newest checkpoint")
         raise

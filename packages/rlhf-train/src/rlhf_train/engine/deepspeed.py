@@ -31,6 +31,7 @@ from rlhf_train.engine.shards import (
     first_element,
     load_moments,
     load_weights,
+    part_of,
     places,
     save_moments,
 )
@@ -194,6 +195,7 @@ class DeepSpeedEngine:
 
         Raises CheckpointError when the files belong to another model.
         """
+        reader.check({name: getattr(w, "ds_numel", w.numel()) * part_of(w).count for name, w in self._trained})
         reader.column_parts = column_parts(self.module)
         optimizer = self._inner_optimizer
         is_fused = optimizer.defaults["fused"]

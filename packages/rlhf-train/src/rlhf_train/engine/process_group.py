@@ -6,16 +6,26 @@ No file imports DeepSpeed but this one, `engine.deepspeed` and `engine.tensor_pa
 import os
 import socket
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 
 from rlhf_data.errors import EngineError
 from rlhf_rollout.host import collection_paused, stay_on_loopback
 
+# How long ranks wait for one that loads a model, writes to a slow disk or sends weights to engines. The limits of
+# DeepSpeed, and of PyTorch with NCCL, 10 minutes, would end the run. Nobody needs it to notice a rank that has died:
+# with gloo the others fail at once, and Ray or the launcher tells of a process that has ended, whatever the others
+# wait for.
+RANK_TIMEOUT = timedelta(hours=2)
+
 
 def init_process_group(*, rank: int, world_size: int, master: tuple[str, int], device: str) -> None:
     """Join this process's rank set: NCCL on "cuda", gloo on "cpu". Collective.
+
+    This and all groups of ranks that are formed later wait `RANK_TIMEOUT`.
 
     Args:
         rank: of this process, from 0.
@@ -35,6 +45,9 @@ def init_process_group(*, rank: int, world_size: int, master: tuple[str, int], d
     )
     deepspeed = import_deepspeed(device)
     backend = "nccl" if device == "cuda" else "gloo"
+    # DeepSpeed forms groups without saying a limit.
+    distributed_c10d.default_pg_timeout = RANK_TIMEOUT
+    distributed_c10d.default_pg_nccl_timeout = RANK_TIMEOUT
     # Under torchrun the launcher listens, not a rank.
     if not torch.distributed.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         stay_on_loopback(master[0])
@@ -44,10 +57,10 @@ def init_process_group(*, rank: int, world_size: int, master: tuple[str, int], d
             store=_open_store(rank, world_size, master),
             rank=rank,
             world_size=world_size,
-            timeout=deepspeed.constants.default_pg_timeout,
+            timeout=RANK_TIMEOUT,
             **options,
         )
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    deepspeed.init_distributed(dist_backend=backend, timeout=RANK_TIMEOUT, auto_mpi_discovery=False, verbose=False)
 
 
 def leave_process_group() -> None:
@@ -72,7 +85,9 @@ def _open_store(rank: int, world_size: int, master: tuple[str, int]) -> torch.di
         except OSError as error:
             hint = "rank 0 must run on the machine of this address (MASTER_ADDR), and the port (MASTER_PORT) be free"
             raise EngineError(f"rank 0 cannot listen on {host}:{port}: {error.strerror}", hint=hint) from error
-    return torch.distributed.TCPStore(host, port, world_size, rank == 0, wait_for_workers=False, **options)
+    store = torch.distributed.TCPStore(host, port, world_size, rank == 0, wait_for_workers=False, **options)
+    store.set_timeout(RANK_TIMEOUT)  # after the connection; a group meets here at its first collective
+    return store
 
 
 def import_deepspeed(device: str) -> Any:

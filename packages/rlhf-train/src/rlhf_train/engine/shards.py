@@ -90,6 +90,22 @@ class ShardReader:
     def __contains__(self, name: str) -> bool:
         return name in self._parts
 
+    def check(self, sizes: Mapping[str, int]) -> None:
+        """Raise CheckpointError, on all ranks alike, unless the files have the weights of a model.
+
+        `sizes` are the numbers of elements of its trained weights.
+        """
+        saved = {
+            name.removeprefix(f"{WEIGHT}/"): max(start + size for start, size, _ in parts)
+            for name, parts in self._parts.items()
+            if name.startswith(f"{WEIGHT}/")
+        }
+        for name in sorted(sizes.keys() | saved.keys()):
+            found, wanted = saved.get(name, 0), sizes.get(name, 0)
+            if found != wanted:
+                message = f"the checkpoint has {found} elements of {name}, and the model {wanted}"
+                raise CheckpointError(message, hint="it belongs to another model, or a file of a rank is missing")
+
     def whole(self, name: str) -> Tensor:
         """Return all elements of a flattened tensor that no rank shares with another."""
         [(_, size, _)] = self._parts[name]

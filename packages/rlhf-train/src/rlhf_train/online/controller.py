@@ -107,6 +107,7 @@ class Controller:
         """Return whether the batch has a reward to learn from. Raises RewardError when rewards keep failing."""
         can_learn = self._patience.can_learn(self._batch, self._ledger.step)
         if not can_learn:
+            self._learner.skip()
             self._rollouts.release(self._learner.policy_version)
         return can_learn
 
@@ -157,13 +158,14 @@ class Controller:
     def evaluate(self, step: int) -> None:
         """Evaluate on the held-out prompts at the start, at the end, and every `eval_steps` steps in between.
 
-        If generation goes on while the learner works, so does the evaluation, until the weights change.
+        If generation goes on while the learner works, so does the evaluation, until the weights change, the next one is
+        due, or a checkpoint, from which another process could not go on with it.
         """
         is_last = step == self.num_steps or self.is_exhausted
         if self._evaluator.is_due(step, is_last=is_last):
             self._evaluator.start(step, is_last=is_last)
-            if is_last or not self._job.max_staleness or self._checkpointer.is_due(step):
-                self._evaluator.finish()
+        if is_last or not self._job.max_staleness or self._checkpointer.is_due(step):
+            self._evaluator.finish()
 
     def record(self, step: int) -> None:
         """Check that no rollout was lost, and report the step."""

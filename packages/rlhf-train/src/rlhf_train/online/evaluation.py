@@ -80,7 +80,11 @@ class Evaluator:
         return bool(self._job.eval_prompts) and (step == 0 or is_last or is_between)
 
     def start(self, step: int, *, is_last: bool) -> None:
-        """Begin to evaluate the weights that the engines have. They must keep them until `finish`."""
+        """Begin to evaluate the weights that the engines have. They must keep them until `finish`.
+
+        An evaluation that goes on, of weights that have not changed since, is waited for.
+        """
+        self.finish()
         with self._timeline.phase("evaluate"):
             self._turns.give_to_engines()
             self._rollouts.start_evaluation(step)

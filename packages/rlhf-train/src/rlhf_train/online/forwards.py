@@ -61,9 +61,8 @@ class BlockForwards:
         # A block fills a pass, if the groups are small and enough blocks are left for all ranks.
         num_ranks = max(len(ranks.handles) for ranks in rank_sets)
         self._size = max(min(rows // batch.num_samples_per_prompt, batch.rollout_batch_size // num_ranks), 1)
-        self._settled: dict[tuple[str, int], dict[str, RolloutGroup | None]] = {}
         self._blocks: dict[tuple[str, int], _Block] = {}
-        self._rest()
+        self._forget()
 
     def settle(self, group_id: str, group: RolloutGroup | None) -> None:
         """Note that a group is complete, or None: that it failed or is not trained. Send its block if it is the last.
@@ -90,8 +89,12 @@ class BlockForwards:
             sent = early.get(block)
             is_same = sent is not None and sent.rollout_ids == tuple(rollout.rollout_id for rollout in parts)
             self._blocks[block] = sent if is_same else self._send(parts, is_early=False)
-        self._settled.clear()
-        self._rest()
+        self._forget()
+
+    def skip(self) -> None:
+        """Let go of the groups and blocks of a step from which nothing is learned."""
+        self._blocks = {}
+        self._forget()
 
     def fill_columns(self) -> dict[str, float]:
         """Wait for all blocks, and give their columns to the ranks that train; return metrics.
@@ -164,7 +167,9 @@ class BlockForwards:
     def _block_of(self, group_id: str) -> tuple[str, int]:
         return group_id.rpartition("/")[0], _number(group_id) // self._size
 
-    def _rest(self) -> None:
+    def _forget(self) -> None:
+        """Begin to note the groups of another step."""
+        self._settled: dict[tuple[str, int], dict[str, RolloutGroup | None]] = {}
         self._num_tokens = [[0] * len(ranks.handles) for ranks in self._sets]
 
 

@@ -70,6 +70,11 @@ class Learner:
         assert self._forwards is not None
         self._forwards.settle(group_id, group)
 
+    def skip(self) -> None:
+        """Let go of a step from which nothing is learned."""
+        if self._forwards is not None:
+            self._forwards.skip()
+
     def deal(
         self, rollouts: Sequence[Rollout], step: int, episode_ids: Sequence[str] | None = None
     ) -> dict[str, float]:

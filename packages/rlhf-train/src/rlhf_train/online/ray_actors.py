@@ -3,7 +3,7 @@
 import gc
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import TYPE_CHECKING, Any
@@ -18,17 +18,22 @@ if TYPE_CHECKING:
     from rlhf_train.columns import RolloutColumns
 
 
+_SMALLER_PASSES = (
+    "lower --micro_train_batch_size and --micro_rollout_batch_size, or --micro_batch_tokens; or add"
+    " --gradient_checkpointing; or lower --vllm_gpu_memory_utilization where engines share the GPU"
+)
+_LATER_ENGINES = "lower --vllm_gpu_memory_utilization, or add --vllm_enable_sleep, with which engines start later"
+
+
 @contextmanager
-def _out_of_memory_told(models: Iterable[str]) -> Iterator[None]:
-    """Say of a GPU whose memory does not suffice for the start of models what can be done."""
+def _out_of_memory_told(hint: str, what: str = "") -> Iterator[None]:
+    """Say of a GPU whose memory does not suffice, for `what` if that is known, what can be done."""
     import torch
 
     try:
         yield
     except torch.OutOfMemoryError as error:
-        message = f"the GPU has too little memory beside the engines to load {', '.join(models)}: {error}"
-        hint = "lower --vllm_gpu_memory_utilization, or add --vllm_enable_sleep, with which engines start later"
-        raise EngineError(message, hint=hint) from error
+        raise EngineError(f"the GPU has too little memory{what}: {error}", hint=hint) from error
 
 
 class RankActor:
@@ -67,7 +72,7 @@ class RankActor:
         if job.plan.device == "cuda":
             # DeepSpeed needs twice the memory of a model for a moment, which PyTorch would keep from the engines.
             limits = limited_memory(share_beside_engines(job.plan, job.engine, next(iter(models)), rank))
-        with limits, _out_of_memory_told(models):
+        with limits, _out_of_memory_told(_LATER_ENGINES, f" beside the engines to load {', '.join(models)}"):
             self._worker = TrainWorker(
                 models,
                 job.algorithm,
@@ -94,10 +99,12 @@ class RankActor:
         loaded_s = time.perf_counter() - started
         return {"startup/load": loaded_s, "startup/rehearsal": rehearse(self._worker, list(models), job, rank)}
 
+    @_out_of_memory_told(_SMALLER_PASSES)
     def work(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the `TrainWorker` and return its result."""
         return getattr(self._worker, method)(*args, **kwargs)
 
+    @_out_of_memory_told(_SMALLER_PASSES)
     def run_block(
         self, roles: Sequence[str], names: Sequence[str], columns: "RolloutColumns", plan: "RankPlan"
     ) -> tuple[Any, tuple[list[Any], float]]:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_data.errors import RlhfError
 from rlhf_models.loading import load_config
 from rlhf_rollout.host import quick_collection
 from rlhf_rollout.protocols import RewardFunction
@@ -66,7 +65,7 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
         ConfigError: the job cannot run as configured.
         CheckpointError: the checkpoint to continue from belongs to another run.
         EngineError, RewardError, WeightSyncError: a part failed and retries did not help. What was learned is saved
-            before the error is raised, as far as the trainers live.
+            before any error is raised, as far as the trainers live.
         Interrupted: SIGINT or SIGTERM. The state of the run is saved before.
     """
     check_save_path(job.save_path, resumes=job.checkpoints.resume)
@@ -86,6 +85,7 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
                 restarted_at = time.monotonic()
                 job, checkpoint = continued(job, lost.error, observer)
                 interrupts.release()  # which a death in the middle of an update left held
+                timeline = Timeline(on_phase=watch.phase)  # the checkpoint has the seconds before it
 
 
 class LostTrainerError(Exception):
@@ -230,7 +230,7 @@ def train_and_save(job: OnlineJob, parts: Parts, recorder: Recorder) -> RunSumma
     except (KeyboardInterrupt, CancelledError):
         save_what_is_left(job, parts, recorder, models=False)
         raise
-    except RlhfError:
+    except Exception:  # such as one of PyTorch in a rank
         save_what_is_left(job, parts, recorder, models=True)
         raise
     parts.report.add_final({"memory/trainer_peak_bytes": float(parts.learner.peak_memory_bytes())})
@@ -248,7 +248,7 @@ def save_what_is_left(job: OnlineJob, parts: Parts, recorder: Recorder, *, model
             parts.checkpointer.save()
         if models and "actor" in live:
             save_models(job, parts, recorder, live)
-    except RlhfError as error:
+    except Exception as error:  # which must not hide the one that ends the run
         parts.report.warning(f"not everything was saved: {error}")
     parts.checkpointer.close(ranks_live=all_live)
 

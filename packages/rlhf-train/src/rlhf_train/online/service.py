@@ -33,7 +33,8 @@ class Drawn:
         num_retries: requests that were sent again after an engine failed.
         cached_share: share of all prompt tokens that was in the engines' caches; None if no engine says.
         reward_wait_s: seconds from the last generation to the last reward, while nothing was generated.
-        has_scored: whether the reward has scored a group; agents may give rewards of their own.
+        has_scored: whether the reward has scored a group of this process's run, if there was any; agents may give
+            rewards of their own.
         overlap: metrics of a run in which generation goes on while the learner works.
     """
 
@@ -97,8 +98,8 @@ class GenerationService:
         self._is_started = False
         self._is_open = False  # prompts may be admitted
         self._num_allowed = 0  # prompts that may still be admitted before the next batch is done
+        self._counts = GenerationCounts()  # of the run; its seconds are those since the last batch
         # Since the last batch:
-        self._counts = GenerationCounts()
         self._num_requested = self._num_failed = 0  # groups
         self._failure = ""
         self._dropped: list[RolloutGroup] = []
@@ -282,8 +283,10 @@ class GenerationService:
         if result.group is None:
             self._num_failed += 1
             self._failure = result.failure or ""
-        elif kept is None:
-            self._dropped.append(result.group)
+        else:
+            self._counts.num_groups += 1
+            if kept is None:
+                self._dropped.append(result.group)
         self._settled(ticket.group_id, kept)
         self._progress(min(self._stream.num_queued, self._stream.batch_size), self._stream.batch_size)
 
@@ -308,7 +311,7 @@ class GenerationService:
             num_retries=router.num_retries - self._num_retries,
             cached_share=float(num_cached / num_prompt_tokens) if num_prompt_tokens else None,
             reward_wait_s=0.0 if self._runs_ahead else counts.reward_wait_s,
-            has_scored=counts.num_scored_groups > 0,
+            has_scored=counts.num_scored_groups > 0 or counts.num_groups == 0,
             overlap=self._overlap() if self._runs_ahead else {},
         )
         if not drawn.groups:
@@ -329,7 +332,8 @@ class GenerationService:
 
     def _start_period(self) -> None:
         """Count from here on for the next batch."""
-        self._counts = GenerationCounts(waiting=self._counts.waiting)
+        self._counts.generate_s = 0.0
+        self._counts.score_s = 0.0
         self._num_requested = 0  # groups
         self._num_failed = 0  # groups
         self._failure = ""

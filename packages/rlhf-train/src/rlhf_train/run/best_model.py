@@ -29,14 +29,13 @@ class BestModel:
         value = metrics[self.metric]
         return value < self._best if self._lowest else value > self._best
 
-    def state(self) -> float | None:
-        """Return the best value so far, for `restore`; None before the first evaluation."""
-        return self._best if math.isfinite(self._best) else None
+    def state(self) -> dict[str, float] | None:
+        """Return the best value so far by the metric's name, for `restore`; None before the first evaluation."""
+        return {self.metric: self._best} if math.isfinite(self._best) else None
 
-    def restore(self, state: float | None) -> None:
-        """Continue with the best value of another process."""
-        if state is not None:
-            self._best = state
+    def restore(self, state: Mapping[str, float] | None) -> None:
+        """Continue with the best value of another process, unless another metric decided there."""
+        self._best = (state or {}).get(self.metric, self._best)
 
     @property
     def staging(self) -> Path:
@@ -58,6 +57,7 @@ class BestModel:
         (self.staging / STATE_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         old = self._folder.with_name(f".{self._folder.name}.old")
         if self._folder.exists():
+            shutil.rmtree(old, ignore_errors=True)  # of a process that was killed before it had removed it
             self._folder.rename(old)
         self.staging.rename(self._folder)
         shutil.rmtree(old, ignore_errors=True)
