@@ -70,7 +70,7 @@ def served_engine(spec: EngineSpec, *, token_latency_s: float = 0.0, token: str 
         yield url
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
 
 
 def wait_until_up(url: str, process: subprocess.Popen) -> None:

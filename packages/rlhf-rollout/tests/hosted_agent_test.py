@@ -386,7 +386,7 @@ def test_cancelled_episodes_end_in_their_process(write, tmp_path):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not (tmp_path / "ended").exists() and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         await pool.close()

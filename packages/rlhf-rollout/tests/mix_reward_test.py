@@ -164,7 +164,7 @@ def test_mixed_reward_sources_score_side_by_side():
 
         prompt = make_prompt()
         reward = MixedReward([(name, 1.0, Together(Verdict(OK, 1.0))) for name in "abc"])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await reward.score(prompt, [make_rollout(prompt, "4")])
 
     assert asyncio.run(run())[0].reward == 3.0

@@ -179,7 +179,7 @@ def test_door_refuses_without_reading_and_guards_what_is_mounted(monkeypatch):
             ("/engine/receive_weights", "Authorization: Bearer wrong\r\n", 401),
             ("/v1/completions", "Authorization: Bearer secret\r\n", 408),
         ):
-            with socket.create_connection((host, int(port)), timeout=20) as connection:
+            with socket.create_connection((host, int(port)), timeout=60) as connection:
                 head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n{headers}\r\n"
                 connection.sendall(head.encode())
                 assert connection.recv(100).startswith(f"HTTP/1.1 {status}".encode())

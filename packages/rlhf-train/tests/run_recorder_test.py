@@ -57,7 +57,7 @@ def gate(monkeypatch):
     write = RolloutWriter.write
 
     def late(self, *arguments, **fields):
-        assert event.wait(20)
+        assert event.wait(60)
         write(self, *arguments, **fields)
 
     monkeypatch.setattr(RolloutWriter, "write", late)
@@ -152,7 +152,7 @@ def settle(recorder: Recorder) -> None:
     done = threading.Event()
     background = recorder._rollouts["rollouts"]._background
     background._executor.submit(done.set)
-    assert done.wait(20)
+    assert done.wait(60)
 
 
 FULL = r"rollouts\.jsonl cannot be written: .*No space left.*\n\nhint: free space there, or use another --save_path"
@@ -224,7 +224,7 @@ def test_background_writer_bounds_what_waits_and_keeps_the_order():
     writer = BackgroundWriter(lambda error: cannot_write("x", error), max_pending=2)
 
     def write(index: int) -> None:
-        assert event.wait(20)
+        assert event.wait(60)
         written.append(index)
 
     def submit_all() -> None:
@@ -235,13 +235,13 @@ def test_background_writer_bounds_what_waits_and_keeps_the_order():
     submitted: list[int] = []
     thread = threading.Thread(target=submit_all)
     thread.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(submitted) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.2)
     assert submitted == [0, 1]  # the third waits for room
     event.set()
-    thread.join(20)
+    thread.join(60)
     writer.close(lambda: written.append("closed"))
     assert written == [0, 1, 2, 3, "closed"]
 
@@ -251,7 +251,7 @@ def test_background_writer_writes_nothing_after_a_failure_but_closes():
     writer = BackgroundWriter(lambda error: cannot_write("x", error))
 
     def fail() -> None:
-        event.wait(20)
+        event.wait(60)
         raise OSError("broken")
 
     event = threading.Event()
@@ -310,7 +310,7 @@ def test_remote_tracker_that_fails_is_said_once_and_ends_no_run():
 def test_remote_tracker_gets_the_numbers_as_they_were():
     class Slow(Broken):
         def log(self, step, metrics):
-            assert event.wait(20)
+            assert event.wait(60)
             self.logged.append(dict(metrics))
 
     event, slow, metrics = threading.Event(), Slow(), {"loss": 1.0}
