@@ -181,9 +181,9 @@ def test_server_does_not_wait_for_ever(monkeypatch):
             await asyncio.sleep(3600)
 
     monkeypatch.setattr(serve_rm, "ANSWER_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(serve_rm, "READ_TIMEOUT_S", 0.2)
     with serving(Hanging(), ByteTokenizer()) as url:
         assert post(url, {"query": ["a"]}).status_code == 504
+        monkeypatch.setattr(serve_rm, "READ_TIMEOUT_S", 0.2)
         host, _, port = url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")

@@ -183,11 +183,11 @@ def test_door_refuses_without_reading_and_guards_what_is_mounted(monkeypatch):
                 head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n{headers}\r\n"
                 connection.sendall(head.encode())
                 assert connection.recv(100).startswith(f"HTTP/1.1 {status}".encode())
+        monkeypatch.setattr(serve, "READ_TIMEOUT_S", 60)
         for path in ("/metrics", "/version", "/sessions/x", "/more/hello", "/more/health"):
             assert httpx.get(url + path).status_code == 401
         assert httpx.get(url + "/more/hello", headers=given).json() == "there"
         assert httpx.get(url + "/health").json()["status"] == "ok"
-        monkeypatch.setattr(serve, "READ_TIMEOUT_S", 60)
         sampling = SamplingParams(seed=1)
         assert asyncio.run(client(url, api_key="secret").generate(PROMPT, sampling))
         with pytest.raises(EngineError, match=r"(?s)status 401.*hint: set RLHF_ENGINE_TOKEN"):
