@@ -107,7 +107,7 @@ def test_score_each_crash_has_the_seconds_until_it():
     prompt = make_prompt()
     (verdict,) = asyncio.run(score_each(Late(), prompt, [make_rollout(prompt, "4")]))
     assert verdict.kind is CRASH
-    assert 0.05 <= verdict.seconds < 5.0
+    assert 0.05 <= verdict.seconds < 60.0
 
 
 def test_mixed_reward_any_source_that_fails_fails_the_sum():

@@ -178,14 +178,20 @@ class AgentProcess(GuardedProcess):
             await asyncio.wait([moved, running.done], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         finally:
             moved.cancel()
-        is_late = not activity.num_waiting and time.monotonic() >= activity.since + self._timeout_s
-        if running.done.done() or not is_late:
+        if not self._is_late(running):
             return
-        if await self._answers():
+        if await self._answers():  # what the episode has sent before comes first
+            if not self._is_late(running):  # this process was busy, not the agent
+                return
             raise AgentError(f"the agent took longer than {self._timeout_s:g} s", is_late=True)
         # One of its episodes blocks the process, and nobody can tell which one.
         self._fail(f"the agent took longer than {self._timeout_s:g} s", is_late=True)
         await asyncio.to_thread(self.kill)
+
+    def _is_late(self, running: _Running) -> bool:
+        activity = running.attempt.activity
+        is_quiet = not running.done.done() and not activity.num_waiting
+        return is_quiet and time.monotonic() >= activity.since + self._timeout_s
 
     async def _answers(self) -> bool:
         """Return whether the process answers at all, or one episode blocks all others."""
