@@ -94,7 +94,7 @@ def test_a_run_that_raises_still_has_all_rollouts(gate, tmp_path):
 
 
 SCRIPT = """
-import signal, sys, time
+import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with Ctrl-C ignored
 from run_recorder_test import group
 from rlhf_rollout.records_io import RolloutWriter
@@ -102,7 +102,8 @@ from rlhf_train.run.recorder import Recorder
 
 write = RolloutWriter.write
 def slowly(self, *arguments, **fields):
-    time.sleep(0.3)
+    while not os.path.exists(sys.argv[3]):
+        time.sleep(0.01)
     write(self, *arguments, **fields)
 RolloutWriter.write = slowly
 
@@ -126,19 +127,20 @@ def test_a_process_that_ends_while_rollouts_wait_writes_them_first(how, status, 
     folder = tmp_path / "run"
     paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder), how],
+        [sys.executable, "-c", SCRIPT, str(folder), how, str(tmp_path / "may-write")],
         env=os.environ | {"PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     assert process.stdout.readline() == "submitted\n"
-    before = len(lines(folder / "rollouts.jsonl"))
     if how == "ctrl-c":
         process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):  # the end waits
+        process.wait(0.5)
+    (tmp_path / "may-write").touch()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status, errors
-    assert before < 4  # else the end had nothing to wait for
     assert [line["step"] for line in lines(folder / "rollouts.jsonl")] == [1, 2, 3, 4]
 
 
