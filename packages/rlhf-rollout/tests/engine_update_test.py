@@ -283,6 +283,40 @@ def test_weight_update_given_up_while_it_drains_lets_requests_through(subject: S
     assert [completions[0].policy_version for completions in simulate(scenario())] == [0, 0]
 
 
+@pytest.mark.parametrize("is_updating", [False, True])
+def test_pause_given_up_while_it_drains_holds_no_request_back(is_updating: bool) -> None:
+    engine = FakeEngine(latency_s=0.5)
+
+    async def scenario() -> Any:
+        running = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=2)))
+        await asyncio.sleep(0.01)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.pause("drain"), 0.05)
+        if is_updating:  # whose end lets requests through
+            await engine.begin_weight_update(5)
+            await engine.finish_weight_update()
+        assert not (await engine.health()).is_paused
+        return await asyncio.gather(running, engine.generate(PROMPT, SamplingParams(max_tokens=2), timeout_s=60))
+
+    assert len(simulate(scenario())) == 2
+
+
+def test_second_pause_given_up_leaves_the_first_one_in_force() -> None:
+    engine = FakeEngine(token_latency_s=1.0)
+
+    async def scenario() -> None:
+        running = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=9, min_tokens=9)))
+        await asyncio.sleep(2.5)
+        assert await engine.pause("keep") == 1
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.pause("drain"), 5)
+        assert (await engine.health()).is_paused
+        await engine.resume()
+        assert len((await running)[0].token_ids) == 9
+
+    simulate(scenario())
+
+
 def test_fake_engine_closed_while_paused_fails_what_it_held() -> None:
     engine = FakeEngine(token_latency_s=0.005)
 

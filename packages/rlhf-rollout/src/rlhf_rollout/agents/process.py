@@ -110,9 +110,9 @@ class AgentProcess(GuardedProcess):
         self._failure = ""
 
     @property
-    def num_episodes(self) -> int:
-        """Episodes under way."""
-        return len(self._running)
+    def alive(self) -> bool:
+        """Whether the process runs and takes episodes: one that is being killed takes none."""
+        return super().alive and not self._failure
 
     async def start(self, tokenizer: str | None) -> None:
         """Have the process import the agent. `tokenizer` is the folder or hub name that agents load on demand.
@@ -155,11 +155,11 @@ class AgentProcess(GuardedProcess):
 
     async def shut_down(self) -> None:
         """End the process and what it runs, after it has had some seconds to close its environments and servers."""
-        is_lost = bool(self._failure)
+        may_close = self.alive
         self._fail("the agent's process has been shut down")
         if hasattr(self, "_reading"):  # the agent has been imported
             self._reading.cancel()
-            if self.alive and not is_lost:
+            if may_close:
                 with contextlib.suppress(OSError):
                     self._writer.write_eof()
                 await asyncio.to_thread(self.wait, _CLOSE_TIMEOUT_S)
