@@ -174,7 +174,7 @@ def test_generate_groups_reads_prompts_as_they_are_needed():
 
 def test_generate_groups_goes_to_the_least_loaded_engine():
     slow, quick = ScriptedEngine(seconds=0.2), ScriptedEngine(seconds=0.01)
-    run(prompts_of(10), [slow, quick], max_in_flight=2)
+    run(prompts_of(10), [slow, quick], max_in_flight=2, by=simulate)
     assert slow.num_calls + quick.num_calls == 10
     assert quick.num_calls >= 8
 

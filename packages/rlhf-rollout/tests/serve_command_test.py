@@ -37,7 +37,7 @@ WEIGHTS = {"a": np.arange(700_001, dtype=np.float32), "b": np.ones((3, 5), np.fl
 
 
 def client(url, **options):
-    return HttpEngine(EngineSpec(model="m", base_url=url), retry_wait_s=0.001, **options)
+    return HttpEngine(EngineSpec(model="m", base_url=url, health_timeout_s=60.0), retry_wait_s=0.001, **options)
 
 
 async def send(engine, version, weights=WEIGHTS, *, checksum=True):
