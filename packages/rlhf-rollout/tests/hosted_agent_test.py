@@ -290,6 +290,24 @@ def test_bad_episode_fails_alone(write, label, kind, detail):
         assert texts_of(episodes[1].rollouts[0])[-1] == (POLICY, "a<eos>")
 
 
+def test_plain_steps_that_hang_hold_up_no_other_episode(write):
+    source = write("""
+        import time
+        class AgentInstance:
+            def reset(self, states):
+                return {"observation": states["observation"]}
+            def step(self, states):
+                if states["label"] == "hang":
+                    time.sleep(1000)
+                return {"rewards": 1.0, "done": True}
+    """)
+    num_hanging = min(32, os.cpu_count() + 4) + 1  # more than the threads of an event loop by default
+    prompts = [make_prompt(f"x{number}", "hang") for number in range(num_hanging)]
+    episodes, replaced = run(source, writes(["a"]), prompts=[*prompts, make_prompt("y", "good")], timeout_s=6.0)
+    assert [episode.verdict.kind for episode in episodes] == [TIMEOUT] * num_hanging + [OK]
+    assert replaced == 0
+
+
 def test_agent_is_not_late_while_its_question_waits_for_this_process(write, tmp_path):
     source = write(f"""
         import asyncio, pathlib
