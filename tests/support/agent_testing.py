@@ -55,7 +55,7 @@ def run(
     limits = limits or EpisodeLimits(max_length=200)
 
     async def collect():
-        pool = AgentPool(parse_agent(source), **{"num_processes": 1, "timeout_s": 20.0, **options})
+        pool = AgentPool(parse_agent(source), **{"num_processes": 1, "timeout_s": 60.0, **options})
         try:
             agent = HostedAgent(EngineRouter([engine]), pool, tokenizer, limits, gives_reward=gives_reward)
             sampling = SamplingParams(max_tokens=engine_tokens, seed=3, num_samples=samples)

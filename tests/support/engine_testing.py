@@ -5,9 +5,10 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def served_engine(spec: EngineSpec, *, token_latency_s: float = 0.0, token: str 
         yield url
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
 
 
 def wait_until_up(url: str, process: subprocess.Popen) -> None:
@@ -124,6 +125,41 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
             engine = build_engine(kind, spec)
         yield Subject(kind, engine, weights, vocab_size)
         asyncio.run(engine.close())
+
+
+@asynccontextmanager
+async def stopped_amid(
+    engine: Any, requests: Sequence[Coroutine[Any, Any, Any]], *, num_sequences: int, num_tokens: int = 10
+) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """Send requests to a vLLM engine, and stop its thread when `num_sequences` of theirs have `num_tokens` each.
+
+    They are taken up together, and none ends before what the context sends to the engine, however busy the machine.
+    The thread goes on at the end of the context, once it has been sent a pause, which is two calls.
+    """
+    loop = engine._loop
+    take, reached, may_go = loop._take_outputs, threading.Event(), threading.Event()
+
+    def take_and_stop(outputs: Any) -> None:
+        take(outputs)
+        lengths = sorted((len(sample.token_ids) for sample in loop._samples.values()), reverse=True)
+        if not reached.is_set() and lengths[num_sequences - 1 :][:1] >= [num_tokens]:
+            reached.set()
+            may_go.wait(60)
+
+    await asyncio.wrap_future(loop.call(lambda core: setattr(loop, "holding", True), drain=False))
+    tasks = [asyncio.create_task(request) for request in requests]
+    while len(loop._waiting) < len(tasks):
+        await asyncio.sleep(0.001)
+    loop._take_outputs = take_and_stop
+    loop.call(lambda core: setattr(loop, "holding", False), drain=False)
+    try:
+        assert await asyncio.to_thread(reached.wait, 60)
+        yield tasks
+        while loop._inbox.qsize() < 2:
+            await asyncio.sleep(0.001)
+    finally:
+        may_go.set()
+        del loop._take_outputs
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -11,7 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
+import pytest
 
+from rlhf_rollout.rewards.process import Samples, WorkerProcess
 from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket, aligned, bucket_checksum
 
 
@@ -33,6 +35,19 @@ def shared_memory_bucket(weights: Mapping[str, np.ndarray], *, checksum: bool = 
         file.write(buffer.tobytes())
         file.flush()
         yield WeightBucket("shared_memory", tuple(specs), (file.name, 0), sum_of_all)
+
+
+def limit_only(monkeypatch: pytest.MonkeyPatch, hangs: Callable[[list[str]], bool]) -> None:
+    """Keep the time limit of a reward function's calls where `hangs(queries)`, and give a minute to all other calls.
+
+    A call that hangs is then late, and no other one is, however busy the machine.
+    """
+    call = WorkerProcess.call
+
+    def patient(worker: WorkerProcess, samples: Samples, extras: Mapping[str, list[Any]], timeout_s: float) -> Any:
+        return call(worker, samples, extras, timeout_s if hangs(samples[0]) else 60.0)
+
+    monkeypatch.setattr(WorkerProcess, "call", patient)
 
 
 @contextmanager
@@ -125,11 +140,11 @@ def app_server(app: Any) -> Iterator[str]:
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not server.started:
             assert time.monotonic() < deadline and thread.is_alive()
             time.sleep(0.01)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)

@@ -51,7 +51,7 @@ class Recorder:
     async def _note(self, event: str) -> None:
         self.events.append(event)
         if self._gate is not None:
-            await asyncio.wait_for(self._gate.wait(), 10)
+            await asyncio.wait_for(self._gate.wait(), 60)
         if event.split()[0] == self._fail_at:
             raise self._error(f"told to fail at {event}")
 

@@ -132,7 +132,7 @@ def test_the_line_is_drawn_without_further_calls(monkeypatch):
     stream = Terminal()
     progress = Progress(stream)
     progress.show("loading")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while stream.getvalue().count("loading") < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
     progress.clear()

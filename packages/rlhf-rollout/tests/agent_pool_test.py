@@ -1,6 +1,7 @@
 """The processes of agents: what is left of one that does not start, or whose episode is cancelled."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -8,8 +9,10 @@ import pytest
 from agent_testing import TOKENIZER, texts_of, writes
 from record_testing import make_prompt
 from rlhf_data.errors import RewardError
+from rlhf_data.records import VerdictKind
 from rlhf_rollout.agents.hosted import HostedAgent
 from rlhf_rollout.agents.pool import AgentPool
+from rlhf_rollout.agents.process import AgentProcess
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.agents.user_agent import parse_agent
 from rlhf_rollout.engines.fake import FakeEngine
@@ -111,6 +114,46 @@ def test_late_request_of_an_episode_that_was_given_up_disturbs_no_other(write):
 
     episode, num_replaced = asyncio.run(scenario())
     assert (episode.verdict.reward, num_replaced) == (1.0, 0)
+
+
+def test_episode_that_comes_while_a_blocked_process_is_killed_has_another_one(write, monkeypatch):
+    source = write("""
+        import time
+        async def run_episode(session):
+            await session.reply()
+            if session.label == "block":
+                time.sleep(1000)
+            return 1.0
+    """)
+    monkeypatch.setattr("rlhf_rollout.agents.process._PING_TIMEOUT_S", 0.5)
+    kill, ending, may_kill = AgentProcess.kill, AgentProcess.ending, threading.Event()
+
+    def kill_late(process):
+        assert may_kill.wait(TIMEOUT_S)
+        kill(process)
+
+    def end_late(process):  # after the episode at fault
+        time.sleep(0.5)
+        return ending(process)
+
+    async def scenario():
+        pool = AgentPool(parse_agent(source), num_processes=1, timeout_s=6.0)
+        agent = HostedAgent(EngineRouter([writes(["a"])]), pool, TOKENIZER, EpisodeLimits())
+        await agent.start()
+        monkeypatch.setattr(AgentProcess, "kill", kill_late)
+        monkeypatch.setattr(AgentProcess, "ending", end_late)
+        first = asyncio.create_task(agent.run(make_prompt("x", "block"), SAMPLING, "g1"))
+        try:
+            await until(lambda: pool._slots[0].process._failure)
+            second = asyncio.create_task(agent.run(make_prompt("y", "good"), SAMPLING, "g2"))
+            await asyncio.sleep(0.2)
+            may_kill.set()
+            return [(await task)[0].verdict.kind for task in (first, second)]
+        finally:
+            may_kill.set()
+            await pool.close()
+
+    assert asyncio.run(scenario()) == [VerdictKind.TIMEOUT, VerdictKind.OK]
 
 
 def test_cancelled_episode_ends_its_requests_to_the_policy(write):

@@ -155,7 +155,7 @@ def test_program_has_no_secrets_and_leaves_nothing_behind(tmp_path, monkeypatch)
     )
     assert episode.verdict.reward == 1.0
     assert "secret" not in env.read_text() and "OPENAI_API_KEY=none" in env.read_text()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (path := f"/proc/{pid.read_text().strip()}") and _is_running(path):
         assert time.monotonic() < deadline
         time.sleep(0.01)

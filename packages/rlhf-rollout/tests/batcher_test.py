@@ -53,11 +53,9 @@ def test_batcher_full_batches_go_out_at_once_and_the_rest_after_its_wait():
 
 def test_batcher_full_batch_does_not_wait():
     async def run():
-        started = time.monotonic()
-        await submit_all(Batcher(Doubler(), max_batch=2, max_wait_s=30.0), [1, 2])
-        return time.monotonic() - started
+        await submit_all(Batcher(Doubler(), max_batch=2, max_wait_s=1000.0), [1, 2])
 
-    assert asyncio.run(run()) < 5
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_batcher_batches_run_side_by_side():

@@ -1,8 +1,10 @@
 """Fixtures of the tests here; the engines of `engine_testing` are built where a test asks for them."""
 
+import functools
 import os
 import textwrap
 
+import httpx
 import pytest
 
 from engine_testing import model_dir, subject
@@ -11,6 +13,13 @@ from rlhf_rollout.rewards.sandbox import Bubblewrap, check_sandbox
 from scripted_core import core, loop
 
 __all__ = ["core", "loop", "model_dir", "subject"]
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """Give requests of tests a minute: httpx's five seconds are too few for a machine that is busy with other tests."""
+    for name in ("delete", "get", "post"):
+        monkeypatch.setattr(httpx, name, functools.partial(getattr(httpx, name), timeout=60))
 
 
 @pytest.fixture

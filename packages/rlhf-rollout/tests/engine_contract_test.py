@@ -127,14 +127,18 @@ def test_generate_bad_request_raises(subject: Subject, prompt: Any, sampling: An
 
 
 def test_generate_cancelled_leaves_the_engine_usable(subject: Subject) -> None:
-    async def cancel() -> None:
+    async def cancel() -> bool:
         task = asyncio.create_task(subject.engine.generate(PROMPT, SamplingParams(num_samples=2, max_tokens=100)))
         await asyncio.sleep(0.0 if subject.kind == "fake" else 0.02)
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await asyncio.wait([task])
+        return task.cancelled()
 
-    run(cancel())
+    for _ in range(20):  # on a busy machine, a request may end before it is cancelled
+        if run(cancel()):
+            break
+    else:
+        pytest.fail("no request was cancelled")
     assert len(generate(subject, max_tokens=3, min_tokens=3, seed=1)[0].token_ids) == 3
 
 
@@ -162,7 +166,8 @@ def test_sleep_with_requests_in_flight_raises(subject: Subject) -> None:
     async def scenario() -> None:
         await subject.engine.begin_weight_update(60)
         task = asyncio.create_task(subject.engine.generate(PROMPT, SamplingParams(max_tokens=2)))
-        await asyncio.sleep(0.05)
+        while not (await subject.engine.health()).num_in_flight:
+            await asyncio.sleep(0.01)
         with pytest.raises(EngineError, match="cannot sleep with 1"):
             await subject.engine.sleep()
         with shared_memory_bucket(subject.weights) as bucket:
@@ -188,8 +193,12 @@ def test_generate_deadline_that_passes_raises_and_gives_the_request_up(subject: 
 def test_deadline_of_a_request_is_put_off_by_a_pause_and_counts_before_and_after(subject: Subject) -> None:
     async def scenario() -> Any:
         assert await subject.engine.pause("drain") == 0
-        task = asyncio.create_task(subject.engine.generate(PROMPT, SamplingParams(max_tokens=2), timeout_s=1.0))
-        await asyncio.sleep(1.2)
+        task = asyncio.create_task(subject.engine.generate(PROMPT, SamplingParams(max_tokens=2), timeout_s=30.0))
+        await asyncio.sleep(0.05)
+        # Set this process's clock forward, instead of waiting.
+        loop = asyncio.get_running_loop()
+        loop.time = lambda real=loop.time: real() + 31.0
+        await asyncio.sleep(0.05)
         assert not task.done()
         await subject.engine.resume()
         assert len(await task) == 1
@@ -218,15 +227,22 @@ def test_deadlines_of_the_spec_hold_for_calls_that_bring_none(
         await update(subject, 66)
         if not subject.has_model:  # it may write at once: nothing is in flight that could hold a call up
             return
-        task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=100, num_samples=4), timeout_s=60))
-        await asyncio.sleep(0.02)
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, "_spec", dataclasses.replace(spec, request_timeout_s=0.001, control_timeout_s=0.001))
-            with pytest.raises(EngineError, match=r"`pause` took longer than 0\.002 s"):
-                await engine.pause("drain")
-        assert len(await task) == 4
-        await engine.pause("drain")  # behind the late one, which an engine may still carry out
-        await engine.resume()
+        errors: list[str] = []
+        while not errors:  # on a busy machine, a request may end before the call that would wait for it
+            long = SamplingParams(max_tokens=100, num_samples=4)
+            task = asyncio.create_task(engine.generate(PROMPT, long, timeout_s=60))
+            await asyncio.sleep(0.02)
+            with monkeypatch.context() as patch:
+                short = dataclasses.replace(spec, request_timeout_s=0.001, control_timeout_s=0.001)
+                patch.setattr(engine, "_spec", short)
+                try:
+                    await engine.pause("drain")
+                except EngineError as error:
+                    errors.append(str(error))
+            await engine.pause("drain")  # behind the late one, which an engine may still carry out
+            await engine.resume()
+            assert len(await task) == 4
+        assert "`pause` took longer than 0.002 s" in errors[0]
 
     run(scenario())
     assert len(generate(subject, max_tokens=3, min_tokens=3, seed=1)[0].token_ids) == 3

@@ -18,6 +18,7 @@ from rlhf_rollout.engines.http import HttpEngine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.weight_sync.bucket import WeightBucket
+from simulated import now, simulate
 
 PROMPT = np.array([4, 5, 6], np.int32)
 
@@ -253,6 +254,22 @@ def test_http_engine_control_call_that_hangs_ends_at_its_deadline(stub: Stub, ur
     for call, limit in ((engine.pause("drain"), r"`pause` took longer than 0\.08 s"), (engine.resume(), r"0\.02 s")):
         with pytest.raises(EngineError, match=limit):
             asyncio.run(call)
+
+
+def test_http_engine_health_check_has_the_deadline_of_the_spec() -> None:
+    async def silent(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(1000)
+        raise AssertionError
+
+    spec = EngineSpec(model="m", base_url="http://engine", health_timeout_s=3.0)
+
+    async def ask_health() -> float:
+        engine = HttpEngine(spec, transport=httpx.MockTransport(silent))
+        with pytest.raises(EngineError, match=r"/health took longer than 3 s"):
+            await engine.health()
+        return now()
+
+    assert simulate(ask_health()) == pytest.approx(3.0)
 
 
 def test_http_engine_conversation_of_the_router_is_a_header_for_load_balancers(stub: Stub, url: str) -> None:

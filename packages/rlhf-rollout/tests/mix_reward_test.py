@@ -107,7 +107,7 @@ def test_score_each_crash_has_the_seconds_until_it():
     prompt = make_prompt()
     (verdict,) = asyncio.run(score_each(Late(), prompt, [make_rollout(prompt, "4")]))
     assert verdict.kind is CRASH
-    assert 0.05 <= verdict.seconds < 5.0
+    assert 0.05 <= verdict.seconds < 60.0
 
 
 def test_mixed_reward_any_source_that_fails_fails_the_sum():
@@ -164,7 +164,7 @@ def test_mixed_reward_sources_score_side_by_side():
 
         prompt = make_prompt()
         reward = MixedReward([(name, 1.0, Together(Verdict(OK, 1.0))) for name in "abc"])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await reward.score(prompt, [make_rollout(prompt, "4")])
 
     assert asyncio.run(run())[0].reward == 3.0

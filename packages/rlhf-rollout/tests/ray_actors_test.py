@@ -3,7 +3,6 @@
 import asyncio
 import pickle
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,7 +189,7 @@ def test_ray_engine_call_that_its_caller_leaves_is_given_up_in_the_actor(handle:
         task = asyncio.create_task(
             engine.generate(PROMPT, SamplingParams(), timeout_s=1.0 if leave == "deadline" else None)
         )
-        while (await engine.health()).num_in_flight == 0:
+        while (await engine.health()).num_in_flight == 0 and not task.done():
             await asyncio.sleep(0.05)
         if leave == "cancel":
             task.cancel()
@@ -211,24 +210,20 @@ def test_control_calls_do_not_wait_behind_requests(handle: Any) -> None:
     # More requests than the actor runs at once, all of them held by a pause: the rest queues in the actor.
     engine = RayEngine(handle)
 
-    async def scenario() -> tuple[float, int]:
+    async def scenario() -> int:
         await engine.pause("drain")
         tasks = [asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=2))) for _ in range(1100)]
         while (await engine.health()).num_in_flight < 1000:
             await asyncio.sleep(0.1)
-        started = time.monotonic()
-        await engine.health()
+        await engine.health()  # would wait for ever behind requests, which go on only after `resume`
         await engine.pause("keep")
-        seconds = time.monotonic() - started
         assert not any(task.done() for task in tasks)
         await engine.begin_weight_update(6)
         await engine.finish_weight_update()
         await engine.resume()
-        return seconds, len(await asyncio.gather(*tasks))
+        return len(await asyncio.gather(*tasks))
 
-    seconds, num_answers = run(scenario())
-    assert seconds < 5.0
-    assert num_answers == 1100
+    assert run(scenario()) == 1100
 
 
 class HungHandle:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 
@@ -37,7 +38,7 @@ class Server:
         self.requests.append(body)
         self.headers.append(headers)
         status, answer = self.answers.pop(0) if self.answers else self.respond(body)
-        self.open.wait(10)
+        self.open.wait(100)
         return status, answer
 
 
@@ -64,7 +65,7 @@ def score(urls, *groups, **options):
     """Score groups of responses, all at once and each to a prompt of its own; return the verdicts of each."""
 
     async def run():
-        reward = RemoteReward(urls, **{"retry_wait_s": 0.001, "timeout_s": 10.0, **options})
+        reward = RemoteReward(urls, **{"retry_wait_s": 0.001, "timeout_s": 60.0, **options})
         try:
             calls = []
             for number, texts in enumerate(groups):
@@ -182,14 +183,16 @@ def test_remote_reward_server_that_cannot_be_reached_in_time_is_a_crash():
     assert (verdicts[0].kind, verdicts[0].detail) == (CRASH, "http://far: ConnectTimeout: nobody is there")
 
 
-def test_remote_reward_silent_server_is_a_timeout_after_two_tries_of_the_batch_and_one_of_each_sample(serve):
-    server, url = serve()
-    server.open.clear()
-    started = time.monotonic()
-    (verdicts,) = score([url], ["1", "2"], timeout_s=0.5, num_retries=5)
-    assert time.monotonic() - started < 2.8  # 1.5 s, and not six times 0.5 s
-    assert [(v.kind, v.detail) for v in verdicts] == [(TIMEOUT, f"{url}: no answer within 0.5 s")] * 2
-    assert [len(request["query"]) for request in server.requests] == [2, 2, 1, 1]
+def test_remote_reward_silent_server_is_a_timeout_after_two_tries_of_the_batch_and_one_of_each_sample():
+    sizes = []
+
+    async def silent(request):
+        sizes.append(len(json.loads(request.content)["query"]))
+        await asyncio.sleep(1000)
+
+    (verdicts,) = score(["http://r"], ["1", "2"], timeout_s=0.5, num_retries=5, transport=httpx.MockTransport(silent))
+    assert [(v.kind, v.detail) for v in verdicts] == [(TIMEOUT, "http://r: no answer within 0.5 s")] * 2
+    assert sizes == [2, 2, 1, 1]
 
 
 def test_remote_reward_answer_that_trickles_is_a_timeout():
@@ -331,7 +334,7 @@ def test_remote_reward_close_ends_a_request_under_way(serve):
     server.open.clear()
 
     async def run():
-        reward = RemoteReward([url], timeout_s=60.0)
+        reward = RemoteReward([url], timeout_s=1000.0)
         prompt = make_prompt()
         task = asyncio.create_task(reward.score(prompt, [make_rollout(prompt, "1")]))
         while not server.requests:
@@ -341,7 +344,7 @@ def test_remote_reward_close_ends_a_request_under_way(serve):
 
     started = time.monotonic()
     assert isinstance(asyncio.run(run())[0], asyncio.CancelledError)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 def test_check_reward_server_tries_each_with_labels_and_empty_responses(serve):
@@ -391,9 +394,11 @@ def test_check_reward_server_bad_answer_is_refused(serve, status, answer, says):
     assert len(server.requests) == 1
 
 
-def test_check_reward_server_that_is_unwell_or_slow_is_told(serve):
-    (broken, url_broken), (slow, url_slow) = serve(), serve()
-    broken.respond = lambda body: (500, "traceback")
-    slow.open.clear()
-    problem = check_reward_server([url_broken, url_slow], [make_prompt()], timeout_s=1.0)
-    assert problem == f"{url_broken}: status 500: traceback; {url_slow}: no answer within 1 s"
+def test_check_reward_server_that_is_unwell_or_slow_is_told():
+    async def answer(request):
+        await asyncio.sleep(1000 if request.url.host == "slow" else 0)
+        return httpx.Response(500, text="traceback")
+
+    urls = ["http://broken", "http://slow"]
+    problem = check_reward_server(urls, [make_prompt()], timeout_s=1.0, transport=httpx.MockTransport(answer))
+    assert problem == "http://broken: status 500: traceback; http://slow: no answer within 1 s"

@@ -8,6 +8,7 @@ import pytest
 
 from record_testing import make_prompt, make_rollout
 from rlhf_rollout.rewards.remote import RemoteReward
+from simulated import simulate
 
 
 @pytest.mark.parametrize(("options", "num_requests"), [({"max_wait_s": 30.0}, 1), ({}, 2)])
@@ -29,5 +30,5 @@ def test_remote_reward_waits_for_others_as_long_as_told(options, num_requests):
         await one
         await reward.close()
 
-    asyncio.run(run())
+    simulate(run())
     assert len(bodies) == num_requests

@@ -166,7 +166,7 @@ def test_server_reads_no_body_without_a_token_and_none_that_is_too_long():
     head = "POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n"
     with serving(Told(), ByteTokenizer(), token="secret") as url:
         host, _, port = url.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port)), timeout=20) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(f"{head}\r\n".encode())
             assert connection.recv(100).startswith(b"HTTP/1.1 401")
         sent = httpx.post(
@@ -181,11 +181,11 @@ def test_server_does_not_wait_for_ever(monkeypatch):
             await asyncio.sleep(3600)
 
     monkeypatch.setattr(serve_rm, "ANSWER_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(serve_rm, "READ_TIMEOUT_S", 0.2)
     with serving(Hanging(), ByteTokenizer()) as url:
         assert post(url, {"query": ["a"]}).status_code == 504
+        monkeypatch.setattr(serve_rm, "READ_TIMEOUT_S", 0.2)
         host, _, port = url.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port)), timeout=20) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
             assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
@@ -242,7 +242,7 @@ def command_running(monkeypatch, *arguments):
     finally:
         for server in servers:
             server.should_exit = True
-        thread.join(20)
+        thread.join(60)
     assert codes == [0]
 
 

@@ -289,7 +289,7 @@ def test_single_turn_keeps_the_spans_of_an_update():
 
     async def scenario():
         task = asyncio.create_task(workflow.run(make_prompt(), SamplingParams(max_tokens=21), "g"))
-        await asyncio.sleep(0.04)
+        await asyncio.sleep(0.042)
         (engine,) = router.engines
         await engine.pause("keep")
         await engine.begin_weight_update(3)
@@ -297,7 +297,7 @@ def test_single_turn_keeps_the_spans_of_an_update():
         await engine.resume()
         return await task
 
-    (episode,) = asyncio.run(scenario())
+    (episode,) = simulate(scenario())
     (rollout,) = episode.rollouts
     assert [span.policy_version for span in rollout.spans] == [None, 0, 3]
     assert rollout.num_response_tokens == 21

@@ -194,9 +194,9 @@ def test_response_cannot_leave_its_quotation(attack):
 
 @pytest.mark.parametrize("text", ["<" * 300_000, "<" + " " * 300_000, "[" * 300_000, "</score" * 50_000])
 def test_long_response_is_quoted_in_linear_time(text):
-    started = time.monotonic()
+    started = time.process_time()
     assert text in Rubric(text="r").messages("2+2=", None, text)[1]["content"]
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

@@ -37,7 +37,7 @@ WEIGHTS = {"a": np.arange(700_001, dtype=np.float32), "b": np.ones((3, 5), np.fl
 
 
 def client(url, **options):
-    return HttpEngine(EngineSpec(model="m", base_url=url), retry_wait_s=0.001, **options)
+    return HttpEngine(EngineSpec(model="m", base_url=url, health_timeout_s=60.0), retry_wait_s=0.001, **options)
 
 
 async def send(engine, version, weights=WEIGHTS, *, checksum=True):
@@ -179,15 +179,15 @@ def test_door_refuses_without_reading_and_guards_what_is_mounted(monkeypatch):
             ("/engine/receive_weights", "Authorization: Bearer wrong\r\n", 401),
             ("/v1/completions", "Authorization: Bearer secret\r\n", 408),
         ):
-            with socket.create_connection((host, int(port)), timeout=20) as connection:
+            with socket.create_connection((host, int(port)), timeout=60) as connection:
                 head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n{headers}\r\n"
                 connection.sendall(head.encode())
                 assert connection.recv(100).startswith(f"HTTP/1.1 {status}".encode())
+        monkeypatch.setattr(serve, "READ_TIMEOUT_S", 60)
         for path in ("/metrics", "/version", "/sessions/x", "/more/hello", "/more/health"):
             assert httpx.get(url + path).status_code == 401
         assert httpx.get(url + "/more/hello", headers=given).json() == "there"
         assert httpx.get(url + "/health").json()["status"] == "ok"
-        monkeypatch.setattr(serve, "READ_TIMEOUT_S", 60)
         sampling = SamplingParams(seed=1)
         assert asyncio.run(client(url, api_key="secret").generate(PROMPT, sampling))
         with pytest.raises(EngineError, match=r"(?s)status 401.*hint: set RLHF_ENGINE_TOKEN"):

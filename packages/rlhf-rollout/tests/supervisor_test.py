@@ -13,7 +13,7 @@ from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.supervisor import EngineState, EngineSupervisor
 
 PROMPT = np.array([4, 5], np.int32)
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class Engine:

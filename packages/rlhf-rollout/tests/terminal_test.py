@@ -150,7 +150,7 @@ def talk(lines, **variables):
             break
         if shown.endswith("> ") and remaining:
             os.write(person, f"{remaining.pop(0)}\n".encode(errors="surrogateescape"))
-    status = process.wait(20)
+    status = process.wait(60)
     os.close(person)
     return shown.replace("\r\n", "\n"), status
 

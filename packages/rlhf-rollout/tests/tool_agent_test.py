@@ -38,7 +38,7 @@ TOOLS = """
         return "\\ud800"
 
     TOOLS = [add, look_up, breaks]
-    TOOL_LIMITS = {"max_calls": 3, "timeout_s": 1.0, "max_chars": 40}
+    TOOL_LIMITS = {"max_calls": 3, "timeout_s": 60.0, "max_chars": 40}
 
     def reward(messages, label):
         return {"rewards": float(messages[-1]["content"] == label), "extra": {"messages": len(messages)}}
@@ -93,7 +93,7 @@ def test_results_follow_the_answer_token_by_token_until_an_answer_calls_nothing(
 )  # fmt: skip
 def test_failure_of_a_tool_is_text_for_the_policy_and_counted(write, answer, content, count):
     started = time.monotonic()
-    [episode] = tools_run(write(TOOLS), [answer, "4"])
+    [episode] = tools_run(write(TOOLS.replace("60.0", "1.0") if count == "tool_late" else TOOLS), [answer, "4"])
     source, text = texts_of(episode.rollouts[0])[2]
     assert source is ENVIRONMENT and text.startswith("\ntool: " + content)
     extra = dict(episode.verdict.extra)

@@ -114,7 +114,7 @@ def test_engines_without_a_seed_draw_one_each(engine: Any, monkeypatch: pytest.M
     monkeypatch.setattr(vllm_engine, "build_core", lambda spec, *args, **options: built.append(spec) or Core())
     for seed in (None, None, 5):
         other = vllm_engine.VllmEngine(EngineSpec(model="x", seed=seed))
-        other._loop.call(lambda core: None, drain=False).result(20)
+        other._loop.call(lambda core: None, drain=False).result(60)
         asyncio.run(other.close())
     first, second, seeded = (spec.seed for spec in built)
     assert first is not None and first != second and seeded == 5
@@ -127,7 +127,7 @@ def generate(engine: Any) -> Any:
 async def outcome(request: Any) -> str:
     """Return "answered", or the error of a request that must not wait for ever."""
     try:
-        await asyncio.wait_for(request, 20)
+        await asyncio.wait_for(request, 60)
     except EngineError as error:
         return str(error)
     return "answered"

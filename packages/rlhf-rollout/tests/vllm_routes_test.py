@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from engine_testing import stopped_amid
 from rlhf_data.errors import EngineError
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec, build_engine
-from rlhf_rollout.engines.vllm.engine import _CPU_GATHER_S
 from rlhf_rollout.protocols import SamplingParams
 from rollout_testing import shared_memory_bucket
 
@@ -97,10 +97,9 @@ def test_routes_are_told_after_an_update_and_before_it_by_the_weights_that_drew_
 
     async def generate_through_an_update():
         params = SamplingParams(num_samples=2, max_tokens=100, seed=5)
-        task = asyncio.create_task(engine.generate(LONG, params))
-        while not all(written >= 10 for written in await written_by_now(engine)):
-            await asyncio.sleep(1.5 * _CPU_GATHER_S)  # an engine that is called more often gathers requests forever
-        await engine.pause("keep")
+        async with stopped_amid(engine, [engine.generate(LONG, params)], num_sequences=2) as [task]:
+            pausing = asyncio.create_task(engine.pause("keep"))
+        await pausing
         await update(engine, 1, new)
         await engine.resume()
         group = await task
@@ -125,13 +124,6 @@ def test_routes_are_told_after_an_update_and_before_it_by_the_weights_that_drew_
         np.testing.assert_array_equal(found[:turn], by_old[:turn])
         np.testing.assert_array_equal(found[turn:], by_new[turn:])
         assert (by_old != by_new).any((1, 2)).mean() > 0.1
-
-
-async def written_by_now(engine):
-    def written(core):
-        return [len(sample.token_ids) for sample in engine._loop._samples.values()] or [0]
-
-    return await asyncio.wrap_future(engine._loop.call(written, drain=False))
 
 
 async def update(engine, version, actor):

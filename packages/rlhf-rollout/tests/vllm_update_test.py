@@ -6,9 +6,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from engine_testing import stopped_amid
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec, build_engine
-from rlhf_rollout.engines.vllm.engine import _CPU_GATHER_S
 from rlhf_rollout.protocols import SamplingParams
 from rollout_testing import shared_memory_bucket
 
@@ -65,36 +65,30 @@ def differences(models, prompt, completion):
     return found
 
 
-def inside(engine, function):
-    """Run `function(core)` on the stepping thread."""
-    return asyncio.wrap_future(engine._loop.call(function, drain=False))
-
-
 async def pause_amid(engine, mode, count):
     """Ask `count` prompts, and pause when each sequence that runs has written; return what runs and waits then."""
-    tasks = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS[:count]]
-
-    def written(core):
-        return sorted(len(sample.token_ids) for sample in engine._loop._samples.values())
-
-    while (lengths := await inside(engine, written))[-MAX_NUM_SEQS:][:1] < [10]:
-        assert not any(task.done() for task in tasks)
-        await asyncio.sleep(1.5 * _CPU_GATHER_S)  # an engine that is called more often gathers requests forever
-    assert len(lengths) == count
-    return tasks, await inside(engine, num_running), await engine.pause(mode)
+    requests = [engine.generate(prompt, LONG) for prompt in PROMPTS[:count]]
+    async with stopped_amid(engine, requests, num_sequences=MAX_NUM_SEQS) as tasks:
+        assert len(engine._loop._samples) == count
+        running = num_running(engine)
+        pausing = asyncio.create_task(engine.pause(mode))
+    return tasks, running, await pausing
 
 
-def num_running(core):
-    return len(core.engine_core.scheduler.running)
+def num_running(engine):
+    return len(engine._loop._core.engine_core.scheduler.running)
 
 
-async def refilled(engine, tasks):
-    """Return how many sequences run once vLLM has taken up all it can."""
-    running = 0
-    while running < MAX_NUM_SEQS and not any(task.done() for task in tasks):
-        await asyncio.sleep(1.5 * _CPU_GATHER_S)  # see `pause_amid`
-        running = max(running, await inside(engine, num_running))
-    return running
+def note_running(engine):
+    """Return a list to which the engine's thread adds after each step how many sequences run."""
+    found, take = [], engine._loop._take_outputs
+
+    def take_and_note(outputs):
+        take(outputs)
+        found.append(num_running(engine))
+
+    engine._loop._take_outputs = take_and_note
+    return found
 
 
 def test_vllm_tokens_after_an_update_are_those_of_the_new_weights_unless_the_cache_is_kept(model_dir):
@@ -113,9 +107,11 @@ def test_vllm_tokens_after_an_update_are_those_of_the_new_weights_unless_the_cac
         tasks, running, found = await pause_amid(engine, mode, count)
         assert (running, found) == (MAX_NUM_SEQS, count)
         await update(engine, version, models[version])
+        running = note_running(engine)
         await engine.resume()
-        assert await refilled(engine, tasks) == MAX_NUM_SEQS  # not fewer than before
         completions = [(await task)[0] for task in tasks]
+        del engine._loop._take_outputs
+        assert max(running) == MAX_NUM_SEQS  # not fewer than before
         assert [len(completion.token_ids) for completion in completions] == [LONG.max_tokens] * count
         found = [differences(models, *pair) for pair in zip(PROMPTS, completions, strict=False)]
         assert all(distance < 1e-4 or distance > 1e-3 for spans in found for distance in spans.values()), found

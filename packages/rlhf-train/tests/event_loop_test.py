@@ -42,7 +42,7 @@ def test_tasks_go_on_between_two_calls(loop):
             await asyncio.sleep(0.001)
 
     loop.start(tick())
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(seen) < 3:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -65,7 +65,7 @@ def test_reports_are_made_on_the_calling_thread_at_once_or_with_the_next_call(lo
     async def later():
         report("between")
 
-    loop.start(later()).result(20)
+    loop.start(later()).result(60)
     assert made == [("during", True)]
     loop.call(lambda: None)
     assert made == [("during", True), ("between", True)]
@@ -77,19 +77,23 @@ def test_interruption_cancels_the_coroutine_that_is_waited_for(loop):
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
 
     async def wait():
-        await asyncio.sleep(0.3)  # the main thread waits by now
+        while not waits.is_set():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)  # the main thread waits again by now
         os.kill(os.getpid(), signal.SIGUSR1)
         try:
             await asyncio.sleep(60)
         finally:
             ended.set()
 
+    waits = threading.Event()
+    loop.report(waits.set)  # the main thread calls it where it waits
     try:
         with pytest.raises(KeyboardInterrupt):
             loop.run(wait())
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert ended.wait(20)
+    assert ended.wait(60)
     assert loop.call(lambda: 3) == 3
 
 

@@ -32,7 +32,7 @@ def test_rollouts_of_the_next_step_are_generated_while_a_step_is_trained(make_ru
     def started(method, *arguments, **options):
         if arguments[:2] == ("update", "actor") and len(run.world.rollouts) == 2:
             training.set()
-            assert seen.wait(20)
+            assert seen.wait(60)
         return start(method, *arguments, **options)
 
     run.world.generate, run.world.start = generated, started

@@ -134,7 +134,7 @@ def test_start_that_times_out_is_tried_again_and_its_processes_are_ended(monkeyp
     with started_cluster(3, 1):
         pass
     assert [(call["address"], call["num_cpus"], call["num_gpus"]) for call in calls] == [("local", 3, 1)] * 3
-    assert [process.wait(timeout=10) for process in processes] == [-9, -9]
+    assert [process.wait(timeout=60) for process in processes] == [-9, -9]
     assert neighbour.poll() is None
     neighbour.kill()
     neighbour.wait()
@@ -169,7 +169,7 @@ def test_start_that_never_succeeds_is_explained(monkeypatch):
         pytest.fail("it did not start")
     assert len(calls) == START_ATTEMPTS
     for process in processes:
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 @pytest.mark.parametrize("error", [TypeError("no such argument"), ValueError("num_cpus"), Interrupted(15)])
@@ -178,7 +178,7 @@ def test_other_errors_of_a_start_are_raised_at_once(monkeypatch, error):
     with pytest.raises(type(error)), started_cluster(2, 0):
         pytest.fail("it did not start")
     assert len(calls) == 1
-    assert processes[0].wait(timeout=10) == -9
+    assert processes[0].wait(timeout=60) == -9
 
 
 def test_start_that_is_interrupted_leaves_no_session_folder(monkeypatch, tmp_path):
@@ -231,9 +231,9 @@ def test_agents_of_runs_that_ended_are_killed_and_all_other_processes_live(monke
         agent("ray::DashboardAgent", foreign),
     ]  # someone who reads the log; another cluster
     with started_cluster(1, 0):
-        assert orphan.wait(timeout=10) == -9
+        assert orphan.wait(timeout=60) == -9
         own = agent("ray::RuntimeEnvAgent", tmp_path / "ray/session_own")  # it is still there when Ray has ended
-    assert own.wait(timeout=10) == -9
+    assert own.wait(timeout=60) == -9
     assert [process.poll() for process in others] == [None, None]
     for process in others:
         process.kill()

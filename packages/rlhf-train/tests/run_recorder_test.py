@@ -57,7 +57,7 @@ def gate(monkeypatch):
     write = RolloutWriter.write
 
     def late(self, *arguments, **fields):
-        assert event.wait(20)
+        assert event.wait(60)
         write(self, *arguments, **fields)
 
     monkeypatch.setattr(RolloutWriter, "write", late)
@@ -94,7 +94,7 @@ def test_a_run_that_raises_still_has_all_rollouts(gate, tmp_path):
 
 
 SCRIPT = """
-import signal, sys, time
+import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with Ctrl-C ignored
 from run_recorder_test import group
 from rlhf_rollout.records_io import RolloutWriter
@@ -102,7 +102,8 @@ from rlhf_train.run.recorder import Recorder
 
 write = RolloutWriter.write
 def slowly(self, *arguments, **fields):
-    time.sleep(0.3)
+    while not os.path.exists(sys.argv[3]):
+        time.sleep(0.01)
     write(self, *arguments, **fields)
 RolloutWriter.write = slowly
 
@@ -126,19 +127,20 @@ def test_a_process_that_ends_while_rollouts_wait_writes_them_first(how, status, 
     folder = tmp_path / "run"
     paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder), how],
+        [sys.executable, "-c", SCRIPT, str(folder), how, str(tmp_path / "may-write")],
         env=os.environ | {"PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     assert process.stdout.readline() == "submitted\n"
-    before = len(lines(folder / "rollouts.jsonl"))
     if how == "ctrl-c":
         process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):  # the end waits
+        process.wait(0.5)
+    (tmp_path / "may-write").touch()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status, errors
-    assert before < 4  # else the end had nothing to wait for
     assert [line["step"] for line in lines(folder / "rollouts.jsonl")] == [1, 2, 3, 4]
 
 
@@ -152,7 +154,7 @@ def settle(recorder: Recorder) -> None:
     done = threading.Event()
     background = recorder._rollouts["rollouts"]._background
     background._executor.submit(done.set)
-    assert done.wait(20)
+    assert done.wait(60)
 
 
 FULL = r"rollouts\.jsonl cannot be written: .*No space left.*\n\nhint: free space there, or use another --save_path"
@@ -224,7 +226,7 @@ def test_background_writer_bounds_what_waits_and_keeps_the_order():
     writer = BackgroundWriter(lambda error: cannot_write("x", error), max_pending=2)
 
     def write(index: int) -> None:
-        assert event.wait(20)
+        assert event.wait(60)
         written.append(index)
 
     def submit_all() -> None:
@@ -235,13 +237,13 @@ def test_background_writer_bounds_what_waits_and_keeps_the_order():
     submitted: list[int] = []
     thread = threading.Thread(target=submit_all)
     thread.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(submitted) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.2)
     assert submitted == [0, 1]  # the third waits for room
     event.set()
-    thread.join(20)
+    thread.join(60)
     writer.close(lambda: written.append("closed"))
     assert written == [0, 1, 2, 3, "closed"]
 
@@ -251,7 +253,7 @@ def test_background_writer_writes_nothing_after_a_failure_but_closes():
     writer = BackgroundWriter(lambda error: cannot_write("x", error))
 
     def fail() -> None:
-        event.wait(20)
+        event.wait(60)
         raise OSError("broken")
 
     event = threading.Event()
@@ -310,7 +312,7 @@ def test_remote_tracker_that_fails_is_said_once_and_ends_no_run():
 def test_remote_tracker_gets_the_numbers_as_they_were():
     class Slow(Broken):
         def log(self, step, metrics):
-            assert event.wait(20)
+            assert event.wait(60)
             self.logged.append(dict(metrics))
 
     event, slow, metrics = threading.Event(), Slow(), {"loss": 1.0}

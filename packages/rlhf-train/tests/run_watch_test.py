@@ -98,7 +98,7 @@ def test_thread_says_it_survives_what_fails_and_ends_with_the_block(listener, mo
     with Watch(listener, first_s=0.02) as watch:
         watch.details = [fails_once]
         watch.phase("generate")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not listener.said and time.monotonic() < deadline:
             time.sleep(0.01)
     assert listener.said[0].endswith("engines answer prompts; known")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine_testing import stopped_amid
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.model_files import end_token_ids
@@ -142,11 +143,9 @@ def test_sync_amid_a_paused_request_splits_it_into_spans_of_their_own_weights(pa
 
     async def scenario() -> list[Completion]:
         params = SamplingParams(num_samples=2, max_tokens=80, min_tokens=80, seed=5)
-        task = asyncio.create_task(pair.engine.generate(prompt, params))
-        while (await pair.engine.health()).num_in_flight == 0:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.03)
-        await pair.engine.pause("keep")
+        async with stopped_amid(pair.engine, [pair.engine.generate(prompt, params)], num_sequences=2) as [task]:
+            pausing = asyncio.create_task(pair.engine.pause("keep"))
+        await pausing
         perturb(pair, seed=5)
         await asyncio.to_thread(send, pair, 21)
         await pair.engine.resume()

@@ -110,9 +110,9 @@ class AgentProcess(GuardedProcess):
         self._failure = ""
 
     @property
-    def num_episodes(self) -> int:
-        """Episodes under way."""
-        return len(self._running)
+    def alive(self) -> bool:
+        """Whether the process runs and takes episodes: one that is being killed takes none."""
+        return super().alive and not self._failure
 
     async def start(self, tokenizer: str | None) -> None:
         """Have the process import the agent. `tokenizer` is the folder or hub name that agents load on demand.
@@ -155,11 +155,11 @@ class AgentProcess(GuardedProcess):
 
     async def shut_down(self) -> None:
         """End the process and what it runs, after it has had some seconds to close its environments and servers."""
-        is_lost = bool(self._failure)
+        may_close = self.alive
         self._fail("the agent's process has been shut down")
         if hasattr(self, "_reading"):  # the agent has been imported
             self._reading.cancel()
-            if self.alive and not is_lost:
+            if may_close:
                 with contextlib.suppress(OSError):
                     self._writer.write_eof()
                 await asyncio.to_thread(self.wait, _CLOSE_TIMEOUT_S)
@@ -178,14 +178,20 @@ class AgentProcess(GuardedProcess):
             await asyncio.wait([moved, running.done], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         finally:
             moved.cancel()
-        is_late = not activity.num_waiting and time.monotonic() >= activity.since + self._timeout_s
-        if running.done.done() or not is_late:
+        if not self._is_late(running):
             return
-        if await self._answers():
+        if await self._answers():  # what the episode has sent before comes first
+            if not self._is_late(running):  # this process was busy, not the agent
+                return
             raise AgentError(f"the agent took longer than {self._timeout_s:g} s", is_late=True)
         # One of its episodes blocks the process, and nobody can tell which one.
         self._fail(f"the agent took longer than {self._timeout_s:g} s", is_late=True)
         await asyncio.to_thread(self.kill)
+
+    def _is_late(self, running: _Running) -> bool:
+        activity = running.attempt.activity
+        is_quiet = not running.done.done() and not activity.num_waiting
+        return is_quiet and time.monotonic() >= activity.since + self._timeout_s
 
     async def _answers(self) -> bool:
         """Return whether the process answers at all, or one episode blocks all others."""

@@ -14,6 +14,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 from rlhf_data.errors import RewardError
@@ -23,6 +24,7 @@ from rlhf_rollout.rewards.user_function import RewardTarget, one_line
 
 _MAX_LINE_BYTES = 2**27
 _MAX_DETAIL = 500
+_MAX_THREADS = 4096  # for plain functions of agents, at the same time
 
 
 def serve(stream: IO[bytes], first: Mapping[str, Any]) -> None:
@@ -56,6 +58,8 @@ class _Server:
 
     async def serve(self, descriptor: int, tell: Callable[[Mapping[str, Any]], None]) -> None:
         """Start the agent, `tell` the other side, and serve. Raises whatever the agent's start raises."""
+        # The default is four threads more than cores: a few functions that hang would hold up all other episodes.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
         if start := getattr(self._run_episode, "start", None):
             await start()
         tell({"ready": True})

@@ -156,11 +156,19 @@ class GatedEngine(ABC):
     async def pause(self, mode: PauseMode) -> int:
         """See `RolloutEngine.pause`. All sequences of a request count until the request is done."""
         check_pause_mode(mode, self.pause_modes, type(self).__name__)
+        was_paused = self._paused
         self._paused = True
         self._gate.close()
         num_found = self._num_sequences
         if mode == "drain":
-            await self._drain_in_time("`pause`")
+            try:
+                await self._drain_in_time("`pause`")
+            except BaseException:
+                # The caller is gone, or takes the engine for dead: nobody would call `resume`.
+                if not was_paused:
+                    self._paused = False
+                    self._open_unless_updating()
+                raise
         self._hold.start()
         return num_found
 
@@ -168,6 +176,9 @@ class GatedEngine(ABC):
         """See `RolloutEngine.resume`."""
         self._paused = False
         self._hold.stop()
+        self._open_unless_updating()
+
+    def _open_unless_updating(self) -> None:
         if self._updating is None:
             self._gate.open()
 

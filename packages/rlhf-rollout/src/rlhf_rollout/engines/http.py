@@ -24,7 +24,6 @@ from rlhf_rollout.weight_sync.shared_memory import map_segment
 _RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
 _MAX_RETRY_WAIT_S = 30.0
 _MAX_TIMEOUTS = 2
-_HEALTH_TIMEOUT_S = 10.0
 _GRACE_S = 1.0  # for the answer of a server that has ended a request at its deadline
 _KEEPALIVE_S = 2.0  # less than uvicorn's 5 s, so that no call meets a connection that the server is closing
 _PIECE_BYTES = 2**20
@@ -232,9 +231,9 @@ class HttpEngine:
         await self._control("resume")
 
     async def health(self) -> EngineHealth:
-        """Ask the server. Raises EngineError when it reports a problem or does not answer within 10 s."""
+        """Ask the server. Raises EngineError when it reports a problem or does not answer in time."""
         url = self._url + "/health"
-        async with deadline(_HEALTH_TIMEOUT_S, f"a request to {url}"):
+        async with deadline(self._spec.health_timeout_s, f"a request to {url}"):
             try:
                 response = await self._client.get(self._address + "/health")
             except httpx.TransportError as error:
