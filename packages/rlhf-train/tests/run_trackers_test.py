@@ -152,8 +152,9 @@ def test_wandb_without_a_key_is_an_error_and_no_question(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"no API key.*\n\nhint: set WANDB_API_KEY"):
-        open_tracker("wandb", tmp_path)
+    for refused in (lambda: open_tracker("wandb", tmp_path), TrackerSpec(wandb=True).check):
+        with pytest.raises(ConfigError, match=r"no API key.*\n\nhint: set WANDB_API_KEY"):
+            refused()
 
 
 def test_mlflow_has_the_experiment_the_name_and_the_configuration(tmp_path):
@@ -195,12 +196,12 @@ def test_tensorboard_folder_of_the_users_has_a_folder_per_run(tmp_path):
     [({"wandb": True}, "--use_wandb", "wandb"), ({"mlflow_uri": "http://host"}, "--use_mlflow", "mlflow")],
 )
 def test_a_library_that_is_not_installed_is_named_with_the_extra(options, flag, extra, monkeypatch):
-    TrackerSpec(**options).check_installed()
+    TrackerSpec(**options).check()
     monkeypatch.setitem(sys.modules, extra, None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"{flag} needs .* {extra}.*\n\nhint: pip install 'rlhf-cli\[{extra}\]'"):
-        TrackerSpec(**options).check_installed()
-    TrackerSpec().check_installed()
+        TrackerSpec(**options).check()
+    TrackerSpec().check()
 
 
 def test_importing_the_recorder_imports_no_tracker_library():
