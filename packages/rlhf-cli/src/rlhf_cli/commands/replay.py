@@ -45,8 +45,9 @@ class ReplaySection(Section, title="replay"):
     step: int | None = flag(None, "the step to repeat", ge=1)
     tolerance: float = flag(
         0.0,
-        "largest difference between two metrics that agree, as a share of the recorded one, or of 1 if that is smaller;"
-        " 0: equal bits, as on CPUs with the same number of threads, while GPUs add up in an order that varies",
+        "largest difference between two metrics that still agree, as a share of the recorded one, or of 1 if that is"
+        " smaller. 0: equal bits, as on CPUs with the same number of threads. GPUs add up in an order that varies, and"
+        " need a tolerance",
         ge=0,
     )
 
