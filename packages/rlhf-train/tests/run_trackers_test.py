@@ -13,7 +13,7 @@ from rlhf_data.errors import ConfigError
 from rlhf_train.run.trackers.jsonl import JsonlTracker
 from rlhf_train.run.trackers.mlflow import metric_name
 from rlhf_train.run.trackers.spec import TrackerSpec
-from rlhf_train.run.trackers.start import open_remote, open_tensorboard
+from rlhf_train.run.trackers.start import check_trackers, open_remote, open_tensorboard
 
 CONFIG = "[training]\nseed = 7\n\n[output]\nuse_wandb = true\n"
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -152,7 +152,7 @@ def test_wandb_without_a_key_is_an_error_and_no_question(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    for refused in (lambda: open_tracker("wandb", tmp_path), TrackerSpec(wandb=True).check):
+    for refused in (lambda: open_tracker("wandb", tmp_path), lambda: check_trackers(TrackerSpec(wandb=True))):
         with pytest.raises(ConfigError, match=r"no API key.*\n\nhint: set WANDB_API_KEY"):
             refused()
 
@@ -196,12 +196,12 @@ def test_tensorboard_folder_of_the_users_has_a_folder_per_run(tmp_path):
     [({"wandb": True}, "--use_wandb", "wandb"), ({"mlflow_uri": "http://host"}, "--use_mlflow", "mlflow")],
 )
 def test_a_library_that_is_not_installed_is_named_with_the_extra(options, flag, extra, monkeypatch):
-    TrackerSpec(**options).check()
+    TrackerSpec(**options).check_installed()
     monkeypatch.setitem(sys.modules, extra, None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"{flag} needs .* {extra}.*\n\nhint: pip install 'rlhf-cli\[{extra}\]'"):
-        TrackerSpec(**options).check()
-    TrackerSpec().check()
+        TrackerSpec(**options).check_installed()
+    TrackerSpec().check_installed()
 
 
 def test_importing_the_recorder_imports_no_tracker_library():

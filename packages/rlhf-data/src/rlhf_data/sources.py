@@ -187,7 +187,7 @@ def _open(name: str | Path, streaming: bool, split: str) -> Source:
         message = f"data file {path} ends in `{path.suffix}`; known: {', '.join(SUFFIXES)}"
         raise DataError(message, hint="convert it to .jsonl")
     if subset is not None and path.is_file() and path.suffix.lower() != ".py":
-        raise ConfigError(f"data file {path} has no subsets, got `@{subset}`")
+        raise ConfigError(f"data file {path} has no subsets, got `@{subset}`", hint=f"drop @{subset}")
     parse = _PARSERS.get(Path(path.name.lower().removesuffix(".gz")).suffix)
     if path.is_file() and parse is not None:
         return Source(str(path), partial(_read_text, parse, path), partial(sha256, path))

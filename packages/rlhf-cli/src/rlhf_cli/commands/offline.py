@@ -282,13 +282,14 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
     from rlhf_train.run.models import ADAPTER_FOLDER
     from rlhf_train.run.observer import Observer
     from rlhf_train.run.recorder import ARTIFACTS, Recorder
+    from rlhf_train.run.trackers.start import check_trackers
 
     started = time.perf_counter()
     folder = job.model_path.parent
     config = to_store(parsed.config)
     output = config.output
     trackers = output.trackers(command.name, folder.name)
-    trackers.check()
+    check_trackers(trackers)
     if job.rank > 0:
         run_offline(job, Observer())
         leave_process_group()

@@ -88,6 +88,7 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     from rlhf_cli.preflight.devices import check_device, cluster_notices, find_gpus
     from rlhf_cli.preflight.inputs import check_inputs
     from rlhf_cli.preflight.memory import gpu_memory_bytes, sleep_notices
+    from rlhf_train.run.trackers.start import check_trackers
 
     config = parsed.config
     for notice in parsed.notices:
@@ -98,7 +99,7 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     device_notices = [*cluster_notices(ray_address), *check_device(config, parsed.given, sum(nodes))]
     plan = make_plan(config, nodes)
     job = make_job(config, inputs, plan, folder, ray_address)
-    job.trackers.check()
+    check_trackers(job.trackers)
     console.done()
     changes = changed_options(job.config, folder) if config.checkpoint.continues else []
     memory_notices = sleep_notices(job, gpu_memory_bytes())

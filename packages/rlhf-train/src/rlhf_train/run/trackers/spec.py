@@ -54,13 +54,9 @@ class TrackerSpec:
     wandb_project: str | None = None
     mlflow_uri: str | None = None
 
-    def check(self) -> None:
-        """Raise ConfigError when the library of a chosen tracker is not installed, or Weights & Biases has no key."""
+    def check_installed(self) -> None:
+        """Raise ConfigError when the library of a chosen tracker is not installed."""
         for wanted, flag, module in ((self.wandb, "use_wandb", "wandb"), (self.mlflow_uri, "use_mlflow", "mlflow")):
             if wanted and importlib.util.find_spec(module) is None:
                 message = f"--{flag} needs the Python package {module}, which is not installed"
                 raise ConfigError(message, hint=f"pip install 'rlhf-cli[{module}]'")
-        if self.wandb:
-            from rlhf_train.run.trackers.wandb import check_key
-
-            check_key()
