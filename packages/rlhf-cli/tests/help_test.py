@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.main import COMMANDS
+from rlhf_cli.main import COMMANDS, command_line
 
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers", "fastapi")
 HELP_LIMIT_S = 1.0
@@ -70,3 +70,11 @@ def test_unknown_command_exits_with_2_and_a_hint():
     assert done.returncode == 2
     assert "unknown command `pppo`" in done.stderr
     assert "did you mean `ppo`?" in done.stderr
+
+
+def test_help_shows_words_before_flags_and_which_switches_are_on():
+    pages = {name: " ".join(command_line(name).parser().format_help().split()) for name in ("ppo", "replay")}
+    assert pages["replay"].startswith("usage: rlhf replay RUN_DIR --step N [--config FILE.toml]")
+    assert pages["ppo"].startswith("usage: rlhf ppo [--preset NAME] [--config FILE.toml]")
+    assert "which --replay and `rlhf replay` need (default: true)" in pages["ppo"]
+    assert "generate and train at the same time; nothing may sleep --max_staleness" in pages["ppo"]

@@ -103,7 +103,7 @@ def test_wrong_key_of_generate_names_the_flag_to_type(tmp_path, capsys):
     assert main(["generate", *words]) == 2
     told = capsys.readouterr().err
     assert "unknown key `answers`; known: answer, prompt" in told
-    assert "hint: did you mean --label_key answer?" in told
+    assert "hint: did you mean --label_key answer, or --label_key None if rows have none?" in told
 
 
 def test_one_name_has_one_declaration_in_all_commands():

@@ -135,7 +135,7 @@ def test_held_out_data_of_the_hub_is_refused_with_what_can_be_read(folder, capsy
     ("flag", "guess"),
     [
         ("input_key", "did you mean --input_key question?"),
-        ("label_key", "did you mean --label_key answer?; --label_key None if rows have none"),
+        ("label_key", "did you mean --label_key answer, or --label_key None if rows have none?"),
     ],
 )
 def test_missing_key_lists_the_keys_there_are(folder, capsys, flag, guess):

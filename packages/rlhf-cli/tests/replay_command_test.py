@@ -219,7 +219,7 @@ BAD = {
     "no run": (["--step", "1"], None, "--run is missing: a run must be named", "rlhf replay RUN_DIR --step N"),
     "no step": (["run"], None, "--step is missing: one step is repeated", "rlhf replay RUN_DIR --step N"),
     "step 0": (["run", "--step", "0"], None, "--step is 0; it must be at least 1", ""),
-    "no folder": (["nowhere", "--step", "1"], None, "the metrics of the run", "there is no folder"),
+    "no folder": (["nowhere", "--step", "1"], None, "there is no run in", "name the folder of a run"),
     "no such step": (["run", "--step", "4"], None, "metrics.jsonl has no step 4", "use --step 3"),
     "metrics that are none": (
         ["run", "--step", "1"],

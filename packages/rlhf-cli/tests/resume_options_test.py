@@ -5,7 +5,7 @@ import pytest
 from rlhf_cli.commands.examples import COMMANDS
 from rlhf_cli.commands.ppo import COMMAND_LINE
 from rlhf_cli.paths import check_output_folder
-from rlhf_cli.preflight.resume import changed_options, has_checkpoint, saying_how_to_resume
+from rlhf_cli.preflight.resume import changed_options, check_can_continue, has_checkpoint, saying_how_to_resume
 from rlhf_data.command_line import to_toml
 from rlhf_data.errors import ConfigError
 
@@ -29,7 +29,7 @@ def written(folder, *argv):
         ("--load_checkpoint --save_path r --disable_ds_ckpt", "saves nothing to continue from"),
         ("--max_ckpt_num 0", "--max_ckpt_num"),
         ("--max_ckpt_mem 0", "--max_ckpt_mem"),
-        ("--resume nowhere", "configuration file .*nowhere/config.toml does not exist"),
+        ("--resume nowhere", "--resume: .*nowhere does not exist\n\nhint: name the folder of a run"),
     ],
 )
 def test_contradictions_are_refused(argv, message, tmp_path, monkeypatch):
@@ -48,6 +48,19 @@ def test_resume_takes_the_options_of_the_run_and_flags_override_them(tmp_path):
     config = parse("--resume", str(run), "--train_steps", "12").config
     assert (config.training.seed, config.training.actor_learning_rate, config.training.train_steps) == (9, 3e-4, 12)
     assert config.checkpoint.continues and not parse().config.checkpoint.continues
+
+
+def test_run_that_ended_without_a_checkpoint_is_not_replaced(tmp_path):
+    run = written(tmp_path / "run")
+    resumed = parse("--resume", str(run)).config.checkpoint
+    check_can_continue(resumed, run)  # it was killed before it saved anything: it starts again
+    (run / "model").mkdir()
+    check_can_continue(parse().config.checkpoint, run)
+    with pytest.raises(ConfigError, match=r"has ended and has no checkpoint.*\n\nhint: start a new run"):
+        check_can_continue(resumed, run)
+    (run / "checkpoints/step-00000001").mkdir(parents=True)
+    (run / "checkpoints/step-00000001/manifest.json").touch()
+    check_can_continue(resumed, run)
 
 
 def test_resume_in_another_folder_is_refused(tmp_path):

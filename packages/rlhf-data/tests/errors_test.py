@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from rlhf_data import errors
-from rlhf_data.errors import ConfigError, missing_file, nearest, unknown, with_hint
+from rlhf_data.errors import ConfigError, joined, missing_file, nearest, unknown, with_hint
 
 NAMES = ["ConfigError", "DataError", "EngineError", "RewardError", "WeightSyncError", "CheckpointError"]
 
@@ -36,6 +36,13 @@ def test_unknown_lists_the_known_and_guesses():
     )
     assert unknown("flag", "qqqq", ["seed"]) == "unknown flag `qqqq`; known: seed"
     assert nearest("qqqq", ["seed"]) is None
+
+
+def test_joined_messages_have_one_hint_at_the_end():
+    first, second = with_hint("a", "do x"), with_hint("b", "do y")
+    assert joined([first, first, second, "c"], "\n") == "a\na\nb\nc\n\nhint: do x; do y"
+    assert joined([first], "; ", "do z") == "a\n\nhint: do x; do z"
+    assert joined(["a", "b"], "; ") == "a; b"
 
 
 def test_missing_file_tells_folder_missing_file_and_folder_given_apart(tmp_path):

@@ -38,7 +38,7 @@ def test_missing_key_without_a_guess_asks_for_one_and_may_be_none(tmp_path):
         "name one of these keys with --input_key KEY",
     )
     _, hint = failure(tmp_path, {"x": 1}, {"source_key": "set"}, optional=["source_key"])
-    assert hint == "name one of these keys with --source_key KEY; --source_key None if rows have none"
+    assert hint == "name one of these keys with --source_key KEY, or --source_key None if rows have none"
 
 
 def test_key_that_another_option_names_is_not_proposed(tmp_path):

@@ -34,6 +34,18 @@ def test_signal_raises_with_its_number_and_handlers_come_back(number):
     assert signal.getsignal(number) is before
 
 
+def test_interrupt_of_a_library_gets_the_number_of_the_signal_and_one_without_a_signal_passes():
+    def body(interrupts: Interrupts) -> None:
+        interrupts.hold()
+        send()
+        raise KeyboardInterrupt  # as Ray does
+
+    assert interrupted(body).signal_number == signal.SIGTERM
+    with pytest.raises(KeyboardInterrupt) as caught, Interrupts():
+        raise KeyboardInterrupt
+    assert caught.type is KeyboardInterrupt
+
+
 def test_held_signal_raises_at_the_release():
     done = []
 

@@ -13,7 +13,7 @@ from rlhf_data.errors import ConfigError
 from rlhf_train.run.trackers.jsonl import JsonlTracker
 from rlhf_train.run.trackers.mlflow import metric_name
 from rlhf_train.run.trackers.spec import TrackerSpec
-from rlhf_train.run.trackers.start import open_remote, open_tensorboard
+from rlhf_train.run.trackers.start import check_trackers, open_remote, open_tensorboard
 
 CONFIG = "[training]\nseed = 7\n\n[output]\nuse_wandb = true\n"
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -152,8 +152,9 @@ def test_wandb_without_a_key_is_an_error_and_no_question(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"no API key.*\n\nhint: set WANDB_API_KEY"):
-        open_tracker("wandb", tmp_path)
+    for refused in (lambda: open_tracker("wandb", tmp_path), lambda: check_trackers(TrackerSpec(wandb=True))):
+        with pytest.raises(ConfigError, match=r"no API key.*\n\nhint: set WANDB_API_KEY"):
+            refused()
 
 
 def test_mlflow_has_the_experiment_the_name_and_the_configuration(tmp_path):

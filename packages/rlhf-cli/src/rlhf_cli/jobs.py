@@ -67,7 +67,8 @@ def make_plan(config: PpoConfig, nodes: Sequence[int]) -> PlacementPlan:
         message = "--vllm_use_mps is for engines that share a GPU, and none do"
         raise ConfigError(message, hint="use more --vllm_num_engines with --colocate_all_models, or drop it")
     for placed in plan.trainers:
-        config.model.check_processes(placed.num_ranks, placed.name, "--actor_num_gpus_per_node {}, likewise for others")
+        how = "--actor_num_gpus_per_node {}, and as many for models with GPUs of their own"
+        config.model.check_processes(placed.num_ranks, f"`{placed.name}` of the placement", how)
     share = config.engine.vllm_gpu_memory_utilization
     most = _engines_per_gpu(plan)
     if share is not None and most * share > 1:

@@ -56,7 +56,8 @@ def _run(words: Sequence[str]) -> int:
     if words[0].partition("=")[0] == "--print_completion":
         return _print_completion(words[0].partition("=")[2] or "".join(words[1:2]))
     if words[0] not in COMMANDS:
-        print(visible(f"error: {unknown('command', words[0], COMMANDS)}"), file=sys.stderr)
+        message = unknown("command", words[0], COMMANDS, otherwise="`rlhf --help` says what they do")
+        print(visible(f"error: {message}"), file=sys.stderr)
         return BAD_INPUT
     try:
         check_launched_once(words[0], f"rlhf {words[0]}")

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf_data.errors import ConfigError, FeatureError, missing_file, nearest, unknown
+from rlhf_data.errors import ConfigError, FeatureError, missing_file, nearest, unknown, with_hint
 from rlhf_data.flags import Foreign, Parser, Values, add_foreign, add_option, read_flags
 from rlhf_data.options import Config, Option, options
 from rlhf_data.safety import MASK, is_utf8, without_secrets
@@ -52,6 +52,7 @@ class CommandLine(Generic[AnyConfig]):
     Attributes:
         config: the class of its configuration.
         prog: the words that call it, such as `rlhf ppo`.
+        words: what follows these words, before the flags.
         description: the first paragraph of --help.
         resolve: turns a path that a user typed into one that can be opened.
         recipe: takes the values given so far; returns a TOML file with values for the rest, or None.
@@ -65,6 +66,7 @@ class CommandLine(Generic[AnyConfig]):
 
     config: type[AnyConfig]
     prog: str
+    words: str = ""
     description: str = ""
     resolve: Callable[[str], Path] = Path
     recipe: Callable[[Values], Path | None] = lambda values: None
@@ -99,8 +101,13 @@ class CommandLine(Generic[AnyConfig]):
         values = _over(in_preset, named, known)
         # The recipe comes last, although it is the lowest layer: whether it applies depends on what the others set.
         if (path := self.recipe(values)) is not None:
-            values = _over(read_toml(path, self.config), values, known)
-        config = _validate(self.config, known, values)
+            try:
+                recipe = read_toml(path, self.config)
+            except ConfigError as error:
+                message = f"`{self.prog}` cannot take the options of {path.parent}: {error}".partition("\n\nhint: ")[0]
+                raise ConfigError(message, hint=f"name the folder of a run of `{self.prog}`") from None
+            values = _over(recipe, values, known)
+        config = _validate(self.config, known, values, self.prog)
         given = frozenset(name for name in named if not _is_default(known[name], config))
         # A flag beside --preset overrides it on purpose. A file may do so unnoticed: the run is then not the paper's.
         left = _over(in_preset, in_file, known)
@@ -117,9 +124,11 @@ class CommandLine(Generic[AnyConfig]):
 
     def parser(self) -> Parser:
         """Return an argparse parser with one group of flags per section."""
+        preset = "[--preset NAME]" if self.presets else ""
+        usage = filter(None, (self.prog, self.words, preset, "[--config FILE.toml] [--dry_run] [flags]"))
         parser = Parser(
             prog=self.prog,
-            usage=f"{self.prog} {'[--preset NAME] ' if self.presets else ''}[--config FILE.toml] [--dry_run] [flags]",
+            usage=" ".join(usage),
             description=self.description,
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
@@ -164,7 +173,8 @@ def read_toml(path: Path, config_class: type[Config]) -> Values:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise ConfigError(f"{path} is not TOML: {reason}") from None
+        hint = "write it as `--dry_run` prints it: `name = value` below `[section]`, with text in double quotes"
+        raise ConfigError(f"{path} is not TOML: {reason}", hint=hint) from None
     home = {option.name: option.section for option in options(config_class)}
     sections = list(config_class.model_fields)
     for section, table in content.items():
@@ -217,7 +227,7 @@ def _is_default(option: Option, config: Config) -> bool:
     return getattr(getattr(config, option.section), option.name) == option.info.get_default()
 
 
-def _validate(config_class: type[AnyConfig], known: Mapping[str, Option], values: Values) -> AnyConfig:
+def _validate(config_class: type[AnyConfig], known: Mapping[str, Option], values: Values, prog: str) -> AnyConfig:
     """Return the configuration. Raises ConfigError, which names the flag, for a value that is not valid."""
     sections: dict[str, Values] = {}
     for name, value in values.items():
@@ -229,7 +239,7 @@ def _validate(config_class: type[AnyConfig], known: Mapping[str, Option], values
     try:
         return config_class.model_validate(sections)
     except ValidationError as error:
-        raise ConfigError(_explain(error.errors()[0])) from None
+        raise ConfigError(_explain(error.errors()[0], prog)) from None
 
 
 def _check_text(name: str, value: str) -> None:
@@ -276,16 +286,18 @@ _ALLOWED = {
 }
 
 
-def _explain(error: Mapping[str, Any]) -> str:
-    """Return the message for one of pydantic's errors, in terms of the flag."""
+def _explain(error: Mapping[str, Any], prog: str) -> str:
+    """Return the message for one of pydantic's errors, in terms of the flag of the program `prog`."""
     section, *rest = error["loc"]
     name = next((part for part in rest if isinstance(part, str)), section)
     value = error["input"]
     kind = error["type"]
-    if kind == "value_error":
-        return f"--{name}: {error['ctx']['error']}"
     if isinstance(value, list | tuple):
         value = " ".join(map(str, value))
-    if kind not in _ALLOWED:
-        return f"--{name} is {value!r}: {error['msg']}"
-    return f"--{name} is {value}; it must be {_ALLOWED[kind].format(**error.get('ctx', {}))}"
+    if kind == "value_error":
+        message = f"--{name}: {error['ctx']['error']}"
+    elif kind in _ALLOWED:
+        message = f"--{name} is {value}; it must be {_ALLOWED[kind].format(**error.get('ctx', {}))}"
+    else:
+        message = f"--{name} is {value!r}: {error['msg']}"
+    return message if "hint: " in message else with_hint(message, f"`{prog} --help` says what --{name} does")

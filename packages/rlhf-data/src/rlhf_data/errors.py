@@ -45,17 +45,24 @@ def with_hint(message: str, hint: str | None = None) -> str:
     return f"{message}\n\nhint: {hint}" if hint else message
 
 
+def joined(messages: Iterable[str], separator: str, hint: str | None = None) -> str:
+    """Return several messages as one, with one hint at the end: theirs, each once, and `hint`."""
+    apart = [message.partition("\n\nhint: ") for message in messages]
+    hints = dict.fromkeys(part for part in (*(theirs for _, _, theirs in apart), hint) if part)
+    return with_hint(separator.join(text for text, _, _ in apart), "; ".join(hints))
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name closest to `name`, or None if none is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown name, with the known names and the nearest of them as the hint."""
+def unknown(kind: str, name: str, known: Iterable[str], *, otherwise: str | None = None) -> str:
+    """Return the message for an unknown name, with the known names; the hint is the nearest of them, or `otherwise`."""
     known = sorted(known)
     guess = nearest(name, known)
-    hint = f"did you mean `{guess}`?" if guess else None
+    hint = f"did you mean `{guess}`?" if guess else otherwise
     return with_hint(f"unknown {kind} `{name}`; known: {', '.join(known)}", hint)
 
 

@@ -46,6 +46,7 @@ def run_command(
         return SUCCESS
     name, *flags = words
     if name not in titles:
-        print(visible(f"error: {unknown('command', name, titles)}"), file=sys.stderr)
+        message = unknown("command", name, titles, otherwise=f"`{prog} --help` says what they do")
+        print(visible(f"error: {message}"), file=sys.stderr)
         return BAD_INPUT
     return exit_status(lambda: run(name, flags), failure=BAD_INPUT)

@@ -20,6 +20,32 @@ UNASKED = ("0", "-1", "false", "None", "none")
 _TRUE = "true"
 _SIMILAR = 0.55  # share of common letters from which flags with a common word count as similar
 _SAME_BUT_FOR_A_SLIP = 0.8  # likewise without a common word: probably a typing error
+# Arguments of TRL, whose names are not similar to those of the flags that replace them. The first flag that a command
+# has is meant; none, if no flag is needed.
+_IN_TRL = {
+    "dataset_name": ("dataset", "prompt_data"),
+    "epsilon": ("eps_clip",),
+    "epsilon_high": ("clip_eps_high",),
+    "gradient_accumulation_steps": ("train_batch_size",),
+    "lora_r": ("lora_rank",),
+    "max_completion_length": ("generate_max_len",),
+    "max_grad_norm": ("max_norm",),
+    "max_length": ("max_len",),
+    "max_prompt_length": ("prompt_max_len",),
+    "model_name_or_path": ("pretrain",),
+    "num_generations": ("n_samples_per_prompt",),
+    "num_iterations": ("max_epochs",),
+    "num_train_epochs": ("num_episodes", "max_epochs"),
+    "output_dir": ("save_path",),
+    "per_device_train_batch_size": ("micro_train_batch_size",),
+    "report_to": ("use_wandb",),
+    "resume_from_checkpoint": ("resume",),
+    "reward_funcs": ("remote_rm_url",),
+    "save_total_limit": ("max_ckpt_num",),
+    "use_peft": ("lora_rank",),
+    "use_vllm": (),
+    "weight_decay": ("l2",),
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -217,8 +243,11 @@ def _unknown_flags(rest: Sequence[str], names: Sequence[str], prog: str) -> str:
 
 
 def nearest_flag(flag: str, names: Sequence[str]) -> str | None:
-    """Return the flag that was probably meant: one that shares a word, or nearly all letters. None if there is none."""
+    """Return the flag that was probably meant: one that replaces an argument of TRL, or shares a word or nearly all
+    letters. None if there is none."""
     name = flag.lstrip("-").replace("-", "_")
+    if name in _IN_TRL:
+        return next((f"--{known}" for known in _IN_TRL[name] if f"--{known}" in names), None)
     words = set(name.split("_"))
     for guess in difflib.get_close_matches(name, [known.lstrip("-") for known in names], n=5, cutoff=_SIMILAR):
         if words & set(guess.split("_")) or difflib.SequenceMatcher(None, guess, name).ratio() >= _SAME_BUT_FOR_A_SLIP:
@@ -241,7 +270,8 @@ def _shape(option: Option) -> dict[str, Any]:
 def _help(option: Option) -> str:
     default = option.info.get_default()
     text = (option.info.description or "").replace("%", "%%")
-    if option.is_switch or default is None:
+    if default is None or default is False:
         return text
     shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    shown = _TRUE if default is True else shown
     return f"{text} (default: {shown})"

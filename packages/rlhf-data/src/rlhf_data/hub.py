@@ -41,7 +41,9 @@ def open_dataset(
     except RlhfError:
         raise
     except Exception as error:  # the library passes on errors of many kinds from its readers
-        hint = None if path.exists() else "names that are not files are looked up on the hub, which needs a network"
+        hint = "names that are not files are looked up on the hub, which needs a network"
+        if path.exists():
+            hint = "name .jsonl, .json, .csv, .parquet or .arrow files, or a folder that `save_to_disk` wrote"
         raise DataError(f"data set {name} cannot be opened: {error}", hint=hint) from error
     return table, None if streaming else table._fingerprint
 

@@ -130,7 +130,8 @@ def run(config: InspectConfig) -> int:
             examples = load_examples(rows, encoder, max_len=_NO_LIMIT, skip_bad_rows=True)
         _print_examples(examples, data.max_len)
     if shown is None:
-        raise DataError(f"--row {number}: there are {num_rows} rows that can be read")
+        message = f"--row {number}: there are {num_rows} rows that can be read"
+        raise DataError(message, hint=f"give a number from 1 to {num_rows}")
     print(visible(f"\nrow {number} ({shown.origin})"))
     if encoder is None:
         for key, value in shown.values.items():

@@ -40,5 +40,5 @@ def _advice(option: str, key: str, row: Row, taken: Collection[str | None], is_o
     """Return the hint: what to type. It does not propose a key that another option names already."""
     free = [name for name in row.values if name not in taken]
     guess = nearest(key, free) or next((name for name in _OTHER_NAMES.get(option, ()) if name in free), None)
-    advice = f"did you mean --{option} {guess}?" if guess else f"name one of these keys with --{option} KEY"
-    return f"{advice}; --{option} None if rows have none" if is_optional else advice
+    none = f", or --{option} None if rows have none" if is_optional else ""
+    return f"did you mean --{option} {guess}{none}?" if guess else f"name one of these keys with --{option} KEY{none}"

@@ -26,11 +26,15 @@ def load_tokenizer(path: str | Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigError(f"tokenizers need transformers: {error}", hint="pip install 'rlhf-data[hf]'") from None
+    hint = "put its files there: tokenizer.json, or what `tokenizer.save_pretrained` writes"
+    useless = ConfigError(f"{path} has no tokenizer that makes tokens of text", hint=hint)
+    # For an empty folder, the message of transformers says only that it could not load something.
+    if Path(name).is_dir() and not any(Path(name).iterdir()):
+        raise useless
     with clear_errors("tokenizer", path):
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_local)
     if not tokenizer.encode("text", add_special_tokens=False):  # transformers loads this for a folder without tokenizer
-        hint = "put its files there: tokenizer.json, or what `tokenizer.save_pretrained` writes"
-        raise ConfigError(f"{path} has no tokenizer that makes tokens of text", hint=hint)
+        raise useless
     check_eos(tokenizer, path)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

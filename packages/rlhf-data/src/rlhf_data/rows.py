@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_data.errors import DataError, unknown
+from rlhf_data.errors import DataError, joined, unknown
 from rlhf_data.safety import is_utf8
 
 _TOLERATED_FRACTION = 0.01
@@ -110,9 +110,11 @@ class RowErrors:
         is_allowed = self.skip_bad_rows or self.num_bad <= _TOLERATED_FRACTION * num_rows
         if is_allowed and self.num_bad < num_rows:
             return
-        message = f"{self.num_bad} of {num_rows} rows cannot be used; the first:\n" + "\n".join(self.first)
-        hint = None if is_allowed else "repair them, or leave all of them out with --skip_bad_rows (1 % is tolerated)"
-        raise DataError(message, hint=hint)
+        hint = "repair them, or leave all of them out with --skip_bad_rows (1 % is tolerated)"
+        if self.num_bad == num_rows:
+            hint = "repair them, or check the options that say what rows hold, such as keys"
+        message = f"{self.num_bad} of {num_rows} rows cannot be used; the first:"
+        raise DataError(joined([message, *self.first], "\n", hint))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.errors import ConfigError, DataError, missing_file, unknown
+from rlhf_data.errors import ConfigError, DataError, joined, missing_file, unknown
 from rlhf_data.presets import PRESETS
 from rlhf_data.rows import Row, RowErrors, kind_of
 from rlhf_data.safety import is_utf8
@@ -118,7 +118,8 @@ class Rows:
                 continue
             yield row
         if row is None and errors.num_bad > num_bad:
-            raise DataError(f"no row of {source.name} can be read; the first that cannot:\n" + "\n".join(errors.first))
+            message = f"no row of {source.name} can be read; the first that cannot:"
+            raise DataError(joined([message, *errors.first], "\n"))
         if row is None:
             raise DataError(f"{source.name} has no rows", hint="write one JSON object per line, with the prompt in it")
 
@@ -186,7 +187,7 @@ def _open(name: str | Path, streaming: bool, split: str) -> Source:
         message = f"data file {path} ends in `{path.suffix}`; known: {', '.join(SUFFIXES)}"
         raise DataError(message, hint="convert it to .jsonl")
     if subset is not None and path.is_file() and path.suffix.lower() != ".py":
-        raise ConfigError(f"data file {path} has no subsets, got `@{subset}`")
+        raise ConfigError(f"data file {path} has no subsets, got `@{subset}`", hint=f"drop @{subset}")
     parse = _PARSERS.get(Path(path.name.lower().removesuffix(".gz")).suffix)
     if path.is_file() and parse is not None:
         return Source(str(path), partial(_read_text, parse, path), partial(sha256, path))

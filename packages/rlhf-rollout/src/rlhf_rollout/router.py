@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhf_data.errors import ConfigError, EngineError
+from rlhf_data.errors import ConfigError, EngineError, joined
 from rlhf_data.records import FinishReason
 from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
 
@@ -142,7 +142,7 @@ class EngineRouter:
                 return completions
             finally:
                 self._load(place, -sampling.num_samples)
-        raise EngineError("; ".join(errors))
+        raise EngineError(joined(errors, "; "))
 
     def _load(self, place: _Place, num_completions: int) -> None:
         """Count completions that an engine begins, or ends if the number is negative."""

@@ -64,7 +64,7 @@ class CheckpointsConfig(Config):
 
 
 COMMAND_LINE = CommandLine(
-    config=CheckpointsConfig, prog="rlhf checkpoints", description=DESCRIPTION, resolve=user_path
+    config=CheckpointsConfig, prog="rlhf checkpoints", words="RUN_DIR", description=DESCRIPTION, resolve=user_path
 )
 
 

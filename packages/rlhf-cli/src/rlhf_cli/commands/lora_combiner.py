@@ -32,8 +32,9 @@ class LoraCombinerConfig(Config):
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
         found = []
-        for name in ("model_path", "lora_path", "output_path"):
-            found += lacking(self.merge, name, f"lora_combiner needs a {name}", f"add --{name} DIR")
+        whats = {"model_path": "the model", "lora_path": "the adapter", "output_path": "the folder to write"}
+        for name, what in whats.items():
+            found += lacking(self.merge, name, f"it names {what}", f"add --{name} DIR")
         return found
 
 

@@ -29,7 +29,7 @@ from rlhf_cli.paths import (
     with_full_paths,
 )
 from rlhf_cli.preflight.devices import on_cpu
-from rlhf_cli.preflight.resume import changed_options, saying_how_to_resume, to_store
+from rlhf_cli.preflight.resume import changed_options, check_can_continue, saying_how_to_resume, to_store
 from rlhf_cli.secrets import restart_without_key
 from rlhf_data.command_line import CommandLine, Parsed, to_toml
 from rlhf_data.errors import ConfigError, unknown
@@ -103,6 +103,7 @@ class Command:
         is_first = launch().rank == 0
         if is_first:
             check_output_folder(folder, holds_run=saving.continues)
+            check_can_continue(saving, folder)
 
         from rlhf_cli.console import Console
 
@@ -281,13 +282,14 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
     from rlhf_train.run.models import ADAPTER_FOLDER
     from rlhf_train.run.observer import Observer
     from rlhf_train.run.recorder import ARTIFACTS, Recorder
+    from rlhf_train.run.trackers.start import check_trackers
 
     started = time.perf_counter()
     folder = job.model_path.parent
     config = to_store(parsed.config)
     output = config.output
     trackers = output.trackers(command.name, folder.name)
-    trackers.check_installed()
+    check_trackers(trackers)
     if job.rank > 0:
         run_offline(job, Observer())
         leave_process_group()

@@ -13,7 +13,7 @@ from rlhf_cli.config.openrlhf import adapt, flags_of
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import LOG_FILE, check_output_folder, output_folder, user_path
-from rlhf_cli.preflight.resume import changed_options, saying_how_to_resume
+from rlhf_cli.preflight.resume import changed_options, check_can_continue, saying_how_to_resume
 from rlhf_cli.presets import PRESETS
 from rlhf_cli.secrets import restart_without_key
 from rlhf_data.checks import once
@@ -70,6 +70,7 @@ def _run(argv: Sequence[str]) -> int:
             console.notice(notice)
         return show_ppo(parsed, folder, console)
     check_output_folder(folder, holds_run=config.checkpoint.continues)
+    check_can_continue(config.checkpoint, folder)
     with captured(folder) as (out, err):
         console = Console(out, err)
         try:
@@ -87,6 +88,7 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     from rlhf_cli.preflight.devices import check_device, cluster_notices, find_gpus
     from rlhf_cli.preflight.inputs import check_inputs
     from rlhf_cli.preflight.memory import gpu_memory_bytes, sleep_notices
+    from rlhf_train.run.trackers.start import check_trackers
 
     config = parsed.config
     for notice in parsed.notices:
@@ -97,7 +99,7 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     device_notices = [*cluster_notices(ray_address), *check_device(config, parsed.given, sum(nodes))]
     plan = make_plan(config, nodes)
     job = make_job(config, inputs, plan, folder, ray_address)
-    job.trackers.check_installed()
+    check_trackers(job.trackers)
     console.done()
     changes = changed_options(job.config, folder) if config.checkpoint.continues else []
     memory_notices = sleep_notices(job, gpu_memory_bytes())

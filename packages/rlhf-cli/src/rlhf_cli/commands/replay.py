@@ -14,7 +14,7 @@ from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import CONFIG_FILE, user_path
 from rlhf_data.checks import lacking
 from rlhf_data.command_line import CommandLine, read_toml, show_parsed
-from rlhf_data.errors import ConfigError, DataError, missing_file
+from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.exits import FAILURE
 from rlhf_data.options import Config, Section, flag
 from rlhf_data.safety import MASK
@@ -45,8 +45,9 @@ class ReplaySection(Section, title="replay"):
     step: int | None = flag(None, "the step to repeat", ge=1)
     tolerance: float = flag(
         0.0,
-        "largest difference between two metrics that agree, as a share of the recorded one, or of 1 if that is smaller;"
-        " 0: equal bits, as on CPUs with the same number of threads, while GPUs add up in an order that varies",
+        "largest difference between two metrics that still agree, as a share of the recorded one, or of 1 if that is"
+        " smaller. 0: equal bits, as on CPUs with the same number of threads. GPUs add up in an order that varies, and"
+        " need a tolerance",
         ge=0,
     )
 
@@ -63,7 +64,13 @@ class ReplayConfig(Config):
         return found + lacking(self.replay, "step", "one step is repeated", hint)
 
 
-COMMAND_LINE = CommandLine(config=ReplayConfig, prog="rlhf replay", description=DESCRIPTION, resolve=user_path)
+COMMAND_LINE = CommandLine(
+    config=ReplayConfig,
+    prog="rlhf replay",
+    words="RUN_DIR --step N",
+    description=DESCRIPTION,
+    resolve=user_path,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,7 +115,8 @@ def _metrics(run: Path, step: int) -> dict[str, float | None]:
     """Return the metrics of a step that are compared. Raises DataError if the run has none."""
     path = run / "metrics.jsonl"
     if not path.is_file():
-        raise DataError(missing_file("the metrics of the run", path))
+        hint = "name the folder of a run: its --save_path, or rlhf-output/COMMAND-DATE-TIME"
+        raise DataError(f"there is no run in {run}: it has no metrics.jsonl", hint=hint)
     last = 0
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:

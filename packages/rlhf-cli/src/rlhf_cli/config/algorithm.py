@@ -99,8 +99,8 @@ class AlgorithmSection(Section, title="algorithm"):
     )
     group_by: GroupBy = flag(
         _DEFAULTS.group_by,
-        "what the estimator's baseline compares within a group. episode: the episodes' rewards; turn: what follows from"
-        " each turn of an agent on, with what follows from the same turn of the other episodes",
+        "what the estimator's baseline compares within a group. episode: the episodes' rewards; turn: the rewards from"
+        " the k-th turn of an agent on, with those from the k-th turn on of the other episodes",
     )
     lambd: float = flag(_DEFAULTS.lambd, "GAE's lambda: 0 trusts the critic, 1 the rewards", ge=0, le=1)
     bootstrap_truncated: bool = flag(

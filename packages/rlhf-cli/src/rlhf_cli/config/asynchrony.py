@@ -37,8 +37,8 @@ class AsyncSection(Section, title="asynchronous training"):
 
     early_forwards: bool = flag(
         False,
-        "without --async_train and sleep: run policy (for old log-probs), reference, teacher and critic on prompts"
-        " whose responses are complete while others generate, and not after generation",
+        "without --async_train and sleep: run policy (for old log-probs), reference, teacher and critic on complete"
+        " responses while others are still generated, instead of after generation",
     )
 
     def check(self, given: Collection[str]) -> list[str]:

@@ -17,8 +17,18 @@ _SAVED = ["max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt"]
 
 
 def resumed_config(values: Mapping[str, Any], option: str = "resume") -> Path | None:
-    """Return the options of the run in the folder that an option names; None if it is not among `values`."""
-    return None if values.get(option) is None else user_path(values[option]) / CONFIG_FILE
+    """Return the options of the run in the folder that an option names; None if it is not among `values`.
+
+    Raises ConfigError if that is not the folder of a run.
+    """
+    if values.get(option) is None:
+        return None
+    path = user_path(values[option]) / CONFIG_FILE
+    if not path.is_file():
+        what = "has no config.toml, so it is no folder of a run" if path.parent.is_dir() else "does not exist"
+        hint = "name the folder of a run: its --save_path, or rlhf-output/COMMAND-DATE-TIME"
+        raise ConfigError(f"--{option}: {path.parent} {what}", hint=hint)
+    return path
 
 
 class CheckpointSection(Section, title="checkpoints"):

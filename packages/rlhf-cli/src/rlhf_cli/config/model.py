@@ -25,14 +25,15 @@ class ModelSection(sections.ModelSection):
     packing_samples: bool = flag(False, "pack the sequences of a micro-batch into one row, instead of padding them")
     sequence_parallel_size: int = flag(
         1,
-        "with --packing_samples: training processes that divide the tokens of each pass among them (DeepSpeed-Ulysses),"
-        " so that each needs that share of the memory for activations; must divide the attention heads",
+        "with --packing_samples: number of training processes that divide the tokens of each pass (DeepSpeed-Ulysses);"
+        " each needs 1 / N of the memory for activations. N must divide the number of attention heads",
         ge=1,
     )
     ds_tensor_parallel_size: int = flag(
         1,
-        "training processes that divide the matrices of the layers among them (DeepSpeed AutoTP) and train on the same"
-        " batches, below ZeRO stage 3; must divide the heads for keys and the width of the MLPs of all models",
+        "number of training processes that divide the matrices of the layers (DeepSpeed AutoTP) and train on the same"
+        " batches, below ZeRO stage 3. N must divide the number of key-value heads and the width of the MLPs of all"
+        " models",
         ge=1,
     )
     torch_compile: TorchCompile = flag(
@@ -134,8 +135,8 @@ class PpoModelSection(ModelSection, FrozenSection):
     )
     routing_replay: bool = flag(
         False,
-        "mixtures of experts: the policy is trained with the experts that the engine chose for each token (Rollout"
-        " Routing Replay, R3), which brings their log-probs closer",
+        "mixtures of experts: train the policy with the experts that the engine chose for each token (Rollout Routing"
+        " Replay, R3), so that the log-probs of trainer and engine differ less",
     )
 
     critic_pretrain: str | None = flag(

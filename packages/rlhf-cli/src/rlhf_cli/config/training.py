@@ -41,8 +41,8 @@ class TrainingSection(Section, title="training"):
     )
     zpg: int = flag(
         1,
-        "with --zero_stage 3: neighbouring training processes, such as those of one node, that keep a second copy of"
-        " all weights among them (ZeRO++), from which passes gather them instead of from all nodes; 1: none",
+        "with --zero_stage 3: number of neighbouring training processes, such as those of a node, that divide a second"
+        " copy of all weights (hpZ of ZeRO++); passes gather weights from this copy, not from all nodes. 1: no copy",
         ge=1,
     )
     adam_offload: bool = flag(
@@ -52,8 +52,8 @@ class TrainingSection(Section, title="training"):
     )
     adam_offload_path: str | None = flag(
         None,
-        "with --adam_offload: a folder on a disk (NVMe) of each node that holds these states, of which the system keeps"
-        " in memory what has room; None: all in CPU memory",
+        "with --adam_offload: folder on a disk (NVMe) of each node for these states; the operating system keeps in"
+        " memory what fits. None: all in CPU memory",
     )
     bf16_moments: bool = flag(
         False,

@@ -30,6 +30,15 @@ def has_checkpoint(section: CheckpointSection, folder: Path) -> bool:
     return not section.disable_ds_ckpt and any(home.glob("step-*/manifest.json"))
 
 
+def check_can_continue(section: CheckpointSection, folder: Path) -> None:
+    """Raise ConfigError if the run in `folder` has ended and left no checkpoint: it would start from the beginning and
+    replace its model, metrics and rollouts."""
+    if section.continues and (folder / "model").is_dir() and not has_checkpoint(section, folder):
+        message = f"the run in {folder} has ended and has no checkpoint, so nothing of it can be continued"
+        hint = f"start a new run with its options: --config {folder / CONFIG_FILE} and another --save_path"
+        raise ConfigError(message, hint=hint)
+
+
 @contextmanager
 def saying_how_to_resume(
     command: str, section: CheckpointSection, folder: Path, notice: Callable[[str], None]

@@ -82,7 +82,7 @@ class OneEngineSection(EngineSection):
         """Return an error for each option that the engine needs and that is not set."""
         lacks = []
         if model.pretrain is None and self.engine != "fake":
-            lacks.append(missing("pretrain", f"engine {self.engine} needs a model", "give a model folder or hub name"))
+            lacks.append(missing("pretrain", f"engine {self.engine} needs a model", "add --pretrain FOLDER_OR_NAME"))
         if self.engine == "http" and self.base_url is None:
             lacks.append(missing("base_url", "--engine http asks a server", "give --base_url http://HOST:8000"))
         return lacks

@@ -16,12 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import RewardError, with_hint
+from rlhf_data.errors import RewardError, nearest, with_hint
 from rlhf_data.records import VerdictKind
 from rlhf_rollout.rewards import guard, leftovers
 from rlhf_rollout.rewards.outcomes import Failure
 from rlhf_rollout.rewards.sources import WorkerOptions
-from rlhf_rollout.rewards.user_function import RewardTarget, Scored
+from rlhf_rollout.rewards.user_function import BUILTIN, RewardTarget, Scored
 
 _LOGGER = logging.getLogger(__name__)
 _EXIT_TIMEOUT_S = 10.0
@@ -195,6 +195,8 @@ def _start_problem(target: RewardTarget, failure: Failure, timeout_s: float) -> 
         message = f"importing the reward function from {target.module} took longer than {timeout_s:g} s"
         return with_hint(message, "move slow work into the function, or raise --reward_start_timeout_s")
     message = f"cannot import the reward function from {target.module}: {failure.detail}"
+    if guess := nearest(target.module, BUILTIN):
+        return with_hint(message, f"did you mean the built-in reward `{guess}`?")
     return with_hint(message, "it must import in a fresh interpreter; its own folder is on the import path")
 
 

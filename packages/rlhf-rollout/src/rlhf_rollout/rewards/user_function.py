@@ -242,7 +242,8 @@ def bound_names(path: Path, what: str) -> set[str]:
     try:
         body = ast.parse(path.read_bytes(), str(path)).body
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{what} {path} is not Python: {error}") from None
+        message = f"{what} {path} is not Python: {error}"
+        raise ConfigError(message, hint=f"`python {path}` shows the place") from None
     return set(_bound_names(body))
 
 

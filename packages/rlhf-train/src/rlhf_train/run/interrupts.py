@@ -52,7 +52,9 @@ class Interrupts:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # type: ignore[arg-type]
-        if self.received is not None and isinstance(error, asyncio.CancelledError):
+        # Ray raises a KeyboardInterrupt of its own for any signal that interrupts its calls.
+        is_other = isinstance(error, (asyncio.CancelledError, KeyboardInterrupt)) and not isinstance(error, Interrupted)
+        if self.received is not None and is_other:
             raise Interrupted(self.received) from None
 
     def hold(self) -> None:

@@ -6,6 +6,15 @@ from pathlib import Path
 from rlhf_train.run.trackers.spec import Tracker, TrackerSpec
 
 
+def check_trackers(spec: TrackerSpec) -> None:
+    """Raise ConfigError when the library of a chosen tracker is not installed, or Weights & Biases has no key."""
+    spec.check_installed()
+    if spec.wandb:
+        from rlhf_train.run.trackers.wandb import check_key
+
+        check_key()
+
+
 def open_tensorboard(spec: TrackerSpec, folder: Path, resumed_step: int | None = None) -> Tracker:
     """Return the TensorBoard tracker. It writes to `folder` if `spec` names no folder.
 

@@ -11,6 +11,14 @@ from rlhf_data.errors import ConfigError
 from rlhf_train.run.trackers.spec import TrackerSpec
 
 
+def check_key() -> None:
+    """Raise ConfigError when there is no API key and WANDB_MODE asks for one. `wandb.init` would wait for input."""
+    is_offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
+    if not is_offline and not wandb.login(prompt=False):
+        hint = "set WANDB_API_KEY, run `wandb login` once, or set WANDB_MODE=offline"
+        raise ConfigError("Weights & Biases has no API key", hint=hint)
+
+
 class WandbTracker:
     """Sends metrics to Weights & Biases, or writes them to the run's folder if WANDB_MODE is `offline`.
 
@@ -22,11 +30,7 @@ class WandbTracker:
 
         Raises ConfigError when there is no API key, or when the server refuses the run.
         """
-        # Without a key, `wandb.init` would ask for one on the terminal and wait for input.
-        is_offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
-        if not is_offline and not wandb.login(prompt=False):
-            hint = "set WANDB_API_KEY, run `wandb login` once, or set WANDB_MODE=offline"
-            raise ConfigError("Weights & Biases has no API key", hint=hint)
+        check_key()
         try:
             self._run = wandb.init(
                 entity=spec.wandb_org,
