@@ -48,7 +48,9 @@ def test_load_config_hub_name_that_cannot_be_reached_names_it_and_hints(monkeypa
 
 def test_load_config_that_contradicts_itself_says_in_what(model_dir, tmp_path):
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 7, "layer_types": ["full_attention"]}), encoding="utf-8")
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": 7, "layer_types": ["full_attention"]}), encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match=r"cannot load the model .*: .*num_hidden_layers.*\n\nhint: "):
         load_config(tmp_path)
 

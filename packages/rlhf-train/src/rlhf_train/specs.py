@@ -108,14 +108,14 @@ class ModelSpec:
             raise ConfigError(message, hint="use --optim adam, or drop --bf16_moments")
         if self.optimizer is None or not self.optimizer.offload:
             return
-        is_sharded = self.zero_stage == 3 or (self.zero_stage == 2 and num_ranks > self.tensor_parallel_size)
+        shares_gradients = self.zero_stage == 2 and num_ranks > self.tensor_parallel_size
         for is_wrong, reason, hint in (
             (self.optimizer.muon_momentum is not None, "--optim is muon", "use --optim adam"),
             (self.dtype != "bfloat16", f"weights are {self.dtype}", "add --bf16"),
-            (is_sharded, f"--zero_stage is {self.zero_stage}", "use --zero_stage 1"),
+            (shares_gradients, "--zero_stage is 2", "use --zero_stage 1, or 3 to divide more"),
         ):
             if is_wrong:
-                message = "--adam_offload is for AdamW on bfloat16 weights, below ZeRO stage 2 on several processes"
+                message = "--adam_offload is for AdamW on bfloat16 weights, not at ZeRO stage 2 on several processes"
                 raise ConfigError(f"{message}: {reason}", hint=hint)
 
     def _check_tensor_parallel(self, num_ranks: int) -> None:

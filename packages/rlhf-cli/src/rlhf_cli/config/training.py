@@ -47,8 +47,8 @@ class TrainingSection(Section, title="training"):
     )
     adam_offload: bool = flag(
         False,
-        "with --bf16, below ZeRO stage 2 on several processes: keep AdamW's states (12 bytes per weight) in CPU memory,"
-        " and bring them to the GPU part by part for each update, with the same result",
+        "with --bf16, and not at ZeRO stage 2 on several processes: keep AdamW's states (12 bytes per weight) in CPU"
+        " memory, and bring them to the GPU part by part for each update, with the same result",
     )
     adam_offload_path: str | None = flag(
         None,

@@ -115,7 +115,7 @@ def _remedies(job: OnlineJob) -> str:
     helps = {
         "--gradient_checkpointing": not actor.gradient_checkpointing,
         "--bf16_moments": is_adam and not learning.bf16_moments,
-        "--adam_offload": is_adam and not learning.offload and actor.zero_stage < 3,
+        "--adam_offload": is_adam and not learning.offload,
         "--critic_lora_rank 64": critic is not None and critic.lora is None,
         "--ref_reward_offload": not all(offloads),
         "--zero_stage 3 on more GPUs": actor.zero_stage < 3,

@@ -111,8 +111,8 @@ class DeepSpeedEngine:
             clip_whole_groups(self._engine.optimizer, None if tensor_group is None else tensor_group.counts)
             # A single rank has nothing to reduce, yet DeepSpeed would copy the sums to a buffer and back.
             self._engine.enable_backward_allreduce = self._num_ranks > 1
-            if spec.offload:
-                optimizer.take_over(self._engine.optimizer, self._rank, self._moment_dtype, spec.offload_path)
+        if spec.offload:
+            optimizer.take_over(self._engine.optimizer, self._rank, self._moment_dtype, spec.offload_path)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See `TrainEngine`."""

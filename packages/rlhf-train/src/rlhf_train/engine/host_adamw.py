@@ -1,7 +1,7 @@
 """AdamW with its states in host memory or on a disk, for models whose states leave no room on the device."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,20 @@ _MULTIPLE = 64  # elements, so that every place is aligned
 _NUM_PLACES = 3  # on the device: a chunk comes, another is updated, a third leaves
 
 
+class _Part(NamedTuple):
+    """What an update of some weights needs: [n] each.
+
+    Attributes:
+        master: float32 weights, in host memory.
+        weight: bfloat16 weights, on the device.
+        gradient: float32, on the device; None where DeepSpeed makes it for each update.
+    """
+
+    master: Tensor
+    weight: Tensor
+    gradient: Tensor | None
+
+
 class HostAdamW(torch.optim.AdamW):
     """AdamW for bfloat16 weights, whose float32 master weights and moments are in host memory.
 
@@ -25,15 +39,15 @@ class HostAdamW(torch.optim.AdamW):
     def take_over(self, optimizer: Any, rank: int, dtype: torch.dtype, folder: str | None = None) -> None:
         """Move the master weights of DeepSpeed's bfloat16 optimizer to host memory, and start moments of type `dtype`.
 
-        `rank` is the number of this rank among those that share them out, and the memory may be a file in `folder`.
-        DeepSpeed's step then reduces and clips gradients, and gathers weights. The update between them is `step`.
+        `optimizer` is that of ZeRO stage 1 or 3, and `rank` the number of this rank among those that share the weights
+        out. The memory may be a file in `folder`. DeepSpeed's step then reduces and clips gradients, and gathers
+        weights. The update between them is `step`.
 
         Raises EngineError when there is no place for the states.
         """
-        masters = optimizer.fp32_groups_flat_partition
-        gradients = optimizer.fp32_groups_gradient_flat_partition
-        weights = [parts[rank] for parts in optimizer.bf16_partitioned_groups]
-        self._on_device = dict(zip(masters, zip(gradients, weights, strict=True), strict=True))
+        is_sharded = hasattr(optimizer, "fp32_partitioned_groups_flat")
+        self._parts = _leave_stage_3(optimizer) if is_sharded else _leave_stage_1(optimizer, rank)
+        masters = [part.master for part in self._parts.values()]
         pinned = any(master.is_cuda for master in masters)
         self._host_states = HostStates(folder=folder)
         self._host_states.offload(masters)
@@ -44,28 +58,56 @@ class HostAdamW(torch.optim.AdamW):
             self.state[master] |= {"step": torch.zeros(()), "exp_avg": average, "exp_avg_sq": square}
         if pinned:
             torch.cuda.empty_cache()
-        # Without them, DeepSpeed neither gives them gradients, which are on another device, nor rounds them to weights.
-        optimizer.fp32_groups_flat_partition = []
-        optimizer._hp_optimizer_states_linked = True
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update the weights. Returns when the states are in host memory again."""
-        [device] = {weight.device for _, weight in self._on_device.values()}
-        longest = max(map(len, self._on_device))
+        [device] = {part.weight.device for part in self._parts.values()}
+        longest = max(len(part.master) for part in self._parts.values())
         size = min(CHUNK_SIZE, longest + -longest % _MULTIPLE)
         dtypes = [torch.float32, *[next(iter(self.state.values()))["exp_avg"].dtype] * 2]
         places = _Places(size, device, dtypes)
         for group in self.param_groups:
-            for master in group["params"]:
-                state = self.state[master]
-                states = (master, state["exp_avg"], state["exp_avg_sq"])
+            for known in group["params"]:
+                part = self._parts[known]
+                state = self.state[part.master]
+                states = (part.master, state["exp_avg"], state["exp_avg_sq"])
+                gradient = known.grad if part.gradient is None else part.gradient
                 num_updates = float(state["step"])
-                chunks = zip(*(part.split(size) for part in (*states, *self._on_device[master])), strict=True)
+                chunks = zip(*(tensor.split(size) for tensor in (*states, gradient, part.weight)), strict=True)
                 for number, chunk in enumerate(chunks):
                     _update(group, places, num_updates, number * size, chunk[:3], *chunk[3:])
                 state["step"] += 1
         places.finish()
+
+
+def _leave_stage_1(optimizer: Any, rank: int) -> dict[Tensor, _Part]:
+    """Let DeepSpeed's optimizer of ZeRO stage 1 forget its master weights; return them by what it has in its groups."""
+    masters = optimizer.fp32_groups_flat_partition
+    gradients = optimizer.fp32_groups_gradient_flat_partition
+    weights = [parts[rank] for parts in optimizer.bf16_partitioned_groups]
+    # Without them, DeepSpeed neither gives them gradients, which are on another device, nor rounds them to weights.
+    optimizer.fp32_groups_flat_partition = []
+    optimizer._hp_optimizer_states_linked = True
+    return {parts[0]: _Part(*parts) for parts in zip(masters, weights, gradients, strict=True)}
+
+
+def _leave_stage_3(optimizer: Any) -> dict[Tensor, _Part]:
+    """Give DeepSpeed's optimizer of ZeRO stage 3 stand-ins for its master weights; return these by stand-in.
+
+    A stand-in has the size of the master weights and memory for one element. On the device, it takes the gradient.
+    """
+    parts = {}
+    for master, weight in zip(
+        optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True
+    ):
+        stand_in = master.detach().new_zeros(1).expand(len(master)).requires_grad_()
+        stand_in.ds_id = master.ds_id
+        parts[stand_in] = _Part(master, weight, None)
+    optimizer.fp32_partitioned_groups_flat = [*parts]
+    # After a group's update, DeepSpeed would round the stand-in to weights. `step` has done so with the masters.
+    optimizer._reassign_or_swap_out_partitioned_parameters = optimizer._unflatten_partitioned_parameters
+    return parts
 
 
 def _update(
