@@ -31,12 +31,12 @@ SHAPE = {"vocab_size": VOCAB_SIZE, "hidden_size": 512, "num_attention_heads": 8,
 MIB = 2**20
 
 
-def new_engine(*, offload, width, bf16_moments=False):
+def new_engine(*, offload, width, bf16_moments=False, zero_stage=1):
     init_process_group(rank=0, world_size=1, master=("127.0.0.1", free_port()), device="cuda")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 3)).bfloat16()
     spec = dataclasses.replace(SPEC, offload=offload, bf16_moments=bf16_moments)
-    return DeepSpeedEngine(model, spec, zero_stage=1, dtype=torch.bfloat16, device="cuda")
+    return DeepSpeedEngine(model, spec, zero_stage=zero_stage, dtype=torch.bfloat16, device="cuda")
 
 
 def backward(engine, update):
@@ -71,11 +71,12 @@ def check_equal(one, other):
 @pytest.mark.parametrize("width", [1024, 1022])  # of the second, no vectors of four elements have all master weights
 @pytest.mark.parametrize("chunk_size", [1 << 16, 70_000, 1 << 23])
 @pytest.mark.parametrize("bf16_moments", [False, True])
+@pytest.mark.parametrize("zero_stage", [1, 3])
 def test_updates_by_chunks_are_those_of_states_on_the_device_bit_for_bit(
-    tmp_path, monkeypatch, width, chunk_size, bf16_moments
+    tmp_path, monkeypatch, width, chunk_size, bf16_moments, zero_stage
 ):
     monkeypatch.setattr(host_adamw, "CHUNK_SIZE", chunk_size)
-    options = {"width": width, "bf16_moments": bf16_moments}
+    options = {"width": width, "bf16_moments": bf16_moments, "zero_stage": zero_stage}
     plain, streamed = (new_engine(offload=offload, **options) for offload in (False, True))
     norms = train(plain, range(5))
     assert min(norms) > SPEC.max_norm
