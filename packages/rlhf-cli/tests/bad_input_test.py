@@ -104,11 +104,6 @@ TABLE = [
         "use one of 1, 3, or another number of processes",
     ),
     (
-        "ppo --adam_offload --bf16 --zero_stage 3",
-        "error: --adam_offload is .*: --zero_stage is 3",
-        "use --zero_stage 1",
-    ),
-    (
         "ppo --adam_offload --bf16 --actor_num_gpus_per_node 2 --dry_run",
         "error: --adam_offload is .*: --zero_stage is 2",
         "use --zero_stage 1",

@@ -1,0 +1,244 @@
+"""Users' agents in processes of their own: what bad and late episodes cost, and how agents are refused and ended."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from agent_testing import TOKENIZER, run, texts_of, writes
+from record_testing import make_prompt
+from rlhf_data.errors import ConfigError, RewardError
+from rlhf_data.records import FinishReason, SpanSource, VerdictKind
+from rlhf_rollout.agents.hosted import HostedAgent
+from rlhf_rollout.agents.pool import AgentPool
+from rlhf_rollout.agents.recorder import EpisodeLimits
+from rlhf_rollout.agents.user_agent import parse_agent
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.router import EngineRouter
+
+PROMPT, POLICY, ENVIRONMENT = SpanSource.PROMPT, SpanSource.POLICY, SpanSource.ENVIRONMENT
+OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
+SAMPLING = SamplingParams(max_tokens=32, seed=3)
+
+BAD = """
+import asyncio, os, sys, time
+async def run_episode(session):
+    await session.reply()
+    match session.label:
+        case "raise": raise KeyError("no\\nsuch key")
+        case "exit": os._exit(3)
+        case "hang": await asyncio.sleep(1000)
+        case "block": time.sleep(1000)
+        case "text": return "high"
+        case "nan": return float("nan")
+        case "huge": return 10**400
+        case "temperature": await session.reply(sampling={"temperature": 0.5})
+        case "zero": await session.reply(sampling={"max_tokens": 0})
+        case "many": await session.reply(sampling={"max_tokens": "many"})
+        case "least": assert len((await session.reply(sampling={"max_tokens": 2, "min_tokens": 5})).token_ids) == 2
+        case "stops": await session.reply(sampling={"stop_token_ids": [10**6]})
+        case "tokens": await session.complete([5, 10**6])
+        case "negative": await session.complete([-1])
+        case "insist":
+            while True:
+                try:
+                    await session.complete([1])
+                except Exception:  # also one that says that the episode has no budget left
+                    await asyncio.sleep(0.01)
+        case "give_up":
+            asyncio.current_task().get_loop().call_later(0.1, (waiting := asyncio.Future()).cancel)
+            await waiting
+        case "write": os.write(int(sys.argv[1]), b"[1]\\n")
+        case "fork": os.fork()
+        case "never": return 1.0
+    await asyncio.sleep(0.2)
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("label", "kind", "detail"),
+    [
+        ("raise", CRASH, "KeyError: 'no\\nsuch key' (reward.py:6)"),
+        ("text", CRASH, "TypeError: a reward, score or extra log must be one number, got 'high'"),
+        ("nan", CRASH, "the reward is nan"),
+        ("huge", CRASH, "OverflowError: int too large to convert to float"),
+        ("temperature", CRASH, "and the policy learns as sampled"),
+        ("exit", CRASH, "the agent's process exited with status 3"),
+        ("hang", TIMEOUT, "the agent took longer than 6 s"),
+        ("block", TIMEOUT, "the agent took longer than 6 s"),
+        ("zero", CRASH, "max_tokens (0) must be at least 1"),
+        ("many", CRASH, "invalid literal for int() with base 10: 'many'"),
+        ("least", OK, ""),
+        ("stops", CRASH, "used the token id 1000000, and the vocabulary has 256 tokens"),
+        ("tokens", CRASH, "used the token id 1000000, and the vocabulary has 256 tokens"),
+        ("negative", CRASH, "used the token id -1, and the vocabulary has 256 tokens"),
+        ("insist", TIMEOUT, "the agent took longer than 6 s"),
+        ("give_up", CRASH, "CancelledError"),
+        ("write", CRASH, "the agent's process sent something that is no answer"),
+        ("fork", OK, ""),
+    ],
+)
+def test_bad_episode_fails_alone(write, label, kind, detail):
+    prompts = [make_prompt(f"x{number}", "good") for number in range(3)]
+    prompts.insert(1, make_prompt("bad", label))
+    timeout_s = 6.0 if kind is TIMEOUT else 60.0  # the good ones must not be late on a busy machine
+    episodes, _ = run(write(BAD), writes(["a"]), prompts=prompts, timeout_s=timeout_s)
+    assert [episode.verdict.kind for episode in episodes] == [OK, kind, OK, OK]
+    assert detail in episodes[1].verdict.detail
+    if kind.failed:
+        assert episodes[1].verdict.reward is None
+        assert texts_of(episodes[1].rollouts[0])[-1] == (POLICY, "a<eos>")
+
+
+def test_plain_steps_that_hang_hold_up_no_other_episode(write):
+    source = write("""
+        import time
+        class AgentInstance:
+            def reset(self, states):
+                return {"observation": states["observation"]}
+            def step(self, states):
+                if states["label"] == "hang":
+                    time.sleep(1000)
+                return {"rewards": 1.0, "done": True}
+    """)
+    num_hanging = min(32, os.cpu_count() + 4) + 1  # more than the threads of an event loop by default
+    prompts = [make_prompt(f"x{number}", "hang") for number in range(num_hanging)]
+    episodes, replaced = run(source, writes(["a"]), prompts=[*prompts, make_prompt("y", "good")], timeout_s=6.0)
+    assert [episode.verdict.kind for episode in episodes] == [TIMEOUT] * num_hanging + [OK]
+    assert replaced == 0
+
+
+def test_agent_is_not_late_while_its_question_waits_for_this_process(write, tmp_path):
+    source = write(f"""
+        import asyncio, pathlib
+        folder = pathlib.Path({str(tmp_path)!r})
+        async def run_episode(session):
+            await session.reply()
+            folder.joinpath("replied").touch()
+            while not folder.joinpath("busy").exists():
+                await asyncio.sleep(0.01)
+            asking = asyncio.create_task(session.reply())
+            await asyncio.sleep(0.1)
+            folder.joinpath("asked").touch()
+            await asking
+            return 1.0
+    """)
+
+    async def scenario():
+        pool = AgentPool(parse_agent(source), num_processes=1, timeout_s=6.0)
+        agent = HostedAgent(EngineRouter([writes(["a"])]), pool, TOKENIZER, EpisodeLimits())
+        task = asyncio.create_task(agent.run(make_prompt(), SAMPLING, "g"))
+        while not (tmp_path / "replied").exists():
+            await asyncio.sleep(0.001)
+        (tmp_path / "busy").touch()  # this process is, until long after the question
+        while not (tmp_path / "asked").exists():
+            time.sleep(0.01)
+        time.sleep(6.5)
+        [episode] = await task
+        await pool.close()
+        return episode
+
+    episode = asyncio.run(scenario())
+    assert (episode.verdict.kind, episode.verdict.reward) == (OK, 1.0), episode.verdict
+
+
+def test_agent_that_cannot_be_imported_is_an_error_before_the_run(write):
+    for source, message in {
+        "raise ValueError('no')\nAgentExecutor = 1": "cannot import the agent from .*ValueError: no",
+        "AgentExecutor = 1": "AgentExecutor has neither `execute` nor `step`",
+        "import sys\nsys.exit(5)\nAgentExecutor = 1": "SystemExit: 5",
+        "import os\nos._exit(5)\nAgentExecutor = 1": "exited with status 5",
+    }.items():
+        pool = AgentPool(parse_agent(write(source)), num_processes=1)
+
+        async def start(pool=pool):
+            try:
+                await pool.start()
+            finally:
+                await pool.close()
+
+        with pytest.raises(RewardError, match=message):
+            asyncio.run(start())
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ("missing.py", "agent file missing.py does not exist"),
+        ("no agent", "neither a Python file nor a module"),
+        ("FILE", "defines no AgentExecutor or AgentInstance or run_episode"),
+        ("FILE:other", "defines no other"),
+    ],
+)
+def test_agent_that_is_none_is_refused(write, agent, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_agent(agent.replace("FILE", write("x = 1")))
+
+
+@pytest.mark.parametrize("options", [{"max_turns": 0}, {"max_length": -1}, {"max_seconds": 0}])
+def test_limits_must_be_positive(options):
+    with pytest.raises(ConfigError, match="must be positive"):
+        EpisodeLimits(**options)
+
+
+def test_seconds_of_an_episode_are_limited(write):
+    source = write("""
+        import asyncio
+        async def run_episode(session):
+            total = 0.0
+            for _ in range(50):
+                await session.reply("more ")
+                total += 1
+                await asyncio.sleep(0.1)
+            return total
+    """)
+    limits = EpisodeLimits(max_length=5000, max_turns=100, max_seconds=0.5)
+    [episode], _ = run(source, writes(["a"]), limits=limits)
+    assert 1 < len(episode.rollouts[0].turn_ends) < 20
+    assert episode.rollouts[0].finish_reason is FinishReason.LENGTH
+
+
+def test_closing_ends_processes_and_what_they_started(write, tmp_path):
+    source = write(f"""
+        import os, subprocess
+        async def run_episode(session):
+            child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            open({str(tmp_path / "pids")!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+            await session.reply()
+            return 1.0
+    """)
+    run(source, writes(["a"]))
+    process_ids = (tmp_path / "pids").read_text().split()
+    assert len(process_ids) == 2
+    assert not any(os.path.exists(f"/proc/{process_id}") for process_id in process_ids)
+
+
+def test_cancelled_episodes_end_in_their_process(write, tmp_path):
+    source = write(f"""
+        import asyncio
+        async def run_episode(session):
+            try:
+                open({str(tmp_path / "began")!r}, "w")
+                await asyncio.sleep(1000)
+            finally:
+                open({str(tmp_path / "ended")!r}, "w")
+    """)
+
+    async def cancel():
+        pool = AgentPool(parse_agent(source), num_processes=1)
+        agent = HostedAgent(EngineRouter([writes(["a"])]), pool, TOKENIZER, EpisodeLimits())
+        task = asyncio.create_task(agent.run(make_prompt(), SAMPLING, "g"))
+        while not (tmp_path / "began").exists():
+            await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "ended").exists() and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        await pool.close()
+
+    asyncio.run(cancel())
+    assert (tmp_path / "ended").exists()
