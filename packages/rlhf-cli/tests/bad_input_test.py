@@ -190,7 +190,7 @@ TABLE = [
     ("replay nowhere --step 1", "error: there is no run in .*nowhere", "name the folder of a run"),
     (f"{SFT} --apply_chat_template --dataset empty", "error: data set .*empty cannot be opened", "name .jsonl"),
     ("kto --pretrain builtin --dataset rows.jsonl --label_key output", "error: 1 of 1 rows", "repair them, or check"),
-    (f"{SCORE} o.jsonl --output_key outptu", "error: --output_key: .*unknown key `outptu`", "--output_key output"),
+    (f"{SCORE} o.jsonl --output_key outptu", "error: 1 of 1 rows cannot be used", "did you mean `output`"),
     ("chat --pretrain empty", "error: .*empty has no tokenizer", "tokenizer.json"),
     ("serve", "error: --pretrain is missing", "add --pretrain"),
     ("lora_combiner --lora_path x", "error: --model_path is missing: it names the model", "add --model_path"),
@@ -214,6 +214,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "ended/model").mkdir(parents=True)
     (tmp_path / "ended/config.toml").write_text(ENDED, encoding="utf-8")
+    (tmp_path / "ended/metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     (tmp_path / "broken.toml").write_bytes(b"[reward\xff")
     (tmp_path / "masked.toml").write_text('[reward]\nremote_rm_url = "http://h/x?***"\n', encoding="utf-8")
     (tmp_path / "deep.toml").write_text(f"[training]\nseed = {'[' * 5000}", encoding="utf-8")

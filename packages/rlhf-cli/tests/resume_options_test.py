@@ -55,6 +55,9 @@ def test_run_that_ended_without_a_checkpoint_is_not_replaced(tmp_path):
     resumed = parse("--resume", str(run)).config.checkpoint
     check_can_continue(resumed, run)  # it was killed before it saved anything: it starts again
     (run / "model").mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 0, "eval/reward": 0.5}\n')
+    check_can_continue(resumed, run)  # an error ended it before its first update: it starts again
+    (run / "metrics.jsonl").write_text('{"step": 0, "eval/reward": 0.5}\n{"step": 1, "loss": 0.5}\n{"st')
     check_can_continue(parse().config.checkpoint, run)
     with pytest.raises(ConfigError, match=r"has ended and has no checkpoint.*\n\nhint: start a new run"):
         check_can_continue(resumed, run)

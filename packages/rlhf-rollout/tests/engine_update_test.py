@@ -317,6 +317,29 @@ def test_second_pause_given_up_leaves_the_first_one_in_force() -> None:
     simulate(scenario())
 
 
+@pytest.mark.parametrize("other_mode", ["keep", "drain"])
+def test_pause_given_up_leaves_one_that_came_meanwhile_in_force(other_mode: str) -> None:
+    engine = FakeEngine(token_latency_s=1.0)
+
+    async def scenario() -> None:
+        running = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=9, min_tokens=9)))
+        await asyncio.sleep(2.5)
+        given_up = asyncio.create_task(asyncio.wait_for(engine.pause("drain"), 4))
+        await asyncio.sleep(1)
+        other = asyncio.create_task(engine.pause(other_mode))
+        with pytest.raises(TimeoutError):
+            await given_up
+        await other
+        assert (await engine.health()).is_paused
+        later = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=1)))
+        await asyncio.sleep(60)
+        assert not later.done()
+        await engine.resume()
+        await asyncio.gather(running, later)
+
+    simulate(scenario())
+
+
 def test_fake_engine_closed_while_paused_fails_what_it_held() -> None:
     engine = FakeEngine(token_latency_s=0.005)
 

@@ -4,12 +4,13 @@ import dataclasses
 import time
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from online_fakes import Listener, SpreadReward, World
 from rlhf_data.errors import EngineError
 from rlhf_train.online import run as online_run
 from rlhf_train.online.job import CheckpointSpec
-from rlhf_train.online.ray_session import LostProcessError
+from rlhf_train.online.ray_session import DeviceMemoryError, LostProcessError
 from rlhf_train.online.run import LostTrainerError, run_online
 from rlhf_train.run.checkpoint import Checkpoints
 from trainer_testing import tiny_job
@@ -91,6 +92,34 @@ def test_error_that_nobody_foresaw_ends_the_run_with_a_checkpoint_and_its_models
     assert run.world.log[-1] == f"save actor {run.recorder.path('final model')}"
     warnings = [] if can_save else ["not everything was saved: CUDA error: this device is of no use any more"]
     assert run.listener.warnings == warnings
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "cause", "asks"),
+    [
+        (1, RuntimeError("CUDA error"), True),
+        (2, RuntimeError("CUDA error"), False),
+        (2, DeviceMemoryError("too little memory"), False),
+        (2, EngineError("foreseen"), True),
+    ],
+)
+def test_ranks_that_may_wait_for_one_that_failed_are_asked_for_nothing(make_run, num_ranks, cause, asks):
+    run = make_run(SpreadReward(), checkpoints=CheckpointSpec(folder=""))
+    [placed] = run.job.plan.trainers
+    plan = dataclasses.replace(run.job.plan, trainers=(dataclasses.replace(placed, places=placed.places * num_ranks),))
+    error = RayTaskError("work", "", cause).as_instanceof_cause()
+
+    def run_model(role):
+        if len(run.world.rollouts) == 2:
+            raise error
+        return {}
+
+    run.world.on_run_model = run_model
+    with pytest.raises(type(cause)) as caught:
+        online_run.train_and_save(dataclasses.replace(run.job, plan=plan), run.parts, run.recorder)
+    assert caught.value is error
+    assert run.world.log[-1].startswith("save actor") == asks
+    assert [checkpoint.step for checkpoint in Checkpoints(run.recorder.path("checkpoints")).all()] == [1] * asks
 
 
 class Attempts:

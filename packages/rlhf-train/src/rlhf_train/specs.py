@@ -127,7 +127,7 @@ class ModelSpec:
             (num_ranks % size, f"a model has {num_ranks} training process(es)", f"use {size} of them, or a multiple"),
             (self.zero_stage == 3, "--zero_stage is 3", "use --zero_stage 2, or --zero_stage 3 alone"),
             (self.sequence_parallel_size > 1, "--sequence_parallel_size divides tokens", "use one of them"),
-            (self.lora is not None, "--lora_rank adds matrices that are not divided", "drop one of them"),
+            (self.lora is not None, "LoRA adapters add matrices that are not divided", "drop one of them"),
             (is_muon, "--optim muon needs whole matrices", "use --optim adam"),
             (self.torch_compile == "on", "--torch_compile is on", "leave --torch_compile at auto"),
         ):

@@ -289,11 +289,11 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
     config = to_store(parsed.config)
     output = config.output
     trackers = output.trackers(command.name, folder.name)
-    check_trackers(trackers)
     if job.rank > 0:
         run_offline(job, Observer())
         leave_process_group()
         return
+    check_trackers(trackers)
     view = OfflineView(console, command.prefix, command.metrics, logging_steps=output.logging_steps)
     checkpoint = find_checkpoint(job.checkpoints, folder, view)
     kept = resumed_step(job.checkpoints, checkpoint)

@@ -110,15 +110,18 @@ def _remedies(job: OnlineJob) -> str:
     learning = actor.optimizer
     is_adam = learning.muon_momentum is None and actor.dtype == "bfloat16"
     critic = job.models.get("critic")
-    offloads = [spec.offload for spec in job.models.values() if spec.optimizer is None]
+    is_whole = actor.tensor_parallel_size == 1
+    most_ranks = max(placed.num_ranks for placed in job.plan.trainers)
+    frozen = [spec for spec in job.models.values() if spec.optimizer is None and not spec.is_base_of(actor)]
+    offloads = [spec.offload for spec in frozen]
     offloads += [job.reward.offload_models] if job.reward.models else []
     helps = {
         "--gradient_checkpointing": not actor.gradient_checkpointing,
         "--bf16_moments": is_adam and not learning.bf16_moments,
-        "--adam_offload": is_adam and not learning.offload,
-        "--critic_lora_rank 64": critic is not None and critic.lora is None,
+        "--adam_offload": is_adam and not learning.offload and (actor.zero_stage != 2 or most_ranks == 1),
+        "--critic_lora_rank 64": critic is not None and critic.lora is None and is_whole,
         "--ref_reward_offload": not all(offloads),
-        "--zero_stage 3 on more GPUs": actor.zero_stage < 3,
+        "--zero_stage 3 on more GPUs": actor.zero_stage < 3 and is_whole,
     }
     return ", ".join(flag for flag, is_new in helps.items() if is_new) or "GPUs"
 

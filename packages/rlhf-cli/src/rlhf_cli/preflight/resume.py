@@ -1,5 +1,6 @@
 """Checks of a run that continues: whether it has a checkpoint, and which options differ from those it had."""
 
+import re
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,10 +34,18 @@ def has_checkpoint(section: CheckpointSection, folder: Path) -> bool:
 def check_can_continue(section: CheckpointSection, folder: Path) -> None:
     """Raise ConfigError if the run in `folder` has ended and left no checkpoint: it would start from the beginning and
     replace its model, metrics and rollouts."""
-    if section.continues and (folder / "model").is_dir() and not has_checkpoint(section, folder):
+    if section.continues and _has_results(folder) and not has_checkpoint(section, folder):
         message = f"the run in {folder} has ended and has no checkpoint, so nothing of it can be continued"
         hint = f"start a new run with its options: --config {folder / CONFIG_FILE} and another --save_path"
         raise ConfigError(message, hint=hint)
+
+
+def _has_results(folder: Path) -> bool:
+    """Return whether the run in `folder` has saved a model and done a step, or an update on fixed examples."""
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
+    has_steps = any(re.match(rb'{"step": [1-9]', line) for line in lines)
+    return has_steps and (folder / "model").is_dir()
 
 
 @contextmanager

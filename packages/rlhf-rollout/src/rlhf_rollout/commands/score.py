@@ -11,7 +11,6 @@ import numpy as np
 
 from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.keys import check_keys
 from rlhf_data.options import matching
 from rlhf_data.preference import PreferenceEncoder
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
@@ -63,9 +62,6 @@ def run(job: ScoreJob) -> int:
         data = job.data
         options = {"max_samples": data.max_samples, "split": data.dataset_split, "preset": data.preset_data}
         rows = open_sources(data.dataset, **options)
-        pair = ("chosen_key", "rejected_key", "prompt_key")
-        names = ("label_key", *(("input_key", "output_key") if data.chosen_key is None else pair))
-        check_keys(rows, {name: getattr(data, name) for name in names}, ["label_key", "prompt_key"])
         tokenizer = job.reward.load_tokenizer(job.tokenizer)
         reader = _Reader(job.data, rows, tokenizer)
         num_rows = sum(1 for _ in rows.read(RowErrors(skip_bad_rows=True)))

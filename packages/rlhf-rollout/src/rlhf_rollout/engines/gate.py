@@ -125,6 +125,8 @@ class GatedEngine(ABC):
         self._updating: int | None = None
         self._incomplete: str | None = None
         self._paused = False
+        self._num_pausing = 0
+        self._awaits_resume = False
         self._asleep = False
         self._closed = False
         self.policy_version = 0
@@ -156,25 +158,27 @@ class GatedEngine(ABC):
     async def pause(self, mode: PauseMode) -> int:
         """See `RolloutEngine.pause`. All sequences of a request count until the request is done."""
         check_pause_mode(mode, self.pause_modes, type(self).__name__)
-        was_paused = self._paused
         self._paused = True
         self._gate.close()
         num_found = self._num_sequences
-        if mode == "drain":
-            try:
+        self._num_pausing += 1
+        try:
+            if mode == "drain":
                 await self._drain_in_time("`pause`")
-            except BaseException:
-                # The caller is gone, or takes the engine for dead: nobody would call `resume`.
-                if not was_paused:
-                    self._paused = False
-                    self._open_unless_updating()
-                raise
+            self._awaits_resume = self._paused  # unless it was resumed meanwhile
+        finally:
+            self._num_pausing -= 1
+            # If all callers are gone, or take the engine for dead, nobody would call `resume`.
+            if not self._awaits_resume and not self._num_pausing:
+                self._paused = False
+                self._open_unless_updating()
         self._hold.start()
         return num_found
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
         self._paused = False
+        self._awaits_resume = False
         self._hold.stop()
         self._open_unless_updating()
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from rlhf_data.errors import EngineError
 from rlhf_rollout.host import collection_paused, free_port
 from rlhf_rollout.ray_actors import RayEngine, node_address, prepare_process
+from rlhf_train.online.ray_session import DeviceMemoryError
 from rlhf_train.specs import ModelSpec
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ _SMALLER_PASSES = (
 _LATER_ENGINES = "lower --vllm_gpu_memory_utilization, or add --vllm_enable_sleep, with which engines start later"
 
 
+_PASSES = ("run_model", "assign_advantages", "update")  # methods of `TrainWorker`
+
+
 @contextmanager
 def _out_of_memory_told(hint: str, what: str = "") -> Iterator[None]:
     """Say of a GPU whose memory does not suffice, for `what` if that is known, what can be done."""
@@ -33,7 +36,7 @@ def _out_of_memory_told(hint: str, what: str = "") -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise EngineError(f"the GPU has too little memory{what}: {error}", hint=hint) from error
+        raise DeviceMemoryError(f"the GPU has too little memory{what}: {error}", hint=hint) from error
 
 
 class RankActor:
@@ -99,10 +102,10 @@ class RankActor:
         loaded_s = time.perf_counter() - started
         return {"startup/load": loaded_s, "startup/rehearsal": rehearse(self._worker, list(models), job, rank)}
 
-    @_out_of_memory_told(_SMALLER_PASSES)
     def work(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the `TrainWorker` and return its result."""
-        return getattr(self._worker, method)(*args, **kwargs)
+        with _out_of_memory_told(_SMALLER_PASSES) if method in _PASSES else nullcontext():
+            return getattr(self._worker, method)(*args, **kwargs)
 
     @_out_of_memory_told(_SMALLER_PASSES)
     def run_block(

@@ -116,6 +116,16 @@ def _check(done: Sequence[Any], pending: Sequence[Any]) -> None:
         raise
 
 
+class DeviceMemoryError(EngineError):
+    """The memory of a rank's device did not suffice."""
+
+
+def is_unforeseen(error: BaseException) -> bool:
+    """Return whether a rank raised an error at any place, such as one of PyTorch: its peers may wait for it there."""
+    is_foreseen = isinstance(error, RlhfError) and not isinstance(error, DeviceMemoryError)
+    return isinstance(error, RayTaskError) and not is_foreseen
+
+
 def find_cluster() -> str | None:
     """Return the address of the cluster to join, or None when the run should start its own.
 

@@ -22,7 +22,7 @@ from rlhf_train.online.learner import Learner
 from rlhf_train.online.loop import train
 from rlhf_train.online.patience import Patience
 from rlhf_train.online.ranks import RankSet
-from rlhf_train.online.ray_session import LostProcessError, unanswered
+from rlhf_train.online.ray_session import LostProcessError, is_unforeseen, unanswered
 from rlhf_train.online.recorded import RecordedRollouts
 from rlhf_train.online.report import Report
 from rlhf_train.online.rewards import make_reward
@@ -220,7 +220,7 @@ def train_and_save(job: OnlineJob, parts: Parts, recorder: Recorder) -> RunSumma
     """Run all steps, save the models, and return the final metrics and the paths of all artifacts.
 
     After an error, what was learned is saved: the models, and also the state of the run, except after an error within
-    an update.
+    an update. If a rank raised an error that nobody foresaw, this is done only where no other rank can wait for it.
     """
     try:
         with quick_collection():
@@ -230,17 +230,19 @@ def train_and_save(job: OnlineJob, parts: Parts, recorder: Recorder) -> RunSumma
     except (KeyboardInterrupt, CancelledError):
         save_what_is_left(job, parts, recorder, models=False)
         raise
-    except Exception:  # such as one of PyTorch in a rank
-        save_what_is_left(job, parts, recorder, models=True)
+    except Exception as error:
+        has_peers = any(placed.num_ranks > 1 for placed in job.plan.trainers)
+        save_what_is_left(job, parts, recorder, models=True, by_ranks=not (has_peers and is_unforeseen(error)))
         raise
     parts.report.add_final({"memory/trainer_peak_bytes": float(parts.learner.peak_memory_bytes())})
     return parts.report.finish(job.num_steps)
 
 
-def save_what_is_left(job: OnlineJob, parts: Parts, recorder: Recorder, *, models: bool) -> None:
-    """Save as much as the end of a failed or interrupted run allows. What cannot be saved is a warning."""
+def save_what_is_left(job: OnlineJob, parts: Parts, recorder: Recorder, *, models: bool, by_ranks: bool = True) -> None:
+    """Save as much as the end of a failed or interrupted run allows, what ranks have only with `by_ranks`. What cannot
+    be saved is a warning."""
     parts.interrupts.close()  # a second signal must not end the writing
-    live = parts.learner.live_roles()
+    live = parts.learner.live_roles() if by_ranks else set()
     all_live = live == job.models.keys()
     try:
         parts.report.write_rollouts()
