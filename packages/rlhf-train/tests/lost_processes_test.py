@@ -107,7 +107,8 @@ def test_ranks_that_may_wait_for_one_that_failed_are_asked_for_nothing(make_run,
     run = make_run(SpreadReward(), checkpoints=CheckpointSpec(folder=""))
     [placed] = run.job.plan.trainers
     plan = dataclasses.replace(run.job.plan, trainers=(dataclasses.replace(placed, places=placed.places * num_ranks),))
-    error = RayTaskError("work", "", cause).as_instanceof_cause()
+    # As `wait` raises them: errors of this project as they are.
+    error = cause if isinstance(cause, EngineError) else RayTaskError("work", "", cause).as_instanceof_cause()
 
     def run_model(role):
         if len(run.world.rollouts) == 2:

@@ -122,8 +122,9 @@ class DeviceMemoryError(EngineError):
 
 def is_unforeseen(error: BaseException) -> bool:
     """Return whether a rank raised an error at any place, such as one of PyTorch: its peers may wait for it there."""
-    is_foreseen = isinstance(error, RlhfError) and not isinstance(error, DeviceMemoryError)
-    return isinstance(error, RayTaskError) and not is_foreseen
+    if isinstance(error, RlhfError):
+        return isinstance(error, DeviceMemoryError)
+    return isinstance(error, RayTaskError)
 
 
 def find_cluster() -> str | None:
