@@ -64,8 +64,8 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
     Raises:
         ConfigError: the job cannot run as configured.
         CheckpointError: the checkpoint to continue from belongs to another run.
-        EngineError, RewardError, WeightSyncError: a part failed and retries did not help. What was learned is saved
-            before any error is raised, as far as the trainers live.
+        EngineError, RewardError, WeightSyncError: a part failed and retries did not help. `train_and_save` says what
+            is saved before.
         Interrupted: SIGINT or SIGTERM. The state of the run is saved before.
     """
     check_save_path(job.save_path, resumes=job.checkpoints.resume)
