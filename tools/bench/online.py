@@ -63,11 +63,13 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> list[str]:
     """Write model, prompts and reward into `folder`; return the flags that name them."""
     import torch
 
-    from rlhf_models.testing import tiny_model_dir
+    from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 
     dtype, device = (torch.bfloat16, "cuda") if local_gpus() else (torch.float32, "cpu")
     with torch.device(device):  # a GPU draws billions of weights in a second
         tiny_model_dir(folder / "model", dtype=dtype, **SHAPES[options.shape])
+        if options.reward_model:
+            tiny_reward_model_dir(folder / "reward_model", dtype=dtype, **SHAPES[options.shape])
     torch.cuda.empty_cache()
     if options.mean_response_tokens:
         add_end_tokens(folder / "model", options.mean_response_tokens)
@@ -76,10 +78,9 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> list[str]:
     text = "".join(json.dumps({"input": row}) + "\n" for row in rows)
     (folder / "prompts.jsonl").write_text(text, encoding="utf-8")
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
-    return [
-        *("--pretrain", str(folder / "model"), "--prompt_data", str(folder / "prompts.jsonl")),
-        *("--remote_rm_url", str(folder / "reward.py"), "--save_path", str(folder / "run")),
-    ]
+    named = {"pretrain": "model", "prompt_data": "prompts.jsonl", "save_path": "run"}
+    named |= {"reward_pretrain": "reward_model"} if options.reward_model else {"remote_rm_url": "reward.py"}
+    return [word for flag, name in named.items() for word in (f"--{flag}", str(folder / name))]
 
 
 def add_end_tokens(model: Path, mean_tokens: float) -> None:
@@ -186,6 +187,7 @@ def main() -> None:
     parser.add_argument("--prompt_tokens", type=int, default=256)
     parser.add_argument("--response_tokens", type=int)
     parser.add_argument("--mean_response_tokens", type=float, help="of geometric lengths; default: full length")
+    parser.add_argument("--reward_model", action="store_true", help="score by a random model of the same shape")
     parser.add_argument("--micro_batch", type=int, help="rollouts per forward and backward pass")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--gpu_time", action="store_true", help="record what the GPU does in the step before the last")
@@ -216,6 +218,7 @@ def main() -> None:
         "prompt_tokens",
         "response_tokens",
         "mean_response_tokens",
+        "reward_model",
         "micro_batch",
         "steps",
     )

@@ -39,8 +39,9 @@ def test_prompts_have_the_tokens_asked_for_and_responses_end_at_the_rate_asked_f
     from transformers import AutoTokenizer
 
     monkeypatch.setattr(online, "local_gpus", lambda: 0)
-    options = argparse.Namespace(shape="tiny", prompts=3, steps=2, prompt_tokens=40, mean_response_tokens=8)
-    online.write_inputs(options, tmp_path)
+    sizes = {"prompts": 3, "steps": 2, "prompt_tokens": 40, "mean_response_tokens": 8}
+    flags = online.write_inputs(argparse.Namespace(shape="tiny", reward_model=False, **sizes), tmp_path)
+    assert flags[-2:] == ["--remote_rm_url", str(tmp_path / "reward.py")]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     rows = [json.loads(line)["input"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert len(rows) == len(set(rows)) == 6
@@ -49,3 +50,12 @@ def test_prompts_have_the_tokens_asked_for_and_responses_end_at_the_rate_asked_f
     ends = config["eos_token_id"]
     assert len(set(ends)) == len(ends) == 64 and tokenizer.eos_token_id in ends  # an eighth of 512 tokens
     assert max(ends) < 512
+
+
+def test_a_reward_model_scores_where_it_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(online, "local_gpus", lambda: 0)
+    sizes = {"prompts": 1, "steps": 1, "prompt_tokens": 4, "mean_response_tokens": None}
+    flags = online.write_inputs(argparse.Namespace(shape="tiny", reward_model=True, **sizes), tmp_path)
+    assert flags[-2:] == ["--reward_pretrain", str(tmp_path / "reward_model")]
+    [kind] = json.loads((tmp_path / "reward_model/config.json").read_text())["architectures"]
+    assert kind.endswith("ForSequenceClassification")

@@ -1,0 +1,149 @@
+"""Measure updates on long sequences, whose tokens several GPUs divide by sequence parallelism.
+
+    python tools/bench/long_context.py --shape qwen2-7b --num_tokens 32768 --ranks 1 2 --out long_context.json
+
+Supervised fine-tuning of all weights of a random model, one sequence per update and pass, with gradient checkpointing
+and moments in bfloat16. The weights' states are sharded over the ranks (ZeRO 3) if there are several. Every number of
+ranks gets the same sequences. "first_update" compares loss and gradient norm of the first update with those of the
+first number of ranks.
+
+Without a GPU the times mean nothing, but the script can be tried with `--shape tiny --num_tokens 256`.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from environment import command_line, environment
+from rlhf_rollout.host import free_port, local_gpus
+from shapes import SHAPES
+
+NUM_UPDATES = 4
+
+
+def train(rank: int, num_ranks: int, options: argparse.Namespace, model: str, port: int, results: Connection) -> None:
+    """Run one rank, and send the metrics of each update and this rank's peak of GPU memory."""
+    on_gpu = local_gpus() > 0
+    if on_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    import numpy as np
+    import torch
+
+    from rlhf_data.sft import SftExample
+    from rlhf_train.offline.job import OfflineJob, run_offline
+    from rlhf_train.offline.loop import OfflineSchedule
+    from rlhf_train.offline.objectives.supervised import SupervisedObjective
+    from rlhf_train.run.observer import Observer
+    from rlhf_train.specs import ModelSpec, OptimizerSpec
+
+    class Sender(Observer):
+        """Sends the metrics of each update, which rank 0 alone has."""
+
+        def update(self, update: int, num_updates: int, metrics: dict[str, float]) -> None:
+            peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+            results.send(metrics | {"peak_gib": peak})
+
+    draw = np.random.default_rng(0)
+    trained = np.arange(options.num_tokens) > 0
+    examples = [
+        SftExample(f"row{number}", draw.integers(300, 500, options.num_tokens), trained)
+        for number in range(NUM_UPDATES)
+    ]
+    spec = ModelSpec(
+        path=model,
+        dtype="bfloat16" if on_gpu else "float32",
+        packing=True,
+        gradient_checkpointing=True,
+        sequence_parallel_size=num_ranks,
+        zero_stage=1 if num_ranks == 1 else 3,
+        optimizer=OptimizerSpec(learning_rate=1e-6, scheduler="constant", bf16_moments=True),
+    )
+    job = OfflineJob(
+        objective=SupervisedObjective(),
+        model=spec,
+        examples=examples,
+        schedule=OfflineSchedule(train_batch_size=1, micro_train_batch_size=1),
+        model_path=Path(model).with_name(f"trained{num_ranks}"),
+        rank=rank,
+        num_ranks=num_ranks,
+        master=("127.0.0.1", port),
+        device="cuda" if on_gpu else "cpu",
+    )
+    run_offline(job, Sender())
+
+
+def measure(num_ranks: int, options: argparse.Namespace, model: str) -> list[dict[str, float]]:
+    """Return the metrics of all updates on so many ranks, whose processes have ended."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    port = free_port()
+    ranks = [
+        context.Process(target=train, args=(rank, num_ranks, options, model, port, sender)) for rank in range(num_ranks)
+    ]
+    for process in ranks:
+        process.start()
+    sender.close()
+    try:
+        return [receiver.recv() for _ in range(NUM_UPDATES)]
+    finally:
+        for process in ranks:  # without the time to save the model
+            process.kill()
+            process.join()
+
+
+def summary(updates: list[dict[str, float]], base: Mapping[str, float]) -> dict[str, Any]:
+    """Return the figures of one number of ranks, whose first update is compared with `base`."""
+    first = {name: updates[0][name] for name in ("sft/loss", "train/grad_norm")}
+    return {
+        "seconds": statistics.median(update["time/update"] for update in updates[1:]),
+        "peak_gib": updates[-1]["peak_gib"],
+        "first_update": {
+            name: {"value": value, "relative_error": value / base[name] - 1} for name, value in first.items()
+        },
+        "updates": updates,
+    }
+
+
+def main() -> None:
+    """Measure every number of ranks, and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2-7b")
+    parser.add_argument("--num_tokens", type=int, default=32768)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        import torch
+
+        from rlhf_models.testing import tiny_model_dir
+
+        dtype, device = (torch.bfloat16, "cuda") if local_gpus() else (torch.float32, "cpu")
+        shape = dict(SHAPES[options.shape]) | {"max_position_embeddings": options.num_tokens}
+        with torch.device(device):
+            model = str(tiny_model_dir(Path(folder, "model"), dtype=dtype, **shape))
+        torch.cuda.empty_cache()
+        runs: dict[int, dict[str, Any]] = {}
+        for num_ranks in options.ranks:
+            updates = measure(num_ranks, options, model)
+            base = next(iter(runs.values()))["updates"][0] if runs else updates[0]
+            runs[num_ranks] = summary(updates, base)
+            print(num_ranks, json.dumps({name: value for name, value in runs[num_ranks].items() if name != "updates"}))
+    report = {
+        "benchmark": "long_context",
+        "command": command_line(options.out),
+        "environment": environment(),
+        "num_tokens": options.num_tokens,
+        "ranks": runs,
+    }
+    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
