@@ -8,16 +8,17 @@ import re
 import statistics
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from async_model import AtUpdate, Costs, Group, Layout, simulate
+from async_model import Costs, Group, Layout, simulate
 
 _LEAST_SPREAD = 1.1  # between the most and the fewest decode steps of a step
+_LEAST_PROMPT_SPREAD = 1.5  # between the most and the fewest prompt tokens per response token
 WARM_UP = 2  # steps at the start of a run that load and compile
 _NOT_TRAINING = ("generate", "reward", "sync", "evaluate", "save", "checkpoint", "step")  # phases of a step
 
@@ -29,7 +30,7 @@ class MeasuredRun:
     Attributes:
         costs: fitted to the seconds of its steps.
         steps: the groups of each step, in the order of the batch.
-        num_engines, slots, batch_size: sizes of the run.
+        num_engines, slots, batch_size: sizes of the run, of the first one if there are several.
     """
 
     costs: Costs
@@ -45,20 +46,20 @@ class MeasuredRun:
 
 
 @dataclass(frozen=True, slots=True)
-class AsyncRun:
-    """What an asynchronous run reached, and by which rules.
+class CheckedRun:
+    """What a run reached whose steps are compared with their prediction, and by which rules.
 
     Attributes:
+        layout: of the run.
         step_s: mean seconds of its steps after the first `WARM_UP` ones.
-        num_steps, max_staleness, at_update: of the run.
+        num_steps: of the run.
         groups: in the order of admission.
         trained: (tokens, seconds of training) of these steps, without the last one.
     """
 
+    layout: Layout
     step_s: float
     num_steps: int
-    max_staleness: int
-    at_update: AtUpdate
     groups: tuple[Group, ...]
     trained: tuple[tuple[int, float], ...]
 
@@ -121,55 +122,67 @@ def decode_steps(groups: Sequence[Group], num_engines: int, slots: int) -> float
     return simulate(unit, Layout(num_engines=num_engines, slots=slots, batch_size=len(groups)), groups, 1).seconds
 
 
-def read_async_run(folder: Path) -> AsyncRun:
+def read_layout(config: Mapping[str, Any]) -> Layout:
+    """Return the layout of the run with this `config.toml`. Without a placement there is one trainer."""
+    placement = config.get("placement", {})
+    asynchrony = config.get("asynchrony", {})
+    is_asynchronous = asynchrony.get("async_train", False)
+    return Layout(
+        num_engines=config["engine"]["vllm_num_engines"],
+        num_trainers=placement.get("actor_num_nodes", 1) * placement.get("actor_num_gpus_per_node", 1),
+        slots=config["engine"]["vllm_max_num_seqs"],
+        batch_size=config["rollout"]["rollout_batch_size"],
+        max_staleness=asynchrony["max_staleness"] if is_asynchronous else 0,
+        at_update=asynchrony["at_update"] if is_asynchronous else "drain",
+    )
+
+
+def read_checked_run(folder: Path) -> CheckedRun:
     """Return what the run whose --save_path is `folder` reached."""
-    config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["asynchrony"]
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [line for line in map(json.loads, lines) if "time/step" in line]
+    config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    steps = _read_steps(folder)
     by_step = read_groups(folder / "rollouts.jsonl")
     by_id = {group_id: group for found in by_step.values() for group_id, group in found.items()}
     admitted = sorted(by_id, key=lambda group_id: [int(number) for number in re.findall(r"\d+", group_id)])
     used = steps[WARM_UP:]
-    return AsyncRun(
+    return CheckedRun(
+        layout=read_layout(config),
         step_s=statistics.fmean(line["time/step"] for line in used),
         num_steps=len(steps),
-        max_staleness=config["max_staleness"],
-        at_update=config["at_update"],
         groups=tuple(by_id[group_id] for group_id in admitted),
         # At the last step nothing generates any more.
         trained=tuple((num_tokens(by_step[line["step"]].values()), _training_seconds(line)) for line in used[:-1]),
     )
 
 
-def predicted_step_s(costs: Costs, run: MeasuredRun, other: AsyncRun) -> float:
-    """Return the mean seconds of the steps of `other` after its first ones, from its lengths and the sizes of `run`."""
-    layout = Layout(
-        num_engines=run.num_engines, slots=run.slots, batch_size=run.batch_size,
-        max_staleness=other.max_staleness, at_update=other.at_update,
-    )  # fmt: skip
-    ends = simulate(costs, layout, other.groups, other.num_steps).ends
+def predicted_step_s(costs: Costs, run: CheckedRun) -> float:
+    """Return the mean seconds of the steps of a run after its first ones, from its lengths and its layout."""
+    ends = simulate(costs, run.layout, run.groups, run.num_steps).ends
     return (ends[-1] - ends[WARM_UP - 1]) / (len(ends) - WARM_UP)
 
 
-def with_contention(costs: Costs, run: MeasuredRun, other: AsyncRun) -> Costs:
-    """Return the costs with both slowdowns of sides that share a card, as `other` shows them.
+def with_contention(costs: Costs, run: CheckedRun) -> Costs:
+    """Return the costs with both slowdowns of sides that work at the same time, as an asynchronous run shows them.
 
     That of training is its seconds over those of `costs`; that of generation is the one from 1 to 3 with which the
     prediction of a step is closest.
     """
-    alone = sum(costs.train_batch_s + costs.train_token_s * tokens for tokens, _ in other.trained)
-    train_slowdown = max(sum(seconds for _, seconds in other.trained) / alone, 1.0)
+    cards = run.layout.num_trainers
+    alone = sum(costs.train_batch_s + costs.train_token_s * tokens / cards for tokens, _ in run.trained)
+    train_slowdown = max(sum(seconds for _, seconds in run.trained) / alone, 1.0)
     candidates = [
         replace(costs, train_slowdown=train_slowdown, slowdown=1 + hundredths / 100) for hundredths in range(0, 201, 2)
     ]
-    return min(candidates, key=lambda candidate: abs(predicted_step_s(candidate, run, other) - other.step_s))
+    return min(candidates, key=lambda candidate: abs(predicted_step_s(candidate, run) - run.step_s))
 
 
 def read_run(*folders: Path, skip: int = WARM_UP, fits_decode: bool = True) -> MeasuredRun:
-    """Return the costs and lengths of a synchronous run, or of several with the same sizes.
+    """Return the costs and lengths of a synchronous run, or of several with the same model and prompts.
 
-    A step's generation is fitted as a part per prompt token, one per decode step and one per response token; all other
-    phases but the weight sync as a constant and a part per token of the batch.
+    An engine's generation in a step is fitted as a part per prompt token, one per decode step and one per response
+    token; all other phases but the weight sync as a constant and a part per token of a trainer. Runs of several layouts
+    tell parts apart that grow together in each single one. Where prompt tokens grow with response tokens in all steps,
+    they count as part of these.
 
     Args:
         folders: their --save_path.
@@ -179,48 +192,56 @@ def read_run(*folders: Path, skip: int = WARM_UP, fits_decode: bool = True) -> M
     Raises:
         ValueError: there are too few steps for a fit, or their numbers of decode steps hardly differ.
     """
-    config = tomllib.loads((folders[0] / "config.toml").read_text(encoding="utf-8"))
-    num_engines, slots = config["engine"]["vllm_num_engines"], config["engine"]["vllm_max_num_seqs"]
+    layouts = [read_layout(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))) for folder in folders]
     work: list[list[Group]] = []
-    used: list[tuple[list[Group], dict[str, Any]]] = []
-    for folder in folders:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        steps = [line for line in map(json.loads, lines) if "time/step" in line]
+    used: list[tuple[Layout, list[Group], dict[str, Any]]] = []
+    for folder, layout in zip(folders, layouts, strict=True):
+        steps = _read_steps(folder)
         found = read_groups(folder / "rollouts.jsonl")
         groups = {step: list(by_id.values()) for step, by_id in found.items()}
         work += [groups[step["step"]] for step in steps if step["step"] in groups]
-        used += [(groups[step["step"]], step) for step in steps[skip:] if step["step"] in groups]
+        used += [(layout, groups[step["step"]], step) for step in steps[skip:] if step["step"] in groups]
     if len(used) < 4:
         raise ValueError(f"{folders[0]} has {len(used)} steps after the first {skip}; a fit needs at least 4")
-    prompts = [sum(group.prompt_tokens for group in step) for step, _ in used]
-    answers = [sum(sum(group.lengths) for group in step) for step, _ in used]
-    tokens = [num_tokens(step) for step, _ in used]
-    iterations = [decode_steps(step, num_engines, slots) for step, _ in used]
+    # Of one engine and one trainer.
+    prompts = [sum(group.prompt_tokens for group in step) / layout.num_engines for layout, step, _ in used]
+    answers = [sum(sum(group.lengths) for group in step) / layout.num_engines for layout, step, _ in used]
+    tokens = [num_tokens(step) / layout.num_trainers for layout, step, _ in used]
+    iterations = [decode_steps(step, layout.num_engines, layout.slots) for layout, step, _ in used]
     if fits_decode and max(iterations) < _LEAST_SPREAD * min(iterations):
         spread = f"{min(iterations):.0f} to {max(iterations):.0f} decode steps per step"
         raise ValueError(
             f"{folders[0]} has {spread}, too little difference to tell the seconds of a decode step from those of a"
             " token: allow longer responses, so that the longest one differs, or measure decode steps and give --decode"
         )
+    ratios = [prompt / max(answer, 1) for prompt, answer in zip(prompts, answers, strict=True)]
+    if max(ratios) < _LEAST_PROMPT_SPREAD * min(ratios):
+        prompts = [0.0] * len(used)
     per_prompt_token, per_step, per_token = fit(
-        [prompts, iterations, answers], [line["time/generate"] + line.get("time/reward", 0.0) for _, line in used]
+        [prompts, iterations, answers], [line["time/generate"] + line.get("time/reward", 0.0) for _, _, line in used]
     )
-    per_batch, per_trained_token = fit([[1.0] * len(used), tokens], [_training_seconds(line) for _, line in used])
-    # An engine that decodes n responses makes n tokens in a step.
-    per_token *= num_engines
+    per_batch, per_trained_token = fit([[1.0] * len(used), tokens], [_training_seconds(line) for _, _, line in used])
+    slots = layouts[0].slots
     return MeasuredRun(
+        # An engine that decodes n responses makes n tokens in a step.
         costs=Costs(
             decode_s=((1, per_step + per_token), (slots, per_step + per_token * slots)),
             train_token_s=per_trained_token,
             train_batch_s=per_batch,
-            prefill_token_s=per_prompt_token * num_engines,
-            sync_s=statistics.median(line.get("time/sync", 0.0) for _, line in used),
+            prefill_token_s=per_prompt_token,
+            sync_s=statistics.median(line.get("time/sync", 0.0) for _, _, line in used),
         ),
         steps=tuple(tuple(step) for step in work),
-        num_engines=num_engines,
+        num_engines=layouts[0].num_engines,
         slots=slots,
-        batch_size=config["rollout"]["rollout_batch_size"],
+        batch_size=layouts[0].batch_size,
     )
+
+
+def _read_steps(folder: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run's steps."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [line for line in map(json.loads, lines) if "time/step" in line]
 
 
 def _training_seconds(step: dict[str, Any]) -> float:

@@ -1,15 +1,19 @@
 """Predict the throughput of layouts of an online run, from measured seconds and lengths.
 
     python tools/bench/async_sim.py --from RUN_DIR --cards 2 8 64 --out async-sim.json
-    python tools/bench/async_sim.py --from RUN_DIR --measured ASYNC_DIR ASYNC_DIR --out async-sim.json
+    python tools/bench/async_sim.py --from RUN_DIR RUN_DIR --measured ASYNC_DIR ASYNC_DIR --out async-sim.json
     python tools/bench/async_sim.py --decode 1:0.006 256:0.014 --train_token_s 2e-5 --length_median 256 --cards 8
 
-`--from` derives all costs and lengths from `metrics.jsonl` and `rollouts.jsonl` of a synchronous run, and the options
-override them. For each number of cards, the table compares the synchronous run in which all cards take turns with
-splits into generating and training cards, synchronous and with each `--max_staleness`. `--measured` names asynchronous
-runs with the flags of that run. How much generation and training on one card slow each other down is taken from the
-first one, and the others test the prediction. Requests that go on at an update need `--keep_kv`: what it costs to
-compute their states again is not simulated. `async_model.py` says what is.
+`--from` derives all costs and lengths from `metrics.jsonl` and `rollouts.jsonl` of synchronous runs with the same model
+and prompts, of one layout or of several, and the options override them. For each number of cards, the table compares
+the synchronous run in which all cards take turns with splits into generating and training cards, synchronous and with
+each `--max_staleness`.
+
+`--measured` names further runs, which stand beside their prediction. By how much generation and training that go on at
+the same time are slower is taken from the first asynchronous one, and the others test the prediction. The table has
+cards for each side: it leaves this slowdown out, unless the measured runs had such cards as well (`--own_cards`).
+Requests that go on at an update need `--keep_kv`: what it costs to compute their states again is not simulated.
+`async_model.py` says what is.
 """
 
 import argparse
@@ -19,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from async_costs import MeasuredRun, log_normal_groups, predicted_step_s, read_async_run, read_run, with_contention
+from async_costs import MeasuredRun, log_normal_groups, predicted_step_s, read_checked_run, read_run, with_contention
 from async_model import Costs, Layout, Prediction, simulate
 from environment import command_line, environment
 
@@ -56,29 +60,32 @@ def table(predictions: Sequence[tuple[Layout, Prediction]]) -> str:
     return "\n".join(lines)
 
 
-def check(costs: Costs, run: MeasuredRun, folders: Sequence[Path]) -> tuple[Costs, list[dict[str, Any]]]:
-    """Return the costs of sides on one card, from the first asynchronous run, and each run beside its prediction."""
-    others = [read_async_run(folder) for folder in folders]
-    if costs.slowdown == costs.train_slowdown == 1:
-        costs = with_contention(costs, run, others[0])
+def check(costs: Costs, folders: Sequence[Path]) -> tuple[Costs, list[dict[str, Any]]]:
+    """Return the costs with the slowdowns of the first asynchronous run, and each run beside its prediction."""
+    runs = [read_checked_run(folder) for folder in folders]
+    overlapping = [run for run in runs if run.layout.max_staleness]
+    if costs.slowdown == costs.train_slowdown == 1 and overlapping:
+        costs = with_contention(costs, overlapping[0])
     rows = []
-    for folder, other in zip(folders, others, strict=True):
-        step_s = predicted_step_s(costs, run, other)
-        error = step_s / other.step_s - 1
-        figures = {name: value for name, value in asdict(other).items() if name not in ("groups", "trained")}
-        rows.append({"run": folder.name, **figures, "predicted_step_s": step_s, "error": error})
+    for folder, run in zip(folders, runs, strict=True):
+        step_s = predicted_step_s(costs, run)
+        figures = {"step_s": run.step_s, "num_steps": run.num_steps, "predicted_step_s": step_s}
+        row = {"run": folder.name, **asdict(run.layout), **figures, "error": step_s / run.step_s - 1}
+        rows.append(row | {"gave_slowdowns": run is next(iter(overlapping), None)})
     return costs, rows
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="folder of a synchronous run")
-    parser.add_argument("--measured", type=Path, nargs="+", metavar="DIR", help="folders of asynchronous runs")
+    parser.add_argument("--from", dest="runs", type=Path, nargs="+", metavar="RUN_DIR", help="synchronous runs")
+    parser.add_argument("--measured", type=Path, nargs="+", metavar="DIR", help="runs to compare with their prediction")
+    parser.add_argument("--own_cards", action="store_true", help="the measured runs had cards for each side")
     parser.add_argument("--cards", type=int, nargs="+", default=[2])
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--at_update", choices=["drain", "keep", "restart"], default="keep")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch_size", type=int, help="prompts per step; default: 16 per card, or the run's")
+    parser.add_argument("--batch_per_card", type=int, help="prompts per step and card, in place of --batch_size")
     parser.add_argument("--samples", type=int, default=8, help="responses per prompt, without --from")
     parser.add_argument("--slots", type=int, help="responses per engine at once; default: 256, or the run's")
     costs = parser.add_argument_group("costs, in seconds; they override those of --from")
@@ -94,11 +101,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _batch_size(per_card: int | None, num_cards: int, measured: MeasuredRun | None) -> int:
+    """Return the prompts per step without --batch_size."""
+    if measured and not per_card:
+        return measured.batch_size
+    return (per_card or 16) * num_cards
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table of every number of cards, and write the report."""
     parser = _parser()
     options = parser.parse_args(argv)
-    measured = read_run(options.run, fits_decode=not options.decode) if options.run else None
+    measured = read_run(*options.runs, fits_decode=not options.decode) if options.runs else None
     if not measured and not (options.decode and options.train_token_s and options.length_median):
         parser.error("without --from, --decode, --train_token_s and --length_median are needed")
     if options.measured and not measured:
@@ -120,8 +134,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     report: dict[str, Any] = {"benchmark": "async_sim", "layouts": {}}
     if options.measured:
-        shared, report["measured"] = check(costs, measured, options.measured)
-        report["slowdowns"] = {"generation": shared.slowdown, "training": shared.train_slowdown}
+        overlapping, report["measured"] = check(costs, options.measured)
+        report["slowdowns"] = {"generation": overlapping.slowdown, "training": overlapping.train_slowdown}
+        if options.own_cards:
+            costs = overlapping
         for row in report["measured"]:
             print(
                 f"{row['run']}: {row['step_s']:.2f} s per step, predicted {row['predicted_step_s']:.2f} s"
@@ -131,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for num_cards in options.cards:
         base = Layout(
             slots=options.slots or (measured.slots if measured else 256),
-            batch_size=options.batch_size or (measured.batch_size if measured else 16 * num_cards),
+            batch_size=options.batch_size or _batch_size(options.batch_per_card, num_cards, measured),
             at_update=options.at_update,
         )
         rows = [

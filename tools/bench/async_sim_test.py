@@ -192,10 +192,13 @@ def test_fit_finds_the_coefficients_and_none_below_zero():
     assert fit(columns[:2], [3 * a - b for a, b, _ in zip(*columns, strict=True)])[1] == 0
 
 
-def write_run(folder, steps):
-    """Write a run whose steps have these groups, and seconds that follow from known costs."""
-    config = "[engine]\nvllm_num_engines = 1\nvllm_max_num_seqs = 64\n[rollout]\nrollout_batch_size = 4\n"
-    (folder / "config.toml").write_text(config, encoding="utf-8")
+SIZES = "[engine]\nvllm_num_engines = {}\nvllm_max_num_seqs = 64\n[rollout]\nrollout_batch_size = 4\n"
+
+
+def write_run(folder, steps, cards=1):
+    """Write a run whose steps have these groups, and seconds that follow from known costs, in turn on these cards."""
+    placement = f"[placement]\nactor_num_nodes = 1\nactor_num_gpus_per_node = {cards}\n"
+    (folder / "config.toml").write_text(SIZES.format(cards) + placement, encoding="utf-8")
     metrics, rollouts = [{"step": 0, "eval/accuracy": 0.1}], []
     for number, groups in enumerate(steps, start=1):
         answers = [length for group in groups for length in group.lengths]
@@ -203,10 +206,10 @@ def write_run(folder, steps):
         metrics.append(
             {
                 "step": number,
-                "time/generate": 7 * len(groups) * 1e-3 + max(answers) * 0.01 + sum(answers) * 1e-4,
+                "time/generate": (7 * len(groups) * 1e-3 + sum(answers) * 1e-4) / cards + max(answers) * 0.01,
                 "time/reward": 0.0,
-                "time/train": 0.25 + tokens * 2e-4,
-                "time/experience": tokens * 1e-4,
+                "time/train": 0.25 + tokens * 2e-4 / cards,
+                "time/experience": tokens * 1e-4 / cards,
                 "time/sync": 0.05,
                 "time/evaluate": 9.0,
                 "time/step": 99.0,
@@ -243,7 +246,8 @@ def write_async_run(folder, staleness, found, groups, costs):
                 rollouts.append(record | {"kept": True})
     for name, records in (("metrics", metrics), ("rollouts", rollouts)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (folder / "config.toml").write_text(f'[asynchrony]\nmax_staleness = {staleness}\nat_update = "keep"\n')
+    rules = f'[asynchrony]\nasync_train = true\nmax_staleness = {staleness}\nat_update = "keep"\n'
+    (folder / "config.toml").write_text(SIZES.format(1) + rules)
 
 
 def test_costs_are_read_back_from_a_run(tmp_path):
@@ -266,6 +270,29 @@ def test_costs_are_read_back_from_a_run(tmp_path):
     assert seconds(run.groups, 12, costs, slots=64, batch_size=4) == pytest.approx(measured, rel=1e-6)
 
 
+def test_runs_of_two_layouts_tell_a_constant_from_a_part_per_token(tmp_path, capsys):
+    # All steps of a run have the same tokens, so that none of the two tells by itself.
+    for cards in (1, 2):
+        folder = tmp_path / f"cards{cards}"
+        folder.mkdir()
+        steps = [[Group(7, (number, 60 - number))] * 4 for number in range(1, 25, 2)]
+        write_run(folder, steps, cards)
+    folders = [tmp_path / "cards1", tmp_path / "cards2"]
+    costs = read_run(*folders).costs
+    assert costs.train_batch_s == pytest.approx(0.25)
+    assert costs.train_token_s == pytest.approx(3e-4)
+    # 28 prompt tokens always come with 240 response tokens: their seconds count as those of response tokens.
+    assert costs.prefill_token_s == 0
+    assert costs.decode(1) == pytest.approx(0.01 + 1e-4 + 28e-3 / 240)
+    both = ["--from", *map(str, folders), "--measured", *map(str, folders), "--out", str(tmp_path / "report.json")]
+    async_sim.main([*both, "--cards", "2", "4", "--batch_per_card", "3", "--steps", "2"])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [(row["num_engines"], row["num_trainers"]) for row in report["measured"]] == [(1, 1), (2, 2)]
+    assert report["slowdowns"] == {"generation": 1.0, "training": 1.0}  # nothing goes on at the same time
+    printed = capsys.readouterr().out
+    assert "2 cards, 6 prompts" in printed and "4 cards, 12 prompts" in printed
+
+
 def test_asynchronous_runs_stand_beside_their_predictions(tmp_path, capsys):
     folders = {name: tmp_path / name for name in ("synchronous", "one", "four")}
     steps = [log_normal_groups(4, 2, prompt_tokens=7, median=20, p99=99, longest=300, seed=n) for n in range(12)]
@@ -285,7 +312,10 @@ def test_asynchronous_runs_stand_beside_their_predictions(tmp_path, capsys):
     assert report["slowdowns"] == pytest.approx({"generation": 1.5, "training": 1.25})
     assert report["costs"]["slowdown"] == 1  # other layouts have cards for each side
     assert [row["max_staleness"] for row in report["measured"]] == [1, 4]
+    assert [row["gave_slowdowns"] for row in report["measured"]] == [True, False]
     assert [row["error"] for row in report["measured"]] == pytest.approx([0, 0], abs=1e-9)
+    async_sim.main([*words, "--own_cards", "--steps", "2", "--out", str(tmp_path / "own.json")])
+    assert json.loads((tmp_path / "own.json").read_text())["costs"]["slowdown"] == 1.5
     assert "four: " in capsys.readouterr().out
 
 
