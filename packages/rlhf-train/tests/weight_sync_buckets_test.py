@@ -168,3 +168,35 @@ def test_send_failing_engine_waits_for_the_others_before_the_segment_goes() -> N
     with pytest.raises(WeightSyncError, match="told to fail at receive"):
         WeightSource("shared_memory").send(iter(WEIGHTS.items()), [Recorder("receive"), slow], 1)
     assert slow.events == ["begin 1", "receive"]
+
+
+@pytest.mark.parametrize(
+    ("room", "num_buckets"),
+    [(1 << 30, [12, 1, 1]), (8192, [12, 3, 3]), (1, [12, 12, 12]), (None, [12, 12, 12])],
+)
+def test_engines_that_have_loaded_an_update_get_the_next_in_as_few_buckets_as_there_is_room_for(room, num_buckets):
+    weights = {f"weight {index}": torch.full((512,), float(index)) for index in range(12)}  # 2,048 bytes each
+    source = WeightSource("shared_memory", bucket_bytes=2048, checksum=True, room=room and (lambda: room))
+    engine = Recorder()
+    for version, expected in enumerate(num_buckets, start=1):
+        report = source.send(iter(weights.items()), [engine], version, ["one"])
+        assert (report.num_buckets, report.size_bytes, report.failures) == (expected, 12 * 2048, {})
+
+
+def test_engines_that_are_new_or_failed_get_small_buckets():
+    weights = {f"weight {index}": torch.full((512,), float(index)) for index in range(12)}
+    source = WeightSource("shared_memory", bucket_bytes=2048, room=lambda: 1 << 30)
+
+    def send(*engines, names):
+        return source.send(iter(weights.items()), engines, 1, names).num_buckets
+
+    first, failing = Recorder(), Recorder("finish", error=EngineError)
+    assert send(first, failing, names=["one", "two"]) == 12
+    assert send(first, Recorder(), names=["one", "two"]) == 12  # the second had failed
+    assert send(first, Recorder(), names=["one", "two"]) == 1
+    assert send(first, Recorder(), names=["one", "three"]) == 12  # the other has started again
+    assert send(first, names=["one"]) == 1
+    with pytest.raises(WeightSyncError, match="told to fail"):
+        send(Recorder("finish"), names=["one"])
+    assert send(first, names=["one"]) == 12
+    assert [source.send(iter(weights.items()), [first], 1).num_buckets for _ in range(2)] == [12, 12]  # no names

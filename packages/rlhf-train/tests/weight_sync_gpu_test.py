@@ -13,6 +13,7 @@ import torch
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import Completion, SamplingParams
+from rlhf_train.weight_sync.ipc import room
 from rlhf_train.weight_sync.source import WeightSource
 
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
@@ -122,6 +123,17 @@ def test_sync_in_a_buffer_that_is_kept_brings_what_was_written_last(pair: Pair) 
         sender.send(iter(pair.model.named_parameters()), [pair.engine], version, [name])
         assert mean_difference(pair.model, pair.generate()) < LOGPROB_TOLERANCE
     sender.close()
+
+
+def test_sync_in_one_large_bucket_brings_the_models_weights(pair: Pair) -> None:
+    sender = WeightSource(pair.medium, bucket_bytes=400_000, room=room)
+    num_buckets = []
+    for version in (20, 21, 22):
+        perturb(pair.model, seed=version)
+        report = sender.send(iter(pair.model.named_parameters()), [pair.engine], version, ["one"])
+        num_buckets.append(report.num_buckets)
+        assert mean_difference(pair.model, pair.generate()) < LOGPROB_TOLERANCE
+    assert num_buckets[0] > 2 and num_buckets[1:] == [1, 1]
 
 
 def test_sync_perturbed_and_reverted_gives_the_same_tokens(pair: Pair) -> None:

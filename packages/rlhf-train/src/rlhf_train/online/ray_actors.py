@@ -65,6 +65,7 @@ class RankActor:
         started = time.perf_counter()
         from rlhf_train.online.rehearsal import limited_memory, rehearse, share_beside_engines
         from rlhf_train.online.worker import TrainWorker
+        from rlhf_train.weight_sync import ipc
         from rlhf_train.weight_sync.source import WeightSource
 
         # On CPUs the ranks of a set compute at the same time and split the cores, with the engines if these generate
@@ -98,6 +99,8 @@ class RankActor:
             # Whoever sleeps makes room for the other's memory. And CUDA frees memory that is exported only when every
             # engine has released it, which one that is killed never does.
             keep_buffer=not job.takes_turns and job.engine.weight_transfer != "ipc",
+            # The senders to one engine need buckets of the same size, and their GPUs may have different room.
+            room=ipc.room if job.engine.weight_transfer == "ipc" and job.engine.tensor_parallel_size == 1 else None,
         )
         loaded_s = time.perf_counter() - started
         return {"startup/load": loaded_s, "startup/rehearsal": rehearse(self._worker, list(models), job, rank)}

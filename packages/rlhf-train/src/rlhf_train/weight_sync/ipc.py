@@ -7,6 +7,8 @@ import torch
 from rlhf_data.errors import WeightSyncError
 from rlhf_rollout.weight_sync import Medium
 
+_LARGE_BUCKET_BYTES = 2 << 30
+
 
 class CudaIpcBuffer:
     """A `BucketBuffer` in the memory of the current GPU, exported once per engine."""
@@ -49,3 +51,9 @@ class CudaIpcBuffer:
 def opener(workers_per_engine: int) -> Callable[[int, Sequence[str]], CudaIpcBuffer]:
     """Return the function that opens buffers."""
     return CudaIpcBuffer
+
+
+def room() -> int:
+    """Return how many bytes a large bucket may have: engines may copy it, and more memory has to stay free."""
+    free_bytes, _ = torch.cuda.mem_get_info()
+    return min(_LARGE_BUCKET_BYTES, free_bytes // 4)

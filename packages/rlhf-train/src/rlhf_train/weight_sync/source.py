@@ -77,6 +77,8 @@ class WeightSource:
         keep_buffer: keep the buffer from one update to the next if engines map it ("ipc", "shared_memory"). This saves
             the time to allocate and open it. It is opened anew for other engines, and for one that has started again.
             `close` frees it.
+        room: returns how many bytes a larger bucket may have. Engines that have loaded an update get the next ones in
+            such buckets: a call of an engine and its answer take milliseconds. None for buckets of `bucket_bytes` only.
 
     Raises:
         ConfigError: an unknown medium, a bucket size below 1, or "ipc" without a GPU.
@@ -90,6 +92,7 @@ class WeightSource:
         checksum: bool = False,
         workers_per_engine: int = 1,
         keep_buffer: bool = False,
+        room: Callable[[], int] | None = None,
     ) -> None:
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes is {bucket_bytes}; it must be at least 1")
@@ -102,6 +105,8 @@ class WeightSource:
         self._checksum = checksum
         self._keeps = keep_buffer and medium in _KEPT_MEDIA
         self._kept: tuple[list[str], BucketBuffer] | None = None  # and the names of the engines that have opened it
+        self._room = room
+        self._loaded: tuple[set[str], int] = (set(), 0)  # engines that have loaded the last update, and its bytes
 
     def send(
         self,
@@ -130,10 +135,10 @@ class WeightSource:
             raise WeightSyncError("there is no engine to send weights to")
         names = names or [secrets.token_hex() for _ in engines]
         receivers = _Receivers(engines)
+        bucket_bytes = self._size_for(names)
+        self._loaded = (set(), 0)
         try:
-            with closing(
-                _Update(self._open, self._bucket_bytes, self._checksum, receivers, is_kept=self._keeps)
-            ) as update:
+            with closing(_Update(self._open, bucket_bytes, self._checksum, receivers, is_kept=self._keeps)) as update:
                 update.begin(policy_version, names)
                 for name, tensor in named_tensors:
                     update.add(name, tensor.detach())
@@ -145,6 +150,7 @@ class WeightSource:
             for _ in named_tensors:
                 pass
             raise
+        self._loaded = ({names[index] for index in receivers.indices}, update.size_bytes)
         return SyncReport(update.size_bytes, update.num_buckets, receivers.failures)
 
     def close(self) -> None:
@@ -152,6 +158,17 @@ class WeightSource:
         if self._kept is not None:
             self._kept[1].close()
             self._kept = None
+
+    def _size_for(self, names: Sequence[str]) -> int:
+        """Return the bytes of a bucket for these engines.
+
+        The first update of an engine has small ones, as its loader copies each.
+        """
+        known, size_bytes = self._loaded
+        if self._room is None or not known.issuperset(names):
+            return self._bucket_bytes
+        # A little more than the weights, which begin at aligned places, so that no small bucket is left at the end.
+        return max(self._bucket_bytes, min(size_bytes + (size_bytes >> 6), self._room()))
 
     def _open(self, size_bytes: int, names: list[str]) -> BucketBuffer:
         """Return the buffer that was kept if it has this size and the same engines opened it, else a new one."""
