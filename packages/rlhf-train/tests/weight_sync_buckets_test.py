@@ -10,7 +10,7 @@ import torch
 from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.weight_sync.bucket import WeightBucket
-from rlhf_train.weight_sync import shared_memory
+from rlhf_train.weight_sync import ipc, shared_memory
 from rlhf_train.weight_sync.shared_memory import SharedMemoryBuffer
 from rlhf_train.weight_sync.source import WeightSource
 from weight_recorder import WEIGHTS, Recorder, crc, segments
@@ -181,6 +181,12 @@ def test_engines_that_have_loaded_an_update_get_the_next_in_as_few_buckets_as_th
     for version, expected in enumerate(num_buckets, start=1):
         report = source.send(iter(weights.items()), [engine], version, ["one"])
         assert (report.num_buckets, report.size_bytes, report.failures) == (expected, 12 * 2048, {})
+
+
+@pytest.mark.parametrize(("free_gib", "mib"), [(80, 2048), (8, 2048), (4, 1024), (0, 0)])
+def test_a_large_bucket_on_a_gpu_takes_at_most_a_fourth_of_the_free_memory(free_gib, mib, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib << 30, 140 << 30))
+    assert ipc.room() == mib << 20
 
 
 def test_engines_that_are_new_or_failed_get_small_buckets():
