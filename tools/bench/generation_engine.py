@@ -118,8 +118,9 @@ def engine_process(pipe: Connection, spec: EngineSpec, sampling: SamplingParams,
 
         from rlhf_rollout.engines.vllm import scheduling
 
-        if not settings.pop("skip_idle_slots", True):
-            scheduling.skip_idle_slots = lambda scheduler: None
+        for change in ("skip_idle_slots", "start_together"):
+            if not settings.pop(change, True):
+                setattr(scheduling, change, lambda scheduler: None)
         plain = arg_utils.EngineArgs
         others = {key: value for key, value in settings.items() if not key.isupper()}
         arg_utils.EngineArgs = lambda **given: plain(**(given | others))

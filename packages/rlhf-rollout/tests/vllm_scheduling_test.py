@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
-from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots
+from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots, start_together
 
 BLOCK_SIZE = 4
 
@@ -76,6 +76,58 @@ def test_anything_but_plain_full_attention_is_left_to_vllm(case):
     scheduler.connector = object() if case == "connector" else None
     skip_idle_slots(scheduler)
     assert not {"allocate_slots", "cache_blocks"} & vars(scheduler.kv_cache_manager).keys()
+
+
+class Slots:
+    """A scheduler of 64 slots, of which a step fills as many as it may."""
+
+    def __init__(self, num_waiting):
+        self.max_num_running_reqs = 64
+        self.running = []
+        self.waiting = list(range(num_waiting))
+        self.skipped_waiting = []
+        self.started = []
+
+    def schedule(self, throttle_prefills=False):
+        num_free = self.max_num_running_reqs - len(self.running)
+        started = self.waiting[:num_free]
+        del self.waiting[:num_free]
+        self.running += started
+        self.started.append(len(started))
+        return throttle_prefills
+
+
+def test_sequences_start_several_at_a_time_while_more_wait_than_slots_are_free():
+    scheduler = Slots(80)
+    start_together(scheduler)
+    for _ in range(20):
+        assert scheduler.schedule(throttle_prefills=True) is True
+        scheduler.running.pop()
+    # All slots at once; then 4 of 64 as soon as they are free. None wait in the end.
+    assert scheduler.started == [64, *[0, 0, 0, 4] * 4, 0, 0, 0]
+
+
+def test_sequences_start_at_once_when_there_is_a_slot_for_each():
+    scheduler = Slots(63)
+    start_together(scheduler)
+    scheduler.schedule()
+    scheduler.waiting = ["a"]
+    scheduler.schedule()
+    scheduler.running = scheduler.running[:61]
+    scheduler.waiting = ["b", "c"]
+    scheduler.skipped_waiting = ["d", "e"]  # four wait for the three slots
+    scheduler.schedule()
+    assert scheduler.started == [63, 1, 0]
+
+
+def test_few_slots_are_filled_one_at_a_time():
+    scheduler = Slots(5)
+    scheduler.max_num_running_reqs = 2
+    start_together(scheduler)
+    for _ in range(4):
+        scheduler.schedule()
+        scheduler.running.pop()
+    assert scheduler.started == [2, 1, 1, 1]
 
 
 @pytest.mark.parametrize("starts", [None, [0, 2, 3]])

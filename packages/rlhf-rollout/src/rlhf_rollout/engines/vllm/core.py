@@ -69,7 +69,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
     from vllm.v1.executor import Executor
 
     from rlhf_rollout.engines.vllm import weights
-    from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots
+    from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots, start_together
 
     if spec.quantization and on_gpu and not current_platform.has_device_capability(_FP8_CAPABILITY):
         message = f"quantization {spec.quantization} needs a GPU that multiplies FP8 (compute capability 8.9 or more)"
@@ -125,6 +125,8 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
     )
     skip_idle_slots(core.engine_core.scheduler)
     list_logprobs(core.engine_core.scheduler)
+    if not is_eager:
+        start_together(core.engine_core.scheduler)
     return core
 
 

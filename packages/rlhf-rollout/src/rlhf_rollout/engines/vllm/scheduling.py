@@ -38,6 +38,26 @@ def skip_idle_slots(scheduler: Any) -> None:
     manager.cache_blocks = cache_blocks
 
 
+def start_together(scheduler: Any) -> None:
+    """Let sequences that wait for a slot start several at a time: once a sixteenth of all slots is free.
+
+    A step in which a sequence starts runs without a CUDA graph, and with hundreds of sequences nearly every step frees
+    a slot. Sequences start at once when as many slots are free as sequences wait.
+    """
+    schedule = scheduler.schedule
+    num_slots = scheduler.max_num_running_reqs
+    enough = max(1, num_slots // 16)
+
+    def schedule_together(*args: Any, **options: Any) -> Any:
+        num_running = len(scheduler.running)
+        num_waiting = len(scheduler.waiting) + len(scheduler.skipped_waiting)
+        is_early = num_slots - num_running < min(num_waiting, enough)
+        scheduler.max_num_running_reqs = num_running if is_early else num_slots
+        return schedule(*args, **options)
+
+    scheduler.schedule = schedule_together
+
+
 def list_logprobs(scheduler: Any) -> None:
     """Let the scheduler give each sequence the log-probs of its new tokens as a list of floats.
 
