@@ -98,6 +98,21 @@ def test_reader_weights_are_copies_that_the_sender_cannot_change() -> None:
     assert tensor.tolist() == [1.0, 2.0]
 
 
+def test_reader_reads_parts_of_a_limited_size_or_of_one_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = reader()
+    monkeypatch.setattr("rlhf_rollout.weight_sync.reader.PART_BYTES", 1024)
+    # In bytes: 256, 512 and 256 fill a part; 1028 is a part of its own; the last two go together.
+    sizes = {"a": 64, "b": 128, "c": 64, "d": 257, "e": 1, "f": 2}
+    weights = {name: np.arange(size, dtype=np.float32) + size for name, size in sizes.items()}
+    with shared_memory_bucket(weights, checksum=True) as bucket:
+        parts = list(held.read_parts(bucket))
+        map_segment(bucket.handle)[:] = 0
+    assert [[name for name, _ in part] for part in parts] == [["a", "b", "c"], ["d"], ["e", "f"]]
+    for part in parts:
+        for name, tensor in part:
+            assert tensor.tolist() == weights[name].tolist()
+
+
 def test_reader_maps_a_segment_once_and_the_next_one_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     held = reader()
     opened = []

@@ -183,9 +183,13 @@ def test_engines_that_have_loaded_an_update_get_the_next_in_as_few_buckets_as_th
         assert (report.num_buckets, report.size_bytes, report.failures) == (expected, 12 * 2048, {})
 
 
-@pytest.mark.parametrize(("free_gib", "mib"), [(80, 2048), (8, 2048), (4, 1024), (0, 0)])
-def test_a_large_bucket_on_a_gpu_takes_at_most_a_fourth_of_the_free_memory(free_gib, mib, monkeypatch):
+@pytest.mark.parametrize(
+    ("free_gib", "cached_gib", "mib"), [(80, 0, 2048), (1, 30, 2048), (2, 0, 1024), (1, 2, 1536), (0, 0, 0)]
+)
+def test_a_large_bucket_on_a_gpu_takes_at_most_half_of_the_memory_that_there_is(free_gib, cached_gib, mib, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib << 30, 140 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: (cached_gib + 5) << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 5 << 30)
     assert ipc.room() == mib << 20
 
 

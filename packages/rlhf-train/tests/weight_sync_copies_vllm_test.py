@@ -15,6 +15,7 @@ from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.weight_sync import reader as weight_reader
 from rlhf_train.weight_sync.source import WeightSource
 
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
@@ -166,6 +167,17 @@ def test_update_in_another_dtype_and_in_one_bucket_follows_the_record(pair: Pair
     WeightSource("shared_memory").send(perturbed, [pair.engine], 5)
     assert pair.num_repeated == NUM_WEIGHTS[pair.kind]
     assert largest_difference(pair, generate(pair)) <= 1e-5
+
+
+def test_one_bucket_that_vllm_loads_in_parts_is_recorded_whole(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(pair)
+    pair.ask(lambda receiver: receiver._forget("it is to be recorded again"))
+    monkeypatch.setattr(weight_reader, "PART_BYTES", 40_000)  # parts of a fused parameter lie in different ones
+    for version, num_repeated in ((1, 0), (2, NUM_WEIGHTS[pair.kind])):
+        perturb(pair.model, seed=version)
+        WeightSource("shared_memory").send(iter(pair.model.named_parameters()), [pair.engine], version)
+        assert pair.num_repeated == num_repeated
+        assert largest_difference(pair, generate(pair)) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight"])

@@ -1,5 +1,7 @@
 """Reads buckets of weights as torch tensors."""
 
+import itertools
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -8,6 +10,8 @@ import torch
 from rlhf_data.errors import WeightSyncError
 from rlhf_rollout.weight_sync import Medium
 from rlhf_rollout.weight_sync.bucket import WeightBucket, verify_checksum
+
+PART_BYTES = 256 << 20
 
 
 class BucketReader:
@@ -26,11 +30,23 @@ class BucketReader:
         Views would not be safe: a loader may keep a weight until the rest of its layer arrives in a later bucket.
         Raises as `view`.
         """
-        flat = self.view(bucket).to(self.device, copy=True)
-        self.settle()
-        return [
-            (slot.name, flat[slot.place].view(getattr(torch, slot.dtype)).view(slot.shape)) for slot in bucket.tensors
-        ]
+        return list(itertools.chain.from_iterable(self.read_parts(bucket)))
+
+    def read_parts(self, bucket: WeightBucket) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield what `read` returns in lists of one weight or at most 256 MiB, so that not all copies exist at once."""
+        source = self.view(bucket)
+        slots = list(bucket.tensors)
+        while slots:
+            start = slots[0].offset_bytes
+            number = max(sum(slot.place.stop - start <= PART_BYTES for slot in slots), 1)
+            part, slots = slots[:number], slots[number:]
+            flat = source[start : part[-1].place.stop].to(self.device, copy=True)
+            self.settle()
+            copies = [flat[slot.offset_bytes - start :][: slot.size_bytes] for slot in part]
+            yield [
+                (slot.name, data.view(getattr(torch, slot.dtype)).view(slot.shape))
+                for slot, data in zip(part, copies, strict=True)
+            ]
 
     def view(self, bucket: WeightBucket) -> torch.Tensor:
         """Return the used part of the bucket's buffer, [used_bytes] uint8. It may be the sender's own memory.

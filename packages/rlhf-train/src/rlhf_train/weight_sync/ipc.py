@@ -54,6 +54,7 @@ def opener(workers_per_engine: int) -> Callable[[int, Sequence[str]], CudaIpcBuf
 
 
 def room() -> int:
-    """Return how many bytes a large bucket may have: engines may copy it, and more memory has to stay free."""
+    """Return how many bytes a large bucket may have: half of what is free, or cached in this process, and 2 GiB."""
     free_bytes, _ = torch.cuda.mem_get_info()
-    return min(_LARGE_BUCKET_BYTES, free_bytes // 4)
+    cached_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return min(_LARGE_BUCKET_BYTES, (free_bytes + cached_bytes) // 2)

@@ -109,8 +109,9 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         with self._loading():
             if self._record is not None and len(unknown) < len(bucket.tensors):
                 self._repeat(self._record, bucket, unknown)
-            if unknown:
-                self._load([(name, weight) for name, weight in self._reader.read(bucket) if name in unknown])
+            for part in self._reader.read_parts(bucket) if unknown else ():
+                if weights := [(name, weight) for name, weight in part if name in unknown]:
+                    self._load(weights)
         self._received.update(slot.name for slot in bucket.tensors)
 
     def finish_weight_update(self) -> None:
