@@ -20,7 +20,8 @@ from async_model import Costs, Group, Layout, simulate
 _LEAST_SPREAD = 1.1  # between the most and the fewest decode steps of a step
 _LEAST_PROMPT_SPREAD = 1.5  # between the most and the fewest prompt tokens per response token
 WARM_UP = 2  # steps at the start of a run that load and compile
-_NOT_TRAINING = ("generate", "reward", "sync", "evaluate", "save", "checkpoint", "step")  # phases of a step
+_TURNS = ("offload", "reload", "sleep", "wake")  # phases of a step in which engines and trainers change places
+_NOT_TRAINING = ("generate", "reward", "sync", "evaluate", "save", "checkpoint", "step", *_TURNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,10 @@ def decode_steps(groups: Sequence[Group], num_engines: int, slots: int) -> float
 
 
 def read_layout(config: Mapping[str, Any]) -> Layout:
-    """Return the layout of the run with this `config.toml`. Without a placement there is one trainer."""
+    """Return the layout of the run with this `config.toml`. Without a placement there is one trainer.
+
+    What engines and trainers that change places cost is left out of the costs, so that no layout is `shared`.
+    """
     placement = config.get("placement", {})
     asynchrony = config.get("asynchrony", {})
     is_asynchronous = asynchrony.get("async_train", False)
@@ -190,9 +194,14 @@ def read_run(*folders: Path, skip: int = WARM_UP, fits_decode: bool = True) -> M
         fits_decode: whether the seconds of decode steps are needed from the fit.
 
     Raises:
-        ValueError: there are too few steps for a fit, or their numbers of decode steps hardly differ.
+        ValueError: there are too few steps for a fit, their numbers of decode steps hardly differ, or engines have
+            different numbers of slots.
     """
     layouts = [read_layout(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))) for folder in folders]
+    if len({layout.slots for layout in layouts}) > 1:
+        raise ValueError(
+            f"the engines have {', '.join(str(layout.slots) for layout in layouts)} slots, and not the same"
+        )
     work: list[list[Group]] = []
     used: list[tuple[Layout, list[Group], dict[str, Any]]] = []
     for folder, layout in zip(folders, layouts, strict=True):

@@ -61,17 +61,21 @@ def table(predictions: Sequence[tuple[Layout, Prediction]]) -> str:
 
 
 def check(costs: Costs, folders: Sequence[Path]) -> tuple[Costs, list[dict[str, Any]]]:
-    """Return the costs with the slowdowns of the first asynchronous run, and each run beside its prediction."""
+    """Return the costs, with the slowdowns of the first asynchronous run unless they have some, and all runs.
+
+    Each run stands beside its prediction.
+    """
     runs = [read_checked_run(folder) for folder in folders]
     overlapping = [run for run in runs if run.layout.max_staleness]
-    if costs.slowdown == costs.train_slowdown == 1 and overlapping:
-        costs = with_contention(costs, overlapping[0])
+    first = overlapping[0] if overlapping and costs.slowdown == costs.train_slowdown == 1 else None
+    if first:
+        costs = with_contention(costs, first)
     rows = []
     for folder, run in zip(folders, runs, strict=True):
         step_s = predicted_step_s(costs, run)
         figures = {"step_s": run.step_s, "num_steps": run.num_steps, "predicted_step_s": step_s}
         row = {"run": folder.name, **asdict(run.layout), **figures, "error": step_s / run.step_s - 1}
-        rows.append(row | {"gave_slowdowns": run is next(iter(overlapping), None)})
+        rows.append(row | {"gave_slowdowns": run is first})
     return costs, rows
 
 
@@ -115,8 +119,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     measured = read_run(*options.runs, fits_decode=not options.decode) if options.runs else None
     if not measured and not (options.decode and options.train_token_s and options.length_median):
         parser.error("without --from, --decode, --train_token_s and --length_median are needed")
-    if options.measured and not measured:
-        parser.error("--measured needs --from")
+    for name, needed in (("measured", "runs"), ("own_cards", "measured")):
+        if getattr(options, name) and not getattr(options, needed):
+            parser.error(f"--{name} needs --{'from' if needed == 'runs' else needed}")
+    if options.batch_size and options.batch_per_card:
+        parser.error("--batch_size and --batch_per_card exclude each other")
     given = {name: value for name in _COSTS if (value := getattr(options, name)) is not None}
     if options.decode:
         pairs = (text.split(":") for text in options.decode)

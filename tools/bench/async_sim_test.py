@@ -363,6 +363,31 @@ def test_main_prints_a_table_and_writes_the_report(tmp_path, capsys):
     assert f"{best:.2f}" in printed and math.isfinite(best)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--measured x", "--measured needs --from"),
+        ("--own_cards", "--own_cards needs --measured"),
+        ("--batch_size 2 --batch_per_card 3", "exclude each other"),
+    ],
+)
+def test_options_without_effect_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit):
+        async_sim.main(["--decode", "1:0.01", "--train_token_s", "1e-4", "--length_median", "30", *words.split()])
+    assert message in capsys.readouterr().err
+
+
+def test_runs_with_different_slots_are_refused(tmp_path):
+    for name, slots in (("a", 64), ("b", 32)):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_run(folder, [[Group(7, (3, 4))] * 4] * 8)
+        config = (folder / "config.toml").read_text()
+        (folder / "config.toml").write_text(config.replace("num_seqs = 64", f"num_seqs = {slots}"))
+    with pytest.raises(ValueError, match="64, 32 slots"):
+        read_run(tmp_path / "a", tmp_path / "b")
+
+
 def test_main_needs_costs(capsys):
     with pytest.raises(SystemExit):
         async_sim.main(["--cards", "2"])

@@ -32,7 +32,8 @@ def train(rank: int, num_ranks: int, options: argparse.Namespace, model: str, po
     """Run one rank, and send the metrics of each update and this rank's peak of GPU memory."""
     on_gpu = local_gpus() > 0
     if on_gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_ranks)))).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank]
     import numpy as np
     import torch
 

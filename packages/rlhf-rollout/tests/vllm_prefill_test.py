@@ -59,7 +59,7 @@ def test_vllm_sequences_that_start_together_are_generated_as_ever(tmp_path):
     from rlhf_rollout.engines.vllm.scheduling import start_together
 
     path = str(tiny_model_dir(tmp_path / "model"))
-    engine = build_engine("vllm", EngineSpec(model=path, max_model_len=64, max_num_seqs=32))
+    engine = build_engine("vllm", EngineSpec(model=path, max_model_len=64, max_num_seqs=32, enforce_eager=True))
     prompts = [np.arange(3 + number, 9 + number, dtype=np.int32) for number in range(80)]
     batches: list[set[str]] = []
 

@@ -120,6 +120,18 @@ def test_sequences_start_at_once_when_there_is_a_slot_for_each():
     assert scheduler.started == [63, 1, 0]
 
 
+def test_a_free_slot_is_held_for_sixteen_steps_at_most():
+    scheduler = Slots(80)
+    start_together(scheduler)
+    scheduler.schedule()
+    for _ in range(2):
+        scheduler.running.pop()
+        scheduler.started.clear()
+        for _ in range(20):
+            scheduler.schedule()
+        assert scheduler.started == [*[0] * 16, 1, 0, 0, 0]
+
+
 def test_few_slots_are_filled_one_at_a_time():
     scheduler = Slots(5)
     scheduler.max_num_running_reqs = 2

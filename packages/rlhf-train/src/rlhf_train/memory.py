@@ -194,7 +194,8 @@ def trainer_memory(models: Sequence[Model], passes: Passes, num_ranks: int, buck
         models: of the process.
         passes: the largest ones.
         num_ranks: processes that share the states.
-        bucket_copies: buckets of the weight sync on the GPU, of 256 MiB or the largest weight.
+        bucket_copies: buckets of the weight sync on the GPU, of 256 MiB or the largest weight. Larger ones take only
+            memory that is free or cached.
     """
     always: dict[str, int] = {}
     moments: list[dict[str, int]] = [{}]

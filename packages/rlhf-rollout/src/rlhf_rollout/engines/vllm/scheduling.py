@@ -4,6 +4,8 @@ from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+MOST_HELD_STEPS = 16  # for which a free slot stays empty
+
 
 def skip_idle_slots(scheduler: Any) -> None:
     """Let the scheduler ask for KV-cache slots, and for the caching of blocks, only when that changes something.
@@ -41,17 +43,21 @@ def skip_idle_slots(scheduler: Any) -> None:
 def start_together(scheduler: Any) -> None:
     """Let sequences that wait for a slot start several at a time: once a sixteenth of all slots is free.
 
-    A step in which a sequence starts runs without a CUDA graph, and with hundreds of sequences nearly every step frees
-    a slot. Sequences start at once when as many slots are free as sequences wait.
+    CUDA graphs are of steps in which all sequences decode (see `core`). A step in which one starts runs without, and
+    with hundreds of sequences nearly every step frees a slot. Sequences start at once when as many slots are free as
+    sequences wait, and after `MOST_HELD_STEPS` in any case.
     """
     schedule = scheduler.schedule
     num_slots = scheduler.max_num_running_reqs
     enough = max(1, num_slots // 16)
+    num_held = 0  # steps since a slot became free for a sequence that waits
 
     def schedule_together(*args: Any, **options: Any) -> Any:
+        nonlocal num_held
         num_running = len(scheduler.running)
         num_waiting = len(scheduler.waiting) + len(scheduler.skipped_waiting)
-        is_early = num_slots - num_running < min(num_waiting, enough)
+        is_early = num_slots - num_running < min(num_waiting, enough) and num_held < MOST_HELD_STEPS
+        num_held = num_held + 1 if is_early and num_running < num_slots else 0
         scheduler.max_num_running_reqs = num_running if is_early else num_slots
         return schedule(*args, **options)
 
