@@ -48,7 +48,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRun:
-    """What a run reached whose steps are compared with their prediction, and by which rules.
+    """A run that is compared with its prediction.
 
     Attributes:
         layout: of the run.
@@ -126,7 +126,7 @@ def decode_steps(groups: Sequence[Group], num_engines: int, slots: int) -> float
 def read_layout(config: Mapping[str, Any]) -> Layout:
     """Return the layout of the run with this `config.toml`. Without a placement there is one trainer.
 
-    What engines and trainers that change places cost is left out of the costs, so that no layout is `shared`.
+    No layout is `shared`, because the costs leave out the time in which engines and trainers change places.
     """
     placement = config.get("placement", {})
     asynchrony = config.get("asynchrony", {})

@@ -174,7 +174,7 @@ def test_send_failing_engine_waits_for_the_others_before_the_segment_goes() -> N
     ("room", "num_buckets"),
     [(1 << 30, [12, 1, 1]), (8192, [12, 3, 3]), (1, [12, 12, 12]), (None, [12, 12, 12])],
 )
-def test_engines_that_have_loaded_an_update_get_the_next_in_as_few_buckets_as_there_is_room_for(room, num_buckets):
+def test_updates_after_the_first_have_as_few_buckets_as_there_is_room_for(room, num_buckets):
     weights = {f"weight {index}": torch.full((512,), float(index)) for index in range(12)}  # 2,048 bytes each
     source = WeightSource("shared_memory", bucket_bytes=2048, checksum=True, room=room and (lambda: room))
     engine = Recorder()
@@ -193,20 +193,17 @@ def test_a_large_bucket_on_a_gpu_takes_at_most_half_of_the_memory_that_there_is(
     assert ipc.room() == mib << 20
 
 
-def test_engines_that_are_new_or_failed_get_small_buckets():
+def test_an_update_after_one_that_an_engine_did_not_load_has_small_buckets():
     weights = {f"weight {index}": torch.full((512,), float(index)) for index in range(12)}
     source = WeightSource("shared_memory", bucket_bytes=2048, room=lambda: 1 << 30)
 
-    def send(*engines, names):
-        return source.send(iter(weights.items()), engines, 1, names).num_buckets
+    def num_buckets(*engines):
+        return source.send(iter(weights.items()), engines, 1).num_buckets
 
-    first, failing = Recorder(), Recorder("finish", error=EngineError)
-    assert send(first, failing, names=["one", "two"]) == 12
-    assert send(first, Recorder(), names=["one", "two"]) == 12  # the second had failed
-    assert send(first, Recorder(), names=["one", "two"]) == 1
-    assert send(first, Recorder(), names=["one", "three"]) == 12  # the other has started again
-    assert send(first, names=["one"]) == 1
+    assert num_buckets(Recorder(), Recorder("finish", error=EngineError)) == 12
+    assert num_buckets(Recorder(), Recorder()) == 12
+    assert num_buckets(Recorder(), Recorder()) == 1
     with pytest.raises(WeightSyncError, match="told to fail"):
-        send(Recorder("finish"), names=["one"])
-    assert send(first, names=["one"]) == 12
-    assert [source.send(iter(weights.items()), [first], 1).num_buckets for _ in range(2)] == [12, 12]  # no names
+        num_buckets(Recorder("finish"))
+    assert num_buckets(Recorder()) == 12
+    assert num_buckets(Recorder()) == 1

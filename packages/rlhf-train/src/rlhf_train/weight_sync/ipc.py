@@ -54,7 +54,7 @@ def opener(workers_per_engine: int) -> Callable[[int, Sequence[str]], CudaIpcBuf
 
 
 def room() -> int:
-    """Return how many bytes a large bucket may have: half of what is free, or cached in this process, and 2 GiB."""
+    """Return how many bytes a large bucket may have: 2 GiB, or half of the memory that is free or cached by PyTorch."""
     free_bytes, _ = torch.cuda.mem_get_info()
     cached_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return min(_LARGE_BUCKET_BYTES, (free_bytes + cached_bytes) // 2)

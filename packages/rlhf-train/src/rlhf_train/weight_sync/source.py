@@ -77,8 +77,9 @@ class WeightSource:
         keep_buffer: keep the buffer from one update to the next if engines map it ("ipc", "shared_memory"). This saves
             the time to allocate and open it. It is opened anew for other engines, and for one that has started again.
             `close` frees it.
-        room: returns how many bytes a larger bucket may have. Engines that have loaded an update get the next ones in
-            such buckets: a call of an engine and its answer take milliseconds. None for buckets of `bucket_bytes` only.
+        room: returns how many bytes a larger bucket may have. It is used once all engines have loaded an update, from
+            which the size of the weights is known: fewer buckets save time, as each takes an engine milliseconds to
+            answer. None for buckets of `bucket_bytes` only.
 
     Raises:
         ConfigError: an unknown medium, a bucket size below 1, or "ipc" without a GPU.
@@ -106,7 +107,7 @@ class WeightSource:
         self._keeps = keep_buffer and medium in _KEPT_MEDIA
         self._kept: tuple[list[str], BucketBuffer] | None = None  # and the names of the engines that have opened it
         self._room = room
-        self._loaded: tuple[set[str], int] = (set(), 0)  # engines that have loaded the last update, and its bytes
+        self._loaded_bytes = 0  # of the last update, if all engines have loaded it
 
     def send(
         self,
@@ -135,8 +136,8 @@ class WeightSource:
             raise WeightSyncError("there is no engine to send weights to")
         names = names or [secrets.token_hex() for _ in engines]
         receivers = _Receivers(engines)
-        bucket_bytes = self._size_for(names)
-        self._loaded = (set(), 0)
+        bucket_bytes = self._next_bucket_bytes()
+        self._loaded_bytes = 0
         try:
             with closing(_Update(self._open, bucket_bytes, self._checksum, receivers, is_kept=self._keeps)) as update:
                 update.begin(policy_version, names)
@@ -150,7 +151,8 @@ class WeightSource:
             for _ in named_tensors:
                 pass
             raise
-        self._loaded = ({names[index] for index in receivers.indices}, update.size_bytes)
+        if not receivers.failures:
+            self._loaded_bytes = update.size_bytes
         return SyncReport(update.size_bytes, update.num_buckets, receivers.failures)
 
     def close(self) -> None:
@@ -159,16 +161,12 @@ class WeightSource:
             self._kept[1].close()
             self._kept = None
 
-    def _size_for(self, names: Sequence[str]) -> int:
-        """Return the bytes of a bucket for these engines.
-
-        The first update of an engine has small ones, as its loader copies each.
-        """
-        known, size_bytes = self._loaded
-        if self._room is None or not known.issuperset(names):
+    def _next_bucket_bytes(self) -> int:
+        """Return the size of the buckets of the next update."""
+        if self._room is None or not self._loaded_bytes:
             return self._bucket_bytes
         # A little more than the weights, which begin at aligned places, so that no small bucket is left at the end.
-        return max(self._bucket_bytes, min(size_bytes + (size_bytes >> 6), self._room()))
+        return max(self._bucket_bytes, min(self._loaded_bytes + (self._loaded_bytes >> 6), self._room()))
 
     def _open(self, size_bytes: int, names: list[str]) -> BucketBuffer:
         """Return the buffer that was kept if it has this size and the same engines opened it, else a new one."""

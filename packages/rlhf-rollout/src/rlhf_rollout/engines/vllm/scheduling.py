@@ -43,8 +43,8 @@ def skip_idle_slots(scheduler: Any) -> None:
 def start_together(scheduler: Any) -> None:
     """Let sequences that wait for a slot start several at a time: once a sixteenth of all slots is free.
 
-    CUDA graphs are of steps in which all sequences decode (see `core`). A step in which one starts runs without, and
-    with hundreds of sequences nearly every step frees a slot. Sequences start at once when as many slots are free as
+    A step is replayed as a CUDA graph only if all its sequences decode (see `core`), and with hundreds of sequences
+    nearly every step frees a slot for another to start. Sequences start at once when as many slots are free as
     sequences wait, and after `MOST_HELD_STEPS` in any case.
     """
     schedule = scheduler.schedule
