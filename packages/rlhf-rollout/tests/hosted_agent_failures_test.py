@@ -92,6 +92,24 @@ def test_bad_episode_fails_alone(write, label, kind, detail):
         assert texts_of(episodes[1].rollouts[0])[-1] == (POLICY, "a<eos>")
 
 
+def test_child_that_the_agent_forks_takes_no_message_of_its_parent(write):
+    source = write("""
+        import os
+        async def run_episode(session):
+            await session.reply()
+            if session.label == "fork":
+                os.fork()
+            for _ in range(50):
+                await session.reply("more ")
+            return 1.0
+    """)
+    prompts = [make_prompt(f"x{number}", label) for number, label in enumerate(["good", "fork", "good", "good"])]
+    limits = EpisodeLimits(max_length=5000, max_turns=100)
+    episodes, _ = run(source, writes(["a"]), prompts=prompts, limits=limits, timeout_s=20.0)
+    assert [episode.verdict.kind for episode in episodes] == [OK] * 4
+    assert [len(episode.rollouts[0].turn_ends) for episode in episodes] == [51] * 4
+
+
 def test_plain_steps_that_hang_hold_up_no_other_episode(write):
     source = write("""
         import time

@@ -120,6 +120,11 @@ def test_pool_ends_what_a_dead_run_has_left_and_waits_for_what_closes(runs, writ
     assert record.message == ended
 
 
+def has_begun(process, mark):
+    """Return whether a process whose only variable is the mark has its own environment, and no longer its parent's."""
+    return Path(f"/proc/{process.pid}/environ").read_bytes() == f"{leftovers.MARK}={mark}\0".encode()
+
+
 def start_of(process_id):
     return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[19]
 
@@ -140,8 +145,8 @@ def test_owner_is_gone_when_its_number_belongs_to_another_process_or_to_none(mon
     started = [subprocess.Popen(["sleep", "1000"], env={leftovers.MARK: mark}) for mark in left + kept]
     try:
         assert leftovers.own_mark() == kept[0]
-        for process in started:  # until it is `sleep`, a new process has this one's environment
-            assert eventually(lambda process=process: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
+        for process, mark in zip(started, left + kept, strict=True):
+            assert eventually(lambda process=process, mark=mark: has_begun(process, mark))
         ended = leftovers.sweep()
         assert {process_id for process_id, command in ended.items() if command == "sleep 1000"} == {
             process.pid for process in started[: len(left)]
@@ -161,7 +166,7 @@ def test_command_line_in_the_warning_is_short_and_has_no_controls(monkeypatch, c
     words = ["sleep", "1000", *["0"] * 100]
     process = subprocess.Popen(["\x1b[31msleep", *words[1:]], executable="/bin/sleep", env={leftovers.MARK: mark})
     try:
-        assert eventually(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
+        assert eventually(lambda: has_begun(process, mark))
         leftovers.sweep()
         [record] = caplog.records
         said = record.message.rpartition(f"{process.pid} (")[2]

@@ -7,9 +7,11 @@ episode `{"call": N, "result": {...}}` or `{"call": N, "error": "..."}`. Standar
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import os
+import selectors
 import socket
 import sys
 import traceback
@@ -37,12 +39,30 @@ def serve(stream: IO[bytes], first: Mapping[str, Any]) -> None:
 
     try:
         run_episode = load_agent(target, first.get("tokenizer"))
-        with contextlib.suppress(ConnectionError):
-            asyncio.run(_Server(target, run_episode).serve(first["descriptor"], tell))
+        make_loop = functools.partial(asyncio.SelectorEventLoop, _OwnSelector())
+        with contextlib.suppress(ConnectionError), asyncio.Runner(loop_factory=make_loop) as runner:
+            runner.run(_Server(target, run_episode).serve(first["descriptor"], tell))
     except RewardError as error:
         tell({"error": str(error), "invalid": True})
     except BaseException as error:  # also SystemExit: the parent must be told the reason
         tell({"error": _explain(error, target)})
+
+
+class _OwnSelector(selectors.DefaultSelector):
+    """The selector of an event loop that ends the process when it is a child that the agent has forked.
+
+    Such a child would go on with all episodes, and take messages that are meant for its parent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._owner = os.getpid()
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """See `selectors.BaseSelector.select`."""
+        if os.getpid() != self._owner:
+            os._exit(0)
+        return super().select(timeout)
 
 
 class _Server:
@@ -75,6 +95,9 @@ class _Server:
 
     async def _serve(self, descriptor: int) -> None:
         connection = socket.socket(fileno=os.dup(descriptor))
+        # A child that the agent forks must not read on: see `_OwnSelector`.
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.register_at_fork(after_in_child=functools.partial(os.dup2, nothing, connection.fileno()))
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=_MAX_LINE_BYTES)
         while line := await reader.readline():
             message = json.loads(line)
