@@ -198,7 +198,7 @@ def tiny_job(model_path: str, folder: Path, **changes: Any) -> OnlineJob:
         prompts=prompts[:16],
         eval_prompts=prompts[16:],
         reward=RewardSpec(
-            sources=(RewardSource(kind="function", targets=(str(reward),)),), calls=CallOptions(timeout_s=5.0)
+            sources=(RewardSource(kind="function", targets=(str(reward),)),), calls=CallOptions(timeout_s=60.0)
         ),
         plan=plan_placement(request, [local_gpus()]),
         batch=BatchSizes(

@@ -257,15 +257,16 @@ def fuzz(
             counts["inputs"] += 1
             signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
             try:
-                parse(data, Path(folder))
+                try:
+                    parse(data, Path(folder))
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
             except RlhfError:
                 counts["refused"] += 1
             except Exception as error:
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 where = f"{type(error).__name__} in {Path(last.filename).name}:{last.name}"
                 found.setdefault(where, {"error": str(error)[:200], "input": repr(data)[:400]})
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
     return {**counts, "seconds": round(time.monotonic() - started, 1), "defects": found}
 
 

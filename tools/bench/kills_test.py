@@ -59,19 +59,23 @@ def test_missing_and_repeated_rollouts_are_counted(tmp_path, rollouts, lost):
 
 
 class Sleeper(kills.Run):
-    """A run that is in its start for 0.3 s, then generates, and ends after `seconds`."""
+    """A run that is in its start for `start_s` seconds, then generates, and ends after `seconds`."""
 
+    start_s = 0.3
     seconds = 60.0
 
     def start(self) -> subprocess.Popen[bytes]:
-        script = f"import time; time.sleep(0.3); open({str(self._phase_path)!r}, 'w').write('generate'.ljust(16))"
+        script = (
+            f"import time; time.sleep({self.start_s}); open({str(self._phase_path)!r}, 'w').write('generate'.ljust(16))"
+        )
         self._phase_path.write_text("start".ljust(16))
         return subprocess.Popen([sys.executable, "-c", f"{script}; time.sleep({self.seconds})"])
 
 
-@pytest.mark.parametrize(("share", "phase"), [(0.0, "generate"), (1.0, "start")])
-def test_kill_is_counted_for_the_phase_that_it_hits(tmp_path, monkeypatch, share, phase):
+@pytest.mark.parametrize(("share", "start_s", "phase"), [(0.0, 0.3, "generate"), (1.0, 30.0, "start")])
+def test_kill_is_counted_for_the_phase_that_it_hits(tmp_path, monkeypatch, share, start_s, phase):
     monkeypatch.setattr(kills, "SHARE_IN_START", share)
+    monkeypatch.setattr(Sleeper, "start_s", start_s)
     (tmp_path / "run/checkpoints/.step-3.partial").mkdir(parents=True)
     tally = kills.Tally()
     assert Sleeper(tmp_path / "run", []).kill(random.Random(0), 0.1, tally)

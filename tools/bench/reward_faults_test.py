@@ -17,7 +17,9 @@ def test_report_counts_hung_rewards_and_what_they_leave(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     hangs, held_back = (json.loads(out.read_text())[name] for name in ("hangs", "held_back"))
     assert (hangs["num_hung"], hangs["verdicts"], hangs["num_replaced"]) == (12, {"timeout": 12}, 12)
-    assert (hangs["num_processes_seen"], hangs["num_processes_left"]) == (36, 0)
+    assert hangs["num_processes_left"] == 0
+    # Three per call; a worker on a busy machine may be ended before it has started its own.
+    assert 0 < hangs["num_processes_seen"] <= 36 and hangs["num_processes_seen"] % 3 == 0
     assert hangs["memory_growth_mib"] < 20
     assert held_back["num_rewards"] == 12
     assert held_back["num_calls"] < 12

@@ -137,7 +137,7 @@ def test_episode_that_comes_while_a_blocked_process_is_killed_has_another_one(wr
         return ending(process)
 
     async def scenario():
-        pool = AgentPool(parse_agent(source), num_processes=1, timeout_s=6.0)
+        pool = AgentPool(parse_agent(source), num_processes=1, timeout_s=12.0)
         agent = HostedAgent(EngineRouter([writes(["a"])]), pool, TOKENIZER, EpisodeLimits())
         await agent.start()
         monkeypatch.setattr(AgentProcess, "kill", kill_late)

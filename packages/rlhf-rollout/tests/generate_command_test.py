@@ -226,7 +226,7 @@ def test_resumed_run_after_a_kill_equals_one_that_was_not_interrupted(prompts, r
         f"import sys; sys.path[:] = {sys.path!r}\n"
         "import rlhf_rollout.commands.generate as batch, rlhf_rollout.commands.main as m\n"
         "from rlhf_rollout.engines.fake import FakeEngine\n"
-        "batch.build_engine = lambda kind, spec: FakeEngine(spec, latency_s=0.3)\n"
+        "batch.build_engine = lambda kind, spec: FakeEngine(spec, latency_s=1.0)\n"
         f"m.main({arguments(prompts, cut, *more)!r})"
     )
     journal = tmp_path / "cut.rollouts.jsonl"

@@ -1,9 +1,12 @@
 """GPUs that a process may see, and how its threads wait."""
 
+import socket
+from pathlib import Path
+
 import pytest
 
 from rlhf_rollout import host
-from rlhf_rollout.host import local_gpus, wait_passively
+from rlhf_rollout.host import free_port, local_gpus, wait_passively
 
 
 @pytest.mark.parametrize(
@@ -36,3 +39,20 @@ def test_threads_wait_passively_without_gpus_unless_the_user_says_otherwise(monk
     environ = dict(before)
     wait_passively(environ)
     assert environ == after
+
+
+def test_free_port_is_none_that_the_system_gives_to_others():
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    port = free_port()
+    assert 1024 <= port < first_given
+    with socket.socket() as server:
+        server.bind(("", port))
+
+
+@pytest.mark.parametrize("said", [None, "", "1024 65535", "many 65535"])
+def test_free_port_is_found_without_a_range_below_those_that_the_system_gives(monkeypatch, tmp_path, said):
+    if said is not None:
+        (tmp_path / "range").write_text(said)
+    monkeypatch.setattr(host, "_GIVEN_PORTS", tmp_path / "range")
+    with socket.socket() as server:
+        server.bind(("", free_port()))

@@ -66,15 +66,15 @@ async def run_episode(session):
         ("huge", CRASH, "OverflowError: int too large to convert to float"),
         ("temperature", CRASH, "and the policy learns as sampled"),
         ("exit", CRASH, "the agent's process exited with status 3"),
-        ("hang", TIMEOUT, "the agent took longer than 6 s"),
-        ("block", TIMEOUT, "the agent took longer than 6 s"),
+        ("hang", TIMEOUT, "the agent took longer than 12 s"),
+        ("block", TIMEOUT, "the agent took longer than 12 s"),
         ("zero", CRASH, "max_tokens (0) must be at least 1"),
         ("many", CRASH, "invalid literal for int() with base 10: 'many'"),
         ("least", OK, ""),
         ("stops", CRASH, "used the token id 1000000, and the vocabulary has 256 tokens"),
         ("tokens", CRASH, "used the token id 1000000, and the vocabulary has 256 tokens"),
         ("negative", CRASH, "used the token id -1, and the vocabulary has 256 tokens"),
-        ("insist", TIMEOUT, "the agent took longer than 6 s"),
+        ("insist", TIMEOUT, "the agent took longer than 12 s"),
         ("give_up", CRASH, "CancelledError"),
         ("write", CRASH, "the agent's process sent something that is no answer"),
         ("fork", OK, ""),
@@ -83,7 +83,7 @@ async def run_episode(session):
 def test_bad_episode_fails_alone(write, label, kind, detail):
     prompts = [make_prompt(f"x{number}", "good") for number in range(3)]
     prompts.insert(1, make_prompt("bad", label))
-    timeout_s = 6.0 if kind is TIMEOUT else 60.0  # the good ones must not be late on a busy machine
+    timeout_s = 12.0 if kind is TIMEOUT else 60.0  # the good ones must not be late on a busy machine
     episodes, _ = run(write(BAD), writes(["a"]), prompts=prompts, timeout_s=timeout_s)
     assert [episode.verdict.kind for episode in episodes] == [OK, kind, OK, OK]
     assert detail in episodes[1].verdict.detail
@@ -123,7 +123,7 @@ def test_plain_steps_that_hang_hold_up_no_other_episode(write):
     """)
     num_hanging = min(32, os.cpu_count() + 4) + 1  # more than the threads of an event loop by default
     prompts = [make_prompt(f"x{number}", "hang") for number in range(num_hanging)]
-    episodes, replaced = run(source, writes(["a"]), prompts=[*prompts, make_prompt("y", "good")], timeout_s=6.0)
+    episodes, replaced = run(source, writes(["a"]), prompts=[*prompts, make_prompt("y", "good")], timeout_s=12.0)
     assert [episode.verdict.kind for episode in episodes] == [TIMEOUT] * num_hanging + [OK]
     assert replaced == 0
 
@@ -212,9 +212,9 @@ def test_seconds_of_an_episode_are_limited(write):
                 await asyncio.sleep(0.1)
             return total
     """)
-    limits = EpisodeLimits(max_length=5000, max_turns=100, max_seconds=0.5)
+    limits = EpisodeLimits(max_length=5000, max_turns=100, max_seconds=3.0)
     [episode], _ = run(source, writes(["a"]), limits=limits)
-    assert 1 < len(episode.rollouts[0].turn_ends) < 20
+    assert 1 < len(episode.rollouts[0].turn_ends) < 50  # 50 turns take at least 5 s
     assert episode.rollouts[0].finish_reason is FinishReason.LENGTH
 
 

@@ -32,7 +32,7 @@ AGENT = """
         def step(self, action): ...
 
         def close(self):
-            time.sleep(1.5)
+            time.sleep(0.5)
             FOLDER.joinpath("closed").touch()
 """
 RUN = """
@@ -95,7 +95,7 @@ def runs(write, tmp_path):
 
 
 def test_pool_ends_what_a_dead_run_has_left_and_waits_for_what_closes(runs, write, monkeypatch, caplog):
-    monkeypatch.setattr(leftovers, "GUARDS_S", 8.0)
+    monkeypatch.setattr(leftovers, "GUARDS_S", 20.0)
     # Without their guards, the servers of two runs are orphans. One of these runs lives.
     for name in ("alive", "dead"):
         os.kill(runs[name].guard, signal.SIGKILL)

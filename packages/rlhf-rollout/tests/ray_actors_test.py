@@ -161,6 +161,8 @@ def test_ray_engine_keeps_and_restarts_what_is_in_flight_and_puts_its_deadline_o
         while not (num_found := await engine.pause(mode)):
             await engine.resume()
             await asyncio.sleep(0.02)
+            if task.done():  # before `pause` came
+                task = asyncio.create_task(engine.generate(PROMPT, sampling))
         await engine.begin_weight_update(version)
         await engine.finish_weight_update()
         if version == 1:

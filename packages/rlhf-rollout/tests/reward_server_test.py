@@ -22,6 +22,7 @@ from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.commands import main as command
 from rlhf_rollout.commands import serve_rm
 from rlhf_rollout.commands.serve_rm import MAX_BODY_BYTES, MAX_QUERIES, create_app
+from rlhf_rollout.host import free_port
 from rlhf_rollout.rewards.model import LocalScorer, ModelReward
 from rlhf_rollout.rewards.remote import RemoteReward, check_reward_server
 from rollout_testing import app_server
@@ -76,7 +77,7 @@ def ask(url, answers, **options):
 
 def test_model_behind_the_server_scores_as_it_was_trained_and_batches_across_requests(model_dir):
     scorer, tokenizer = Counting(LocalScorer(str(model_dir))), load_tokenizer(str(model_dir))
-    with serving(ModelReward([scorer], batch_size=3, max_wait_s=0.2), tokenizer) as url:
+    with serving(ModelReward([scorer], batch_size=3, max_wait_s=30.0), tokenizer) as url:
         verdicts = ask(url, ANSWERS[:3])
     # The tokens that the trainers make of the same rows: prompt and answer apart, one EOS.
     encoder = SftEncoder(tokenizer=tokenizer)
@@ -244,12 +245,6 @@ def command_running(monkeypatch, *arguments):
             server.should_exit = True
         thread.join(60)
     assert codes == [0]
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def answers(host, port):

@@ -108,7 +108,8 @@ def test_cluster_that_asks_for_a_token_says_where_it_comes_from_and_what_to_type
 
 
 def fake_init(monkeypatch, *failures):
-    """Let the first calls of `ray.init` fail, each with a process left behind; return the calls and the processes.
+    """Let the first calls of `ray.init` fail, each with a process and a folder left behind; return the calls and the
+    processes.
 
     Ray's session folder is then `session_own` in its folder for temporary files.
     """
@@ -119,6 +120,7 @@ def fake_init(monkeypatch, *failures):
         calls.append(options)
         if waiting:
             processes.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+            session.with_name(f"session_{len(calls)}_{os.getpid()}").mkdir(parents=True)
             raise waiting.pop(0)
         session.mkdir(parents=True, exist_ok=True)
 
@@ -132,7 +134,7 @@ def test_start_that_times_out_is_tried_again_and_its_processes_are_ended(monkeyp
     neighbour = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     calls, processes = fake_init(monkeypatch, TIMED_OUT, RuntimeError("Failed to start GCS"))
     with started_cluster(3, 1):
-        pass
+        assert [path.name for path in Path(os.environ["RAY_TMPDIR"], "ray").iterdir()] == ["session_own"]
     assert [(call["address"], call["num_cpus"], call["num_gpus"]) for call in calls] == [("local", 3, 1)] * 3
     assert [process.wait(timeout=60) for process in processes] == [-9, -9]
     assert neighbour.poll() is None
@@ -183,12 +185,26 @@ def test_other_errors_of_a_start_are_raised_at_once(monkeypatch, error):
 
 def test_start_that_is_interrupted_leaves_no_session_folder(monkeypatch, tmp_path):
     fake_init(monkeypatch, Interrupted(15))
-    own, other = (tmp_path / f"ray/session_2026_{pid}" for pid in (os.getpid(), os.getpid() + 1))
-    own.mkdir(parents=True)
+    earlier, other = (tmp_path / f"ray/session_2026_{pid}" for pid in (os.getpid(), os.getpid() + 1))
+    earlier.mkdir(parents=True)
     other.mkdir()
     with pytest.raises(Interrupted), started_cluster(2, 0):
         pytest.fail("it did not start")
-    assert not own.exists() and other.exists()
+    assert set((tmp_path / "ray").iterdir()) == {earlier, other}
+
+
+def test_session_folder_goes_though_ray_makes_it_anew_while_it_ends_and_another_run_starts(monkeypatch, tmp_path):
+    fake_init(monkeypatch)
+    session = tmp_path / "ray/session_own"
+
+    def shutdown():
+        ray_session._sweep(session.parent)  # as the start of another run does
+        (session / "ray_spilled_objects").mkdir(parents=True)
+
+    monkeypatch.setattr(ray, "shutdown", shutdown)
+    with started_cluster(1, 0):
+        pass
+    assert not session.exists()
 
 
 HOLD = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, 2); print('held', flush=True); input()"

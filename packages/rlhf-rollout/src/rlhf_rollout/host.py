@@ -2,15 +2,19 @@
 
 import gc
 import os
+import random
 import socket
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlhf_data.safety import is_loopback
 
 # The runtimes under PyTorch's CPU builds: GNU's reads the first, Intel's and LLVM's read both.
 _PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_NUM_PORTS = 12_000  # that `free_port` chooses from; Ray's processes have those from 10,002 to 19,999
+_PORT_ATTEMPTS = 100
 
 
 def local_gpus() -> int:
@@ -22,7 +26,21 @@ def local_gpus() -> int:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free on this host at this moment."""
+    """Return a TCP port that is free on this host at this moment.
+
+    It lies below the ports that the system gives to connections and to servers that ask for any: nobody gets it from
+    there before the caller binds it.
+    """
+    try:
+        first_given = int(_GIVEN_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):  # not Linux
+        first_given = 32768
+    first = max(first_given - _NUM_PORTS, 1024)
+    draw = random.SystemRandom()  # whatever seeds the program has set, processes must differ
+    for _ in range(_PORT_ATTEMPTS if first < first_given else 0):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port := draw.randrange(first, first_given)))
+            return port
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]

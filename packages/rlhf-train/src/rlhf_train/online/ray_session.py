@@ -180,13 +180,15 @@ def started_cluster(num_cpus: int, num_gpus: int) -> Iterator[None]:
         session = Path(ray._private.worker._global_node.get_session_dir_path())
         try:
             with _locked(session / _LOCK):
-                _sweep(session.parent)
-                yield
-        except Exception:
-            (session / _LOCK).unlink()
-            raise
+                try:
+                    _sweep(session.parent)
+                    yield
+                except Exception:
+                    (session / _LOCK).unlink()
+                    raise
+                finally:
+                    ray.shutdown()  # under the lock: Ray would make the folder anew after another run's sweep
         finally:
-            ray.shutdown()
             _sweep(session.parent)
 
 
@@ -206,7 +208,10 @@ def _sweep(folder: Path) -> None:
         with suppress(OSError), path.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _kill(_ray_processes_in(path.parent))
-            shutil.rmtree(path.parent, ignore_errors=True)
+            for other in path.parent.iterdir():
+                if other != path:  # what cannot be removed now is found by its lock again
+                    shutil.rmtree(other) if other.is_dir() and not other.is_symlink() else other.unlink()
+            shutil.rmtree(path.parent)
 
 
 def _ray_processes_in(session: Path) -> set[int]:
@@ -217,25 +222,37 @@ def _ray_processes_in(session: Path) -> set[int]:
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            is_ray = (process / "cmdline").read_bytes().startswith(b"ray::")
-            if is_ray and any(link.readlink().is_relative_to(session) for link in (process / "fd").iterdir()):
-                found.add(int(process.name))
+            if (process / "cmdline").read_bytes().startswith(b"ray::"):
+                for link in (process / "fd").iterdir():
+                    with suppress(OSError):  # this file has been closed
+                        if link.readlink().is_relative_to(session):
+                            found.add(int(process.name))
     return found
 
 
+def _own_sessions() -> set[Path]:
+    """Return the session folders of clusters that this process has started."""
+    home = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    return set(Path(home, "ray").glob(f"session_*_{os.getpid()}"))
+
+
 def _start(num_cpus: int, num_gpus: int) -> None:
+    earlier = _own_sessions()
+    failed: set[Path] = set()
     for attempt in range(1, START_ATTEMPTS + 1):
         before = _children()
         try:
             with _used_parts_only():
                 ray.init(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, **_OPTIONS)
+            for folder in failed:
+                shutil.rmtree(folder, ignore_errors=True)
             return
         except BaseException as error:
             ray.shutdown()
             _kill(_children() - before)
+            failed = _own_sessions() - earlier
             if isinstance(error, KeyboardInterrupt):
-                home = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-                for folder in Path(home, "ray").glob(f"session_*_{os.getpid()}"):
+                for folder in failed:
                     shutil.rmtree(folder, ignore_errors=True)
             # Ray reports a time-out as a plain Exception, RuntimeError or TimeoutError. Subclasses are other errors.
             if type(error) not in (Exception, RuntimeError, TimeoutError):

@@ -129,7 +129,7 @@ class Checkpoints:
         """Return an empty folder for the files of a new checkpoint. Raises CheckpointError if it cannot be written."""
         staging = self.folder / f".step-{step}.partial"
         try:
-            for path in self.folder.glob(".step-*"):  # of a run that was killed while it wrote
+            for path in self.folder.glob(".step-*"):  # of a run that was killed while it wrote or removed them
                 shutil.rmtree(path)
             staging.mkdir(parents=True)
         except OSError as error:
@@ -183,7 +183,7 @@ class Checkpoints:
             staging.rename(target)
             flush(self.folder)
             for old in superfluous(self.all(), self._max_num, self._max_bytes):
-                shutil.rmtree(old.path)
+                _remove(old.path)
         except (OSError, CheckpointError) as error:
             shutil.rmtree(staging, ignore_errors=True)  # the other files of the run need the room on a full disk
             raise error if isinstance(error, CheckpointError) else cannot_save(target, error) from error
@@ -300,6 +300,13 @@ def cannot_save(path: object, error: object) -> CheckpointError:
     """Return the error for a checkpoint that cannot be written."""
     hint = "free space there, or name another folder with --ckpt_path"
     return CheckpointError(f"{path} cannot be written: {error}", hint=hint)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint. If this process is killed meanwhile, `Checkpoints.begin` removes the rest."""
+    removed = path.with_name(f".{path.name}.removed")
+    path.rename(removed)
+    shutil.rmtree(removed)
 
 
 def flush(path: Path) -> None:
