@@ -12,6 +12,7 @@ from rlhf_data.safety import is_loopback
 
 # The runtimes under PyTorch's CPU builds: GNU's reads the first, Intel's and LLVM's read both.
 _PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+# The first and the last of the ports that the system gives to those that ask for any.
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _NUM_PORTS = 12_000  # that `free_port` chooses from; Ray's processes have those from 10,002 to 19,999
 _PORT_ATTEMPTS = 100
@@ -28,8 +29,8 @@ def local_gpus() -> int:
 def free_port() -> int:
     """Return a TCP port that is free on this host at this moment.
 
-    It lies below the ports that the system gives to connections and to servers that ask for any: nobody gets it from
-    there before the caller binds it.
+    It lies below the range from which the system gives ports to connections, and to servers that ask for any port. Only
+    a program that chooses the same number can take it before the caller binds it.
     """
     try:
         first_given = int(_GIVEN_PORTS.read_text().split()[0])
