@@ -209,9 +209,12 @@ def _sweep(folder: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _kill(_ray_processes_in(path.parent))
             for other in path.parent.iterdir():
-                if other != path:  # what cannot be removed now is found by its lock again
-                    shutil.rmtree(other) if other.is_dir() and not other.is_symlink() else other.unlink()
-            shutil.rmtree(path.parent)
+                if other.is_dir() and not other.is_symlink():
+                    shutil.rmtree(other, ignore_errors=True)
+                elif other != path:
+                    other.unlink(missing_ok=True)
+            if list(path.parent.iterdir()) == [path]:  # else the next sweep finds the rest by the lock
+                shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def _ray_processes_in(session: Path) -> set[int]:
