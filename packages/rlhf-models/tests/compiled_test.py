@@ -118,6 +118,13 @@ def test_compile_unavailable_reason_on_a_cpu_and_without_layers(folder):
     assert "a Linear has no layers" in compile_unavailable_reason(torch.nn.Linear(2, 2), torch.device("cuda"))
 
 
+def test_compile_unavailable_reason_after_zero_3_has_replaced_the_linear_function(folder, monkeypatch):
+    model = load_actor(folder, dtype="float32").model
+    assert compile_unavailable_reason(model, torch.device("cuda")) is None
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *arguments: linear(*arguments))
+    assert "linear has been replaced" in compile_unavailable_reason(model, torch.device("cuda"))
+
+
 def test_compile_unavailable_reason_packed_float32_has_no_kernel(folder):
     model = load_actor(folder, dtype="float32", packing=True).model
     assert "computes in torch.float32" in compile_unavailable_reason(model, torch.device("cuda"))
