@@ -93,7 +93,7 @@ def test_rollouts_without_a_reward_are_counted_as_failed_and_the_others_make_few
 
 def test_steps_without_rewards_teach_nothing_and_the_third_in_a_row_ends_the_run_with_its_models_saved(make_run):
     run = make_run(CrashingReward(), num_steps=9, ema_beta=0.5, save_critic=True)
-    with pytest.raises(RewardError, match=r"3 steps in a row: no rollout has a reward.*no disk"):
+    with pytest.raises(RewardError, match=r"3 step\(s\) in a row: no rollout has a reward.*no disk"):
         train_and_save(run.job, run.parts, run.recorder)
     assert len(run.listener.warnings) == 2 and "no disk" in run.listener.warnings[0]
     counts = [(line["samples/generated"], line["samples/failed"], line["samples/trained"]) for line in run.lines()]
@@ -106,6 +106,15 @@ def test_steps_without_rewards_teach_nothing_and_the_third_in_a_row_ends_the_run
         f"save_average {paths['averaged model']}",
         f"save critic {paths['critic']}",
     ]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_run_of_fewer_steps_without_a_reward_in_any_ends_with_the_failure(make_run, num_steps):
+    run = make_run(CrashingReward(), num_steps=num_steps)
+    for step in range(1, num_steps):
+        assert not run.step(step)
+    with pytest.raises(RewardError, match=rf"{num_steps} step\(s\) in a row: no rollout has a reward.*no disk"):
+        run.step(num_steps)
 
 
 def test_engine_that_fails_for_good_ends_the_run_with_its_models_saved(make_run):

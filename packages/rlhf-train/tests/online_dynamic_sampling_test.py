@@ -79,5 +79,5 @@ def test_reward_that_fails_under_dynamic_sampling_ends_the_run_with_its_own_word
         assert not run.step(step)
     assert [(line["samples/filtered"], line["samples/failed"]) for line in run.lines()] == [(8, 24)] * 2
     assert "server down" in run.listener.warnings[0]
-    with pytest.raises(RewardError, match=r"3 steps in a row: .*server down"):
+    with pytest.raises(RewardError, match=r"3 step\(s\) in a row: .*server down"):
         run.step(3)

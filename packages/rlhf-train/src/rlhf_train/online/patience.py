@@ -17,14 +17,16 @@ class Patience:
 
     Args:
         batch_size: groups in a full batch.
+        num_steps: of the run; a shorter one than `MAX_BARREN_STEPS` ends after so many.
         observer: receives a warning for each such step, and for each batch that is not full.
 
     Attributes:
-        is_exhausted: whether dynamic sampling has left out all groups for `MAX_BARREN_STEPS` steps in a row.
+        is_exhausted: whether dynamic sampling has left out all groups for so many steps in a row.
     """
 
-    def __init__(self, batch_size: int, observer: Observer) -> None:
+    def __init__(self, batch_size: int, num_steps: int, observer: Observer) -> None:
         self._batch_size = batch_size
+        self._max_barren_steps = min(MAX_BARREN_STEPS, num_steps)
         self._observer = observer
         self._num_barren_steps = 0
         self._last_failure = ""
@@ -52,7 +54,7 @@ class Patience:
             counts: of the step's rollouts so far.
 
         Raises:
-            RewardError: the `MAX_BARREN_STEPS`th step in a row has nothing to learn from, because rewards fail.
+            RewardError: the last of so many steps in a row has nothing to learn from, because rewards fail.
         """
         if scored(groups):
             if len(groups) < self._batch_size and counts.filtered:
@@ -61,7 +63,7 @@ class Patience:
             self._num_barren_steps = 0
             return True
         self._num_barren_steps += 1
-        gives_up = self._num_barren_steps >= MAX_BARREN_STEPS
+        gives_up = self._num_barren_steps >= self._max_barren_steps
         message = "no rollout has a reward"
         if self._last_failure:
             message += f"; the last failure: {self._last_failure}"
@@ -71,7 +73,7 @@ class Patience:
             message = f"all {counts.filtered} scored rollouts are in groups that dynamic sampling leaves out"
             self.is_exhausted = gives_up
         elif gives_up:
-            message = f"{MAX_BARREN_STEPS} steps in a row: {message}"
+            message = f"{self._num_barren_steps} step(s) in a row: {message}"
             raise RewardError(message, hint="rollouts.jsonl has the prompts and responses that the reward was given")
         end = "the run ends here" if self.is_exhausted else "nothing is learned from this step"
         self._observer.warning(f"{end}: {message}")

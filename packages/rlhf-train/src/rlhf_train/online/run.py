@@ -192,7 +192,7 @@ def assemble(
     report = Report(recorder, observer, timeline, job.num_steps, record=job.record)
     best = BestModel(job.best_metric, recorder.path("best model")) if job.best_metric else None
     evaluator = Evaluator(job, rollouts, learner, turns, report, timeline, best)
-    patience = Patience(job.batch.rollout_batch_size, observer)
+    patience = Patience(job.batch.rollout_batch_size, job.num_steps, observer)
     ledger = Ledger()
     resumable = {"learner": learner, "evaluator": evaluator, "patience": patience, "report": report}
     if isinstance(rollouts, Rollouts):  # recorded ones go on wherever they are asked to, and nothing is outstanding
