@@ -168,6 +168,25 @@ def test_pinned_memory_is_one_piece_and_free_when_the_last_tensor_in_it_is_gone(
     assert not cuda.pinned
 
 
+def test_pinned_memory_stays_in_its_pages_when_the_process_forks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", runtime)
+    num_threads = torch.get_num_threads()
+    [memory] = zeros_on_host([torch.empty(1 << 20, device="meta")], pinned=True)
+    assert torch.get_num_threads() == num_threads
+
+    def is_mapped():
+        ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        return any(int(start, 16) <= memory.data_ptr() < int(end, 16) for start, end in ranges)
+
+    assert is_mapped()
+    child = os.fork()
+    if not child:
+        os._exit(int(is_mapped()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    memory += 1
+    assert bool((memory == 1).all())
+
+
 def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime(status=2))
     with pytest.raises(

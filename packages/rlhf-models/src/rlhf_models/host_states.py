@@ -1,10 +1,10 @@
 """Tensors in host memory, or on a disk, while the device has no room for them: states of optimizers, frozen models."""
 
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import accumulate
-from mmap import mmap
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -15,20 +15,31 @@ from torch import Tensor
 from rlhf_data.errors import EngineError
 
 _ALIGNMENT = 256  # bytes
+_MAX_THREADS = 16  # the other ranks of the machine use its cores, too
 
 
-class _Pinned(mmap):
+class _Pinned(mmap.mmap):
     """Memory that a GPU reads and writes without the CPU, at the speed of the bus.
 
-    As a shared mapping, it stays where it is when the process forks.
+    A process that forks would go on in copies of pages that it writes to, which the GPU does not know; so children do
+    not get this memory.
     """
 
     _unpin: Callable[[int], Any] | None = None
 
+    def __new__(cls, size: int) -> "_Pinned":
+        """Reserve `size` bytes. The system gives private memory in large pages, where it can, and so much faster."""
+        memory = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_DONTFORK)
+        with suppress(OSError):  # a kernel without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
     def tensor(self) -> Tensor:
         """Return all bytes, which keep this memory alive, as zeros."""
         memory = torch.frombuffer(self, dtype=torch.uint8)
-        memory.zero_()  # on all cores: pinning would get the pages one by one
+        with _cpu_threads():  # pinning would get the pages one by one
+            memory.zero_()
         runtime = torch.cuda.cudart()
         if status := int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
             message = f"{memory.nbytes / 2**30:.1f} GiB of host memory cannot be pinned: CUDA error {status}"
@@ -43,6 +54,17 @@ class _Pinned(mmap):
             self._unpin(self._address)
 
 
+@contextmanager
+def _cpu_threads() -> Iterator[None]:
+    """Have PyTorch use the CPU's cores within a `with` block. Ray starts its workers with one thread each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, min(len(os.sched_getaffinity(0)), _MAX_THREADS)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _file_memory(folder: str, size: int) -> Tensor:
     """Return bytes of a file in `folder`, all zeros. It has no name, so that it goes with the process, however it ends.
 
@@ -52,7 +74,7 @@ def _file_memory(folder: str, size: int) -> Tensor:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, size)  # a disk that is full would end the process later
-            return torch.frombuffer(mmap(file.fileno(), size), dtype=torch.uint8)
+            return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
     except OSError as error:
         message = f"{folder} has no place for {size / 2**30:.1f} GiB of the optimizer's states: {error.strerror}"
         raise EngineError(message, hint="name a folder on a disk with more space in --adam_offload_path") from error
@@ -70,7 +92,7 @@ def zeros_on_host(like: Sequence[Tensor], *, pinned: bool, folder: str | None = 
     if total and folder is not None:
         memory = _file_memory(folder, total)
     else:
-        memory = _Pinned(-1, total).tensor() if pinned and total else torch.zeros(total, dtype=torch.uint8)
+        memory = _Pinned(total).tensor() if pinned and total else torch.zeros(total, dtype=torch.uint8)
     starts = [0, *ends[:-1]]
     pieces = [memory[start : start + tensor.nbytes] for start, tensor in zip(starts, like, strict=False)]
     return [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
