@@ -170,9 +170,7 @@ def test_pinned_memory_is_one_piece_and_free_when_the_last_tensor_in_it_is_gone(
 
 def test_pinned_memory_stays_in_its_pages_when_the_process_forks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", runtime)
-    num_threads = torch.get_num_threads()
     [memory] = zeros_on_host([torch.empty(1 << 20, device="meta")], pinned=True)
-    assert torch.get_num_threads() == num_threads
 
     def is_mapped():
         ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
@@ -185,6 +183,17 @@ def test_pinned_memory_stays_in_its_pages_when_the_process_forks(monkeypatch):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     memory += 1
     assert bool((memory == 1).all())
+
+
+@pytest.mark.parametrize(("num_cores", "before", "meanwhile"), [(4, 1, 4), (40, 1, 16), (4, 6, 6)])
+def test_pinned_memory_is_got_by_all_cores_of_a_worker_with_one_thread(monkeypatch, num_cores, before, meanwhile):
+    monkeypatch.setattr(torch.cuda, "cudart", runtime)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: before)
+    numbers = []
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    zeros_on_host([torch.ones(3)], pinned=True)
+    assert numbers == [meanwhile, before]
 
 
 def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
