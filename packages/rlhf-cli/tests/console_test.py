@@ -184,6 +184,15 @@ def test_run_view_failed_samples_are_a_notice_on_stderr(streams):
     assert err.getvalue() == "notice: step 3: 2 samples have no reward and were not trained on\n"
 
 
+@pytest.mark.parametrize(("fill", "told"), [(0.5, ""), (0.2449, "notice: training passes are 24 % full: ")])
+def test_run_view_passes_of_the_first_step_that_are_not_half_full_are_told(streams, fill, told):
+    out, err = streams
+    view = RunView(Console(out, err), 10)
+    for step in (3, 4):
+        view.step(step, 10, METRICS | {"throughput/pass_fill": fill})
+    assert err.getvalue() == (f"{told}--micro_batch_tokens fills them\n" if told else "")
+
+
 def test_run_view_on_a_pipe_starting_is_a_line(streams):
     out, err = streams
     view = RunView(Console(out, err), 10)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlhf_data.errors import DataError
-from rlhf_train.batching import plan_batches
+from rlhf_train.batching import pass_fill, plan_batches
 
 LENGTHS = [30, 12, 25, 18, 40, 22, 9, 33, 27, 16]
 RESPONSES = [10, 0, 5, 8, 20, 2, 9, 13, 7, 6]
@@ -54,6 +54,19 @@ def test_plan_batches_covers_every_rollout_once_and_keeps_ranks_in_step(num_rank
     for step in range(2):
         assert len({len(rank.mini_batches[step].micro_batches) for rank in plans}) == 1
     assert len({len(rank.forward_batches) for rank in plans}) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "micro", "expected"),
+    [
+        (1, 2, 232 / (6 * 80)),  # two updates of five rollouts, in three passes each
+        (2, 2, 232 / (8 * 80)),  # two passes of each rank in each update, and one of them has one rollout
+        (1, 5, None),
+    ],
+)
+def test_pass_fill_is_the_share_of_full_passes(num_ranks, micro, expected):
+    fill = pass_fill(plan(num_ranks, micro), LENGTHS, 80)
+    assert fill == (expected if expected is None else pytest.approx(expected))
 
 
 @pytest.mark.parametrize(("micro", "expected"), [(1, 20 + 13 + 10), (4, 20 + 13 + 10 + 9), (10, 80)])

@@ -115,6 +115,25 @@ def test_every_set_is_dealt_every_rollout_once_with_its_own_number_of_ranks(job)
         assert dealt == pytest.approx(earned)
 
 
+def test_fill_of_packed_passes_is_a_metric_where_a_limit_of_tokens_would_change_it(job):
+    rollouts = random_rollouts(32, vocab_size=64)
+    tokens = sum(rollout.num_tokens for rollout in rollouts)
+
+    def fill(size=4, limit=None, **layout):
+        batch = dataclasses.replace(job.batch, micro_train_batch_size=size, micro_batch_tokens=limit)
+        models = {role: dataclasses.replace(spec, **layout) for role, spec in job.models.items()}
+        changed = dataclasses.replace(job, batch=batch, models=models)
+        metrics = Learner(changed, [LoggedRanks([], "critic"), LoggedRanks([], "actor")]).deal(rollouts, step=1)
+        return metrics.get("throughput/pass_fill")
+
+    num_passes = 2 * (16 // 4)  # two updates of sixteen rollouts
+    assert fill(packing=True) == pytest.approx(tokens / (num_passes * 4 * job.engine.max_model_len))
+    assert fill(packing=True, size=16) is None
+    assert fill(packing=True, limit=4096) is None
+    assert fill(packing=True, share_prompts=True) is None
+    assert fill(packing=False) is None
+
+
 @pytest.mark.parametrize("size", ["sequence_parallel_size", "tensor_parallel_size"])
 def test_ranks_that_divide_sequences_or_weights_are_dealt_the_same_rollouts_and_their_columns_go_once(job, size):
     models = {role: dataclasses.replace(spec, **{size: 2}) for role, spec in job.models.items()}

@@ -269,6 +269,8 @@ class RunView(View):
         self._table.step(step, num_steps, {**metrics, **_rest(metrics)})
         if failed := int(metrics.get("samples/failed", 0)):
             self._console.notice(f"step {step}: {failed} samples have no reward and were not trained on")
+        if (fill := metrics.get("throughput/pass_fill", 1.0)) < 0.5 and len(self._step_seconds) == 1:
+            self._console.notice(f"training passes are {100 * fill:.0f} % full: --micro_batch_tokens fills them")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Observer`."""

@@ -61,6 +61,23 @@ class RankPlan:
     max_pass_tokens: int = 0
 
 
+def pass_fill(plans: Sequence[RankPlan], num_tokens: Sequence[int], pack_tokens: int) -> float | None:
+    """Return the mean share of a full pass that training passes have.
+
+    Args:
+        plans: of all ranks, for one step.
+        num_tokens: tokens of each rollout of the step.
+        pack_tokens: tokens of a full pass.
+
+    Returns:
+        The share, or None if every update has one pass, so that fuller passes would not be fewer.
+    """
+    num_passes = [len(part.micro_batches) for plan in plans for part in plan.mini_batches]
+    if max(num_passes, default=0) < 2:
+        return None
+    return sum(num_tokens) / (sum(num_passes) * pack_tokens)
+
+
 def plan_batches(
     num_tokens: Sequence[int],
     num_response_tokens: Sequence[int],

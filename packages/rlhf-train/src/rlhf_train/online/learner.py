@@ -10,7 +10,7 @@ import numpy as np
 from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout, RolloutGroup
 from rlhf_train.baselines import decoupled_rewards, relative_rewards, relative_token_rewards, relative_turn_rewards
-from rlhf_train.batching import plan_batches
+from rlhf_train.batching import RankPlan, pass_fill, plan_batches
 from rlhf_train.columns import RolloutColumns
 from rlhf_train.costs import PassCosts
 from rlhf_train.kl import adapted_kl_coef
@@ -111,6 +111,8 @@ class Learner:
                 micro_batch_tokens=batch.micro_batch_tokens,
                 prompts=prompts,
             )
+            if "actor" in ranks.roles:
+                metrics |= self._fill(plans, rollouts)
             if self._forwards is not None:
                 # Log-probs of blocks, which knew nothing of the other rollouts, shall be comparable.
                 most = batch.most_pass_tokens(self._job.sampling.max_tokens)
@@ -228,6 +230,14 @@ class Learner:
             for rollout, by_turn, by_step in zip(rollouts, turns, steps, strict=True)
         ]
         return whole.tolist(), earned, metrics
+
+    def _fill(self, plans: Sequence[RankPlan], rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Return how full the actor's packed passes are, where --micro_batch_tokens would fill them."""
+        actor, batch = self._job.models["actor"], self._job.batch
+        if not actor.packing or actor.share_prompts or batch.micro_batch_tokens:
+            return {}
+        fill = pass_fill(plans, [rollout.num_tokens for rollout in rollouts], self._job.pack_tokens)
+        return {} if fill is None else {"throughput/pass_fill": fill}
 
     def _work(self, roles: Sequence[str], rollouts: Sequence[Rollout]) -> list[int] | None:
         """Return what each rollout costs on ranks with these models, in operations; None if costs are not known."""
