@@ -172,14 +172,17 @@ def test_pinned_memory_stays_in_its_pages_when_the_process_forks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", runtime)
     [memory] = zeros_on_host([torch.empty(1 << 20, device="meta")], pinned=True)
 
-    def is_mapped():
-        ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
-        return any(int(start, 16) <= memory.data_ptr() < int(end, 16) for start, end in ranges)
+    def access():
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            start, end = (int(address, 16) for address in line.split()[0].split("-"))
+            if start <= memory.data_ptr() < end:
+                return line.split()[1]
+        return None
 
-    assert is_mapped()
+    assert access() == "rw-p"  # private: the system gives shared memory in small pages
     child = os.fork()
     if not child:
-        os._exit(int(is_mapped()))
+        os._exit(access() is not None)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     memory += 1
     assert bool((memory == 1).all())
