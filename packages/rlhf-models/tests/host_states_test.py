@@ -1,6 +1,7 @@
 """Tensors go to host memory and come back, with their values, their places and the views of them."""
 
 import errno
+import mmap
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from rlhf_data.errors import EngineError
+from rlhf_models import host_states
 from rlhf_models.host_states import HostStates, RestingModel, awake, zeros_on_host
 
 
@@ -197,6 +199,20 @@ def test_pinned_memory_is_got_by_all_cores_of_a_worker_with_one_thread(monkeypat
     monkeypatch.setattr(torch, "set_num_threads", numbers.append)
     zeros_on_host([torch.ones(3)], pinned=True)
     assert numbers == [meanwhile, before]
+
+
+def test_pinned_memory_asks_for_large_pages_and_does_without(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", runtime)
+    asked = []
+
+    def madvise(_, option):
+        asked.append(option)
+        if option == mmap.MADV_HUGEPAGE:
+            raise OSError(errno.EINVAL, "no large pages")
+
+    monkeypatch.setattr(host_states._Pinned, "madvise", madvise, raising=False)
+    assert zeros_on_host([torch.ones(3)], pinned=True)[0].tolist() == [0.0] * 3
+    assert asked == [mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE]
 
 
 def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):

@@ -263,8 +263,7 @@ class RunView(View):
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """See `Observer`."""
         self._step_seconds.append(metrics.get("time/step", 0.0))
-        mean = sum(self._step_seconds) / len(self._step_seconds)
-        self._ends_at = time.monotonic() + mean * (num_steps - step)
+        self._ends_at = time.monotonic() + sum(self._step_seconds) / len(self._step_seconds) * (num_steps - step)
         self._place = f"step {min(step + 1, num_steps)}/{num_steps}: "
         self._table.step(step, num_steps, {**metrics, **_rest(metrics)})
         if failed := int(metrics.get("samples/failed", 0)):

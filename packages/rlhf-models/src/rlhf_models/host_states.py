@@ -21,14 +21,14 @@ _MAX_THREADS = 16  # the other ranks of the machine use its cores, too
 class _Pinned(mmap.mmap):
     """Memory that a GPU reads and writes without the CPU, at the speed of the bus.
 
-    A process that forks would go on in copies of pages that it writes to, which the GPU does not know; so children do
-    not get this memory.
+    Forked processes do not get this memory. If they did, the first write to a page after the fork would go to a copy
+    elsewhere, which the GPU does not know.
     """
 
     _unpin: Callable[[int], Any] | None = None
 
     def __new__(cls, size: int) -> "_Pinned":
-        """Reserve `size` bytes. The system gives private memory in large pages, where it can, and so much faster."""
+        """Reserve `size` bytes. They are private, because the system can give private memory in large pages."""
         memory = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_DONTFORK)
         with suppress(OSError):  # a kernel without large pages
@@ -38,7 +38,7 @@ class _Pinned(mmap.mmap):
     def tensor(self) -> Tensor:
         """Return all bytes, which keep this memory alive, as zeros."""
         memory = torch.frombuffer(self, dtype=torch.uint8)
-        with _cpu_threads():  # pinning would get the pages one by one
+        with _cpu_threads():  # the system gives a page at its first write; pinning would get them one by one
             memory.zero_()
         runtime = torch.cuda.cudart()
         if status := int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):

@@ -26,7 +26,8 @@ def compile_unavailable_reason(model: nn.Module, device: torch.device) -> str | 
     if not _layers(model):
         return f"a {type(model).__name__} has no layers that transformers marks as such"
     if nn.functional.linear is not torch._C._nn.linear:
-        # DeepSpeed's ZeRO stage 3 does so for the rest of the process; compiled gradients were then wrong on a GPU.
+        # DeepSpeed's ZeRO stage 3 does so for the rest of the process. `join_products` finds no product then, and
+        # layers that were compiled after it had wrong gradients on a GPU.
         return "torch.nn.functional.linear has been replaced in this process"
     config = model.config.get_text_config()
     if config._attn_implementation == PACKED_ATTENTION:

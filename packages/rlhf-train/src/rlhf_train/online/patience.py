@@ -17,11 +17,11 @@ class Patience:
 
     Args:
         batch_size: groups in a full batch.
-        num_steps: of the run; a shorter one than `MAX_BARREN_STEPS` ends after so many.
+        num_steps: of the run. A run with fewer than `MAX_BARREN_STEPS` ends if none of them has a reward.
         observer: receives a warning for each such step, and for each batch that is not full.
 
     Attributes:
-        is_exhausted: whether dynamic sampling has left out all groups for so many steps in a row.
+        is_exhausted: whether dynamic sampling has left out all groups of as many steps as end the run.
     """
 
     def __init__(self, batch_size: int, num_steps: int, observer: Observer) -> None:
@@ -54,7 +54,7 @@ class Patience:
             counts: of the step's rollouts so far.
 
         Raises:
-            RewardError: the last of so many steps in a row has nothing to learn from, because rewards fail.
+            RewardError: rewards have failed in as many steps in a row as end the run.
         """
         if scored(groups):
             if len(groups) < self._batch_size and counts.filtered:
