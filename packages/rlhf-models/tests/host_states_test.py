@@ -168,6 +168,7 @@ def test_pinned_memory_is_one_piece_and_free_when_the_last_tensor_in_it_is_gone(
     assert len(cuda.pinned) == 1
     del second
     assert not cuda.pinned
+    assert zeros_on_host([], pinned=True) == []
 
 
 def test_pinned_memory_stays_in_its_pages_when_the_process_forks(monkeypatch):
@@ -195,10 +196,11 @@ def test_pinned_memory_is_got_by_all_cores_of_a_worker_with_one_thread(monkeypat
     monkeypatch.setattr(torch.cuda, "cudart", runtime)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: before)
-    numbers = []
-    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    done = []
+    monkeypatch.setattr(torch, "set_num_threads", done.append)
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda _: done.append("write"))
     zeros_on_host([torch.ones(3)], pinned=True)
-    assert numbers == [meanwhile, before]
+    assert done == [meanwhile, "write", before]
 
 
 def test_pinned_memory_asks_for_large_pages_and_does_without(monkeypatch):

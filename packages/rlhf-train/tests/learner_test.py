@@ -123,7 +123,9 @@ def test_fill_of_packed_passes_is_a_metric_where_a_limit_of_tokens_would_change_
         batch = dataclasses.replace(job.batch, micro_train_batch_size=size, micro_batch_tokens=limit)
         models = {role: dataclasses.replace(spec, **layout) for role, spec in job.models.items()}
         changed = dataclasses.replace(job, batch=batch, models=models)
-        metrics = Learner(changed, [LoggedRanks([], "critic"), LoggedRanks([], "actor")]).deal(rollouts, step=1)
+        metrics = Learner(changed, [LoggedRanks([], "critic", count=3), LoggedRanks([], "actor")]).deal(
+            rollouts, step=1
+        )
         return metrics.get("throughput/pass_fill")
 
     num_passes = 2 * (16 // 4)  # two updates of sixteen rollouts
