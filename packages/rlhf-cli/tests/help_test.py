@@ -12,7 +12,8 @@ import pytest
 from rlhf_cli.main import COMMANDS, command_line
 
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers", "fastapi")
-HELP_LIMIT_S = 1.0
+UNIT = "import asyncio, numpy, pydantic"  # what every command imports: 0.2 s where --help takes 0.65 s
+HELP_LIMIT = 5.0  # units; a slow machine stretches both alike
 NUM_TRIES = 3  # the first one may have to compile the sources
 
 
@@ -48,13 +49,14 @@ sys.exit(status)
 @pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
 def test_help_answers_in_a_second_without_heavy_imports(words):
     for _ in range(NUM_TRIES):
+        _, unit = run(UNIT)
         done, seconds = run(command(*words))
-        if seconds < HELP_LIMIT_S:
+        if seconds < HELP_LIMIT * unit:
             break
     assert done.returncode == 0, done.stderr
     assert "usage: rlhf" in done.stdout
     assert "heavy: []" in done.stdout
-    assert seconds < HELP_LIMIT_S
+    assert seconds < HELP_LIMIT * unit
 
 
 def test_bad_flag_exits_with_2_and_a_hint_without_heavy_imports():

@@ -13,14 +13,14 @@ from pydantic.fields import FieldInfo
 from rlhf_data.errors import ConfigError, unknown, with_hint
 
 
-class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()):
+class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), defer_build=True):
     """Options that belong together. The class argument `title` is their heading in --help."""
 
 
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-class Config(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
+class Config(BaseModel, frozen=True, extra="forbid", protected_namespaces=(), defer_build=True):
     """All options of a command, with one field per section."""
 
     def check(self, given: Collection[str]) -> list[str]:
