@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from rlhf_data.errors import ConfigError, unknown, with_hint
 
 
+# Validators are built at their first use (`defer_build`): --help needs none of them.
 class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), defer_build=True):
     """Options that belong together. The class argument `title` is their heading in --help."""
 

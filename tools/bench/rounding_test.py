@@ -1,0 +1,38 @@
+"""The gap between dtypes is that of rounding: products round once, and both dtypes compute the same model."""
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional
+
+import rounding
+from shapes import SHAPES
+
+
+def test_products_round_once():
+    draw = torch.Generator().manual_seed(0)
+    states, weight = (torch.randn(3, 512, generator=draw).bfloat16() for _ in range(2))
+    exact = states.double() @ weight.double().T
+    with rounding.Float32Sums():
+        assert torch.equal(functional.linear(states, weight), exact.float().bfloat16())
+        assert functional.linear(states.float(), weight.float()).dtype == torch.float32
+
+
+def test_gap_is_that_of_rounding(tmp_path, monkeypatch):
+    out = tmp_path / "report.json"
+    monkeypatch.setattr("sys.argv", ["rounding.py", "--shapes", "small", "--tokens", "64", "--out", str(out)])
+    monkeypatch.setattr(rounding, "SHAPES", {"small": SHAPES["small"] | {"vocab_size": 256, "initializer_range": 0.02}})
+    rounding.main()
+    report = json.loads(out.read_text())
+    measured = report["shapes"]["small"]
+    assert 0 < measured["gap_mean"] < measured["gap_max"] < 0.05
+    # The weights are so small that the model is nearly uniform: log(256) nats.
+    assert measured["entropy"] == pytest.approx(5.545, abs=0.2)
+
+
+def test_dtypes_that_hardly_round_have_no_gap():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        measured = rounding.gap(SHAPES["small"] | {"vocab_size": 256, "initializer_range": 0.02}, 16, torch.float64)
+    assert measured["gap_max"] < 1e-5
