@@ -142,9 +142,17 @@ def read_layout(config: Mapping[str, Any]) -> Layout:
 
 
 def read_checked_run(folder: Path) -> CheckedRun:
-    """Return what the run whose --save_path is `folder` reached."""
+    """Return what the run whose --save_path is `folder` reached.
+
+    Raises:
+        ValueError: it has no step after those that warm up.
+    """
     config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
     steps = _read_steps(folder)
+    if len(steps) <= WARM_UP:
+        raise ValueError(
+            f"{folder} has {len(steps)} steps; a comparison leaves out the first {WARM_UP}: run more steps"
+        )
     by_step = read_groups(folder / "rollouts.jsonl")
     by_id = {group_id: group for found in by_step.values() for group_id, group in found.items()}
     admitted = sorted(by_id, key=lambda group_id: [int(number) for number in re.findall(r"\d+", group_id)])

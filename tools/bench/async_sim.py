@@ -116,6 +116,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the table of every number of cards, and write the report."""
     parser = _parser()
     options = parser.parse_args(argv)
+    try:
+        predict(parser, options)
+    except FileNotFoundError as error:
+        parser.error(f"there is no {error.filename}\n\nhint: name the --save_path of a run")
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def predict(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Print the tables that `options` ask for, and write the report. Raises what reading the runs raises."""
     measured = read_run(*options.runs, fits_decode=not options.decode) if options.runs else None
     if not measured and not (options.decode and options.train_token_s and options.length_median):
         parser.error("without --from, --decode, --train_token_s and --length_median are needed")

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import async_sim
-from async_costs import decode_steps, fit, log_normal_groups, read_run
+from async_costs import decode_steps, fit, log_normal_groups, read_checked_run, read_run
 from async_model import Costs, Group, Layout, simulate
 
 TEN = [Group(1, (10,))]
@@ -324,10 +324,19 @@ def test_decode_steps_that_take_no_time_are_refused():
         replace(STEP, decode_s=((1, 0.0),))
 
 
-def test_short_run_is_refused(tmp_path):
-    write_run(tmp_path, [[Group(7, (3, 4))] * 4] * 5)
-    with pytest.raises(ValueError, match="3 steps after the first 2"):
-        read_run(tmp_path)
+@pytest.mark.parametrize(("num_steps", "message"), [(0, "there is no "), (5, "3 steps after the first 2")])
+def test_missing_or_short_run_is_refused(tmp_path, capsys, num_steps, message):
+    if num_steps:
+        write_run(tmp_path, [[Group(7, (3, 4))] * 4] * num_steps)
+    with pytest.raises(SystemExit):
+        async_sim.main(["--from", str(tmp_path)])
+    assert message in capsys.readouterr().err
+
+
+def test_run_that_only_warmed_up_is_not_compared(tmp_path):
+    write_run(tmp_path, [[Group(7, (3, 4))] * 4] * 2)
+    with pytest.raises(ValueError, match="has 2 steps; a comparison leaves out the first 2"):
+        read_checked_run(tmp_path)
 
 
 def test_responses_that_are_all_cut_at_the_same_length_are_refused_without_decode_seconds(tmp_path, capsys):
