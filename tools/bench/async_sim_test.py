@@ -331,9 +331,6 @@ def test_missing_or_short_run_is_refused(tmp_path, capsys, num_steps, message):
     with pytest.raises(SystemExit):
         async_sim.main(["--from", str(tmp_path)])
     assert message in capsys.readouterr().err
-
-
-def test_run_that_only_warmed_up_is_not_compared(tmp_path):
     write_run(tmp_path, [[Group(7, (3, 4))] * 4] * 2)
     with pytest.raises(ValueError, match="has 2 steps; a comparison leaves out the first 2"):
         read_checked_run(tmp_path)

@@ -3,10 +3,10 @@
     python tools/bench/rounding.py --out rounding.json
 
 An engine and a trainer that compute in bfloat16 round at different places, so their log-probs of a token differ. This
-script says how large such differences are for a shape, whatever the kernels: it runs the decoder layers of transformers
-on the same weights and random tokens in float32 and in bfloat16, and compares the log-probs of tokens that are sampled
-from the float32 model at temperature 1. Products and attention add up in float32 and round their results, as on a GPU.
-Layers are made and dropped one by one, so that 7 billion weights need the memory of one layer and of the output layer.
+script measures how large such differences are for a shape. It runs the decoder layers of transformers on the same
+weights and random tokens in float32 and in bfloat16, and compares the log-probs of tokens that are sampled from the
+float32 model at temperature 1. Products and attention add up in float32 and round their results, as on a GPU. Besides
+the output layer, only one layer is in memory at a time.
 """
 
 import argparse
@@ -41,8 +41,18 @@ class Float32Sums(TorchFunctionMode):
         return function(*wide, **named).bfloat16()
 
 
-def gap(shape: Mapping[str, Any], num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
-    """Compare the log-probs of sampled tokens, in `dtype` against float32: mean and largest difference, in nats."""
+def gap(shape: Mapping[str, Any], num_tokens: int, other: torch.dtype = torch.bfloat16) -> dict[str, float]:
+    """Return by how much the log-probs of sampled tokens in another dtype differ from those in float32.
+
+    Args:
+        shape: one of `SHAPES`.
+        num_tokens: length of the one sequence.
+        other: the other dtype.
+
+    Returns:
+        `gap_mean` and `gap_max`, the mean and the largest absolute difference, and `entropy`, the mean entropy of the
+        next token in float32, all in nats.
+    """
     sizes = {name: value for name, value in shape.items() if name not in ("tied", "initializer_range")}
     config = Qwen2Config(**sizes, attn_implementation="sdpa")
     hidden_size, std = config.hidden_size, shape["initializer_range"]
@@ -60,21 +70,21 @@ def gap(shape: Mapping[str, Any], num_tokens: int, dtype: torch.dtype = torch.bf
     tied = shape.get("tied", True)
     token_ids = torch.randint(config.vocab_size, (1, num_tokens))
     embedded = head.weight[token_ids] if tied else (torch.randn(1, num_tokens, hidden_size) * std).bfloat16().float()
-    hidden = {torch.float32: embedded, dtype: embedded.to(dtype)}
+    hidden = {torch.float32: embedded, other: embedded.to(other)}
     positions = torch.arange(num_tokens)[None]
     rotary = Qwen2RotaryEmbedding(config)
     for index in range(config.num_hidden_layers):
         layer = draw(Qwen2DecoderLayer(config, index))
-        for each, states in hidden.items():
-            layer.to(each)
-            hidden[each] = layer(states, position_embeddings=rotary(states, positions), attention_mask=None)
+        for dtype, states in hidden.items():
+            layer.to(dtype)
+            hidden[dtype] = layer(states, position_embeddings=rotary(states, positions), attention_mask=None)
     norm = Qwen2RMSNorm(hidden_size, config.rms_norm_eps)
     logprobs = {
-        each: head.to(each)(norm.to(each)(states))[0].float().log_softmax(-1) for each, states in hidden.items()
+        dtype: head.to(dtype)(norm.to(dtype)(states))[0].float().log_softmax(-1) for dtype, states in hidden.items()
     }
     wide = logprobs[torch.float32]
     sampled = torch.multinomial(wide.exp(), 1)
-    difference = (logprobs[dtype] - wide).gather(1, sampled).abs()
+    difference = (logprobs[other] - wide).gather(1, sampled).abs()
     return {
         "gap_mean": difference.mean().item(),
         "gap_max": difference.max().item(),

@@ -5,9 +5,12 @@ import json
 import pytest
 import torch
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 import rounding
 from shapes import SHAPES
+
+SMALL = SHAPES["small"] | {"vocab_size": 256, "initializer_range": 0.02}
 
 
 def test_products_round_once():
@@ -22,7 +25,7 @@ def test_products_round_once():
 def test_gap_is_that_of_rounding(tmp_path, monkeypatch):
     out = tmp_path / "report.json"
     monkeypatch.setattr("sys.argv", ["rounding.py", "--shapes", "small", "--tokens", "64", "--out", str(out)])
-    monkeypatch.setattr(rounding, "SHAPES", {"small": SHAPES["small"] | {"vocab_size": 256, "initializer_range": 0.02}})
+    monkeypatch.setattr(rounding, "SHAPES", {"small": SMALL})
     rounding.main()
     report = json.loads(out.read_text())
     measured = report["shapes"]["small"]
@@ -31,8 +34,23 @@ def test_gap_is_that_of_rounding(tmp_path, monkeypatch):
     assert measured["entropy"] == pytest.approx(5.545, abs=0.2)
 
 
+def test_all_layers_attend_causally():
+    calls = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is functional.scaled_dot_product_attention:
+                calls.append((args[0].dtype, kwargs["is_causal"], kwargs.get("attn_mask")))
+            return function(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Watch(), rounding.Float32Sums():
+        rounding.gap(SMALL, 16)
+    # `Float32Sums` passes both dtypes on as float32, once per layer.
+    assert calls == [(torch.float32, True, None)] * 2 * SMALL["num_hidden_layers"]
+
+
 def test_dtypes_that_hardly_round_have_no_gap():
     torch.manual_seed(0)
     with torch.no_grad():
-        measured = rounding.gap(SHAPES["small"] | {"vocab_size": 256, "initializer_range": 0.02}, 16, torch.float64)
+        measured = rounding.gap(SMALL, 16, torch.float64)
     assert measured["gap_max"] < 1e-5

@@ -12,8 +12,8 @@ import pytest
 from rlhf_cli.main import COMMANDS, command_line
 
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers", "fastapi")
-UNIT = "import asyncio, numpy, pydantic"  # what every command imports: 0.2 s where --help takes 0.65 s
-HELP_LIMIT = 5.0  # units; a slow machine stretches both alike
+UNIT = "import asyncio, numpy, pydantic"  # what every command imports; 0.2 s where --help takes 0.65 s
+HELP_LIMIT = 5.0  # in units, because a slow machine stretches both alike
 NUM_TRIES = 3  # the first one may have to compile the sources
 
 
@@ -47,7 +47,7 @@ sys.exit(status)
 
 
 @pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
-def test_help_answers_in_a_second_without_heavy_imports(words):
+def test_help_is_quick_and_brings_no_heavy_library(words):
     for _ in range(NUM_TRIES):
         _, unit = run(UNIT)
         done, seconds = run(command(*words))
