@@ -1,6 +1,7 @@
 """The gap between dtypes is that of rounding: products round once, and both dtypes compute the same model."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -32,6 +33,13 @@ def test_gap_is_that_of_rounding(tmp_path, monkeypatch):
     assert 0 < measured["gap_mean"] < measured["gap_max"] < 0.05
     # The weights are so small that the model is nearly uniform: log(256) nats.
     assert measured["entropy"] == pytest.approx(5.545, abs=0.2)
+
+
+def test_shapes_that_leave_sizes_open_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["rounding.py", "--shapes", "small", "--out", "report.json"])
+    with pytest.raises(SystemExit):
+        rounding.main()
+    assert re.search("invalid choice: 'small' .*qwen2-7b", capsys.readouterr().err)
 
 
 def test_all_layers_attend_causally():
