@@ -294,6 +294,9 @@ def test_run_view_estimates_the_first_phases_by_their_parts_and_later_steps_by_t
     text, more = shown[-1]
     assert text == "step 2/10: generating"
     assert more["ends_in_s"] == pytest.approx(180, abs=1)
+    view.step(2, 10, METRICS | {"time/step": 10.0})
+    view.phase("generate")
+    assert shown[-1][1]["ends_in_s"] == pytest.approx(120, abs=1)
 
 
 def test_offline_view_counts_updates_from_before_the_first(streams, monkeypatch):

@@ -1,6 +1,7 @@
 """Flags of other programs beside a command's own: what they set, what they say, and what they refuse."""
 
 import pytest
+from pydantic import ValidationError
 
 from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import ConfigError, FeatureError
@@ -136,3 +137,13 @@ def test_compare_is_asked_when_a_flag_of_the_other_program_was_given(argv, notic
         compare=lambda config, given: [f"{' '.join(given) or 'none'}: other"],
     )
     assert line.parse(argv).notices == notices
+
+
+@pytest.mark.parametrize("made", [_Optimizer(), _Demo()], ids=["section", "config"])
+def test_options_cannot_be_changed_and_have_no_others(made):
+    name = next(iter(type(made).model_fields))
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(made, name, getattr(made, name))
+    with pytest.raises(ValidationError, match="not permitted"):
+        type(made)(unknown=1)
+    assert set(type(made)().model_dump()) == set(type(made).model_fields)
