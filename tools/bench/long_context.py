@@ -61,6 +61,7 @@ def train(rank: int, num_ranks: int, options: argparse.Namespace, model: str, po
         path=model,
         dtype="bfloat16" if on_gpu else "float32",
         packing=True,
+        attn_implementation=options.attn_implementation,
         gradient_checkpointing=True,
         sequence_parallel_size=num_ranks,
         zero_stage=1 if num_ranks == 1 else 3,
@@ -118,6 +119,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen2-7b")
     parser.add_argument("--num_tokens", type=int, default=32768)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--attn_implementation", default="auto", help="of packed sequences, such as rlhf_packed_4")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--prompt_tokens", type=int, default=256)
     parser.add_argument("--response_tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--attn_implementation", default="auto", help="of packed sequences, such as rlhf_packed_4")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -135,7 +136,11 @@ def main() -> None:
         with torch.device(device):
             path = tiny_model_dir(folder, **SHAPES[options.shape])
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-        actor = load_actor(path, dtype=dtype, packing=True).to(device).train()
+        actor = (
+            load_actor(path, dtype=dtype, packing=True, attn_implementation=options.attn_implementation)
+            .to(device)
+            .train()
+        )
     if compile_unavailable_reason(actor.model, device) is None:
         compile_layers(actor.model)
     result = measure(actor, packs(options, device), options)

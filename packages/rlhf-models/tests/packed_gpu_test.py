@@ -1,4 +1,4 @@
-"""Packed batches on a GPU: torch's varlen kernel in half precision, one call per sequence in float32."""
+"""Packed batches on a GPU: FlashAttention in half precision, one call per sequence in float32."""
 
 import logging
 
@@ -12,25 +12,32 @@ from rlhf_models.actor import Actor
 from rlhf_models.backbone import replay_full_packs
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
+from rlhf_models.flash import flash_4_unavailable_reason
 from rlhf_models.loading import load_actor, load_critic
 from rlhf_models.testing import tiny_model_dir
 
 LENGTHS = (300, 1, 77, 512, 2, 129)
+ATTENTION = {}  # of packed batches, by the model's folder
 
 
-@pytest.fixture(scope="module", params=[None, 64])
+@pytest.fixture(scope="module", params=[(None, "rlhf_packed"), (64, "rlhf_packed"), (None, "rlhf_packed_4")])
 def folder(request, tmp_path_factory):
     """A model of 8 heads of 64 on 2 key-value heads, once with a sliding window in its first layer."""
-    sliding = {"use_sliding_window": True, "sliding_window": request.param} if request.param else {}
-    return tiny_model_dir(
+    window, name = request.param
+    if name == attention.PACKED_ATTENTION_4 and (reason := flash_4_unavailable_reason(64)):
+        pytest.skip(reason)
+    sliding = {"use_sliding_window": True, "sliding_window": window} if window else {}
+    made = tiny_model_dir(
         tmp_path_factory.mktemp("model"),
         vocab_size=1003,
         hidden_size=512,
         num_attention_heads=8,
         num_key_value_heads=2,
-        layer_types=["sliding_attention" if request.param else "full_attention", "full_attention"],
+        layer_types=["sliding_attention" if window else "full_attention", "full_attention"],
         **sliding,
     )
+    ATTENTION[made] = name
+    return made
 
 
 def sequences():
@@ -48,8 +55,9 @@ def run(model, batch):
     return flat.detach(), torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
 
 
-def load(kind, folder, dtype, packing):
-    model = kind(folder, dtype=dtype, packing=packing)
+def load(kind, folder, dtype, packing, **options):
+    name = ATTENTION[folder] if packing else "auto"
+    model = kind(folder, dtype=dtype, packing=packing, attn_implementation=name, **options)
     if kind is load_critic:
         torch.manual_seed(0)
         torch.nn.init.normal_(model.value_head.weight, std=0.1)
@@ -146,8 +154,7 @@ def test_compiled_layers_are_as_near_to_float32_as_plain_ones(folder, packing, c
 
     truth = run(load(load_actor, folder, "float32", False), TokenBatch.padded(sequences(), 0, "cuda"))
     plain, compiled = (
-        load_actor(folder, dtype="bfloat16", packing=packing, gradient_checkpointing=checkpointing).cuda()
-        for _ in range(2)
+        load(load_actor, folder, "bfloat16", packing, gradient_checkpointing=checkpointing) for _ in range(2)
     )
     assert compile_unavailable_reason(compiled.model, torch.device("cuda", 0)) is None
     compile_layers(compiled)

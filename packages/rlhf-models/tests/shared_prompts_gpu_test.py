@@ -9,6 +9,7 @@ import torch
 from rlhf_models import attention
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.compiled import compile_layers
+from rlhf_models.flash import flash_4_unavailable_reason
 from rlhf_models.loading import load_actor, load_critic
 from rlhf_models.testing import tiny_model_dir
 
@@ -32,9 +33,9 @@ def batch_of(*, is_shared: bool, seed: int = 0) -> TokenBatch:
     return TokenBatch.packed(rows, "cuda", prompt_lengths=lengths)
 
 
-def run(kind, folder, dtype, *, is_shared: bool, is_compiled: bool = False):
+def run(kind, folder, dtype, *, is_shared: bool, is_compiled: bool = False, attn_implementation: str = "rlhf_packed"):
     """Outputs of each token, and the gradient of a weighted sum of them."""
-    model = kind(folder, dtype=dtype, packing=True)
+    model = kind(folder, dtype=dtype, packing=True, attn_implementation=attn_implementation)
     if kind is load_critic:
         torch.manual_seed(0)
         torch.nn.init.normal_(model.value_head.weight, std=0.1)
@@ -49,15 +50,23 @@ def run(kind, folder, dtype, *, is_shared: bool, is_compiled: bool = False):
     return flat.detach(), torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
 
 
+@pytest.fixture(params=attention.PACKED_ATTENTIONS)
+def attn_implementation(request):
+    if request.param == attention.PACKED_ATTENTION_4 and (reason := flash_4_unavailable_reason(64)):
+        pytest.skip(reason)
+    return request.param
+
+
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("kind", [load_actor, load_critic])
-def test_shared_bfloat16_is_as_near_to_float32_as_copies_are(kind, folder, is_compiled, caplog):
+def test_shared_bfloat16_is_as_near_to_float32_as_copies_are(kind, folder, is_compiled, attn_implementation, caplog):
     attention._log_fallback_once.cache_clear()
     truth = run(kind, folder, "float32", is_shared=False)
-    copies = run(kind, folder, "bfloat16", is_shared=False, is_compiled=is_compiled)
+    options = {"is_compiled": is_compiled, "attn_implementation": attn_implementation}
+    copies = run(kind, folder, "bfloat16", is_shared=False, **options)
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        shared = run(kind, folder, "bfloat16", is_shared=True, is_compiled=is_compiled)
+        shared = run(kind, folder, "bfloat16", is_shared=True, **options)
     assert "sequence by sequence" not in caplog.text
     for got, other, want in zip(shared, copies, truth, strict=True):
         assert (got - want).norm() < 1.5 * (other - want).norm() + 1e-3 * want.norm()

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_models import shared_prompts
+from rlhf_models import attention, flash
 from rlhf_models.attention import PACKED_ATTENTION, check_shares_prompts, packed_attention
 from rlhf_models.batch import TokenBatch
 from rlhf_models.critic import Critic
@@ -134,10 +135,38 @@ def flash_backward(gradient, query, key, value, output, lse, cu_q, cu_k, max_q, 
     return of_query, of_key, of_value
 
 
-@pytest.mark.parametrize("scale", [None, 0.7])
-def test_two_calls_of_the_kernel_make_one_attention_with_gradients(monkeypatch, scale):
+class Flash4:
+    """FlashAttention 4's functions under their names and with their parameters."""
+
+    @staticmethod
+    def _flash_attn_fwd(
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_lse
+    ):
+        assert return_lse
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return flash_forward(q, k, v, *lengths, 0.0, causal, False, scale=softmax_scale)[:2]
+
+    @staticmethod
+    def _flash_attn_bwd(
+        q, k, v, out, dout, lse, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+        deterministic,
+    ):  # fmt: skip
+        assert deterministic == torch.are_deterministic_algorithms_enabled()
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return flash_backward(dout, q, k, v, out, lse, *lengths, 0.0, causal, scale=softmax_scale)
+
+
+@pytest.fixture(params=[2, 4])
+def version(request, monkeypatch):
+    """A version of FlashAttention, with twins in the place of its kernels. No kernel of the other one can be called."""
     twins = {"_flash_attention_forward": flash_forward, "_flash_attention_backward": flash_backward}
-    monkeypatch.setattr(shared_prompts, "torch", FakeTorch(twins))
+    monkeypatch.setattr(flash, "torch", FakeTorch(twins if request.param == 2 else {}))
+    monkeypatch.setattr(flash, "_flash_4", lambda: Flash4 if request.param == 4 else None)
+    return request.param
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_two_calls_of_the_kernel_make_one_attention_with_gradients(version, scale):
     arguments = SharedPrompts.of(TOKENS, PROMPT_LENGTHS).arguments()
     layout = {name: arguments[name] for name in ("prompt_bounds", "group_bounds", "num_prompt_tokens")}
     layout |= {name: arguments[name] for name in ("longest_prompt", "longest_group")}
@@ -145,7 +174,7 @@ def test_two_calls_of_the_kernel_make_one_attention_with_gradients(monkeypatch, 
     inputs = tensors(torch.float32)
     others = [tensor.detach().double().requires_grad_() for tensor in inputs]
     rows = [tensor[0].transpose(0, 1) for tensor in inputs]
-    output = attend(*rows, **layout, scale=scale)
+    output = attend(*rows, **layout, scale=scale, version=version)
     expected = dense(*others, scale)
     torch.testing.assert_close(output[None].double(), expected, atol=1e-6, rtol=1e-6)
     weights = torch.randn_like(expected)
@@ -153,6 +182,31 @@ def test_two_calls_of_the_kernel_make_one_attention_with_gradients(monkeypatch, 
     (expected * weights).sum().backward()
     for own, other in zip(inputs, others, strict=True):
         torch.testing.assert_close(own.grad.double(), other.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("version", [4], indirect=True)  # version 2 is called as torch's varlen_attn
+def test_sequences_with_prompts_of_their_own_are_one_call_with_gradients(version, monkeypatch):
+    monkeypatch.setattr(attention, "varlen_unavailable_reason", lambda *args: None)
+    inputs = tensors(torch.float32)
+    others = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    bounds = torch.tensor([0, 7, 8, 18], dtype=torch.int32)
+    weights = torch.randn(1, 18, 4, 8, dtype=torch.float64)
+    for longest in (10, None):
+        output, _ = packed_attention(
+            torch.nn.Module(), *inputs, None, cu_seq_lens_q=bounds, max_length_q=longest, version=4, scaling=0.7
+        )
+        expected = by_sequence(*others, scale=0.7)
+        torch.testing.assert_close(output.double(), expected, atol=1e-6, rtol=1e-6)
+        grads = torch.autograd.grad((output * weights.float()).sum(), inputs)
+        for own, other in zip(grads, torch.autograd.grad((expected * weights).sum(), others), strict=True):
+            torch.testing.assert_close(own.double(), other, atol=1e-5, rtol=1e-5)
+
+
+def by_sequence(query, key, value, scale):
+    """Causal attention of sequences of 7, 1 and 10 tokens."""
+    parts = zip(*(tensor.split([7, 1, 10], dim=2) for tensor in (query, key, value)), strict=True)
+    options = {"is_causal": True, "scale": scale, "enable_gqa": True}
+    return torch.cat([scaled_dot_product_attention(*part, **options) for part in parts], dim=2).transpose(1, 2)
 
 
 class FakeTorch:

@@ -1,7 +1,8 @@
-"""Attention over packed sequences without a mask, registered with transformers under the name `rlhf_packed`.
+"""Attention over packed sequences without a mask, registered with transformers.
 
-Each sequence attends only to itself, causally. On CUDA this is torch's varlen kernel. Where that cannot run, each
-sequence gets its own call of scaled_dot_product_attention: the same arithmetic in more launches.
+Each sequence attends only to itself, causally. On CUDA this is torch's varlen kernel under the name `rlhf_packed`, and
+FlashAttention 4 under the name `rlhf_packed_4`. Where no kernel can run, each sequence gets its own call of
+scaled_dot_product_attention: the same arithmetic in more launches.
 """
 
 import functools
@@ -18,12 +19,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
+from rlhf_models.flash import flash_4_unavailable_reason
 from rlhf_models.sequence_parallel import SequenceGroup
 from rlhf_models.shared_prompts import attend, attend_group_by_group
 
 logger = logging.getLogger(__name__)
 
-PACKED_ATTENTION = "rlhf_packed"
+PACKED_ATTENTION, PACKED_ATTENTION_4 = "rlhf_packed", "rlhf_packed_4"
+PACKED_ATTENTIONS = (PACKED_ATTENTION, PACKED_ATTENTION_4)
 # Passed in place of a mask: without one, transformers searches the positions for sequences and waits for the device.
 NO_MASK = torch.empty(1, 1, 0, 0)
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -40,6 +43,7 @@ def choose_attention(config: Any, attn_implementation: str, *, packing: bool) ->
     Raises:
         ConfigError: packing for a model whose layers pass state between tokens outside of attention.
     """
+    register_packed_attention()
     layers = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
     if packing and layers:
         kinds = ", ".join(sorted(layers))
@@ -47,15 +51,21 @@ def choose_attention(config: Any, attn_implementation: str, *, packing: bool) ->
         raise ConfigError(message, hint="turn packing off")
     if attn_implementation != "auto":
         return attn_implementation
-    if not packing:
-        return "sdpa"
-    register_packed_attention()
-    return PACKED_ATTENTION
+    return PACKED_ATTENTION if packing else "sdpa"
+
+
+def check_runs(config: Any, attention: str) -> None:
+    """Raise ConfigError unless the attention of a transformers model can run on the GPU of this process."""
+    if attention == PACKED_ATTENTION_4:
+        text = config.get_text_config()
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        if reason := flash_4_unavailable_reason(head_dim):
+            raise ConfigError(f"{attention} is FlashAttention 4: {reason}", hint=f"take {PACKED_ATTENTION}")
 
 
 def check_shares_prompts(config: Any, attention: str) -> None:
     """Raise ConfigError unless the attention of a transformers model can share the prompts of packed sequences."""
-    if attention != PACKED_ATTENTION:
+    if attention not in PACKED_ATTENTIONS:
         message = f"prompts are shared by the attention {PACKED_ATTENTION}, not by {attention}"
         raise ConfigError(message, hint="leave --attn_implementation at auto, or drop --share_prompts")
     text = config.get_text_config()
@@ -68,7 +78,7 @@ def check_shares_prompts(config: Any, attention: str) -> None:
 
 @functools.cache
 def register_packed_attention() -> None:
-    """Make `rlhf_packed` known to transformers in this process."""
+    """Make the attentions of this module known to transformers in this process."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -77,7 +87,9 @@ def register_packed_attention() -> None:
         return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-    AttentionMaskInterface.register(PACKED_ATTENTION, mask)
+    AttentionInterface.register(PACKED_ATTENTION_4, functools.partial(packed_attention, version=4))
+    for name in PACKED_ATTENTIONS:
+        AttentionMaskInterface.register(name, mask)
 
 
 def packed_arguments(batch: TokenBatch, attention: str) -> dict[str, Any]:
@@ -86,7 +98,7 @@ def packed_arguments(batch: TokenBatch, attention: str) -> dict[str, Any]:
         return {}
     if batch.shared is not None:
         return {"attention_mask": NO_MASK} | batch.shared.arguments()
-    mask = {"attention_mask": NO_MASK} if attention == PACKED_ATTENTION else {}
+    mask = {"attention_mask": NO_MASK} if attention in PACKED_ATTENTIONS else {}
     return mask | bounds_arguments(batch.cu_seqlens, max(batch.lengths))
 
 
@@ -124,6 +136,7 @@ def packed_attention(
     max_length_q: int | None = None,
     sequence_group: SequenceGroup | None = None,
     prompt_bounds: Tensor | None = None,
+    version: int = 2,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend within each packed sequence; the signature is that of transformers' attention functions.
@@ -142,6 +155,7 @@ def packed_attention(
         sequence_group: the ranks that divide the T tokens of the batch; `query`, `key`, `value` and the output are then
             those of this rank's tokens. None if it has all of them.
         prompt_bounds: see `SharedPrompts`; None if each sequence has its own prompt.
+        version: of FlashAttention, 2 or 4.
         kwargs: further arguments of transformers, and of `shared_prompts.attend`.
 
     Returns:
@@ -161,10 +175,10 @@ def packed_attention(
             name: kwargs[name] for name in ("group_bounds", "num_prompt_tokens", "longest_prompt", "longest_group")
         }
         layout |= {"bounds": cu_seq_lens_q, "longest": max_length_q, "prompt_bounds": prompt_bounds}
-        return _attend_shared(query, key, value, scaling, dropout, sliding_window, layout), None
+        return _attend_shared(query, key, value, scaling, dropout, sliding_window, version, layout), None
     if sequence_group is not None:
         query, key, value = (sequence_group.to_heads(tensor) for tensor in (query, key, value))
-    output = _attend(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout, sliding_window)
+    output = _attend(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout, sliding_window, version)
     return output if sequence_group is None else sequence_group.to_tokens(output), None
 
 
@@ -177,9 +191,16 @@ def _attend(
     scaling: float | None,
     dropout: float,
     sliding_window: int | None,
+    version: int,
 ) -> Tensor:
     """Return the output of `packed_attention` by the kernel, or sequence by sequence where it cannot run."""
     if _has_kernel(query, dropout):
+        if version == 4 and not sliding_window:
+            longest = int(cu_seqlens.diff().max()) if longest is None else longest
+            none_shared = {"prompt_bounds": cu_seqlens, "group_bounds": cu_seqlens, "num_prompt_tokens": 0}
+            none_shared |= {"longest_prompt": 0, "longest_group": 0}
+            tensors = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+            return attend(*tensors, bounds=cu_seqlens, longest=longest, scale=scaling, version=4, **none_shared)[None]
         return _varlen(query, key, value, cu_seqlens, longest, scaling, sliding_window)
     return _sequence_by_sequence(query, key, value, cu_seqlens, scaling, dropout, sliding_window)
 
@@ -191,6 +212,7 @@ def _attend_shared(
     scaling: float | None,
     dropout: float,
     sliding_window: int | None,
+    version: int,
     layout: dict[str, Any],
 ) -> Tensor:
     """Do as `_attend` for sequences that share prompts."""
@@ -199,7 +221,7 @@ def _attend_shared(
         raise ConfigError(f"attention with {what} cannot share prompts", hint="drop --share_prompts")
     if _has_kernel(query, dropout):
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return attend(query, key, value, scale=scaling, **layout)[None]
+        return attend(query, key, value, scale=scaling, version=version, **layout)[None]
     for name in ("longest", "longest_prompt", "longest_group"):
         del layout[name]
     return attend_group_by_group(query, key, value, scale=scaling, **layout)

@@ -6,7 +6,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError
-from rlhf_models.attention import NO_MASK, PACKED_ATTENTION, bounds_arguments, forwarding, packed_arguments
+from rlhf_models.attention import (
+    NO_MASK,
+    PACKED_ATTENTION,
+    PACKED_ATTENTIONS,
+    bounds_arguments,
+    forwarding,
+    packed_arguments,
+)
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.pack_graph import PackGraph, can_be_replayed
 from rlhf_models.sequence_parallel import SequenceGroup, SequencePart, check_heads
@@ -20,7 +27,7 @@ def divide_sequences(model: nn.Module, group: SequenceGroup) -> None:
     """
     config = model.model.config
     check_heads(config, group.size)
-    if config._attn_implementation != PACKED_ATTENTION:
+    if config._attn_implementation not in PACKED_ATTENTIONS:
         message = f"sequence parallelism needs the attention {PACKED_ATTENTION}, not {config._attn_implementation}"
         raise ConfigError(message, hint="leave --attn_implementation at auto, and add --packing_samples")
     model.sequence_group = group

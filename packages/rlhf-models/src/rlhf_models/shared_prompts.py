@@ -11,6 +11,7 @@ that each have a copy of their prompt, up to rounding.
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_kernels import merge_attention_
+from rlhf_models import flash
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,21 +123,23 @@ def attend(
     longest_prompt: int,
     longest_group: int,
     scale: float | None,
+    version: int = 2,
 ) -> Tensor:
-    """Attend to stored tokens by torch's varlen kernel (FlashAttention), on a GPU.
+    """Attend to stored tokens by FlashAttention, on a GPU.
 
     Args:
         query: [U, H, D] bfloat16 or float16.
         key, value: [U, K, D], K dividing H.
         bounds, longest, prompt_bounds, group_bounds, num_prompt_tokens, longest_prompt, longest_group: see
-            `SharedPrompts`.
+            `SharedPrompts`. If `longest_group` is 0, only `bounds` and `longest` are used.
         scale: factor of the scores; None means D ** -0.5.
+        version: of FlashAttention, 2 or 4.
 
     Returns:
         The output [U, H, D].
     """
     layout = (bounds, prompt_bounds, group_bounds, num_prompt_tokens, longest, longest_prompt, longest_group)
-    return _attend(query, key, value, *layout, scale)[0]
+    return _attend(query, key, value, *layout, scale, version)[0]
 
 
 @torch.library.custom_op("rlhf_models::attend_shared_prompts", mutates_args=())
@@ -151,15 +155,15 @@ def _attend(
     longest_prompt: int,
     longest_group: int,
     scale: float | None,
+    version: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [U, H, D], and the logarithms of the softmax's denominators, [H, U] float32."""
-    flash = torch.ops.aten._flash_attention_forward
-    lengths = (bounds, bounds, longest, longest, 0.0, True, False)
-    output, lse = flash(query, key, value, *lengths, scale=scale)[:2]
+    run = partial(flash.forward, scale=scale, version=version)
+    output, lse = run(query, key, value, bounds, bounds, longest, longest, causal=True)
     if longest_group:
         own, prompts = slice(num_prompt_tokens, None), slice(None, num_prompt_tokens)
-        lengths = (group_bounds, prompt_bounds, longest_group, longest_prompt, 0.0, False, False)
-        other, other_lse = flash(query[own], key[prompts], value[prompts], *lengths, scale=scale)[:2]
+        lengths = (group_bounds, prompt_bounds, longest_group, longest_prompt)
+        other, other_lse = run(query[own], key[prompts], value[prompts], *lengths, causal=False)
         merge_attention_(output[own], lse[:, own], other, other_lse)
     return output, lse
 
@@ -185,19 +189,17 @@ def _attend_backward(
     longest_prompt: int,
     longest_group: int,
     scale: float | None,
+    version: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
-    flash = torch.ops.aten._flash_attention_backward
-    # Without dropout there is no state of a random generator.
-    no_state = (torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device))
+    run = partial(flash.backward, scale=scale, version=version)
     # Each call gets the output and the denominators of the whole attention: its gradients are then its part of them.
-    lengths = (bounds, bounds, longest, longest, 0.0, True, *no_state)
-    of_query, of_key, of_value = flash(gradient, query, key, value, output, lse, *lengths, scale=scale)
+    tensors = (gradient, query, key, value, output, lse)
+    of_query, of_key, of_value = run(*tensors, bounds, bounds, longest, longest, causal=True)
     if longest_group:
         own, prompts = slice(num_prompt_tokens, None), slice(None, num_prompt_tokens)
-        lengths = (group_bounds, prompt_bounds, longest_group, longest_prompt, 0.0, False, *no_state)
         tensors = (gradient[own], query[own], key[prompts], value[prompts], output[own], lse[:, own].contiguous())
-        parts = flash(*tensors, *lengths, scale=scale)
+        parts = run(*tensors, group_bounds, prompt_bounds, longest_group, longest_prompt, causal=False)
         of_query[own] += parts[0]
         of_key[prompts] += parts[1]
         of_value[prompts] += parts[2]
@@ -216,7 +218,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _propagate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     gradients = _attend_backward(gradient.contiguous(), *ctx.saved_tensors, *ctx.numbers)
-    return *gradients, *(None,) * 8
+    return *gradients, *(None,) * 9
 
 
 _attend.register_autograd(_propagate, setup_context=_keep)

@@ -19,7 +19,9 @@ class ModelSection(sections.ModelSection):
     """The trained model and how every model is computed, for all training commands."""
 
     attn_implementation: str = flag(
-        "auto", "attention of the trained models: `auto`, or a name that transformers knows"
+        "auto",
+        "attention of the trained models: `auto`, a name that transformers knows, or with --packing_samples"
+        " `rlhf_packed_4` (FlashAttention 4, on Hopper and Blackwell GPUs)",
     )
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time")
     packing_samples: bool = flag(False, "pack the sequences of a micro-batch into one row, instead of padding them")

@@ -23,12 +23,13 @@ def load_model_files(path: str) -> tuple[Any, Any]:
 def check_attention(section: ModelSection, model_config: Any) -> None:
     """Raise ConfigError unless the model works with --attn_implementation, --packing_samples, --share_prompts,
     --sequence_parallel_size and --ds_tensor_parallel_size."""
-    from rlhf_models.attention import check_shares_prompts, choose_attention
+    from rlhf_models.attention import check_shares_prompts, choose_attention, register_packed_attention
 
     name = section.attn_implementation
     if name not in ("auto", "eager") and "/" not in name:  # a name with a slash is a kernel on the hub
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+        register_packed_attention()
         known = {"auto", "eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
         if name not in known:
             raise ConfigError(f"--attn_implementation: {unknown('value', name, known)}")
@@ -40,11 +41,11 @@ def check_attention(section: ModelSection, model_config: Any) -> None:
 
         check_divides(model_config, section.ds_tensor_parallel_size)
     if section.sequence_parallel_size > 1:
-        from rlhf_models.attention import PACKED_ATTENTION
+        from rlhf_models.attention import PACKED_ATTENTION, PACKED_ATTENTIONS
         from rlhf_models.sequence_parallel import check_heads
 
         check_heads(model_config, section.sequence_parallel_size)
-        if chosen != PACKED_ATTENTION:
+        if chosen not in PACKED_ATTENTIONS:
             message = f"--sequence_parallel_size works with the attention {PACKED_ATTENTION}, not with {chosen}"
             raise ConfigError(message, hint="leave --attn_implementation at auto")
 

@@ -1,0 +1,116 @@
+"""FlashAttention over sequences that are stored end to end, on a GPU.
+
+Version 2 is part of torch. Version 4 has kernels for Hopper and Blackwell GPUs and comes with the package
+`flash-attn-4`. torch can call its functions as well (`torch.nn.attention.activate_flash_attention_impl`), but that is a
+switch for all models of a process, and does not pass on the longest lengths.
+"""
+
+import functools
+import importlib
+import os
+import warnings
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+_PACKAGE = "flash_attn.cute"
+_MAJORS = (9, 10)  # compute capabilities of the GPUs that have kernels
+_LARGEST_HEAD = 128  # that all of them take
+
+
+def flash_4_unavailable_reason(head_dim: int) -> str | None:
+    """Return why FlashAttention 4 cannot run here with heads of size `head_dim`, or None if it can."""
+    if not torch.cuda.is_available():
+        return "it runs on CUDA, and there is no GPU"
+    if torch.cuda.get_device_capability()[0] not in _MAJORS:
+        return f"it needs a Hopper or Blackwell GPU, and this is a {torch.cuda.get_device_name()}"
+    if head_dim > _LARGEST_HEAD or head_dim % 8:
+        return f"its head size must be a multiple of 8 and at most {_LARGEST_HEAD}, the model's is {head_dim}"
+    try:
+        _flash_4()
+    except ImportError as error:
+        return f"the package flash-attn-4 cannot be imported: {error}"
+    return None
+
+
+@functools.cache
+def _flash_4() -> ModuleType:
+    """Import FlashAttention 4, which takes seconds. Raises ImportError where it is not installed."""
+    if find_spec("flash_attn") is None or find_spec(_PACKAGE) is None:
+        raise ImportError(f"no module {_PACKAGE}")
+    # Its kernels are compiled at their first call, in tens of seconds: kept for later processes beside torch's own.
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", os.path.join(cache_dir(), "flash_attention_4"))
+    # Its compiler warns of parts of its own kernels.
+    warnings.filterwarnings("ignore", message=r"Argument \w+ \(position \d+\) cannot be converted to a JitArgument")
+    return importlib.import_module(f"{_PACKAGE}.interface")
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_bounds: Tensor,
+    key_bounds: Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    causal: bool,
+    scale: float | None,
+    version: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the output [N, H, D], and the logarithms of the softmax's denominators, [H, N] float32.
+
+    Args:
+        query: [N, H, D] bfloat16 or float16.
+        key, value: [M, K, D], K dividing H.
+        query_bounds, key_bounds: [S + 1] int32; queries of a sequence attend to the keys of the same sequence.
+        longest_query, longest_key: length of the longest sequence.
+        causal: whether a query sees only the keys up to its own place, the last query and the last key being level.
+        scale: factor of the scores; None means D ** -0.5.
+        version: 2 or 4.
+    """
+    if version == 4:
+        lengths = {"cu_seqlens_q": query_bounds, "cu_seqlens_k": key_bounds}
+        lengths |= {"max_seqlen_q": longest_query, "max_seqlen_k": longest_key}
+        run = _flash_4()._flash_attn_fwd
+        return run(query, key, value, **lengths, softmax_scale=scale, causal=causal, return_lse=True)[:2]
+    flash = torch.ops.aten._flash_attention_forward
+    lengths = (query_bounds, key_bounds, longest_query, longest_key, 0.0, causal, False)
+    return flash(query, key, value, *lengths, scale=scale)[:2]
+
+
+def backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    query_bounds: Tensor,
+    key_bounds: Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    causal: bool,
+    scale: float | None,
+    version: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, given that of the output, and what `forward` got and returned."""
+    tensors = (query, key, value, output)
+    if version == 4:
+        lengths = {"cu_seqlens_q": query_bounds, "cu_seqlens_k": key_bounds}
+        lengths |= {"max_seqlen_q": longest_query, "max_seqlen_k": longest_key}
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        run = _flash_4()._flash_attn_bwd
+        options = {"softmax_scale": scale, "causal": causal, "deterministic": deterministic}
+        return run(*tensors, gradient, lse, **lengths, **options)[:3]
+    flash = torch.ops.aten._flash_attention_backward
+    # Without dropout there is no state of a random generator.
+    no_state = (torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device))
+    lengths = (query_bounds, key_bounds, longest_query, longest_key, 0.0, causal, *no_state)
+    return flash(gradient, *tensors, lse, *lengths, scale=scale)
