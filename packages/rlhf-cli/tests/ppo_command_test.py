@@ -253,6 +253,12 @@ def test_unknown_attention_is_refused(folder, capsys):
     assert hint == "did you mean `sdpa`?\n"
 
 
+@pytest.mark.parametrize("name", ["rlhf_packed", "rlhf_packed_4"])
+def test_attentions_for_packed_sequences_are_known(folder, capsys, name):
+    assert main([*flags(attn_implementation=name), "--packing_samples", "--share_prompts", "--dry_run"]) == 0
+    assert name in capsys.readouterr().out
+
+
 def test_chat_template_with_input_template_is_refused(folder, capsys):
     message, hint = refused(capsys, [*flags(input_template="Q: {}"), "--apply_chat_template"])
     assert "input_template has no effect" in message

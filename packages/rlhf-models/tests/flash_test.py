@@ -11,6 +11,7 @@ from transformers import GPT2Config, Qwen2Config
 from rlhf_data.errors import ConfigError
 from rlhf_models import attention, flash
 from rlhf_models.attention import check_runs, check_shares_prompts, choose_attention, register_packed_attention
+from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor
 
 
@@ -82,3 +83,10 @@ def test_transformers_knows_both_names():
     register_packed_attention()
     assert set(attention.PACKED_ATTENTIONS) <= set(ALL_ATTENTION_FUNCTIONS.valid_keys())
     assert ALL_ATTENTION_FUNCTIONS["rlhf_packed_4"].keywords == {"version": 4}
+
+
+@pytest.mark.parametrize("name", attention.PACKED_ATTENTIONS)
+def test_neither_gets_a_mask_for_packed_batches(name):
+    arguments = attention.packed_arguments(TokenBatch.packed([[1, 2, 3], [4]]), name)
+    assert arguments["attention_mask"] is attention.NO_MASK
+    assert arguments["cu_seq_lens_q"].tolist() == [0, 3, 4]
