@@ -1,7 +1,10 @@
 """When FlashAttention 4 can run, and what is said where it cannot."""
 
+import importlib
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -10,9 +13,43 @@ from transformers import GPT2Config, Qwen2Config
 
 from rlhf_data.errors import ConfigError
 from rlhf_models import attention, flash
-from rlhf_models.attention import check_runs, check_shares_prompts, choose_attention, register_packed_attention
+from rlhf_models.attention import (
+    check_shares_prompts,
+    choose_attention,
+    packed_attention_here,
+    register_packed_attention,
+)
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor
+from rlhf_models.testing import tiny_model_dir
+
+
+@pytest.fixture(autouse=True)
+def forgetful() -> Iterator[None]:
+    """Tests do not see what other tests have cached of the package."""
+    cached = (flash._flash_4, flash._log_choice_once)
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+def install(monkeypatch) -> ModuleType:
+    """Put a package with the functions of FlashAttention 4 in the place of the real one."""
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(flash, "find_spec", lambda name: name)
+    interface = sys.modules["flash_attn.cute.interface"]
+
+    def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_lse):
+        """Takes what version 4.0.0b36 takes."""
+
+    def backward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, deterministic):
+        """Takes what version 4.0.0b36 takes."""
+
+    interface._flash_attn_fwd, interface._flash_attn_bwd = forward, backward
+    return interface
 
 
 @pytest.fixture
@@ -43,7 +80,6 @@ def test_a_package_that_is_not_installed_is_named(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     monkeypatch.setattr(flash, "find_spec", lambda name: None)
-    flash._flash_4.cache_clear()
     reason = flash.flash_4_unavailable_reason(64)
     assert reason == "the package flash-attn-4 cannot be imported: no module flash_attn.cute"
 
@@ -54,24 +90,63 @@ def test_kernels_that_it_compiles_are_kept_beside_those_of_torch(monkeypatch, tm
     monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED")
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "")
     monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
-    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(flash, "find_spec", lambda name: name)
-    flash._flash_4.cache_clear()
-    assert flash._flash_4() is sys.modules["flash_attn.cute.interface"]
-    flash._flash_4.cache_clear()
+    interface = install(monkeypatch)
+    assert flash._flash_4() is interface
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(tmp_path / "flash_attention_4")
+
+
+def test_a_version_whose_functions_differ_is_not_called(hopper, monkeypatch):
+    monkeypatch.undo()
+    interface = install(monkeypatch)
+    del interface._flash_attn_bwd
+    with pytest.raises(ImportError, match="its function _flash_attn_bwd is missing or takes other arguments"):
+        flash._flash_4()
+    interface._flash_attn_bwd = interface._flash_attn_fwd
+    with pytest.raises(ImportError, match="its function _flash_attn_bwd is missing or takes other arguments"):
+        flash._flash_4()
+
+
+def test_auto_takes_it_where_it_was_measured_to_be_faster(hopper, monkeypatch):
+    def chosen(head_dim: int, dtype: torch.dtype = torch.bfloat16, name: str = "auto") -> str:
+        return packed_attention_here(Qwen2Config(hidden_size=head_dim * 4, num_attention_heads=4), name, dtype)
+
+    assert chosen(64) == chosen(128) == "rlhf_packed_4"
+    assert chosen(64, name="rlhf_packed") == "rlhf_packed"
+    assert chosen(96) == chosen(256) == chosen(64, torch.float32) == "rlhf_packed"
+    assert chosen(96, name="rlhf_packed_4") == "rlhf_packed_4"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    assert chosen(64) == "rlhf_packed"
+    assert chosen(64, name="rlhf_packed_4") == "rlhf_packed_4"
+
+
+def test_the_log_says_once_what_auto_takes(hopper, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        assert flash.flash_4_is_faster(64)
+    assert caplog.messages == ["packed sequences take FlashAttention 4"]
+    caplog.clear()
+    monkeypatch.setattr(flash, "_flash_4", lambda: importlib.import_module("flash_attn.none"))
+    assert not flash.flash_4_is_faster(64)
+    [message] = caplog.messages
+    assert "the package flash-attn-4 cannot be imported" in message
+    assert message.endswith("4, of rlhf-models' extra `flash`, is faster on this GPU")
+
+
+def test_models_are_loaded_with_what_auto_takes(hopper, tmp_path):
+    folder = tiny_model_dir(tmp_path, hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
+    assert load_actor(folder, dtype="bfloat16", packing=True).model.config._attn_implementation == "rlhf_packed_4"
+    assert load_actor(folder, dtype="float32", packing=True).model.config._attn_implementation == "rlhf_packed"
+    assert load_actor(folder, dtype="bfloat16").model.config._attn_implementation == "sdpa"
 
 
 def test_a_model_that_asks_for_it_in_vain_is_refused(model_dir, hopper, monkeypatch):
     config = Qwen2Config()
     assert choose_attention(config, "rlhf_packed_4", packing=True) == "rlhf_packed_4"
-    check_runs(config, "rlhf_packed_4")
     check_shares_prompts(config, "rlhf_packed_4")
-    check_runs(GPT2Config(n_embd=1024, n_head=4), "rlhf_packed")
-    with pytest.raises(ConfigError, match=r"the model's is 256\n\nhint: take rlhf_packed"):
-        check_runs(GPT2Config(n_embd=1024, n_head=4), "rlhf_packed_4")
+    large = GPT2Config(n_embd=1024, n_head=4)
+    with pytest.raises(ConfigError, match=r"the model's is 256\n\nhint: leave --attn_implementation at auto"):
+        packed_attention_here(large, "rlhf_packed_4", torch.bfloat16)
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"rlhf_packed_4 is FlashAttention 4: it runs on CUDA, and there is no GPU"):
         load_actor(model_dir, dtype="float32", packing=True, attn_implementation="rlhf_packed_4")

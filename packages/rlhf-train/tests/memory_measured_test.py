@@ -91,11 +91,12 @@ def test_values_of_modules_that_import_torch_are_theirs() -> None:
     [
         ("Qwen2-0.5B", 16, 256, 512, 16, 21_070_447_104),  # online-h200-w1.json in tools/bench/results
         ("Qwen2-0.5B", 16, 256, 2048, 16, 46_641_897_984),  # online-h200-w1-geometric.json
-        ("Qwen2-1.5B", 16, 256, 1024, 2, 64_855_364_096),  # online-h200-w2.json; 8 responses share a prompt
+        ("Qwen2-0.5B", 64, 256, 512, 8, 45_524_536_832),  # online-h200-w1-shared.json; 8 responses share a prompt
+        ("Qwen2-1.5B", 24, 256, 1024, 3, 84_426_690_560),  # online-h200-w2.json; the same
     ],
 )
 def test_peaks_on_a_gpu_are_met_within_six_percent(name, rows, prompt, response, num_prompts, peak) -> None:
-    """PyTorch's peak of a training process: +5.2 %, -0.4 % and -0.8 %."""
+    """PyTorch's peak of a training process: +5.2 %, -0.4 %, -2.5 % and -2.8 %."""
     tokens = rows * response + num_prompts * prompt
     passes = Passes(train=(tokens, rows * response), forward=(0, 0), most_targets=2 * rows * response)
     found = trainer_memory([Model(config_of(name), BF16, runs_forward=False)], passes, 1, bucket_copies=1).total

@@ -1,8 +1,8 @@
 """Attention over packed sequences without a mask, registered with transformers.
 
 Each sequence attends only to itself, causally. On CUDA this is torch's varlen kernel under the name `rlhf_packed`, and
-FlashAttention 4 under the name `rlhf_packed_4`. Where no kernel can run, each sequence gets its own call of
-scaled_dot_product_attention: the same arithmetic in more launches.
+FlashAttention 4 under the name `rlhf_packed_4`, which "auto" takes where it is faster. Where no kernel can run, each
+sequence gets its own call of scaled_dot_product_attention: the same arithmetic in more launches.
 """
 
 import functools
@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
-from rlhf_models.flash import flash_4_unavailable_reason
+from rlhf_models.flash import flash_4_is_faster, flash_4_unavailable_reason
 from rlhf_models.sequence_parallel import SequenceGroup
 from rlhf_models.shared_prompts import attend, attend_group_by_group
 
@@ -37,8 +37,9 @@ _forwarding_packed: ContextVar[bool] = ContextVar("forwarding_packed", default=F
 def choose_attention(config: Any, attn_implementation: str, *, packing: bool) -> str:
     """Return the attention implementation to load a model with.
 
-    "auto" is `rlhf_packed` if batches will be packed, else torch's "sdpa". Any other name that transformers knows is
-    kept; "sdpa" and "eager" then build a [T, T] block-diagonal mask for packed batches.
+    "auto" is a packed attention if batches will be packed (which one, `packed_attention_here` says), else torch's
+    "sdpa". Any other name that transformers knows is kept; "sdpa" and "eager" then build a [T, T] block-diagonal mask
+    for packed batches.
 
     Raises:
         ConfigError: packing for a model whose layers pass state between tokens outside of attention.
@@ -54,13 +55,23 @@ def choose_attention(config: Any, attn_implementation: str, *, packing: bool) ->
     return PACKED_ATTENTION if packing else "sdpa"
 
 
-def check_runs(config: Any, attention: str) -> None:
-    """Raise ConfigError unless the attention of a transformers model can run on the GPU of this process."""
-    if attention == PACKED_ATTENTION_4:
-        text = config.get_text_config()
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        if reason := flash_4_unavailable_reason(head_dim):
-            raise ConfigError(f"{attention} is FlashAttention 4: {reason}", hint=f"take {PACKED_ATTENTION}")
+def packed_attention_here(config: Any, attn_implementation: str, dtype: torch.dtype) -> str:
+    """Return the packed attention of a model of this dtype in this process, whose GPU it asks.
+
+    It is the named one, and for "auto" FlashAttention 4 where that is faster.
+
+    Raises:
+        ConfigError: FlashAttention 4 is named and cannot run here.
+    """
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if attn_implementation == "auto":
+        is_faster = dtype in (torch.bfloat16, torch.float16) and flash_4_is_faster(head_dim)
+        return PACKED_ATTENTION_4 if is_faster else PACKED_ATTENTION
+    if attn_implementation == PACKED_ATTENTION_4 and (reason := flash_4_unavailable_reason(head_dim)):
+        message = f"{attn_implementation} is FlashAttention 4: {reason}"
+        raise ConfigError(message, hint="leave --attn_implementation at auto, which takes it where it can")
+    return attn_implementation
 
 
 def check_shares_prompts(config: Any, attention: str) -> None:

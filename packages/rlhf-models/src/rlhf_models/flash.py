@@ -7,6 +7,8 @@ switch for all models of a process, and does not pass on the longest lengths.
 
 import functools
 import importlib
+import inspect
+import logging
 import os
 import warnings
 from importlib.util import find_spec
@@ -15,9 +17,16 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 _PACKAGE = "flash_attn.cute"
 _MAJORS = (9, 10)  # compute capabilities of the GPUs that have kernels
 _LARGEST_HEAD = 128  # that all of them take
+_LENGTHS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+_CALLED = {  # with these arguments; they are not part of the package's documented functions
+    "_flash_attn_fwd": {*_LENGTHS, "softmax_scale", "causal", "return_lse"},
+    "_flash_attn_bwd": {*_LENGTHS, "softmax_scale", "causal", "deterministic"},
+}
 
 
 def flash_4_unavailable_reason(head_dim: int) -> str | None:
@@ -35,6 +44,24 @@ def flash_4_unavailable_reason(head_dim: int) -> str | None:
     return None
 
 
+def flash_4_is_faster(head_dim: int) -> bool:
+    """Return whether FlashAttention 4 can run here and was measured to be faster than 2 (`docs/measured.md`)."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9 or head_dim not in (64, 128):
+        return False
+    reason = flash_4_unavailable_reason(head_dim)
+    _log_choice_once(reason)
+    return reason is None
+
+
+@functools.cache
+def _log_choice_once(reason: str | None) -> None:
+    if reason is None:
+        logger.info("packed sequences take FlashAttention 4")
+    else:
+        message = "packed sequences take FlashAttention 2: %s; 4, of rlhf-models' extra `flash`, is faster on this GPU"
+        logger.info(message, reason)
+
+
 @functools.cache
 def _flash_4() -> ModuleType:
     """Import FlashAttention 4, which takes seconds. Raises ImportError where it is not installed."""
@@ -47,7 +74,12 @@ def _flash_4() -> ModuleType:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", os.path.join(cache_dir(), "flash_attention_4"))
     # Its compiler warns of parts of its own kernels.
     warnings.filterwarnings("ignore", message=r"Argument \w+ \(position \d+\) cannot be converted to a JitArgument")
-    return importlib.import_module(f"{_PACKAGE}.interface")
+    module = importlib.import_module(f"{_PACKAGE}.interface")
+    for name, arguments in _CALLED.items():
+        function = getattr(module, name, None)
+        if function is None or not arguments <= inspect.signature(function).parameters.keys():
+            raise ImportError(f"its function {name} is missing or takes other arguments than in the version 4.0.0b36")
+    return module
 
 
 def forward(

@@ -8,7 +8,7 @@ import torch
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located_model
 from rlhf_models.actor import Actor
-from rlhf_models.attention import PACKED_ATTENTIONS, check_runs, choose_attention
+from rlhf_models.attention import PACKED_ATTENTIONS, choose_attention, packed_attention_here
 from rlhf_models.critic import Critic
 from rlhf_models.files import check_weights, quiet_transformers
 from rlhf_models.heads import load_head, require_head
@@ -154,7 +154,8 @@ def _load_model(
     name, is_local = located_model(path)
     config = load_config(path)
     attention = choose_attention(config, attn_implementation, packing=packing)
-    check_runs(config, attention)
+    if attention in PACKED_ATTENTIONS:
+        attention = packed_attention_here(config, attn_implementation, resolve_dtype(dtype))
     with clear_errors("model", path), quiet_transformers():
         try:
             model, report = auto_class.from_pretrained(
