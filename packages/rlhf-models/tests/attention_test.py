@@ -74,6 +74,17 @@ def oldest(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False)
     return varlen_twin(query, key, value, cu_seq_q, (-1, 0), None)
 
 
+def test_heads_of_values_of_another_size_take_no_kernel(monkeypatch, caplog):
+    monkeypatch.setattr(attention, "varlen_unavailable_reason", lambda *args: None)
+    attention._log_fallback_once.cache_clear()
+    query, key, value = tensors()
+    narrow = value[..., :2]
+    with caplog.at_level(logging.INFO):
+        found = packed_attention(torch.nn.Module(), query, key, narrow, None, cu_seq_lens_q=BOUNDS, max_length_q=9)[0]
+    torch.testing.assert_close(found, expected(None)[..., :2], atol=1e-6, rtol=0)
+    assert "its heads of keys and values must have the same size" in caplog.text
+
+
 @pytest.fixture
 def kernel(monkeypatch):
     """Put a twin in the kernel's place, signature included."""

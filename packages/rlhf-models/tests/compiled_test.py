@@ -118,6 +118,15 @@ def test_compile_unavailable_reason_on_a_cpu_and_without_layers(folder):
     assert "a Linear has no layers" in compile_unavailable_reason(torch.nn.Linear(2, 2), torch.device("cuda"))
 
 
+def test_layers_whose_packed_attention_has_no_kernel_are_not_compiled(folder, monkeypatch):
+    model = load_actor(folder, dtype="bfloat16", packing=True).model
+    monkeypatch.setattr("rlhf_models.fast.compiled.varlen_unavailable_reason", lambda *args: None)
+    assert compile_unavailable_reason(model, torch.device("cuda")) is None
+    monkeypatch.setattr("rlhf_models.fast.compiled.head_sizes", lambda config: (192, 128))
+    reason = compile_unavailable_reason(model, torch.device("cuda"))
+    assert reason == "packed attention has no kernel for heads of keys and values of different sizes"
+
+
 def test_compile_unavailable_reason_after_zero_3_has_replaced_the_linear_function(folder, monkeypatch):
     model = load_actor(folder, dtype="float32").model
     assert compile_unavailable_reason(model, torch.device("cuda")) is None

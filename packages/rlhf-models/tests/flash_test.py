@@ -9,13 +9,14 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import GPT2Config, Qwen2Config
+from transformers import DeepseekV3Config, GPT2Config, Qwen2Config
 
 from rlhf_data.errors import ConfigError
 from rlhf_models import attention, flash
 from rlhf_models.attention import (
     check_shares_prompts,
     choose_attention,
+    head_sizes,
     packed_attention_here,
     register_packed_attention,
 )
@@ -72,7 +73,7 @@ def test_it_runs_on_hopper_with_heads_of_up_to_128(hopper):
 def test_another_gpu_is_named(hopper, monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     reason = flash.flash_4_unavailable_reason(64)
-    assert reason == "it needs a Hopper or Blackwell GPU, and this is a NVIDIA A100"
+    assert reason == "it needs a GPU of compute capability 9 or 10, and this is a NVIDIA A100"
 
 
 def test_a_package_that_is_not_installed_is_named(hopper, monkeypatch):
@@ -118,6 +119,29 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert chosen(64) == "rlhf_packed"
     assert chosen(64, name="rlhf_packed_4") == "rlhf_packed_4"
+
+
+def test_latent_attention_has_heads_of_its_own_sizes(hopper):
+    latent = DeepseekV3Config()
+    assert latent.head_dim == 64  # a part of a head
+    assert head_sizes(latent) == (192, 128)
+    assert packed_attention_here(latent, "auto", torch.bfloat16) == "rlhf_packed"
+    with pytest.raises(ConfigError, match="heads of keys and values must have the same size"):
+        packed_attention_here(latent, "rlhf_packed_4", torch.bfloat16)
+    equal = DeepseekV3Config(qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=128)
+    assert packed_attention_here(equal, "auto", torch.bfloat16) == "rlhf_packed_4"
+
+
+def test_an_installation_that_fails_in_any_way_is_none(hopper, monkeypatch):
+    monkeypatch.undo()
+    install(monkeypatch)
+
+    def fails(name):
+        raise RuntimeError("two versions of cutlass")
+
+    monkeypatch.setattr(importlib, "import_module", fails)
+    with pytest.raises(ImportError, match="RuntimeError: two versions of cutlass"):
+        flash._flash_4()
 
 
 def test_the_log_says_once_what_auto_takes(hopper, monkeypatch, caplog):

@@ -29,6 +29,7 @@ PACKED_ATTENTION, PACKED_ATTENTION_4 = "rlhf_packed", "rlhf_packed_4"
 PACKED_ATTENTIONS = (PACKED_ATTENTION, PACKED_ATTENTION_4)
 # Passed in place of a mask: without one, transformers searches the positions for sequences and waits for the device.
 NO_MASK = torch.empty(1, 1, 0, 0)
+_UNEQUAL_HEADS = "its heads of keys and values must have the same size"
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 _kernel: dict[str, Any] = {}  # torch's varlen attention and its parameter names, filled in when it is known to run
 _forwarding_packed: ContextVar[bool] = ContextVar("forwarding_packed", default=False)
@@ -37,9 +38,9 @@ _forwarding_packed: ContextVar[bool] = ContextVar("forwarding_packed", default=F
 def choose_attention(config: Any, attn_implementation: str, *, packing: bool) -> str:
     """Return the attention implementation to load a model with.
 
-    "auto" is a packed attention if batches will be packed (which one, `packed_attention_here` says), else torch's
-    "sdpa". Any other name that transformers knows is kept; "sdpa" and "eager" then build a [T, T] block-diagonal mask
-    for packed batches.
+    "auto" is "rlhf_packed" if batches will be packed, in whose place `packed_attention_here` may take "rlhf_packed_4"
+    when a model is loaded, else torch's "sdpa". Any other name that transformers knows is kept; "sdpa" and "eager" then
+    build a [T, T] block-diagonal mask for packed batches.
 
     Raises:
         ConfigError: packing for a model whose layers pass state between tokens outside of attention.
@@ -58,20 +59,31 @@ def choose_attention(config: Any, attn_implementation: str, *, packing: bool) ->
 def packed_attention_here(config: Any, attn_implementation: str, dtype: torch.dtype) -> str:
     """Return the packed attention of a model of this dtype in this process, whose GPU it asks.
 
-    It is the named one, and for "auto" FlashAttention 4 where that is faster.
+    It is the named one, and for "auto" FlashAttention 4 where that was measured to be faster. In float32, each runs
+    sequence by sequence.
 
     Raises:
-        ConfigError: FlashAttention 4 is named and cannot run here.
+        ConfigError: FlashAttention 4 is named, and this GPU, this installation or the model's heads do not allow it.
     """
-    text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    of_keys, of_values = head_sizes(config)
     if attn_implementation == "auto":
-        is_faster = dtype in (torch.bfloat16, torch.float16) and flash_4_is_faster(head_dim)
+        is_faster = dtype in (torch.bfloat16, torch.float16) and of_keys == of_values and flash_4_is_faster(of_keys)
         return PACKED_ATTENTION_4 if is_faster else PACKED_ATTENTION
-    if attn_implementation == PACKED_ATTENTION_4 and (reason := flash_4_unavailable_reason(head_dim)):
-        message = f"{attn_implementation} is FlashAttention 4: {reason}"
-        raise ConfigError(message, hint="leave --attn_implementation at auto, which takes it where it can")
+    if attn_implementation == PACKED_ATTENTION_4:
+        reason = _UNEQUAL_HEADS if of_keys != of_values else flash_4_unavailable_reason(of_keys)
+        if reason is not None:
+            message = f"{attn_implementation} is FlashAttention 4: {reason}"
+            raise ConfigError(message, hint="leave --attn_implementation at auto")
     return attn_implementation
+
+
+def head_sizes(config: Any) -> tuple[int, int]:
+    """Return the size of the heads of queries and keys, and that of the heads of values."""
+    text = config.get_text_config()
+    if getattr(text, "qk_rope_head_dim", None):  # latent attention, whose config may call a part of a head `head_dim`
+        return text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return head_dim, head_dim
 
 
 def check_shares_prompts(config: Any, attention: str) -> None:
@@ -166,7 +178,7 @@ def packed_attention(
         sequence_group: the ranks that divide the T tokens of the batch; `query`, `key`, `value` and the output are then
             those of this rank's tokens. None if it has all of them.
         prompt_bounds: see `SharedPrompts`; None if each sequence has its own prompt.
-        version: of FlashAttention, 2 or 4.
+        version: of FlashAttention, 2 or 4. Layers with a sliding window take 2.
         kwargs: further arguments of transformers, and of `shared_prompts.attend`.
 
     Returns:
@@ -205,7 +217,7 @@ def _attend(
     version: int,
 ) -> Tensor:
     """Return the output of `packed_attention` by the kernel, or sequence by sequence where it cannot run."""
-    if _has_kernel(query, dropout):
+    if _has_kernel(query, value, dropout):
         if version == 4 and not sliding_window:
             longest = int(cu_seqlens.diff().max()) if longest is None else longest
             none_shared = {"prompt_bounds": cu_seqlens, "group_bounds": cu_seqlens, "num_prompt_tokens": 0}
@@ -230,7 +242,7 @@ def _attend_shared(
     if sliding_window or dropout:
         what = "a sliding window" if sliding_window else "dropout"
         raise ConfigError(f"attention with {what} cannot share prompts", hint="drop --share_prompts")
-    if _has_kernel(query, dropout):
+    if _has_kernel(query, value, dropout):
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return attend(query, key, value, scale=scaling, version=version, **layout)[None]
     for name in ("longest", "longest_prompt", "longest_group"):
@@ -238,12 +250,14 @@ def _attend_shared(
     return attend_group_by_group(query, key, value, scale=scaling, **layout)
 
 
-def _has_kernel(query: Tensor, dropout: float) -> bool:
-    """Return whether torch's varlen attention can take such a query. Where it cannot, say so once."""
+def _has_kernel(query: Tensor, value: Tensor, dropout: float) -> bool:
+    """Return whether torch's varlen attention can take such tensors. Where it cannot, say so once."""
     if torch.compiler.is_compiling() and query.is_cuda:
         # `compile_layers` has already checked that the kernel runs, and its cached check cannot be traced.
         return True
     reason = varlen_unavailable_reason(query.device, query.dtype, query.shape[-1], dropout)
+    if reason is None and query.shape[-1] != value.shape[-1]:
+        reason = _UNEQUAL_HEADS
     if reason is not None:
         _log_fallback_once(reason, logging.WARNING if query.is_cuda else logging.INFO)
     return reason is None

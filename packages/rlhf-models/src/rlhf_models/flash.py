@@ -1,8 +1,9 @@
 """FlashAttention over sequences that are stored end to end, on a GPU.
 
-Version 2 is part of torch. Version 4 has kernels for Hopper and Blackwell GPUs and comes with the package
-`flash-attn-4`. torch can call its functions as well (`torch.nn.attention.activate_flash_attention_impl`), but that is a
-switch for all models of a process, and does not pass on the longest lengths.
+Version 2 is part of torch. Version 4 comes with the package `flash-attn-4`, and runs here on GPUs of compute capability
+9 and 10: Hopper, and Blackwell for data centers. torch can call its functions as well, after
+`torch.nn.attention.activate_flash_attention_impl`, but that is a switch for all models of a process, and does not pass
+on the longest lengths.
 """
 
 import functools
@@ -20,7 +21,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _PACKAGE = "flash_attn.cute"
-_MAJORS = (9, 10)  # compute capabilities of the GPUs that have kernels
+_MAJORS = (9, 10)  # of the compute capability
 _LARGEST_HEAD = 128  # that all of them take
 _LENGTHS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
 _CALLED = {  # with these arguments; they are not part of the package's documented functions
@@ -34,7 +35,7 @@ def flash_4_unavailable_reason(head_dim: int) -> str | None:
     if not torch.cuda.is_available():
         return "it runs on CUDA, and there is no GPU"
     if torch.cuda.get_device_capability()[0] not in _MAJORS:
-        return f"it needs a Hopper or Blackwell GPU, and this is a {torch.cuda.get_device_name()}"
+        return f"it needs a GPU of compute capability 9 or 10, and this is a {torch.cuda.get_device_name()}"
     if head_dim > _LARGEST_HEAD or head_dim % 8:
         return f"its head size must be a multiple of 8 and at most {_LARGEST_HEAD}, the model's is {head_dim}"
     try:
@@ -74,7 +75,10 @@ def _flash_4() -> ModuleType:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", os.path.join(cache_dir(), "flash_attention_4"))
     # Its compiler warns of parts of its own kernels.
     warnings.filterwarnings("ignore", message=r"Argument \w+ \(position \d+\) cannot be converted to a JitArgument")
-    module = importlib.import_module(f"{_PACKAGE}.interface")
+    try:
+        module = importlib.import_module(f"{_PACKAGE}.interface")
+    except Exception as error:  # of any kind, where its own dependencies have other versions
+        raise ImportError(f"{type(error).__name__}: {error}") from error
     for name, arguments in _CALLED.items():
         function = getattr(module, name, None)
         if function is None or not arguments <= inspect.signature(function).parameters.keys():

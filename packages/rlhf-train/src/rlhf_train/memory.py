@@ -291,7 +291,7 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
         layer        = T item size (4 H + 2 h D + 2 k D + 3 A), with A the width of the MLPs that a token goes through
         activations  = layers * layer, or T item size H * layers + layer with gradient checkpointing
         working      = the larger of one layer and the head's logits
-        gathered     = at ZeRO 3, at most 1e9 weights
+        gathered     = at ZeRO 3, at most 1e9 weights; a copy of a layer's; and the gradients of a layer
 
     A layer keeps for its backward pass what enters its norms, its products and its attention, and the two factors in
     the MLP. Where it is not compiled, norms keep a float32 copy and their result, and the MLP another factor:
@@ -329,10 +329,14 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
         if not with_gradients or spec.lora is not None:
             head -= (4 if in_blocks else item) * table
     working = max(max(layers), head)
+    gathered = min(num_weights, MAX_LIVE_PARAMETERS)
+    layer = count_parameters(config).matrices // len(layers)
+    if layer <= MAX_LIVE_PARAMETERS and spec.lora is None:  # a layer at a time; see engine.deepspeed
+        gathered += (1 + with_gradients) * layer * (num_weights > 0)
     return {
         "activations": kept if with_gradients else 0,
         "logits" if working == head else "working": working,
-        "gathered": item * min(num_weights, MAX_LIVE_PARAMETERS) * (spec.zero_stage == 3),
+        "gathered": item * gathered * (spec.zero_stage == 3),
     }
 
 

@@ -21,7 +21,7 @@ class ModelSection(sections.ModelSection):
     attn_implementation: str = flag(
         "auto",
         "attention of the trained models: `auto`, a name that transformers knows, or with --packing_samples"
-        " `rlhf_packed` (FlashAttention 2) or `rlhf_packed_4` (FlashAttention 4, on Hopper and Blackwell GPUs)",
+        " `rlhf_packed` (FlashAttention 2) or `rlhf_packed_4` (FlashAttention 4, compute capability 9 or 10)",
     )
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time")
     packing_samples: bool = flag(False, "pack the sequences of a micro-batch into one row, instead of padding them")

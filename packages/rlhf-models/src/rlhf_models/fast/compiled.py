@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.functional import linear
 
-from rlhf_models.attention import PACKED_ATTENTIONS, varlen_unavailable_reason
+from rlhf_models.attention import PACKED_ATTENTIONS, head_sizes, varlen_unavailable_reason
 
 # A matrix product with fewer columns leaves most of a GPU idle, so it is joined with other products of the same input.
 _FEW_COLUMNS = 1024
@@ -31,9 +31,11 @@ def compile_unavailable_reason(model: nn.Module, device: torch.device) -> str | 
         return "torch.nn.functional.linear has been replaced in this process"
     config = model.config.get_text_config()
     if config._attn_implementation in PACKED_ATTENTIONS:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        of_keys, of_values = head_sizes(config)
         dropout = getattr(config, "attention_dropout", 0.0)
-        if reason := varlen_unavailable_reason(device, model.dtype, head_dim, dropout):
+        if of_keys != of_values:
+            return "packed attention has no kernel for heads of keys and values of different sizes"
+        if reason := varlen_unavailable_reason(device, model.dtype, of_keys, dropout):
             return f"packed attention has no kernel: {reason}"
     return None
 

@@ -1,0 +1,155 @@
+"""Measure ways of gathering weights and reducing gradients at ZeRO stage 3.
+
+    python tools/bench/zero3.py --shape qwen2-7b --num_tokens 2048 --out zero3.json
+
+Two ranks run forward and backward passes of a random model over `--num_tokens` tokens each, with gradient
+checkpointing. "layers" is what `rlhf_train` does: whole layers at a time. "parts" is each matrix and norm by itself,
+"overlap" is "layers" with DeepSpeed's `overlap_comm`, and "fast" is that with its fast fetches of whole layers. The
+ways take turns, each time in new processes. "seconds" is the median of their passes without the first two of each
+process, and "ratio" is that over the seconds of the first way. "loss" and "grad_norm" show that all compute the same.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from environment import command_line, environment
+from rlhf_rollout.host import free_port, local_gpus
+from shapes import SHAPES
+
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "parts": {},
+    "layers": {},
+    "overlap": {"overlap_comm": True},
+    "fast": {"overlap_comm": True, "stage3_module_granularity_threshold": 1},  # 1 chooses no layers by itself
+}
+NUM_RANKS = 2
+NUM_FIRST = 2  # passes that compile, allocate, and record the order of weights
+
+
+def run_passes(
+    rank: int, way: str, options: argparse.Namespace, model: str, port: int, outbox: Connection | None
+) -> None:
+    """Run one rank. Send the seconds of each pass, and the results: loss, norm of the gradients, peak of GPU memory."""
+    on_gpu = local_gpus() > 0
+    if on_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    import torch
+
+    from rlhf_models.batch import TokenBatch
+    from rlhf_models.loading import load_actor
+    from rlhf_train.engine import deepspeed
+    from rlhf_train.engine.process_group import init_process_group
+    from rlhf_train.specs import OptimizerSpec
+
+    device = "cuda" if on_gpu else "cpu"
+    init_process_group(rank=rank, world_size=NUM_RANKS, master=("127.0.0.1", port), device=device)
+    configure = deepspeed._deepspeed_config
+
+    def changed(*arguments: Any) -> dict[str, Any]:
+        config = configure(*arguments)
+        config["zero_optimization"] |= CHANGES[way]
+        return config
+
+    deepspeed._deepspeed_config = changed
+    if way == "parts":
+        deepspeed.layers_taken_whole = lambda model: []
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    actor = load_actor(model, dtype=dtype, packing=True, gradient_checkpointing=True)
+    spec = OptimizerSpec(learning_rate=1e-6, scheduler="constant", bf16_moments=on_gpu)
+    engine = deepspeed.DeepSpeedEngine(actor, spec, zero_stage=3, dtype=dtype, device=device)
+    draw = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(3, 200, (options.num_tokens,), generator=draw).numpy()
+    batch = TokenBatch.packed([tokens], device)
+    num_passes = NUM_FIRST + options.passes
+    seconds = []
+    for number in range(num_passes):
+        torch.distributed.barrier()
+        started = time.perf_counter()
+        loss = -engine.forward(batch).logprobs.mean()
+        engine.backward(loss, is_last=number == num_passes - 1)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+    found = {"loss": loss.item(), "grad_norm": engine.step().grad_norm, "peak_gib": peak}
+    if outbox is not None:
+        outbox.send((seconds[NUM_FIRST:], found))
+
+
+def measure(way: str, options: argparse.Namespace, model: str) -> tuple[list[float], dict[str, float | None]]:
+    """Return the seconds of the passes of rank 0, and its results. Raises EOFError when it fails."""
+    context = multiprocessing.get_context("spawn")
+    inbox, outbox = context.Pipe(duplex=False)
+    port = free_port()
+    ranks = [
+        context.Process(target=run_passes, args=(rank, way, options, model, port, None if rank else outbox))
+        for rank in range(NUM_RANKS)
+    ]
+    for process in ranks:
+        process.start()
+    outbox.close()
+    try:
+        return inbox.recv()
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def main() -> None:
+    """Measure the ways in turn, and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--num_tokens", type=int, default=64)
+    parser.add_argument("--passes", type=int, default=10, help="that are measured, in each process")
+    parser.add_argument("--ways", nargs="+", choices=CHANGES, default=["parts", "layers"])
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    seconds: dict[str, list[float]] = {way: [] for way in options.ways}
+    results: dict[str, dict[str, float | None]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        import torch
+
+        from rlhf_models.testing import tiny_model_dir
+
+        dtype, device = (torch.bfloat16, "cuda") if local_gpus() else (torch.float32, "cpu")
+        with torch.device(device):
+            model = str(tiny_model_dir(Path(folder, "model"), dtype=dtype, **SHAPES[options.shape]))
+        torch.cuda.empty_cache()
+        for _ in range(options.turns):
+            for way in options.ways:
+                more, results[way] = measure(way, options, model)
+                seconds[way] += more
+    first = statistics.median(seconds[options.ways[0]])
+    report = {
+        "benchmark": "zero3",
+        "command": command_line(options.out),
+        "environment": environment(),
+        "num_ranks": NUM_RANKS,
+        "ways": {
+            way: {
+                "seconds": statistics.median(found),
+                "seconds_range": [min(found), max(found)],
+                "ratio": statistics.median(found) / first,
+                **results[way],
+            }
+            for way, found in seconds.items()
+        },
+    }
+    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    for way, found in report["ways"].items():
+        print(way, json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
