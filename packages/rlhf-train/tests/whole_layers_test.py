@@ -10,8 +10,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlhf_models.actor import Actor
 from rlhf_models.lora import LoraSpec, add_lora
 from rlhf_train.engine import deepspeed as engine_file
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, layers_taken_whole, place_frozen
+from rlhf_train.engine import whole_layers
+from rlhf_train.engine.deepspeed import DeepSpeedEngine, place_frozen
 from rlhf_train.engine.process_group import init_process_group
+from rlhf_train.engine.whole_layers import layers_taken_whole, num_gathered_ahead
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import run_ranks
 
@@ -67,7 +69,7 @@ def train(rank: int, num_ranks: int, master: tuple[str, int], cases: list[bool])
     # DeepSpeed's own number would do for layers that are so small.
     configure = engine_file._deepspeed_config
     engine_file._deepspeed_config = lambda *args: gathering_nothing_ahead(configure(*args))
-    engine_file._LEAST_AHEAD = 1
+    whole_layers._LEAST_AHEAD = 1
     fetch, gathering, ahead = Coordinator.fetch_sub_module, [], []
 
     def fetch_and_note(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -147,10 +149,12 @@ def test_very_large_layers_are_gathered_part_by_part(monkeypatch):
     model = make_model()
     assert layers_taken_whole(model) == [*model.model.layers]
     size = sum(weight.numel() for weight in model.model.layers[0].parameters())
-    monkeypatch.setattr(engine_file, "_LARGEST_LAYER", size)
+    monkeypatch.setattr(whole_layers, "_MOST_GATHERED", size)
     assert len(layers_taken_whole(model)) == 3
-    monkeypatch.setattr(engine_file, "_LARGEST_LAYER", size - 1)
+    monkeypatch.setattr(whole_layers, "_MOST_GATHERED", size - 1)
     assert layers_taken_whole(model) == []
+    assert num_gathered_ahead([]) == num_gathered_ahead(model.model.layers) == 50_000_000
+    assert num_gathered_ahead([nn.Linear(10_000, 6_000, bias=False, device="meta")]) == 60_000_000
 
 
 def test_layers_whose_gradients_may_come_late_are_gathered_part_by_part():

@@ -14,6 +14,7 @@ import os
 import warnings
 from importlib.util import find_spec
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 _PACKAGE = "flash_attn.cute"
 _MAJORS = (9, 10)  # of the compute capability
-_LARGEST_HEAD = 128  # that all of them take
-_LENGTHS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
-_CALLED = {  # with these arguments; they are not part of the package's documented functions
-    "_flash_attn_fwd": {*_LENGTHS, "softmax_scale", "causal", "return_lse"},
-    "_flash_attn_bwd": {*_LENGTHS, "softmax_scale", "causal", "deterministic"},
+_LARGEST_HEAD = 128  # for which each of these GPUs has kernels
+# The functions that are called, and their arguments. They are private: another version may change them.
+_CALLED = {
+    "_flash_attn_fwd": {"softmax_scale", "causal", "return_lse"},
+    "_flash_attn_bwd": {"softmax_scale", "causal", "deterministic"},
 }
 
 
@@ -65,35 +66,48 @@ def _log_choice_once(reason: str | None) -> None:
 
 @functools.cache
 def _flash_4() -> ModuleType:
-    """Import FlashAttention 4, which takes seconds. Raises ImportError where it is not installed."""
+    """Import FlashAttention 4, which takes seconds. Raises ImportError where it cannot be used."""
     if find_spec("flash_attn") is None or find_spec(_PACKAGE) is None:
         raise ImportError(f"no module {_PACKAGE}")
-    # Its kernels are compiled at their first call, in tens of seconds: kept for later processes beside torch's own.
+    # Its kernels are compiled at their first call, in tens of seconds. They are kept for later processes.
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", os.path.join(cache_dir(), "flash_attention_4"))
-    # Its compiler warns of parts of its own kernels.
+    # Its compiler warns about its own kernels.
     warnings.filterwarnings("ignore", message=r"Argument \w+ \(position \d+\) cannot be converted to a JitArgument")
     try:
         module = importlib.import_module(f"{_PACKAGE}.interface")
-    except Exception as error:  # of any kind, where its own dependencies have other versions
+    except Exception as error:  # any: an import with unsuitable dependencies may raise whatever they raise
         raise ImportError(f"{type(error).__name__}: {error}") from error
     for name, arguments in _CALLED.items():
         function = getattr(module, name, None)
-        if function is None or not arguments <= inspect.signature(function).parameters.keys():
+        if function is None or not arguments | {*Lengths._fields} <= inspect.signature(function).parameters.keys():
             raise ImportError(f"its function {name} is missing or takes other arguments than in the version 4.0.0b36")
     return module
+
+
+class Lengths(NamedTuple):
+    """Where sequences lie among the queries and among the keys; queries see keys of their own sequence only.
+
+    The names are those of FlashAttention's arguments.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: [S + 1] int32, the bounds of the S sequences.
+        max_seqlen_q, max_seqlen_k: tokens of the longest sequence.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
 
 
 def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_bounds: Tensor,
-    key_bounds: Tensor,
-    longest_query: int,
-    longest_key: int,
+    lengths: Lengths,
     *,
     causal: bool,
     scale: float | None,
@@ -104,20 +118,18 @@ def forward(
     Args:
         query: [N, H, D] bfloat16 or float16.
         key, value: [M, K, D], K dividing H.
-        query_bounds, key_bounds: [S + 1] int32; queries of a sequence attend to the keys of the same sequence.
-        longest_query, longest_key: length of the longest sequence.
+        lengths: of the sequences in N and M.
         causal: whether a query sees only the keys up to its own place, the last query and the last key being level.
         scale: factor of the scores; None means D ** -0.5.
         version: 2 or 4.
+
+    Source: Dao 2023, arXiv:2307.08691, algorithm 1.
     """
     if version == 4:
-        lengths = {"cu_seqlens_q": query_bounds, "cu_seqlens_k": key_bounds}
-        lengths |= {"max_seqlen_q": longest_query, "max_seqlen_k": longest_key}
-        run = _flash_4()._flash_attn_fwd
-        return run(query, key, value, **lengths, softmax_scale=scale, causal=causal, return_lse=True)[:2]
+        options = {"softmax_scale": scale, "causal": causal, "return_lse": True}
+        return _flash_4()._flash_attn_fwd(query, key, value, **lengths._asdict(), **options)[:2]
     flash = torch.ops.aten._flash_attention_forward
-    lengths = (query_bounds, key_bounds, longest_query, longest_key, 0.0, causal, False)
-    return flash(query, key, value, *lengths, scale=scale)[:2]
+    return flash(query, key, value, *lengths, 0.0, causal, False, scale=scale)[:2]
 
 
 def backward(
@@ -127,26 +139,27 @@ def backward(
     value: Tensor,
     output: Tensor,
     lse: Tensor,
-    query_bounds: Tensor,
-    key_bounds: Tensor,
-    longest_query: int,
-    longest_key: int,
+    lengths: Lengths,
     *,
     causal: bool,
     scale: float | None,
     version: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, given that of the output, and what `forward` got and returned."""
+    """Return the gradients of query, key and value.
+
+    Args:
+        gradient: of the output, [N, H, D].
+        output, lse: what `forward` returned.
+        query, key, value, lengths, causal, scale, version: what it got.
+
+    Source: Dao 2023, arXiv:2307.08691, algorithm 2.
+    """
     tensors = (query, key, value, output)
     if version == 4:
-        lengths = {"cu_seqlens_q": query_bounds, "cu_seqlens_k": key_bounds}
-        lengths |= {"max_seqlen_q": longest_query, "max_seqlen_k": longest_key}
         deterministic = torch.are_deterministic_algorithms_enabled()
-        run = _flash_4()._flash_attn_bwd
         options = {"softmax_scale": scale, "causal": causal, "deterministic": deterministic}
-        return run(*tensors, gradient, lse, **lengths, **options)[:3]
+        return _flash_4()._flash_attn_bwd(*tensors, gradient, lse, **lengths._asdict(), **options)[:3]
     flash = torch.ops.aten._flash_attention_backward
     # Without dropout there is no state of a random generator.
     no_state = (torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device))
-    lengths = (query_bounds, key_bounds, longest_query, longest_key, 0.0, causal, *no_state)
-    return flash(gradient, *tensors, lse, *lengths, scale=scale)
+    return flash(gradient, *tensors, lse, *lengths, 0.0, causal, *no_state, scale=scale)

@@ -159,11 +159,11 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [U, H, D], and the logarithms of the softmax's denominators, [H, U] float32."""
     run = partial(flash.forward, scale=scale, version=version)
-    output, lse = run(query, key, value, bounds, bounds, longest, longest, causal=True)
+    output, lse = run(query, key, value, flash.Lengths(bounds, bounds, longest, longest), causal=True)
     if longest_group:
         own, prompts = slice(num_prompt_tokens, None), slice(None, num_prompt_tokens)
-        lengths = (group_bounds, prompt_bounds, longest_group, longest_prompt)
-        other, other_lse = run(query[own], key[prompts], value[prompts], *lengths, causal=False)
+        lengths = flash.Lengths(group_bounds, prompt_bounds, longest_group, longest_prompt)
+        other, other_lse = run(query[own], key[prompts], value[prompts], lengths, causal=False)
         merge_attention_(output[own], lse[:, own], other, other_lse)
     return output, lse
 
@@ -195,11 +195,12 @@ def _attend_backward(
     run = partial(flash.backward, scale=scale, version=version)
     # Each call gets the output and the denominators of the whole attention: its gradients are then its part of them.
     tensors = (gradient, query, key, value, output, lse)
-    of_query, of_key, of_value = run(*tensors, bounds, bounds, longest, longest, causal=True)
+    of_query, of_key, of_value = run(*tensors, flash.Lengths(bounds, bounds, longest, longest), causal=True)
     if longest_group:
         own, prompts = slice(num_prompt_tokens, None), slice(None, num_prompt_tokens)
         tensors = (gradient[own], query[own], key[prompts], value[prompts], output[own], lse[:, own].contiguous())
-        parts = run(*tensors, group_bounds, prompt_bounds, longest_group, longest_prompt, causal=False)
+        lengths = flash.Lengths(group_bounds, prompt_bounds, longest_group, longest_prompt)
+        parts = run(*tensors, lengths, causal=False)
         of_query[own] += parts[0]
         of_key[prompts] += parts[1]
         of_value[prompts] += parts[2]

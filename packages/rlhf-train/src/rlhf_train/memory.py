@@ -331,7 +331,7 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
     working = max(max(layers), head)
     gathered = min(num_weights, MAX_LIVE_PARAMETERS)
     layer = count_parameters(config).matrices // len(layers)
-    if layer <= MAX_LIVE_PARAMETERS and spec.lora is None:  # a layer at a time; see engine.deepspeed
+    if layer <= MAX_LIVE_PARAMETERS and spec.lora is None:  # gathered as one; see engine.whole_layers
         gathered += (1 + with_gradients) * layer * (num_weights > 0)
     return {
         "activations": kept if with_gradients else 0,

@@ -36,10 +36,8 @@ from rlhf_train.engine.shards import (
     save_moments,
 )
 from rlhf_train.engine.tensor_parallel import TensorGroup
+from rlhf_train.engine.whole_layers import layers_taken_whole, num_gathered_ahead
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-
-# Numbers of weights, DeepSpeed's own limits: a larger layer is not taken whole, and so many are gathered ahead.
-_LARGEST_LAYER, _LEAST_AHEAD = 1_000_000_000, 50_000_000
 
 
 class DeepSpeedEngine:
@@ -348,41 +346,11 @@ def _wrapped(
             layers = layers_taken_whole(model)
             for layer in layers:
                 deepspeed.utils.set_z3_leaf_module(layer, True)
-            # While a layer computes, the next one is gathered, as far as DeepSpeed's limit for both allows.
-            ahead = max([_size(layer) for layer in layers], default=0)
-            config["zero_optimization"]["stage3_prefetch_bucket_size"] = max(ahead, _LEAST_AHEAD)
+            config["zero_optimization"]["stage3_prefetch_bucket_size"] = num_gathered_ahead(layers)
             unsharded = _Unsharded(model, dtype, device)
             deepspeed.zero.Init(module=unsharded, config_dict_or_path=config, dtype=dtype, **copies)
         engine, *_ = deepspeed.initialize(model=model.to(device), config=config, dist_init_required=False, **options)
     return engine
-
-
-def layers_taken_whole(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the transformers layers of which ZeRO stage 3 gathers all weights, and reduces all gradients, at once.
-
-    By itself, DeepSpeed runs Python code around each matrix and norm, which in small passes takes longer than their
-    computation. It reduces the gradients of a whole layer when it has the gradient of the layer's first input. So there
-    are no such layers where that may be too early: in models with frozen and trained weights, whose first layer may
-    have an input without a gradient; where layers share weights or run several times in a pass; and in models that
-    are not part of transformers, which may pass inputs by keyword.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers or any(not type(layer).__module__.startswith("transformers.models.") for layer in layers):
-        return []
-    owned = [weight for layer in layers for weight in layer.parameters()]
-    config = next(module.config for module in model.modules() if hasattr(module, "config"))
-    runs_once = getattr(config.get_text_config(), "num_hidden_layers", None) == len(layers)
-    is_shared = len({*owned}) < len(owned)
-    is_mixed = len({weight.requires_grad for weight in model.parameters()}) > 1
-    if not runs_once or is_shared or is_mixed:
-        return []
-    return [layer for layer in layers if _size(layer) <= _LARGEST_LAYER]
-
-
-def _size(module: torch.nn.Module) -> int:
-    return sum(weight.numel() for weight in module.parameters())
 
 
 def _deepspeed_config(max_norm: float, zero_stage: int, dtype: torch.dtype, num_ranks: int, zpg: int) -> dict[str, Any]:
