@@ -170,7 +170,7 @@ finally: pass
 def test_verdict_cannot_be_faked(bubblewrap, name):
     program = named_programs(FAKES)[name]
     program = LOOK + program if "look()" in program else program
-    reward = CodeReward(bubblewrap, timeout_s=2 if "(hangs)" in name else 15, memory_gb=0.5, partial=True)
+    reward = CodeReward(bubblewrap, timeout_s=2 if "(hangs)" in name else 120, memory_gb=0.5, partial=True)
     prompt = make_prompt(label=LABELS[name.partition(":")[0]])
     (verdict,) = asyncio.run(reward.score(prompt, [make_rollout(prompt, f"```python\n{program}\n```")]))
     assert (verdict.kind, verdict.reward, verdict.extra["passed"]) == (VerdictKind.WRONG, 0.0, 0.0), verdict

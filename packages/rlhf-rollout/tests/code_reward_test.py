@@ -31,7 +31,7 @@ def fenced(program):
 
 def judge(label, *responses, sandbox=None, **options):
     prompt = make_prompt(label=label)
-    reward = CodeReward(sandbox or Bubblewrap(), **{"timeout_s": 20, **options})
+    reward = CodeReward(sandbox or Bubblewrap(), **{"timeout_s": 120, **options})
     rollouts = [make_rollout(prompt, response, index=index) for index, response in enumerate(responses)]
     return asyncio.run(reward.score(prompt, rollouts))
 
@@ -197,7 +197,7 @@ def test_forms_of_labels(label, program, kind):
 )
 def test_a_program_beyond_its_limits_is_wrong_and_not_a_failure(program, says):
     label = json.dumps({"inputs": ["", ""], "outputs": ["1", "1"]})
-    (verdict,) = judge(label, fenced(program), timeout_s=2 if "no end" in says else 20, memory_gb=0.25)
+    (verdict,) = judge(label, fenced(program), timeout_s=2 if "no end" in says else 120, memory_gb=0.25)
     assert (verdict.kind, verdict.reward) == (WRONG, 0.0) and says in verdict.detail
 
 

@@ -20,7 +20,7 @@ OK, WRONG, CRASH = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH
 
 def judge(url, label, *programs):
     prompt = make_prompt(label=label)
-    reward = CodeReward(SandboxServer(url), timeout_s=20)
+    reward = CodeReward(SandboxServer(url), timeout_s=120)
     rollouts = [make_rollout(prompt, f"```\n{program}\n```", index=index) for index, program in enumerate(programs)]
     return asyncio.run(reward.score(prompt, rollouts))
 

@@ -38,8 +38,8 @@ _INSTALL = (
 # or `tests`, and the limits `timeout_s` (of all tests), `memory_bytes` and `output_bytes` (of one test).
 Job = Mapping[str, Any]
 
-_TRIAL_S = 60.0
-_LIMITS = {"timeout_s": 20.0, "memory_bytes": 2**30, "output_bytes": 2**16}
+_TRIAL_S = 120.0  # a busy machine must not look like one without a sandbox
+_LIMITS = {"timeout_s": 60.0, "memory_bytes": 2**30, "output_bytes": 2**16}
 _TRIAL: Job = {"form": "stdin", "program": "print(input())", "name": "", "inputs": ["sandbox"], **_LIMITS}
 
 
