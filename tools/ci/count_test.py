@@ -5,7 +5,9 @@ from pathlib import Path
 from count import count, near_limit
 
 REPORT = """<testsuites><testsuite>
-<testcase name="a"/><testcase name="b"><failure/></testcase><testcase name="c"><skipped/></testcase><testcase name="d"/>
+<testcase name="a"/>
+<testcase classname="x.tests.b_test" name="b[1]"><failure message="assert 2 == 3&#10; where">trace</failure></testcase>
+<testcase name="c"><skipped/></testcase><testcase name="d"/>
 </testsuite></testsuites>"""
 
 
@@ -20,23 +22,28 @@ def completed(label: str, *, success: bool) -> dict:
     return {"id": {"targetCompleted": {"label": label}}, "completed": {"success": True} if success else {}}
 
 
-def test_count_of_a_report_leaves_out_skipped_tests(tmp_path: Path) -> None:
+def test_count_of_a_report_leaves_out_skipped_tests_and_names_failures(tmp_path: Path) -> None:
     report = tmp_path / "test.xml"
     report.write_text(REPORT)
     events = [completed("//a:x", success=True), result("//a:x", "FAILED", report)]
-    assert count(events) == (2, 1, ["//a:x"])  # a and d passed, b failed, c was skipped
+    # a and d passed, b failed, c was skipped
+    assert count(events) == (2, ["//a:x: b_test.b[1]: assert 2 == 3"], [])
 
 
-def test_count_takes_the_last_attempt_of_a_flaky_test(tmp_path: Path) -> None:
-    report = tmp_path / "test.xml"
-    report.write_text("<testsuites><testsuite><testcase name='a'/></testsuite></testsuites>")
-    events = [result("//a:x", "FAILED"), result("//a:x", "PASSED", report, attempt=2)]
-    assert count(events) == (1, 0, [])
+def test_count_takes_the_last_attempt_and_names_what_an_earlier_one_failed(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.xml", tmp_path / "test.xml"
+    first.write_text(REPORT)
+    second.write_text("<testsuites><testsuite><testcase name='a'/></testsuite></testsuites>")
+    events = [result("//a:x", "FAILED", first), result("//a:x", "PASSED", second, attempt=2)]
+    assert count(events) == (1, [], ["//a:x: b_test.b[1]: assert 2 == 3"])
+    events += [result("//a:y", "TIMEOUT"), result("//a:y", "FAILED", first, attempt=2)]
+    assert count(events) == (3, ["//a:y: b_test.b[1]: assert 2 == 3"], ["//a:x: b_test.b[1]: assert 2 == 3"])
 
 
 def test_count_of_targets_without_report_is_one_failure_each() -> None:
     events = [completed("//a:unbuilt", success=False), result("//a:late", "TIMEOUT")]
-    assert count(events) == (0, 2, ["//a:late", "//a:unbuilt"])
+    failed = ["//a:late: it ended as TIMEOUT", "//a:unbuilt: it did not build or did not run"]
+    assert count(events) == (0, failed, [])
 
 
 def test_near_limit_names_targets_above_a_third_of_the_limit_of_their_size() -> None:
