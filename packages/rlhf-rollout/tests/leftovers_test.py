@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -158,6 +159,20 @@ def test_owner_is_gone_when_its_number_belongs_to_another_process_or_to_none(mon
         for process in [*started, gone]:
             process.kill()
             process.wait()
+
+
+def test_machine_that_stalls_while_guards_have_their_time_ends_nothing_less(monkeypatch):
+    clock = iter([0.0, 1.0, *range(1000, 1100)])
+    monkeypatch.setattr(leftovers, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=time.sleep))
+    mark = f"{os.getpid()}:1:{os.readlink('/proc/self/ns/pid')}"
+    process = subprocess.Popen(["sleep", "1000"], env={leftovers.MARK: mark})
+    try:
+        assert eventually(lambda: has_begun(process, mark))
+        assert process.pid in leftovers.sweep()
+        assert process.wait(60) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_command_line_in_the_warning_is_short_and_has_no_controls(monkeypatch, caplog):

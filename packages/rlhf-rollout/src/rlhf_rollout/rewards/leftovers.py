@@ -34,8 +34,9 @@ def sweep() -> dict[int, str]:
     deadline = time.monotonic() + GUARDS_S
     while _leftovers() and time.monotonic() < deadline:
         time.sleep(0.1)
+    deadline = time.monotonic() + _KILL_S
     ended: dict[int, str] = {}
-    while (found := _leftovers()) and time.monotonic() < deadline + _KILL_S:
+    while (found := _leftovers()) and time.monotonic() < deadline:
         for process_id in found:
             with contextlib.suppress(OSError):  # it has ended by itself
                 ended[process_id] = _end(process_id) or ended.get(process_id, "")
