@@ -257,8 +257,10 @@ def test_reward_models_run_in_as_many_replicas_as_planned(cluster, tmp_path):
     sequences = [[3, 4, 5], [6]]
     with placed_bundles(job.plan) as reserved:
         scorers = start_scorers(job, reserved)
-        scores = [wait([replica.call.remote("score", sequences) for replica in replicas]) for replicas in scorers]
-        moments = [wait([replica.has_moments.remote() for replica in replicas]) for replicas in scorers]
+        scores = [
+            wait([replica.handle.call.remote("score", sequences) for replica in replicas]) for replicas in scorers
+        ]
+        moments = [wait([replica.handle.has_moments.remote() for replica in replicas]) for replicas in scorers]
     assert moments == [[False, False], [True, True]]
     assert [len(replicas) for replicas in scorers] == [2, 2]
     assert scores[0][0] == scores[0][1] != scores[1][0] == scores[1][1]

@@ -75,6 +75,9 @@ class World:
         if self.dead:
             raise EngineError("the engine is gone")
 
+    def kill(self):
+        self.dead = True
+
     def restart(self):
         self.log.append("restart")
         self.dead = False

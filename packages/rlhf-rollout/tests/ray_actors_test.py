@@ -1,6 +1,7 @@
 """Engines and scorers behind Ray: the driver's view and the trainer's client, on a fake engine and a tiny model."""
 
 import asyncio
+import os
 import pickle
 import sys
 from collections.abc import Iterator
@@ -293,6 +294,48 @@ def test_hung_reward_model_process_is_a_timeout_and_its_call_is_given_up(monkeyp
     # The second call in a row without an answer: the process is killed, and Ray may restart it.
     run(reward.score(Prompt("p", [5], "five"), rollouts))
     assert (len(cancelled), killed) == (2, [{"no_restart": False}])
+
+
+class FragileScorer:
+    """A reward model's process that ends when it is told to."""
+
+    async def call(self, method: str, token_ids: list[Any]) -> list[float]:
+        if not token_ids:
+            os._exit(1)
+        return [float(len(ids)) for ids in token_ids]
+
+
+def test_ray_scorer_survives_more_deaths_than_its_actor_has_restarts_if_it_answers_between_them(cluster: None) -> None:
+    starts = []
+
+    def start() -> Any:
+        starts.append(ray.remote(max_restarts=1, max_task_retries=0)(FragileScorer).options(num_cpus=0).remote())
+        return starts[-1]
+
+    scorer = RayScorer(start(), start)
+
+    async def answers() -> list[float]:
+        while True:  # one call may fail before another actor takes the place
+            try:
+                return await scorer.score([np.zeros(7, np.int32)])
+            except RewardError:
+                await asyncio.sleep(0.05)
+
+    for _ in range(4):
+        assert run(answers()) == [7.0]
+        with pytest.raises(RewardError, match="the reward model's process is gone"):
+            run(scorer.score([]))
+    assert run(answers()) == [7.0]
+    assert len(starts) >= 3
+    ray.kill(scorer.handle)
+
+
+def test_ray_scorer_that_never_answered_is_not_started_again(cluster: None) -> None:
+    actor = ray.remote(max_restarts=0)(FragileScorer).options(num_cpus=0)
+    scorer = RayScorer(actor.remote(), lambda: pytest.fail("it was started again"))
+    for _ in range(3):
+        with pytest.raises(RewardError, match="the reward model's process is gone"):
+            run(scorer.score([]))
 
 
 def test_ray_scorer_that_does_not_start_tells_why(cluster: None, tmp_path: Path) -> None:

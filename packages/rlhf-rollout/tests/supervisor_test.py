@@ -29,6 +29,7 @@ class Engine:
         self.alive = True
         self.hangs = False
         self.num_bad_starts = num_bad_starts
+        self.updating = False
         self.version = 0
         self.num_ready = 0
         self.log = []
@@ -51,6 +52,10 @@ class Engine:
             raise EngineError("a health check took longer than 30 s")
         return EngineHealth(policy_version=self.version, num_in_flight=0, is_paused=False, is_asleep=False)
 
+    def kill(self):
+        self.log.append("kill")
+        self.alive = False
+
     def restart(self):
         self.log.append("restart")
         self.alive, self.hangs, self.version = True, False, 0
@@ -65,6 +70,8 @@ class Engine:
 
     async def sleep(self):
         self._check()
+        if self.updating:
+            raise EngineError("the engine cannot sleep during a weight update")
         self.log.append("sleep")
 
     async def wake_up(self):
@@ -329,9 +336,30 @@ def test_call_all_counts_engines_that_fail_as_dead_and_waits_for_one_that_starts
         return states
 
     assert asyncio.run(scenario()) == ["ready", "dead", "syncing"]
-    assert [engine.log for engine in fleet.engines] == [["sleep", "wake_up"], [], ["sleep", "wake_up"]]
+    assert [engine.log for engine in fleet.engines] == [["sleep", "wake_up"], ["kill"], ["sleep", "wake_up"]]
     assert [engine.num_ready for engine in fleet.engines] == [0, 0, 1]
     assert fleet.said == ["engine 1 failed: the process is gone\nit is restarted (1 of 3)"]
+
+
+def test_process_of_an_engine_that_cannot_sleep_ends_and_another_one_starts_with_the_next_requests():
+    fleet = Fleet(Engine(), Engine())
+
+    async def scenario():
+        await fleet.supervisor.synchronize(5)
+        fleet.engines[0].updating = True
+        await fleet.supervisor.call_all("sleep")
+        alive = [engine.alive for engine in fleet.engines]
+        states = fleet.states
+        await fleet.supervisor.call_all("wake_up")
+        watching = asyncio.create_task(fleet.supervisor.watch())
+        while fleet.states != ["ready", "ready"]:
+            await asyncio.sleep(0.005)
+        watching.cancel()
+        return alive, states
+
+    assert asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S)) == ([False, True], ["dead", "ready"])
+    assert [engine.log for engine in fleet.engines] == [["kill", "restart"], ["sleep", "wake_up"]]
+    assert fleet.engines[0].version == 5
 
 
 def test_sampling_of_a_request_does_not_change_when_it_is_sent_again():

@@ -164,7 +164,11 @@ def test_a_token_goes_through_some_of_the_experts() -> None:
     assert found["activations"] == 48 * 1000 * 2 * (8192 + 8192 + 1024 + 18_432 + 32_768)
     assert (found["gradients"], found["moments"]) == (4 * weights, weights)
     muon = replace(BF16, optimizer=replace(ADAMW, muon_momentum=0.95))
-    assert items(muon, name="Qwen3-30B-A3B")["moments"] == 8 * weights - 4 * count_parameters(config).matrices
+    moments = 8 * weights - 4 * count_parameters(config).matrices
+    assert items(muon, name="Qwen3-30B-A3B")["moments"] == moments
+    # Without ZeRO, no rank has a part only.
+    whole = replace(muon, dtype="float32", zero_stage=0)
+    assert items(whole, num_ranks=4, name="Qwen3-30B-A3B")["moments"] == moments
 
 
 def test_layers_with_experts_and_without_keep_each_what_is_its_own() -> None:

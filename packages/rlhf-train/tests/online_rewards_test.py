@@ -9,6 +9,7 @@ import ray
 
 from record_testing import make_group
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
+from rlhf_rollout.ray_actors import RayScorer
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_train.online.job import DynamicSampling, RewardSpec
 from rlhf_train.online.rewards import RewardShaper, is_worth_training, make_reward
@@ -130,7 +131,7 @@ def test_reward_model_of_a_job_has_its_deadline(monkeypatch, tmp_path):
     call = SimpleNamespace(remote=lambda *arguments: asyncio.get_running_loop().create_future())
     source = RewardSource(kind="model", targets=("model",))
     job = SimpleNamespace(replay=None, reward=RewardSpec(sources=(source,), model_timeout_s=0.05))
-    reward = make_reward(job, [[SimpleNamespace(call=call)]], tmp_path / "reward.log")
+    reward = make_reward(job, [[RayScorer(SimpleNamespace(call=call))]], tmp_path / "reward.log")
     [verdict] = asyncio.run(asyncio.wait_for(reward.score(Prompt("p", [1], "one"), [rollout(None)]), 30))
     assert verdict.kind is VerdictKind.TIMEOUT
     assert "within 0.05 s" in verdict.detail

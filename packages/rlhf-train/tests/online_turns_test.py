@@ -16,6 +16,10 @@ class Side:
         self.log.append(f"{self.name} sleep")
         self.clock[0] += 1
 
+    def release_cache(self) -> None:
+        self.log.append(f"{self.name} release")
+        self.clock[0] += 1
+
     def wake_up(self) -> None:
         self.log.append(f"{self.name} wake")
         self.clock[0] += 1
@@ -53,11 +57,12 @@ def test_both_sleep_in_turn_and_the_other_side_sleeps_first(make):
     ("engines", "trainers", "calls"),
     [
         (False, False, []),
-        (True, False, ["engines sleep", "engines wake"]),
+        # Trainers that stay still give the engines back what their passes took.
+        (True, False, ["engines sleep", "trainers release", "engines wake"]),
         (False, True, ["trainers sleep", "trainers wake", "trainers sleep"]),
     ],
 )
-def test_a_side_that_does_not_sleep_is_left_alone(make, engines, trainers, calls):
+def test_a_side_that_does_not_sleep_keeps_its_states(make, engines, trainers, calls):
     turns, log, _ = make(engines, trainers)
     turns.give_to_engines()
     turns.give_to_trainers()

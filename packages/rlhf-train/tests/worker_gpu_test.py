@@ -177,6 +177,9 @@ def test_trainers_that_take_turns_run_without_graphs_and_free_their_memory(paths
     engine.save_shards(shards[0])
     sent = {name: weight.clone() for name, weight in engine.named_weights()}
     ref_logprobs = worker._experience.columns["ref_logprobs"].clone()
+    torch.empty(2**28, dtype=torch.uint8, device="cuda")  # the allocator keeps it
+    worker.release_cache()
+    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 2**28
     for _ in range(2):
         before = torch.cuda.memory_allocated()
         worker.offload()

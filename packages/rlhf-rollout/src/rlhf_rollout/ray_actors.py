@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from rlhf_data.errors import EngineError, RewardError, RlhfError
 from rlhf_rollout.engines import EngineSpec, build_engine
@@ -181,11 +181,15 @@ class RayEngine:
         """Name of the process that runs the engine now; another one after `restart`."""
         return self.handle._actor_id.hex()
 
+    def kill(self) -> None:
+        """End the process, whatever it does. Calls fail until `restart`."""
+        ray.kill(self.handle)
+
     def restart(self) -> None:
         """End the process, whatever it does, and start another one. `ready` waits for it."""
         if self._start is None:
             raise EngineError("this process did not start the engine and cannot restart it")
-        ray.kill(self.handle)
+        self.kill()
         self.handle = self._start()
         self._hold = Hold()
 
@@ -262,16 +266,24 @@ class RayEngine:
 class RayScorer:
     """A `Scorer` in another process, called through its `RewardModelActor`; `ModelReward` keeps the deadline.
 
-    A process that misses the deadline twice in a row is killed; Ray restarts it if its actor has restarts left.
+    A process that misses the deadline twice in a row is killed. Ray restarts a process while its actor has restarts
+    left. It counts those of the actor's whole life, so another actor takes the place of one that has answered before.
+
+    Args:
+        handle: Ray's handle of the actor.
+        start: starts another actor in place of this one and returns its handle; None if nobody may.
     """
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-        self._num_late = 0  # since the last answer
+    def __init__(self, handle: Any, start: Callable[[], Any] | None = None) -> None:
+        self.handle = handle
+        self._start = start
+        self._has_answered = False  # this actor
+        self._num_late = 0  # calls since the last answer
 
     async def score(self, token_ids: list[np.ndarray]) -> list[float]:
         """See `LocalScorer.score`. A call that is cancelled or late is given up in the process, too."""
-        reference = self._handle.call.remote("score", token_ids)
+        handle = self.handle
+        reference = handle.call.remote("score", token_ids)
         try:
             with plain_errors(RewardError, "the reward model's process"):
                 scores = await reference
@@ -280,7 +292,20 @@ class RayScorer:
             self._num_late += 1
             if self._num_late == _MAX_LATE:
                 self._num_late = 0
-                ray.kill(self._handle, no_restart=False)
+                ray.kill(handle, no_restart=False)
+            raise
+        except RewardError as error:
+            if isinstance(error.__cause__, ActorDiedError):
+                self._replace(handle)
             raise
         self._num_late = 0
+        self._has_answered = self._has_answered or handle is self.handle
         return scores
+
+    def _replace(self, handle: Any) -> None:
+        """Start another actor, once for all calls that notice the death of this one."""
+        if self._start is None or handle is not self.handle or not self._has_answered:
+            return
+        ray.kill(handle)  # it may have restarts left
+        self.handle = self._start()
+        self._has_answered = False

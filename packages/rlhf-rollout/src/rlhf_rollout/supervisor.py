@@ -33,6 +33,9 @@ class EngineState(enum.StrEnum):
 class RestartableEngine(RolloutEngine, Protocol):
     """An engine in another process."""
 
+    def kill(self) -> None:
+        """End the process, whatever it does. Another one starts with `restart`."""
+
     def restart(self) -> None:
         """End the process, whatever it does, and start another one without waiting for it."""
 
@@ -150,7 +153,10 @@ class EngineSupervisor:
             await self._together(self._advance, EngineState.STARTING)
 
     async def call_all(self, method: Literal["sleep", "wake_up"]) -> None:
-        """Call a method of all engines that run. Those that fail count as dead."""
+        """Call a method of all engines that run. Those that fail count as dead, and their processes are ended.
+
+        The caller relies on it: an engine that cannot sleep would keep memory that others take.
+        """
 
         async def call(place: _Place) -> None:
             try:
@@ -159,6 +165,8 @@ class EngineSupervisor:
                     place.state = EngineState.SYNCING
                 await getattr(place.engine, method)()
             except Exception as error:  # an engine in another process may raise anything
+                with suppress(Exception):  # it has ended already
+                    place.engine.kill()
                 self._bury(place, error)
 
         running = [state for state in EngineState if state not in (EngineState.DEAD, EngineState.LOST)]

@@ -230,7 +230,8 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
     is_float32 = spec.dtype == "float32"
     moments_item = 4 if optimizer.bf16_moments else 8  # bytes of both
     stage = 1 if spec.zero_stage == 2 and num_ranks == 1 else spec.zero_stage
-    own = _share(trained, num_ranks) if stage or not is_float32 else trained
+    num_owners = num_ranks if stage or not is_float32 else 1
+    own = _share(trained, num_owners)
     # An adapter consists of matrices in layers.
     by_muon = (counts.matrices if spec.lora is None else trained) if optimizer.muon_momentum is not None else 0
     weights = item * (_share(num_weights, num_ranks) if stage == 3 else num_weights)
@@ -240,7 +241,7 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
         "weights": weights,
         "gradients": 4 * (own if stage >= 2 else trained),
         "master weights": 4 * own * has_masters,
-        "moments": (moments_item * own - 4 * _share(by_muon, num_ranks)) * (not optimizer.offload),
+        "moments": (moments_item * own - 4 * _share(by_muon, num_owners)) * (not optimizer.offload),
         "reduction": reduced * REDUCE_BUCKET_SIZE * (stage == 3),
         "second copy": _second_copy(spec, num_weights),
     }

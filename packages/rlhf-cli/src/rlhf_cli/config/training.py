@@ -116,7 +116,7 @@ class PpoTrainingSection(TrainingSection):
     train_steps: int | None = flag(None, "largest number of steps; None: as many as --num_episodes needs", ge=1)
     freezing_actor_steps: int = flag(-1, "steps at the start in which only the critic is trained; -1: none", ge=-1)
     enable_ema: bool = flag(False, "also save an exponential moving average of the policy's weights")
-    ema_beta: float = flag(0.992, "decay of that average per step", ge=0, lt=1)
+    ema_beta: float = flag(0.992, "decay of that average per update", ge=0, lt=1)
     actor_learning_rate: float = flag(1e-6, "peak learning rate of the policy", ge=0)
     critic_learning_rate: float = flag(9e-6, "peak learning rate of the critic", ge=0)
 

@@ -15,7 +15,15 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlhf_data.errors import ConfigError, EngineError
-from rlhf_rollout.ray_actors import MpsActor, RayEngine, RemoteEngine, RewardModelActor, node_address, own_gpus
+from rlhf_rollout.ray_actors import (
+    MpsActor,
+    RayEngine,
+    RayScorer,
+    RemoteEngine,
+    RewardModelActor,
+    node_address,
+    own_gpus,
+)
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.places import PlacementPlan, ProcessPlan
 from rlhf_train.online.ranks import RankSet
@@ -23,7 +31,7 @@ from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.online.ray_session import check_resources, join, started_cluster, wait
 
 PLACEMENT_TIMEOUT_S = 60.0
-SCORER_RESTARTS = 10  # per process of a reward model
+SCORER_RESTARTS = 10  # per actor of a reward model
 _RAY_UNITS = 10_000  # the finest fraction of a CPU that Ray can account for is 1 / 10,000
 
 
@@ -129,13 +137,13 @@ class Processes(NamedTuple):
     Attributes:
         engines: the generation engines, in the order of the plan.
         workers: the rank sets that train.
-        scorers: for each reward model, in the order of `job.reward.models`, the handles of its replicas.
+        scorers: for each reward model, in the order of `job.reward.models`, its replicas.
         seconds: metrics of the start: how long the slowest process of a kind took.
     """
 
     engines: list[RayEngine]
     workers: list[RankSet]
-    scorers: list[list[Any]]
+    scorers: list[list[RayScorer]]
     seconds: dict[str, float]
 
 
@@ -168,7 +176,7 @@ def start_processes(
     handles = [engine.handle for engine in engines]
     scorers = start_scorers(job, reserved)
     loads = wait(load_models(job, workers), timeout_s=spec.start_timeout_s, what="the start of the trainers")
-    rest = [*handles, *chain.from_iterable(scorers)]
+    rest = [*handles, *(scorer.handle for scorer in chain.from_iterable(scorers))]
     ready = _await_ready("the start of the engines and reward models", rest, spec.start_timeout_s)
     seconds = {name: max(load[name] for load in loads) for name in loads[0]} if loads else {}
     if engines:
@@ -221,8 +229,8 @@ def start_engines(
     return engines
 
 
-def start_scorers(job: OnlineJob, reserved: Reserved) -> list[list[Any]]:
-    """Start the reward models; return the handles of the replicas of each without waiting until they are loaded.
+def start_scorers(job: OnlineJob, reserved: Reserved) -> list[list[RayScorer]]:
+    """Start the reward models; return the replicas of each without waiting until they are loaded.
 
     Raises ConfigError when the plan has places for reward models and the job has none, or the other way round.
     """
@@ -239,9 +247,13 @@ def start_scorers(job: OnlineJob, reserved: Reserved) -> list[list[Any]]:
     options["offload"] = job.reward.offload_models
     # A reward model has no state, so Ray can restart it, and repeat the calls that were in it.
     scorer = ray.remote(max_restarts=SCORER_RESTARTS, max_task_retries=1)(RewardModelActor)
-    start = partial(_start, scorer, placed, reserved, parts=len(models), **options)
-    separators = [job.reward.step_separator if path in job.reward.process_models else None for path in models]
-    return [start(path, step_separator=text) for path, text in zip(models, separators, strict=True)]
+    scorers = []
+    for path in models:
+        separator = job.reward.step_separator if path in job.reward.process_models else None
+        own = {**options, "step_separator": separator, "parts": len(models)}
+        starts = [partial(_start_one, scorer, placed, rank, reserved, path, **own) for rank in range(placed.num_ranks)]
+        scorers.append([RayScorer(start(), start) for start in starts])
+    return scorers
 
 
 def start_workers(job: OnlineJob, reserved: Reserved) -> list[RankSet]:

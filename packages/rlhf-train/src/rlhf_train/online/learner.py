@@ -347,6 +347,10 @@ class Learner:
         """Move optimizer states to host memory, so that the engines can use the device."""
         self._call_all("offload")
 
+    def release_cache(self) -> None:
+        """Give the engines what PyTorch's allocator keeps of the device for later passes."""
+        self._call_all("release_cache")
+
     def wake_up(self) -> None:
         """Move optimizer states back to the device."""
         self._call_all("reload")

@@ -25,7 +25,8 @@ _SMALLER_PASSES = (
 _LATER_ENGINES = "lower --vllm_gpu_memory_utilization, or add --vllm_enable_sleep, with which engines start later"
 
 
-_PASSES = ("run_model", "assign_advantages", "update")  # methods of `TrainWorker`
+# Methods of `TrainWorker` that allocate memory of the device.
+_PASSES = ("run_model", "assign_advantages", "update", "reload")
 
 
 @contextmanager

@@ -3,14 +3,13 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Verdict, VerdictKind
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.mix import build_reward
-from rlhf_rollout.rewards.model import ModelReward, ProcessReward
+from rlhf_rollout.rewards.model import ModelReward, ProcessReward, Scorer
 from rlhf_rollout.rewards.shaping import RunningMoments, clip_rewards, overlong_penalty, stop_properly
 from rlhf_train.online.job import DynamicSampling, OnlineJob, RewardSpec
 from rlhf_train.online.summaries import scored
@@ -27,24 +26,19 @@ class NoReward:
         """Do nothing."""
 
 
-def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path) -> RewardFunction:
+def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Scorer]], log_path: Path) -> RewardFunction:
     """Return the function that scores the rollouts of `job`.
 
     Args:
         job: the run.
-        scorers: Ray handles of the replicas of each reward model, in the order of `job.reward.models`.
+        scorers: the replicas of each reward model, in the order of `job.reward.models`.
         log_path: file for what reward functions print.
     """
     spec = job.reward
     if not spec.sources or job.replay:
         return NoReward()
-    from rlhf_rollout.ray_actors import (
-        RayScorer,
-    )  # imported here: Ray takes a second, and a command says its name first
-
     models = []
-    for path, handles in zip(spec.models, scorers, strict=True):
-        replicas = [RayScorer(handle) for handle in handles]
+    for path, replicas in zip(spec.models, scorers, strict=True):
         calls = {"batch_size": spec.calls.batch_size, "success_threshold": spec.calls.success_threshold}
         kind = ProcessReward if path in spec.process_models else partial(ModelReward, by_turn=spec.by_turn)
         models.append(kind(replicas, timeout_s=spec.model_timeout_s, **calls))

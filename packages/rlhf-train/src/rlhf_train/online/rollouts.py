@@ -75,6 +75,7 @@ class Rollouts:
         self._updates: Counter[str] = Counter()  # those of the supervisor, up to the last batch
         self._evaluation: Future[list[GroupResult]] | None = None
         self._watching: Future[None] | None = None
+        self._sends: set[asyncio.Future] = set()  # of weights, under way
         self.weights = Lock()
         # One loop for the whole run: reward clients keep connections that belong to the loop they were opened in.
         self._loop = EventLoopThread()
@@ -238,8 +239,15 @@ class Rollouts:
         """End the supervision of engines that have nothing to do, and may be put to sleep."""
         if self._job.max_staleness or self._evaluation is not None or self._watching is None:
             return
-        self._watching.cancel()
-        self._watching = None
+        watching, self._watching = self._watching, None
+        watching.cancel()
+        # An engine that gets weights at this moment could not fall asleep.
+        self._loop.run(self._sent())
+
+    async def _sent(self) -> None:
+        """Wait until no engine gets weights from a supervision that has ended."""
+        while self._sends:
+            await asyncio.wait(self._sends)
 
     async def _send(self, engines: Mapping[int, Any]) -> Mapping[int, str]:
         def send() -> Mapping[int, str]:
@@ -247,4 +255,8 @@ class Rollouts:
                 self._size_bytes, failures = self._send_weights(engines)
             return failures
 
-        return await asyncio.to_thread(send)
+        # Cancelling it would not end the thread.
+        sending = asyncio.ensure_future(asyncio.to_thread(send))
+        self._sends.add(sending)
+        sending.add_done_callback(self._sends.discard)
+        return await asyncio.shield(sending)

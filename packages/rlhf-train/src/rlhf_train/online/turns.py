@@ -17,12 +17,19 @@ class Sleeper(Protocol):
         """Take the memory back. Called only after `sleep`."""
 
 
+class Trainers(Sleeper, Protocol):
+    """The side that may keep its states while the other one works."""
+
+    def release_cache(self) -> None:
+        """Give back the memory that the allocator keeps for later passes; the states stay."""
+
+
 class Turns:
     """Gives the device to the engines or to the trainers, after putting the other side to sleep if it may sleep.
 
     The order matters: one side must release its memory before the other side takes it. Asking for a side that has the
-    device already costs nothing. The timeline phases are "offload" (trainers fall asleep), "wake" (engines wake up),
-    "sleep" (engines fall asleep) and "reload" (trainers wake up).
+    device already costs nothing. The timeline phases are "offload" (trainers fall asleep, or only release their cache),
+    "wake" (engines wake up), "sleep" (engines fall asleep) and "reload" (trainers wake up).
 
     Args:
         engines, trainers: the two sides.
@@ -34,7 +41,7 @@ class Turns:
     def __init__(
         self,
         engines: Sleeper,
-        trainers: Sleeper,
+        trainers: Trainers,
         timeline: Timeline,
         *,
         engines_sleep: bool,
@@ -56,6 +63,10 @@ class Turns:
                 self._trainers.sleep()
             self._trainers_asleep = True
         if self._engines_asleep:
+            if not self._trainers_sleep:
+                # Their passes have grown into the memory that the engines left.
+                with self._timeline.phase("offload"):
+                    self._trainers.release_cache()
             with self._timeline.phase("wake"):
                 self._engines.wake_up()
             self._engines_asleep = False

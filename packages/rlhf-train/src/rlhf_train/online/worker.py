@@ -93,15 +93,12 @@ class TrainWorker:
             torch.set_num_threads(num_threads)
         torch.manual_seed(seed)
         init_process_group(rank=rank, world_size=num_ranks, master=master, device=device)
-        self.rank = rank
-        self._num_ranks = num_ranks
+        self.rank, self._num_ranks = rank, num_ranks
         spec = next(iter(models.values()))
         self._groups = join_groups(spec)
-        size = spec.ranks_per_batch
-        self._num_shards = num_ranks // size
-        self._leads_group = rank % size == 0
-        self._algorithm = algorithm
-        self._temperature = temperature
+        self._num_shards = num_ranks // spec.ranks_per_batch
+        self._leads_group = rank % spec.ranks_per_batch == 0
+        self._algorithm, self._temperature = algorithm, temperature
         self._specs = dict(models)
         self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self._frozen: dict[str, Callable] = {}
@@ -126,8 +123,9 @@ class TrainWorker:
             return
         model = without_dropout(load_model(role, spec))
         self._balances[role] = load_balance(model, spec, self._groups["sequence_group"])
-        options |= {"num_ranks": self._num_ranks, **self._groups}
-        self.engines[role] = start_engine(model, spec, device=device, **options)
+        self.engines[role] = start_engine(
+            model, spec, device=device, num_ranks=self._num_ranks, **self._groups, **options
+        )
 
     def load_rollouts(self, columns: RolloutColumns, plan: RankPlan, step_versions: Sequence[int] = (0,)) -> None:
         """Store this step's shard.
@@ -360,7 +358,11 @@ class TrainWorker:
         if self._device.type == "cuda":  # on a CPU, frozen weights lie in their files, mapped into memory
             modules = [module for module in self._frozen.values() if isinstance(module, torch.nn.Module)]
             self._frozen_weights.offload(part for module in modules for part in frozen_parts(module))
-            torch.cuda.empty_cache()  # the allocator would keep the freed memory from the engines' processes
+        self.release_cache()
+
+    def release_cache(self) -> None:
+        """Give back memory of the device that the allocator would keep from the engines' processes."""
+        torch.cuda.empty_cache()  # does nothing on a CPU
 
     def reload(self) -> None:
         """Move back to the device what `offload` moved to host memory."""
