@@ -123,9 +123,8 @@ class TrainWorker:
             return
         model = without_dropout(load_model(role, spec))
         self._balances[role] = load_balance(model, spec, self._groups["sequence_group"])
-        self.engines[role] = start_engine(
-            model, spec, device=device, num_ranks=self._num_ranks, **self._groups, **options
-        )
+        options |= {"device": device, "num_ranks": self._num_ranks, **self._groups}
+        self.engines[role] = start_engine(model, spec, **options)
 
     def load_rollouts(self, columns: RolloutColumns, plan: RankPlan, step_versions: Sequence[int] = (0,)) -> None:
         """Store this step's shard.
@@ -138,8 +137,7 @@ class TrainWorker:
         if columns.routes is not None:
             self.engines["actor"].module.model.base_model.router_replay.check(columns.routes)
         self._experience = Experience.from_columns(columns)
-        self._plan = plan
-        self._step_versions = step_versions
+        self._plan, self._step_versions = plan, step_versions
 
     @torch.no_grad()
     def run_model(self, role: str) -> dict[str, Metric]:
