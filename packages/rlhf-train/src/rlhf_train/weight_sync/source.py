@@ -79,7 +79,8 @@ class WeightSource:
             `close` frees it.
         room: returns how many bytes a larger bucket may have. It is used once all engines have loaded an update, from
             which the size of the weights is known: fewer buckets save time, as each takes an engine milliseconds to
-            answer. None for buckets of `bucket_bytes` only.
+            answer. None for buckets of `bucket_bytes` only, which are used from the first engine's failure on: a
+            process that is killed may keep the memory of a bucket from the trainer for good.
 
     Raises:
         ConfigError: an unknown medium, a bucket size below 1, or "ipc" without a GPU.
@@ -151,7 +152,9 @@ class WeightSource:
             for _ in named_tensors:
                 pass
             raise
-        if not receivers.failures:
+        if receivers.failures:
+            self._room = None
+        else:
             self._loaded_bytes = update.size_bytes
         return SyncReport(update.size_bytes, update.num_buckets, receivers.failures)
 
