@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -264,6 +265,19 @@ def test_reward_models_run_in_as_many_replicas_as_planned(cluster, tmp_path):
     assert moments == [[False, False], [True, True]]
     assert [len(replicas) for replicas in scorers] == [2, 2]
     assert scores[0][0] == scores[0][1] != scores[1][0] == scores[1][1]
+
+
+def test_reward_models_that_judge_steps_know_what_ends_a_step_and_others_do_not(monkeypatch):
+    started = []
+    monkeypatch.setattr(cluster_module, "_start_one", lambda *places, **options: started.append((places[2:], options)))
+    job = scoring_job(["a", "b"], reward_ranks=2)
+    job.reward = replace(job.reward, process_models=("b",), step_separator="\n\n")
+    start_scorers(job, "reserved")
+    found = [(*places, options["step_separator"], options["parts"]) for places, options in started]
+    assert found == [
+        *((rank, "reserved", "a", None, 2) for rank in (0, 1)),
+        *((rank, "reserved", "b", "\n\n", 2) for rank in (0, 1)),
+    ]
 
 
 def test_reward_models_that_the_plan_has_no_places_for_are_refused():

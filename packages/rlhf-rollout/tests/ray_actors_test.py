@@ -332,10 +332,13 @@ def test_ray_scorer_survives_more_deaths_than_its_actor_has_restarts_if_it_answe
 
 def test_ray_scorer_that_never_answered_is_not_started_again(cluster: None) -> None:
     actor = ray.remote(max_restarts=0)(FragileScorer).options(num_cpus=0)
-    scorer = RayScorer(actor.remote(), lambda: pytest.fail("it was started again"))
+    replacements = [actor.remote()]  # a second one would be an IndexError
+    scorer = RayScorer(actor.remote(), replacements.pop)
+    assert run(scorer.score([np.zeros(7, np.int32)])) == [7.0]
     for _ in range(3):
         with pytest.raises(RewardError, match="the reward model's process is gone"):
             run(scorer.score([]))
+    assert not replacements
 
 
 def test_ray_scorer_that_does_not_start_tells_why(cluster: None, tmp_path: Path) -> None:
