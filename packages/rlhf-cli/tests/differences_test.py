@@ -62,6 +62,9 @@ def test_deviation_of_a_group(samples, factor):
     assert f"{factor} times as large" in sentences[1]
     without = said("--advantage_estimator", "group_norm", "--no_advantage_std_norm")
     assert without[1].endswith("in OpenRLHF it has no effect here: drop it")
+    assert "deviation" not in " ".join(
+        said("--advantage_estimator", "group_norm", "--n_samples_per_prompt", "1", "--dry_run")
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,19 @@
 """Options of a run that continues: which contradict, which may change, and which cannot."""
 
+from pathlib import Path
+
 import pytest
 
 from rlhf_cli.commands.examples import COMMANDS
 from rlhf_cli.commands.ppo import COMMAND_LINE
 from rlhf_cli.paths import check_output_folder
-from rlhf_cli.preflight.resume import changed_options, check_can_continue, has_checkpoint, saying_how_to_resume
+from rlhf_cli.preflight.resume import (
+    changed_options,
+    check_can_continue,
+    check_run_folders,
+    has_checkpoint,
+    saying_how_to_resume,
+)
 from rlhf_data.command_line import to_toml
 from rlhf_data.errors import ConfigError
 
@@ -123,6 +131,27 @@ def test_options_that_the_state_belongs_to_cannot_change(tmp_path, flags):
         ConfigError, match=rf"{flags[0]} was .* and is {flags[1]}, and the checkpoints(.|\n)*hint: drop"
     ):
         changed_options(to_toml(parse(*flags).config), run)
+
+
+def test_checkpoints_of_another_run_are_refused_unless_the_run_continues_from_them(tmp_path):
+    disk = tmp_path / "disk"
+    (disk / "step-4").mkdir(parents=True)
+
+    def check(*flags):
+        check_run_folders(parse("--ckpt_path", str(disk), *flags).config.checkpoint, tmp_path / "run")
+
+    check()  # nothing but an empty folder
+    (disk / "step-4/manifest.json").touch()
+    with pytest.raises(ConfigError, match=r"disk holds the checkpoints of another run\n\nhint: name another"):
+        check()
+    check("--load_checkpoint", "--save_path", str(tmp_path / "run"))
+
+
+def test_folder_of_checkpoints_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"--ckpt_path /proc/none cannot be written.*\n\nhint: name a folder"):
+        check_run_folders(parse("--ckpt_path", "/proc/none").config.checkpoint, tmp_path / "run")
+    with pytest.raises(ConfigError, match="--save_path /proc/none cannot be written"):
+        check_run_folders(parse().config.checkpoint, Path("/proc/none"))
 
 
 def test_folder_of_a_run_may_be_used_only_to_continue_it(tmp_path):

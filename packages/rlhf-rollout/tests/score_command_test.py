@@ -118,9 +118,25 @@ def test_rows_left_out_are_told(tmp_path, capsys, length):
 def test_failing_scorer_is_told_and_leaves_no_reward(tmp_path, capsys):
     (tmp_path / "half.py").write_text("def reward_func(q, p, l): return {'rewards': [1 / (len(t) - 2) for t in q]}\n")
     rows = [{"input": "q", "output": "a"}, {"input": "q", "output": "ab"}]
-    _, scored = score(tmp_path, rows, "--remote_rm_url", str(tmp_path / "half.py"))
+    status, scored = score(tmp_path, rows, "--remote_rm_url", str(tmp_path / "half.py"))
     assert [(row["reward"], row["verdict"]) for row in scored] == [(None, "crash"), (1.0, "ok")]
-    assert "1 rows have no reward" in capsys.readouterr().err
+    assert scored[0]["detail"].startswith("ZeroDivisionError") and "detail" not in scored[1]
+    told = capsys.readouterr().err
+    assert f"1 rows have no reward: the scorer failed; the last failure: {scored[0]['detail']}" in told
+    assert status == 0
+
+
+def test_scorer_that_fails_for_every_row_is_a_status_and_its_reason_is_that_of_the_answer_without_reward(
+    tmp_path, capsys
+):
+    (tmp_path / "good.py").write_text("def reward_func(q, p, l): return {'rewards': [1 / (t != 'qbad') for t in q]}\n")
+    keys = ["--prompt_key", "prompt", "--chosen_key", "chosen", "--rejected_key", "rejected"]
+    rows = [{"prompt": "q", "chosen": "good", "rejected": "bad"}] * 2
+    status, scored = score(tmp_path, rows, *keys, "--remote_rm_url", str(tmp_path / "good.py"))
+    assert status == 1
+    assert [(row["chosen_reward"], row["rejected_reward"]) for row in scored] == [(1.0, None)] * 2
+    told = capsys.readouterr().err
+    assert "2 rows have no reward: the scorer failed; the last failure: ZeroDivisionError" in told
 
 
 def test_failing_scorer_may_leave_a_fixed_reward_and_prints_to_a_log(tmp_path, capfd):

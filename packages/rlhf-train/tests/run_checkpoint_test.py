@@ -158,6 +158,13 @@ def test_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     assert done == [*rank, *written, staging, f"to {tmp_path}/step-7", str(tmp_path)]
 
 
+def test_newest_checkpoint_stays_beside_those_of_later_steps_that_a_run_has_left(tmp_path):
+    for step in (7, 8, 9):
+        save(Checkpoints(tmp_path), step)
+    assert save(Checkpoints(tmp_path, max_num=2), 1).step == 1
+    assert names(tmp_path) == ["step-1", "step-8", "step-9"]
+
+
 def test_checkpoint_of_a_step_that_has_one_takes_its_place(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 3, size=5)

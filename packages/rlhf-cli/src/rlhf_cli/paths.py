@@ -151,12 +151,24 @@ def check_output_folder(folder: Path, flag: str = "--save_path", *, holds_run: b
     """
     try:
         is_used = folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - {LOG_FILE})
-        if is_used and not (holds_run and (folder / CONFIG_FILE).is_file()):
-            raise ConfigError(f"{flag} {folder} is not an empty folder", hint="name a new one")
+    except OSError as error:
+        raise _unwritable(folder, flag, error) from None
+    if is_used and not (holds_run and (folder / CONFIG_FILE).is_file()):
+        raise ConfigError(f"{flag} {folder} is not an empty folder", hint="name a new one")
+    check_writable(folder, flag)
+
+
+def check_writable(folder: Path, flag: str) -> None:
+    """Raise ConfigError unless files can be written to `folder`, which need not exist."""
+    try:
         there = next(path for path in (folder, *folder.parents) if path.exists())
         # Try to write. Permission bits do not tell: root ignores them, and file systems such as /proc refuse anyway.
         with tempfile.TemporaryDirectory(prefix=".rlhf-", dir=there):
             pass
     except OSError as error:
-        message = f"{flag} {folder} cannot be written: {error.strerror}"
-        raise ConfigError(message, hint="name a folder that you may write to") from None
+        raise _unwritable(folder, flag, error) from None
+
+
+def _unwritable(folder: Path, flag: str, error: OSError) -> ConfigError:
+    message = f"{flag} {folder} cannot be written: {error.strerror}"
+    return ConfigError(message, hint="name a folder that you may write to")

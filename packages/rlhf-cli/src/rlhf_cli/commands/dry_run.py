@@ -7,7 +7,7 @@ from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.console import Console
 from rlhf_cli.exits import SUCCESS
 from rlhf_cli.jobs import describe_batches, make_job, make_plan, make_request
-from rlhf_cli.paths import check_output_folder, model_path, with_full_paths
+from rlhf_cli.paths import model_path, with_full_paths
 from rlhf_cli.preflight.data import open_prompts
 from rlhf_cli.preflight.devices import GPU_FLAGS, check_device, find_gpus
 from rlhf_cli.preflight.here import Absent, show_lacks
@@ -21,6 +21,7 @@ from rlhf_cli.preflight.models import (
     load_model_files,
     longest_sequence,
 )
+from rlhf_cli.preflight.resume import check_run_folders
 from rlhf_data.checks import once
 from rlhf_data.command_line import Parsed, to_toml
 from rlhf_data.errors import ConfigError
@@ -81,7 +82,7 @@ def _look(parsed: Parsed[PpoConfig], folder: Path) -> Seen:
     """Check those of a run's inputs that are on this machine."""
     config = parsed.config
     absent = Absent()
-    check_output_folder(folder)
+    check_run_folders(config.checkpoint, folder)
     functions = [source.targets[0] for source in config.reward.sources() if source.kind == "function"]
     critic = config.model.critic_pretrain if config.algorithm.row.uses_critic else None
     has_model = absent.models("pretrain", config.model.pretrain)

@@ -21,7 +21,6 @@ from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.launcher import Launch, launch
 from rlhf_cli.paths import (
     LOG_FILE,
-    check_output_folder,
     model_path,
     output_folder,
     source_names,
@@ -29,7 +28,13 @@ from rlhf_cli.paths import (
     with_full_paths,
 )
 from rlhf_cli.preflight.devices import on_cpu
-from rlhf_cli.preflight.resume import changed_options, check_can_continue, saying_how_to_resume, to_store
+from rlhf_cli.preflight.resume import (
+    changed_options,
+    check_can_continue,
+    check_run_folders,
+    saying_how_to_resume,
+    to_store,
+)
 from rlhf_cli.secrets import restart_without_key
 from rlhf_data.command_line import CommandLine, Parsed, to_toml
 from rlhf_data.errors import ConfigError, unknown
@@ -102,7 +107,7 @@ class Command:
         # Only rank 0 checks the folder: it may have written to it already when a slower process gets here.
         is_first = launch().rank == 0
         if is_first:
-            check_output_folder(folder, holds_run=saving.continues)
+            check_run_folders(saving, folder)
             check_can_continue(saving, folder)
 
         from rlhf_cli.console import Console

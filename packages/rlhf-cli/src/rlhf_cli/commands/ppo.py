@@ -12,8 +12,8 @@ from rlhf_cli.config.differences import online_differences
 from rlhf_cli.config.openrlhf import adapt, flags_of
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.exits import SUCCESS, exit_status
-from rlhf_cli.paths import LOG_FILE, check_output_folder, output_folder, user_path
-from rlhf_cli.preflight.resume import changed_options, check_can_continue, saying_how_to_resume
+from rlhf_cli.paths import LOG_FILE, output_folder, user_path
+from rlhf_cli.preflight.resume import changed_options, check_can_continue, check_run_folders, saying_how_to_resume
 from rlhf_cli.presets import PRESETS
 from rlhf_cli.secrets import restart_without_key
 from rlhf_data.checks import once
@@ -69,7 +69,7 @@ def _run(argv: Sequence[str]) -> int:
         for notice in parsed.notices:
             console.notice(notice)
         return show_ppo(parsed, folder, console)
-    check_output_folder(folder, holds_run=config.checkpoint.continues)
+    check_run_folders(config.checkpoint, folder)
     check_can_continue(config.checkpoint, folder)
     with captured(folder) as (out, err):
         console = Console(out, err)

@@ -84,6 +84,8 @@ def _group_deviation(config: PpoConfig) -> list[str]:
         text = "--no_advantage_std_norm turns off division by the group's deviation; in OpenRLHF it has no effect here"
         return [f"{text}: drop it"]
     size = config.rollout.n_samples_per_prompt
+    if size < 2:
+        return []  # a group of one has no deviation, and the run is refused
     factor = ((size - 1) / size) ** 0.5
     return [
         f"{config.algorithm.row.name} divides by the population deviation of {size} samples + 1e-6; OpenRLHF by the"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.paths import check_output_folder, model_path, user_path
+from rlhf_cli.paths import model_path, user_path
 from rlhf_cli.preflight.data import check_best_metric, data_notices, load_all, open_prompts
 from rlhf_cli.preflight.models import (
     check_adapters,
@@ -16,6 +16,7 @@ from rlhf_cli.preflight.models import (
     load_model_files,
     longest_sequence,
 )
+from rlhf_cli.preflight.resume import check_run_folders
 from rlhf_cli.preflight.rewards import (
     check_reward_models,
     judges_steps,
@@ -69,7 +70,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     assert config.model.pretrain and config.data.prompt_data
     # From quick to slow: paths and keys, model files, tokenizing all prompts, and calls of rewards, which may take as
     # long as --reward_timeout_s.
-    check_output_folder(folder, holds_run=config.checkpoint.continues)
+    check_run_folders(config.checkpoint, folder)
     rows, held_out_rows = open_prompts(config)
     sources = named_sources(config)
     agent = named_agent(config)
@@ -96,7 +97,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
 def _check_replay(config: PpoConfig, folder: Path) -> Inputs:
     """Check what a run on recorded rollouts reads: the models, and the record. Raises like `check_inputs`."""
     assert config.model.pretrain and config.rollout.replay
-    check_output_folder(folder, holds_run=config.checkpoint.continues)
+    check_run_folders(config.checkpoint, folder)
     recording = find_recording(user_path(config.rollout.replay))
     notices = [f"training on {recording.num_steps} recorded steps: {recording.path}"]
     notices += [recording.notice] if recording.notice else []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.config.checkpoint import CheckpointSection
-from rlhf_cli.paths import CONFIG_FILE, user_path, with_full_paths
+from rlhf_cli.paths import CONFIG_FILE, check_output_folder, check_writable, user_path, with_full_paths
 from rlhf_data.errors import ConfigError
 
 # Sections and options without a trace in the numbers of a step.
@@ -23,6 +23,21 @@ _FIXED = (
     *("pretrain", "ref_pretrain", "critic_pretrain", "teacher_model", "lora_rank", "critic_lora_rank"),
     *("target_modules", "optim", "advantage_estimator", "prompt_data", "dataset", "seed"),
 )
+
+
+def check_run_folders(section: CheckpointSection, folder: Path) -> None:
+    """Raise ConfigError if a run cannot use `folder` for its results, or the folder of --ckpt_path for its checkpoints.
+
+    The checkpoints of another run would count as its own: as the newest to continue from, or as those to remove.
+    """
+    check_output_folder(folder, holds_run=section.continues)
+    if section.ckpt_path is None:
+        return
+    home = user_path(section.ckpt_path)
+    if not section.continues and any(home.glob("step-*/manifest.json")):
+        hint = "name another folder; or add --load_checkpoint to continue from the newest of them"
+        raise ConfigError(f"--ckpt_path {home} holds the checkpoints of another run", hint=hint)
+    check_writable(home, "--ckpt_path")
 
 
 def has_checkpoint(section: CheckpointSection, folder: Path) -> bool:

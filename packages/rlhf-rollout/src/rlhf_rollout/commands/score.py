@@ -50,7 +50,7 @@ def make_job(config: ScoreConfig) -> ScoreJob:
 
 
 def run(job: ScoreJob) -> int:
-    """Score every row and write it with its rewards; return 0.
+    """Score every row and write it with its rewards; return 0, or 1 if no row could be scored.
 
     Raises:
         ConfigError: the output file exists or cannot be written, a model does not exist, or a reward cannot be used.
@@ -68,9 +68,9 @@ def run(job: ScoreJob) -> int:
     scored = asyncio.run(_score(job.reward, reader, num_rows))
     write_rows(job.output.path, scored)
     reader.report()
-    _report(scored, pairs=job.data.chosen_key is not None)
+    num_whole = _report(scored, pairs=job.data.chosen_key is not None)
     TERMINAL.say(f"{len(scored)} rows written to {job.output.path}")
-    return 0
+    return 1 if scored and not num_whole else 0
 
 
 class _Reader:
@@ -170,17 +170,25 @@ async def _score(job: RewardJob, reader: _Reader, num_rows: int) -> list[dict[st
 
 def _columns(prefix: str, verdict: Verdict) -> dict[str, Any]:
     values = {"reward": verdict.reward, "score": verdict.score, "verdict": str(verdict.kind), **verdict.extra}
+    if verdict.detail:
+        values["detail"] = verdict.detail
     return {prefix + name: value for name, value in values.items()}
 
 
-def _report(scored: Sequence[dict[str, Any]], *, pairs: bool) -> None:
-    names = ("chosen_reward", "rejected_reward") if pairs else ("reward",)
+def _report(scored: Sequence[dict[str, Any]], *, pairs: bool) -> int:
+    """Say what the rewards of all rows are like; return the number of rows that have theirs."""
+    prefixes = ("chosen_", "rejected_") if pairs else ("",)
+    names = [prefix + "reward" for prefix in prefixes]
     whole = [row for row in scored if all(row[name] is not None for name in names)]
     if len(whole) < len(scored):
-        TERMINAL.say(f"{len(scored) - len(whole)} rows have no reward: the scorer failed")
+        failed = [row for row in scored if any(row[name] is None for name in names)][-1]
+        reason = next(failed.get(prefix + "detail") for prefix in prefixes if failed[prefix + "reward"] is None)
+        text = f"{len(scored) - len(whole)} rows have no reward: the scorer failed"
+        TERMINAL.say(f"{text}; the last failure: {reason}" if reason else text)
     for name in names if whole else ():
         values = np.array([row[name] for row in whole])
         TERMINAL.say(f"{name}: mean {values.mean():.4f}, deviation {values.std():.4f}")
     if pairs and whole:
         right = [float(np.sign(row["chosen_reward"] - row["rejected_reward"]) + 1) / 2 for row in whole]
         TERMINAL.say(f"accuracy {np.mean(right):.4f} of {len(whole)} pairs (a tie counts half)")
+    return len(whole)

@@ -183,7 +183,8 @@ class Checkpoints:
             staging.rename(target)
             flush(self.folder)
             for old in superfluous(self.all(), self._max_num, self._max_bytes):
-                _remove(old.path)
+                if old.path != target:  # which has a lower step than those that the run could not read
+                    _remove(old.path)
         except (OSError, CheckpointError) as error:
             shutil.rmtree(staging, ignore_errors=True)  # the other files of the run need the room on a full disk
             raise error if isinstance(error, CheckpointError) else cannot_save(target, error) from error
