@@ -183,7 +183,7 @@ class Checkpoints:
             staging.rename(target)
             flush(self.folder)
             for old in superfluous(self.all(), self._max_num, self._max_bytes):
-                if old.path != target:  # which has a lower step than those that the run could not read
+                if old.path != target:  # folders of later steps may belong to another run
                     _remove(old.path)
         except (OSError, CheckpointError) as error:
             shutil.rmtree(staging, ignore_errors=True)  # the other files of the run need the room on a full disk
