@@ -4,7 +4,8 @@
 
 Runs `rlhf ppo` with no flags but the seed, for seeds 1, 2 and 3, and once with both learning rates 0: that run must not
 learn. The job itself measures accuracy: the engine answers 200 held-out prompts at temperature 1, with the weights
-before the first step and with the final ones.
+before the first step and with the final ones. Flags behind `--` go to the command: `-- --bf16 --colocate_all_models`
+on a GPU.
 """
 
 import argparse
@@ -47,13 +48,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("flags", nargs="*", help="further flags of the command, after --")
     options = parser.parse_args()
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in options.seeds:
-            runs.append(run(["--seed", str(seed)], Path(folder, f"seed{seed}")))
+            runs.append(run(["--seed", str(seed), *options.flags], Path(folder, f"seed{seed}")))
             print(json.dumps(runs[-1]), flush=True)
-        still = run(["--seed", "1", *STILL], Path(folder, "still"))
+        still = run(["--seed", "1", *STILL, *options.flags], Path(folder, "still"))
         print(json.dumps(still), flush=True)
     report = {
         "benchmark": "learning",

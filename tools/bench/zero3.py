@@ -6,7 +6,8 @@ Two ranks run forward and backward passes of a random model over `--num_tokens` 
 checkpointing. "layers" is what `rlhf_train` does: whole layers at a time. "parts" is each matrix and norm by itself,
 "overlap" is "layers" with DeepSpeed's `overlap_comm`, and "fast" is that with its fast fetches of whole layers. The
 ways take turns, each time in new processes. "seconds" is the median of their passes without the first two of each
-process, and "ratio" is that over the seconds of the first way. "loss" and "grad_norm" show that all compute the same.
+process, "host_seconds" what the last process took to launch them, and "ratio" the seconds over those of the first way.
+"loss" and "grad_norm" show that all compute the same.
 """
 
 import argparse
@@ -71,16 +72,19 @@ def run_passes(
     batch = TokenBatch.packed([tokens], device)
     num_passes = NUM_FIRST + options.passes
     seconds = []
+    host_seconds = []
     for number in range(num_passes):
         torch.distributed.barrier()
         started = time.perf_counter()
         loss = -engine.forward(batch).logprobs.mean()
         engine.backward(loss, is_last=number == num_passes - 1)
+        host_seconds.append(time.perf_counter() - started)
         if on_gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
     found = {"loss": loss.item(), "grad_norm": engine.step().grad_norm, "peak_gib": peak}
+    found["host_seconds"] = statistics.median(host_seconds[NUM_FIRST:])
     if outbox is not None:
         outbox.send((seconds[NUM_FIRST:], found))
 
