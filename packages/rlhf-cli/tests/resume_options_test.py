@@ -88,13 +88,36 @@ def test_run_that_was_started_by_another_spelling_of_its_folder_is_resumed(tmp_p
 
 def test_changed_options_are_named_unless_they_leave_no_trace(tmp_path):
     run = written(tmp_path / "run", "--actor_learning_rate", "3e-4", "--train_steps", "5")
-    same = ["--actor_learning_rate", "3e-4", "--train_steps", "9", "--save_steps", "3", "--eval_steps", "2"]
+    same = ["--actor_learning_rate", "3e-4", "--train_steps", "5", "--save_steps", "3", "--eval_steps", "2"]
     assert changed_options(to_toml(parse(*same).config), run) == []
-    [notice] = changed_options(to_toml(parse("--actor_learning_rate", "1e-4").config), run)
+    [notice] = changed_options(to_toml(parse("--actor_learning_rate", "1e-4", *same[2:]).config), run)
     assert notice.startswith("--actor_learning_rate was 0.0003 and is 0.0001: from here on")
     assert changed_options("", tmp_path / "new") == []
     with pytest.raises(ConfigError, match="--target_modules was all-linear and is q_proj, and the checkpoints"):
         changed_options(to_toml(parse(*same, "--target_modules", "q_proj").config), run)
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_notices"),
+    [
+        ([], True),
+        (["--lr_scheduler", "linear", "--lr_warmup_ratio", "0"], True),
+        (["--lr_scheduler", "constant", "--lr_warmup_ratio", "0.1"], True),
+        (["--lr_scheduler", "constant", "--lr_warmup_ratio", "0"], False),
+    ],
+    ids=["cosine", "linear", "constant after a warm-up", "constant"],
+)
+def test_another_length_is_named_unless_learning_rates_do_not_depend_on_it(tmp_path, flags, has_notices):
+    follows = "from here on, learning rates follow the schedule of a run of the new length"
+    steps = f"--train_steps was 5 and is 9: {follows}"
+    episodes = f"--num_episodes was 1 and is 3: {follows}"
+    run = written(tmp_path / "run", "--train_steps", "5", "--num_episodes", "1", *flags)
+    for more, said in (
+        (["--train_steps", "5", "--num_episodes", "1"], []),
+        (["--train_steps", "9", "--num_episodes", "1"], [steps]),
+        (["--train_steps", "9", "--num_episodes", "3"], [episodes, steps]),
+    ):
+        assert changed_options(to_toml(parse(*more, *flags).config), run) == (said if has_notices else [])
 
 
 @pytest.mark.parametrize("line", [COMMAND_LINE, COMMANDS["sft"].command_line], ids=["ppo", "sft"])
@@ -117,7 +140,7 @@ def test_run_on_fixed_examples_takes_its_options_too_and_keeps_its_examples(tmp_
     config = line.parse(["--resume", str(run), "--max_epochs", "2", "--eval_dataset", "b.jsonl"]).config
     assert (config.data.dataset, config.checkpoint.save_steps, config.training.max_epochs) == ("a.jsonl", 5, 2)
     [notice] = changed_options(to_toml(config), run)
-    assert notice.startswith("--max_epochs was 1 and is 2: from here on")
+    assert notice.startswith("--max_epochs was 1 and is 2: from here on, learning rates follow")
     with pytest.raises(
         ConfigError, match=r"--dataset was a.jsonl and is b.jsonl, and the checkpoints(.|\n)*hint: drop"
     ):

@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rlhf_data.errors import ConfigError
 # Sections and options without a trace in the numbers of a step.
 _NO_TRACE = {
     *("checkpoint", "output", "evaluation"),  # sections
-    *("train_steps", "num_episodes", "reward_num_workers", "reward_batch_size", "reward_timeout_s"),
+    *("reward_num_workers", "reward_batch_size", "reward_timeout_s"),
     *("agent_num_workers", "agent_timeout_s"),
     *("eval_dataset", "eval_split", "data_num_workers", "data_cache"),
 }
@@ -23,6 +23,9 @@ _FIXED = (
     *("pretrain", "ref_pretrain", "critic_pretrain", "teacher_model", "lora_rank", "critic_lora_rank"),
     *("target_modules", "optim", "advantage_estimator", "prompt_data", "dataset", "seed"),
 )
+# Options that decide how many steps a run has, or how many updates on fixed examples.
+_ONLINE_LENGTH = ("train_steps", "num_episodes")
+_OFFLINE_LENGTH = ("max_epochs",)
 
 
 def check_run_folders(section: CheckpointSection, folder: Path) -> None:
@@ -98,6 +101,7 @@ def changed_options(config: str, folder: Path) -> list[str]:
         return []
     before = _options(path.read_text(encoding="utf-8"))
     after = _options(config)
+    lengths = _ONLINE_LENGTH if "training.num_episodes" in after else _OFFLINE_LENGTH
     notices = []
     for name in sorted(before.keys() | after.keys()):
         old = before.get(name)
@@ -109,8 +113,16 @@ def changed_options(config: str, folder: Path) -> list[str]:
         if option in _FIXED:
             message = f"{change}, and the checkpoints of {folder} belong to the value it had"
             raise ConfigError(message, hint=f"drop --{option}, or start a new run with another --save_path")
-        notices.append(f"{change}: from here on, the run differs from one without an interruption")
+        if option not in lengths:
+            notices.append(f"{change}: from here on, the run differs from one without an interruption")
+        elif _has_schedule(after):
+            notices.append(f"{change}: from here on, learning rates follow the schedule of a run of the new length")
     return notices
+
+
+def _has_schedule(options: Mapping[str, object]) -> bool:
+    """Return whether learning rates depend on the length of the run."""
+    return options["training.lr_scheduler"] != "constant" or options["training.lr_warmup_ratio"] != 0
 
 
 def _options(text: str) -> dict[str, object]:
