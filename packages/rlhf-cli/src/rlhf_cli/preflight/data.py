@@ -127,4 +127,13 @@ def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | No
             f"--dynamic_filtering may draw {most} prompts per step (--rollout_batch_size x"
             f" --dynamic_filtering_max_batches), more than the {len(prompts)} there are: some are used again"
         )
+    wanted = config.training.train_steps
+    steps = config.steps_of_episodes(len(prompts))
+    if wanted is not None and steps < wanted:
+        count = f"{len(prompts)} prompts x {config.training.num_episodes} episode(s)"
+        needed = (wanted - 1) * size // len(prompts) + 1  # the last step need not be full of prompts of a pass
+        notices.append(
+            f"--train_steps {wanted} is not reached: {count} / --rollout_batch_size {size} give {steps} step(s);"
+            f" --num_episodes {needed} suffices"
+        )
     return notices
