@@ -136,8 +136,9 @@ def test_prune_keeps_the_newest_and_the_best_and_leaves_what_is_torn(tmp_path, c
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [2, 4, 5]
 
 
-def test_export_gives_the_model_that_the_run_saved(home, tmp_path):
+def test_export_gives_the_model_that_the_run_saved(home, tmp_path, capsys):
     assert main(["checkpoints", "whole", "--export", "6", "--output_path", str(tmp_path / "sft")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"written to {tmp_path / 'sft'}"
     assert same_model(tmp_path / "sft", home / "whole/model")
     load_actor(tmp_path / "sft", dtype="float32")
     assert main(["checkpoints", "lora", "--export", "6", "--output_path", str(tmp_path / "rm")]) == 0
