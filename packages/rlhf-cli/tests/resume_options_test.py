@@ -1,11 +1,13 @@
 """Options of a run that continues: which contradict, which may change, and which cannot."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from rlhf_cli.builtin import MODEL_DIR
 from rlhf_cli.commands.examples import COMMANDS
-from rlhf_cli.commands.ppo import COMMAND_LINE
+from rlhf_cli.commands.ppo import COMMAND_LINE, main
 from rlhf_cli.paths import check_output_folder
 from rlhf_cli.preflight.resume import (
     changed_options,
@@ -13,6 +15,7 @@ from rlhf_cli.preflight.resume import (
     check_run_folders,
     has_checkpoint,
     saying_how_to_resume,
+    steps_of_ended_run,
 )
 from rlhf_data.command_line import to_toml
 from rlhf_data.errors import ConfigError
@@ -72,6 +75,48 @@ def test_run_that_ended_without_a_checkpoint_is_not_replaced(tmp_path):
     (run / "checkpoints/step-00000001").mkdir(parents=True)
     (run / "checkpoints/step-00000001/manifest.json").touch()
     check_can_continue(resumed, run)
+
+
+def ended_run(tmp_path, *argv, summary='{"step": 7, "time/total": 9.5}\n', step=7):
+    """Write a run of `ppo` that ended after seven steps: its last metrics, a checkpoint of `step`, and its model."""
+    run = written(tmp_path / "run", *argv)
+    (run / "metrics.jsonl").write_text(f'{{"step": 7, "loss": 0.5}}\n{summary}')
+    (run / f"checkpoints/step-{step}").mkdir(parents=True)
+    (run / f"checkpoints/step-{step}/manifest.json").touch()
+    shutil.copytree(MODEL_DIR, run / "model")
+    return run
+
+
+def test_run_that_has_done_all_its_steps_ends_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("rlhf_train.online.run.run_online", lambda job, view: pytest.fail("a run was started"))
+    run = ended_run(tmp_path, "--train_steps", "7")
+    for flags in ([], ["--train_steps", "5"]):
+        assert main(["--resume", str(run), *flags]) == 0
+        said = f"the run in {run} has done its 7 step(s): nothing is left to do\n\nhint: a larger --train_steps or"
+        assert said in capsys.readouterr().out
+    with pytest.raises(pytest.fail.Exception, match="a run was started"):
+        main(["--resume", str(run), "--train_steps", "8"])
+
+
+@pytest.mark.parametrize(
+    ("change", "done"),
+    [
+        ({}, 7),
+        ({"summary": ""}, None),  # it was killed after its last checkpoint, and the model is that of an earlier error
+        ({"summary": '{"step": 7, "time/tot'}, None),
+        ({"step": 5}, None),  # the last two steps can be done again
+    ],
+    ids=["ended", "killed", "killed while it wrote", "old checkpoint"],
+)
+def test_run_has_ended_once_its_last_checkpoint_its_model_and_its_summary_are_there(tmp_path, change, done):
+    run = ended_run(tmp_path, **change)
+    section = parse("--resume", str(run)).config.checkpoint
+    assert steps_of_ended_run(section, run) == done
+    assert steps_of_ended_run(parse().config.checkpoint, run) is None
+    (run / "model/model.safetensors").write_bytes(b"torn")
+    assert steps_of_ended_run(section, run) is None
+    shutil.rmtree(run / "model")
+    assert steps_of_ended_run(section, run) is None
 
 
 def test_resume_in_another_folder_is_refused(tmp_path):

@@ -45,8 +45,39 @@ def check_run_folders(section: CheckpointSection, folder: Path) -> None:
 
 def has_checkpoint(section: CheckpointSection, folder: Path) -> bool:
     """Return whether the run in `folder` has a checkpoint to continue from."""
-    home = user_path(section.ckpt_path) if section.ckpt_path else folder / "checkpoints"
-    return not section.disable_ds_ckpt and any(home.glob("step-*/manifest.json"))
+    return not section.disable_ds_ckpt and any(_home(section, folder).glob("step-*/manifest.json"))
+
+
+def _home(section: CheckpointSection, folder: Path) -> Path:
+    return user_path(section.ckpt_path) if section.ckpt_path else folder / "checkpoints"
+
+
+def steps_of_ended_run(section: CheckpointSection, folder: Path) -> int | None:
+    """Return the number of steps, or of updates on fixed examples, of the run that continues in `folder`, if it has
+    ended: it has saved its models after the last step, and a checkpoint of that step. None for any other run."""
+    from rlhf_models.files import check_weights
+    from rlhf_train.run.recorder import ARTIFACTS, ended_after
+
+    done = ended_after(folder / ARTIFACTS["metrics"])
+    model = folder / ARTIFACTS["final model"]
+    if not section.continues or done is None or not model.is_dir():
+        return None
+    try:
+        check_weights(model)
+    except ConfigError:
+        return None
+    return done if (_home(section, folder) / f"step-{done}/manifest.json").is_file() else None
+
+
+def nothing_is_left(folder: Path, done: str, options: str) -> str:
+    """Return the message for a run that has ended, and what makes it longer.
+
+    Args:
+        folder: of the run.
+        done: what it has done, such as "40 step(s)".
+        options: those that decide about it.
+    """
+    return f"the run in {folder} has done its {done}: nothing is left to do\n\nhint: a larger {options} continues it"
 
 
 def check_can_continue(section: CheckpointSection, folder: Path) -> None:
