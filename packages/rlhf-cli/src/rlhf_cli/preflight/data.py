@@ -111,7 +111,7 @@ def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | No
     for part in (prompts.counts, held_out.counts) if held_out is not None else (prompts.counts,):
         if part.num_too_long:
             count = f"{part.num_too_long} of {part.num_rows} prompts are longer than --prompt_max_len and left out"
-            notices.append(f"{count}; the longest has {part.longest_tokens} tokens")
+            notices.append(f"{part.most_is_lost}{count}; the longest has {part.longest_tokens} tokens")
         if part.num_bad:
             notices.append(f"{part.num_bad} of {part.num_rows} rows cannot be used and are left out")
     trained = {prompt.text for prompt in prompts}
