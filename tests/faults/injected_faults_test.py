@@ -100,6 +100,28 @@ def test_rank_that_meets_a_full_disk_makes_room_for_its_receipt(tmp_path):
     assert "No space left" in json.loads((tmp_path / (RANK_FILE + RECEIPT)).read_text())["error"]
 
 
+def test_rank_whose_file_leaves_no_room_for_its_receipt_tells_so(tmp_path, monkeypatch):
+    from rlhf_train.run.rank_state import _write
+
+    class LastThatFits:
+        def write(self, path):
+            with path.open("wb") as file:
+                file.write(b"0" * 4096)
+
+    write = Path.write_bytes
+
+    def write_bytes(path, content):
+        if (tmp_path / RANK_FILE).exists():
+            path.touch()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    _write({RANK_FILE: LastThatFits()}, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [RANK_FILE + RECEIPT]
+    assert "No space left" in json.loads((tmp_path / (RANK_FILE + RECEIPT)).read_text())["error"]
+
+
 def test_disk_that_is_full_for_rollouts_ends_the_run_with_its_state_saved(make_run):
     """The limit of file sizes stands for the disk: other files of the run are smaller."""
     run = make_run(SpreadReward(), num_steps=9)

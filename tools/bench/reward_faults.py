@@ -50,13 +50,12 @@ def num_open_files() -> int:
 
 
 async def score(reward: FunctionReward, count: int, num_workers: int) -> list[Verdict]:
-    """Score `count` rollouts, each in a call of its own, as many at a time as there are workers."""
-    prompt = Prompt("p", [1], "2+2=", "4")
-    rollout = Rollout("r", "g0", (Span(SpanSource.PROMPT, prompt.token_ids),), FinishReason.STOP, "4")
+    """Score `count` rollouts, each of a prompt and in a call of its own, as many at a time as there are workers."""
+    prompts = [Prompt(f"p{index}", [1], "2+2=", "4") for index in range(count)]
+    rollout = Rollout("r", "g0", (Span(SpanSource.PROMPT, prompts[0].token_ids),), FinishReason.STOP, "4")
     verdicts: list[Verdict] = []
     while len(verdicts) < count:
-        width = min(num_workers, count - len(verdicts))
-        calls = [reward.score(prompt, [rollout]) for _ in range(width)]
+        calls = [reward.score(prompt, [rollout]) for prompt in prompts[len(verdicts) :][:num_workers]]
         for [verdict] in await asyncio.gather(*calls):
             verdicts.append(verdict)
     return verdicts

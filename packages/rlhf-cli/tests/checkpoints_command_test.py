@@ -85,8 +85,17 @@ def test_terminated_run_says_how_it_continues_and_does_so_with_the_folder_alone(
     (home / "run/model/model.safetensors").unlink()
     assert main([*SFT, "--save_path", "run", "--load_checkpoint"]) == 0
     assert same_model(home / "run/model", home / "whole/model")
-    steps = [json.loads(line)["step"] for line in (home / "run/metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 3, 4, 5, 6]
+    *lines, summary = map(json.loads, (home / "run/metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert summary.keys() == {"step", "time/total"} and summary["step"] == 6
+
+
+def test_ended_run_starts_nothing(home, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("rlhf_train.offline.job.run_offline", lambda *_: pytest.fail("a run was started"))
+        assert main(["sft", "--resume", "whole"]) == 0
+    said = f"the run in {home}/whole has done its 6 update(s): nothing is left to do\n\nhint: a larger --max_epochs"
+    assert said in capsys.readouterr().out
 
 
 def test_other_examples_or_batch_sizes_are_refused(home, capsys):
@@ -136,8 +145,9 @@ def test_prune_keeps_the_newest_and_the_best_and_leaves_what_is_torn(tmp_path, c
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [2, 4, 5]
 
 
-def test_export_gives_the_model_that_the_run_saved(home, tmp_path):
+def test_export_gives_the_model_that_the_run_saved(home, tmp_path, capsys):
     assert main(["checkpoints", "whole", "--export", "6", "--output_path", str(tmp_path / "sft")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"written to {tmp_path / 'sft'}"
     assert same_model(tmp_path / "sft", home / "whole/model")
     load_actor(tmp_path / "sft", dtype="float32")
     assert main(["checkpoints", "lora", "--export", "6", "--output_path", str(tmp_path / "rm")]) == 0

@@ -8,6 +8,7 @@ import pytest
 from rlhf_cli.commands.ppo import lowest_layer
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.jobs import count_steps, describe_batches, make_job, make_plan
+from rlhf_cli.preflight.data import data_notices
 from rlhf_cli.preflight.devices import check_device, find_gpus
 from rlhf_cli.preflight.inputs import Inputs
 from rlhf_data.command_line import CommandLine
@@ -49,6 +50,29 @@ def make(config: PpoConfig, num_gpus: int):
 )
 def test_count_steps_covers_the_episodes_up_to_train_steps(argv, num_prompts, steps):
     assert count_steps(configure(*argv), num_prompts) == steps
+
+
+@pytest.mark.parametrize(
+    ("argv", "num_prompts", "told"),
+    [
+        (["--train_steps", "2"], 33, None),  # 33 / 32 begin a second step
+        (["--train_steps", "3"], 33, "33 prompts x 1 episode(s) / --rollout_batch_size 32 give 2 step(s), 2"),
+        (["--train_steps", "9", "--num_episodes", "2"], 65, "65 prompts x 2 episode(s) / --rollout_batch_size 32"
+         " give 5 step(s), 4"),  # 4 * 65 / 32 = 8.1
+        (["--train_steps", "None"], 33, None),
+    ],
+)  # fmt: skip
+def test_train_steps_that_the_prompts_do_not_suffice_for_are_a_notice(argv, num_prompts, told):
+    config = configure(*argv)
+    notices = data_notices(config, prompt_set(num_prompts), None)
+    if told is None:
+        assert notices == []
+        return
+    [notice] = notices
+    count, _, episodes = told.rpartition(", ")
+    assert notice == f"{argv[0]} {argv[1]} is not reached: {count}; --num_episodes {episodes} suffices"
+    assert count_steps(configure(*argv, "--num_episodes", episodes), num_prompts) == int(argv[1])
+    assert count_steps(configure(*argv, "--num_episodes", str(int(episodes) - 1)), num_prompts) < int(argv[1])
 
 
 def test_make_job_schedule_spans_all_optimizer_steps():

@@ -1,11 +1,13 @@
 """Options of a run that continues: which contradict, which may change, and which cannot."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from rlhf_cli.builtin import MODEL_DIR
 from rlhf_cli.commands.examples import COMMANDS
-from rlhf_cli.commands.ppo import COMMAND_LINE
+from rlhf_cli.commands.ppo import COMMAND_LINE, main
 from rlhf_cli.paths import check_output_folder
 from rlhf_cli.preflight.resume import (
     changed_options,
@@ -13,6 +15,7 @@ from rlhf_cli.preflight.resume import (
     check_run_folders,
     has_checkpoint,
     saying_how_to_resume,
+    steps_of_ended_run,
 )
 from rlhf_data.command_line import to_toml
 from rlhf_data.errors import ConfigError
@@ -74,6 +77,48 @@ def test_run_that_ended_without_a_checkpoint_is_not_replaced(tmp_path):
     check_can_continue(resumed, run)
 
 
+def ended_run(tmp_path, *argv, summary='{"step": 7, "time/total": 9.5}\n', step=7):
+    """Write a run of `ppo` that ended after seven steps: its last metrics, a checkpoint of `step`, and its model."""
+    run = written(tmp_path / "run", *argv)
+    (run / "metrics.jsonl").write_text(f'{{"step": 7, "loss": 0.5}}\n{summary}')
+    (run / f"checkpoints/step-{step}").mkdir(parents=True)
+    (run / f"checkpoints/step-{step}/manifest.json").touch()
+    shutil.copytree(MODEL_DIR, run / "model")
+    return run
+
+
+def test_run_that_has_done_all_its_steps_ends_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("rlhf_train.online.run.run_online", lambda job, view: pytest.fail("a run was started"))
+    run = ended_run(tmp_path, "--train_steps", "7")
+    for flags in ([], ["--train_steps", "5"]):
+        assert main(["--resume", str(run), *flags]) == 0
+        said = f"the run in {run} has done its 7 step(s): nothing is left to do\n\nhint: a larger --train_steps or"
+        assert said in capsys.readouterr().out
+    with pytest.raises(pytest.fail.Exception, match="a run was started"):
+        main(["--resume", str(run), "--train_steps", "8"])
+
+
+@pytest.mark.parametrize(
+    ("change", "done"),
+    [
+        ({}, 7),
+        ({"summary": ""}, None),  # it was killed after its last checkpoint, and the model is that of an earlier error
+        ({"summary": '{"step": 7, "time/tot'}, None),
+        ({"step": 5}, None),  # the last two steps can be done again
+    ],
+    ids=["ended", "killed", "killed while it wrote", "old checkpoint"],
+)
+def test_run_has_ended_once_its_last_checkpoint_its_model_and_its_summary_are_there(tmp_path, change, done):
+    run = ended_run(tmp_path, **change)
+    section = parse("--resume", str(run)).config.checkpoint
+    assert steps_of_ended_run(section, run) == done
+    assert steps_of_ended_run(parse().config.checkpoint, run) is None
+    (run / "model/model.safetensors").write_bytes(b"torn")
+    assert steps_of_ended_run(section, run) is None
+    shutil.rmtree(run / "model")
+    assert steps_of_ended_run(section, run) is None
+
+
 def test_resume_in_another_folder_is_refused(tmp_path):
     run = written(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"continues in that folder, and --save_path is elsewhere\n\nhint: drop"):
@@ -88,13 +133,36 @@ def test_run_that_was_started_by_another_spelling_of_its_folder_is_resumed(tmp_p
 
 def test_changed_options_are_named_unless_they_leave_no_trace(tmp_path):
     run = written(tmp_path / "run", "--actor_learning_rate", "3e-4", "--train_steps", "5")
-    same = ["--actor_learning_rate", "3e-4", "--train_steps", "9", "--save_steps", "3", "--eval_steps", "2"]
+    same = ["--actor_learning_rate", "3e-4", "--train_steps", "5", "--save_steps", "3", "--eval_steps", "2"]
     assert changed_options(to_toml(parse(*same).config), run) == []
-    [notice] = changed_options(to_toml(parse("--actor_learning_rate", "1e-4").config), run)
+    [notice] = changed_options(to_toml(parse("--actor_learning_rate", "1e-4", *same[2:]).config), run)
     assert notice.startswith("--actor_learning_rate was 0.0003 and is 0.0001: from here on")
     assert changed_options("", tmp_path / "new") == []
     with pytest.raises(ConfigError, match="--target_modules was all-linear and is q_proj, and the checkpoints"):
         changed_options(to_toml(parse(*same, "--target_modules", "q_proj").config), run)
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_notices"),
+    [
+        ([], True),
+        (["--lr_scheduler", "linear", "--lr_warmup_ratio", "0"], True),
+        (["--lr_scheduler", "constant", "--lr_warmup_ratio", "0.1"], True),
+        (["--lr_scheduler", "constant", "--lr_warmup_ratio", "0"], False),
+    ],
+    ids=["cosine", "linear", "constant after a warm-up", "constant"],
+)
+def test_another_length_is_named_unless_learning_rates_do_not_depend_on_it(tmp_path, flags, has_notices):
+    follows = "from here on, learning rates follow the schedule of a run of the new length"
+    steps = f"--train_steps was 5 and is 9: {follows}"
+    episodes = f"--num_episodes was 1 and is 3: {follows}"
+    run = written(tmp_path / "run", "--train_steps", "5", "--num_episodes", "1", *flags)
+    for more, said in (
+        (["--train_steps", "5", "--num_episodes", "1"], []),
+        (["--train_steps", "9", "--num_episodes", "1"], [steps]),
+        (["--train_steps", "9", "--num_episodes", "3"], [episodes, steps]),
+    ):
+        assert changed_options(to_toml(parse(*more, *flags).config), run) == (said if has_notices else [])
 
 
 @pytest.mark.parametrize("line", [COMMAND_LINE, COMMANDS["sft"].command_line], ids=["ppo", "sft"])
@@ -117,7 +185,7 @@ def test_run_on_fixed_examples_takes_its_options_too_and_keeps_its_examples(tmp_
     config = line.parse(["--resume", str(run), "--max_epochs", "2", "--eval_dataset", "b.jsonl"]).config
     assert (config.data.dataset, config.checkpoint.save_steps, config.training.max_epochs) == ("a.jsonl", 5, 2)
     [notice] = changed_options(to_toml(config), run)
-    assert notice.startswith("--max_epochs was 1 and is 2: from here on")
+    assert notice.startswith("--max_epochs was 1 and is 2: from here on, learning rates follow")
     with pytest.raises(
         ConfigError, match=r"--dataset was a.jsonl and is b.jsonl, and the checkpoints(.|\n)*hint: drop"
     ):

@@ -8,6 +8,7 @@ import pytest
 from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.prompts import load_prompts
+from rlhf_data.rows import Counts
 from rlhf_data.sources import open_sources
 from rlhf_data.testing import BOS_ID, ByteTokenizer
 
@@ -50,6 +51,14 @@ def test_load_prompts_drops_and_counts_too_long_and_cuts_nothing(tmp_path):
     assert [len(prompt.token_ids) for prompt in prompts] == [4, 6]
     assert (prompts.counts.num_rows, prompts.counts.num_too_long, prompts.counts.longest_tokens) == (3, 1, 8)
     assert prompts.summary == "2 prompts, the longest read has 8 tokens; 1 of 3 left out as too long"
+
+
+def test_load_prompts_most_too_long_says_which_share(tmp_path):
+    rows = open_sources(write_jsonl(tmp_path / "a.jsonl", ROWS))
+    prompts = load_prompts(rows, ByteTokenizer(), input_key="q", prompt_max_len=4)  # they have 4, 6 and 8 tokens
+    lost = "most of the data, 67 %, is not used: 2 of 3 left out as too long"
+    assert prompts.summary == f"1 prompts, the longest read has 8 tokens; {lost}"
+    assert Counts(num_rows=4, num_too_long=2).most_is_lost == ""
 
 
 def test_load_prompts_all_too_long_says_how_long_they_are(tmp_path):

@@ -63,6 +63,47 @@ def test_breaker_counts_quick_failures_that_broke_something(clock):
     assert breaker.note(HANG, 0.01, costly=True)
 
 
+def test_breaker_counts_at_most_two_failures_per_prompt(clock):
+    breaker = Breaker(5)
+    assert not any(breaker.note(HANG, 5.0, prompt_id="a") for _ in range(20))
+    assert breaker.refusal() is None
+    # With the two of prompt a: one of prompt b is the third, and two of no prompt are the fourth and fifth.
+    assert [breaker.note(HANG, 5.0, prompt_id=name) for name in ("b", None, None)] == [False, False, True]
+    assert breaker.refusal().detail.startswith("not called, because 23 calls in a row failed")
+    assert not breaker.note(HANG, 5.0, prompt_id="a")  # said once
+
+
+def test_breaker_counts_the_failures_of_a_prompt_anew_after_a_success(clock):
+    breaker = Breaker(3)
+    for _ in range(2):
+        breaker.note(HANG, 5.0, prompt_id="a")
+    breaker.note(None, 1.0, prompt_id="b")
+    assert not any(breaker.note(HANG, 5.0, prompt_id="a") for _ in range(2))
+    assert breaker.note(HANG, 5.0, prompt_id="b")
+
+
+def test_function_that_hangs_for_one_prompt_is_called_for_the_others(write):
+    reward = write("""
+        import time
+        def reward_func(queries, prompts, labels):
+            time.sleep(1000 if prompts[0] == "bad" else 0)
+            return {"rewards": [1.0 for _ in queries]}
+    """)
+
+    async def run():
+        function = FunctionReward(reward, num_workers=1, timeout_s=2.0, max_failures=3)
+        bad = make_prompt("bad")
+        good = make_prompt("good")
+        failed = await function.score(bad, [make_rollout(bad, str(index)) for index in range(4)])
+        scored = await function.score(good, [make_rollout(good, "4")])
+        await function.close()
+        return failed, scored
+
+    failed, scored = asyncio.run(run())
+    assert [verdict.detail for verdict in failed] == ["no answer within 2 s"] * 4
+    assert [verdict.kind for verdict in scored] == [VerdictKind.OK]
+
+
 def test_function_that_always_hangs_is_held_back_with_its_last_error(write, tmp_path, caplog):
     reward = write(f"""
         import time

@@ -176,6 +176,25 @@ def test_generate_option_without_effect_is_a_notice(prompts, tmp_path, capsys, m
     assert told == f"notice: {notice}\n"
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--reward_pretrain m", "the reward model, m: a score of at least 1 (--success_threshold) counts as right"),
+        ("--reward_pretrain m --success_threshold 0.5", "the reward model, m: a score of at least 0.5 (--success_th"),
+        ("--reward_pretrain m --remote_rm_url math", "the first of 2 rewards, math: a score of at least 1 (--suc"),
+        ("--remote_rm_url math", None),
+    ],
+    ids=["model", "model and threshold", "two rewards", "a reward with verdicts"],
+)
+def test_what_counts_as_right_is_told_where_the_reward_does_not_say_it(prompts, tmp_path, capsys, flags, says):
+    assert generate(prompts, tmp_path / "out.jsonl", *flags.split(), "--dry_run") == 0
+    generated = capsys.readouterr().err
+    assert main(["score", "--dataset", "d", "--output_path", "o", *flags.split(), "--dry_run"]) == 0
+    for told in (generated, capsys.readouterr().err):
+        assert told.count("verdicts follow") == (says is not None)
+        assert f"notice: verdicts follow {says or ''}" in told or says is None
+
+
 def test_score_keys_that_its_rows_do_not_have_are_a_notice(capsys):
     words = ["score", "--dataset", "d", "--output_path", "o", *_MATH, "--dry_run"]
     assert main([*words, "--prompt_key", "p"]) == 0

@@ -67,7 +67,7 @@ def judged(monkeypatch, rubric):
     for module in ("judge", "breaker"):
         monkeypatch.setattr(f"rlhf_rollout.rewards.{module}.time", clock)
 
-    def judged(judge, texts, *, takes_s=0.0, **more):
+    def judged(judge, texts, *, takes_s=0.0, num_prompts=1, **more):
         async def answer(request):
             await asyncio.sleep(takes_s)
             status, content, *headers = judge(json.loads(request.content), request.headers)
@@ -77,10 +77,11 @@ def judged(monkeypatch, rubric):
             reward = JudgeReward(rubric, options("https://judge/v1", **more))
             await reward.judge.close()
             reward.judge._client = httpx.AsyncClient(transport=httpx.MockTransport(answer), timeout=None)
-            prompt = make_prompt("2+2=", "4")
-            verdicts = await reward.score(prompt, [make_rollout(prompt, text) for text in texts])
+            prompts = [make_prompt("2+2=", "4", prompt_id=str(index)) for index in range(num_prompts)]
+            scored = [reward.score(prompt, [make_rollout(prompt, text) for text in texts]) for prompt in prompts]
+            groups = await asyncio.gather(*scored)
             await reward.close()
-            return verdicts, now()
+            return [verdict for group in groups for verdict in group], now()
 
         return simulate(run())
 
@@ -262,10 +263,15 @@ def test_judge_is_asked_a_bounded_number_of_questions_and_waiting_for_a_place_co
 
 def test_judge_that_hangs_is_left_alone_after_a_while(judged):
     server = JudgeServer()
-    verdicts, seconds = judged(server, ["x"] * 40, takes_s=1000.0, num_calls=8, timeout_s=1.1)
+    more = {"takes_s": 1000.0, "num_calls": 8, "timeout_s": 1.1}
+    verdicts, seconds = judged(server, ["x"], num_prompts=40, **more)
     assert {v.kind for v in verdicts} == {TIMEOUT}
     assert seconds == pytest.approx(1.1)  # only the first eight are asked
     assert "not called, because 8 calls in a row failed" in verdicts[-1].detail
+    # One prompt alone does not hold the judge back: its 40 questions are asked, 8 at a time.
+    verdicts, seconds = judged(server, ["x"] * 40, **more)
+    assert not any("not called" in v.detail for v in verdicts)
+    assert seconds == pytest.approx(5 * 1.1)
 
 
 def test_judge_that_is_cancelled_asks_nothing_more(server, rubric):

@@ -1,10 +1,13 @@
 """Checkpoints on the disk: whole or not there, found again, checked, and removed when there are too many."""
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -129,6 +132,35 @@ def test_rank_that_cannot_write_fails_the_checkpoint_and_the_old_one_stays(tmp_p
     assert checkpoints.newest_whole(pytest.fail).step == 1
 
 
+def test_disk_without_room_for_the_reason_is_named_as_the_reason(tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1.5 * 2**20))
+    checkpoints = Checkpoints(tmp_path)
+    staging = checkpoints.begin(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", lambda path, content: write_a_part(path, content, full))
+        write_receipt(staging / "actor", full)
+    assert (staging / f"actor{RECEIPT}").read_bytes() == b""
+    says = r"actor cannot be written: there is no room even for the reason; 1\.5 MiB are free there\n\nhint: free space"
+    with pytest.raises(CheckpointError, match=says):
+        checkpoints.commit(1, {}, ["actor"], None)
+
+
+def write_a_part(path, content, error):
+    with path.open("wb") as file:
+        file.write(content[:3])
+    raise error
+
+
+def test_receipt_of_a_file_that_the_disk_has_no_room_for_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "actor").write_bytes(b"w")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(Path, "write_bytes", lambda path, content: write_a_part(path, content, full))
+    with pytest.raises(OSError, match="No space left"):
+        write_receipt(tmp_path / "actor")
+    assert not (tmp_path / f"actor{RECEIPT}").exists()
+
+
 def test_commit_waits_for_the_ranks_and_gives_up_when_they_have_ended(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     staging = checkpoints.begin(1)
@@ -138,7 +170,7 @@ def test_commit_waits_for_the_ranks_and_gives_up_when_they_have_ended(tmp_path):
     staging = checkpoints.begin(2)
     ended = threading.Event()
     threading.Timer(0.2, ended.set).start()
-    with pytest.raises(CheckpointError, match="the rank that writes it has ended"):
+    with pytest.raises(CheckpointError, match=r"the rank that writes it has ended; \d+\.\d MiB are free there"):
         checkpoints.commit(2, {}, ["actor"], None, ended)
 
 

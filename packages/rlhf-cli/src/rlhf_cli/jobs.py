@@ -162,9 +162,7 @@ def make_job(
 def count_steps(config: PpoConfig, num_prompts: int, recording: Recording | None = None) -> int:
     """Return the number of steps, at most `train_steps`: as many as `num_episodes` passes over the prompts need, or as
     the run was to have whose recording is replayed."""
-    steps = math.ceil(config.training.num_episodes * num_prompts / config.rollout.rollout_batch_size)
-    if recording is not None:
-        steps = recording.num_planned
+    steps = config.steps_of_episodes(num_prompts) if recording is None else recording.num_planned
     return steps if config.training.train_steps is None else min(steps, config.training.train_steps)
 
 

@@ -139,10 +139,18 @@ class Counts:
         numbers = (getattr(self, name) + getattr(other, name) for name in ("num_rows", "num_too_long", "num_bad"))
         return Counts(*numbers, max(self.longest_tokens, other.longest_tokens), self.bad + other.bad)
 
+    @property
+    def most_is_lost(self) -> str:
+        """The first words of a notice if more than half of the rows are too long, with their share; else none."""
+        if self.num_too_long <= self.num_rows / 2:
+            return ""
+        return f"most of the data, {100 * self.num_too_long / self.num_rows:.0f} %, is not used: "
+
     def summary(self, kept: str) -> str:
         """Return a summary in one line. `kept` says what was kept, such as "5 prompts"."""
         text = f"{kept}, the longest read has {self.longest_tokens} tokens"
-        text += f"; {self.num_too_long} of {self.num_rows} left out as too long" if self.num_too_long else ""
+        too_long = f"; {self.most_is_lost}{self.num_too_long} of {self.num_rows} left out as too long"
+        text += too_long if self.num_too_long else ""
         bad = f"; {self.num_bad} of {self.num_rows} cannot be used, such as {self.bad[0]}" if self.bad else ""
         return text + bad.partition("\n")[0]
 

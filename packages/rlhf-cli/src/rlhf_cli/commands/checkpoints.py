@@ -183,6 +183,7 @@ def _export(run: Path, found: Sequence[Path], section: CheckpointsSection, *, dr
     if not dry_run:
         with TERMINAL.captured(log_file("checkpoints", str(out))), TERMINAL.progress.doing(f"loading {role}"):
             _write_model(_options(run), checkpoint, role, out)
+        print(f"written to {out}")
 
 
 def _write_model(options: dict[str, Any], checkpoint: "Checkpoint", role: str, out: Path) -> None:

@@ -32,7 +32,9 @@ from rlhf_cli.preflight.resume import (
     changed_options,
     check_can_continue,
     check_run_folders,
+    nothing_is_left,
     saying_how_to_resume,
+    steps_of_ended_run,
     to_store,
 )
 from rlhf_cli.secrets import restart_without_key
@@ -138,6 +140,12 @@ class Command:
             console.log(f"results will be in {folder}, messages of libraries in {LOG_FILE} there")
             console.working("checking model and data")
         job, tokenizer = _prepare(self, parsed.config, folder, console)
+        # All ranks find the same: rank 0 changes nothing in the folder of a run that has ended.
+        num_updates = job.schedule.num_updates(len(job.examples))
+        if steps_of_ended_run(parsed.config.checkpoint, folder) == num_updates:
+            if is_first:
+                console.result(nothing_is_left(folder, f"{num_updates} update(s)", "--max_epochs"))
+            return
         _train(self, parsed, job, tokenizer, console)
 
     def _show(self, parsed: Parsed[OfflineConfig], folder: Path, console: "Console") -> None:
@@ -304,14 +312,17 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
     kept = resumed_step(job.checkpoints, checkpoint)
     with Recorder(str(folder), to_toml(config), trackers, view, kept) as recorder:
         final = run_offline(job, view, recorder, checkpoint)
+        # The trainer saved the tokenizer of --pretrain with each model. Replace it, because it lacks the new template.
+        if getattr(parsed.config.data, "tokenizer_chat_template", None) is not None:
+            for path in (recorder.path("final model"), recorder.path("best model")):
+                if path.exists():
+                    tokenizer.save_pretrained(path)
+        summary = {"time/total": time.perf_counter() - started}
+        recorder.metrics(job.schedule.num_updates(len(job.examples)), summary)
     leave_process_group()
-    final |= {"time/total": time.perf_counter() - started}
+    final |= summary
     known = {**ARTIFACTS, "adapter": f"{ARTIFACTS['final model']}/{ADAPTER_FOLDER}"}
     artifacts = {name: path for name, path in known.items() if (folder / path).exists()}
-    # The trainer saved the tokenizer of --pretrain with each model. Replace it, because it lacks the new template.
-    if getattr(parsed.config.data, "tokenizer_chat_template", None) is not None:
-        for name in artifacts.keys() & {"final model", "best model"}:
-            tokenizer.save_pretrained(folder / artifacts[name])
     show_results(console, str(folder), artifacts, final, loader=_LOADERS[job.objective.model_kind])
 
 

@@ -13,7 +13,14 @@ from rlhf_cli.config.openrlhf import adapt, flags_of
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import LOG_FILE, output_folder, user_path
-from rlhf_cli.preflight.resume import changed_options, check_can_continue, check_run_folders, saying_how_to_resume
+from rlhf_cli.preflight.resume import (
+    changed_options,
+    check_can_continue,
+    check_run_folders,
+    nothing_is_left,
+    saying_how_to_resume,
+    steps_of_ended_run,
+)
 from rlhf_cli.presets import PRESETS
 from rlhf_cli.secrets import restart_without_key
 from rlhf_data.checks import once
@@ -107,6 +114,10 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
         len(parsed.notices) :
     ]:
         console.notice(notice)
+    done = steps_of_ended_run(config.checkpoint, folder)
+    if done is not None and done >= job.num_steps:
+        console.result(nothing_is_left(folder, f"{done} step(s)", "--train_steps or --num_episodes"))
+        return
     console.result(f"placement: {plan.describe()}")
     num_held_out = len(inputs.eval_prompts or ())
     console.result(f"batches\n{describe_batches(config, plan, len(inputs.prompts) or None, num_held_out)}")

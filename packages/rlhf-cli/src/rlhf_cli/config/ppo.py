@@ -1,5 +1,6 @@
 """The configuration of `ppo`."""
 
+import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,10 @@ class PpoConfig(Config):
 
         num_samples = self.rollout.n_samples_per_prompt
         return BatchSizes(num_samples_per_prompt=num_samples, **matching(BatchSizes, self.rollout, self.training))
+
+    def steps_of_episodes(self, num_prompts: int) -> int:
+        """Return the number of steps that --num_episodes passes over `num_prompts` prompts need."""
+        return math.ceil(self.training.num_episodes * num_prompts / self.rollout.rollout_batch_size)
 
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`. Notices come in a run's order: model, rewards, objective, training, evaluation, placement."""

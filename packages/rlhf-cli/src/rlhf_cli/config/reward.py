@@ -9,7 +9,6 @@ from rlhf_rollout.commands import sections
 
 Normalization = one_of(("together", "each", "none"))
 
-_WORDLESS = {"model", "judge", "pairwise"}  # kinds of rewards that do not say which responses are right
 _SUM_OPTIONS = (
     *("running_reward_norm", "reward_clip_range", "overlong_buffer_len", "stop_properly_penalty_coef"),
     "reward_by_turn",
@@ -99,11 +98,7 @@ class RewardSection(sections.RewardSection):
             (self.overlong_buffer_len == 0, ["overlong_penalty_factor"], "there is no --overlong_buffer_len"),
             (keeps_all, ["stop_properly_penalty_coef"], "at 1 a response keeps all of its reward"),
         )
-        if len(sources) > 1 or kinds & _WORDLESS:
-            alone = "the reward model" if kinds == {"model"} else "the judge"
-            which = f"the first of {len(sources)} rewards" if len(sources) > 1 else alone
-            rule = f"a score of at least {self.success_threshold:g} (--success_threshold) counts as right"
-            notices.append(f"accuracy and pass@k follow {which}, {sources[0].name}: {rule}, unless it says so itself")
+        notices += self.what_is_right("accuracy and pass@k")
         if "pairwise" in kinds:
             notices.append(
                 "the mean reward of a pairwise judge is always 0.5: it compares responses of the same policy"

@@ -111,7 +111,7 @@ def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | No
     for part in (prompts.counts, held_out.counts) if held_out is not None else (prompts.counts,):
         if part.num_too_long:
             count = f"{part.num_too_long} of {part.num_rows} prompts are longer than --prompt_max_len and left out"
-            notices.append(f"{count}; the longest has {part.longest_tokens} tokens")
+            notices.append(f"{part.most_is_lost}{count}; the longest has {part.longest_tokens} tokens")
         if part.num_bad:
             notices.append(f"{part.num_bad} of {part.num_rows} rows cannot be used and are left out")
     trained = {prompt.text for prompt in prompts}
@@ -126,5 +126,14 @@ def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | No
         notices.append(
             f"--dynamic_filtering may draw {most} prompts per step (--rollout_batch_size x"
             f" --dynamic_filtering_max_batches), more than the {len(prompts)} there are: some are used again"
+        )
+    wanted = config.training.train_steps
+    steps = config.steps_of_episodes(len(prompts))
+    if wanted is not None and steps < wanted:
+        count = f"{len(prompts)} prompts x {config.training.num_episodes} episode(s)"
+        needed = (wanted - 1) * size // len(prompts) + 1  # the last step need not be full of prompts of a pass
+        notices.append(
+            f"--train_steps {wanted} is not reached: {count} / --rollout_batch_size {size} give {steps} step(s);"
+            f" --num_episodes {needed} suffices"
         )
     return notices

@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rlhf_data.errors import ConfigError
 # Sections and options without a trace in the numbers of a step.
 _NO_TRACE = {
     *("checkpoint", "output", "evaluation"),  # sections
-    *("train_steps", "num_episodes", "reward_num_workers", "reward_batch_size", "reward_timeout_s"),
+    *("reward_num_workers", "reward_batch_size", "reward_timeout_s"),
     *("agent_num_workers", "agent_timeout_s"),
     *("eval_dataset", "eval_split", "data_num_workers", "data_cache"),
 }
@@ -23,6 +23,9 @@ _FIXED = (
     *("pretrain", "ref_pretrain", "critic_pretrain", "teacher_model", "lora_rank", "critic_lora_rank"),
     *("target_modules", "optim", "advantage_estimator", "prompt_data", "dataset", "seed"),
 )
+# Options that decide how many steps a run has, or how many updates on fixed examples.
+_ONLINE_LENGTH = ("train_steps", "num_episodes")
+_OFFLINE_LENGTH = ("max_epochs",)
 
 
 def check_run_folders(section: CheckpointSection, folder: Path) -> None:
@@ -42,8 +45,39 @@ def check_run_folders(section: CheckpointSection, folder: Path) -> None:
 
 def has_checkpoint(section: CheckpointSection, folder: Path) -> bool:
     """Return whether the run in `folder` has a checkpoint to continue from."""
-    home = user_path(section.ckpt_path) if section.ckpt_path else folder / "checkpoints"
-    return not section.disable_ds_ckpt and any(home.glob("step-*/manifest.json"))
+    return not section.disable_ds_ckpt and any(_home(section, folder).glob("step-*/manifest.json"))
+
+
+def _home(section: CheckpointSection, folder: Path) -> Path:
+    return user_path(section.ckpt_path) if section.ckpt_path else folder / "checkpoints"
+
+
+def steps_of_ended_run(section: CheckpointSection, folder: Path) -> int | None:
+    """Return the number of steps, or of updates on fixed examples, of the run that continues in `folder`, if it has
+    ended: it has saved its models after the last step, and a checkpoint of that step. None for any other run."""
+    from rlhf_models.files import check_weights
+    from rlhf_train.run.recorder import ARTIFACTS, ended_after
+
+    done = ended_after(folder / ARTIFACTS["metrics"])
+    model = folder / ARTIFACTS["final model"]
+    if not section.continues or done is None or not model.is_dir():
+        return None
+    try:
+        check_weights(model)
+    except ConfigError:
+        return None
+    return done if (_home(section, folder) / f"step-{done}/manifest.json").is_file() else None
+
+
+def nothing_is_left(folder: Path, done: str, options: str) -> str:
+    """Return the message for a run that has ended, and what makes it longer.
+
+    Args:
+        folder: of the run.
+        done: what it has done, such as "40 step(s)".
+        options: those that decide about it.
+    """
+    return f"the run in {folder} has done its {done}: nothing is left to do\n\nhint: a larger {options} continues it"
 
 
 def check_can_continue(section: CheckpointSection, folder: Path) -> None:
@@ -98,6 +132,7 @@ def changed_options(config: str, folder: Path) -> list[str]:
         return []
     before = _options(path.read_text(encoding="utf-8"))
     after = _options(config)
+    lengths = _ONLINE_LENGTH if "training.num_episodes" in after else _OFFLINE_LENGTH
     notices = []
     for name in sorted(before.keys() | after.keys()):
         old = before.get(name)
@@ -109,8 +144,16 @@ def changed_options(config: str, folder: Path) -> list[str]:
         if option in _FIXED:
             message = f"{change}, and the checkpoints of {folder} belong to the value it had"
             raise ConfigError(message, hint=f"drop --{option}, or start a new run with another --save_path")
-        notices.append(f"{change}: from here on, the run differs from one without an interruption")
+        if option not in lengths:
+            notices.append(f"{change}: from here on, the run differs from one without an interruption")
+        elif _has_schedule(after):
+            notices.append(f"{change}: from here on, learning rates follow the schedule of a run of the new length")
     return notices
+
+
+def _has_schedule(options: Mapping[str, object]) -> bool:
+    """Return whether learning rates depend on the length of the run."""
+    return options["training.lr_scheduler"] != "constant" or options["training.lr_warmup_ratio"] != 0
 
 
 def _options(text: str) -> dict[str, object]:

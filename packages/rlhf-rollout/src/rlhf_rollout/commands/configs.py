@@ -173,7 +173,7 @@ class GenerateConfig(Config):
         notices = self.engine.check(given) + self.agent.check(given)
         given = self.agent.beside(given)
         if has_reward:
-            notices += self.reward.check(given, num_samples)
+            notices += [*self.reward.check(given, num_samples), *self.reward.what_is_right("verdicts")]
         return notices + without_effect(
             given,
             (not has_reward, _REWARD_OPTIONS, "nothing scores the responses"),
@@ -204,7 +204,8 @@ class ScoreConfig(Config):
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`."""
         pairs = self.data.chosen_key is not None
-        return self.reward.check(given) + without_effect(
+        notices = self.reward.check(given) + self.reward.what_is_right("verdicts")
+        return notices + without_effect(
             given,
             (pairs, ["input_key", "output_key"], "--chosen_key says that rows are pairs"),
             (not pairs, ["rejected_key", "prompt_key"], "without --chosen_key a row holds one answer"),

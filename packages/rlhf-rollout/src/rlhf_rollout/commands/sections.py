@@ -268,6 +268,18 @@ class RewardSection(Section, title="reward"):
         )
         return [missing("remote_rm_url", why, hint)]
 
+    def what_is_right(self, numbers: str) -> list[str]:
+        """Return a notice that says when a response counts as right in `numbers`, if users may expect something else:
+        with several rewards, and with one that does not say which responses are right."""
+        sources = self.sources()
+        kinds = {source.kind for source in sources}
+        if len(sources) < 2 and not kinds & {"model", *JUDGE_KINDS}:
+            return []
+        alone = "the reward model" if kinds == {"model"} else "the judge"
+        which = f"the first of {len(sources)} rewards" if len(sources) > 1 else alone
+        rule = f"a score of at least {self.success_threshold:g} (--success_threshold) counts as right"
+        return [f"{numbers} follow {which}, {sources[0].name}: {rule}, unless it says so itself"]
+
     def check(self, given: Collection[str], num_samples: int = 1) -> list[str]:
         """Return notices for options of a kind of source that is not used.
 

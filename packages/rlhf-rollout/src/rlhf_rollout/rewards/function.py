@@ -29,8 +29,8 @@ class FunctionReward:
 
     The rollouts of a prompt are scored in one call. If it fails, each rollout is scored in a call of its own, so that
     only the rollouts at fault get a failed verdict. A function that hangs, kills its worker or fails slowly many times
-    in a row is held back by a `Breaker`: rollouts then fail at once, with the last error. May be used from several
-    event loops.
+    in a row, for several prompts, is held back by a `Breaker`: rollouts then fail at once, with the last error. May be
+    used from several event loops.
 
     Args:
         reward: `FILE.py` (its `reward_func`), `FILE.py:function`, `module` or `module:function`.
@@ -38,7 +38,7 @@ class FunctionReward:
             more time by the longest time per rollout that a successful call has taken so far.
         num_workers: concurrent calls, each in its own process; further calls wait.
         worker: how the processes run.
-        max_failures: costly failures in a row after which the function is held back.
+        max_failures: costly failures in a row after which the function is held back; at most two per prompt count.
         success_threshold: see `verdict_of`.
         log_path: file for what the function prints, at most 10 MiB; None for this process's standard error, at most
             16 KiB per worker.
@@ -97,7 +97,8 @@ class FunctionReward:
                 raise RewardError(_CLOSED)
             loop = asyncio.get_running_loop()
             samples = reward_arguments(prompt, [rollout.text for rollout in part])
-            return await loop.run_in_executor(self._executor, self._call, samples, extra_arguments(part))
+            extras = extra_arguments(part)
+            return await loop.run_in_executor(self._executor, self._call, prompt.prompt_id, samples, extras)
 
         return await judge(rollouts, ask, self._success_threshold)
 
@@ -116,7 +117,7 @@ class FunctionReward:
         for worker in workers:
             worker.close()
 
-    def _call(self, samples: Samples, extras: dict[str, list[Any]]) -> Scored | Failure:
+    def _call(self, prompt_id: str, samples: Samples, extras: dict[str, list[Any]]) -> Scored | Failure:
         if refusal := self._breaker.refusal():
             return refusal
         worker = self._slots.get()
@@ -128,16 +129,18 @@ class FunctionReward:
             num_samples = len(samples[0])
             started = time.monotonic()
             outcome = worker.call(samples, extras, self._timeout_s + (num_samples - 1) * self._pace_s)
-            self._note(outcome, num_samples, time.monotonic() - started, costly=not worker.alive)
+            seconds = time.monotonic() - started
+            if isinstance(outcome, Scored):
+                self._pace_s = max(self._pace_s, seconds / num_samples)
+            self._note(outcome, seconds, costly=not worker.alive, prompt_id=prompt_id)
             return outcome
         finally:
             self._slots.put(worker if worker is None or worker.alive else self._retire(worker))
 
-    def _note(self, outcome: Scored | Failure, num_samples: int, seconds: float, *, costly: bool) -> None:
+    def _note(self, outcome: Scored | Failure, seconds: float, *, costly: bool, prompt_id: str) -> None:
         failure = outcome if isinstance(outcome, Failure) else None
-        if failure is None:
-            self._pace_s = max(self._pace_s, seconds / num_samples)
-        if self._breaker.note(failure, seconds, costly=costly) and not self._closed:
+        opens = self._breaker.note(failure, seconds, costly=costly, prompt_id=prompt_id)
+        if opens and not self._closed:
             name = f"{self._target.module}:{self._target.function}"
             _LOGGER.warning("%s keeps failing, so it is called only now and then: %s", name, outcome.detail)
 

@@ -41,7 +41,7 @@ class Judge:
 
     After a temporary failure (no connection, status 408, 425, 429 or 5xx) a question is asked again, within its time
     limit: after the seconds of `Retry-After`, or after a pause that doubles each time. A judge that fails slowly many
-    times in a row is held back by a `Breaker`. Use it from one event loop.
+    times in a row, for several prompts, is held back by a `Breaker`. Use it from one event loop.
 
     Args:
         calls: the judge's address, model and number of concurrent questions, and the time limit of a question with all
@@ -68,8 +68,8 @@ class Judge:
             ),  # a proxy would see the key of a judge on this machine
         )
 
-    async def ask(self, messages: Messages, read: Callable[[str], Any]) -> tuple[Any, Cost]:
-        """Return what `read` finds in the answer to a question, or a Failure; and what the answer cost.
+    async def ask(self, messages: Messages, read: Callable[[str], Any], prompt_id: str) -> tuple[Any, Cost]:
+        """Return what `read` finds in the answer to a question about a prompt, or a Failure; and what the answer cost.
 
         None from `read` stands for an answer that does not say what it should.
         """
@@ -80,7 +80,7 @@ class Judge:
             if outcome is None:
                 outcome, cost = await self._insist(messages, started + self._timeout_s)
                 failure = outcome if isinstance(outcome, RequestFailure) else None
-                self._breaker.note(failure, time.monotonic() - started)
+                self._breaker.note(failure, time.monotonic() - started, prompt_id=prompt_id)
         if isinstance(outcome, str):
             found = read(outcome)
             cost["judge_unparsable"] = float(found is None)
@@ -164,7 +164,8 @@ class JudgeReward:
 
     async def _grade(self, prompt: Prompt, text: str) -> Verdict:
         started = time.monotonic()
-        outcome, extra = await self.judge.ask(self.question(prompt, text), self._rubric.read_scores)
+        question = self.question(prompt, text)
+        outcome, extra = await self.judge.ask(question, self._rubric.read_scores, prompt.prompt_id)
         if isinstance(outcome, Failure):
             return self._verdict(outcome, extra, started)
         if len(outcome) > 1:
@@ -218,7 +219,8 @@ class PairwiseReward(JudgeReward):
         if first == second:
             return 0.5, cost
         orders = [self.question(prompt, first, second), self.question(prompt, second, first)]
-        answers = await asyncio.gather(*[self.judge.ask(messages, read_share) for messages in orders])
+        asked = [self.judge.ask(messages, read_share, prompt.prompt_id) for messages in orders]
+        answers = await asyncio.gather(*asked)
         for _, own in answers:
             cost.update(own)
         failed = [outcome for outcome, _ in answers if isinstance(outcome, Failure)]

@@ -273,13 +273,22 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def write_receipt(path: Path, error: Exception | None = None) -> None:
-    """Tell the process that waits in `Checkpoints.commit` that the file `path` is on the disk, or why it is not."""
+    """Tell the process that waits in `Checkpoints.commit` that the file `path` is on the disk, or why it is not.
+
+    An empty receipt stands for an `error` whose text does not fit on the disk. Raises OSError when the file cannot be
+    flushed, or the receipt of a file that is on the disk cannot be written.
+    """
     receipt: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"}
     if error is None:
         flush(path)
         receipt = {"size": path.stat().st_size, "sha256": sha256(path)}
     draft = path.with_name(f"{path.name}{RECEIPT}.draft")
-    draft.write_bytes(json.dumps(receipt).encode())
+    try:
+        draft.write_bytes(json.dumps(receipt).encode())
+    except OSError:
+        if error is None:
+            raise
+        os.truncate(draft, 0)
     draft.rename(path.with_name(path.name + RECEIPT))
 
 
@@ -287,14 +296,21 @@ def _await_receipt(path: Path, ended: threading.Event) -> tuple[int, str]:
     """Return size and SHA-256 of a rank's file once it is on the disk."""
     receipt = path.with_name(path.name + RECEIPT)
     while not receipt.exists():
-        if ended.wait(_POLL_S) and not receipt.exists():
-            raise cannot_save(path, "the rank that writes it has ended")
         if not path.parent.is_dir():
             raise cannot_save(path, "the folder was removed")
-    told = json.loads(receipt.read_bytes())
+        if ended.wait(_POLL_S) and not receipt.exists():
+            raise cannot_save(path, f"the rank that writes it has ended; {_free(path.parent)}")
+    content = receipt.read_bytes()
+    if not content:
+        raise cannot_save(path, f"there is no room even for the reason; {_free(path.parent)}")
+    told = json.loads(content)
     if "error" in told:
         raise cannot_save(path, told["error"])
     return int(told["size"]), str(told["sha256"])
+
+
+def _free(folder: Path) -> str:
+    return f"{shutil.disk_usage(folder).free / 2**20:.1f} MiB are free there"
 
 
 def cannot_save(path: object, error: object) -> CheckpointError:

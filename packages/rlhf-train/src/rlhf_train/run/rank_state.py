@@ -92,8 +92,7 @@ def _write(found: Mapping[str, Shards], folder: Path) -> None:
         path = folder / name
         try:
             shards.write(path)
+            write_receipt(path)
         except Exception as error:  # SafetensorError for a full disk; the process that waits for the file reports it
             path.unlink(missing_ok=True)  # makes room for the receipt on a full disk
             write_receipt(path, error)
-        else:
-            write_receipt(path)

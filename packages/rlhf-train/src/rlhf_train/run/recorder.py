@@ -21,7 +21,7 @@ from rlhf_train.run.trackers.spec import Tracker, TrackerSpec
 from rlhf_train.run.trackers.start import open_remote, open_tensorboard
 
 _STEP = re.compile(rb'\{"step": (-?\d+)[,}]')  # the beginning of a record
-_SUMMARY = b'"time/total": '  # only the summary of an online run has this metric
+_SUMMARY = b'"time/total": '  # only the summary of a run that ended has this metric
 _RECORDS = ("metrics", "rollouts", "held-out rollouts")  # the artifacts that consist of records
 
 ARTIFACTS: Mapping[str, str] = {
@@ -219,6 +219,13 @@ def cut_records(path: Path, last_step: int) -> None:
                 break
             end += len(line)
         stream.truncate(end)
+
+
+def ended_after(path: Path) -> int | None:
+    """Return the last step of the run whose metrics are in a file; None if the run has not ended with a summary."""
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    match = _STEP.match(lines[-1]) if lines and _SUMMARY in lines[-1] else None
+    return None if match is None else int(match[1])
 
 
 class RemoteTracker:
