@@ -86,6 +86,12 @@ class World:
     async def ready(self):
         pass
 
+    async def sleep(self, keep_weights):
+        pass
+
+    async def wake_up(self):
+        pass
+
     async def health(self):
         self._check_alive()
         return EngineHealth(policy_version=self.engine_version, num_in_flight=0, is_paused=False, is_asleep=False)
@@ -286,7 +292,3 @@ def tiny_batch(prompts: int):
 def held_out():
     """Two prompts, one even and one odd."""
     return (Prompt("even", np.array([2]), "even"), Prompt("odd", np.array([3]), "odd"))
-
-
-async def nothing() -> None:
-    """What an engine's sleep and wake do here."""

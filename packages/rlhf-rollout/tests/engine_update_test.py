@@ -255,6 +255,22 @@ def test_sleep_during_a_weight_update_is_refused_and_the_update_goes_on(subject:
     assert run(scenario())[0].policy_version == 93
 
 
+def test_engine_that_dropped_its_weights_refuses_requests_until_an_update(subject: Subject) -> None:
+    if subject.kind == "served":
+        pytest.skip("a server keeps its weights")
+
+    async def scenario() -> Any:
+        await subject.engine.sleep(keep_weights=False)
+        await subject.engine.wake_up()
+        refused = r"incomplete: they were dropped when it fell asleep\s+hint: send a complete weight update"
+        with pytest.raises(EngineError, match=refused):
+            await subject.engine.generate(PROMPT, SamplingParams(max_tokens=2))
+        await update(subject, 94)
+        return await subject.engine.generate(PROMPT, SamplingParams(max_tokens=2))
+
+    assert run(scenario())[0].policy_version == 94
+
+
 def test_health_tells_the_version_and_the_sleep(subject: Subject) -> None:
     run(update(subject, 92))
     assert run(subject.engine.health()) == EngineHealth(

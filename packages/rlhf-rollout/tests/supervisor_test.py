@@ -68,8 +68,9 @@ class Engine:
             self.alive = False
             raise EngineError("no memory")
 
-    async def sleep(self):
+    async def sleep(self, keep_weights=True):
         self._check()
+        assert not keep_weights
         if self.updating:
             raise EngineError("the engine cannot sleep during a weight update")
         self.log.append("sleep")
@@ -323,16 +324,16 @@ def test_transfer_that_fails_while_requests_wait_fails_the_requests():
     assert fleet.states == ["lost"]
 
 
-def test_call_all_counts_engines_that_fail_as_dead_and_waits_for_one_that_starts():
+def test_sleep_counts_engines_that_fail_as_dead_and_waits_for_one_that_starts():
     fleet = Fleet(Engine(), Engine(), Engine())
 
     async def scenario():
         await fleet.supervisor.synchronize(5)
         fleet.engines[1].alive = False
         fleet.supervisor._places[2].state = EngineState.STARTING
-        await fleet.supervisor.call_all("sleep")
+        await fleet.supervisor.sleep()
         states = fleet.states
-        await fleet.supervisor.call_all("wake_up")
+        await fleet.supervisor.wake_up()
         return states
 
     assert asyncio.run(scenario()) == ["ready", "dead", "syncing"]
@@ -347,10 +348,11 @@ def test_process_of_an_engine_that_cannot_sleep_ends_and_another_one_starts_with
     async def scenario():
         await fleet.supervisor.synchronize(5)
         fleet.engines[0].updating = True
-        await fleet.supervisor.call_all("sleep")
+        await fleet.supervisor.sleep()
         alive = [engine.alive for engine in fleet.engines]
         states = fleet.states
-        await fleet.supervisor.call_all("wake_up")
+        await fleet.supervisor.wake_up()
+        await fleet.supervisor.synchronize(5)
         watching = asyncio.create_task(fleet.supervisor.watch())
         while fleet.states != ["ready", "ready"]:
             await asyncio.sleep(0.005)
@@ -360,6 +362,24 @@ def test_process_of_an_engine_that_cannot_sleep_ends_and_another_one_starts_with
     assert asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S)) == ([False, True], ["dead", "ready"])
     assert [engine.log for engine in fleet.engines] == [["kill", "restart"], ["sleep", "wake_up"]]
     assert fleet.engines[0].version == 5
+
+
+def test_engines_that_slept_get_the_weights_of_the_same_version_again():
+    fleet = Fleet(Engine(), Engine())
+
+    async def scenario():
+        await fleet.supervisor.synchronize(5)
+        await fleet.supervisor.sleep()
+        version = fleet.supervisor.policy_version
+        await fleet.supervisor.wake_up()
+        for engine in fleet.engines:
+            engine.version = 0
+        await fleet.supervisor.synchronize(5)
+        return version
+
+    assert asyncio.run(scenario()) is None
+    assert [engine.version for engine in fleet.engines] == [5, 5]
+    assert fleet.supervisor.policy_version == 5
 
 
 def test_sampling_of_a_request_does_not_change_when_it_is_sent_again():

@@ -59,6 +59,7 @@ class Core:
 
     def sleep(self, level: int) -> None:
         self.is_asleep = True
+        self.level = level
         self.called("sleep")
 
     def wake_up(self, tags: Any) -> None:
@@ -291,6 +292,19 @@ def test_call_given_up_while_it_drains_holds_no_request_back(engine: Any, core: 
         assert not (await engine.health()).is_paused
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("keep_weights", "holds_more", "level"),
+    [(True, [False], 1), (False, [False, False], 2), (False, [False, True], 1)],
+)
+def test_sleep_on_a_gpu_drops_weights_unless_the_model_holds_what_an_update_does_not_bring(
+    engine: Any, core: Core, keep_weights: bool, holds_more: list[bool], level: int
+) -> None:
+    engine._on_gpu = True
+    core.answers["rlhf_holds_more_than_weights"] = holds_more
+    asyncio.run(engine.sleep(keep_weights))
+    assert core.level == level
 
 
 def test_sleep_that_fails_refuses_requests_until_the_engine_is_woken_up(engine: Any, core: Core) -> None:

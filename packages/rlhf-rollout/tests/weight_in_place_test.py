@@ -1,5 +1,7 @@
 """Copies into the parameters themselves: when they are all that loading takes, what they write, and what they lack."""
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,6 +16,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rlhf_rollout.engines.vllm.copies import CopyRecorder, Target  # noqa: E402
 from rlhf_rollout.engines.vllm.in_place import InPlace, InPlaceCheck  # noqa: E402
+from rlhf_rollout.engines.vllm.weights import holds_more_than_weights  # noqa: E402
 
 SHAPES = {"q": (2, 3), "k": (1, 3), "norm": (4,)}
 SEEN: list = []  # what attention was told
@@ -269,3 +272,22 @@ def test_attention_alone_processes_weights_at_the_end_of_an_update():
     assert not SEEN
     places.finish(torch.bfloat16)
     assert [*SEEN] == [torch.bfloat16]
+
+
+class Derived(nn.Module):
+    """A layer with a view of its weight, and maybe with a tensor of its own, in itself or in what computes for it."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.register_buffer("scale", torch.ones(4))
+        self.view = self.weight.data[:2]
+        self.impl = SimpleNamespace(scale=self.scale)
+        if place:
+            owner = self if place == "layer" else self.impl
+            owner.product = self.weight.data @ self.weight.data
+
+
+@pytest.mark.parametrize(("place", "holds_more"), [("", False), ("layer", True), ("impl", True)])
+def test_model_holds_more_than_weights_if_a_layer_has_a_tensor_of_its_own(place: str, holds_more: bool) -> None:
+    assert holds_more_than_weights(nn.Sequential(Derived(place))) is holds_more

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from online_fakes import BrokenReward, CrashingReward, SpreadReward, by_step, held_out, nothing, tiny_batch
+from online_fakes import BrokenReward, CrashingReward, SpreadReward, by_step, held_out, tiny_batch
 from rlhf_data.errors import CheckpointError, ConfigError, EngineError, RewardError, RlhfError
 from rlhf_train.algorithms import make_algorithm
 from rlhf_train.online.rewards import RewardShaper
@@ -153,6 +153,13 @@ def test_first_and_last_samples_are_shown_when_there_are_no_held_out_prompts(mak
     assert run.listener.titles == ["Samples of step 1", "Samples of step 3"]
 
 
+def test_engines_that_slept_get_the_weights_of_a_frozen_actor_again(make_run):
+    run = make_run(SpreadReward(), num_frozen_steps=1, algorithm=make_algorithm("gae", kl_coef=0.01), enable_sleep=True)
+    run.controller.start()
+    assert run.step(1)
+    assert [call for call in run.world.log if call.startswith("send")] == ["send 0 to 1", "send 0 to 1"]
+
+
 def test_frozen_actor_is_not_updated_and_its_weights_keep_their_version(make_run):
     algorithm = make_algorithm(kl_target=0.5, kl_horizon=64)
     run = make_run(SpreadReward(), num_frozen_steps=1, algorithm=algorithm)
@@ -291,8 +298,6 @@ def test_phases_of_a_run_add_up_to_its_wall_clock(make_run):
         SpreadReward(), eval_prompts=held_out(), eval_steps=1, zero_stage=2, enable_sleep=True, trainer_sleep=True
     )
     run.world.delay_s = 0.01
-    for name in ("sleep", "wake_up"):
-        setattr(run.world, name, nothing)
     moments = [time.perf_counter()]
     run.controller.start()
     moments.append(time.perf_counter())

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_data.errors import EngineError
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import Completion, SamplingParams
@@ -165,6 +166,20 @@ def test_sleep_gives_memory_back_and_wake_up_keeps_the_weights(pair: Pair) -> No
     for group, again in zip(before, after, strict=True):
         for first, second in zip(group, again, strict=True):
             np.testing.assert_array_equal(first.token_ids, second.token_ids)
+
+
+def test_weights_that_sleep_drops_come_back_with_a_sync(pair: Pair) -> None:
+    before = pair.generate()
+    pair.run(pair.engine.sleep(keep_weights=False))
+    pair.run(pair.engine.wake_up())
+    with pytest.raises(EngineError, match="they were dropped when it fell asleep"):
+        pair.generate()
+    pair.send(7)
+    after = pair.generate()
+    for group, again in zip(before, after, strict=True):
+        for first, second in zip(group, again, strict=True):
+            np.testing.assert_array_equal(first.token_ids, second.token_ids)
+            np.testing.assert_allclose(first.logprobs, second.logprobs, atol=1e-6)
 
 
 def test_sync_after_a_nap_reaches_the_engine(pair: Pair) -> None:

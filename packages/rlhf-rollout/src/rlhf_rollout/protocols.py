@@ -170,11 +170,15 @@ class RolloutEngine(Protocol):
         What the engine has cached of older weights is dropped, unless `EngineSpec.keep_kv` asks to keep it.
         """
 
-    async def sleep(self) -> None:
-        """Free the device's memory. Raises EngineError while requests are in flight."""
+    async def sleep(self, keep_weights: bool = True) -> None:
+        """Free the device's memory. Raises EngineError while requests are in flight.
+
+        Weights that need not be kept may be dropped, which takes no host memory and less time. After `wake_up`, such an
+        engine refuses requests until a weight update is complete.
+        """
 
     async def wake_up(self) -> None:
-        """Allocate the memory again and restore the weights from before `sleep`."""
+        """Allocate the memory again, and restore the weights from before `sleep` if it kept them."""
 
     async def close(self) -> None:
         """End the engine and free what it holds."""

@@ -232,9 +232,9 @@ class RayEngine:
         """See `RolloutEngine.finish_weight_update`."""
         await self._call("finish_weight_update")
 
-    async def sleep(self) -> None:
+    async def sleep(self, keep_weights: bool = True) -> None:
         """See `RolloutEngine.sleep`."""
-        await self._call("sleep")
+        await self._call("sleep", keep_weights)
 
     async def wake_up(self) -> None:
         """See `RolloutEngine.wake_up`."""

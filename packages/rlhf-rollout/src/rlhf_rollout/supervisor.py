@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 from rlhf_data.errors import EngineError
 from rlhf_rollout.engines.requests import deadline
@@ -152,7 +152,16 @@ class EngineSupervisor:
             await self._together(self._advance, EngineState.DEAD)
             await self._together(self._advance, EngineState.STARTING)
 
-    async def call_all(self, method: Literal["sleep", "wake_up"]) -> None:
+    async def sleep(self) -> None:
+        """Have all engines that run free the device's memory, and drop their weights. They need `synchronize` again."""
+        self.policy_version = None
+        await self._call_all("sleep", False)
+
+    async def wake_up(self) -> None:
+        """Have all engines that run take the device's memory back."""
+        await self._call_all("wake_up")
+
+    async def _call_all(self, method: str, *arguments: bool) -> None:
         """Call a method of all engines that run. Those that fail count as dead, and their processes are ended.
 
         The caller relies on it: an engine that cannot sleep would keep memory that others take.
@@ -163,7 +172,7 @@ class EngineSupervisor:
                 if place.state is EngineState.STARTING:
                     await place.engine.ready()
                     place.state = EngineState.SYNCING
-                await getattr(place.engine, method)()
+                await getattr(place.engine, method)(*arguments)
             except Exception as error:  # an engine in another process may raise anything
                 with suppress(Exception):  # it has ended already
                     place.engine.kill()

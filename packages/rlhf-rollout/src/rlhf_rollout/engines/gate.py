@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_rollout.engines.requests import Hold, check_request, deadline
+from rlhf_rollout.engines.requests import DROPPED, Hold, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 
@@ -209,7 +209,7 @@ class GatedEngine(ABC):
             raise
         self._updating = policy_version
 
-    async def sleep(self) -> None:
+    async def sleep(self, keep_weights: bool = True) -> None:
         """See `RolloutEngine.sleep`."""
         if not self._spec.enable_sleep:
             raise EngineError("this engine cannot sleep", hint="build it with EngineSpec(enable_sleep=True)")
@@ -219,6 +219,8 @@ class GatedEngine(ABC):
         if self._updating is not None:
             raise EngineError("the engine cannot sleep during a weight update", hint="finish the update first")
         self._asleep = True
+        if not keep_weights:
+            self._incomplete = DROPPED
 
     async def wake_up(self) -> None:
         """See `RolloutEngine.wake_up`."""

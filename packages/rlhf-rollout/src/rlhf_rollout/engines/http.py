@@ -279,8 +279,8 @@ class HttpEngine:
         await self._control("finish_weight_update", self._version())
         self._updating = None
 
-    async def sleep(self) -> None:
-        """See `RolloutEngine.sleep`."""
+    async def sleep(self, keep_weights: bool = True) -> None:
+        """See `RolloutEngine.sleep`. A server keeps its weights in any case: others may use it, too."""
         await self._control("sleep")
 
     async def wake_up(self) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from rlhf_data.errors import EngineError
 from rlhf_rollout.protocols import SamplingParams
 
+DROPPED = "they were dropped when it fell asleep"  # why weights are incomplete after `sleep(keep_weights=False)`
 _MIN_EXTENSION_S = 0.1  # a request that was due at the start of a pause is not looked at more often while it lasts
 
 

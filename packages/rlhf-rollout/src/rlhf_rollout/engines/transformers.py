@@ -129,9 +129,9 @@ class TransformersEngine(GatedEngine):
             raise WeightSyncError(f"weights missing: {self._incomplete}", hint="send every weight in each update")
         self._end_update()
 
-    async def sleep(self) -> None:
-        """Move the weights to host memory."""
-        await super().sleep()
+    async def sleep(self, keep_weights: bool = True) -> None:
+        """Move the weights to host memory, also those that need not be kept."""
+        await super().sleep(keep_weights)
         self._model.to("cpu")
 
     async def wake_up(self) -> None:

@@ -170,7 +170,7 @@ def start_processes(
         if in_turn:
             fresh = [engine.handle for engine in started]
             _await_ready("the start of the engines", fresh, spec.start_timeout_s)
-            asleep = [handle.call.remote("sleep") for handle in fresh]
+            asleep = [handle.call.remote("sleep", False) for handle in fresh]
             wait(asleep, timeout_s=spec.control_timeout_s, what="the engines' falling asleep")
     engines = [engine for _, engine in sorted(by_number.items())]
     handles = [engine.handle for engine in engines]

@@ -184,12 +184,12 @@ class Rollouts:
         return self._size_bytes
 
     def sleep(self) -> None:
-        """Have all engines release their device memory."""
-        self._loop.run(self._supervisor.call_all("sleep"))
+        """Have all engines release their device memory, and with it their weights: `synchronize` comes next."""
+        self._loop.run(self._supervisor.sleep())
 
     def wake_up(self) -> None:
         """Have all engines take their device memory back."""
-        self._loop.run(self._supervisor.call_all("wake_up"))
+        self._loop.run(self._supervisor.wake_up())
 
     def state(self) -> dict[str, Any]:
         """Return the place in the order of prompts, and what is queued and in flight, for `restore`."""

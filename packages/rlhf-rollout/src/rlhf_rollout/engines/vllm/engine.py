@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError
 from rlhf_rollout.engines.model_files import end_token_ids, read_config, resolve_model_dir
-from rlhf_rollout.engines.requests import Hold, check_request, deadline
+from rlhf_rollout.engines.requests import DROPPED, Hold, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.core import build_core, check_visible_gpus, prepare_environment, start_hint
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
@@ -123,14 +123,15 @@ class VllmEngine:
         """
         await self._senders.join(None, lambda parts: self._call("finish_weight_update", self._finish))
 
-    async def sleep(self) -> None:
-        """Move the weights to host memory and drop the KV cache; on a CPU only stop and drop cached prefixes.
+    async def sleep(self, keep_weights: bool = True) -> None:
+        """Move the weights to host memory, or drop them, and drop the KV cache.
 
-        Raises EngineError when the engine was built without `enable_sleep`, or requests are in flight.
+        On a CPU the engine only stops and drops cached prefixes. Raises EngineError when it was built without
+        `enable_sleep`, or requests are in flight.
         """
         if not self._spec.enable_sleep:
             raise EngineError("this engine cannot sleep", hint="build it with EngineSpec(enable_sleep=True)")
-        await self._call("sleep", self._fall_asleep)
+        await self._call("sleep", lambda core: self._fall_asleep(core, keep_weights))
 
     async def wake_up(self) -> None:
         """See `RolloutEngine.wake_up`."""
@@ -251,7 +252,7 @@ class VllmEngine:
             self._loop.unfreeze(core)
         self._admit(core)
 
-    def _fall_asleep(self, core: Any) -> None:
+    def _fall_asleep(self, core: Any, keep_weights: bool) -> None:
         if self._asleep:
             return
         if self._loop.num_in_flight:
@@ -262,7 +263,13 @@ class VllmEngine:
         core.reset_prefix_cache()
         self._asleep = True
         self._loop.refuse(core, "the engine sleeps", "await wake_up() before generate()")
-        core.sleep(1 if self._on_gpu else 0)
+        if not keep_weights:
+            self._incomplete = DROPPED
+        core.sleep(self._sleep_level(core, keep_weights) if self._on_gpu else 0)
+
+    def _sleep_level(self, core: Any, keep_weights: bool) -> int:
+        """Return vLLM's level: 1 moves what the model holds to host memory, 2 keeps its buffers alone."""
+        return 1 if keep_weights or any(core.collective_rpc("rlhf_holds_more_than_weights")) else 2
 
     def _wake_up(self, core: Any) -> None:
         if not self._asleep:

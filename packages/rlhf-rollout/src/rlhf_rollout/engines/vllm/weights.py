@@ -256,6 +256,19 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._record = self._places = None
 
 
+def holds_more_than_weights(model: torch.nn.Module) -> bool:
+    """Return whether a model computes with tensors that are neither parameters nor buffers nor views of them.
+
+    vLLM derives them from weights, for some kinds of attention, and restores none of them if weights are dropped.
+    """
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    owners = [owner for module in model.modules() for owner in (module, getattr(module, "impl", None))]
+    values = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+    device = next(model.parameters()).device
+    held = (value for value in values if isinstance(value, torch.Tensor) and value.device == device)
+    return any(value.untyped_storage().data_ptr() not in known for value in held)
+
+
 def _sources(flat: torch.Tensor, slots: Sequence[TensorSlot], record: CopyRecord) -> dict[str, list[torch.Tensor]]:
     """Return views of a bucket's memory for the recorded copies of some of its weights."""
     typed: dict[str, torch.Tensor] = {}
@@ -334,6 +347,7 @@ class BucketWorkerExtension:
     """Methods that vLLM mixes into its worker class; importing this module registers the backends there."""
 
     weight_transfer_engine: BucketTransferEngine
+    model_runner: Any
 
     def rlhf_receive_weights(self, bucket: WeightBucket) -> list[RlhfError]:
         """Load one bucket; return the error if that failed, else nothing.
@@ -353,6 +367,10 @@ class BucketWorkerExtension:
     def rlhf_missing_weights(self) -> list[str]:
         """Return the names of the weights that were missing in the last update."""
         return self.weight_transfer_engine.missing
+
+    def rlhf_holds_more_than_weights(self) -> bool:
+        """See `holds_more_than_weights`."""
+        return holds_more_than_weights(self.model_runner.model)
 
     def rlhf_abandon_weight_update(self) -> None:
         """Close the layers after a failed bucket; their weights are then a mixture of old and new."""
