@@ -1,4 +1,4 @@
-"""Both ways of gathering compute the same, and the report says how their seconds compare."""
+"""All ways of gathering compute the same, and the report says how their seconds compare."""
 
 import json
 
@@ -7,16 +7,17 @@ import pytest
 import zero3
 
 
-def test_both_ways_compute_the_same(tmp_path, monkeypatch):
+def test_all_ways_compute_the_same(tmp_path, monkeypatch):
     out = tmp_path / "report.json"
     words = ["zero3.py", "--shape", "tiny", "--num_tokens", "16", "--passes", "2", "--turns", "1", "--out", str(out)]
-    monkeypatch.setattr("sys.argv", words)
+    monkeypatch.setattr("sys.argv", [*words, "--ways", *zero3.WAYS])
     zero3.main()
     ways = json.loads(out.read_text())["ways"]
-    assert [*ways] == ["parts", "layers"]
-    parts, layers = ways.values()
+    assert [*ways] == ["parts", "layers", "overlap"]
+    parts, layers, overlap = ways.values()
     assert parts["ratio"] == 1
     assert layers["ratio"] == pytest.approx(layers["seconds"] / parts["seconds"])
-    assert layers["loss"] == pytest.approx(parts["loss"], rel=1e-6)
-    assert layers["grad_norm"] == pytest.approx(parts["grad_norm"], rel=1e-5)
+    for other in (layers, overlap):
+        assert other["loss"] == pytest.approx(parts["loss"], rel=1e-6)
+        assert other["grad_norm"] == pytest.approx(parts["grad_norm"], rel=1e-5)
     assert parts["grad_norm"] > 0

@@ -182,6 +182,7 @@ REACHES = [
     ("min_lr_ratio", "0.5", "", "models.actor.optimizer.min_lr_ratio", 0.5),
     ("zero_stage", "3", "", "models.actor.zero_stage", 3),
     ("zpg", "2", "--zero_stage 3 --colocate_all_models --actor_num_gpus_per_node 2", "models.reference.zpg", 2),
+    ("overlap_comm", "", "--zero_stage 3", "models.critic.overlap_comm", True),
     ("adam_offload", "", "--bf16 --zero_stage 1", "models.actor.optimizer.offload", True),
     ("adam_offload", "", "--bf16 --zero_stage 2", "models.critic.optimizer.offload", True),
     ("adam_offload_path", "/disk", "--adam_offload --bf16", "models.critic.optimizer.offload_path", "/disk"),

@@ -113,6 +113,7 @@ REACHES = [
     ("sft", "learning_rate", "0.5", "", "model.optimizer.learning_rate", 0.5),
     ("sft", "zero_stage", "3", "", "model.zero_stage", 3),
     ("sft", "zpg", "2", "--zero_stage 3", "model.zpg", 2),
+    ("sft", "overlap_comm", "", "--zero_stage 3", "model.overlap_comm", True),
     ("sft", "adam_offload", "", "--bf16", "model.optimizer.offload", True),
     ("sft", "adam_offload_path", "/disk", "--adam_offload --bf16", "model.optimizer.offload_path", "/disk"),
     ("sft", "bf16_moments", "", "", "model.optimizer.bf16_moments", True),

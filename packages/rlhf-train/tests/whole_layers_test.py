@@ -19,6 +19,7 @@ from trainer_testing import run_ranks
 
 SPEC = OptimizerSpec(learning_rate=1e-3, eps=1e-4, scheduler="constant", max_norm=1e9, weight_decay=0.0)
 NUM_UPDATES, PASSES = 3, 2
+CASES = [(False, False), (True, False), (True, True)]  # gradient checkpointing, and overlap
 HEAVY = {"Qwen2Attention", "Qwen2MLP", "Qwen2RMSNorm"}
 
 
@@ -60,8 +61,8 @@ def gathering_nothing_ahead(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def train(rank: int, num_ranks: int, master: tuple[str, int], cases: list[bool]) -> list[dict[str, Any]]:
-    """For each choice of gradient checkpointing: the trained weights, the modules that gathered, a frozen output."""
+def train(rank: int, num_ranks: int, master: tuple[str, int], cases: list[tuple[bool, bool]]) -> list[dict[str, Any]]:
+    """For each of `CASES`: the trained weights, the modules that gathered, a frozen output."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
@@ -81,10 +82,12 @@ def train(rank: int, num_ranks: int, master: tuple[str, int], cases: list[bool])
 
     Coordinator.fetch_sub_module = fetch_and_note
     results = []
-    for checkpointing in cases:
+    for checkpointing, overlap in cases:
         gathering.clear(), ahead.clear()
         model = make_model(checkpointing=checkpointing)
-        engine = DeepSpeedEngine(model, SPEC, zero_stage=3, dtype=torch.float32, device="cpu")
+        options = {"dtype": torch.float32, "device": "cpu", "overlap_comm": overlap}
+        engine = DeepSpeedEngine(model, SPEC, zero_stage=3, **options)
+        assert engine._engine.zero_overlap_comm() == overlap
         for update in range(NUM_UPDATES):
             for number in range(PASSES):
                 loss = loss_of(engine.forward, tokens_of(update, number, rank))
@@ -104,33 +107,33 @@ def train(rank: int, num_ranks: int, master: tuple[str, int], cases: list[bool])
 
 @pytest.fixture(scope="module")
 def ranks() -> list[list[dict[str, Any]]]:
-    return run_ranks(train, 2, [False, True])
+    return run_ranks(train, 2, CASES)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_updates_are_those_of_one_process_without_zero(ranks, checkpointing):
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_updates_are_those_of_one_process_without_zero(ranks, case):
     expected = trained_by_torch(num_ranks=2)
     for rank in ranks:
-        weights = rank[checkpointing]["weights"]
+        weights = rank[case]["weights"]
         assert {*weights} >= {*expected}
         for name, weight in expected.items():
             torch.testing.assert_close(torch.from_numpy(weights[name]), weight, rtol=0, atol=2e-6, msg=name)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_layers_gather_and_their_parts_do_not(ranks, checkpointing):
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_layers_gather_and_their_parts_do_not(ranks, case):
     for rank in ranks:
-        gathering = rank[checkpointing]["trained"]
+        gathering = rank[case]["trained"]
         assert gathering.count("Qwen2DecoderLayer") == NUM_UPDATES * PASSES * 3 * 2  # forward and backward
         # The norm after the layers is not part of one.
         assert gathering.count("Qwen2RMSNorm") == NUM_UPDATES * PASSES * 2
         assert not (HEAVY - {"Qwen2RMSNorm"}) & {*gathering}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_layers_are_on_their_way_when_they_are_needed(ranks, checkpointing):
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_layers_are_on_their_way_when_they_are_needed(ranks, case):
     for rank in ranks:
-        ahead = rank[checkpointing]["ahead"]
+        ahead = rank[case]["ahead"]
         assert len(ahead) == NUM_UPDATES * PASSES * 6
         assert not any(ahead[:3])  # the first pass teaches DeepSpeed the order
         assert all(ahead[-6:])

@@ -63,6 +63,8 @@ class ModelSpec:
         zero_stage: ZeRO stage of DeepSpeed, 0 to 3.
         zpg: neighbouring ranks that keep a second copy of all weights among them, from which passes gather them; 1 for
             none. Needs ZeRO stage 3.
+        overlap_comm: at ZeRO stage 3, gather the weights of a trained model, and reduce its gradients, while layers
+            compute. Without effect at other stages.
         optimizer: None for a frozen model.
         lora: adapters to train instead of all weights; None for all weights.
         aux_loss_coef: weight of the load-balancing loss in updates; 0 for none. Only for models with experts.
@@ -81,6 +83,7 @@ class ModelSpec:
     torch_compile: str = "off"
     zero_stage: int = 2
     zpg: int = 1
+    overlap_comm: bool = False
     optimizer: OptimizerSpec | None = None
     lora: "LoraSpec | None" = None
     aux_loss_coef: float = 0.0

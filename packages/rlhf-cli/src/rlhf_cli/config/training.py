@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection
+from typing import Any
 
 from rlhf_cli.paths import user_path
 from rlhf_data.checks import without_effect
@@ -45,6 +46,11 @@ class TrainingSection(Section, title="training"):
         " copy of all weights (hpZ of ZeRO++); passes gather weights from this copy, not from all nodes. 1: no copy",
         ge=1,
     )
+    overlap_comm: bool = flag(
+        False,
+        "with --zero_stage 3: gather the weights of trained models, and reduce gradients, while layers compute, by a"
+        " stream of its own; DeepSpeed's option of this name",
+    )
     adam_offload: bool = flag(
         False,
         "with --bf16, and not at ZeRO stage 2 on several processes: keep AdamW's states (12 bytes per weight) in CPU"
@@ -72,6 +78,7 @@ class TrainingSection(Section, title="training"):
             given,
             (self.optim == "adam", ["muon_momentum"], "--optim is adam"),
             (not self.adam_offload, ["adam_offload_path"], "--adam_offload is off"),
+            (self.zero_stage < 3, ["overlap_comm"], f"--zero_stage is {self.zero_stage}"),
             (has_no_end, ["min_lr_ratio"], f"--lr_scheduler is {self.lr_scheduler}"),
         )
 
@@ -86,9 +93,9 @@ class TrainingSection(Section, title="training"):
         return without_effect(given, (True, sizes, "--micro_batch_tokens takes its place"))
 
     @property
-    def sharding(self) -> dict[str, int]:
+    def sharding(self) -> dict[str, Any]:
         """How the weights of every model are divided over its processes, as fields of `ModelSpec`."""
-        return {"zero_stage": self.zero_stage, "zpg": self.zpg}
+        return {"zero_stage": self.zero_stage, "zpg": self.zpg, "overlap_comm": self.overlap_comm}
 
     def optimizer(self, learning_rate: float, num_updates: int) -> OptimizerSpec:
         """Return the optimizer of a model that is updated `num_updates` times."""

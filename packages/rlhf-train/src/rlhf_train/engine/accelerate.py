@@ -69,7 +69,7 @@ def start_engine(
         # Stage 2 shards gradients over ranks with the same weights. One rank has nothing to shard, and stage 1 does
         # less work on the host.
         zero_stage = 1
-    options: dict[str, Any] = {"zpg": spec.zpg, "tensor_group": tensor_group}
+    options = {"zpg": spec.zpg, "overlap_comm": spec.overlap_comm, "tensor_group": tensor_group}
     engine = DeepSpeedEngine(model, spec.optimizer, zero_stage=zero_stage, dtype=dtype, device=device, **options)
     if not is_compiled:
         return engine

@@ -52,6 +52,7 @@ class DeepSpeedEngine:
         dtype: torch.dtype,
         device: str,
         zpg: int = 1,
+        overlap_comm: bool = False,
         tensor_group: TensorGroup | None = None,
     ) -> None:
         """Shard `model` over the ranks and give it an optimizer. Collective.
@@ -62,7 +63,7 @@ class DeepSpeedEngine:
             zero_stage: 0 to 3. Stage 0 in bfloat16 runs as stage 1.
             dtype: of the weights.
             device: "cuda" or "cpu".
-            zpg: see `ModelSpec`. The same for all models of the process.
+            zpg, overlap_comm: see `ModelSpec`. The first is the same for all models of the process.
             tensor_group: the ranks that divide the weights of `model` (`divide_weights`), likewise; None if each has
                 all. Below ZeRO stage 3.
 
@@ -88,6 +89,9 @@ class DeepSpeedEngine:
         self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         optimizer = make_optimizer(model, spec, fused=device == "cuda")
         config = _deepspeed_config(spec.max_norm, zero_stage, dtype, self._num_ranks, zpg)
+        # DeepSpeed then gathers weights on a stream that does not wait for what has changed them. `step` reads the
+        # norm, and `local_weights` waits for its caller; nothing waits for frozen models that come from host memory.
+        self._overlaps = config["zero_optimization"]["overlap_comm"] = overlap_comm and zero_stage == 3
         try:
             self._engine = _wrapped(model, config, dtype, self.device, optimizer=optimizer, mpu=tensor_group)
         except (AssertionError, NotImplementedError, ValueError) as error:
@@ -229,6 +233,8 @@ class DeepSpeedEngine:
             with self._gathered([parameter]):
                 pass
             yield name, local_part(parameter).data
+        if self._overlaps and self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def local_ranges(self) -> dict[str, tuple[int, int]]:
         """Return, for each tensor of `local_weights`, its first element's number in the whole flattened weight, and how
