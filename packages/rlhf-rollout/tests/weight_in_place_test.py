@@ -283,11 +283,17 @@ class Derived(nn.Module):
         self.register_buffer("scale", torch.ones(4))
         self.view = self.weight.data[:2]
         self.impl = SimpleNamespace(scale=self.scale)
-        if place:
+        if place == "kv_cache":
+            self.kv_cache = torch.ones(4)
+        elif place == "experts":
+            self.quant_method = SimpleNamespace(moe_kernel=None)
+        elif place:
             owner = self if place == "layer" else self.impl
             owner.product = self.weight.data @ self.weight.data
 
 
-@pytest.mark.parametrize(("place", "holds_more"), [("", False), ("layer", True), ("impl", True)])
+@pytest.mark.parametrize(
+    ("place", "holds_more"), [("", False), ("kv_cache", False), ("layer", True), ("impl", True), ("experts", True)]
+)
 def test_model_holds_more_than_weights_if_a_layer_has_a_tensor_of_its_own(place: str, holds_more: bool) -> None:
     assert holds_more_than_weights(nn.Sequential(Derived(place))) is holds_more

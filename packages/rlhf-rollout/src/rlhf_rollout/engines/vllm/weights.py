@@ -259,11 +259,15 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
 def holds_more_than_weights(model: torch.nn.Module) -> bool:
     """Return whether a model computes with tensors that are neither parameters nor buffers nor views of them.
 
-    vLLM derives them from weights, for some kinds of attention, and restores none of them if weights are dropped.
+    vLLM derives them from weights, for some kinds of attention and for experts, and does not restore them if weights
+    are dropped.
     """
+    if any(hasattr(getattr(module, "quant_method", None), "moe_kernel") for module in model.modules()):
+        return True  # in FP8, the kernels of experts do
     known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     owners = [owner for module in model.modules() for owner in (module, getattr(module, "impl", None))]
-    values = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+    attributes = [item for owner in owners for item in getattr(owner, "__dict__", {}).items()]
+    values = [value for name, value in attributes if name != "kv_cache"]  # which is dropped in any case
     device = next(model.parameters()).device
     held = (value for value in values if isinstance(value, torch.Tensor) and value.device == device)
     return any(value.untyped_storage().data_ptr() not in known for value in held)
