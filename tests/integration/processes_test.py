@@ -178,7 +178,7 @@ class Sleeper:
     def ready(self) -> None:
         time.sleep(3600)
 
-    def call(self, method: str) -> None:
+    def call(self, method: str, *_: object) -> None:
         time.sleep(3600)
 
 
@@ -297,7 +297,7 @@ def start_of(monkeypatch, **engine):
 
         def __init__(self, number):
             self.ready = SimpleNamespace(remote=lambda: log.append(f"{number} ready") or number + 0.5)
-            self.call = SimpleNamespace(remote=lambda method: log.append(f"{number} {method}"))
+            self.call = SimpleNamespace(remote=lambda method, *_: log.append(f"{number} {method}"))
 
     def start(job, reserved, wave, environs):
         log.append(f"{wave} started")

@@ -41,6 +41,7 @@ class World:
     Attributes:
         failing: prompts with a first token below this, modulo 2, fail in the engine.
         dead: every call of the engine fails until it is restarted.
+        asleep, has_weights: the engine generates if it is awake and has weights, and takes weights if it is awake.
         lost: rollouts that a role's ranks do not train, by role.
         kl: what the ranks measure.
         delay_s: of every call.
@@ -51,6 +52,8 @@ class World:
     def __init__(self) -> None:
         self.failing = 0
         self.dead = False
+        self.asleep = False
+        self.has_weights = True
         self.lost: dict[str, int] = {}
         self.kl = 0.0
         self.delay_s = 0.0
@@ -65,6 +68,7 @@ class World:
 
     async def generate(self, token_ids, sampling, *_, **__):
         self._check_alive()
+        assert self.has_weights and not self.asleep
         if token_ids[0] % 2 < self.failing:
             raise EngineError("the GPU is on fire")
         time.sleep(self.delay_s)
@@ -80,17 +84,19 @@ class World:
 
     def restart(self):
         self.log.append("restart")
-        self.dead = False
+        self.dead = self.asleep = False
+        self.has_weights = True
         self.engine_version = -1
 
     async def ready(self):
         pass
 
     async def sleep(self, keep_weights):
-        pass
+        self.asleep = True
+        self.has_weights = keep_weights
 
     async def wake_up(self):
-        pass
+        self.asleep = False
 
     async def health(self):
         self._check_alive()
@@ -147,6 +153,9 @@ class World:
         self.log.append(f"send {policy_version} to {len(engines)}")
         if self.dead:
             return 11, dict.fromkeys(engines, "gone in the middle of a bucket")
+        if engines:
+            assert not self.asleep
+            self.has_weights = True
         self.engine_version = policy_version
         return 11, {}
 
