@@ -134,12 +134,22 @@ def test_run_that_was_started_by_another_spelling_of_its_folder_is_resumed(tmp_p
 def test_changed_options_are_named_unless_they_leave_no_trace(tmp_path):
     run = written(tmp_path / "run", "--actor_learning_rate", "3e-4", "--train_steps", "5")
     same = ["--actor_learning_rate", "3e-4", "--train_steps", "5", "--save_steps", "3", "--eval_steps", "2"]
-    assert changed_options(to_toml(parse(*same).config), run) == []
-    [notice] = changed_options(to_toml(parse("--actor_learning_rate", "1e-4", *same[2:]).config), run)
+    assert changed_options(parse(*same).config, run) == []
+    [notice] = changed_options(parse("--actor_learning_rate", "1e-4", *same[2:]).config, run)
     assert notice.startswith("--actor_learning_rate was 0.0003 and is 0.0001: from here on")
-    assert changed_options("", tmp_path / "new") == []
+    assert changed_options(parse(*same).config, tmp_path / "new") == []
     with pytest.raises(ConfigError, match="--target_modules was all-linear and is q_proj, and the checkpoints"):
-        changed_options(to_toml(parse(*same, "--target_modules", "q_proj").config), run)
+        changed_options(parse(*same, "--target_modules", "q_proj").config, run)
+
+
+def test_option_that_the_run_did_not_know_is_named_unless_it_has_its_default(tmp_path):
+    run = written(tmp_path / "run")
+    text = (run / "config.toml").read_text(encoding="utf-8")
+    (run / "config.toml").write_text(text.replace("overlap_comm = false\n", ""), encoding="utf-8")
+    assert "overlap_comm" in text
+    assert changed_options(parse().config, run) == []
+    [notice] = changed_options(parse("--zero_stage", "2", "--overlap_comm").config, run)
+    assert notice.startswith("--overlap_comm was not set and is True: from here on")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +172,7 @@ def test_another_length_is_named_unless_learning_rates_do_not_depend_on_it(tmp_p
         (["--train_steps", "9", "--num_episodes", "1"], [steps]),
         (["--train_steps", "9", "--num_episodes", "3"], [episodes, steps]),
     ):
-        assert changed_options(to_toml(parse(*more, *flags).config), run) == (said if has_notices else [])
+        assert changed_options(parse(*more, *flags).config, run) == (said if has_notices else [])
 
 
 @pytest.mark.parametrize("line", [COMMAND_LINE, COMMANDS["sft"].command_line], ids=["ppo", "sft"])
@@ -184,12 +194,12 @@ def test_run_on_fixed_examples_takes_its_options_too_and_keeps_its_examples(tmp_
     (run / "config.toml").write_text(to_toml(line.parse(words).config))
     config = line.parse(["--resume", str(run), "--max_epochs", "2", "--eval_dataset", "b.jsonl"]).config
     assert (config.data.dataset, config.checkpoint.save_steps, config.training.max_epochs) == ("a.jsonl", 5, 2)
-    [notice] = changed_options(to_toml(config), run)
+    [notice] = changed_options(config, run)
     assert notice.startswith("--max_epochs was 1 and is 2: from here on, learning rates follow")
     with pytest.raises(
         ConfigError, match=r"--dataset was a.jsonl and is b.jsonl, and the checkpoints(.|\n)*hint: drop"
     ):
-        changed_options(to_toml(line.parse(["--resume", str(run), "--dataset", "b.jsonl"]).config), run)
+        changed_options(line.parse(["--resume", str(run), "--dataset", "b.jsonl"]).config, run)
 
 
 @pytest.mark.parametrize("flags", [["--seed", "8"], ["--advantage_estimator", "rloo"]])
@@ -198,7 +208,7 @@ def test_options_that_the_state_belongs_to_cannot_change(tmp_path, flags):
     with pytest.raises(
         ConfigError, match=rf"{flags[0]} was .* and is {flags[1]}, and the checkpoints(.|\n)*hint: drop"
     ):
-        changed_options(to_toml(parse(*flags).config), run)
+        changed_options(parse(*flags).config, run)
 
 
 def test_checkpoints_of_another_run_are_refused_unless_the_run_continues_from_them(tmp_path):

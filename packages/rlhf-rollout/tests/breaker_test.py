@@ -63,13 +63,13 @@ def test_breaker_counts_quick_failures_that_broke_something(clock):
     assert breaker.note(HANG, 0.01, costly=True)
 
 
-def test_breaker_counts_at_most_two_failures_per_prompt(clock):
-    breaker = Breaker(5)
+def test_breaker_needs_failures_of_two_prompts(clock):
+    breaker = Breaker(4)
     assert not any(breaker.note(HANG, 5.0, prompt_id="a") for _ in range(20))
     assert breaker.refusal() is None
-    # With the two of prompt a: one of prompt b is the third, and two of no prompt are the fourth and fifth.
-    assert [breaker.note(HANG, 5.0, prompt_id=name) for name in ("b", None, None)] == [False, False, True]
-    assert breaker.refusal().detail.startswith("not called, because 23 calls in a row failed")
+    # With two of prompt a: one of prompt b is the third, and one of no prompt is the fourth.
+    assert [breaker.note(HANG, 5.0, prompt_id=name) for name in ("b", None)] == [False, True]
+    assert breaker.refusal().detail.startswith("not called, because 22 calls in a row failed")
     assert not breaker.note(HANG, 5.0, prompt_id="a")  # said once
 
 
@@ -114,9 +114,8 @@ def test_function_that_always_hangs_is_held_back_with_its_last_error(write, tmp_
 
     async def run():
         function = FunctionReward(reward, num_workers=1, timeout_s=2.0, max_failures=2)
-        prompt = make_prompt()
         verdicts = []
-        for _ in range(30):
+        for prompt in [make_prompt("one"), make_prompt("two")] * 15:
             verdicts += await function.score(prompt, [make_rollout(prompt, "4")])
         await function.close()
         return verdicts

@@ -15,8 +15,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: E402
 
 from rlhf_rollout.engines.vllm.copies import CopyRecorder, Target  # noqa: E402
-from rlhf_rollout.engines.vllm.in_place import InPlace, InPlaceCheck  # noqa: E402
-from rlhf_rollout.engines.vllm.weights import holds_more_than_weights  # noqa: E402
+from rlhf_rollout.engines.vllm.in_place import InPlace, InPlaceCheck, holds_more_than_weights  # noqa: E402
+from rlhf_rollout.engines.vllm.weights import BucketWorkerExtension  # noqa: E402
 
 SHAPES = {"q": (2, 3), "k": (1, 3), "norm": (4,)}
 SEEN: list = []  # what attention was told
@@ -219,6 +219,17 @@ def in_place_of(model: nn.Module) -> tuple[InPlace, dict]:
     return InPlace(model, record), sources
 
 
+def test_update_sets_to_zero_what_no_weight_brings():
+    model = model_of()
+    record = recorder_of(model, weights(1)).finish()
+    record.zeros = [(Target("norm", model.norm, "weight"), SimpleNamespace(of=lambda tensor: tensor[2:]))]
+    places = InPlace(model, record)
+    model.norm.weight.data.fill_(torch.nan)  # what was in the memory that an engine gets back
+    places.begin()
+    assert model.norm.weight.isnan().tolist() == [True, True, False, False]
+    assert model.norm.weight[2:].tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_writes_leave_what_a_load_leaves_in_the_same_memory(dtype):
     model, expected = model_of(), model_of()
@@ -287,13 +298,24 @@ class Derived(nn.Module):
             self.kv_cache = torch.ones(4)
         elif place == "experts":
             self.quant_method = SimpleNamespace(moe_kernel=None)
+        elif place == "list":
+            self.parts = [{"of": (torch.ones(4),)}]
         elif place:
             owner = self if place == "layer" else self.impl
             owner.product = self.weight.data @ self.weight.data
 
 
 @pytest.mark.parametrize(
-    ("place", "holds_more"), [("", False), ("kv_cache", False), ("layer", True), ("impl", True), ("experts", True)]
+    ("place", "holds_more"),
+    [("", False), ("kv_cache", False), ("layer", True), ("impl", True), ("list", True), ("experts", True)],
 )
 def test_model_holds_more_than_weights_if_a_layer_has_a_tensor_of_its_own(place: str, holds_more: bool) -> None:
     assert holds_more_than_weights(nn.Sequential(Derived(place))) is holds_more
+
+
+@pytest.mark.parametrize("has_no_record", [True, False])
+def test_worker_keeps_its_weights_until_an_update_has_been_recorded(has_no_record: bool) -> None:
+    worker = BucketWorkerExtension()
+    worker.weight_transfer_engine = SimpleNamespace(has_no_record=has_no_record)
+    worker.model_runner = SimpleNamespace(model=nn.Sequential(Derived("")))
+    assert worker.rlhf_holds_more_than_weights() is has_no_record

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_data.errors import CheckpointError
+from rlhf_train.run import rank_state
 from rlhf_train.run.checkpoint import (
     MANIFEST,
     RECEIPT,
@@ -159,6 +160,25 @@ def test_receipt_of_a_file_that_the_disk_has_no_room_for_is_an_error(tmp_path, m
     with pytest.raises(OSError, match="No space left"):
         write_receipt(tmp_path / "actor")
     assert not (tmp_path / f"actor{RECEIPT}").exists()
+
+
+def test_disk_on_which_no_file_can_be_made_keeps_the_error_and_the_other_files(tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def refuse(path, content):
+        raise full
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        write_receipt(tmp_path / "actor", full)
+    written = []
+
+    def write(path):
+        written.append(path.name)
+        raise full
+
+    rank_state._write({name: SimpleNamespace(write=write) for name in ("actor", "critic")}, tmp_path)
+    assert written == ["actor", "critic"]
 
 
 def test_commit_waits_for_the_ranks_and_gives_up_when_they_have_ended(tmp_path):

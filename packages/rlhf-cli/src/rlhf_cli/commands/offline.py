@@ -134,7 +134,7 @@ class Command:
         if is_first:
             notices = on_cpu(parsed.given) if not local_gpus() else []
             if parsed.config.checkpoint.continues:
-                notices += changed_options(to_toml(to_store(parsed.config)), folder)
+                notices += changed_options(to_store(parsed.config), folder)
             for notice in notices:
                 console.notice(notice)
             console.log(f"results will be in {folder}, messages of libraries in {LOG_FILE} there")

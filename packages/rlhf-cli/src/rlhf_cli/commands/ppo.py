@@ -20,6 +20,7 @@ from rlhf_cli.preflight.resume import (
     nothing_is_left,
     saying_how_to_resume,
     steps_of_ended_run,
+    to_store,
 )
 from rlhf_cli.presets import PRESETS
 from rlhf_cli.secrets import restart_without_key
@@ -108,16 +109,16 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     job = make_job(config, inputs, plan, folder, ray_address)
     check_trackers(job.trackers)
     console.done()
-    changes = changed_options(job.config, folder) if config.checkpoint.continues else []
+    changes = changed_options(to_store(config), folder) if config.checkpoint.continues else []
+    done = steps_of_ended_run(config.checkpoint, folder)
+    if done is not None and done >= job.num_steps:
+        console.result(nothing_is_left(folder, f"{done} step(s)", "--train_steps or --num_episodes"))
+        return
     memory_notices = sleep_notices(job, gpu_memory_bytes())
     for notice in once([*parsed.notices, *inputs.notices, *device_notices, *memory_notices, *changes])[
         len(parsed.notices) :
     ]:
         console.notice(notice)
-    done = steps_of_ended_run(config.checkpoint, folder)
-    if done is not None and done >= job.num_steps:
-        console.result(nothing_is_left(folder, f"{done} step(s)", "--train_steps or --num_episodes"))
-        return
     console.result(f"placement: {plan.describe()}")
     num_held_out = len(inputs.eval_prompts or ())
     console.result(f"batches\n{describe_batches(config, plan, len(inputs.prompts) or None, num_held_out)}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_cli.config.checkpoint import CheckpointSection
 from rlhf_cli.paths import CONFIG_FILE, check_output_folder, check_writable, user_path, with_full_paths
+from rlhf_data.command_line import to_toml
 from rlhf_data.errors import ConfigError
 
 # Sections and options without a trace in the numbers of a step.
@@ -117,11 +118,12 @@ def to_store(config: Any) -> Any:
     return with_full_paths(config.model_copy(update={"checkpoint": checkpoint}))
 
 
-def changed_options(config: str, folder: Path) -> list[str]:
+def changed_options(config: Any, folder: Path) -> list[str]:
     """Compare a configuration with that of the run in `folder`; return a notice for each option that differs.
 
     Args:
-        config: the configuration as TOML, with full paths.
+        config: the configuration, as `to_store` returns it. It may have options that the version of this package
+            which began the run did not have.
         folder: of the run that continues; it may be new.
 
     Raises:
@@ -131,13 +133,14 @@ def changed_options(config: str, folder: Path) -> list[str]:
     if not path.is_file():
         return []
     before = _options(path.read_text(encoding="utf-8"))
-    after = _options(config)
+    after = _options(to_toml(config))
+    defaults = _options(to_toml(type(config)()))
     lengths = _ONLINE_LENGTH if "training.num_episodes" in after else _OFFLINE_LENGTH
     notices = []
     for name in sorted(before.keys() | after.keys()):
         old = before.get(name)
         new = after.get(name)
-        if old == new:
+        if old == new or (name not in before and new == defaults.get(name)):
             continue
         option = name.partition(".")[2]
         change = f"--{option} was {_shown(old)} and is {_shown(new)}"

@@ -7,7 +7,6 @@ from collections import Counter
 from rlhf_rollout.rewards.outcomes import Failure
 
 _CHEAP_S = 1.0  # a failure that takes less, and breaks nothing, costs too little to be avoided
-_MOST_PER_PROMPT = 2  # failures that count, so that one prompt alone does not hold back the calls for all others
 _REST_FACTOR = 4.0  # the scorer rests this many times as long as its last failure took
 
 
@@ -17,11 +16,13 @@ class Breaker:
     After a costly failure the scorer rests four times as long as that failure took. May be used from several threads.
 
     Args:
-        max_failures: costly failures in a row after which calls are held back. At most two per prompt count.
+        max_failures: costly failures in a row after which calls are held back. At most half of them may be for the same
+            prompt, so that one prompt alone does not hold back the calls for all others.
     """
 
     def __init__(self, max_failures: int) -> None:
         self._max_failures = max_failures
+        self._most_per_prompt = (max_failures + 1) // 2
         self._failures: Counter[str | None] = Counter()  # costly ones in a row, by prompt
         self._num_counted = 0
         self._rests_until = 0.0
@@ -66,6 +67,6 @@ class Breaker:
             self._failures[prompt_id] += 1
             self._rest_s = _REST_FACTOR * seconds
             self._rests_until = time.monotonic() + self._rest_s
-            counts = prompt_id is None or self._failures[prompt_id] <= _MOST_PER_PROMPT
+            counts = prompt_id is None or self._failures[prompt_id] <= self._most_per_prompt
             self._num_counted += counts
             return counts and self._num_counted == self._max_failures

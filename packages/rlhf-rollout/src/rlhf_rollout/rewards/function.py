@@ -38,7 +38,7 @@ class FunctionReward:
             more time by the longest time per rollout that a successful call has taken so far.
         num_workers: concurrent calls, each in its own process; further calls wait.
         worker: how the processes run.
-        max_failures: costly failures in a row after which the function is held back; at most two per prompt count.
+        max_failures: costly failures in a row after which the function is held back; at most half for one prompt.
         success_threshold: see `verdict_of`.
         log_path: file for what the function prints, at most 10 MiB; None for this process's standard error, at most
             16 KiB per worker.

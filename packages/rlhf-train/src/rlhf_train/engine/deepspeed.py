@@ -90,7 +90,7 @@ class DeepSpeedEngine:
         optimizer = make_optimizer(model, spec, fused=device == "cuda")
         config = _deepspeed_config(spec.max_norm, zero_stage, dtype, self._num_ranks, zpg)
         # DeepSpeed then gathers weights on a stream that does not wait for what has changed them. `step` reads the
-        # norm, and `local_weights` waits for its caller; nothing waits for frozen models that come from host memory.
+        # norm, and `local_weights` waits at its end; nothing waits for frozen models that come from host memory.
         self._overlaps = config["zero_optimization"]["overlap_comm"] = overlap_comm and zero_stage == 3
         try:
             self._engine = _wrapped(model, config, dtype, self.device, optimizer=optimizer, mpu=tensor_group)

@@ -286,7 +286,7 @@ def write_receipt(path: Path, error: Exception | None = None) -> None:
     try:
         draft.write_bytes(json.dumps(receipt).encode())
     except OSError:
-        if error is None:
+        if error is None or not draft.exists():
             raise
         os.truncate(draft, 0)
     draft.rename(path.with_name(path.name + RECEIPT))

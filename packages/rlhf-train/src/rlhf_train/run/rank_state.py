@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -95,4 +96,5 @@ def _write(found: Mapping[str, Shards], folder: Path) -> None:
             write_receipt(path)
         except Exception as error:  # SafetensorError for a full disk; the process that waits for the file reports it
             path.unlink(missing_ok=True)  # makes room for the receipt on a full disk
-            write_receipt(path, error)
+            with suppress(OSError):  # no file can be made at all: the one that waits says how much is free
+                write_receipt(path, error)

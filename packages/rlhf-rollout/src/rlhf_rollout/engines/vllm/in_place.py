@@ -1,7 +1,8 @@
 """Copies weights straight into the parameters with which vLLM computes, where that is all that loading them takes."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,12 +62,14 @@ class InPlace:
     def __init__(self, model: nn.Module, record: CopyRecord) -> None:
         self._record = record
         targets = {copy.target for copies in record.copies.values() for copy in copies}
+        targets |= {target for target, _ in record.zeros}
         self._tensors = {target: getattr(target.layer, target.name) for target in targets}
         self._addresses = {target: tensor.data_ptr() for target, tensor in self._tensors.items()}
         self._places = {
             name: [copy.place.of(self._tensors[copy.target].data) for copy in copies]
             for name, copies in record.copies.items()
         }
+        self._zeros = [part.of(self._tensors[target].data) for target, part in record.zeros]
         # Attention may keep tensors that depend on the weights of other layers, such as MLA's absorbed projections.
         self._attention = [layer for layer in model.modules() if _finishes_attention(layer)]
         self._written: Counter[str] = Counter()
@@ -79,8 +82,10 @@ class InPlace:
         )
 
     def begin(self) -> None:
-        """Begin an update."""
+        """Begin an update. What no weight brings, such as rows that pad a vocabulary, may have been lost in sleep."""
         self._written.clear()
+        if self._zeros:
+            torch._foreach_zero_(self._zeros)
 
     def write(self, sources: Mapping[str, Sequence[Tensor]]) -> None:
         """Write the sources of the copies of some weights, by the weights' names, as one batch of copies."""
@@ -118,3 +123,31 @@ def _processing(path: str, layer: nn.Module) -> str | None:
     else:
         is_plain = isinstance(layer, AttentionLayerBase) or not hasattr(layer, "process_weights_after_loading")
     return None if is_plain else f"vLLM processes the weights of {path} ({type(layer).__name__})"
+
+
+def holds_more_than_weights(model: nn.Module) -> bool:
+    """Return whether a model computes with tensors that are neither parameters nor buffers nor views of them.
+
+    vLLM derives them from weights, for some kinds of attention and for experts, and does not restore them if weights
+    are dropped.
+    """
+    if any(hasattr(getattr(module, "quant_method", None), "moe_kernel") for module in model.modules()):
+        return True  # in FP8, the kernels of experts do
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    owners = [owner for module in model.modules() for owner in (module, getattr(module, "impl", None))]
+    attributes = [item for owner in owners for item in getattr(owner, "__dict__", {}).items()]
+    values = [value for name, value in attributes if name != "kv_cache"]  # which is dropped in any case
+    device = next(model.parameters()).device
+    held = (value for value in _flat(values) if isinstance(value, Tensor) and value.device == device)
+    return any(value.untyped_storage().data_ptr() not in known for value in held)
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values, and those in lists, tuples and dictionaries among them."""
+    for value in values:
+        if isinstance(value, dict):
+            yield from _flat(value.values())
+        elif isinstance(value, list | tuple):
+            yield from _flat(value)
+        else:
+            yield value

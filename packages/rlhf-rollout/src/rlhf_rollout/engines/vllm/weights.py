@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from rlhf_data.errors import RlhfError, WeightSyncError
 from rlhf_rollout.engines.model_files import checkpoint_shapes
 from rlhf_rollout.engines.vllm.copies import Copy, CopyRecord, CopyRecorder, Target
-from rlhf_rollout.engines.vllm.in_place import InPlace, InPlaceCheck
+from rlhf_rollout.engines.vllm.in_place import InPlace, InPlaceCheck, holds_more_than_weights
 from rlhf_rollout.weight_sync import MEDIA
 from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket, check_tensor
 from rlhf_rollout.weight_sync.reader import BucketReader
@@ -76,6 +76,11 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._can_record = True
         self.missing: list[str] = []
         self.num_repeated = 0
+
+    @property
+    def has_no_record(self) -> bool:
+        """Whether no update has been recorded, so that vLLM's loader makes the next one."""
+        return self._record is None
 
     def init_transfer_engine(self, init_info: BucketInitInfo) -> None:
         """Do nothing: a bucket itself tells where its memory is."""
@@ -256,23 +261,6 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._record = self._places = None
 
 
-def holds_more_than_weights(model: torch.nn.Module) -> bool:
-    """Return whether a model computes with tensors that are neither parameters nor buffers nor views of them.
-
-    vLLM derives them from weights, for some kinds of attention and for experts, and does not restore them if weights
-    are dropped.
-    """
-    if any(hasattr(getattr(module, "quant_method", None), "moe_kernel") for module in model.modules()):
-        return True  # in FP8, the kernels of experts do
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    owners = [owner for module in model.modules() for owner in (module, getattr(module, "impl", None))]
-    attributes = [item for owner in owners for item in getattr(owner, "__dict__", {}).items()]
-    values = [value for name, value in attributes if name != "kv_cache"]  # which is dropped in any case
-    device = next(model.parameters()).device
-    held = (value for value in values if isinstance(value, torch.Tensor) and value.device == device)
-    return any(value.untyped_storage().data_ptr() not in known for value in held)
-
-
 def _sources(flat: torch.Tensor, slots: Sequence[TensorSlot], record: CopyRecord) -> dict[str, list[torch.Tensor]]:
     """Return views of a bucket's memory for the recorded copies of some of its weights."""
     typed: dict[str, torch.Tensor] = {}
@@ -373,8 +361,11 @@ class BucketWorkerExtension:
         return self.weight_transfer_engine.missing
 
     def rlhf_holds_more_than_weights(self) -> bool:
-        """See `holds_more_than_weights`."""
-        return holds_more_than_weights(self.model_runner.model)
+        """Return whether updates may not bring all that the model computes with; see `holds_more_than_weights`.
+
+        That every update writes all parameters is known once the copies of one have been recorded.
+        """
+        return self.weight_transfer_engine.has_no_record or holds_more_than_weights(self.model_runner.model)
 
     def rlhf_abandon_weight_update(self) -> None:
         """Close the layers after a failed bucket; their weights are then a mixture of old and new."""
