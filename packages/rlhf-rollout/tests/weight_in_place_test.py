@@ -313,9 +313,9 @@ def test_model_holds_more_than_weights_if_a_layer_has_a_tensor_of_its_own(place:
     assert holds_more_than_weights(nn.Sequential(Derived(place))) is holds_more
 
 
-@pytest.mark.parametrize("has_no_record", [True, False])
-def test_worker_keeps_its_weights_until_an_update_has_been_recorded(has_no_record: bool) -> None:
+@pytest.mark.parametrize("has_record", [True, False])
+def test_worker_keeps_its_weights_until_an_update_has_been_recorded(has_record: bool) -> None:
     worker = BucketWorkerExtension()
-    worker.weight_transfer_engine = SimpleNamespace(has_no_record=has_no_record)
+    worker.weight_transfer_engine = SimpleNamespace(has_record=has_record)
     worker.model_runner = SimpleNamespace(model=nn.Sequential(Derived("")))
-    assert worker.rlhf_holds_more_than_weights() is has_no_record
+    assert worker.rlhf_holds_more_than_weights() is not has_record

@@ -78,9 +78,9 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self.num_repeated = 0
 
     @property
-    def has_no_record(self) -> bool:
-        """Whether no update has been recorded, so that vLLM's loader makes the next one."""
-        return self._record is None
+    def has_record(self) -> bool:
+        """Whether the copies of an update are recorded; otherwise vLLM's loader makes the next update."""
+        return self._record is not None
 
     def init_transfer_engine(self, init_info: BucketInitInfo) -> None:
         """Do nothing: a bucket itself tells where its memory is."""
@@ -361,11 +361,11 @@ class BucketWorkerExtension:
         return self.weight_transfer_engine.missing
 
     def rlhf_holds_more_than_weights(self) -> bool:
-        """Return whether updates may not bring all that the model computes with; see `holds_more_than_weights`.
+        """Return whether the model may compute with something that the next update does not bring.
 
-        That every update writes all parameters is known once the copies of one have been recorded.
+        A record has been checked to write every parameter whole; `holds_more_than_weights` finds what else there is.
         """
-        return self.weight_transfer_engine.has_no_record or holds_more_than_weights(self.model_runner.model)
+        return not self.weight_transfer_engine.has_record or holds_more_than_weights(self.model_runner.model)
 
     def rlhf_abandon_weight_update(self) -> None:
         """Close the layers after a failed bucket; their weights are then a mixture of old and new."""
