@@ -96,6 +96,7 @@ def test_run_that_has_done_all_its_steps_ends_at_once(tmp_path, monkeypatch, cap
         assert said in capsys.readouterr().out
     with pytest.raises(pytest.fail.Exception, match="a run was started"):
         main(["--resume", str(run), "--train_steps", "8"])
+    assert "notice: --train_steps was 7 and is 8: from here on, learning rates follow" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
