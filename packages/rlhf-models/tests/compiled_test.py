@@ -7,6 +7,7 @@ from torch.nn.functional import linear
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason, join_products
 from rlhf_models.loading import load_actor
+from rlhf_models.lora import LoraSpec, add_lora
 from rlhf_models.testing import tiny_model_dir
 
 
@@ -18,7 +19,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compile_layers_keeps_outputs_gradients_and_names(folder, checkpointing):
     plain, compiled = (load_actor(folder, dtype="float32", gradient_checkpointing=checkpointing) for _ in range(2))
-    compile_layers(compiled, backend="aot_eager")
+    compile_layers(compiled.model, backend="aot_eager")
     for length in (3, 8):  # another shape, the same code
         batch = TokenBatch.padded([range(5, 5 + length), range(40, 40 + 2 * length)], 0)
         one, other = (model(batch).logprobs for model in (plain, compiled))
@@ -40,10 +41,38 @@ def test_compile_layers_calls_the_compiler(folder):
         return graph.forward
 
     model = load_actor(folder, dtype="float32")
-    compile_layers(model, backend=backend)
+    compile_layers(model.model, backend=backend)
     with torch.no_grad():
         model(TokenBatch.padded([[5, 6, 7]], 0))
     assert calls
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_layers_with_adapters_share_one_compiled_code(folder, checkpointing):
+    """The embedding is frozen, so that the first layer's input would have no gradient, unlike the others'."""
+    pytest.importorskip("peft")
+    compiled_graphs = []
+
+    def backend(graph, inputs):
+        if graph.graph.nodes:
+            compiled_graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    batch = TokenBatch.padded([[5, 6, 7], [8, 9]], 0)
+    results = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        actor = load_actor(folder, dtype="float32", gradient_checkpointing=checkpointing)
+        add_lora(actor, LoraSpec(rank=2))
+        trained = [weight for weight in actor.parameters() if weight.requires_grad]
+        for weight in trained:  # B starts at zero, and would leave A without a gradient
+            torch.nn.init.normal_(weight, std=0.1)
+        if is_compiled:
+            compile_layers(actor.model, backend=backend)
+        results.append(torch.autograd.grad(actor(batch).logprobs.sum(), trained))
+    assert len(compiled_graphs) == 2  # the layers' and the final norm's
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 class Branches(torch.nn.Module):
@@ -99,14 +128,14 @@ def test_compile_layers_joins_queries_keys_and_values_and_the_gate(folder, check
         return module.forward
 
     model = load_actor(folder, dtype="float32", gradient_checkpointing=checkpointing)
-    compile_layers(model, backend=backend)
+    compile_layers(model.model, backend=backend)
     model(TokenBatch.padded([[5, 6, 7]], 0)).logprobs.sum().backward()
     assert products[0] == 4  # of 7
 
 
 def test_compile_layers_compiles_the_final_norm(folder):
     model = load_actor(folder, dtype="float32")
-    compile_layers(model, backend="eager")
+    compile_layers(model.model, backend="eager")
     base = model.model.base_model
     compiled = [name for name, part in base.named_modules() if part._compiled_call_impl is not None]
     assert compiled == [*(f"layers.{index}" for index in range(len(base.layers))), "norm"]

@@ -157,7 +157,7 @@ def test_compiled_layers_are_as_near_to_float32_as_plain_ones(folder, packing, c
         load(load_actor, folder, "bfloat16", packing, gradient_checkpointing=checkpointing) for _ in range(2)
     )
     assert compile_unavailable_reason(compiled.model, torch.device("cuda", 0)) is None
-    compile_layers(compiled)
+    compile_layers(compiled.model)
     for got, other, want in zip(run(compiled, batch()), run(plain, batch()), truth, strict=True):
         assert (got - want).norm() < 1.5 * (other - want).norm() + 1e-3 * want.norm()
 
@@ -168,7 +168,7 @@ def test_replayed_packs_are_as_near_to_float32_as_launched_ones(folder, is_compi
     plain = run(load(load_actor, folder, "bfloat16", True), TokenBatch.packed(sequences(), "cuda"))
     model = load(load_actor, folder, "bfloat16", True)
     if is_compiled:
-        compile_layers(model)
+        compile_layers(model.model)
     sums = {weight: torch.zeros_like(weight, dtype=torch.float32) for weight in model.parameters()}
 
     def add(weight):  # of the head, which is not replayed

@@ -49,6 +49,18 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VERSIONS)
     for layer in [*_layers(model), *_final_norms(model)]:
         layer.compile(dynamic=True, backend=_joining(backend))
+    embedding = model.get_input_embeddings()
+    if any(weight.requires_grad for weight in model.parameters()) and not embedding.weight.requires_grad:
+        embedding.register_forward_hook(_require_gradient)
+
+
+def _require_gradient(embedding: nn.Module, inputs: tuple[Tensor], rows: Tensor) -> Tensor:
+    """Hook of a frozen embedding below trained layers (adapters): have its output require a gradient.
+
+    The first layer's input is then like that of the others. torch.compile would compile that layer separately
+    otherwise, which takes as long again.
+    """
+    return rows.requires_grad_() if torch.is_grad_enabled() else rows
 
 
 def is_compiled(model: nn.Module) -> bool:
