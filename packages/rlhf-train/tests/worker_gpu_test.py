@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlhf_models.lora import LoraSpec
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms import make_algorithm
@@ -44,7 +45,7 @@ def learned(paths, *, tokens=None, size=8, takes_turns=False, rehearses=False, *
     """
     spec = ModelSpec(path="", **({"dtype": "bfloat16", "packing": True, "torch_compile": "on"} | layout))
     models = {role: dataclasses.replace(spec, path=paths[role], optimizer=FIXED) for role in ("actor", "critic")}
-    models["reference"] = dataclasses.replace(spec, path=paths["reference"])
+    models["reference"] = dataclasses.replace(spec, path=paths["reference"], lora=None)
     worker = TrainWorker(
         models, PPO, temperature=0.8, rank=0, num_ranks=1, master=("127.0.0.1", free_port()), device="cuda", seed=0,
         pack_tokens=tokens or size * 330, takes_turns=takes_turns,
@@ -86,14 +87,14 @@ def rehearse(worker, models, tokens, size):
 
 def keep_gradients(engine, kept):
     step = engine.step
-    weights = dict(engine.module.named_parameters())
+    weights = [weight for weight in engine.module.parameters() if weight.requires_grad]
 
     def noting():
-        found = [engine.gradient_sums.get(weight, weight.grad) for weight in weights.values()]
+        found = [engine.gradient_sums.get(weight, weight.grad) for weight in weights]
         kept.append(torch.cat([one.flatten().float() for one in found]).cpu())
         return step()
 
-    if engine.gradient_sums or weights[next(iter(weights))].dtype == torch.float32:  # else DeepSpeed has sharded them
+    if engine.gradient_sums or weights[0].dtype == torch.float32:  # else DeepSpeed has sharded them
         engine.step = noting
 
 
@@ -155,6 +156,19 @@ def test_updates_after_a_rehearsal_compile_nothing_and_have_the_same_gradients(p
         other = plain[1][role][0]
         for got in (found[0], found[-1]):
             assert (got - truth[role]).norm() < 1.5 * (other - truth[role]).norm() + 1e-3 * truth[role].norm(), role
+
+
+def test_gradients_of_adapters_are_as_near_to_float32_as_padded_ones(paths):
+    pytest.importorskip("peft")
+    layout = {"packing": False, "torch_compile": "off", "zero_stage": 0, "lora": LoraSpec(rank=8)}
+    truth = learned(paths, dtype="float32", **layout)[1]
+    plain = learned(paths, **layout)[1]
+    worker, gradients, _ = learned(paths, tokens=2048, lora=layout["lora"])
+    assert graphs(worker)
+    for role, found in gradients.items():
+        [want, *_], [other, *_] = truth[role], plain[role]
+        for got in (found[0], found[-1]):
+            assert (got - want).norm() < 1.5 * (other - want).norm() + 1e-3 * want.norm(), role
 
 
 def test_log_ratios_of_an_update_on_unchanged_weights_stay_below_rounding(paths):
