@@ -122,7 +122,7 @@ def make_job(
     return OnlineJob(
         models=_make_models(config, inputs, num_planned * batch.num_updates, num_frozen * batch.num_updates),
         algorithm=spec,
-        engine=_make_engine(config, inputs.model, plan),
+        engine=replace(_make_engine(config, inputs.model, plan), expected_sampling=sampling),
         sampling=sampling,
         eval_sampling=replace(
             sampling, num_samples=evaluation.eval_n_samples_per_prompt, temperature=evaluation.eval_temperature

@@ -74,9 +74,10 @@ def make_job(config: BenchConfig) -> BenchJob:
     sampling = rollout.params(rollout.n_samples_per_prompt, rollout.seed)
     if config.load.fixed_length:
         sampling = dataclasses.replace(sampling, min_tokens=sampling.max_tokens)
+    length = config.data.prompt_max_len + rollout.generate_max_len
     return BenchJob(
         data=config.data,
-        engine=make_engine(config.model, config.engine, config.data.prompt_max_len + rollout.generate_max_len),
+        engine=make_engine(config.model, config.engine, length, expected_sampling=sampling),
         sampling=sampling,
         load=config.load,
         options=config.model_dump(mode="json"),

@@ -96,11 +96,12 @@ def make_job(config: GenerateConfig) -> GenerateJob:
     rollout = config.rollout
     max_len, _ = config.agent.max_len(config.data.prompt_max_len, rollout.generate_max_len)
     agent = config.agent.agent_func_path
+    sampling = rollout.params(rollout.n_samples_per_prompt, rollout.seed)
     return GenerateJob(
         data=config.data,
         seed=rollout.seed or 0,
-        engine=make_engine(config.model, config.engine, max_len),
-        sampling=rollout.params(rollout.n_samples_per_prompt, rollout.seed),
+        engine=make_engine(config.model, config.engine, max_len, expected_sampling=sampling),
+        sampling=sampling,
         agent=None if agent is None else config.agent.spec(agent, max_len, calls),
         reward=RewardJob(config.reward, config.model.dtype),
         output=config.output,

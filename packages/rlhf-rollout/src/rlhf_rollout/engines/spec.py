@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_data.errors import ConfigError, unknown
+from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.weight_sync import MEDIA, Medium
 
 ENGINE_KINDS = ("fake", "http", "transformers", "vllm")
@@ -40,6 +41,8 @@ class EngineSpec:
             with experts.
         tensor_parallel_size: GPUs per engine.
         num_threads: CPU threads of the engine's process; None for OMP_NUM_THREADS, or else one per core.
+        expected_sampling: how requests will mostly sample; "vllm" on one GPU then starts without compiling kernels for
+            anything else, which the first request that needs them waits for. None compiles all at the start.
         seed: seed for requests without a seed; None draws one for each engine that starts.
         weight_transfer: medium by which new weights arrive, one of `rlhf_rollout.weight_sync.MEDIA`. By "ipc", as many
             senders as the engine has GPUs make each call of an update, one on each GPU.
@@ -69,6 +72,7 @@ class EngineSpec:
     return_routes: bool = False
     tensor_parallel_size: int = 1
     num_threads: int | None = None
+    expected_sampling: SamplingParams | None = None
     seed: int | None = None
     weight_transfer: Medium = "shared_memory"
     base_url: str | None = None

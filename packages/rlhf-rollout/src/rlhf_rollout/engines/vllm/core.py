@@ -70,6 +70,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
 
     from rlhf_rollout.engines.vllm import weights
     from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots, start_together
+    from rlhf_rollout.engines.vllm.warm_up import limited_warm_up
 
     if spec.quantization and on_gpu and not current_platform.has_device_capability(_FP8_CAPABILITY):
         message = f"quantization {spec.quantization} needs a GPU that multiplies FP8 (compute capability 8.9 or more)"
@@ -116,13 +117,14 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{spec.weight_transfer}"),
         worker_extension_cls=f"{weights.__name__}.BucketWorkerExtension",
     ).create_engine_config()
-    core = EngineCoreClient.make_client(
-        multiprocess_mode=False,
-        asyncio_mode=False,
-        vllm_config=config,
-        executor_class=Executor.get_class(config),
-        log_stats=False,
-    )
+    with limited_warm_up(spec.expected_sampling, model_config):
+        core = EngineCoreClient.make_client(
+            multiprocess_mode=False,
+            asyncio_mode=False,
+            vllm_config=config,
+            executor_class=Executor.get_class(config),
+            log_stats=False,
+        )
     skip_idle_slots(core.engine_core.scheduler)
     list_logprobs(core.engine_core.scheduler)
     if not is_eager:

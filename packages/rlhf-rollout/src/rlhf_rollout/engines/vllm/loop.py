@@ -10,7 +10,6 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
@@ -18,6 +17,7 @@ from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines.requests import sample_seeds
 from rlhf_rollout.engines.vllm.jobs import Job, Sample, uncancellable
+from rlhf_rollout.engines.vllm.warm_up import sampler_params
 from rlhf_rollout.protocols import Completion, SamplingParams
 
 _FINISH_REASONS = {
@@ -294,7 +294,8 @@ class StepLoop:
             if index in job.completions:  # the job was restarted, and this sample had already finished
                 continue
             if params is None or seed is not None:  # samples without a seed share one object
-                params = self._params(sampling, seed)
+                stops = [*self._end_token_ids, *sampling.stop_token_ids]
+                params = sampler_params(sampling, seed=seed, stop_token_ids=stops)
             request_id = str(next(self._numbers))
             job.request_ids.append(request_id)
             self._samples[request_id] = Sample(job, index)
@@ -311,19 +312,6 @@ class StepLoop:
                     data_parallel_rank=None,
                 )
             )
-
-    def _params(self, sampling: SamplingParams, seed: int | None) -> VllmSamplingParams:
-        return VllmSamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=seed,
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            stop_token_ids=[*self._end_token_ids, *sampling.stop_token_ids],
-            logprobs=0,
-            detokenize=False,
-        )
 
     def _take_outputs(self, outputs: Any) -> None:
         samples = self._samples

@@ -1,0 +1,59 @@
+"""vLLM's warm-up before the first request, without kernels that an engine will not run."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+from rlhf_rollout.protocols import SamplingParams
+
+
+@contextmanager
+def limited_warm_up(sampling: SamplingParams | None, model_config: dict[str, Any]) -> Iterator[None]:
+    """Have an engine that is built within a `with` block warm up for requests with `sampling`.
+
+    vLLM's own warm-up compiles all that its sampler can do, such as penalties, top-k and top-p, which takes 15 s on a
+    machine that has not compiled it before. None leaves that as it is. What is left out is compiled when a request
+    first needs it.
+    """
+    own = VllmSamplingParams.for_sampler_warmup
+    try:
+        if sampling is not None:
+            VllmSamplingParams.for_sampler_warmup = staticmethod(lambda: sampler_params(sampling))
+        with _no_router_kernels(model_config):
+            yield
+    finally:
+        VllmSamplingParams.for_sampler_warmup = staticmethod(own)
+
+
+@contextmanager
+def _no_router_kernels(model_config: dict[str, Any]) -> Iterator[None]:
+    """Keep versions of vLLM before 0.28 from compiling kernels of other models' routers, which takes 10 s."""
+    from vllm.model_executor.warmup import kernel_warmup
+
+    own = getattr(kernel_warmup, "_warmup_ll_bf16_router_gemm", None)
+    # Later versions take the model and see for themselves whether it has a router.
+    if own is None or inspect.signature(own).parameters or any("expert" in name for name in model_config):
+        yield
+        return
+    kernel_warmup._warmup_ll_bf16_router_gemm = lambda: None
+    try:
+        yield
+    finally:
+        kernel_warmup._warmup_ll_bf16_router_gemm = own
+
+
+def sampler_params(sampling: SamplingParams, **options: Any) -> VllmSamplingParams:
+    """Return vLLM's parameters of one sample of a request. `options` are further ones."""
+    return VllmSamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        logprobs=0,
+        detokenize=False,
+        **options,
+    )
