@@ -1,6 +1,7 @@
 """A rank on a GPU: compiled layers and CUDA graphs give the update of plain passes, whatever the passes hold."""
 
 import dataclasses
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -181,6 +182,10 @@ def test_log_ratios_of_an_update_on_unchanged_weights_stay_below_rounding(paths)
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_trainers_that_take_turns_run_without_graphs_and_free_their_memory(paths, zero_stage):
     layout = {"zero_stage": zero_stage, "torch_compile": "off" if zero_stage == 3 else "on"}
+    gc.collect()
+    torch.cuda.empty_cache()
+    # Graphs of earlier tests that are not collected yet keep their memory.
+    of_others = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     worker, _, metrics = learned(paths, tokens=2048, takes_turns=True, **layout)
     assert not graphs(worker)
     engine = worker.engines["actor"]
@@ -193,7 +198,7 @@ def test_trainers_that_take_turns_run_without_graphs_and_free_their_memory(paths
     ref_logprobs = worker._experience.columns["ref_logprobs"].clone()
     torch.empty(2**28, dtype=torch.uint8, device="cuda")  # the allocator keeps it
     worker.release_cache()
-    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 2**28
+    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - of_others < 2**28
     for _ in range(2):
         before = torch.cuda.memory_allocated()
         worker.offload()
