@@ -139,6 +139,11 @@ class ModelSpec:
                 raise ConfigError(f"{message}, and {reason}", hint=hint)
 
     @property
+    def may_compile(self) -> bool:
+        """Whether nothing in these settings keeps layers from being compiled."""
+        return self.torch_compile != "off" and self.zero_stage < 3 and self.ranks_per_batch == 1
+
+    @property
     def ranks_per_batch(self) -> int:
         """Neighbouring ranks that have the same batches."""
         return self.sequence_parallel_size * self.tensor_parallel_size

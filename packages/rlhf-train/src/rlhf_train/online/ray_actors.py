@@ -63,6 +63,14 @@ class RankActor:
 
         `master` is None for a rank set of one rank. Returns the seconds that each of the two last took.
         """
+        from rlhf_train.online.kernels_ahead import compiled_ahead
+
+        with compiled_ahead(models, job, rank):
+            return self._load(rank, num_ranks, models, job, master)
+
+    def _load(
+        self, rank: int, num_ranks: int, models: Mapping[str, ModelSpec], job: Any, master: tuple[str, int] | None
+    ) -> dict[str, float]:
         started = time.perf_counter()
         from rlhf_train.online.rehearsal import limited_memory, rehearse, share_beside_engines
         from rlhf_train.online.worker import TrainWorker

@@ -16,7 +16,6 @@ from rlhf_models.fast.compiled import is_compiled
 from rlhf_rollout.engines import EngineSpec
 from rlhf_train.batching import RankPlan, plan_batches
 from rlhf_train.columns import RolloutColumns
-from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.engine.protocol import StepStats
 from rlhf_train.experience import MODEL_COLUMNS
 from rlhf_train.online.job import OnlineJob
@@ -25,7 +24,7 @@ from rlhf_train.online.worker import TrainWorker
 
 logger = logging.getLogger(__name__)
 
-_MAX_PASS_TOKENS = 32_768  # code that is compiled for so many tokens suits more, too
+MAX_PASS_TOKENS = 32_768  # code that is compiled for so many tokens suits more, too
 _MARGIN = 0.05  # of a GPU's memory: what CUDA and libraries take beside PyTorch
 
 
@@ -49,8 +48,7 @@ def rehearse(worker: TrainWorker, roles: Sequence[str], job: OnlineJob, rank: in
     # Layers of frozen models are compiled like those of trained ones, except under ZeRO stage 3.
     engines = worker.engines.values()
     spec = job.models[roles[0]]
-    can_compile = spec.torch_compile != "off" and spec.zero_stage < 3 and spec.ranks_per_batch == 1
-    if not (any(is_compiled(engine.module) for engine in engines) if engines else can_compile):
+    if not (any(is_compiled(engine.module) for engine in engines) if engines else spec.may_compile):
         return 0.0
     started = time.perf_counter()
     with limited_memory(memory_share(job.plan, job.engine, roles[0], rank)), without_trace(worker):
@@ -89,11 +87,11 @@ def limited_memory(share: float) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats()
 
 
-class _Rehearsed:
+class Rehearsed:
     """The part of a trained model's engine that passes use. It goes past DeepSpeed and drops gradients."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        self.module = engine.module
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
         self._trained = [weight for weight in self.module.parameters() if weight.requires_grad]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +114,7 @@ def without_trace(worker: TrainWorker) -> Iterator[None]:
     backbones = [engine.module.model.base_model for engine in engines.values()]
     # Real packs alone decide for which shapes there are graphs.
     graphs = [vars(backbone).pop("pack_graph", None) for backbone in backbones]
-    worker.engines = {role: _Rehearsed(engine) for role, engine in engines.items()}
+    worker.engines = {role: Rehearsed(engine.module) for role, engine in engines.items()}
     try:
         with torch.random.fork_rng():
             yield
@@ -128,10 +126,12 @@ def without_trace(worker: TrainWorker) -> Iterator[None]:
         worker.load_rollouts(RolloutColumns.of([], []), RankPlan((), (), ()))
 
 
-def run_passes(worker: TrainWorker, roles: Sequence[str], job: OnlineJob) -> None:
-    """Run what a step runs on the models of `roles`. Collective."""
+def run_passes(
+    worker: TrainWorker, roles: Sequence[str], job: OnlineJob, *, most_tokens: int = MAX_PASS_TOKENS
+) -> None:
+    """Run what a step runs on the models of `roles`, with at most `most_tokens` per training pass. Collective."""
     algorithm = job.algorithm
-    columns, plan = made_up_step(job)
+    columns, plan = made_up_step(job, most_tokens=most_tokens)
     worker.load_rollouts(columns, plan)
     run = [role for role in job.models if role != "actor" or algorithm.runs_actor]
     names = [*(MODEL_COLUMNS[role] for role in run), *(["last_values"] if algorithm.bootstrap_truncated else [])]
@@ -151,9 +151,10 @@ def run_passes(worker: TrainWorker, roles: Sequence[str], job: OnlineJob) -> Non
             logger.info("something is compiled at the first step, because there is no memory for it yet: %s", error)
 
 
-def made_up_step(job: OnlineJob) -> tuple[RolloutColumns, RankPlan]:
+def made_up_step(job: OnlineJob, *, most_tokens: int = MAX_PASS_TOKENS) -> tuple[RolloutColumns, RankPlan]:
     """Return the longest rollouts that there may be, enough for two training passes of one rank, and their plan.
 
+    A pass has at most `most_tokens`, but at least one rollout.
     One response is a token shorter: Triton compiles some kernels for multiples of 16 tokens, and again for others.
     """
     batch = job.batch
@@ -161,7 +162,7 @@ def made_up_step(job: OnlineJob) -> tuple[RolloutColumns, RankPlan]:
     length = min(job.engine.max_model_len, budget or job.engine.max_model_len)
     response = min(job.sampling.max_tokens, length - 1)
     at_once = budget // length if budget else batch.micro_train_batch_size
-    at_once = min(at_once, max(_MAX_PASS_TOKENS // length, 1))
+    at_once = min(at_once, max(most_tokens // length, 1))
     count = min(2 * at_once, batch.num_rollouts)
     shorter = np.arange(count) == count - 1
     responses = np.maximum(response - shorter, 1)
