@@ -83,18 +83,20 @@ def with_routes(rollouts: Sequence[Rollout], *, layers: int = 2, num_experts: in
 def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> list[Any]:
     """Call `function(rank, num_ranks, (host, port), *arguments)` in `num_ranks` new processes and return the results.
 
-    The processes are forks of one that has done nothing but import `ranks_preload`, so that one import serves all.
+    The processes are forks of one that has done nothing but import `ranks_preload`, so that one import serves all. On a
+    machine with a GPU they are new ones, because those imports initialize CUDA, after which a fork cannot use it.
 
     Raises:
         RuntimeError: a rank raised (the message is its traceback), died, or took longer than RANK_TIMEOUT_S.
     """
     master = ("127.0.0.1", free_port())
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ranks_preload"])
-    before = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    forkserver.ensure_running()
-    os.environ["PYTHONPATH"] = before
+    context = multiprocessing.get_context("spawn" if local_gpus() else "forkserver")
+    if not local_gpus():
+        context.set_forkserver_preload(["ranks_preload"])
+        before = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        forkserver.ensure_running()
+        os.environ["PYTHONPATH"] = before
     outbox = context.Queue()
     environment = dict(os.environ)  # a fork would have that of the first call
     processes = [
