@@ -237,6 +237,7 @@ def test_generate_job_holds_what_the_flags_say():
         " --min_reward 0.5 --reward_template {reward}"
     )
     job = make_job(COMMANDS["generate"].command_line("x").parse(flags.split()).config)
+    sampling = SamplingParams(num_samples=2, max_tokens=20, temperature=0.5, top_p=0.5, top_k=4, seed=7)
     assert job == GenerateJob(
         data=PromptSection(
             prompt_data="p",
@@ -264,10 +265,11 @@ def test_generate_job_holds_what_the_flags_say():
                 tensor_parallel_size=2,
                 enforce_eager=True,
                 enable_prefix_caching=False,
+                expected_sampling=sampling,
             ),
             tokenizer="t",
         ),
-        sampling=SamplingParams(num_samples=2, max_tokens=20, temperature=0.5, top_p=0.5, top_k=4, seed=7),
+        sampling=sampling,
         agent=None,
         reward=RewardJob(
             RewardSection(
