@@ -1,5 +1,6 @@
 """An online run in one process: an engine and ranks that answer what a test tells them to."""
 
+import asyncio
 import dataclasses
 import json
 import time
@@ -42,6 +43,7 @@ class World:
         failing: prompts with a first token below this, modulo 2, fail in the engine.
         dead: every call of the engine fails until it is restarted.
         asleep, has_weights: the engine generates if it is awake and has weights, and takes weights if it is awake.
+        paused: requests wait.
         lost: rollouts that a role's ranks do not train, by role.
         kl: what the ranks measure.
         delay_s: of every call.
@@ -54,6 +56,7 @@ class World:
         self.dead = False
         self.asleep = False
         self.has_weights = True
+        self.paused = False
         self.lost: dict[str, int] = {}
         self.kl = 0.0
         self.delay_s = 0.0
@@ -67,6 +70,8 @@ class World:
     # the engine
 
     async def generate(self, token_ids, sampling, *_, **__):
+        while self.paused and not self.dead:
+            await asyncio.sleep(0.001)
         self._check_alive()
         assert self.has_weights and not self.asleep
         if token_ids[0] % 2 < self.failing:
@@ -84,12 +89,22 @@ class World:
 
     def restart(self):
         self.log.append("restart")
-        self.dead = self.asleep = False
+        self.dead = self.asleep = self.paused = False
         self.has_weights = True
         self.engine_version = -1
 
     async def ready(self):
         pass
+
+    async def pause(self, mode):
+        self._check_alive()
+        assert mode == "keep"
+        self.paused = True
+        return 0
+
+    async def resume(self):
+        self._check_alive()
+        self.paused = False
 
     async def sleep(self, keep_weights):
         self.asleep = True
@@ -100,7 +115,7 @@ class World:
 
     async def health(self):
         self._check_alive()
-        return EngineHealth(policy_version=self.engine_version, num_in_flight=0, is_paused=False, is_asleep=False)
+        return EngineHealth(policy_version=self.engine_version, num_in_flight=0, is_paused=self.paused, is_asleep=False)
 
     # the ranks
 

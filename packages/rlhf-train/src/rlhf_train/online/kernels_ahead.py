@@ -34,9 +34,9 @@ def compiled_ahead(models: Mapping[str, ModelSpec], job: OnlineJob, rank: int) -
 
 def is_worth_it(models: Mapping[str, ModelSpec], job: OnlineJob, rank: int) -> bool:
     """Return whether `rank` is the first of its rank set on its node, has layers to compile, and cores to spare."""
-    role, spec = next(iter(models.items()))
     if job.plan.device == "cpu" or len(os.sched_getaffinity(0)) < _MIN_CORES:
         return False
+    role, spec = next(iter(models.items()))
     nodes = [place.node for place in job.plan.trainers_of(role).places]
     return nodes.index(nodes[rank]) == rank and spec.packing and spec.may_compile
 

@@ -75,6 +75,13 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
     if spec.quantization and on_gpu and not current_platform.has_device_capability(_FP8_CAPABILITY):
         message = f"quantization {spec.quantization} needs a GPU that multiplies FP8 (compute capability 8.9 or more)"
         raise ConfigError(message, hint="drop --vllm_quantization, or use an Ada, Hopper or newer GPU")
+    if spec.quantization and not on_gpu:
+        import torch
+
+        # On CPUs with AVX512-FP16, oneDNN multiplies FP8 with its reference code, which takes 100 times as long. Where
+        # it does not ask for AMX, on which vLLM's attention counts, this process must.
+        torch.cpu._init_amx()
+        torch.backends.mkldnn.enabled = False
     if spec.return_routes and not on_gpu:
         from rlhf_rollout.engines.vllm.routes import capture_on_cpu
 
