@@ -138,6 +138,8 @@ def test_make_job_sampling_and_engine_follow_the_flags():
     assert (job.eval_sampling.num_samples, job.eval_sampling.temperature, job.eval_sampling.top_p) == (2, 1.0, 0.9)
     assert job.engine.max_model_len == 64 + 32
     assert (job.engine.max_num_seqs, job.engine.seed, job.seed) == (16, 3, 3)
+    expected = job.engine.expected_sampling  # of which engines compile the kernels as they start
+    assert (expected.temperature, expected.top_k, expected.top_p) == (0.7, 5, 0.9)
     assert job.max_in_flight == 8  # 16 places / 4 samples, twice
     assert "seed = 3\n" in job.config
 

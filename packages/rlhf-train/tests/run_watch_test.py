@@ -1,13 +1,16 @@
 """What a run waits for is said after a minute, against a clock that the tests set by hand."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from online_fakes import Listener
 from record_testing import ManualClock
+from rlhf_train.online import ray_actors
+from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.run.timeline import PHASES, Timeline
-from rlhf_train.run.watch import Watch
+from rlhf_train.run.watch import Watch, stacks_written
 
 
 class Patient(Listener):
@@ -84,6 +87,29 @@ def test_details_that_know_something_are_added(watch, clock, listener):
     clock.now += 60
     watch.look()
     assert listener.said[0].endswith("; no answer from 1 of 2: 1; engine 0 has 4 completions in flight")
+
+
+def test_stacks_of_all_threads_are_written_once_a_wait_lasts_ten_minutes(watch, clock, listener, capfd):
+    watch.phase("train")
+    for seconds, is_written in ((599, False), (1, False), (598, True)):  # said after 599 s, and again after 1198 s
+        clock.now += seconds
+        watch.look()
+        assert ("in write_stacks" in capfd.readouterr().err) == is_written
+    assert len(listener.said) == 2
+
+
+def test_rank_that_takes_long_writes_where_it_is_to_its_log(monkeypatch, capfd):
+    def pass_that_waits(seconds):
+        time.sleep(seconds)
+
+    monkeypatch.setattr(ray_actors, "stacks_written", lambda: stacks_written(0.2))
+    rank = RankActor.__new__(RankActor)
+    rank._worker = SimpleNamespace(run_model=pass_that_waits)
+    rank.work("run_model", 0.0)
+    time.sleep(0.5)
+    assert not capfd.readouterr().err
+    rank.work("run_model", 0.5)
+    assert "in pass_that_waits" in capfd.readouterr().err
 
 
 def test_thread_says_it_survives_what_fails_and_ends_with_the_block(listener, monkeypatch):

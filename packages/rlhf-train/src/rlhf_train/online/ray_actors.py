@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_rollout.host import collection_paused, free_port
 from rlhf_rollout.ray_actors import RayEngine, node_address, prepare_process
 from rlhf_train.online.ray_session import DeviceMemoryError
+from rlhf_train.run.watch import stacks_written
 from rlhf_train.specs import ModelSpec
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class RankActor:
         """Import the libraries that `load` needs, which takes seconds."""
         import rlhf_train.online.rehearsal  # noqa: F401
 
+    @stacks_written()
     @collection_paused()
     def load(
         self, rank: int, num_ranks: int, models: Mapping[str, ModelSpec], job: Any, master: tuple[str, int] | None
@@ -116,9 +118,10 @@ class RankActor:
 
     def work(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the `TrainWorker` and return its result."""
-        with _out_of_memory_told(_SMALLER_PASSES) if method in _PASSES else nullcontext():
+        with stacks_written(), _out_of_memory_told(_SMALLER_PASSES) if method in _PASSES else nullcontext():
             return getattr(self._worker, method)(*args, **kwargs)
 
+    @stacks_written()
     @_out_of_memory_told(_SMALLER_PASSES)
     def run_block(
         self, roles: Sequence[str], names: Sequence[str], columns: "RolloutColumns", plan: "RankPlan"
@@ -139,6 +142,7 @@ class RankActor:
         metrics = [worker.run_model(role) for role in roles]
         return worker.export_columns(names), (metrics, time.perf_counter() - started)
 
+    @stacks_written()
     def send_weights(self, engines: Mapping[int, RayEngine], policy_version: int) -> tuple[int, dict[int, str]]:
         """Send the actor's weights to `engines`, which have numbers. Collective.
 

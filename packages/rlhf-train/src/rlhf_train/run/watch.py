@@ -1,22 +1,26 @@
 """Says what a run waits for when a wait lasts long."""
 
+import faulthandler
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 from rlhf_data.progress import duration
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.timeline import PHASES
 
+STACKS_AFTER_S = 600.0  # of one wait; from then on, stacks are written, too
 _CHECK_S = 1.0
+_STDERR = 2
 
 
 class Watch:
     """Says what the run has been waiting for after a minute, and again each time the wait has become twice as long.
 
-    In a `with` block a thread does so.
+    After ten minutes it also writes where all threads of this process are to standard error, which is the run's log. In
+    a `with` block a thread does so.
 
     Args:
         observer: is told of phases as they begin, and of long waits on that thread.
@@ -60,6 +64,8 @@ class Watch:
         wait[2] = 2 * waited_s
         known = [text for detail in self.details if (text := detail())]
         self._observer.waiting("; ".join([f"waiting for {duration(waited_s)}: {what}", *known]))
+        if waited_s >= STACKS_AFTER_S:
+            write_stacks()
 
     def __enter__(self) -> "Watch":
         threading.Thread(target=self._run, name="watch", daemon=True).start()
@@ -74,3 +80,18 @@ class Watch:
         while not self._stop.wait(_CHECK_S):
             with suppress(Exception):  # what is looked at changes meanwhile, and the terminal may be closed
                 self.look()
+
+
+def write_stacks() -> None:
+    """Write where all threads of this process are to standard error."""
+    faulthandler.dump_traceback(_STDERR, all_threads=True)
+
+
+@contextmanager
+def stacks_written(after_s: float = STACKS_AFTER_S) -> Iterator[None]:
+    """Do as `write_stacks` if a `with` block takes that long, even if a thread holds the interpreter's lock."""
+    faulthandler.dump_traceback_later(after_s, file=_STDERR)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
