@@ -28,6 +28,7 @@ from rlhf_train.online.cluster import check_files, placed_bundles
 from rlhf_train.online.job import AsyncSpec, CheckpointSpec, OnlineJob
 from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_train.online.places import Place, ProcessPlan
+from rlhf_train.online.ray_session import LostProcessError
 from rlhf_train.online.run import run_online
 from rlhf_train.run.observer import Observer
 from trainer_testing import NUM_CLUSTER_CPUS, tiny_job
@@ -63,6 +64,10 @@ class Saboteur(Observer):
         self.plan = plan
         self.count: Counter[str] = Counter()
         self.warnings: list[str] = []
+        self.ended_by: list[type] = []
+
+    def ending(self, error: BaseException) -> None:
+        self.ended_by.append(type(error))
 
     def phase(self, name: str) -> None:
         self.count[name] += 1
@@ -152,6 +157,7 @@ def test_run_survives_killed_engines_and_the_loss_of_its_node(cluster, tmp_path,
 
     assert not saboteur.plan  # everything happened
     assert len(nodes) == len(job.plan.nodes)
+    assert saboteur.ended_by == ([LostProcessError] if asynchronous is None else [])
     said = "\n".join(saboteur.warnings)
     assert said.count("engine 0 is back") == 1
     if asynchronous is None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf_cli.console import DOING, PPO_COLUMNS, Console, OfflineView, RunView, StepTable, show_results
+from rlhf_data.errors import EngineError
 from rlhf_data.progress import Progress
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_train.run.timeline import PHASES
@@ -199,6 +200,12 @@ def test_run_view_on_a_pipe_starting_is_a_line(streams):
     view.starting("Ray")
     view.warning("slow disk")
     assert err.getvalue() == "starting Ray ...\nwarning: slow disk\n"
+
+
+def test_run_view_on_a_pipe_an_early_end_is_a_line(streams):
+    out, err = streams
+    RunView(Console(out, err), 10).ending(EngineError("a process is gone"))
+    assert err.getvalue() == "ending the processes of the run ...\n"
 
 
 def test_run_view_long_wait_is_a_line_on_stderr_in_which_nothing_steers_the_terminal(streams):

@@ -1,9 +1,11 @@
 """Engines and scorers behind Ray: the driver's view and the trainer's client, on a fake engine and a tiny model."""
 
 import asyncio
+import getpass
 import os
 import pickle
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +52,29 @@ def cluster() -> Iterator[None]:
 
 def start_engine() -> Any:
     return RemoteEngine.options(num_cpus=0).remote("fake", EngineSpec(model="none"))
+
+
+def test_temporary_files_go_with_the_session_and_compiled_code_stays(cluster: None) -> None:
+    def folders() -> dict[str, str]:
+        """Prepare this worker as those of a run; return where it keeps temporary files and what torch compiles."""
+        import tempfile
+
+        from rlhf_rollout.ray_actors import prepare_process
+
+        prepare_process()
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        return {"temporary": tempfile.gettempdir(), "compiled": cache_dir()}
+
+    def look(**environ: str) -> dict[str, str]:
+        return ray.get(ray.remote(folders).options(num_cpus=0, runtime_env={"env_vars": environ}).remote())
+
+    session = ray._private.worker._global_node.get_session_dir_path()
+    found = look()
+    assert found["temporary"] == session
+    # Where torch has it in a process that is not prepared.
+    assert found["compiled"] == os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    assert look(TORCHINDUCTOR_CACHE_DIR="/tmp/mine")["compiled"] == "/tmp/mine"
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,7 @@ def test_vllm_warms_up_by_itself_without_expected_requests_and_after_a_build_tha
     [
         (DENSE, lambda: "compiled", True),
         (EXPERTS, lambda: "compiled", False),
+        ({"text_config": EXPERTS}, lambda: "compiled", False),
         (DENSE, lambda model: "compiled", False),  # as in versions that look at the model
     ],
 )

@@ -6,6 +6,8 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -126,19 +128,24 @@ def test_adapters_are_trained_on_one_layer_and_serve_as_their_own_reference(job,
     assert any("lora_A" in name for name, _ in worker.engines["actor"].module.named_parameters())
 
 
-def on_gpus(job, *nodes):
-    """The job as if it ran on GPUs, with the ranks of all models on these nodes."""
-    processes = SimpleNamespace(places=[SimpleNamespace(node=node) for node in nodes])
-    return SimpleNamespace(models=job.models, plan=SimpleNamespace(device="cuda", trainers_of=lambda role: processes))
+def on_gpus(job, *nodes, **engine):
+    """The job as if it ran on GPUs, with the ranks of all models on these nodes and an engine beside."""
+    engine = dataclasses.replace(job.engine, **{"gpu_memory_utilization": 0.3} | engine)
+    processes = SimpleNamespace(places=[SimpleNamespace(node=node, cards=[0]) for node in nodes])
+    plan = SimpleNamespace(device="cuda", trainers_of=lambda role: processes, engines=SimpleNamespace(cards=[0]))
+    return SimpleNamespace(models=job.models, plan=plan, engine=engine)
 
 
-def test_it_is_worth_it_once_per_node_for_layers_that_are_compiled_on_a_gpu_with_cores_to_spare(job, monkeypatch):
+def test_it_is_worth_it_once_per_node_for_layers_that_are_compiled_where_there_is_room(job, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
     placed = on_gpus(job, 0, 0, 1, 1)
     assert [is_worth_it(job.models, placed, rank) for rank in range(4)] == [True, False, True, False]
     for changes in ({"packing": False}, {"torch_compile": "off"}, {"zero_stage": 3}):
         models = {role: dataclasses.replace(spec, **changes) for role, spec in job.models.items()}
         assert not is_worth_it(models, placed, 0)
+    crowded = {"gpu_memory_utilization": 0.5}
+    assert not is_worth_it(job.models, on_gpus(job, 0, **crowded), 0)
+    assert is_worth_it(job.models, on_gpus(job, 0, **crowded, enable_sleep=True), 0)  # the engine starts later
     assert not is_worth_it(job.models, job, 0)  # on a CPU
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(7))
     assert not is_worth_it(job.models, placed, 0)
@@ -150,7 +157,8 @@ def test_each_part_has_a_process_that_gets_the_models_and_the_job_and_ends_with_
     start = subprocess.Popen
 
     def note(command, *, stdin, **options):
-        started.append((command, pickle.load(stdin), options["env"]["PYTHONPATH"]))
+        started.append((command, pickle.load(stdin), options["env"]))
+        Path(options["env"]["TMPDIR"], "left").touch()  # by a process that is killed
         return start([sys.executable, "-c", "import time; time.sleep(1000)"])
 
     processes = []
@@ -158,20 +166,61 @@ def test_each_part_has_a_process_that_gets_the_models_and_the_job_and_ends_with_
     with pytest.raises(ZeroDivisionError), compiled_ahead({"actor": job.models["actor"]}, job, 0):
         1 / sum(process.poll() is not None for process in processes)
     assert [process.returncode for process in processes] == [-9, -9]
-    for part, (command, given, path) in zip(("attention", "passes"), started, strict=True):
-        assert command == [sys.executable, "-m", "rlhf_train.online.one_layer"]
-        assert given[:2] == (part, {"actor": job.models["actor"]})
-        assert given[2].sampling == job.sampling and not given[2].prompts
-        assert set(filter(None, sys.path)) == set(path.split(os.pathsep))
+    [folder] = {environ["TMPDIR"] for _, _, environ in started}
+    assert not Path(folder).exists()
+    for part, (command, given, environ) in zip(("attention", "passes"), started, strict=True):
+        assert command == [sys.executable, "-P", "-m", "rlhf_train.online.one_layer"]
+        assert given[:2] == (part, {"actor": job.models["actor"]}) and given[3] == os.getpid()
+        assert given[2].sampling == job.sampling and not given[2].prompts and not given[2].eval_prompts
+        assert set(filter(None, sys.path)) == set(environ["PYTHONPATH"].split(os.pathsep))
 
 
-def test_the_program_runs_the_part_that_its_input_names(job, tmp_path):
-    """As a process of its own, whose only sign is that it ends well."""
-    with (tmp_path / "given").open("wb+") as given:
-        pickle.dump(("passes", job.models, job), given)
-        given.seek(0)
-        code = "import torch; torch.cuda.set_per_process_memory_fraction = lambda share: None\n"
-        code += "import runpy; runpy.run_module('rlhf_train.online.one_layer', run_name='__main__')"
+def test_a_process_that_cannot_start_is_none_and_ends_those_that_did(job, monkeypatch, caplog):
+    monkeypatch.setattr(kernels_ahead, "is_worth_it", lambda *args: True)
+    start, processes = subprocess.Popen, []
+
+    def start_one(command, **options):
+        if processes:
+            raise OSError("no more processes")
+        processes.append(start([sys.executable, "-c", "import time; time.sleep(1000)"]))
+        return processes[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start_one)
+    done = []
+    with caplog.at_level("INFO"), compiled_ahead(job.models, job, 0):
+        done.append("the trainer started")
+    assert done and processes[0].poll() == -9
+    assert "no more processes" in caplog.text
+
+
+PROGRAM = """
+import torch
+from rlhf_train.online import one_layer
+
+torch.cuda.set_per_process_memory_fraction = lambda share: None
+run = one_layer.run_passes
+one_layer.run_passes = lambda worker, roles, job, **options: (run(worker, roles, job, **options), print("ran", *roles))
+one_layer.main()
+"""
+
+
+def start_program(given, parent):
+    """Start the program with these arguments; what it prints comes back."""
+    with tempfile.TemporaryFile() as file:
+        pickle.dump((*given, parent), file)
+        file.seek(0)
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        done = subprocess.run([sys.executable, "-c", code], stdin=given, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=file, env=environ, **pipes)
+
+
+def test_the_program_runs_the_part_that_its_input_names(job):
+    with start_program(("passes", job.models, job), os.getpid()) as program:
+        out, err = program.communicate(timeout=300)
+    assert (program.returncode, out.split()) == (0, ["ran", *job.models]), err
+
+
+def test_the_program_ends_when_the_process_that_started_it_has_ended(job):
+    with start_program(("passes", job.models, job), os.getpid() + 1) as program:  # not the parent that it finds
+        out, _ = program.communicate(timeout=300)
+    assert (program.returncode, out) == (1, "")

@@ -7,6 +7,7 @@ import pytest
 
 from online_fakes import Listener
 from record_testing import ManualClock
+from rlhf_data.errors import EngineError
 from rlhf_train.online import ray_actors
 from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.run.timeline import PHASES, Timeline
@@ -29,6 +30,9 @@ class Patient(Listener):
 
     def phase(self, name: str) -> None:
         self.begun.append(name)
+
+    def ending(self, error: BaseException) -> None:
+        self.begun.append(type(error).__name__)
 
 
 @pytest.fixture
@@ -81,6 +85,16 @@ def test_next_phase_starts_anew_and_nothing_is_said_before_the_first(watch, cloc
     assert listener.said == [f"waiting for 1 min 0 s: {PHASES['sync']}"]
 
 
+def test_early_end_of_a_run_is_no_wait_of_its_last_phase(watch, clock, listener):
+    with pytest.raises(EngineError), Timeline(clock, on_phase=watch.phase).phase("train"):
+        raise EngineError("the engine is gone")
+    watch.ending(EngineError("the engine is gone"))
+    clock.now += 60
+    watch.look()
+    assert listener.said == ["waiting for 1 min 0 s: the end of the run after EngineError: the engine is gone"]
+    assert listener.begun == ["train", "EngineError"]
+
+
 def test_details_that_know_something_are_added(watch, clock, listener):
     watch.details = [lambda: "", lambda: "no answer from 1 of 2: 1", lambda: "engine 0 has 4 completions in flight"]
     watch.phase("sync")
@@ -91,11 +105,14 @@ def test_details_that_know_something_are_added(watch, clock, listener):
 
 def test_stacks_of_all_threads_are_written_once_a_wait_lasts_ten_minutes(watch, clock, listener, capfd):
     watch.phase("train")
-    for seconds, is_written in ((599, False), (1, False), (598, True)):  # said after 599 s, and again after 1198 s
-        clock.now += seconds
+    written = []
+    for second in range(1, 1300):
+        clock.now += 1
         watch.look()
-        assert ("in write_stacks" in capfd.readouterr().err) == is_written
-    assert len(listener.said) == 2
+        if "in write_stacks" in capfd.readouterr().err:
+            written.append(second)
+    assert written == [600, 1200]
+    assert len(listener.said) == 6  # after 60, 120, 240 and 480 s, too
 
 
 def test_rank_that_takes_long_writes_where_it_is_to_its_log(monkeypatch, capfd):

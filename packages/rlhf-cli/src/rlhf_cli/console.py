@@ -136,12 +136,7 @@ class StepTable:
     ) -> None:
         """Show every step whose number is a multiple of `every`, at most one per `min_interval_s`, and the last step.
 
-        Args:
-            console: where to write.
-            columns: the metrics to show.
-            noun: title of the first column.
-            every: interval of shown steps.
-            min_interval_s: least time between two lines.
+        The first column has the title `noun`; the others show metrics.
         """
         self._console = console
         self._columns = columns
@@ -176,6 +171,10 @@ class View:
     def starting(self, text: str) -> None:
         """See `Observer`."""
         self._console.working(f"starting {text}")
+
+    def ending(self, error: BaseException) -> None:
+        """See `Observer`. The error itself is shown at the end."""
+        self._console.working("ending the processes of the run")
 
     def waiting(self, text: str) -> None:
         """See `Observer`."""

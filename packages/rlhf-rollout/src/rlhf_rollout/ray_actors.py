@@ -1,11 +1,12 @@
 """Engines and reward models as Ray actors, and handles to them. Only this file imports Ray."""
 
 import asyncio
+import getpass
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -36,10 +37,11 @@ def own_gpus() -> list[str]:
 
 
 def prepare_process(gpus: Sequence[str] = ()) -> None:
-    """Set what libraries read once in this worker: its GPUs, how threads wait, and the folder for temporary files.
+    """Set what libraries read once in this worker: its GPUs, how threads wait, and the folders for files.
 
     Temporary files go to Ray's session folder. A run removes it with its cluster, and so also what killed processes
-    have left. Call this before torch is imported.
+    have left. What torch compiles stays where it would be otherwise, for later runs. Call this before torch is
+    imported.
 
     Args:
         gpus: see `own_gpus`; empty for those that Ray assigned to this worker, which it does not set where
@@ -48,11 +50,19 @@ def prepare_process(gpus: Sequence[str] = ()) -> None:
     if visible := list(gpus) or own_gpus():
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     wait_passively()
+    # torch keeps what it compiles among temporary files.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}"))
     session = ray._private.worker._global_node.get_session_dir_path()
     if os.access(session, os.W_OK):
         # vLLM makes sockets, whose paths must be short. They stay where they would be otherwise.
         os.environ.setdefault("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
         tempfile.tempdir = session
+
+
+def _user() -> str:
+    with suppress(KeyError, OSError):  # a container may have no name for its user
+        return getpass.getuser()
+    return f"uid_{os.getuid()}"
 
 
 class _Actor:

@@ -4,9 +4,12 @@
 """
 
 import json
+import os
 import pickle
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -27,16 +30,25 @@ from rlhf_train.online.worker import TrainWorker
 from rlhf_train.run.models import load_model
 from rlhf_train.specs import ModelSpec
 
-_MEMORY_SHARE = 0.03  # of the GPU: what PyTorch may take of it here
+MEMORY_SHARE = 0.03  # of the GPU: what PyTorch may take of it here
+_CHECK_S = 1.0
 _MAX_PASS_TOKENS = 4096
 
 
 def main() -> None:
-    """Run what standard input says."""
-    part, models, job = pickle.load(sys.stdin.buffer)
-    torch.cuda.set_per_process_memory_fraction(_MEMORY_SHARE)
+    """Run what standard input says, as long as the process lives that asked for it."""
+    part, models, job, parent = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE)
     with tempfile.TemporaryDirectory() as folder:
         run_part(part, models, job, Path(folder))
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has ended, which may have been killed."""
+    while os.getppid() == parent:
+        time.sleep(_CHECK_S)
+    os._exit(1)
 
 
 def run_part(

@@ -143,8 +143,11 @@ def run_processes(
             if checkpoint is not None:
                 parts.controller.first_step = parts.checkpointer.restore(checkpoint) + 1
             return train_and_save(job, parts, recorder)
-        except LostProcessError as error:
-            raise LostTrainerError(error) from error
+        except BaseException as error:
+            watch.ending(error)
+            if isinstance(error, LostProcessError):
+                raise LostTrainerError(error) from error
+            raise
 
 
 def assemble(

@@ -11,6 +11,9 @@ class Observer:
     def starting(self, text: str) -> None:
         """A stage of start-up or shutdown begins, such as "Ray" or "engines and trainers"."""
 
+    def ending(self, error: BaseException) -> None:
+        """An online run ends early: what it has learned is saved, and its processes end now."""
+
     def phase(self, name: str) -> None:
         """A phase of a step begins; see `Timeline`."""
 

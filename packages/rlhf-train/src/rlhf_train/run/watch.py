@@ -19,8 +19,8 @@ _STDERR = 2
 class Watch:
     """Says what the run has been waiting for after a minute, and again each time the wait has become twice as long.
 
-    After ten minutes it also writes where all threads of this process are to standard error, which is the run's log. In
-    a `with` block a thread does so.
+    After ten minutes it says so in any case, and also writes where all threads of this process are to standard error,
+    which is the run's log. In a `with` block a thread does so.
 
     Args:
         observer: is told of phases as they begin, and of long waits on that thread.
@@ -46,6 +46,11 @@ class Watch:
         self._observer.starting(text)
         self._begin(f"the start of {text}")
 
+    def ending(self, error: BaseException) -> None:
+        """See `Observer`."""
+        self._observer.ending(error)
+        self._begin(f"the end of the run after {type(error).__name__}: {error}")
+
     def phase(self, name: str) -> None:
         """See `Observer`; for `Timeline`."""
         self._observer.phase(name)
@@ -61,7 +66,7 @@ class Watch:
         waited_s = self._clock() - since
         if not what or waited_s < next_s:
             return
-        wait[2] = 2 * waited_s
+        wait[2] = 2 * waited_s if waited_s >= STACKS_AFTER_S else min(2 * waited_s, STACKS_AFTER_S)
         known = [text for detail in self.details if (text := detail())]
         self._observer.waiting("; ".join([f"waiting for {duration(waited_s)}: {what}", *known]))
         if waited_s >= STACKS_AFTER_S:
@@ -89,9 +94,15 @@ def write_stacks() -> None:
 
 @contextmanager
 def stacks_written(after_s: float = STACKS_AFTER_S) -> Iterator[None]:
-    """Do as `write_stacks` if a `with` block takes that long, even if a thread holds the interpreter's lock."""
-    faulthandler.dump_traceback_later(after_s, file=_STDERR)
+    """Do as `write_stacks` if a `with` block takes that long.
+
+    A thread does so, which needs the interpreter's lock for it. `faulthandler.dump_traceback_later` does not, and at
+    times ends a process that is busy.
+    """
+    timer = threading.Timer(after_s, write_stacks)
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        timer.cancel()

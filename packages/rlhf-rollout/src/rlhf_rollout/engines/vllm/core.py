@@ -60,6 +60,15 @@ def start_hint(error: Exception) -> str | None:
     return None
 
 
+def _leave_out_onednn() -> None:
+    """Have torch multiply by itself. On CPUs with AVX512-FP16, oneDNN takes 100 times as long for products in FP8."""
+    import torch
+
+    # vLLM's attention counts on AMX, for which oneDNN asks the system otherwise.
+    torch.cpu._init_amx()
+    torch.backends.mkldnn.enabled = False
+
+
 def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], *, on_gpu: bool) -> Any:
     """Return vLLM's in-process engine client with the model loaded."""
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -76,12 +85,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         message = f"quantization {spec.quantization} needs a GPU that multiplies FP8 (compute capability 8.9 or more)"
         raise ConfigError(message, hint="drop --vllm_quantization, or use an Ada, Hopper or newer GPU")
     if spec.quantization and not on_gpu:
-        import torch
-
-        # On CPUs with AVX512-FP16, oneDNN multiplies FP8 with its reference code, which takes 100 times as long. Where
-        # it does not ask for AMX, on which vLLM's attention counts, this process must.
-        torch.cpu._init_amx()
-        torch.backends.mkldnn.enabled = False
+        _leave_out_onednn()
     if spec.return_routes and not on_gpu:
         from rlhf_rollout.engines.vllm.routes import capture_on_cpu
 
