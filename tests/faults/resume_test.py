@@ -85,13 +85,19 @@ def steps_of(folder: Path) -> int:
     return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=-1)
 
 
-def signal_when(run: subprocess.Popen[bytes], number: int, is_time: Callable[[], bool], folder: Path) -> int:
-    """Send a signal as soon as `is_time`; return the exit status."""
+def signal_when(
+    run: subprocess.Popen[bytes],
+    number: int,
+    is_time: Callable[[], bool],
+    folder: Path,
+    send: Callable[[int, int], None] = os.kill,
+) -> int:
+    """Send a signal to the process, or with `os.killpg` to its group, as soon as `is_time`; return the exit status."""
     deadline = time.monotonic() + TIMEOUT_S
     while not is_time():
         assert run.poll() is None and time.monotonic() < deadline, folder.with_suffix(".log").read_text()[-4000:]
         time.sleep(0.02)
-    run.send_signal(number)
+    send(run.pid, number)
     return run.wait(TIMEOUT_S)
 
 
@@ -132,13 +138,15 @@ def test_killed_and_terminated_run_goes_on_bit_for_bit_and_leaves_nothing(scratc
     whole = tmp_path / "whole"
     uninterrupted = start(whole, *FLAGS, "--save_path", str(whole))
     request.addfinalizer(uninterrupted.kill)
-    # The newest checkpoint is torn: the run says so and goes on from the one before. Then SIGTERM ends it properly.
+    # The newest checkpoint is torn: the run says so and goes on from the one before. Then SIGTERM to its process group,
+    # as `timeout` sends it, ends it properly.
     newest = max(checkpoints.glob("step-*"))
     torn = newest / "actor-0-of-1.safetensors"
     torn.write_bytes(torn.read_bytes()[:-1])
     run = start(folder, "--resume", str(folder))
     last = steps_of(folder)
-    assert signal_when(run, signal.SIGTERM, lambda: steps_of(folder) > last, folder) == 128 + signal.SIGTERM
+    status = signal_when(run, signal.SIGTERM, lambda: steps_of(folder) > last, folder, os.killpg)
+    assert status == 128 + signal.SIGTERM, folder.with_suffix(".log").read_text()[-4000:]
     text = folder.with_suffix(".log").read_text()
     assert f"the checkpoint {newest} is skipped: actor-0-of-1.safetensors has" in text
     assert f"`rlhf ppo --resume {folder}` continues this run" in text

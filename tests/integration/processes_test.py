@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -152,6 +153,50 @@ def test_own_cluster_listens_on_the_loopback_address_only_and_asks_for_its_token
     assert knock() == "1"
     assert "Unauthenticated" in knock(RAY_AUTH_TOKEN="0" * 64)
     assert "Unauthenticated" in knock(RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN="")
+
+
+SIGNALLED = """
+import sys, time
+from rlhf_data.exits import exit_status
+from rlhf_train.online.cluster import placed_bundles, ray_cluster
+from rlhf_train.online.placement import PlacementRequest, plan_placement
+from rlhf_train.run.interrupts import Interrupts
+
+plan = plan_placement(PlacementRequest(ranks={"actor": 1}), [])
+
+def run():
+    with Interrupts() as interrupts, ray_cluster(plan, None):
+        interrupts.listen()
+        with placed_bundles(plan):
+            print("placed", flush=True)
+            time.sleep(600)
+
+sys.exit(exit_status(run))
+"""
+
+
+def test_sigterm_ends_a_process_with_its_own_status_though_the_servers_of_its_cluster_are_dead(monkeypatch):
+    """As when systemd sends SIGTERM to all processes. Ray would wait for 60 s and then end the process with status 1.
+
+    The servers are in other process groups: a signal to that of the process alone does not reach them.
+    """
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        command = [sys.executable, "-c", SIGNALLED]
+        with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True) as run:
+            try:
+                assert run.stdout.readline() == "placed\n", run.stderr.read()
+                children = psutil.Process(run.pid).children()
+                servers = [child for child in children if child.name() in ("gcs_server", "raylet")]
+                assert len(servers) == 2 and run.pid not in [os.getpgid(server.pid) for server in servers]
+                for server in servers:
+                    server.kill()
+                os.killpg(run.pid, signal.SIGTERM)
+                _, errors = run.communicate(timeout=180)
+            finally:
+                run.kill()
+        assert (run.returncode, errors.splitlines()[-1]) == (128 + signal.SIGTERM, "interrupted")
+        assert not list(Path(folder).glob("ray/session_2*"))
 
 
 class Mortal:

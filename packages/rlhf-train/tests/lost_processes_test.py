@@ -1,18 +1,24 @@
 """A run whose engine or training process dies: it goes on, or says why it cannot."""
 
 import dataclasses
+import os
+import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayTaskError
 
 from online_fakes import Listener, SpreadReward, World
 from rlhf_data.errors import EngineError
+from rlhf_train.online import cluster
 from rlhf_train.online import run as online_run
 from rlhf_train.online.job import CheckpointSpec
+from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_train.online.ray_session import DeviceMemoryError, LostProcessError
 from rlhf_train.online.run import LostTrainerError, run_online
 from rlhf_train.run.checkpoint import Checkpoints
+from rlhf_train.run.interrupts import Interrupted
 from trainer_testing import tiny_job
 
 LOST = LostProcessError("a process of the run is gone: SIGKILL")
@@ -213,6 +219,25 @@ def test_lost_trainer_without_a_checkpoint_ends_the_run_and_names_the_option(job
     assert "--save_steps" in listener.warnings[0]
 
 
+def test_signal_that_has_ended_a_trainer_in_an_update_ends_the_run_as_one_that_is_interrupted(job, monkeypatch):
+    """As one to all processes: the trainer ends at once, this process after the update that it waits for."""
+    attempts = Attempts(monkeypatch, LostTrainerError(LOST))
+    run = attempts.run
+
+    def struck(*arguments):
+        try:
+            return run(*arguments)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(online_run, "run_processes", struck)
+    listener = Listener()
+    with pytest.raises(Interrupted) as caught:
+        run_online(job, listener)
+    assert caught.value.signal_number == signal.SIGTERM
+    assert listener.warnings == [] and len(attempts.seen) == 1
+
+
 def test_process_that_is_lost_in_the_start_ends_the_run(job, monkeypatch):
     save_checkpoint(job, 7)
     monkeypatch.setattr(online_run, "check_save_path", lambda *_, **__: None)
@@ -231,3 +256,50 @@ def test_models_of_live_ranks_are_saved_when_others_have_died(make_run, monkeypa
     monkeypatch.setattr(run.parts.learner, "live_roles", lambda: {"critic"})
     online_run.save_what_is_left(dataclasses.replace(run.job), run.parts, run.recorder, models=True)
     assert run.world.log == []
+
+
+def test_interrupted_run_whose_trainers_have_ended_says_that_it_saves_no_checkpoint(make_run, monkeypatch):
+    run = make_run(SpreadReward(), checkpoints=CheckpointSpec(folder=""))
+    monkeypatch.setattr(run.parts.learner, "live_roles", lambda: {"critic"})
+    online_run.save_what_is_left(run.job, run.parts, run.recorder, models=False)
+    [warning] = run.listener.warnings
+    assert warning.startswith("no checkpoint is saved now,") and warning.endswith(": actor, reference")
+    assert run.world.log == [] and not Checkpoints(run.recorder.path("checkpoints")).all()
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """A plan whose placement group, `group`, is there at once."""
+    monkeypatch.setattr(cluster, "check_resources", lambda *_: None)
+    monkeypatch.setattr(cluster, "placement_group", lambda *_, **__: SimpleNamespace(wait=lambda _: True))
+    return plan_placement(PlacementRequest(ranks={"actor": 1}), [])
+
+
+def test_placement_group_is_removed_when_its_block_has_ended(plan, monkeypatch):
+    """The group of a restarted run would else find the nodes taken."""
+    removed = []
+
+    def remove(group):
+        time.sleep(0.1)
+        removed.append(group)
+
+    monkeypatch.setattr(cluster, "remove_placement_group", remove)
+    with cluster.placed_bundles(plan) as reserved:
+        pass
+    assert len(removed) == 1 and removed[0] is reserved.group
+
+
+@pytest.mark.parametrize("reason", ["within 0.01 s", "no route"])
+def test_cluster_that_does_not_remove_a_placement_group_hides_no_error(plan, monkeypatch, caplog, reason):
+    def remove(group):
+        if reason == "no route":
+            raise ConnectionError(reason)
+        time.sleep(5.0)
+
+    monkeypatch.setattr(cluster, "REMOVAL_TIMEOUT_S", 0.01 if "within" in reason else 60.0)
+    monkeypatch.setattr(cluster, "remove_placement_group", remove)
+    before = time.monotonic()
+    with pytest.raises(EngineError, match="its own"), cluster.placed_bundles(plan):
+        raise EngineError("its own")
+    assert time.monotonic() - before < 4.0
+    assert "the Ray cluster has not taken the run's nodes back" in caplog.text and reason in caplog.text

@@ -1,7 +1,9 @@
 """Starts the processes of a run on Ray: a cluster, a placement group from the plan, and actors in it."""
 
+import logging
 import math
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,8 +33,11 @@ from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.online.ray_session import check_resources, join, started_cluster, wait
 
 PLACEMENT_TIMEOUT_S = 60.0
+REMOVAL_TIMEOUT_S = 10.0
 SCORER_RESTARTS = 10  # per actor of a reward model
 _RAY_UNITS = 10_000  # the finest fraction of a CPU that Ray can account for is 1 / 10,000
+
+_logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -93,7 +98,28 @@ def placed_bundles(plan: PlacementPlan) -> Iterator[Reserved]:
         looks = [ray.remote(own_gpus).options(num_cpus=0, **place).remote() for place in places if plan.num_gpus]
         yield Reserved(reserved, wait(looks, timeout_s=PLACEMENT_TIMEOUT_S, what="a look at the GPUs of the nodes"))
     finally:
-        remove_placement_group(reserved)
+        _remove(reserved)
+
+
+def _remove(group: PlacementGroup) -> None:
+    """Remove a placement group, but wait at most `REMOVAL_TIMEOUT_S` for a cluster that does not answer.
+
+    When its servers are gone, as after a SIGTERM to all processes, Ray waits for 60 s and then aborts this process,
+    which would end without the message and the exit status of the run. A cluster that is still there removes the group
+    by itself when this process has ended.
+    """
+    remover = threading.Thread(target=_try_remove, args=[group], name="placement group", daemon=True)
+    remover.start()
+    remover.join(REMOVAL_TIMEOUT_S)
+    if remover.is_alive():
+        _logger.warning("the Ray cluster has not taken the run's nodes back within %g s", REMOVAL_TIMEOUT_S)
+
+
+def _try_remove(group: PlacementGroup) -> None:
+    try:
+        remove_placement_group(group)
+    except Exception as error:  # a run does not fail because of what is left at its end
+        _logger.warning("the Ray cluster has not taken the run's nodes back: %s", error)
 
 
 def _on(reserved: PlacementGroup, node: int) -> PlacementGroupSchedulingStrategy:

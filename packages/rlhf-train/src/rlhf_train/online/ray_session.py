@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,7 @@ def _start(num_cpus: int, num_gpus: int) -> None:
     for attempt in range(1, START_ATTEMPTS + 1):
         before = _children()
         try:
-            with _used_parts_only():
+            with _changed_start():
                 ray.init(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, **_OPTIONS)
             for folder in failed:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -269,13 +270,18 @@ def _start(num_cpus: int, num_gpus: int) -> None:
 
 
 @contextmanager
-def _used_parts_only() -> Iterator[None]:
-    """Keep Ray from starting `_UNUSED_PARTS`, which import for seconds, for the time of a `with` block.
+def _changed_start() -> Iterator[None]:
+    """Change what `ray.init` starts, for the time of a `with` block.
 
-    The agent of the dashboard, without which Ray does not start, starts as where the dashboard is not installed.
+    Ray does not start `_UNUSED_PARTS`, which import for seconds. The agent of the dashboard, without which Ray does not
+    start, starts as where the dashboard is not installed.
+
+    Each of Ray's servers gets a process group of its own. In the group of this process, they would end at a SIGTERM to
+    the group, as `timeout` sends it, and this process needs them until its end. When it is killed, Linux kills them.
     """
-    own = {(Node, name): lambda *_, **__: None for name in _UNUSED_PARTS}
+    own: dict[tuple[Any, str], Any] = {(Node, name): lambda *_, **__: None for name in _UNUSED_PARTS}
     own[ray._private.utils, "get_dashboard_dependency_error"] = ImportError
+    own[services, "ConsolePopen"] = partial(services.ConsolePopen, process_group=0)
     before = {(owner, name): getattr(owner, name) for owner, name in own}
     for (owner, name), function in own.items():
         setattr(owner, name, function)

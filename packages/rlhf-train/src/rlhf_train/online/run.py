@@ -80,11 +80,11 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
             try:
                 return run_processes(job, checkpoint, observer, timeline, interrupts, watch)
             except LostTrainerError as lost:
+                interrupts.release()  # held by a death in an update; a signal to all processes ends this one, too
                 if time.monotonic() - restarted_at < RESTART_INTERVAL_S:
                     raise lost.error from None
                 restarted_at = time.monotonic()
                 job, checkpoint = continued(job, lost.error, observer)
-                interrupts.release()  # which a death in the middle of an update left held
                 timeline = Timeline(on_phase=watch.phase)  # the checkpoint has the seconds before it
 
 
@@ -247,6 +247,9 @@ def save_what_is_left(job: OnlineJob, parts: Parts, recorder: Recorder, *, model
     parts.interrupts.close()  # a second signal must not end the writing
     live = parts.learner.live_roles() if by_ranks else set()
     all_live = live == job.models.keys()
+    if not models and not all_live:  # an error says by itself why the run ends
+        missing = ", ".join(sorted(job.models.keys() - live))
+        parts.report.warning(f"no checkpoint is saved now, because these models' processes do not answer: {missing}")
     try:
         parts.report.write_rollouts()
         if all_live and not parts.interrupts.is_held:
