@@ -219,10 +219,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _ray_processes_in(session: Path) -> set[int]:
-    """Return the ids of Ray's processes with an open file in a session folder.
-
-    Ray's agents outlive a driver that is killed, and keep their logs open. Their titles begin with `ray::`.
-    """
+    """Return the ids of Ray's agents, titled `ray::`, with a log in a session folder: they outlive a killed driver."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -273,11 +270,9 @@ def _start(num_cpus: int, num_gpus: int) -> None:
 def _changed_start() -> Iterator[None]:
     """Change what `ray.init` starts, for the time of a `with` block.
 
-    Ray does not start `_UNUSED_PARTS`, which import for seconds. The agent of the dashboard, without which Ray does not
-    start, starts as where the dashboard is not installed.
-
-    Each of Ray's servers gets a process group of its own. In the group of this process, they would end at a SIGTERM to
-    the group, as `timeout` sends it, and this process needs them until its end. When it is killed, Linux kills them.
+    Ray does not start `_UNUSED_PARTS`, which import for seconds; the agent of the dashboard, which it needs, starts as
+    where no dashboard is installed. Its servers get process groups of their own: this process needs them until its end,
+    also after a SIGTERM to its group, as `timeout` sends it. When it is killed, Linux kills them.
     """
     own: dict[tuple[Any, str], Any] = {(Node, name): lambda *_, **__: None for name in _UNUSED_PARTS}
     own[ray._private.utils, "get_dashboard_dependency_error"] = ImportError
