@@ -1,11 +1,9 @@
 """Engines and scorers behind Ray: the driver's view and the trainer's client, on a fake engine and a tiny model."""
 
 import asyncio
-import getpass
 import os
 import pickle
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +52,9 @@ def start_engine() -> Any:
     return RemoteEngine.options(num_cpus=0).remote("fake", EngineSpec(model="none"))
 
 
-def test_temporary_files_go_with_the_session_and_compiled_code_stays(cluster: None) -> None:
+def test_temporary_files_go_with_the_session_and_compiled_code_stays(cluster: None, tmp_path: Path) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
     def folders() -> dict[str, str]:
         """Prepare this worker as those of a run; return where it keeps temporary files and what torch compiles."""
         import tempfile
@@ -72,9 +72,9 @@ def test_temporary_files_go_with_the_session_and_compiled_code_stays(cluster: No
     session = ray._private.worker._global_node.get_session_dir_path()
     found = look()
     assert found["temporary"] == session
-    # Where torch has it in a process that is not prepared.
-    assert found["compiled"] == os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-    assert look(TORCHINDUCTOR_CACHE_DIR="/tmp/mine")["compiled"] == "/tmp/mine"
+    assert found["compiled"] == default_cache_dir()  # of this process, which is not prepared
+    mine = str(tmp_path / "mine")
+    assert look(TORCHINDUCTOR_CACHE_DIR=mine)["compiled"] == mine
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
             try:
                 return run_processes(job, checkpoint, observer, timeline, interrupts, watch)
             except LostTrainerError as lost:
-                interrupts.release()  # held by a death in an update; a signal to all processes ends this one, too
+                interrupts.release()  # a death in an update left signals held; one that came meanwhile ends the run
                 if time.monotonic() - restarted_at < RESTART_INTERVAL_S:
                     raise lost.error from None
                 restarted_at = time.monotonic()
@@ -247,7 +247,7 @@ def save_what_is_left(job: OnlineJob, parts: Parts, recorder: Recorder, *, model
     parts.interrupts.close()  # a second signal must not end the writing
     live = parts.learner.live_roles() if by_ranks else set()
     all_live = live == job.models.keys()
-    if not models and not all_live:  # an error says by itself why the run ends
+    if job.checkpoints.full and not models and not all_live:  # an error says by itself why the run ends
         missing = ", ".join(sorted(job.models.keys() - live))
         parts.report.warning(f"no checkpoint is saved now, because these models' processes do not answer: {missing}")
     try:

@@ -12,7 +12,7 @@ class Observer:
         """A stage of start-up or shutdown begins, such as "Ray" or "engines and trainers"."""
 
     def ending(self, error: BaseException) -> None:
-        """An online run ends early: what it has learned is saved, and its processes end now."""
+        """An online run has failed or was interrupted, and has saved what it can. Its processes end now."""
 
     def phase(self, name: str) -> None:
         """A phase of a step begins; see `Timeline`."""

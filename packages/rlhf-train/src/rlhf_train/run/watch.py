@@ -19,8 +19,8 @@ _STDERR = 2
 class Watch:
     """Says what the run has been waiting for after a minute, and again each time the wait has become twice as long.
 
-    After ten minutes it says so in any case, and also writes where all threads of this process are to standard error,
-    which is the run's log. In a `with` block a thread does so.
+    It also says so after ten minutes. From then on it writes, each time, the stacks of all threads of this process to
+    standard error, which is the log of the run. In a `with` block a thread does so.
 
     Args:
         observer: is told of phases as they begin, and of long waits on that thread.
@@ -88,16 +88,16 @@ class Watch:
 
 
 def write_stacks() -> None:
-    """Write where all threads of this process are to standard error."""
+    """Write the stacks of all threads of this process to standard error."""
     faulthandler.dump_traceback(_STDERR, all_threads=True)
 
 
 @contextmanager
 def stacks_written(after_s: float = STACKS_AFTER_S) -> Iterator[None]:
-    """Do as `write_stacks` if a `with` block takes that long.
+    """Call `write_stacks` if a `with` block takes `after_s` seconds.
 
-    A thread does so, which needs the interpreter's lock for it. `faulthandler.dump_traceback_later` does not, and at
-    times ends a process that is busy.
+    A thread does so, while it holds the interpreter's lock. `faulthandler.dump_traceback_later` would read the stacks
+    without the lock, which can crash the process.
     """
     timer = threading.Timer(after_s, write_stacks)
     timer.daemon = True

@@ -64,7 +64,7 @@ def _leave_out_onednn() -> None:
     """Have torch multiply by itself. On CPUs with AVX512-FP16, oneDNN takes 100 times as long for products in FP8."""
     import torch
 
-    # vLLM's attention counts on AMX, for which oneDNN asks the system otherwise.
+    # vLLM's attention uses AMX. A process must ask the system for it first, which oneDNN would have done.
     torch.cpu._init_amx()
     torch.backends.mkldnn.enabled = False
 
