@@ -226,10 +226,12 @@ class LoggedRanks(RankSet):
 
 
 class Listener(Observer):
-    """Keeps the warnings, the titles of samples that were shown, and what was said to be done."""
+    """Keeps the warnings, the titles of samples that were shown, what was said to be done, and what was said after the
+    last step."""
 
     def __init__(self) -> None:
         self.done: list[tuple[int, int]] = []
+        self.last_words: list[str] | None = None  # None before
         self.warnings: list[str] = []
         self.titles: list[str] = []
 
@@ -238,6 +240,13 @@ class Listener(Observer):
 
     def samples(self, title: str, samples: object) -> None:
         self.titles.append(title)
+
+    def stopping(self) -> None:
+        self.last_words = []
+
+    def notice(self, text: str) -> None:
+        if self.last_words is not None:
+            self.last_words.append(text)
 
     def warning(self, text: str) -> None:
         self.warnings.append(text)

@@ -80,11 +80,14 @@ def with_routes(rollouts: Sequence[Rollout], *, layers: int = 2, num_experts: in
     return routed
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *arguments: Any, environs: Sequence[Mapping[str, str]] = ()
+) -> list[Any]:
     """Call `function(rank, num_ranks, (host, port), *arguments)` in `num_ranks` new processes and return the results.
 
     The processes are forks of one that has done nothing but import `ranks_preload`, so that one import serves all. On a
     machine with a GPU they are new ones, because those imports initialize CUDA, after which a fork cannot use it.
+    `environs` has additional environment variables of each rank, which it has before it imports `function`.
 
     Raises:
         RuntimeError: a rank raised (the message is its traceback), died, or took longer than RANK_TIMEOUT_S.
@@ -98,13 +101,15 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> 
         forkserver.ensure_running()
         os.environ["PYTHONPATH"] = before
     outbox = context.Queue()
-    environment = dict(os.environ)  # a fork would have that of the first call
+    environments = [os.environ | (environs[rank] if environs else {}) for rank in range(num_ranks)]
     processes = [
         context.Process(target=_run_rank, args=(outbox, environment, function, rank, num_ranks, master, arguments))
-        for rank in range(num_ranks)
+        for rank, environment in enumerate(environments)
     ]
-    for process in processes:
-        process.start()
+    for process, environment in zip(processes, environments, strict=True):
+        # A new process has the environment of this moment. A fork has that of the first call until `_run_rank` sets it.
+        with mock.patch.dict(os.environ, environment):
+            process.start()
     results: dict[int, Any] = {}
     try:
         deadline = time.monotonic() + RANK_TIMEOUT_S

@@ -208,6 +208,20 @@ def test_run_view_on_a_pipe_an_early_end_is_a_line(streams):
     assert err.getvalue() == "ending the processes of the run ...\n"
 
 
+def test_run_view_says_nothing_of_the_time_that_is_left_once_no_step_follows(streams, monkeypatch):
+    said = []
+    console = Console(*streams)
+    monkeypatch.setattr(console, "working", lambda text, ends_in_s=None, **_: said.append((text, ends_in_s)))
+    view = RunView(console, 10)
+    view.step(3, 10, {"time/step": 20.0})
+    view.phase("train")
+    view.stopping()
+    view.phase("checkpoint")
+    [(during, left), after] = said
+    assert during == "step 4/10: training" and left == pytest.approx(140, abs=5)
+    assert after == ("copying the state of the run", None)
+
+
 def test_run_view_long_wait_is_a_line_on_stderr_in_which_nothing_steers_the_terminal(streams):
     out, err = streams
     RunView(Console(out, err), 10).waiting("waiting for 1 min 0 s: engine 0\x1b[2J")

@@ -90,11 +90,14 @@ def test_interrupted_run_saves_at_once_and_goes_on_as_if_nothing_had_happened(ma
     step, is_recorded = PHASES[phase]
     whole = make_part("whole")
     train(whole.controller)
+    assert whole.listener.last_words is None
     first = make_part("first", every=2 if phase == "save_state" else 0)
     signal_in(first, phase, number)
     with pytest.raises(Interrupted) as caught, first.parts.interrupts:
         train_and_save(first.job, first.parts, first.recorder)
     assert caught.value.signal_number == number
+    # The signal of "save_state" arrives when the checkpoint of this step is being made.
+    assert first.listener.last_words == ([] if phase == "save_state" else ["the run saves a checkpoint, then ends"])
     checkpoint = Checkpoints(tmp_path / "checkpoints").newest_whole(pytest.fail)
     assert (checkpoint.step, checkpoint.state()["is_recorded"]) == (step, is_recorded)
     assert sum(entry == "update actor" for entry in first.world.log) == step  # it has not gone on after the signal

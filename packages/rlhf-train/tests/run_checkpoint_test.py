@@ -6,12 +6,14 @@ import json
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from rlhf_data.errors import CheckpointError
+from rlhf_train.run import checkpoint as checkpoint_module
 from rlhf_train.run import rank_state
 from rlhf_train.run.checkpoint import (
     MANIFEST,
@@ -178,7 +180,38 @@ def test_disk_on_which_no_file_can_be_made_keeps_the_error_and_the_other_files(t
         raise full
 
     rank_state._write({name: SimpleNamespace(write=write) for name in ("actor", "critic")}, tmp_path)
-    assert written == ["actor", "critic"]
+    assert sorted(written) == ["actor", "critic"]
+
+
+def test_files_of_a_rank_are_written_and_hashed_at_the_same_time(tmp_path, monkeypatch):
+    both = threading.Barrier(2, timeout=60)
+    monkeypatch.setattr(checkpoint_module, "flush", lambda path: both.wait())
+    files = {name: SimpleNamespace(write=lambda path: path.write_bytes(path.name.encode())) for name in ("a", "b")}
+    rank_state._write(files, tmp_path)  # one after the other, the first would wait for ever
+    receipts = {name: json.loads((tmp_path / f"{name}{RECEIPT}").read_text()) for name in files}
+    digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in files}
+    assert receipts == {name: {"size": 1, "sha256": digest} for name, digest in digests.items()}
+
+
+def test_receipt_says_that_a_file_is_on_the_disk_only_when_it_is(tmp_path, monkeypatch):
+    (tmp_path / "actor").write_bytes(b"w")
+    receipt, seen = tmp_path / f"actor{RECEIPT}", []
+    hashed = threading.Event()
+    monkeypatch.setattr(checkpoint_module, "sha256", lambda path: hashed.set() or "digest")
+
+    def flush(path):
+        assert hashed.wait(60)  # the hash does not wait for the disk
+        time.sleep(0.2)
+        seen.append(receipt.exists())
+
+    monkeypatch.setattr(checkpoint_module, "flush", flush)
+    write_receipt(tmp_path / "actor")
+    assert seen == [False] and receipt.exists()
+    receipt.unlink()
+    monkeypatch.setattr(checkpoint_module, "flush", lambda path: os.close(1 << 20))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        write_receipt(tmp_path / "actor")
+    assert not receipt.exists()
 
 
 def test_commit_waits_for_the_ranks_and_gives_up_when_they_have_ended(tmp_path):

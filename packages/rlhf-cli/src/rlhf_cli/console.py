@@ -259,6 +259,10 @@ class RunView(View):
         left = None if self._ends_at is None else self._ends_at - time.monotonic()
         self._console.working(self._doing, ends_in_s=left, announce=False, **parts)
 
+    def stopping(self) -> None:
+        """See `Observer`."""
+        self._place, self._ends_at = "", None  # no step follows
+
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """See `Observer`."""
         self._step_seconds.append(metrics.get("time/step", 0.0))
@@ -285,8 +289,9 @@ class RunView(View):
             details.insert(0, f"{name} {metrics[f'eval/{name}']:.3f}")
         self._console.result(f"held-out accuracy {moment}: {accuracy:.3f}  ({', '.join(details)})", "bold")
         if failed := metrics.get("eval/failed"):
-            share = f"{100 * failed:.3g} % of the held-out answers"
-            self._console.notice(f"{share} have no reward: accuracy counts them as wrong")
+            self._console.notice(
+                f"{100 * failed:.3g} % of the held-out answers have no reward: accuracy counts them as wrong"
+            )
         self._sources(metrics)
 
     def _sources(self, metrics: Mapping[str, float]) -> None:
@@ -363,10 +368,8 @@ def show_results(
 
 def _rest(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of a step that are in none of the columns."""
-    if "time/step" not in metrics:
-        return {}
     shown = sum(metrics.get(column.metric, 0.0) for column in PPO_COLUMNS if column.metric.startswith("time/"))
-    return {"time/rest": metrics["time/step"] - shown}
+    return {"time/rest": metrics["time/step"] - shown} if "time/step" in metrics else {}
 
 
 def _widest_pass(prefix: str, metrics: Mapping[str, float]) -> str | None:

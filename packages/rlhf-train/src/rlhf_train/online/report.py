@@ -91,6 +91,14 @@ class Report:
         """Show the first rollout of a few groups."""
         self._observer.samples(title, [(group.prompt, group.rollouts[0]) for group in groups[:NUM_SHOWN]])
 
+    def stopping(self) -> None:
+        """Tell that the run takes no further steps."""
+        self._observer.stopping()
+
+    def notice(self, text: str) -> None:
+        """Show information that a person may want."""
+        self._observer.notice(text)
+
     def warning(self, text: str) -> None:
         """Show a warning; the run goes on."""
         self._observer.warning(text)

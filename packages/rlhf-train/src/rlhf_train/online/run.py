@@ -245,6 +245,7 @@ def save_what_is_left(job: OnlineJob, parts: Parts, recorder: Recorder, *, model
     """Save as much as the end of a failed or interrupted run allows, what ranks have only with `by_ranks`. What cannot
     be saved is a warning."""
     parts.interrupts.close()  # a second signal must not end the writing
+    parts.report.stopping()
     live = parts.learner.live_roles() if by_ranks else set()
     all_live = live == job.models.keys()
     if job.checkpoints.full and not models and not all_live:  # an error says by itself why the run ends
@@ -253,6 +254,8 @@ def save_what_is_left(job: OnlineJob, parts: Parts, recorder: Recorder, *, model
     try:
         parts.report.write_rollouts()
         if all_live and not parts.interrupts.is_held:
+            if parts.checkpointer.is_behind:
+                parts.report.notice("the run saves a checkpoint, then ends")
             parts.checkpointer.save()
         if models and "actor" in live:
             save_models(job, parts, recorder, live)

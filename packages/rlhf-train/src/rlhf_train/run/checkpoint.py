@@ -13,6 +13,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -280,8 +281,10 @@ def write_receipt(path: Path, error: Exception | None = None) -> None:
     """
     receipt: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"}
     if error is None:
-        flush(path)
-        receipt = {"size": path.stat().st_size, "sha256": sha256(path)}
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            flushed = beside.submit(flush, path)
+            receipt = {"size": path.stat().st_size, "sha256": sha256(path)}  # of what is still in memory
+            flushed.result()
     draft = path.with_name(f"{path.name}{RECEIPT}.draft")
     try:
         draft.write_bytes(json.dumps(receipt).encode())

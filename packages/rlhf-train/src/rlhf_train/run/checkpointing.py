@@ -152,12 +152,17 @@ class Checkpointer:
         """The step that the remembered state says is still to be evaluated and recorded; None without one."""
         return None if self._state["is_recorded"] else self._state["step"]
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether `save` has something to save."""
+        return self._state["step"] != self._saved_step and (self._spec.full or self._spec.hf_model)
+
     def save(self) -> None:
         """Save the remembered state, unless it is saved already. The models must have that state."""
         step = self._state["step"]
         spec = self._spec
         self._warn()
-        if step == self._saved_step or not (spec.full or spec.hf_model):
+        if not self.is_behind:
             return
         self._saved_step = step
         with self._timeline.phase("checkpoint"):

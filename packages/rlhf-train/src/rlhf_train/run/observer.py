@@ -11,6 +11,9 @@ class Observer:
     def starting(self, text: str) -> None:
         """A stage of start-up or shutdown begins, such as "Ray" or "engines and trainers"."""
 
+    def stopping(self) -> None:
+        """An online run has failed or was interrupted. It saves what it can next, then comes `ending`."""
+
     def ending(self, error: BaseException) -> None:
         """An online run has failed or was interrupted, and has saved what it can. Its processes end now."""
 

@@ -89,12 +89,16 @@ def _set_random_numbers(reader: ShardReader) -> None:
 
 
 def _write(found: Mapping[str, Shards], folder: Path) -> None:
-    for name, shards in found.items():
-        path = folder / name
-        try:
-            shards.write(path)
-            write_receipt(path)
-        except Exception as error:  # SafetensorError for a full disk; the process that waits for the file reports it
-            path.unlink(missing_ok=True)  # makes room for the receipt on a full disk
-            with suppress(OSError):  # no file can be made at all: the one that waits says how much is free
-                write_receipt(path, error)
+    """Write the files at the same time: the processor hashes one while the disk takes another."""
+    with ThreadPoolExecutor(max_workers=len(found)) as pool:
+        wait([pool.submit(_write_file, folder / name, shards) for name, shards in found.items()])
+
+
+def _write_file(path: Path, shards: Shards) -> None:
+    try:
+        shards.write(path)
+        write_receipt(path)
+    except Exception as error:  # SafetensorError for a full disk; the process that waits for the file reports it
+        path.unlink(missing_ok=True)  # makes room for the receipt on a full disk
+        with suppress(OSError):  # no file can be made at all: the one that waits says how much is free
+            write_receipt(path, error)

@@ -79,7 +79,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
 
     from rlhf_rollout.engines.vllm import weights
     from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots, start_together
-    from rlhf_rollout.engines.vllm.warm_up import limited_warm_up
+    from rlhf_rollout.engines.vllm.warm_up import WarmUp
 
     if spec.quantization and on_gpu and not current_platform.has_device_capability(_FP8_CAPABILITY):
         message = f"quantization {spec.quantization} needs a GPU that multiplies FP8 (compute capability 8.9 or more)"
@@ -94,8 +94,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         import torch
 
         torch.set_num_threads(spec.num_threads)
-    if spec.tensor_parallel_size == 1:
-        _register_architectures(model_config.get("architectures", []))
+    _register_architectures(model_config.get("architectures", []))
     is_eager = spec.enforce_eager or not on_gpu
     # Without chunked prefill one engine step must have room for a whole prompt.
     whole_prompt = 0 if on_gpu else spec.max_model_len
@@ -126,16 +125,17 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         use_tqdm_on_load=False,
         enable_return_routed_experts=spec.return_routes,
         weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{spec.weight_transfer}"),
+        worker_cls=f"{__package__}.worker.Worker",
         worker_extension_cls=f"{weights.__name__}.BucketWorkerExtension",
+        additional_config=WarmUp(spec.expected_sampling, has_experts="expert" in str(model_config)).config(),
     ).create_engine_config()
-    with limited_warm_up(spec.expected_sampling, model_config):
-        core = EngineCoreClient.make_client(
-            multiprocess_mode=False,
-            asyncio_mode=False,
-            vllm_config=config,
-            executor_class=Executor.get_class(config),
-            log_stats=False,
-        )
+    core = EngineCoreClient.make_client(
+        multiprocess_mode=False,
+        asyncio_mode=False,
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=False,
+    )
     skip_idle_slots(core.engine_core.scheduler)
     list_logprobs(core.engine_core.scheduler)
     if not is_eager:
