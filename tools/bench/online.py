@@ -33,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         [*_GRPO, "--packing_samples", "--share_prompts", "--adam_offload"],
     ),
 }
+_END_S = 120.0  # for a run that was interrupted
+_NO_CHECKPOINT = ["--disable_ds_ckpt"]  # of a run that is interrupted: it may have tens of gigabytes
 _ON_GPU = ["--bf16", "--colocate_all_models", "--vllm_gpu_memory_utilization", "0.3"]
 
 
@@ -116,22 +119,25 @@ def measure(command: Sequence[str], run: Path, timeout_s: float, recorded_step: 
     Args:
         command: the command, with `run` as its --save_path.
         run: folder of the run.
-        timeout_s: seconds that it may take.
+        timeout_s: seconds after which it is interrupted. What is returned is then that of the steps until there.
         recorded_step: the step, at least 5, whose GPU kernels are recorded; medians are then of the steps up to two
             before it.
 
     Raises:
         CalledProcessError: the command failed.
+        TimeoutError: it was interrupted before its second step ended, or before the recorded one.
     """
     started = time.perf_counter()
     environ = os.environ | OWN_CLUSTER
     gpu = {}
     if recorded_step is None:
-        subprocess.run(command, check=True, env=environ, stdout=sys.stderr, timeout=timeout_s)
+        _run(command, environ, timeout_s)
     else:
         gpu = {"gpu": _recorded(command, run, timeout_s, environ, recorded_step)}
     wall = time.perf_counter() - started
     steps, end = _steps(run)
+    if len(steps) < 2:
+        raise TimeoutError(f"{len(steps)} steps have ended within {timeout_s:g} s, and medians leave out the first")
     used = steps[1 : recorded_step and recorded_step - 2]
     names = sorted({name for step in used for name in step})
     medians = {name: statistics.median(step[name] for step in used if name in step) for name in names}
@@ -144,6 +150,20 @@ def measure(command: Sequence[str], run: Path, timeout_s: float, recorded_step: 
         "steps": steps,
         "end": end,
     } | gpu
+
+
+def _run(command: Sequence[str], environ: dict[str, str], timeout_s: float) -> None:
+    """Run the command for at most `timeout_s`, then end it. Raises CalledProcessError when it fails before."""
+    with subprocess.Popen(command, env=environ, stdout=sys.stderr) as process:
+        try:
+            if process.wait(timeout_s):
+                raise subprocess.CalledProcessError(process.returncode, command)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+        finally:
+            process.kill()
 
 
 def _steps(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -191,7 +211,7 @@ def main() -> None:
     parser.add_argument("--micro_batch", type=int, help="rollouts per forward and backward pass")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--gpu_time", action="store_true", help="record what the GPU does in the step before the last")
-    parser.add_argument("--timeout_s", type=float, default=3600.0)
+    parser.add_argument("--timeout_s", type=float, default=3600.0, help="until the run is interrupted")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run's folder here")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("flags", nargs="*", help="further flags of the command, after --")
@@ -208,7 +228,7 @@ def main() -> None:
         folder = options.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         device_flags = _ON_GPU if local_gpus() else []
-        shown = [*size_flags(options), *device_flags, *flags, *options.flags]
+        shown = [*size_flags(options), *_NO_CHECKPOINT, *device_flags, *flags, *options.flags]
         command = [sys.executable, "-m", "rlhf_cli.main", "ppo", *write_inputs(options, folder), *shown]
         result = measure(command, folder / "run", options.timeout_s, options.steps - 1 if options.gpu_time else None)
     names = (
@@ -235,7 +255,7 @@ def main() -> None:
     seconds = {name: value for name, value in result["median"].items() if name.startswith("time/")}
     for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
         print(f"{name.removeprefix('time/'):<16} {value:8.3f} s")
-    last = options.steps - 3 * options.gpu_time
+    last = len(result["steps"]) - 3 * options.gpu_time
     print(f"{'sum of phases':<16} {result['sum_of_phases']:8.3f} s   (median of steps 2 to {last})")
     if options.gpu_time:
         busy = ", ".join(f"{name} {value:.2f}" for name, value in result["gpu"]["busy"].items())

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import subprocess
 import sys
 
 import pytest
@@ -15,7 +16,9 @@ def test_flags_of_a_setting_are_those_of_the_command(setting, tmp_path):
     sizes, flags = online.SETTINGS[setting]
     options = argparse.Namespace(samples=8, prompt_tokens=256, steps=6, **sizes)
     named = ["--pretrain", "model", "--prompt_data", "prompts.jsonl", "--remote_rm_url", "reward.py"]
-    config = COMMAND_LINE.parse([*named, *online.size_flags(options), *online._ON_GPU, *flags]).config
+    always = [*online.size_flags(options), *online._NO_CHECKPOINT, *online._ON_GPU]
+    config = COMMAND_LINE.parse([*named, *always, *flags]).config
+    assert not config.checkpoint.spec().full
     assert config.batch.num_updates == 1
     assert config.batch.num_rollouts == (256 if setting == "W4" else 512)
     assert config.rollout.generate_max_len == sizes["response_tokens"]
@@ -33,6 +36,34 @@ def test_figures_leave_out_the_first_step_and_add_up_the_phases(tmp_path):
     result = online.measure([sys.executable, "-c", script, str(tmp_path / "run")], tmp_path / "run", 60)
     assert result["median"] == {"time/step": 3, "time/train": 2, "time/other": 1}
     assert (result["sum_of_phases"], result["seconds_first_step"], result["end"]) == (3, 9, {"time/total": 20})
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_run_that_takes_too_long_is_interrupted_and_its_steps_are_reported(tmp_path, num_steps):
+    script = f"""
+import pathlib, signal, sys, time
+run = pathlib.Path(sys.argv[1])
+run.mkdir()
+def end(*_):
+    run.joinpath("interrupted").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+run.joinpath("metrics.jsonl").write_text('{{"time/step": 2, "time/train": 1}}\\n' * {num_steps} + '{{"time/st')
+time.sleep(600)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "run")]
+    if num_steps == 1:
+        with pytest.raises(TimeoutError, match="1 steps have ended within 5 s"):
+            online.measure(command, tmp_path / "run", 5)
+    else:
+        result = online.measure(command, tmp_path / "run", 5)
+        assert len(result["steps"]) == 3 and result["median"]["time/step"] == 2
+    assert (tmp_path / "run/interrupted").exists()
+
+
+def test_run_that_fails_has_no_report(tmp_path):
+    with pytest.raises(subprocess.CalledProcessError):
+        online.measure([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "run", 60)
 
 
 def test_prompts_have_the_tokens_asked_for_and_responses_end_at_the_rate_asked_for(tmp_path, monkeypatch):

@@ -156,7 +156,7 @@ def test_run_view_evaluation_without_rewards_does_not_look_like_a_worse_policy(s
     view.evaluation(0, {"eval/accuracy": 0.5, "eval/response_tokens": 20.0, "eval/failed": 0.0})
     assert err.getvalue() == ""
     view.evaluation(5, {"eval/accuracy": 0.0, "eval/response_tokens": 20.0, "eval/failed": 0.375})
-    text = "notice: 37.5 % of the held-out answers have no reward: accuracy counts them as wrong\n"
+    text = "notice: 37.5 % of the held-out answers have no reward and count as wrong\n"
     assert err.getvalue() == text
 
 

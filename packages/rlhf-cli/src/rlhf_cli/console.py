@@ -1,5 +1,6 @@
 """What a run shows: results on stdout, everything else on stderr; colored on a terminal, plain text elsewhere."""
 
+import re
 import shlex
 import sys
 import time
@@ -289,15 +290,12 @@ class RunView(View):
             details.insert(0, f"{name} {metrics[f'eval/{name}']:.3f}")
         self._console.result(f"held-out accuracy {moment}: {accuracy:.3f}  ({', '.join(details)})", "bold")
         if failed := metrics.get("eval/failed"):
-            self._console.notice(
-                f"{100 * failed:.3g} % of the held-out answers have no reward: accuracy counts them as wrong"
-            )
+            self._console.notice(f"{100 * failed:.3g} % of the held-out answers have no reward and count as wrong")
         self._sources(metrics)
 
     def _sources(self, metrics: Mapping[str, float]) -> None:
         """Write one line per data source, if there are several."""
-        parts = (name.split("/") for name in metrics)
-        sources = [part[1] for part in parts if len(part) == 3 and part[0] == "eval" and part[2] == "pass@1"]
+        sources = [found[1] for name in metrics if (found := re.fullmatch(r"eval/([^/]*)/pass@1", name))]
         width = max(map(len, sources[:_MAX_SOURCES]), default=0)
         for source in sources[:_MAX_SOURCES]:
             prefix = f"eval/{source}"

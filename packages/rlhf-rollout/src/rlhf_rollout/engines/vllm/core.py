@@ -71,15 +71,11 @@ def _leave_out_onednn() -> None:
 
 def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], *, on_gpu: bool) -> Any:
     """Return vLLM's in-process engine client with the model loaded."""
-    from vllm.config.weight_transfer import WeightTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
 
-    from rlhf_rollout.engines.vllm import weights
     from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots, start_together
-    from rlhf_rollout.engines.vllm.warm_up import WarmUp
 
     if spec.quantization and on_gpu and not current_platform.has_device_capability(_FP8_CAPABILITY):
         message = f"quantization {spec.quantization} needs a GPU that multiplies FP8 (compute capability 8.9 or more)"
@@ -96,9 +92,33 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         torch.set_num_threads(spec.num_threads)
     _register_architectures(model_config.get("architectures", []))
     is_eager = spec.enforce_eager or not on_gpu
+    config = _engine_config(spec, model_dir, model_config, is_eager=is_eager, on_gpu=on_gpu)
+    core = EngineCoreClient.make_client(
+        multiprocess_mode=False,
+        asyncio_mode=False,
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=False,
+    )
+    skip_idle_slots(core.engine_core.scheduler)
+    list_logprobs(core.engine_core.scheduler)
+    if not is_eager:
+        start_together(core.engine_core.scheduler)
+    return core
+
+
+def _engine_config(
+    spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], *, is_eager: bool, on_gpu: bool
+) -> Any:
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from rlhf_rollout.engines.vllm import weights
+    from rlhf_rollout.engines.vllm.warm_up import WarmUp
+
     # Without chunked prefill one engine step must have room for a whole prompt.
     whole_prompt = 0 if on_gpu else spec.max_model_len
-    config = EngineArgs(
+    return EngineArgs(
         model=str(model_dir),
         # Requests and completions are tokens, so a tokenizer would only cost time.
         skip_tokenizer_init=True,
@@ -129,18 +149,6 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         worker_extension_cls=f"{weights.__name__}.BucketWorkerExtension",
         additional_config=WarmUp(spec.expected_sampling, has_experts="expert" in str(model_config)).config(),
     ).create_engine_config()
-    core = EngineCoreClient.make_client(
-        multiprocess_mode=False,
-        asyncio_mode=False,
-        vllm_config=config,
-        executor_class=Executor.get_class(config),
-        log_stats=False,
-    )
-    skip_idle_slots(core.engine_core.scheduler)
-    list_logprobs(core.engine_core.scheduler)
-    if not is_eager:
-        start_together(core.engine_core.scheduler)
-    return core
 
 
 def _register_architectures(architectures: list[str]) -> None:
