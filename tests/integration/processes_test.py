@@ -134,6 +134,7 @@ print(len(GcsClient(address=sys.argv[1]).get_all_node_info(timeout=60)))
 def test_own_cluster_listens_on_the_loopback_address_only_and_asks_for_its_token(cluster, monkeypatch, tmp_path):
     import ray
 
+    assert ray.cluster_resources()["CPU"] == 2 + 4  # an engine, three others; Ray starts as many workers on any machine
     wait([ray.remote(lambda: None).remote()])  # a worker is up, too
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
     started = " ".join(word for process in family for word in process.cmdline())

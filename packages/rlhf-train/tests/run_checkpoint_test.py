@@ -183,6 +183,14 @@ def test_disk_on_which_no_file_can_be_made_keeps_the_error_and_the_other_files(t
     assert sorted(written) == ["actor", "critic"]
 
 
+def test_file_that_cannot_be_written_whole_makes_room_for_its_receipt(tmp_path):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    shards = SimpleNamespace(write=lambda path: write_a_part(path, b"weights", full))
+    rank_state._write({"actor": shards}, tmp_path)
+    assert names(tmp_path) == [f"actor{RECEIPT}"]
+    assert "No space left" in json.loads((tmp_path / f"actor{RECEIPT}").read_text())["error"]
+
+
 def test_files_of_a_rank_are_written_and_hashed_at_the_same_time(tmp_path, monkeypatch):
     both = threading.Barrier(2, timeout=60)
     monkeypatch.setattr(checkpoint_module, "flush", lambda path: both.wait())

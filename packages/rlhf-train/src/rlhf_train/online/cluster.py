@@ -53,9 +53,8 @@ def ray_cluster(plan: PlacementPlan, address: str | None) -> Iterator[None]:
         yield
     else:
         # Ray accounts one CPU per process. Declare enough for all of them, even with fewer cores: a process that does
-        # not fit would wait forever.
-        num_cpus = max(os.cpu_count() or 1, 2 + sum(placed.num_ranks for placed in plan.all_processes))
-        with started_cluster(num_cpus, plan.num_gpus):
+        # not fit would wait forever. And not more than needed: Ray starts a worker for each at once.
+        with started_cluster(2 + sum(placed.num_ranks for placed in plan.all_processes), plan.num_gpus):
             yield
 
 
