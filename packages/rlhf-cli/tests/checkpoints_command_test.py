@@ -98,6 +98,33 @@ def test_ended_run_starts_nothing(home, capsys, monkeypatch):
     assert said in capsys.readouterr().out
 
 
+def test_ended_run_that_is_made_shorter_starts_nothing(home, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("rlhf_train.offline.job.run_offline", lambda *_: pytest.fail("a run was started"))
+        assert main(["sft", "--resume", "whole", "--max_epochs", "1"]) == 0
+    said = capsys.readouterr()
+    assert f"the run in {home}/whole has done its 6 update(s): nothing is left to do\n\nhint: a larger" in said.out
+    assert "learning rates" not in said.err
+
+
+def test_interrupted_run_that_is_made_shorter_saves_the_model_that_it_has(home, capsys, monkeypatch):
+    def update(self, number, num_updates, metrics):
+        if number == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OfflineView, "update", update)
+        assert main([*RM, "--save_path", "shorter"]) == 128 + signal.SIGTERM
+    assert main(["rm", "--resume", "shorter", "--max_epochs", "1"]) == 0
+    assert "notice: 5 updates are done, and the run has 3: it saves its model" in capsys.readouterr().err
+    assert (home / "shorter/model/model.safetensors").exists()
+    *_, update_5, evaluation, summary = map(json.loads, (home / "shorter/metrics.jsonl").read_text().splitlines())
+    assert (update_5["step"], evaluation["step"], summary["step"]) == (5, 5, 5)
+    assert "eval/loss" in evaluation and summary.keys() == {"step", "time/total"}
+    assert main(["rm", "--resume", "shorter", "--max_epochs", "1"]) == 0
+    assert "has done its 5 update(s): nothing is left to do" in capsys.readouterr().out
+
+
 def test_other_examples_or_batch_sizes_are_refused(home, capsys):
     assert main(["sft", "--resume", "whole", "--max_samples", "8"]) == 1
     said = capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -109,3 +110,20 @@ def test_launcher_trains_the_same_and_its_signal_ends_all_ranks_with_one_checkpo
     lines = metrics.read_text().splitlines()
     check_updates([json.loads(line) for line in lines[:3]], runs["one process"][0])
     assert checkpoint.step == json.loads(lines[-1])["step"] == len(lines)
+
+
+def test_failure_on_one_node_ends_the_others_before_they_wait_for_it(tmp_path):
+    port = str(free_port())
+    nodes = []
+    for number in ("0", "1"):
+        folder = tmp_path / number
+        folder.mkdir()
+        place = ("--nnodes", "2", "--node_rank", number, "--nproc_per_node", "1", "--master_port", port)
+        nodes.append(start(folder, "torch.distributed.run", "--master_addr", "127.0.0.1", *place))
+        if number == "1":
+            (folder / "rows.jsonl").unlink()
+    outputs = [node.communicate(timeout=TIMEOUT_S)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [1, 1], outputs
+    said = f"data file {tmp_path}/1/rows.jsonl does not exist"
+    assert f"error: {said}" in outputs[1]
+    assert re.search(rf"error: rank 1 on .* failed: DataError: {said}", outputs[0])

@@ -2,11 +2,13 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlhf_cli.builtin import MODEL_DIR
 from rlhf_cli.commands.examples import COMMANDS
+from rlhf_cli.commands.offline import _updates_of_ended_run
 from rlhf_cli.commands.ppo import COMMAND_LINE, main
 from rlhf_cli.paths import check_output_folder
 from rlhf_cli.preflight.resume import (
@@ -118,6 +120,18 @@ def test_run_has_ended_once_its_last_checkpoint_its_model_and_its_summary_are_th
     assert steps_of_ended_run(section, run) is None
     shutil.rmtree(run / "model")
     assert steps_of_ended_run(section, run) is None
+
+
+def test_rank_0_decides_for_all_ranks_that_an_offline_run_has_ended(tmp_path, monkeypatch):
+    """Ranks of another node may have no run in the folder: they would start one, and wait for the others."""
+    section = parse("--resume", str(ended_run(tmp_path))).config.checkpoint
+    job = {"num_ranks": 2, "has_order_of": lambda path: True, "checkpoints": section.spec()}
+    told = []
+    monkeypatch.setattr("rlhf_train.offline.ranks.of_all_ranks", lambda own: [*told, own])
+    first = SimpleNamespace(rank=0, model_path=tmp_path / "run/model", **job)
+    second = SimpleNamespace(rank=1, model_path=tmp_path / "empty/model", **job)
+    told.append(_updates_of_ended_run(section, first))
+    assert _updates_of_ended_run(section, second) == told[0] == 7
 
 
 def test_resume_in_another_folder_is_refused(tmp_path):

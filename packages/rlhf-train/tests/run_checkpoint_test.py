@@ -235,6 +235,20 @@ def test_commit_waits_for_the_ranks_and_gives_up_when_they_have_ended(tmp_path):
         checkpoints.commit(2, {}, ["actor"], None, ended)
 
 
+def test_commit_lists_the_folder_before_it_gives_up_because_nfs_remembers_what_was_absent(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    staging = checkpoints.begin(1)
+    (staging / "actor").write_bytes(b"w")
+    write_receipt(staging / "actor")
+    listed = []
+    exists, listdir = Path.exists, os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or listdir(path))
+    monkeypatch.setattr(Path, "exists", lambda path: exists(path) and (bool(listed) or RECEIPT not in path.name))
+    ended = threading.Event()
+    ended.set()
+    assert checkpoints.commit(1, {}, ["actor"], None, ended).problems() == []
+
+
 def test_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     done = []
     rename, fsync = Path.rename, os.fsync

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.capture import captured
-from rlhf_cli.config.checkpoint import resumed_config
+from rlhf_cli.config.checkpoint import CheckpointSection, resumed_config
 from rlhf_cli.config.differences import offline_differences
 from rlhf_cli.config.offline import OfflineConfig
 from rlhf_cli.config.openrlhf import adapt, flags_of
@@ -93,7 +93,14 @@ class Command:
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         """Run the command; return its exit status."""
-        return exit_status(self._run, argv)
+        return exit_status(self._run_with_others, argv)
+
+    def _run_with_others(self, argv: Sequence[str]) -> int:
+        """Run the command. If it fails, tell the processes on other nodes, which would wait for this one."""
+        from rlhf_train.offline.meeting import failing_together
+
+        with failing_together():
+            return self._run(argv)
 
     def _run(self, argv: Sequence[str]) -> int:
         parsed = self.command_line.parse(argv)
@@ -131,21 +138,32 @@ class Command:
         if parsed.dry_run:
             self._show(parsed, folder, console)
             return
+        changes: list[str] = []
         if is_first:
             notices = on_cpu(parsed.given) if not local_gpus() else []
             if parsed.config.checkpoint.continues:
-                notices += changed_options(to_store(parsed.config), folder)
+                changes = changed_options(to_store(parsed.config), folder)
             for notice in notices:
                 console.notice(notice)
             console.log(f"results will be in {folder}, messages of libraries in {LOG_FILE} there")
             console.working("checking model and data")
         job, tokenizer = _prepare(self, parsed.config, folder, console)
-        # All ranks find the same: rank 0 changes nothing in the folder of a run that has ended.
-        num_updates = job.schedule.num_updates(len(job.examples))
-        if steps_of_ended_run(parsed.config.checkpoint, folder) == num_updates:
+
+        from rlhf_train.engine.process_group import leave_process_group
+        from rlhf_train.offline.job import join_ranks
+        from rlhf_train.offline.meeting import meet
+
+        if job.num_ranks > 1:  # before rank 0 writes anything but the log
+            meet()
+            join_ranks(job)
+        done = _updates_of_ended_run(parsed.config.checkpoint, job)
+        if done is not None and done >= job.num_updates:
             if is_first:
-                console.result(nothing_is_left(folder, f"{num_updates} update(s)", "--max_epochs"))
+                console.result(nothing_is_left(folder, f"{done} update(s)", "--max_epochs"))
+            leave_process_group()
             return
+        for notice in changes:
+            console.notice(notice)
         _train(self, parsed, job, tokenizer, console)
 
     def _show(self, parsed: Parsed[OfflineConfig], folder: Path, console: "Console") -> None:
@@ -221,6 +239,23 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
     return job, tokenizer
+
+
+def _updates_of_ended_run(section: CheckpointSection, job: "OfflineJob") -> int | None:
+    """Return the updates of the run that continues, if it has ended and had the same examples in each. None for any
+    other run. All ranks get the answer of rank 0, because other nodes may not see the run's folder. Collective."""
+    if not section.continues:
+        return None
+    folder = job.model_path.parent
+    done = steps_of_ended_run(section, folder) if job.rank == 0 else None
+    if done is not None and not job.has_order_of(job.checkpoints.home(folder) / f"step-{done}"):
+        done = None
+    if job.num_ranks == 1:
+        return done
+
+    from rlhf_train.offline.ranks import of_all_ranks
+
+    return of_all_ranks(done)[0]
 
 
 def _open(config: OfflineConfig) -> dict[str, "Rows"]:
@@ -318,7 +353,7 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
                 if path.exists():
                     tokenizer.save_pretrained(path)
         summary = {"time/total": time.perf_counter() - started}
-        recorder.metrics(job.schedule.num_updates(len(job.examples)), summary)
+        recorder.metrics(max(job.num_updates, kept or 0), summary)  # a run that was made shorter may have done more
     leave_process_group()
     final |= summary
     known = {**ARTIFACTS, "adapter": f"{ARTIFACTS['final model']}/{ADAPTER_FOLDER}"}

@@ -14,7 +14,7 @@ from rlhf_train.costs import pass_costs
 from rlhf_train.engine.accelerate import join_groups, start_engine, start_frozen
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, train_offline
-from rlhf_train.offline.ranks import RankModel, SharedCheckpoints, of_all_ranks
+from rlhf_train.offline.ranks import RankModel, SharedCheckpoints, check_shared, of_all_ranks
 from rlhf_train.offline.reward_models import score_moments
 from rlhf_train.offline.sequences import with_reference
 from rlhf_train.run.best_model import BestModel
@@ -104,6 +104,37 @@ class OfflineJob:
                 hint = f"use --micro_batch_tokens {longest}, or a lower --max_len"
                 raise ConfigError(f"{message} {longest} tokens", hint=hint)
 
+    @property
+    def num_updates(self) -> int:
+        """Updates of the whole run."""
+        return self.schedule.num_updates(len(self.examples))
+
+    def order(self) -> dict[str, int]:
+        """Return what decides which examples an update has, besides its number."""
+        schedule = self.schedule
+        return {
+            "num_examples": len(self.examples),
+            "train_batch_size": schedule.train_batch_size,
+            "seed": schedule.seed,
+        }
+
+    def has_order_of(self, path: Path) -> bool:
+        """Return whether the run that wrote a checkpoint, which can be read, has the same examples in each update."""
+        try:
+            return read_checkpoint(path).state()["run"]["order"] == self.order()
+        except (CheckpointError, KeyError, TypeError):
+            return False
+
+
+def join_ranks(job: OfflineJob) -> None:
+    """Join the rank set of the job, unless this process is in it. Collective; `run_offline` does the same.
+
+    Raises ConfigError on all ranks if one of them has no access to the folder of the checkpoints.
+    """
+    init_process_group(rank=job.rank, world_size=job.num_ranks, master=job.master, device=job.device)
+    if job.checkpoints.full:
+        check_shared(job.checkpoints.home(job.model_path.parent))
+
 
 def run_offline(
     job: OfflineJob, observer: Observer, recorder: Recorder | None = None, checkpoint: Checkpoint | None = None
@@ -120,7 +151,7 @@ def run_offline(
         Metrics of the first and of the last evaluation, as `eval/<name>_before` and `eval/<name>_after`.
 
     Raises:
-        ConfigError: an unknown `best_metric`, or a model that cannot be loaded.
+        ConfigError: an unknown `best_metric`, a model that cannot be loaded, or no shared disk for the checkpoints.
         DataError: examples that the objective cannot learn from.
         CheckpointError: the checkpoint belongs to another run.
         Interrupted: SIGINT or SIGTERM reached a rank. The state of the run is saved before.
@@ -132,12 +163,14 @@ def run_offline(
         run = _Run(job, observer, recorder, interrupts)
         try:
             done = run.resume(checkpoint)
-            if not done:
-                run.evaluate(0)
+            if not done or (done >= job.num_updates and run.evaluated_update != done):
+                run.evaluate(done)
             # From here on, ranks end together, because they would wait for one that is missing.
             interrupts.hold()
             if job.rank == 0:
-                observer.progress(done, job.schedule.num_updates(len(job.examples)))
+                if done > job.num_updates:
+                    observer.notice(f"{done} updates are done, and the run has {job.num_updates}: it saves its model")
+                observer.progress(done, job.num_updates)
             options = {"done": done, "balance": run.balance, "on_update": run.on_update}
             train_offline(run.engine, run.objective, run.items, job.schedule, **options)
             if job.rank == 0:
@@ -154,6 +187,7 @@ class _Run:
 
     def __init__(self, job: OfflineJob, observer: Observer, recorder: Recorder | None, interrupts: Interrupts) -> None:
         self.final: dict[str, float] = {}
+        self.evaluated_update: int | None = None  # of the last evaluation
         self._job = job
         self._observer = observer
         self._recorder = recorder
@@ -167,7 +201,7 @@ class _Run:
         if job.best_metric is not None and job.best_path is not None:
             self._best = BestModel(f"eval/{job.best_metric}", job.best_path, lowest=lowest)
         torch.manual_seed(job.schedule.seed)
-        init_process_group(rank=job.rank, world_size=job.num_ranks, master=job.master, device=job.device)
+        join_ranks(job)
         spec = job.model
         kind = job.objective.model_kind
         model = load_model(kind, spec)
@@ -262,34 +296,32 @@ class _Run:
 
     def state(self) -> dict[str, Any]:
         """Return the state besides the model, for `restore`."""
-        best = self._best and self._best.state()
-        return {"order": self._order(), "final": self.final, "evaluated": self._eval_metrics, "best": best}
+        return {
+            "order": self._job.order(),
+            "final": self.final,
+            "evaluated": self._eval_metrics,
+            "evaluated_update": self.evaluated_update,
+            "best": self._best and self._best.state(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue where another process was. Raises CheckpointError for other examples or another order."""
-        for name, own in self._order().items():
+        for name, own in self._job.order().items():
             if state["order"][name] != own:
                 message = f"the checkpoint's run had {name} {state['order'][name]}, and this one has {own}"
                 raise CheckpointError(message, hint="continue with the examples and the batch size that it had")
         self.final = dict(state["final"])
         self._eval_metrics = dict(state["evaluated"])
+        self.evaluated_update = state.get("evaluated_update")
         if self._best is not None:
             self._best.restore(state["best"])
-
-    def _order(self) -> dict[str, int]:
-        """Return what decides which examples an update has, besides its number."""
-        schedule = self._job.schedule
-        return {
-            "num_examples": len(self._job.examples),
-            "train_batch_size": schedule.train_batch_size,
-            "seed": schedule.seed,
-        }
 
     def evaluate(self, update: int) -> None:
         """Evaluate, and save the weights if they are the best so far. Collective."""
         if not self._eval_items:
             return
         self._eval_metrics = self._measure(self._eval_items)
+        self.evaluated_update = update
         with self._until_all_know():
             if self._job.rank == 0:
                 self._observer.evaluation(update, dict(self._eval_metrics))

@@ -301,7 +301,7 @@ def _await_receipt(path: Path, ended: threading.Event) -> tuple[int, str]:
     while not receipt.exists():
         if not path.parent.is_dir():
             raise cannot_save(path, "the folder was removed")
-        if ended.wait(_POLL_S) and not receipt.exists():
+        if ended.wait(_POLL_S) and receipt.name not in os.listdir(path.parent):  # NFS remembers what did not exist
             raise cannot_save(path, f"the rank that writes it has ended; {_free(path.parent)}")
     content = receipt.read_bytes()
     if not content:
