@@ -109,6 +109,13 @@ def test_ranks_of_one_node_do_not_meet(nodes, monkeypatch):
         raise DataError("no such file")
 
 
+def test_error_about_variables_of_another_launcher_is_not_hidden(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is"), failing_together():
+        raise ConfigError("WORLD_SIZE is `two`")
+
+
 def test_node_that_has_ended_is_an_error_with_its_address(nodes, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr("rlhf_train.offline.meeting._CONNECT", timedelta(seconds=1))

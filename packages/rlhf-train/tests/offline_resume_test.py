@@ -29,6 +29,7 @@ from rlhf_train.offline.objectives.preference import PreferenceObjective
 from rlhf_train.offline.objectives.process_reward import ProcessRewardObjective
 from rlhf_train.offline.objectives.reward_model import RewardModelObjective
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
+from rlhf_train.run.best_model import BestModel
 from rlhf_train.run.checkpoint import Checkpoints, CheckpointSpec
 from rlhf_train.run.checkpointing import find_checkpoint, resumed_step
 from rlhf_train.run.interrupts import Interrupted
@@ -274,3 +275,16 @@ def test_error_saves_the_model_or_says_why_not(models, tmp_path, has_room):
         run_offline(made, observer)
     assert (folder / "model").exists() == has_room
     assert [warning[:29] for warning in observer.warnings] == [] if has_room else ["not everything was saved: can"]
+
+
+def test_best_model_that_cannot_take_its_place_ends_the_run_with_its_state_saved(models, tmp_path, monkeypatch):
+    def keep(best, update, *args, **options):
+        if update:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(BestModel, "keep", keep)
+    with pytest.raises(RlhfError, match=r"a file cannot be written: .*No space left on device\n\nhint: free space"):
+        run_offline(make_job("kd", models, str(tmp_path / "run")), Observer())
+    assert (tmp_path / "run/model/model.safetensors").exists()
+    [newest] = Checkpoints(tmp_path / "run/checkpoints").all()
+    assert (newest.step, newest.problems()) == (1, [])

@@ -272,7 +272,7 @@ class _Run:
         if models and self._are_ranks_together and self._has_news:
             try:
                 self._save(self._job.model_path)
-            except RlhfError as error:
+            except (RlhfError, OSError) as error:
                 self._observer.warning(f"not everything was saved: {error}")
         self._checkpointer.close(ranks_live=self._are_ranks_together)
         if self._are_ranks_together:
@@ -285,6 +285,9 @@ class _Run:
             yield
         except RlhfError as error:
             self._failure = self._failure or error
+        except OSError as error:
+            failure = CheckpointError(f"a file cannot be written: {error}", hint="free space there")
+            self._failure = self._failure or failure
 
     def _tell_all(self) -> int | None:
         """Return the signal that any rank has received, or None. Collective. Raises the error that any rank has."""

@@ -25,9 +25,9 @@ _POLL_S = 0.2
 
 def needs_meeting(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether torchrun started this process and others on other nodes."""
-    num_ranks = int(environ.get("WORLD_SIZE") or 1)
-    num_here = int(environ.get("LOCAL_WORLD_SIZE") or num_ranks)
-    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and num_here < num_ranks
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False  # other launchers may set other variables, or set them wrongly
+    return int(environ["LOCAL_WORLD_SIZE"]) < int(environ["WORLD_SIZE"])
 
 
 @contextmanager
