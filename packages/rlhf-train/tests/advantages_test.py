@@ -187,6 +187,11 @@ def test_whiten_over_ranks_equals_whiten_of_the_whole():
     assert (whitened[~mask] == 0).all()
 
 
+def test_whiten_gives_advantages_far_below_1_the_deviation_1():
+    values, mask = torch.tensor([[0.01, 0.03]]), torch.ones(1, 2, dtype=torch.bool)
+    assert whiten(values, mask, moments(values, mask))[0].tolist() == pytest.approx([-1.0, 1.0], rel=1e-5)
+
+
 def test_whiten_without_deviation_only_centres_and_equal_values_become_zero():
     values, mask = torch.tensor([[1.0, 3.0]]), torch.ones(1, 2, dtype=torch.bool)
     centred = whiten(values, mask, moments(values, mask), divide_by_std=False)

@@ -217,3 +217,22 @@ def test_a_prompt_with_more_rollouts_than_a_pass_holds_is_divided():
         assert sum(LENGTHS[rank.rows[row]] for row in rows) - 5 * (len(numbers) - len(set(numbers))) <= 60
     with pytest.raises(DataError, match="more than the budget of 39"):
         shared_plan(1, 1, tokens=39)
+
+
+def test_a_prompt_whose_rollouts_just_fill_a_pass_is_not_divided():
+    (rank,) = plan_batches(
+        [10, 10], [5, 5], num_ranks=1, num_mini_batches=1, micro_train_batch_size=1, micro_rollout_batch_size=1,
+        max_response_tokens=5, seed=0, micro_batch_tokens=15, prompts=[PROMPTS[0]] * 2,
+    )  # fmt: skip
+    assert len(rank.forward_batches) == len(rank.mini_batches[0].micro_batches) == 1
+
+
+@pytest.mark.parametrize(("second", "with_first"), [(8.0, 4), (10.0, 3)])
+def test_copies_of_a_prompt_are_no_work(second, with_first):
+    # Two rollouts of the first prompt cost 6 each, and 5 of their 20 tokens are a copy: 12 x 15 / 20 = 9 in all. Ranks
+    # take prompts of 9, 8, 3 and 2, so that each has 11; or of 10, 9, 3 and 2, so that each has 12.
+    plans = plan_batches(
+        [10] * 5, [5] * 5, [6.0, 6.0, second, 3.0, 2.0], num_ranks=2, num_mini_batches=1, micro_train_batch_size=2,
+        micro_rollout_batch_size=2, max_response_tokens=5, seed=0, prompts=[PROMPTS[i] for i in (0, 0, 1, 2, 3)],
+    )  # fmt: skip
+    assert {0, 1, with_first} in [set(rank.rows) for rank in plans]

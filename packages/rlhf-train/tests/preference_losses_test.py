@@ -150,10 +150,10 @@ def test_kto_loss_and_gradient_by_hand():
     assert kl.grad is None
 
 
-def test_kto_loss_far_from_the_reference_keeps_its_digits():
+def test_kto_loss_far_from_the_reference_keeps_its_digits_for_both_kinds_of_answers():
     # 1 - sigmoid(40) is 0 in float32; sigmoid(-40) = e^-40.
-    loss = kto_loss(torch.tensor([40.0]), torch.tensor([True]), torch.tensor(0.0), beta=1.0)
-    assert loss.item() == pytest.approx(math.exp(-40), rel=1e-4)
+    loss = kto_loss(torch.tensor([40.0, -40.0]), torch.tensor([True, False]), torch.tensor(0.0), beta=1.0)
+    assert loss.tolist() == pytest.approx([math.exp(-40)] * 2, rel=1e-4, abs=0)
 
 
 def test_distillation_loss_by_hand_and_least_where_both_agree():
