@@ -83,6 +83,11 @@ def test_split_balanced_full_share_takes_no_more():
     assert split_balanced([9, 1, 1, 1], 2) == [[0, 3], [1, 2]]
 
 
+def test_split_balanced_leaves_no_share_short_when_one_item_outweighs_the_rest():
+    # Ten items for four shares: two of three and two of two, though 100 alone is more than all the others.
+    assert sorted(map(len, split_balanced([100] + [1] * 9, 4))) == [2, 2, 3, 3]
+
+
 @pytest.mark.parametrize(("num_items", "num_parts"), [(8, 4), (9, 4), (11, 4), (4, 4), (64, 8), (7, 1)])
 def test_split_balanced_every_index_once_and_sizes_within_one(num_items, num_parts):
     lengths = np.random.default_rng(num_items).integers(1, 100, size=num_items)
