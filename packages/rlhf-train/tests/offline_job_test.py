@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.errors import ConfigError, DataError, EngineError
 from rlhf_data.preference import PreferenceExample, UnpairedExample
 from rlhf_data.sft import SftExample
 from rlhf_models.batch import TokenBatch
@@ -173,6 +173,27 @@ def test_evaluations_come_when_due_and_the_best_weights_are_kept(model_path, tmp
         job(str(made.best_path), tmp_path / "again", eval_examples=made.eval_examples), examples=made.examples[:1]
     )
     assert run(again)[0]["eval/loss"] == pytest.approx(state["value"], rel=1e-4)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_gradient_that_is_not_finite_ends_the_run_with_the_weights_before_it(model_path, tmp_path, monkeypatch, number):
+    factors = iter([1.0, number, 1.0])  # of the three updates' losses
+    plain = SupervisedObjective.loss
+
+    def loss(*args):
+        share, metrics = plain(*args)
+        return share * next(factors), metrics
+
+    monkeypatch.setattr(SupervisedObjective, "loss", loss)
+    schedule = OfflineSchedule(train_batch_size=16, micro_train_batch_size=16, max_epochs=1)
+    examples = [pair.chosen for pair in pairs(48, 0)]
+    with pytest.raises(EngineError, match=r"the gradient of update 2 is not finite"):
+        run(job(model_path, tmp_path, examples=examples, schedule=schedule))
+    before, saved = (
+        dict(load_actor(path, dtype="float32").named_parameters()) for path in (model_path, str(tmp_path / "model"))
+    )
+    assert all(weight.isfinite().all() for weight in saved.values())
+    assert any(not torch.equal(saved[name], weight) for name, weight in before.items())  # the first update
 
 
 def test_kto_items_set_each_prompt_before_the_answer_of_another():

@@ -1,5 +1,6 @@
 """The settings of an offline run as frozen data, and the function that runs it."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -240,7 +241,8 @@ class _Run:
     def on_update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
         """Report an update, evaluate after every `eval_steps` updates and after the last, and save the state.
 
-        Collective. Raises Interrupted if a signal has reached a rank, after the state is saved.
+        Collective. Raises Interrupted if a signal has reached a rank, after the state is saved, and EngineError if the
+        gradient is not finite: the engine has then left the weights as they were.
         """
         self._has_news = True
         with self._until_all_know():
@@ -248,6 +250,9 @@ class _Run:
                 self._observer.update(update, num_updates, dict(metrics))
                 if self._recorder is not None:
                     self._recorder.step(update, metrics)
+            if not math.isfinite(norm := metrics["train/grad_norm"]):
+                hint = "lower --learning_rate, or look for the examples that do it"
+                raise EngineError(f"the gradient of update {update} is not finite ({norm})", hint=hint)
         is_evaluated = update == num_updates or bool(self._job.eval_steps and update % self._job.eval_steps == 0)
         if is_evaluated:
             self.evaluate(update)
