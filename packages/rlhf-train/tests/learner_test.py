@@ -194,15 +194,17 @@ def test_order_of_a_deal_differs_by_step_and_seed_and_repeats(job):
     assert rows(1, 1) != rows(5, 1)
 
 
-def test_updates_start_side_by_side_and_count_as_the_sum_of_their_ranks(job):
+@pytest.mark.parametrize(("max_epochs", "version"), [(1, 2), (3, 3)])
+def test_updates_start_side_by_side_and_count_as_the_sum_of_their_ranks(job, max_epochs, version):
     log: list = []
+    job = dataclasses.replace(job, batch=dataclasses.replace(job.batch, max_epochs=max_epochs))
     learner = Learner(job, [LoggedRanks(log, "actor", count=8), LoggedRanks(log, "critic", count=9)])
     metrics, num_trained = learner.update(1)
     assert [entry[1] for entry in log] == ["critic", "actor"]
-    # Eight and nine ranks had three rollouts each.
-    assert num_trained == 24
+    # Eight and nine ranks had three rollouts each, or one in each of three epochs.
+    assert num_trained == 24 / max_epochs
     assert metrics == {"kl/coef": 0.01}
-    assert learner.policy_version == 2  # 24 rollouts in updates of 16
+    assert learner.policy_version == version  # 24 rollouts in updates of 16, or 8 in one update per epoch
 
 
 @pytest.mark.parametrize(
