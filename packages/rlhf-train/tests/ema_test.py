@@ -26,6 +26,12 @@ def test_weight_average_matches_hand_values_and_begins_with_the_first_weights():
     assert average_of(average, weights) == [6.0, 2.0]
 
 
+def test_weight_average_with_decay_0_is_the_last_weights():
+    average = WeightAverage(0.0, parts(8.0))
+    average.update(parts(3.0))
+    assert average_of(average, parts(5.0)) == [3.0]
+
+
 def test_weight_average_puts_the_weights_back_even_after_an_error():
     weights = parts(5.0)
     average = WeightAverage(0.5, parts(1.0))
