@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from rlhf_train.engine.optimizer import Muon, is_hidden_matrix, orthogonalized
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.shards import Place
 from rlhf_train.specs import OptimizerSpec
+from trainer_testing import run_ranks
 
 SPEC = OptimizerSpec(
     learning_rate=0.02, betas=(0.8, 0.9), eps=1e-4, weight_decay=0.1, muon_momentum=0.7, max_norm=0.5,
@@ -134,16 +136,31 @@ def expected(num_updates):
     return named
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_engine_updates_matrices_of_layers_by_muon_and_the_rest_by_adamw(zero_stage):
-    init_process_group(rank=0, world_size=1, master=("127.0.0.1", free_port()), device="cpu")
+def trained(rank, num_ranks, master, zero_stage):
+    """The weights after three updates in which the losses of all ranks are the same and add up."""
+    init_process_group(rank=rank, world_size=num_ranks, master=master, device="cpu")
     engine = DeepSpeedEngine(Net(), SPEC, zero_stage=zero_stage, dtype=torch.float32, device="cpu")
     for update in range(3):
-        engine.backward(loss_of(engine.forward, update), is_last=True)
+        engine.backward(loss_of(engine.forward, update) / num_ranks, is_last=True)
         engine.step()
-    found = engine.state_dict()
+    return {name: weight.numpy() for name, weight in engine.state_dict().items()}
+
+
+def check(found):
     for name, weight in expected(3).items():
-        torch.testing.assert_close(found[name].double(), weight.detach(), rtol=0, atol=2e-5, msg=name)
+        np.testing.assert_allclose(found[name], weight.detach(), rtol=0, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_engine_updates_matrices_of_layers_by_muon_and_the_rest_by_adamw(zero_stage):
+    check(trained(0, 1, ("127.0.0.1", free_port()), zero_stage))
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_ranks_share_the_matrices_also_where_their_number_is_odd(zero_stage):
+    assert len(HIDDEN) == 3
+    for found in run_ranks(trained, 2, zero_stage):
+        check(found)
 
 
 def test_muon_trains_the_matrices_of_layers_and_no_embedding_head_norm_or_bias(tmp_path):
