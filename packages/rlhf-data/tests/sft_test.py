@@ -161,6 +161,16 @@ def test_sft_example_without_a_trained_token_is_refused():
         SftExample("e", np.array([1, 2]), np.array([True]))
 
 
+def test_sft_example_has_a_mask_of_its_own_that_nobody_can_change():
+    given = np.array([0, 1])
+    example = SftExample("e", np.array([1, 2]), given)
+    assert example.loss_mask.dtype == bool
+    with pytest.raises(ValueError, match="read-only"):
+        example.loss_mask[0] = True
+    given[0] = 1
+    assert example.loss_mask.tolist() == [False, True]
+
+
 def test_sft_example_pickle_round_trip():
     example = SftExample("e", np.array([1, 2]), np.array([False, True]))
     again = pickle.loads(pickle.dumps(example))
