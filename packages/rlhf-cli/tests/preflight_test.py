@@ -61,8 +61,7 @@ def server():
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *args):
-            pass
+        def log_message(self, *args): ...
 
     found = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     found.requests, found.answer = [], lambda query: (200, [1.0] * len(query))
@@ -84,9 +83,6 @@ def refused(folder: Path, models: Path, *argv: str) -> str:
     with pytest.raises((ConfigError, DataError)) as caught:
         check(folder, models, *argv)
     return str(caught.value)
-
-
-# -- prompts --------------------------------------------------------------------------------------------------------
 
 
 def test_check_inputs_prompts_of_several_sources_are_read_one_after_the_other_or_drawn(folder, models):
@@ -115,16 +111,12 @@ def test_check_inputs_bad_rows_are_refused_or_left_out(folder, models):
     assert len(check(folder, models, "--skip_bad_rows").prompts) == 2
 
 
-# -- servers --------------------------------------------------------------------------------------------------------
-
-
 def test_check_inputs_reaches_every_server_once(folder, models, server):
     found = check(folder, models, "--remote_rm_url", f"reward.py,{server.url}")
     assert [source.kind for source in found.reward_sources] == ["function", "server"]
     assert found.reward_sources[0].targets == (str(folder / "reward.py"),)
     assert found.reward_sources[1].targets == (server.url,)
-    assert len(server.requests) == 1
-    assert server.requests[0][0] == "prompts 0?"
+    assert len(server.requests) == 1 and server.requests[0][0] == "prompts 0?"
     assert found.notices == ()
 
 
@@ -157,9 +149,6 @@ def test_check_inputs_one_of_several_rewards_is_named(folder, models):
 
 def test_check_inputs_url_that_is_none_is_refused_before_the_model_is_read(folder, models):
     assert "ftp://host" in refused(folder, models, "--remote_rm_url", "ftp://host/x", "--pretrain", "./absent")
-
-
-# -- reward models and the critic -----------------------------------------------------------------------------------
 
 
 def test_check_inputs_reward_models_are_folders_and_the_critic_starts_from_the_first(folder, models):
@@ -263,9 +252,6 @@ def test_check_inputs_reward_model_with_a_short_context_is_refused(folder, model
     assert "--reward_pretrain: --prompt_max_len 32 + --generate_max_len 8 is 40 tokens" in text
 
 
-# -- held-out files -------------------------------------------------------------------------------------------------
-
-
 def test_check_inputs_held_out_prompts_are_told_apart_by_file(folder, models):
     found = check(folder, models, "--eval_data", "math.jsonl,code.jsonl")
     assert [prompt.source for prompt in found.eval_prompts] == ["math", "math", "code", "code"]
@@ -349,9 +335,6 @@ def test_data_preset_gives_training_and_held_out_prompts_their_labels(folder):
     config = CommandLine(config=PpoConfig, prog="").parse(["--pretrain", "m", *words.split()]).config
     prompts, held_out = load_all(config, *open_prompts(config), ByteTokenizer())
     assert [(prompt.text, prompt.label) for prompt in (*prompts, *held_out)] == [("prompts?", "3"), ("math?", "4")]
-
-
-# -- agents ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

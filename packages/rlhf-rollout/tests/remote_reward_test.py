@@ -16,7 +16,6 @@ from rlhf_rollout.rewards.remote import TOKEN_VARIABLE, RemoteReward, check_rewa
 from rollout_testing import json_server
 
 OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
-
 NO_SERVER = "http://127.0.0.1:9/get_reward"  # the discard port: nothing listens there
 
 
@@ -27,9 +26,7 @@ class Server:
     """
 
     def __init__(self):
-        self.answers = []
-        self.requests = []
-        self.headers = []
+        self.answers, self.requests, self.headers = [], [], []
         self.respond = lambda body: (200, {"rewards": [float(text or 0) for text in responses(body)]})
         self.open = threading.Event()
         self.open.set()
@@ -109,8 +106,7 @@ def test_remote_reward_text_that_is_no_utf8_arrives(serve):
     async def run():
         reward = RemoteReward([url])
         prompt = make_prompt("q=")
-        rollout = make_rollout(prompt, "")
-        object.__setattr__(rollout, "text", "\udcff é \x00")
+        object.__setattr__(rollout := make_rollout(prompt, ""), "text", "\udcff é \x00")
         verdicts = await reward.score(prompt, [rollout])
         await reward.close()
         return verdicts

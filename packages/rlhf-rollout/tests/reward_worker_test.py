@@ -97,13 +97,8 @@ def test_answers_belong_to_their_calls_when_the_function_forks_or_an_answer_come
 
 
 def test_bytes_that_are_no_answer_are_a_crash_and_the_end_of_the_worker(write, start):
-    worker = start(
-        write("""
-        import os, sys
-        def reward_func(queries, prompts, labels):
-            os.write(int(sys.argv[1]), b"[1]\\n")
-        """)
-    )
+    code = 'import os, sys\ndef reward_func(q, p, l): os.write(int(sys.argv[1]), b"[1]\\n")'
+    worker = start(write(code))
     outcome = worker.call(SAMPLE, EXTRAS, 20.0)
     assert (outcome.kind, outcome.detail) == (CRASH, NO_ANSWER)
     assert not worker.alive

@@ -26,8 +26,7 @@ class Engine:
     """
 
     def __init__(self, num_bad_starts=0):
-        self.alive = True
-        self.hangs = False
+        self.alive, self.hangs = True, False
         self.num_bad_starts = num_bad_starts
         self.updating = False
         self.version = 0

@@ -26,8 +26,7 @@ class Listener(Observer):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
-        self.warnings: list[str] = []
-        self.notices: list[str] = []
+        self.warnings, self.notices = [], []
 
     def warning(self, text: str) -> None:
         self.warnings.append(text)
