@@ -67,14 +67,20 @@ def table(capsys, *words: str) -> list[list[str]]:
     return [re.split(r"  +", line.strip()) for line in lines]
 
 
-def test_terminated_run_says_how_it_continues_and_does_so_with_the_folder_alone(home, capsys, monkeypatch):
+def terminate_in(monkeypatch, last, *words: str) -> None:
+    """Run a command that gets SIGTERM at the end of its update `last`."""
+
     def update(self, number, num_updates, metrics):
-        if number == 3:
+        if number == last:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
         patch.setattr(OfflineView, "update", update)
-        assert main([*SFT, "--save_path", "run/"]) == 128 + signal.SIGTERM
+        assert main(words) == 128 + signal.SIGTERM
+
+
+def test_terminated_run_says_how_it_continues_and_does_so_with_the_folder_alone(home, capsys, monkeypatch):
+    terminate_in(monkeypatch, 3, *SFT, "--save_path", "run/")
     assert f"`rlhf sft --resume {home}/run` continues this run" in capsys.readouterr().err
     assert not (home / "run/model").exists()
     assert [row[0] for row in table(capsys, "run")] == ["3"]
@@ -108,15 +114,9 @@ def test_ended_run_that_is_made_shorter_starts_nothing(home, capsys, monkeypatch
 
 
 def test_interrupted_run_that_is_made_shorter_saves_the_model_that_it_has(home, capsys, monkeypatch):
-    def update(self, number, num_updates, metrics):
-        if number == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(OfflineView, "update", update)
-        assert main([*RM, "--save_path", "shorter"]) == 128 + signal.SIGTERM
+    terminate_in(monkeypatch, 5, *RM, "--save_path", "shorter")
     assert main(["rm", "--resume", "shorter", "--max_epochs", "1"]) == 0
-    assert "notice: 5 updates are done, and the run has 3: it saves its model" in capsys.readouterr().err
+    assert "notice: 5 updates are done, more than the 3 of this run: it saves its model" in capsys.readouterr().err
     assert (home / "shorter/model/model.safetensors").exists()
     *_, update_5, evaluation, summary = map(json.loads, (home / "shorter/metrics.jsonl").read_text().splitlines())
     assert (update_5["step"], evaluation["step"], summary["step"]) == (5, 5, 5)

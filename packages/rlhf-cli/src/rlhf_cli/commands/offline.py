@@ -242,8 +242,8 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
 
 
 def _updates_of_ended_run(section: CheckpointSection, job: "OfflineJob") -> int | None:
-    """Return the updates of the run that continues, if it has ended and had the same examples in each. None for any
-    other run. All ranks get the answer of rank 0, because other nodes may not see the run's folder. Collective."""
+    """Return how many updates the run to continue has done, if it has ended; None if it has not, or had other examples
+    in its updates. All ranks get the answer of rank 0, because other nodes may not see the run's folder. Collective."""
     if not section.continues:
         return None
     folder = job.model_path.parent

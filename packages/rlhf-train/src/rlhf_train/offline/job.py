@@ -120,7 +120,7 @@ class OfflineJob:
         }
 
     def has_order_of(self, path: Path) -> bool:
-        """Return whether the run that wrote a checkpoint, which can be read, has the same examples in each update."""
+        """Return whether the checkpoint in `path` can be read, and its run has the same examples in each update."""
         try:
             return read_checkpoint(path).state()["run"]["order"] == self.order()
         except (CheckpointError, KeyError, TypeError):
@@ -170,7 +170,9 @@ def run_offline(
             interrupts.hold()
             if job.rank == 0:
                 if done > job.num_updates:
-                    observer.notice(f"{done} updates are done, and the run has {job.num_updates}: it saves its model")
+                    observer.notice(
+                        f"{done} updates are done, more than the {job.num_updates} of this run: it saves its model"
+                    )
                 observer.progress(done, job.num_updates)
             options = {"done": done, "balance": run.balance, "on_update": run.on_update}
             train_offline(run.engine, run.objective, run.items, job.schedule, **options)

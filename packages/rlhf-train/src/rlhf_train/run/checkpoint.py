@@ -283,7 +283,7 @@ def write_receipt(path: Path, error: Exception | None = None) -> None:
     if error is None:
         with ThreadPoolExecutor(max_workers=1) as beside:
             flushed = beside.submit(flush, path)
-            receipt = {"size": path.stat().st_size, "sha256": sha256(path)}  # of what is still in memory
+            receipt = {"size": path.stat().st_size, "sha256": sha256(path)}  # reads what memory still holds of it
             flushed.result()
     draft = path.with_name(f"{path.name}{RECEIPT}.draft")
     try:
