@@ -4,10 +4,10 @@
 
 Two ranks run forward and backward passes of a random model over `--num_tokens` tokens each, with gradient
 checkpointing. "layers" is what `rlhf_train` does: whole layers at a time. "parts" is each matrix and norm by itself,
-"overlap" is "layers" with `--overlap_comm`, and "fast" is that with DeepSpeed's fast fetches of whole layers. The ways
-take turns, each time in new processes. "seconds" is the median of their passes without the first two of each process,
-"host_seconds" what the last process took to launch them, and "ratio" the seconds over those of the first way. "loss"
-and "grad_norm" show whether all compute the same.
+"overlap" is "layers" with `--overlap_comm`. "fast" and "compiled" are "overlap" with DeepSpeed's fast fetches of whole
+layers, and with compiled layers (`--torch_compile on`). The ways take turns, each time in new processes. "seconds" is
+the median of their passes without the first two of each process, "host_seconds" what the last process took to launch
+them, and "ratio" the seconds over those of the first way. "loss" and "grad_norm" show whether all compute the same.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from environment import command_line, environment
 from rlhf_rollout.host import free_port, local_gpus
 from shapes import SHAPES
 
-WAYS = ("parts", "layers", "overlap", "fast")
+WAYS = ("parts", "layers", "overlap", "fast", "compiled")
 NUM_RANKS = 2
 NUM_FIRST = 2  # passes that compile, allocate, and record the order of weights
 
@@ -41,6 +41,7 @@ def run_passes(
     import torch
 
     from rlhf_models.batch import TokenBatch
+    from rlhf_models.fast.compiled import compile_forwards
     from rlhf_models.loading import load_actor
     from rlhf_train.engine import deepspeed
     from rlhf_train.engine.process_group import init_process_group
@@ -56,8 +57,10 @@ def run_passes(
         deepspeed._deepspeed_config = lambda *arguments: _with_zero(configure(*arguments), fetches)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     actor = load_actor(model, dtype=dtype, packing=True, gradient_checkpointing=True)
+    if way == "compiled":
+        compile_forwards(deepspeed.layers_taken_whole(actor))
     spec = OptimizerSpec(learning_rate=1e-6, scheduler="constant", bf16_moments=on_gpu)
-    settings = {"dtype": dtype, "device": device, "overlap_comm": way in ("overlap", "fast")}
+    settings = {"dtype": dtype, "device": device, "overlap_comm": way in ("overlap", "fast", "compiled")}
     engine = deepspeed.DeepSpeedEngine(actor, spec, zero_stage=3, **settings)
     draw = torch.Generator().manual_seed(rank)
     tokens = torch.randint(3, 200, (options.num_tokens,), generator=draw).numpy()

@@ -161,6 +161,7 @@ def test_compile_unavailable_reason_after_zero_3_has_replaced_the_linear_functio
     assert compile_unavailable_reason(model, torch.device("cuda")) is None
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *arguments: linear(*arguments))
     assert "linear has been replaced" in compile_unavailable_reason(model, torch.device("cuda"))
+    assert compile_unavailable_reason(model, torch.device("cuda"), inside_hooks=True) is None
 
 
 def test_compile_unavailable_reason_packed_float32_has_no_kernel(folder):

@@ -1,5 +1,7 @@
 """When the layers of a model are compiled. Nothing is compiled here: a GPU is pretended, and the call is counted."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from rlhf_data.errors import ConfigError
@@ -7,14 +9,17 @@ from rlhf_train.engine import accelerate
 from rlhf_train.specs import ModelSpec
 
 PACKED = {"packing": True, "torch_compile": "auto"}
+MODEL = SimpleNamespace(model="model", whole=["layer", "other"])
 
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The models that were compiled."""
+    """The models that were compiled, and the layers that were compiled inside their hooks."""
     models = []
-    monkeypatch.setattr(accelerate, "compile_unavailable_reason", lambda model, device: None)
+    monkeypatch.setattr(accelerate, "compile_unavailable_reason", lambda *args, **kwargs: None)
     monkeypatch.setattr(accelerate, "compile_layers", models.append)
+    monkeypatch.setattr(accelerate, "compile_forwards", models.extend)
+    monkeypatch.setattr(accelerate, "layers_taken_whole", lambda model: model.whole)
     return models
 
 
@@ -31,19 +36,33 @@ def compiled(monkeypatch):
     ],
 )
 def test_layers_are_compiled_where_that_is_possible_and_pays(compiled, fields, is_compiled):
-    assert accelerate.compile_model("model", ModelSpec(path="", **fields), "cuda") is is_compiled
+    assert accelerate.compile_model(MODEL, ModelSpec(path="", **fields), "cuda") is is_compiled
     assert compiled == ["model"] * is_compiled
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"zero_stage": 3}, "ZeRO stage 3 gathers weights inside the layers"),
         ({"packing": True, "sequence_parallel_size": 2}, "sequence parallelism exchanges heads inside the layers"),
         ({"tensor_parallel_size": 2}, "tensor parallelism adds up over processes inside the layers"),
     ],
 )
 def test_layers_that_must_be_compiled_and_cannot_are_an_error(compiled, fields, reason):
     with pytest.raises(ConfigError, match=f"cannot be compiled: {reason}"):
-        accelerate.compile_model("model", ModelSpec(path="", torch_compile="on", **fields), "cuda")
+        accelerate.compile_model(MODEL, ModelSpec(path="", torch_compile="on", **fields), "cuda")
+    assert not compiled
+
+
+def test_layers_that_zero_3_takes_whole_are_compiled_when_told_to(compiled):
+    spec = ModelSpec(path="", torch_compile="on", zero_stage=3)
+    assert accelerate.compile_model(MODEL, spec, "cuda")
+    assert compiled == MODEL.whole
+
+
+def test_compiling_at_zero_3_is_refused_where_no_layer_is_taken_whole(compiled):
+    spec = ModelSpec(path="", torch_compile="on", zero_stage=3)
+    adapted = SimpleNamespace(model="model", whole=[])
+    message = r"(?s)cannot be compiled: ZeRO stage 3 gathers weights inside .*hint: leave --torch_compile at auto"
+    with pytest.raises(ConfigError, match=message):
+        accelerate.compile_model(adapted, spec, "cuda")
     assert not compiled

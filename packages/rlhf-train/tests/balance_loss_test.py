@@ -123,15 +123,16 @@ def test_update_of_one_pass_needs_no_pass_before():
 
 
 def test_layers_of_a_model_whose_routers_are_read_are_not_compiled(monkeypatch):
-    monkeypatch.setattr(accelerate, "compile_unavailable_reason", lambda model, device: None)
+    monkeypatch.setattr(accelerate, "compile_unavailable_reason", lambda *args, **kwargs: None)
     compiled = []
     monkeypatch.setattr(accelerate, "compile_layers", compiled.append)
     spec = ModelSpec(path="m", packing=True, torch_compile="auto")
-    assert accelerate.compile_model("plain", spec, "cuda")
-    assert not accelerate.compile_model("balanced", replace(spec, aux_loss_coef=0.1), "cuda")
+    balanced = SimpleNamespace(model="balanced")
+    assert accelerate.compile_model(SimpleNamespace(model="plain"), spec, "cuda")
+    assert not accelerate.compile_model(balanced, replace(spec, aux_loss_coef=0.1), "cuda")
     assert compiled == ["plain"]
     with pytest.raises(ConfigError, match="the load-balancing loss reads what routers compute"):
-        accelerate.compile_model("balanced", replace(spec, aux_loss_coef=0.1, torch_compile="on"), "cuda")
+        accelerate.compile_model(balanced, replace(spec, aux_loss_coef=0.1, torch_compile="on"), "cuda")
 
 
 def test_load_balance_without_a_coefficient_watches_nothing():

@@ -225,6 +225,14 @@ def test_logits_above_4_gib_are_computed_in_chunks_if_the_head_is_plain_and_whol
     assert logits(1 << 20) == whole
 
 
+def test_layers_are_compiled_at_zero_3_when_told_to() -> None:
+    passes = Passes(train=(1000, 0), forward=(0, 0), most_targets=0)
+    sharded = items(replace(BF16, zero_stage=3), 2, passes)
+    assert sharded["activations"] == 1000 * 24 * (40_448 + 2 * 896 * 6 + 2 * 4864)
+    told = items(replace(BF16, zero_stage=3, torch_compile="on"), 2, passes)
+    assert told["activations"] == 1000 * 24 * 40_448
+
+
 def test_layers_of_ranks_that_divide_sequences_are_not_compiled() -> None:
     passes = Passes(train=(1000, 0), forward=(0, 0), most_targets=0)
     found = items(replace(BF16, sequence_parallel_size=2), 2, passes)

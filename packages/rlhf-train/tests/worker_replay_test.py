@@ -1,6 +1,7 @@
 """Which models replay the engine's experts: the actor, in old log-probs and updates, and no other."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -134,9 +135,9 @@ def test_share_of_replayed_tokens_leaves_out_the_last_one_of_each_rollout():
 
 
 def test_layers_whose_routers_get_their_experts_are_not_compiled(monkeypatch):
-    monkeypatch.setattr(accelerate, "compile_unavailable_reason", lambda model, device: None)
+    monkeypatch.setattr(accelerate, "compile_unavailable_reason", lambda *args, **kwargs: None)
     monkeypatch.setattr(accelerate, "compile_layers", lambda model: pytest.fail("compiled"))
     spec = ModelSpec(path="m", packing=True, routing_replay=True, torch_compile="auto")
-    assert not accelerate.compile_model("model", spec, "cuda")
+    assert not accelerate.compile_model(SimpleNamespace(model="model"), spec, "cuda")
     with pytest.raises(ConfigError, match=r"(?s)cannot be compiled: routing replay .*hint: leave --torch_compile"):
-        accelerate.compile_model("model", dataclasses.replace(spec, torch_compile="on"), "cuda")
+        accelerate.compile_model(SimpleNamespace(model="model"), dataclasses.replace(spec, torch_compile="on"), "cuda")

@@ -351,8 +351,9 @@ def _layer_bytes(config: Any, spec: ModelSpec, layer: int) -> int:
     size = item * 4 * hidden
     size += _share(item * (2 * head_dim * (num_heads + num_kv_heads) + 3 * width), spec.tensor_parallel_size)
     size += item * 2 * hidden * mlp.per_token * (mlp.num_experts > 0)
-    cannot = spec.zero_stage == 3 or spec.ranks_per_batch > 1 or spec.aux_loss_coef or spec.routing_replay
-    is_compiled = not cannot and (spec.torch_compile == "on" or (spec.torch_compile == "auto" and spec.packing))
+    cannot = spec.ranks_per_batch > 1 or spec.aux_loss_coef or spec.routing_replay
+    is_default = spec.torch_compile == "auto" and spec.packing and spec.zero_stage < 3
+    is_compiled = not cannot and (spec.torch_compile == "on" or is_default)
     rest = 2 * hidden * (4 + item) + _share(item * width, spec.tensor_parallel_size)
     return size if is_compiled else size + rest
 

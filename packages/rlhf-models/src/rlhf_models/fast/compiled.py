@@ -17,15 +17,19 @@ _FEW_COLUMNS = 1024
 # Versions of one layer's code: those of a trained model, a critic and frozen ones of the same class, with gradients and
 # without. Beyond torch's own limit of 8, calls run without compilation.
 _MAX_VERSIONS = 32
+_LINEAR = torch._C._nn.linear  # what `torch.nn.functional.linear` is until DeepSpeed replaces it
 
 
-def compile_unavailable_reason(model: nn.Module, device: torch.device) -> str | None:
-    """Return why the layers of a transformers model cannot be compiled, or None if they can."""
+def compile_unavailable_reason(model: nn.Module, device: torch.device, *, inside_hooks: bool = False) -> str | None:
+    """Return why the layers of a transformers model cannot be compiled, or None if they can.
+
+    `inside_hooks` asks for `compile_forwards`, and otherwise for `compile_layers`.
+    """
     if device.type != "cuda":
         return f"it needs CUDA, the model is on {device.type}"
     if not _layers(model):
         return f"a {type(model).__name__} has no layers that transformers marks as such"
-    if nn.functional.linear is not torch._C._nn.linear:
+    if nn.functional.linear is not _LINEAR and not inside_hooks:
         # DeepSpeed's ZeRO stage 3 does so for the rest of the process. `join_products` finds no product then, and
         # layers that were compiled after it had wrong gradients on a GPU.
         return "torch.nn.functional.linear has been replaced in this process"
@@ -46,12 +50,46 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> None:
     Equal layers share one compiled code, so compilation takes seconds for any depth. Shapes may change between calls.
     Names of weights do not change. Call this only if `compile_unavailable_reason` returns None.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VERSIONS)
+    _allow_versions()
     for layer in [*_layers(model), *_final_norms(model)]:
         layer.compile(dynamic=True, backend=_joining(backend))
     embedding = model.get_input_embeddings()
     if any(weight.requires_grad for weight in model.parameters()) and not embedding.weight.requires_grad:
         embedding.register_forward_hook(_require_gradient)
+
+
+def compile_forwards(layers: Sequence[nn.Module], *, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile what layers compute between their hooks, at their first call: the layers that ZeRO stage 3 takes whole.
+
+    The hooks gather the weights before, and release them and reduce their gradients after; they stay as they are.
+    Gradient checkpointing becomes part of the compiled code. For the backward pass, the code keeps the weights by
+    reference, and DeepSpeed fills them again. Products are not joined, because joined copies of weights would stay.
+    """
+    _allow_versions()
+    for layer in layers:
+        layer.forward = _with_plain_linear(torch.compile(layer.forward, dynamic=True, backend=backend))
+
+
+def _with_plain_linear(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run` with PyTorch's own `torch.nn.functional.linear`.
+
+    DeepSpeed replaces it, so that the released memory of a weight is not kept. Compiled code does not keep it anyway.
+    """
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        replaced = nn.functional.linear
+        nn.functional.linear = _LINEAR
+        try:
+            return run(*args, **kwargs)
+        finally:
+            nn.functional.linear = replaced
+
+    return call
+
+
+def _allow_versions() -> None:
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VERSIONS)
 
 
 def _require_gradient(embedding: nn.Module, inputs: tuple[Tensor], rows: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.backbone import divide_sequences, replay_full_packs
-from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
+from rlhf_models.fast.compiled import compile_forwards, compile_layers, compile_unavailable_reason
 from rlhf_models.host_states import RestingModel
 from rlhf_models.loading import resolve_dtype
 from rlhf_models.reference import load_reference
@@ -15,6 +15,7 @@ from rlhf_models.sequence_parallel import SequenceGroup
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, frozen_parts, place_frozen
 from rlhf_train.engine.sequence_groups import join_sequence_group
 from rlhf_train.engine.tensor_parallel import TensorGroup, divide_weights, join_tensor_group
+from rlhf_train.engine.whole_layers import layers_taken_whole
 from rlhf_train.specs import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def start_engine(
         EngineError: DeepSpeed refuses the combination.
     """
     spec.check_ranks(num_ranks)
-    is_compiled = compile_model(model.model, spec, device)
+    is_compiled = compile_model(model, spec, device)
     if sequence_group is not None:
         divide_sequences(model, sequence_group)
     if tensor_group is not None:
@@ -98,7 +99,7 @@ def start_frozen(
     ConfigError as `start_engine`.
     """
     frozen = load_reference(spec.path, **spec.load_options)
-    compile_model(frozen.model, spec, device.type)
+    compile_model(frozen, spec, device.type)
     if sequence_group is not None:
         divide_sequences(frozen, sequence_group)
     if tensor_group is not None:
@@ -108,15 +109,18 @@ def start_frozen(
 
 
 def compile_model(model: Any, spec: ModelSpec, device: str) -> bool:
-    """Compile the layers of a transformers model as `spec.torch_compile` says; return whether they are compiled.
+    """Compile the layers of a model of `rlhf_models` as `spec.torch_compile` says; return whether they are compiled.
 
     Raises ConfigError when it is "on" and the layers cannot be compiled.
     """
     if spec.torch_compile == "off":
         return False
-    reason = compile_unavailable_reason(model, torch.device(device))
-    if spec.zero_stage == 3:
-        reason = "ZeRO stage 3 gathers weights inside the layers"
+    is_sharded = spec.zero_stage == 3
+    whole = layers_taken_whole(model) if is_sharded else []
+    reason = compile_unavailable_reason(model.model, torch.device(device), inside_hooks=is_sharded)
+    if is_sharded and not whole:
+        # Adapters, for example; see `layers_taken_whole`.
+        reason = "ZeRO stage 3 gathers weights inside the layers of this model"
     if spec.sequence_parallel_size > 1:
         reason = "sequence parallelism exchanges heads inside the layers"
     if spec.tensor_parallel_size > 1:
@@ -126,10 +130,16 @@ def compile_model(model: Any, spec: ModelSpec, device: str) -> bool:
         reason = "the load-balancing loss reads what routers compute inside the layers"
     if spec.routing_replay:
         reason = "routing replay gives routers inside the layers another choice with every pass"
-    if reason is None and spec.torch_compile == "auto" and not spec.packing:
-        reason = "without packing, nearly every batch has another shape and would be compiled again"
+    if reason is None and spec.torch_compile == "auto":
+        if is_sharded:
+            reason = "at ZeRO stage 3 that is only done with --torch_compile on"
+        elif not spec.packing:
+            reason = "without packing, nearly every batch has another shape and would be compiled again"
     if reason is None:
-        compile_layers(model)
+        if is_sharded:
+            compile_forwards(whole)
+        else:
+            compile_layers(model.model)
         return True
     if spec.torch_compile == "on":
         raise ConfigError(f"the layers cannot be compiled: {reason}", hint="leave --torch_compile at auto")
