@@ -32,6 +32,7 @@ OPTIMIZER = OptimizerSpec(learning_rate=1e-3, eps=1e-4, scheduler="constant", ma
 NUM_LAYERS, NUM_UPDATES, PASSES = 3, 3, 2
 # Matrices of more than 100,000 weights: DeepSpeed leaves smaller ones gathered between passes.
 SIZES = {"hidden_size": 320, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 4}
+# Not in bfloat16, where DeepSpeed's linear function rounds once more than PyTorch's, which compiled layers have.
 CASES = [
     {"dtype": "float32"},
     {"dtype": "float32", "gradient_checkpointing": True, "overlap_comm": True},
