@@ -75,6 +75,28 @@ def test_layers_with_adapters_share_one_compiled_code(folder, checkpointing):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_code_has_no_numbers_as_inputs(folder, checkpointing, rank):
+    """They would be tensors of one number on the CPU, and inductor may need a C++ compiler for them."""
+    inputs = []
+
+    def backend(graph, found):
+        inputs.extend(found)
+        return graph.forward
+
+    actor = load_actor(folder, dtype="float32", gradient_checkpointing=checkpointing)
+    if rank:
+        pytest.importorskip("peft")
+        add_lora(actor, LoraSpec(rank=rank))
+    compile_layers(actor.model, backend=backend)
+    for length in (3, 5):
+        actor(TokenBatch.padded([range(5, 5 + length)], 0)).logprobs.sum().backward()
+    tensors = [found for found in inputs if isinstance(found, torch.Tensor)]
+    assert len(tensors) > 10
+    assert all(found.dim() for found in tensors)
+
+
 class Branches(torch.nn.Module):
     """Products of one input: with bias, without, wide, frozen, and as a model may write them."""
 

@@ -27,7 +27,6 @@ def compiled(monkeypatch):
     ("fields", "is_compiled"),
     [
         (PACKED, True),
-        (PACKED | {"zero_stage": 3}, False),
         (PACKED | {"sequence_parallel_size": 2}, False),
         (PACKED | {"tensor_parallel_size": 2}, False),
         (PACKED | {"torch_compile": "off"}, False),
@@ -53,10 +52,16 @@ def test_layers_that_must_be_compiled_and_cannot_are_an_error(compiled, fields, 
     assert not compiled
 
 
-def test_layers_that_zero_3_takes_whole_are_compiled_when_told_to(compiled):
-    spec = ModelSpec(path="", torch_compile="on", zero_stage=3)
-    assert accelerate.compile_model(MODEL, spec, "cuda")
+@pytest.mark.parametrize("fields", [PACKED, {"torch_compile": "on"}])
+def test_layers_that_zero_3_takes_whole_are_compiled_inside_their_hooks(compiled, fields):
+    assert accelerate.compile_model(MODEL, ModelSpec(path="", zero_stage=3, **fields), "cuda")
     assert compiled == MODEL.whole
+
+
+def test_layers_that_zero_3_does_not_take_whole_are_not_compiled(compiled):
+    adapted = SimpleNamespace(model="model", whole=[])
+    assert not accelerate.compile_model(adapted, ModelSpec(path="", zero_stage=3, **PACKED), "cuda")
+    assert not compiled
 
 
 def test_compiling_at_zero_3_is_refused_where_no_layer_is_taken_whole(compiled):

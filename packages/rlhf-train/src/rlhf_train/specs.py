@@ -59,7 +59,7 @@ class ModelSpec:
             All models of a rank set have the same.
         tensor_parallel_size: neighbouring ranks that divide the weights of the layers among them, and have the same
             batches; see `engine.tensor_parallel`. All models of a run have the same.
-        torch_compile: "on", "off", or "auto", which compiles where that is possible and known to be faster.
+        torch_compile: "on", "off", or "auto", which compiles where that is possible and faster.
         zero_stage: ZeRO stage of DeepSpeed, 0 to 3.
         zpg: neighbouring ranks that keep a second copy of all weights among them, from which passes gather them; 1 for
             none. Needs ZeRO stage 3.

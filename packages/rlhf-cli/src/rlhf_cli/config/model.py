@@ -41,7 +41,7 @@ class ModelSection(sections.ModelSection):
     torch_compile: TorchCompile = flag(
         "auto",
         "compile the layers, and with --bf16 at ZeRO stage 0 or 1 replay packed batches as CUDA graphs; auto: on a GPU,"
-        " with --packing_samples, below ZeRO stage 3; on: also at ZeRO stage 3, without adapters",
+        " with --packing_samples, at ZeRO stage 3 only without adapters",
     )
     aux_loss_coef: float = flag(
         0.0,

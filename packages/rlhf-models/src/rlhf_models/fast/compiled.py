@@ -50,7 +50,7 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> None:
     Equal layers share one compiled code, so compilation takes seconds for any depth. Shapes may change between calls.
     Names of weights do not change. Call this only if `compile_unavailable_reason` returns None.
     """
-    _allow_versions()
+    _configure_compiler()
     for layer in [*_layers(model), *_final_norms(model)]:
         layer.compile(dynamic=True, backend=_joining(backend))
     embedding = model.get_input_embeddings()
@@ -65,7 +65,7 @@ def compile_forwards(layers: Sequence[nn.Module], *, backend: str | Callable[...
     Gradient checkpointing becomes part of the compiled code. For the backward pass, the code keeps the weights by
     reference, and DeepSpeed fills them again. Products are not joined, because joined copies of weights would stay.
     """
-    _allow_versions()
+    _configure_compiler()
     for layer in layers:
         layer.forward = _with_plain_linear(torch.compile(layer.forward, dynamic=True, backend=backend))
 
@@ -89,8 +89,11 @@ def _with_plain_linear(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _allow_versions() -> None:
+def _configure_compiler() -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VERSIONS)
+    # A layer's numbers (epsilons, scales) never change. As inputs of its code they would be tensors on the CPU, for
+    # which inductor may start a C++ compiler.
+    torch._dynamo.config.specialize_float = True
 
 
 def _require_gradient(embedding: nn.Module, inputs: tuple[Tensor], rows: Tensor) -> Tensor:

@@ -130,11 +130,8 @@ def compile_model(model: Any, spec: ModelSpec, device: str) -> bool:
         reason = "the load-balancing loss reads what routers compute inside the layers"
     if spec.routing_replay:
         reason = "routing replay gives routers inside the layers another choice with every pass"
-    if reason is None and spec.torch_compile == "auto":
-        if is_sharded:
-            reason = "at ZeRO stage 3 that is only done with --torch_compile on"
-        elif not spec.packing:
-            reason = "without packing, nearly every batch has another shape and would be compiled again"
+    if reason is None and spec.torch_compile == "auto" and not spec.packing:
+        reason = "without packing, nearly every batch has another shape and would be compiled again"
     if reason is None:
         if is_sharded:
             compile_forwards(whole)
