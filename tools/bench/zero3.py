@@ -118,6 +118,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    if "compiled" in options.ways and not local_gpus():
+        parser.error("compiled layers need a GPU: packed attention has no kernel for the CPU")
     seconds: dict[str, list[float]] = {way: [] for way in options.ways}
     results: dict[str, dict[str, float | None]] = {}
     with tempfile.TemporaryDirectory() as folder:
