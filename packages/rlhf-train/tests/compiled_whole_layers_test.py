@@ -36,6 +36,8 @@ SIZES = {"hidden_size": 320, "intermediate_size": 384, "num_attention_heads": 4,
 CASES = [
     {"dtype": "float32"},
     {"dtype": "float32", "gradient_checkpointing": True, "overlap_comm": True},
+    {"dtype": "float32", "stance": "force_eager"},
+    {"dtype": "float32", "gradient_checkpointing": True, "stance": "force_eager"},
 ]
 
 
@@ -115,6 +117,8 @@ def train(rank: int, num_ranks: int, master: tuple[str, int], folder: str, case:
     accelerate.compile_unavailable_reason = lambda *args, **kwargs: None
     accelerate.compile_forwards = functools.partial(compile_forwards, backend=backend)
     results = []
+    case = dict(case)
+    torch.compiler.set_stance(case.pop("stance", "default"))  # "force_eager": as layers that turn out not to compile
     for torch_compile in ("off", "on"):
         settings = {"zero_stage": 3, "packing": True, "attn_implementation": "rlhf_packed", **case}
         spec = ModelSpec(path=folder, torch_compile=torch_compile, optimizer=OPTIMIZER, **settings)
@@ -177,7 +181,8 @@ def test_no_gathered_weight_outlives_its_layer(ranks):
             assert found["alive"] == [0] * (2 * NUM_UPDATES * PASSES)  # after each forward and each backward pass
 
 
-def test_one_code_serves_all_layers_and_passes(ranks):
+def test_one_code_serves_all_layers_and_passes(ranks, request):
+    expected = 0 if "force_eager" in request.node.callspec.id else 1
     for plain, compiled in ranks:
         assert {*plain["graphs"]} == {0}
-        assert {*compiled["graphs"]} == {1}
+        assert {*compiled["graphs"]} == {expected}

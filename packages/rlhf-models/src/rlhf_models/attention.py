@@ -253,7 +253,7 @@ def _attend_shared(
 def _has_kernel(query: Tensor, value: Tensor, dropout: float) -> bool:
     """Return whether torch's varlen attention can take such tensors. Where it cannot, say so once."""
     if torch.compiler.is_compiling() and query.is_cuda:
-        # `compile_layers` has already checked that the kernel runs, and its cached check cannot be traced.
+        # `compile_unavailable_reason` has already checked that the kernel runs, and its cached check cannot be traced.
         return True
     reason = varlen_unavailable_reason(query.device, query.dtype, query.shape[-1], dropout)
     if reason is None and query.shape[-1] != value.shape[-1]:

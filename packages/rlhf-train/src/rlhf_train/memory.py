@@ -331,8 +331,7 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
             head -= (4 if in_blocks else item) * table
     working = max(max(layers), head)
     gathered = min(num_weights, MAX_LIVE_PARAMETERS)
-    if _takes_layers_whole(config, spec):
-        gathered += (1 + with_gradients) * _layer_weights(config) * (num_weights > 0)
+    gathered += (1 + with_gradients) * _whole_layer(config, spec) * (num_weights > 0)
     return {
         "activations": kept if with_gradients else 0,
         "logits" if working == head else "working": working,
@@ -350,20 +349,17 @@ def _layer_bytes(config: Any, spec: ModelSpec, layer: int) -> int:
     size = item * 4 * hidden
     size += _share(item * (2 * head_dim * (num_heads + num_kv_heads) + 3 * width), spec.tensor_parallel_size)
     size += item * 2 * hidden * mlp.per_token * (mlp.num_experts > 0)
-    is_inside = spec.zero_stage == 3 and not _takes_layers_whole(config, spec)
+    is_inside = spec.zero_stage == 3 and not _whole_layer(config, spec)
     cannot = is_inside or spec.ranks_per_batch > 1 or spec.aux_loss_coef or spec.routing_replay
     is_compiled = not cannot and (spec.torch_compile == "on" or (spec.torch_compile == "auto" and spec.packing))
     rest = 2 * hidden * (4 + item) + _share(item * width, spec.tensor_parallel_size)
     return size if is_compiled else size + rest
 
 
-def _takes_layers_whole(config: Any, spec: ModelSpec) -> bool:
-    """Whether ZeRO stage 3 gathers a layer as one; see `engine.whole_layers`."""
-    return spec.lora is None and _layer_weights(config) <= MAX_LIVE_PARAMETERS
-
-
-def _layer_weights(config: Any) -> int:
-    return count_parameters(config).matrices // number(config, "num_hidden_layers", default=1)
+def _whole_layer(config: Any, spec: ModelSpec) -> int:
+    """The weights of a layer that ZeRO stage 3 gathers as one, as far as the config says; see `engine.whole_layers`."""
+    layer = count_parameters(config).matrices // number(config, "num_hidden_layers", default=1)
+    return layer if spec.lora is None and layer <= MAX_LIVE_PARAMETERS else 0
 
 
 def engine_memory(config: Any, spec: EngineSpec) -> Need:

@@ -139,7 +139,7 @@ class ModelSpec:
                 raise ConfigError(f"{message}, and {reason}", hint=hint)
 
     @property
-    def may_compile(self) -> bool:
+    def may_compile_ahead(self) -> bool:
         """Whether nothing in these settings keeps layers from being compiled before the first step.
 
         At ZeRO stage 3 the first step compiles them, because passes need DeepSpeed's engine.

@@ -18,6 +18,7 @@ _FEW_COLUMNS = 1024
 # without. Beyond torch's own limit of 8, calls run without compilation.
 _MAX_VERSIONS = 32
 _LINEAR = torch._C._nn.linear  # what `torch.nn.functional.linear` is until DeepSpeed replaces it
+_eager_linear: Callable[..., Tensor] = _LINEAR  # what it was before the last call of a layer of `compile_forwards`
 
 
 def compile_unavailable_reason(model: nn.Module, device: torch.device, *, inside_hooks: bool = False) -> str | None:
@@ -71,22 +72,28 @@ def compile_forwards(layers: Sequence[nn.Module], *, backend: str | Callable[...
 
 
 def _with_plain_linear(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run` with PyTorch's own `torch.nn.functional.linear`.
-
-    DeepSpeed replaces it, so that the released memory of a weight is not kept. Compiled code does not keep it anyway.
-    In bfloat16, DeepSpeed's rounds the product before it adds the bias, and PyTorch's rounds once.
-    """
+    """Return `run` with `_linear` in place of what DeepSpeed has made of `torch.nn.functional.linear`."""
 
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        replaced = nn.functional.linear
-        nn.functional.linear = _LINEAR
+        global _eager_linear
+        _eager_linear = nn.functional.linear
+        nn.functional.linear = _linear
         try:
             return run(*args, **kwargs)
         finally:
-            nn.functional.linear = replaced
+            nn.functional.linear = _eager_linear
 
     return call
+
+
+def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """PyTorch's linear function in compiled code, and DeepSpeed's where a call is not compiled after all.
+
+    DeepSpeed's does not keep the released memory of a weight for the backward pass. Compiled code does not either. In
+    bfloat16, DeepSpeed's rounds the product before it adds the bias, and PyTorch's rounds once.
+    """
+    return (_LINEAR if torch.compiler.is_compiling() else _eager_linear)(hidden, weight, bias)
 
 
 def _configure_compiler() -> None:
@@ -106,7 +113,7 @@ def _require_gradient(embedding: nn.Module, inputs: tuple[Tensor], rows: Tensor)
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether `compile_layers` was called for the model."""
+    """Return whether `compile_layers` was called for the model. That of `compile_forwards` does not count."""
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 

@@ -51,7 +51,7 @@ def is_worth_it(models: Mapping[str, ModelSpec], job: OnlineJob, rank: int) -> b
     nodes = [place.node for place in job.plan.trainers_of(role).places]
     is_first = nodes.index(nodes[rank]) == rank
     has_room = share_beside_engines(job.plan, job.engine, role, rank) >= _LEAST_ROOM
-    return is_first and has_room and spec.packing and spec.may_compile
+    return is_first and has_room and spec.packing and spec.may_compile_ahead
 
 
 @contextmanager

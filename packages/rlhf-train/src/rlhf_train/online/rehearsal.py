@@ -31,6 +31,8 @@ _MARGIN = 0.05  # of a GPU's memory: what CUDA and libraries take beside PyTorch
 def rehearse(worker: TrainWorker, roles: Sequence[str], job: OnlineJob, rank: int) -> float:
     """Run every pass of a step and drop all results, if layers are compiled. Collective.
 
+    Not at ZeRO stage 3, where the first step compiles them.
+
     Weights, gradients, optimizers, random numbers and CUDA graphs stay as they are. Passes that do not fit into the
     memory beside the engines are left to the first step.
 
@@ -41,14 +43,14 @@ def rehearse(worker: TrainWorker, roles: Sequence[str], job: OnlineJob, rank: in
         rank: number of this process in its rank set.
 
     Returns:
-        The seconds that it took; 0.0 if nothing is compiled.
+        The seconds that it took; 0.0 if nothing is compiled here.
     """
     if job.plan.device == "cpu":
         return 0.0
-    # Layers of frozen models are compiled like those of trained ones, except under ZeRO stage 3.
+    # Layers of frozen models are compiled like those of trained ones.
     engines = worker.engines.values()
     spec = job.models[roles[0]]
-    if not (any(is_compiled(engine.module) for engine in engines) if engines else spec.may_compile):
+    if not (any(is_compiled(engine.module) for engine in engines) if engines else spec.may_compile_ahead):
         return 0.0
     started = time.perf_counter()
     with limited_memory(memory_share(job.plan, job.engine, roles[0], rank)), without_trace(worker):
