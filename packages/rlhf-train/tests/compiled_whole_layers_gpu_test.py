@@ -1,4 +1,4 @@
-"""Compiled layers at ZeRO stage 3 on one or two GPUs: as near to float32 as others, in every gradient."""
+"""Compiled layers at ZeRO stage 3 on one or two GPUs: every gradient is as near to float32 as without."""
 
 import os
 from pathlib import Path

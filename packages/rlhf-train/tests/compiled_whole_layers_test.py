@@ -118,7 +118,7 @@ def train(rank: int, num_ranks: int, master: tuple[str, int], folder: str, case:
     accelerate.compile_forwards = functools.partial(compile_forwards, backend=backend)
     results = []
     case = dict(case)
-    torch.compiler.set_stance(case.pop("stance", "default"))  # "force_eager": as layers that turn out not to compile
+    torch.compiler.set_stance(case.pop("stance", "default"))  # "force_eager": nothing is compiled
     for torch_compile in ("off", "on"):
         settings = {"zero_stage": 3, "packing": True, "attn_implementation": "rlhf_packed", **case}
         spec = ModelSpec(path=folder, torch_compile=torch_compile, optimizer=OPTIMIZER, **settings)

@@ -18,13 +18,13 @@ _FEW_COLUMNS = 1024
 # without. Beyond torch's own limit of 8, calls run without compilation.
 _MAX_VERSIONS = 32
 _LINEAR = torch._C._nn.linear  # what `torch.nn.functional.linear` is until DeepSpeed replaces it
-_eager_linear: Callable[..., Tensor] = _LINEAR  # what it was before the last call of a layer of `compile_forwards`
+_eager_linear: Callable[..., Tensor] = _LINEAR  # what it was when a layer of `compile_forwards` was last called
 
 
 def compile_unavailable_reason(model: nn.Module, device: torch.device, *, inside_hooks: bool = False) -> str | None:
     """Return why the layers of a transformers model cannot be compiled, or None if they can.
 
-    `inside_hooks` asks for `compile_forwards`, and otherwise for `compile_layers`.
+    With `inside_hooks`, that is by `compile_forwards`; without, by `compile_layers`.
     """
     if device.type != "cuda":
         return f"it needs CUDA, the model is on {device.type}"
@@ -113,7 +113,7 @@ def _require_gradient(embedding: nn.Module, inputs: tuple[Tensor], rows: Tensor)
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether `compile_layers` was called for the model. That of `compile_forwards` does not count."""
+    """Return whether `compile_layers` was called for the model. `compile_forwards` does not count."""
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 
