@@ -55,6 +55,8 @@ DIVIDED = {
     "divided sequences, ZeRO 2": Case(zero_stage=2, micro_batch_size=8, packing=True, sequence_parallel_size=2),
     "divided sequences, ZeRO 3": Case(zero_stage=3, packing=True, micro_batch_tokens=60, sequence_parallel_size=2),
 }
+# Two pairs of ranks divide sequences, or keep a second copy of the weights each.
+ON_FOUR_RANKS = RANKS | DIVIDED | {"adapters, ZeRO 3": ADAPTERS_ON_RANKS["adapters, ZeRO 3"]}
 # Passes of one rollout, whose gradients do not depend on the split: only how they are added up differs. One update, for
 # the forward pass of the next would turn one different bit of a weight into a different gradient.
 BFLOAT16 = {
@@ -85,6 +87,11 @@ def on_one_rank(outcomes) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def on_two_ranks(outcomes) -> list[dict[str, Any]]:
     return outcomes[1]
+
+
+@pytest.fixture(scope="module")
+def on_four_ranks(model_path) -> list[dict[str, Any]]:
+    return run_ranks(all_cases, 4, model_path, ON_FOUR_RANKS)
 
 
 def share_of_different(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
@@ -187,6 +194,16 @@ def test_split_of_adapters_over_two_ranks_gives_the_same_update_and_sends_the_sa
         for part in ("weights", "sent"):
             assert largest_difference(on_one_rank["adapters"][part], outcome[name][part]) < TOLERANCE
     assert largest_difference(on_one_rank["adapters"]["sent"], on_one_rank["whole"]["sent"]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", list(ON_FOUR_RANKS))
+def test_split_over_four_ranks_gives_the_same_update(on_one_rank, on_four_ranks, name):
+    whole = on_one_rank["adapters" if name in ADAPTERS_ON_RANKS else "whole"]
+    for outcome in on_four_ranks:
+        assert outcome[name]["same_as_reference"] and outcome[name]["metrics"].get("kl/reference", 0.0) == 0.0
+        assert largest_difference(whole["weights"], outcome[name]["weights"]) < TOLERANCE
+        assert outcome[name]["num_divided"] == (3 if name in DIVIDED else 0)
+        assert outcome[name]["num_copied"] == (3 if name == "ZeRO 3, copies" else 0)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -63,7 +63,8 @@ def device_of(rank: int, num_ranks: int) -> str:
     if local_gpus() < num_ranks:
         return "cpu"
     if num_ranks > 1:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_ranks)))).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank]
     return "cuda"
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import multiprocessing
 import os
+import pickle
 import queue
 import sys
 import time
@@ -101,15 +102,16 @@ def run_ranks(
         forkserver.ensure_running()
         os.environ["PYTHONPATH"] = before
     outbox = context.Queue()
-    environments = [os.environ | (environs[rank] if environs else {}) for rank in range(num_ranks)]
+    work = pickle.dumps((function, arguments))  # which the rank imports when it has its environment
     processes = [
-        context.Process(target=_run_rank, args=(outbox, environment, function, rank, num_ranks, master, arguments))
-        for rank, environment in enumerate(environments)
+        context.Process(
+            target=_run_rank,
+            args=(outbox, os.environ | (environs[rank] if environs else {}), work, rank, num_ranks, master),
+        )
+        for rank in range(num_ranks)
     ]
-    for process, environment in zip(processes, environments, strict=True):
-        # A new process has the environment of this moment. A fork has that of the first call until `_run_rank` sets it.
-        with mock.patch.dict(os.environ, environment):
-            process.start()
+    for process in processes:
+        process.start()
     results: dict[int, Any] = {}
     try:
         deadline = time.monotonic() + RANK_TIMEOUT_S
@@ -135,19 +137,14 @@ def run_ranks(
 
 
 def _run_rank(
-    outbox: Any,
-    environment: Mapping[str, str],
-    function: Callable[..., Any],
-    rank: int,
-    num_ranks: int,
-    master: Any,
-    arguments: Sequence[Any],
+    outbox: Any, environment: Mapping[str, str], work: bytes, rank: int, num_ranks: int, master: tuple[str, int]
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
     for name in DEEPSPEED_VARIABLES:
         os.environ.pop(name, None)
     try:
+        function, arguments = pickle.loads(work)
         outbox.put((rank, function(rank, num_ranks, master, *arguments), None))
     except BaseException:
         outbox.put((rank, None, traceback.format_exc()))
