@@ -83,6 +83,7 @@ REACHES = [
     ("success_threshold", "0.5", "", "reward.calls.success_threshold", 0.5),
     ("reward_batch_size", "3", "", "reward.calls.batch_size", 3),
     ("reward_by_turn", "", "--reward_pretrain r --agent_func_path a.py", "reward.by_turn", True),
+    ("reward_sharding", "on", "--reward_pretrain r --reward_num_gpus_per_node 2", "reward.divided_models", ("r",)),
     ("step_separator", r"\n\n", "--reward_pretrain r", "reward.step_separator", "\n\n"),
     ("normalize_reward", "", "--reward_pretrain r", "reward.normalize_models", True),
     ("running_reward_norm", "", "", "reward.running_norm", True),

@@ -225,6 +225,10 @@ def test_check_inputs_process_reward_model_is_known_by_its_config(folder, models
     plain = check(folder, models, *argv, str(models / "judge"), "--step_separator", ".")
     assert plain.process_models == ()
     assert plain.notices == ("--step_separator has no effect: no model of --reward_pretrain judges steps",)
+    sharded = check(folder, models, *argv, "steps", "--reward_sharding", "on", "--reward_num_gpus_per_node", "2")
+    assert sharded.notices == (f"--reward_sharding has no effect on {folder / 'steps'}: it judges steps",)
+    alone = check(folder, models, *argv, str(models / "judge"), "--reward_sharding", "on")
+    assert alone.notices == ("--reward_sharding has no effect: reward models have one process each",)
     text = refused(folder, models, *argv, "steps", "--running_reward_norm")
     assert text.startswith("--running_reward_norm normalizes rewards of whole responses, and ")
     text = refused(

@@ -16,6 +16,8 @@ from rlhf_data.options import matching
 from rlhf_rollout.agents import AgentSpec
 from rlhf_rollout.commands.sections import SHARE_ALONE
 from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.rewards.sources import model_paths
+from rlhf_train.memory import ITEM_BYTES, count_parameters
 from rlhf_train.online.job import DynamicSampling, OnlineJob, RewardSpec
 from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_train.online.places import PlacementPlan
@@ -25,6 +27,7 @@ from rlhf_train.specs import ModelSpec
 # Shares of a GPU's memory for the engines on a GPU that they share with training.
 _SHARE_IN_TURN = 0.6  # they sleep while models train; the models' weights stay on the GPU, for the weight sync
 _SHARE_TOGETHER = 0.4  # they never sleep
+_LARGEST_WHOLE_BYTES = 20 << 30  # of a reward model that is not divided by itself: a quarter of a GPU of 80 GB
 _OLD_LOGPROBS = {
     "recompute": "computed by the trainer before the first update of a step",
     "rollout": "those of the engine",
@@ -129,7 +132,7 @@ def make_job(
         ),
         prompts=inputs.prompts.prompts,
         eval_prompts=inputs.eval_prompts.prompts if inputs.eval_prompts else (),
-        reward=_make_reward(config, inputs),
+        reward=_make_reward(config, inputs, plan),
         agent=_make_agent(config, inputs),
         plan=plan,
         batch=batch,
@@ -235,7 +238,7 @@ def _describe_run(config: PpoConfig, num_prompts: int | None) -> str:
     )
 
 
-def _make_reward(config: PpoConfig, inputs: Inputs) -> RewardSpec:
+def _make_reward(config: PpoConfig, inputs: Inputs, plan: PlacementPlan) -> RewardSpec:
     section = config.reward
     return RewardSpec(
         sources=inputs.reward_sources,
@@ -245,6 +248,7 @@ def _make_reward(config: PpoConfig, inputs: Inputs) -> RewardSpec:
         normalize_models=section.normalize_reward,
         offload_models=config.model.ref_reward_offload,
         process_models=inputs.process_models,
+        divided_models=_divided_reward_models(config, inputs, plan),
         step_separator=section.step_end,
         by_turn=section.reward_by_turn,
         clip_range=section.reward_clip_range,
@@ -252,6 +256,23 @@ def _make_reward(config: PpoConfig, inputs: Inputs) -> RewardSpec:
         overlong_penalty_factor=section.overlong_penalty_factor,
         stop_properly_coef=section.stop_properly_penalty_coef,
     )
+
+
+def _divided_reward_models(config: PpoConfig, inputs: Inputs, plan: PlacementPlan) -> tuple[str, ...]:
+    """Return the reward models whose processes divide the weights."""
+    sharding = config.reward.reward_sharding
+    if plan.scorers is None or plan.scorers.num_ranks == 1 or sharding == "off":
+        return ()
+    if sharding == "auto" and config.training.zero_stage < 3:
+        return ()
+    paths = [path for path in model_paths(inputs.reward_sources) if path not in inputs.process_models]
+    return tuple(path for path in paths if sharding == "on" or _weight_bytes(config, path) > _LARGEST_WHOLE_BYTES)
+
+
+def _weight_bytes(config: PpoConfig, path: str) -> int:
+    from rlhf_models.loading import load_config  # imports torch
+
+    return ITEM_BYTES[config.model.dtype] * count_parameters(load_config(path), has_head=False).total
 
 
 def _make_agent(config: PpoConfig, inputs: Inputs) -> AgentSpec | None:

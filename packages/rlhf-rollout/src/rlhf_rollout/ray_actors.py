@@ -156,6 +156,12 @@ class MpsActor:
             self._daemon.stop()
 
 
+def end_actors(handles: Sequence[Any]) -> None:
+    """End the processes of actors, whatever they are doing. Ray does not restart them."""
+    for handle in handles:
+        ray.kill(handle)
+
+
 @contextmanager
 def plain_errors(gone: type[RlhfError], process: str = "the engine's process") -> Iterator[None]:
     """Raise an actor's RlhfError without Ray's wrapper, and `gone` when the actor's process has died."""
@@ -289,6 +295,11 @@ class RayScorer:
         self._start = start
         self._has_answered = False  # this actor
         self._num_late = 0  # calls since the last answer
+
+    @property
+    def handles(self) -> list[Any]:
+        """Ray's handles of all processes of the scorer, which is one."""
+        return [self.handle]
 
     async def score(self, token_ids: list[np.ndarray]) -> list[float]:
         """See `LocalScorer.score`. A call that is cancelled or late is given up in the process, too."""

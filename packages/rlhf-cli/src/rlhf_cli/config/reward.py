@@ -8,6 +8,7 @@ from rlhf_data.options import SymmetricRange, flag, one_of
 from rlhf_rollout.commands import sections
 
 Normalization = one_of(("together", "each", "none"))
+Sharding = one_of(("auto", "on", "off"))
 
 _SUM_OPTIONS = (
     *("running_reward_norm", "reward_clip_range", "overlong_buffer_len", "stop_properly_penalty_coef"),
@@ -15,7 +16,7 @@ _SUM_OPTIONS = (
 )
 _MODEL_OPTIONS = (
     *("step_separator", "reward_by_turn", "reward_num_nodes", "reward_num_gpus_per_node"),
-    "colocate_critic_reward",
+    *("reward_sharding", "colocate_critic_reward"),
 )
 
 
@@ -29,6 +30,12 @@ class RewardSection(sections.RewardSection):
     )
     reward_by_turn: bool = flag(
         False, "models of --reward_pretrain score after each turn of an agent, not only after the last one"
+    )
+    reward_sharding: Sharding = flag(
+        "auto",
+        "whether the processes of a reward model divide its weights, and score together. on; off: each has all weights,"
+        " and scores by itself; auto: with --zero_stage 3, for models of more than 20 GiB. Models that judge steps are"
+        " never divided",
     )
     running_reward_norm: bool = flag(
         False, "normalize rewards by the mean and standard deviation of all rewards of the run so far"

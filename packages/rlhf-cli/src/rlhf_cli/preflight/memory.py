@@ -195,14 +195,20 @@ def largest_passes(job: OnlineJob, num_shards: int) -> Passes:
 
 
 def _scorers(job: OnlineJob) -> Need:
-    """Return what a process with one replica of each reward model needs."""
+    """Return what a process needs that has one replica of each reward model, or its part of a divided one."""
+    from rlhf_models.reward import MAX_BATCH_TOKENS  # imports torch
+
     dtype = job.engine.dtype
     reward = job.reward
-    rows = reward.calls.batch_size * job.engine.max_model_len
-    passes = Passes(train=(0, 0), forward=(rows, 0), most_targets=0)
+    longest = job.engine.max_model_len
+    num_tokens = min(reward.calls.batch_size * longest, max(MAX_BATCH_TOKENS, longest))
+    passes = Passes(train=(0, 0), forward=(num_tokens, 0), most_targets=0)
+    num_ranks = job.plan.scorers.num_ranks if job.plan.scorers else 1
     items: Counter[str] = Counter()
     for path in reward.models:
         # Each model is in a process of its own, which keeps the memory of its passes.
-        spec = ModelSpec(path=path, dtype=dtype, zero_stage=0, offload=reward.offload_models)
-        items.update(trainer_memory([Model(_config(path), spec, has_head=False)], passes, 1).items)
+        is_divided = path in reward.divided_models
+        spec = ModelSpec(path=path, dtype=dtype, zero_stage=3 if is_divided else 0, offload=reward.offload_models)
+        need = trainer_memory([Model(_config(path), spec, has_head=False)], passes, num_ranks if is_divided else 1)
+        items.update(need.items)
     return Need(items)

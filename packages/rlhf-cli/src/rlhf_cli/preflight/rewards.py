@@ -106,6 +106,10 @@ def check_reward_models(
     notices = []
     if config.reward.step_end != "\n" and not process_models:
         notices.append("--step_separator has no effect: no model of --reward_pretrain judges steps")
+    if config.reward.reward_sharding == "on":
+        if config.placement.num_ranks("reward") == 1:
+            notices.append("--reward_sharding has no effect: reward models have one process each")
+        notices += [f"--reward_sharding has no effect on {path}: it judges steps" for path in process_models]
     for path in model_paths(sources):
         try:
             (check_weights if path in process_models else check_reward_model)(path)

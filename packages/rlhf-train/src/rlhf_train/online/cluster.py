@@ -26,6 +26,7 @@ from rlhf_rollout.ray_actors import (
     node_address,
     own_gpus,
 )
+from rlhf_train.online.divided_rewards import DividedScorer, RewardRank
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.places import PlacementPlan, ProcessPlan
 from rlhf_train.online.ranks import RankSet
@@ -162,13 +163,14 @@ class Processes(NamedTuple):
     Attributes:
         engines: the generation engines, in the order of the plan.
         workers: the rank sets that train.
-        scorers: for each reward model, in the order of `job.reward.models`, its replicas.
+        scorers: for each reward model, in the order of `job.reward.models`, its replicas, or one scorer of all
+            processes of a divided model.
         seconds: metrics of the start: how long the slowest process of a kind took.
     """
 
     engines: list[RayEngine]
     workers: list[RankSet]
-    scorers: list[list[RayScorer]]
+    scorers: list[list[RayScorer | DividedScorer]]
     seconds: dict[str, float]
 
 
@@ -201,7 +203,8 @@ def start_processes(
     handles = [engine.handle for engine in engines]
     scorers = start_scorers(job, reserved)
     loads = wait(load_models(job, workers), timeout_s=spec.start_timeout_s, what="the start of the trainers")
-    rest = [*handles, *(scorer.handle for scorer in chain.from_iterable(scorers))]
+    scoring = [handle for scorer in chain.from_iterable(scorers) for handle in scorer.handles]
+    rest = [*handles, *scoring]
     ready = _await_ready("the start of the engines and reward models", rest, spec.start_timeout_s)
     seconds = {name: max(load[name] for load in loads) for name in loads[0]} if loads else {}
     if engines:
@@ -254,7 +257,7 @@ def start_engines(
     return engines
 
 
-def start_scorers(job: OnlineJob, reserved: Reserved) -> list[list[RayScorer]]:
+def start_scorers(job: OnlineJob, reserved: Reserved) -> list[list[RayScorer | DividedScorer]]:
     """Start the reward models; return the replicas of each without waiting until they are loaded.
 
     Raises ConfigError when the plan has places for reward models and the job has none, or the other way round.
@@ -267,16 +270,23 @@ def start_scorers(job: OnlineJob, reserved: Reserved) -> list[list[RayScorer]]:
         raise ConfigError(f"the plan has {'no ' if placed is None else ''}places for {len(models)} reward models")
     if placed is None:
         return []
+    batch_size = job.reward.calls.batch_size
     options = {"dtype": job.engine.dtype, "attn_implementation": "auto", "device": job.plan.device}
-    options |= {"batch_size": job.reward.calls.batch_size, "normalize": job.reward.normalize_models}
-    options["offload"] = job.reward.offload_models
+    options |= {"normalize": job.reward.normalize_models, "offload": job.reward.offload_models}
+    options["parts"] = len(models)
+    ranks = range(placed.num_ranks)
     # A reward model has no state, so Ray can restart it, and repeat the calls that were in it.
     scorer = ray.remote(max_restarts=SCORER_RESTARTS, max_task_retries=1)(RewardModelActor)
-    scorers = []
+    scorers: list[list[RayScorer | DividedScorer]] = []
     for path in models:
+        if path in job.reward.divided_models:
+            part = ray.remote(RewardRank)
+            starts = [partial(_start_one, part, placed, rank, reserved, path, **options) for rank in ranks]
+            scorers.append([DividedScorer(starts, batch_size=batch_size, on_cpu=job.plan.device == "cpu")])
+            continue
         separator = job.reward.step_separator if path in job.reward.process_models else None
-        own = {**options, "step_separator": separator, "parts": len(models)}
-        starts = [partial(_start_one, scorer, placed, rank, reserved, path, **own) for rank in range(placed.num_ranks)]
+        own = {**options, "step_separator": separator, "batch_size": batch_size}
+        starts = [partial(_start_one, scorer, placed, rank, reserved, path, **own) for rank in ranks]
         scorers.append([RayScorer(start(), start) for start in starts])
     return scorers
 

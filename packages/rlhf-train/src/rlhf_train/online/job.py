@@ -92,6 +92,7 @@ class RewardSpec:
         calls: how they are called.
         model_timeout_s: time limit for one call of a reward model, which may wait for other calls of the same replica.
         process_models: those of the reward models that judge the steps of a response; see `ProcessReward`.
+        divided_models: those of the reward models whose weights are divided over their processes; see `DividedScorer`.
         step_separator: the text that ends a step.
         by_turn: the other reward models score after each turn; see `ModelReward`.
         normalize_models: shift and scale scores of reward models by the mean and deviation stored with the model.
@@ -111,6 +112,7 @@ class RewardSpec:
     calls: CallOptions = DEFAULT_CALLS
     model_timeout_s: float = MODEL_TIMEOUT_S
     process_models: tuple[str, ...] = ()
+    divided_models: tuple[str, ...] = ()
     step_separator: str = "\n"
     by_turn: bool = False
     normalize_models: bool = False

@@ -1,0 +1,223 @@
+"""A reward model whose weights are divided over processes: the scores of the whole model, and processes that fail."""
+
+import asyncio
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import ray
+
+from rlhf_data.errors import ConfigError, DataError, RewardError
+from rlhf_data.records import Prompt
+from rlhf_models.loading import load_reward_model
+from rlhf_models.reward import score_sequences
+from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
+from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.ray_actors import plain_errors
+from rlhf_rollout.rewards.model import ModelReward
+from rlhf_rollout.rewards.sources import CallOptions, RewardSource
+from rlhf_train.online.cluster import placed_bundles, start_scorers
+from rlhf_train.online.divided_rewards import DividedScorer, RewardRank, _even_batches
+from rlhf_train.online.job import RewardSpec
+from rlhf_train.online.placement import PlacementRequest, plan_placement
+from rlhf_train.online.ray_session import started_cluster
+from trainer_testing import random_rollouts
+
+VOCAB_SIZE = 512
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    with started_cluster(16, 0):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tiny_reward_model_dir(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, mean=0.5, std=2.0))
+
+
+def sequences(count: int, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB_SIZE, rng.integers(1, 40)).astype(np.int32) for _ in range(count)]
+
+
+def starts_of(path: str, started: list | None = None, *, num_ranks: int = 2, **options):
+    def start():
+        handle = ray.remote(Reachable).options(num_cpus=0).remote(path, dtype="float32", **options)
+        if started is not None:
+            started.append(handle)
+        return handle
+
+    return [start] * num_ranks
+
+
+@pytest.fixture(scope="module")
+def scorer(folder):
+    """Of three processes, with several sequences per pass as on a GPU."""
+    return DividedScorer(starts_of(folder, num_ranks=3, normalize=True), batch_size=4)
+
+
+class Reachable(RewardRank):
+    """Says which process it is, and how much of the weights it has."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def weights_here(self) -> tuple[int, int]:
+        from rlhf_train.engine.deepspeed import frozen_parts
+
+        parts = sum(part.numel() for part in frozen_parts(self._model))
+        return parts, sum(weight.ds_numel for weight in self._model.parameters())
+
+    def hang(self) -> None:
+        time.sleep(1000)
+
+
+def expected(path: str, token_ids, **options) -> list[float]:
+    return score_sequences(load_reward_model(path, dtype="float32", **options), token_ids, batch_size=1)
+
+
+def test_scores_are_those_of_the_whole_model_and_each_process_has_its_part(scorer, folder):
+    wanted = sequences(10)
+
+    async def all_calls():
+        return await asyncio.gather(scorer.score(wanted[:7]), scorer.score([]), scorer.score(wanted[7:]))
+
+    first, nothing, rest = asyncio.run(all_calls())
+    assert nothing == []
+    assert first + rest == pytest.approx(expected(folder, wanted, normalize=True), abs=1e-5)
+    plain = expected(folder, wanted)
+    assert first + rest == pytest.approx([(score - 0.5) / 2.0 for score in plain], abs=1e-5)
+    for here, whole in ray.get([handle.weights_here.remote() for handle in scorer.handles]):
+        assert whole / 3 <= here < 0.5 * whole
+    assert all(seconds > 0 for seconds in ray.get([handle.ready.remote() for handle in scorer.handles]))
+
+
+@pytest.mark.parametrize("count", [1, 3, 29])
+def test_any_number_of_sequences_is_scored(scorer, folder, count):
+    wanted = sequences(count, seed=1)
+    assert asyncio.run(scorer.score(wanted)) == pytest.approx(expected(folder, wanted, normalize=True), abs=1e-5)
+
+
+def test_passes_are_equally_many_for_each_process():
+    lengths = [[1, 2, 3, 4, 5], [6], []]
+    assert _even_batches(lengths, 2) == [[[0, 1], [2, 3], [4]], [[0], [], []], [[], [], []]]
+    assert _even_batches([[20_000, 20_000], [20_000]], 64) == [[[0], [1]], [[0], []]]  # 32,768 tokens per pass
+
+
+def test_bad_sequences_are_refused_before_any_process_sees_them(scorer, folder):
+    good = sequences(2)
+
+    async def all_calls():
+        bad = [np.array([5, VOCAB_SIZE], np.int32)]
+        calls = (scorer.score(good), scorer.score(bad), scorer.score([np.zeros(0, np.int32)]))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    scores, stray, empty = asyncio.run(all_calls())
+    assert scores == pytest.approx(expected(folder, good, normalize=True), abs=1e-5)
+    assert isinstance(stray, DataError) and "512 embedding rows and got the token id 512" in str(stray)
+    assert isinstance(empty, DataError) and "empty sequence" in str(empty)
+
+
+def test_requests_that_wait_share_a_call_up_to_its_limit():
+    scorer = object.__new__(DividedScorer)
+    scorer._most_at_once, scorer._waiting = 6, []
+
+    async def taken() -> list[list[int]]:
+        from rlhf_train.online.divided_rewards import _Request
+
+        scorer._waiting = [_Request([np.zeros(1)] * count) for count in (9, 4, 1, 1, 1, 3)]
+        scorer._waiting[2].answer.cancel()
+        found = []
+        while requests := scorer._next():
+            found.append([len(request.token_ids) for request in requests])
+        return found
+
+    assert asyncio.run(taken()) == [[9], [4, 1, 1], [3]]
+
+
+def test_model_without_a_score_is_an_error_of_the_start(tmp_path):
+    path = str(tiny_model_dir(tmp_path / "actor"))
+    scorer = DividedScorer(starts_of(path), batch_size=4, on_cpu=True)
+    for handle in scorer.handles:
+        with pytest.raises(ConfigError, match="has no scalar head"), plain_errors(RewardError):
+            ray.get(handle.ready.remote())
+    with pytest.raises(ConfigError, match="has no scalar head"):
+        asyncio.run(scorer.score(sequences(1)))
+
+
+def test_processes_start_again_after_one_has_died_and_lose_no_score(folder):
+    started: list = []
+    scorer = DividedScorer(starts_of(folder, started), batch_size=4, on_cpu=True)
+    reward = ModelReward([scorer], batch_size=8, timeout_s=120)
+    rollouts = random_rollouts(6, vocab_size=VOCAB_SIZE)
+    wanted = expected(folder, [rollout.token_ids for rollout in rollouts])
+
+    async def verdicts(kills: bool):
+        if kills:
+            os.kill(await scorer.handles[1].pid.remote(), signal.SIGKILL)
+        return await reward.score(Prompt("prompt", [3], "text"), rollouts)
+
+    async def both():
+        return await verdicts(False), await verdicts(True)
+
+    for found in asyncio.run(both()):
+        assert [verdict.reward for verdict in found] == pytest.approx(wanted, abs=1e-5)
+    assert len(started) == 4
+    with pytest.raises(RewardError), plain_errors(RewardError):  # the others ended, too: they would wait for it
+        ray.get(started[0].pid.remote())
+
+
+def test_processes_that_never_answered_do_not_start_again(folder):
+    started: list = []
+    scorer = DividedScorer(starts_of(folder, started), batch_size=4, on_cpu=True)
+
+    async def killed():
+        os.kill(await scorer.handles[0].pid.remote(), signal.SIGKILL)
+        return await asyncio.gather(scorer.score(sequences(1)), return_exceptions=True)
+
+    [first] = asyncio.run(killed())
+    assert isinstance(first, RewardError) and "is gone" in str(first)
+    with pytest.raises(RewardError, match="have ended without an answer since their start"):
+        asyncio.run(scorer.score(sequences(1)))
+    assert len(started) == 2
+
+
+def test_processes_that_hang_end_after_two_late_calls_and_start_again(folder):
+    started: list = []
+    scorer = DividedScorer(starts_of(folder, started), batch_size=4, on_cpu=True)
+    wanted = sequences(3)
+
+    async def calls():
+        await scorer.score(wanted[:1])
+        started[1].hang.remote()
+        late = 0
+        for _ in range(2):
+            try:
+                async with asyncio.timeout(0.5):
+                    await scorer.score(wanted)
+            except TimeoutError:
+                late += 1
+        assert late == 2
+        return await scorer.score(wanted)
+
+    assert asyncio.run(calls()) == pytest.approx(expected(folder, wanted), abs=1e-5)
+    assert len(started) == 4
+
+
+def test_a_run_starts_one_scorer_of_a_divided_model_and_replicas_of_another(folder, tmp_path):
+    paths = (folder, str(tiny_reward_model_dir(tmp_path / "other", vocab_size=VOCAB_SIZE, seed=5)))
+    sources = tuple(RewardSource(kind="model", targets=(path,)) for path in paths)
+    reward = RewardSpec(sources=sources, calls=CallOptions(batch_size=2), divided_models=(folder,))
+    plan = plan_placement(PlacementRequest(ranks={"actor": 1}, reward_ranks=2), [])
+    job = SimpleNamespace(replay=None, plan=plan, reward=reward, engine=EngineSpec(model="none"))
+    wanted = sequences(5)
+    with placed_bundles(plan) as reserved:
+        [divided], replicas = start_scorers(job, reserved)
+        assert (len(divided.handles), len(replicas)) == (2, 2)
+        assert asyncio.run(divided.score(wanted)) == pytest.approx(expected(folder, wanted), abs=1e-5)
+        assert asyncio.run(replicas[1].score(wanted)) == pytest.approx(expected(paths[1], wanted), abs=1e-5)
