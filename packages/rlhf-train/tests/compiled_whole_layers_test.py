@@ -28,7 +28,8 @@ from rlhf_train.engine.whole_layers import layers_taken_whole
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import run_ranks
 
-OPTIMIZER = OptimizerSpec(learning_rate=1e-3, eps=1e-4, scheduler="constant", max_norm=1e9)
+# The gradient of a bias of keys is rounding alone: attention does not depend on it. This epsilon is far above it.
+OPTIMIZER = OptimizerSpec(learning_rate=1e-3, eps=1e-2, scheduler="constant", max_norm=1e9)
 NUM_LAYERS, NUM_UPDATES, PASSES = 3, 3, 2
 # Matrices of more than 100,000 weights: DeepSpeed leaves smaller ones gathered between passes.
 SIZES = {"hidden_size": 320, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 4}

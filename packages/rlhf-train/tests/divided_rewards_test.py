@@ -172,6 +172,20 @@ def test_processes_start_again_after_one_has_died_and_lose_no_score(folder):
         ray.get(started[0].pid.remote())
 
 
+def test_a_single_sequence_whose_call_a_death_ends_is_scored_by_new_processes(folder):
+    started: list = []
+    scorer = DividedScorer(starts_of(folder, started), batch_size=4, on_cpu=True)
+    wanted = sequences(1)
+
+    async def calls():
+        await scorer.score(sequences(2))
+        os.kill(await started[0].pid.remote(), signal.SIGKILL)
+        return await scorer.score(wanted)
+
+    assert asyncio.run(calls()) == pytest.approx(expected(folder, wanted), abs=1e-5)
+    assert len(started) == 4
+
+
 def test_processes_that_never_answered_do_not_start_again(folder):
     started: list = []
     scorer = DividedScorer(starts_of(folder, started), batch_size=4, on_cpu=True)

@@ -19,6 +19,10 @@ _WHAT = "a process of the reward model"
 Passes = Sequence[Sequence[np.ndarray]]  # the sequences of each forward pass, [L] int32 each
 
 
+class _ProcessGoneError(RewardError):
+    """A process has died in a call."""
+
+
 class RewardRank:
     """One process of a divided reward model: `ray.remote(RewardRank)`. Its GPU has a part of each weight.
 
@@ -183,7 +187,7 @@ class DividedScorer:
         while requests := self._next():
             sequences = [sequence for request in requests for sequence in request.token_ids]
             try:
-                scores = await self._ask(sequences)
+                scores = await self._ask_again_after_death(sequences)
             except Exception as error:  # it is the answer to all of them
                 for request in requests:
                     if not request.answer.done():
@@ -207,6 +211,15 @@ class DividedScorer:
         requests, self._waiting = self._waiting[:taken], self._waiting[taken:]
         return requests
 
+    async def _ask_again_after_death(self, sequences: Sequence[np.ndarray]) -> list[float]:
+        """Return what `_ask` returns. A call in which a process dies is made once more, with new processes."""
+        try:
+            return await self._ask(sequences)
+        except _ProcessGoneError:
+            if not self._has_answered or self._num_late:  # they never worked, or were ended for being late
+                raise
+            return await self._ask(sequences)
+
     async def _ask(self, sequences: Sequence[np.ndarray]) -> list[float]:
         """Return the scores of one call to all processes."""
         handles = self._live()
@@ -222,7 +235,7 @@ class DividedScorer:
             for handle, own in zip(handles, rows, strict=True)
         ]
         try:
-            with plain_errors(RewardError, _WHAT):
+            with plain_errors(_ProcessGoneError, _WHAT):
                 answers = await asyncio.gather(*calls)
         except BaseException:
             self._end(handles)
