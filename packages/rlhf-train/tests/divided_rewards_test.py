@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ray
 
-from rlhf_data.errors import ConfigError, DataError, RewardError
+from rlhf_data.errors import ConfigError, DataError, EngineError, RewardError
 from rlhf_data.records import Prompt
 from rlhf_models.loading import load_reward_model
 from rlhf_models.reward import score_sequences
@@ -37,7 +37,11 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return str(tiny_reward_model_dir(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, mean=0.5, std=2.0))
+    """Its matrices have more than 100,000 weights: DeepSpeed leaves smaller ones gathered between passes."""
+    sizes = {"hidden_size": 320, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 4}
+    return str(
+        tiny_reward_model_dir(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, mean=0.5, std=2.0, **sizes)
+    )
 
 
 def sequences(count: int, seed: int = 0) -> list[np.ndarray]:
@@ -125,7 +129,7 @@ def test_bad_sequences_are_refused_before_any_process_sees_them(scorer, folder):
 
 def test_requests_that_wait_share_a_call_up_to_its_limit():
     scorer = object.__new__(DividedScorer)
-    scorer._most_at_once, scorer._waiting = 6, []
+    scorer._most_at_once, scorer._waiting, scorer._num_alone = 6, [], 0
 
     async def taken() -> list[list[int]]:
         from rlhf_train.online.divided_rewards import _Request
@@ -186,19 +190,53 @@ def test_a_single_sequence_whose_call_a_death_ends_is_scored_by_new_processes(fo
     assert len(started) == 4
 
 
-def test_processes_that_never_answered_do_not_start_again(folder):
+class Dying(RewardRank):
+    """Dies in each call."""
+
+    def score(self, passes):
+        os._exit(1)
+
+
+def test_processes_that_never_answer_start_three_times(folder):
     started: list = []
-    scorer = DividedScorer(starts_of(folder, started), batch_size=4, on_cpu=True)
 
-    async def killed():
-        os.kill(await scorer.handles[0].pid.remote(), signal.SIGKILL)
-        return await asyncio.gather(scorer.score(sequences(1)), return_exceptions=True)
+    def start():
+        started.append(ray.remote(Dying).options(num_cpus=0).remote(folder, dtype="float32"))
+        return started[-1]
 
-    [first] = asyncio.run(killed())
-    assert isinstance(first, RewardError) and "is gone" in str(first)
-    with pytest.raises(RewardError, match="have ended without an answer since their start"):
-        asyncio.run(scorer.score(sequences(1)))
-    assert len(started) == 2
+    scorer = DividedScorer([start] * 2, batch_size=4, on_cpu=True)
+    ended = "have ended 3 times in a row without an answer"
+    for match in ("is gone", ended, ended):  # a call whose process dies is made twice
+        with pytest.raises(RewardError, match=match):
+            asyncio.run(scorer.score(sequences(1)))
+    assert len(started) == 6
+
+
+class Failing(RewardRank):
+    """Runs out of memory where it gets more than two sequences."""
+
+    def score(self, passes):
+        if sum(map(len, passes)) > 2:
+            raise RewardError("the GPU has too little memory")
+        return super().score(passes)
+
+
+def test_sequences_of_a_call_that_failed_are_scored_one_by_one(folder):
+    def start():
+        return ray.remote(Failing).options(num_cpus=0).remote(folder, dtype="float32")
+
+    reward = ModelReward([DividedScorer([start] * 2, batch_size=8, on_cpu=True)], batch_size=8, timeout_s=120)
+    rollouts = random_rollouts(6, vocab_size=VOCAB_SIZE)
+    found = asyncio.run(reward.score(Prompt("prompt", [3], "text"), rollouts))
+    wanted = expected(folder, [rollout.token_ids for rollout in rollouts])
+    assert [verdict.reward for verdict in found] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_error_of_a_load_that_nobody_foresaw_is_told_with_its_text(folder):
+    scorer = DividedScorer(starts_of(folder, attn_implementation="auto", device="nowhere"), batch_size=4, on_cpu=True)
+    for handle in scorer.handles:
+        with pytest.raises(EngineError, match=r"(?s)cannot be loaded: .*nowhere.*hint: "), plain_errors(RewardError):
+            ray.get(handle.ready.remote())
 
 
 def test_processes_that_hang_end_after_two_late_calls_and_start_again(folder):

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.errors import DataError, RewardError, RlhfError
+from rlhf_data.errors import DataError, EngineError, RewardError, RlhfError
 from rlhf_rollout.host import collection_paused, free_port
 from rlhf_rollout.ray_actors import end_actors, node_address, plain_errors, prepare_process
 from rlhf_train.specs import ModelSpec
 
 _MAX_LATE = 2  # calls in a row that may pass their deadline before the processes are ended
+_MAX_STARTS = 3  # of processes, without an answer in between
+_DEATH_S = 5.0  # within which Ray notices that a process has died
 _WHAT = "a process of the reward model"
 
 Passes = Sequence[Sequence[np.ndarray]]  # the sequences of each forward pass, [L] int32 each
@@ -52,7 +54,8 @@ class RewardRank:
             path=path, dtype=dtype, attn_implementation=attn_implementation, zero_stage=3, offload=offload
         )
         self._device, self._normalize = device, normalize
-        self._error: RlhfError | None = None
+        self._error: RlhfError | None = EngineError(f"the reward model {path} is not loaded")
+        self._seconds = 0.0
 
     def master_address(self) -> tuple[str, int]:
         """Return the host and port where the processes meet."""
@@ -76,8 +79,13 @@ class RewardRank:
             placed = place_frozen(model, self._spec, torch.device(self._device))
             rests = self._spec.offload and self._device == "cuda"
             self._model = RestingModel(placed, frozen_parts(placed)) if rests else placed
+            self._error = None
         except RlhfError as error:
             self._error = error
+        except Exception as error:
+            hint = "if memory is short: more processes (--reward_num_gpus_per_node), or --ref_reward_offload"
+            message = f"the reward model {self._spec.path} cannot be loaded: {_first_line(error)}"
+            self._error = EngineError(message, hint=hint)
         self._seconds = time.perf_counter() - started
 
     def ready(self) -> float:
@@ -112,10 +120,12 @@ class RewardRank:
                     found = self._model(TokenBatch.padded(sequences or nothing, 0, torch.device(self._device)))
                     scores.append(found.tolist()[: len(sequences)])
         except RuntimeError as error:  # torch raises it, also when memory runs out
-            first_line = str(error).strip().partition("\n")[0]
-            message = f"the reward model {self._spec.path} failed: {type(error).__name__}: {first_line}"
-            raise RewardError(message) from error
+            raise RewardError(f"the reward model {self._spec.path} failed: {_first_line(error)}") from error
         return scores
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 @dataclass(eq=False)
@@ -130,8 +140,8 @@ class DividedScorer:
     """A `Scorer` of the processes of one divided reward model, which run every pass together.
 
     Each pass gathers all weights, so one call scores whatever waits, up to its limit. When one process has died, a pass
-    has failed, or calls have passed their deadline twice in a row, all processes end. The next call then starts new
-    ones, unless the last ones have never answered.
+    has failed, or calls have passed their deadline twice in a row, all processes end. The next call starts new ones, up
+    to `_MAX_STARTS` times without an answer. The requests after a failed call are scored one by one.
 
     Args:
         starts: for each process, what starts its `RewardRank` and returns Ray's handle of it.
@@ -146,7 +156,9 @@ class DividedScorer:
         self._waiting: list[_Request] = []
         self._runner: asyncio.Task[None] | None = None
         self._num_rows: int | None = None
-        self._num_late = 0  # calls since the last answer
+        self._num_late = 0  # calls to these processes since their last answer
+        self._num_starts = 0  # since the last answer
+        self._num_alone = 0  # of the next requests, which do not share a call
         self.handles: list[Any] = []
         self._begin()
 
@@ -160,12 +172,13 @@ class DividedScorer:
         self._waiting.append(request)
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._answer_all())
+        handles = self.handles
         try:
             return await request.answer
         except asyncio.CancelledError:
-            self._num_late += 1
+            self._num_late += handles is self.handles
             if self._num_late >= _MAX_LATE:
-                self._end(self.handles)
+                self._end(handles)
             raise
 
     async def _check(self, token_ids: Sequence[np.ndarray]) -> None:
@@ -189,6 +202,7 @@ class DividedScorer:
             try:
                 scores = await self._ask_again_after_death(sequences)
             except Exception as error:  # it is the answer to all of them
+                self._num_alone = sum(len(request.token_ids) for request in requests)
                 for request in requests:
                     if not request.answer.done():
                         request.answer.set_exception(error)
@@ -205,9 +219,10 @@ class DividedScorer:
         taken, count = 0, 0
         for request in self._waiting:
             count += len(request.token_ids)
-            if taken and count > self._most_at_once:
+            if taken and (count > self._most_at_once or self._num_alone):
                 break
             taken += 1
+        self._num_alone = max(self._num_alone - 1, 0)
         requests, self._waiting = self._waiting[:taken], self._waiting[taken:]
         return requests
 
@@ -216,7 +231,7 @@ class DividedScorer:
         try:
             return await self._ask(sequences)
         except _ProcessGoneError:
-            if not self._has_answered or self._num_late:  # they never worked, or were ended for being late
+            if self._num_late:  # they were ended for being late
                 raise
             return await self._ask(sequences)
 
@@ -230,13 +245,12 @@ class DividedScorer:
         rows = [
             [[share[index] for index in batch] for batch in own] for share, own in zip(shares, batches, strict=True)
         ]
-        calls = [
-            handle.score.remote([[sequences[row] for row in batch] for batch in own])
-            for handle, own in zip(handles, rows, strict=True)
-        ]
         try:
-            with plain_errors(_ProcessGoneError, _WHAT):
-                answers = await asyncio.gather(*calls)
+            calls = [
+                asyncio.create_task(_answer(handle.score.remote([[sequences[row] for row in batch] for batch in own])))
+                for handle, own in zip(handles, rows, strict=True)
+            ]
+            answers = await _all_answers(calls)
         except BaseException:
             self._end(handles)
             raise
@@ -245,21 +259,23 @@ class DividedScorer:
             for batch, values in zip(own, found, strict=True):
                 for row, value in zip(batch, values, strict=True):
                     scores[row] = value
-        self._has_answered = True
+        self._num_starts = 0
         return scores
 
     def _begin(self) -> None:
-        self._has_answered = False
+        self._num_starts += 1
+        self._num_late = 0
         self.handles = [start() for start in self._starts]
         master = self.handles[0].master_address.remote()
         for rank, handle in enumerate(self.handles):
             handle.load.remote(rank, len(self.handles), master)
 
     def _live(self) -> list[Any]:
-        """Return the processes, new ones if the last ones have ended. Raises RewardError if those never answered."""
+        """Return the processes, new ones if the last ones have ended. Raises RewardError if too many never answered."""
         if not self.handles:
-            if not self._has_answered:
-                raise RewardError("the reward model's processes have ended without an answer since their start")
+            if self._num_starts >= _MAX_STARTS:
+                message = f"the reward model's processes have ended {_MAX_STARTS} times in a row without an answer"
+                raise RewardError(message, hint="their logs in Ray's session folder tell why; often memory ran out")
             self._begin()
         return self.handles
 
@@ -269,6 +285,24 @@ class DividedScorer:
             return
         self.handles = []
         end_actors(handles)
+
+
+async def _answer(reference: Any) -> Any:
+    with plain_errors(_ProcessGoneError, _WHAT):
+        return await reference
+
+
+async def _all_answers(calls: Sequence[asyncio.Task[Any]]) -> list[Any]:
+    """Return the results of all calls. Raises `_ProcessGoneError` also when a process fails for another one's death."""
+    try:
+        return await asyncio.gather(*calls)
+    except RewardError:
+        # The peers of a process that has died may fail before Ray tells of its death.
+        await asyncio.wait(calls, timeout=_DEATH_S)
+        ended = [call.exception() for call in calls if call.done()]
+        if gone := next((error for error in ended if isinstance(error, _ProcessGoneError)), None):
+            raise gone from None
+        raise
 
 
 def _even_batches(lengths: Sequence[Sequence[int]], batch_size: int) -> list[list[list[int]]]:
