@@ -1,11 +1,13 @@
 """Ray joined, started, and explained when it is neither."""
 
+import gc
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +29,7 @@ from rlhf_train.online.ray_session import (
     wait,
     worker_environment,
 )
+from rlhf_train.online.session_folders import sweep
 from rlhf_train.run.interrupts import Interrupted
 
 TIMED_OUT = Exception("The current node timed out during startup.")
@@ -198,13 +201,26 @@ def test_session_folder_goes_though_ray_makes_it_anew_while_it_ends_and_another_
     session = tmp_path / "ray/session_own"
 
     def shutdown():
-        ray_session._sweep(session.parent)  # as the start of another run does
+        sweep(session.parent)  # as the start of another run does
         (session / "ray_spilled_objects").mkdir(parents=True)
 
     monkeypatch.setattr(ray, "shutdown", shutdown)
     with started_cluster(1, 0):
         pass
     assert not session.exists()
+
+
+def test_no_garbage_is_collected_while_ray_disconnects(monkeypatch):
+    """Ray ends a process in which a thread drops a reference meanwhile."""
+    fake_init(monkeypatch)
+    found, dropped, cycle = [], [], {"self"}
+    weakref.finalize(cycle, dropped.append, "reference")
+    monkeypatch.setattr(ray, "shutdown", lambda: found.append((gc.isenabled(), *dropped)))
+    with started_cluster(1, 0):
+        cycle = [cycle]
+        cycle.append(cycle)
+        del cycle
+    assert found == [(False, "reference")] and gc.isenabled()
 
 
 HOLD = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, 2); print('held', flush=True); input()"

@@ -370,7 +370,7 @@ def engine_memory(config: Any, spec: EngineSpec) -> Need:
                     * item size * max_num_seqs * max_model_len
         work      = `rlhf_rollout.engines.vllm.memory.gpu_work_bytes`, of which 2 GiB stay while it sleeps
 
-    vLLM takes its share of the GPU whatever it needs. With less KV cache, fewer responses are generated at once.
+    vLLM takes up to four times this KV cache. With less of it, fewer responses are generated at once.
     """
     config = config.get_text_config()
     _, num_kv_heads, head_dim = heads_of(config)

@@ -133,7 +133,8 @@ class EngineSection(Section, title="generation engine (vLLM)"):
     vllm_tensor_parallel_size: int = flag(1, "GPUs per engine", ge=1)
     vllm_gpu_memory_utilization: float | None = flag(
         None,
-        "share of a GPU's memory for an engine; None: 0.9, or beside trained models 0.6 if the engine sleeps, else 0.4",
+        "share of a GPU's memory that an engine may take; None: 0.9, or beside trained models 0.6 if the engine sleeps,"
+        " else 0.4",
         gt=0,
         le=1,
     )

@@ -28,8 +28,9 @@ class EngineSpec:
         max_num_seqs: completions that are decoded at once, at most.
         max_num_batched_tokens: tokens per engine step, at most.
         gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache.
-        kv_cache_memory_bytes: fixes the KV cache's size; None takes it from `gpu_memory_utilization` on a GPU, and
-            on a CPU from what `max_num_seqs` full sequences need (at most 1 GiB).
+        kv_cache_memory_bytes: fixes the KV cache's size; None takes it from `gpu_memory_utilization` on a GPU, with
+            "vllm" at most what 4 * `max_num_seqs` full sequences need, and on a CPU from what `max_num_seqs` full
+            sequences need (at most 1 GiB).
         measures_memory: whether vLLM measures at its start how much memory a GPU's KV cache can have, during which no
             other process may allocate or free memory on the GPU. Otherwise a bound says it, which is a little less.
         enforce_eager: no compilation and no CUDA graphs.

@@ -1,13 +1,12 @@
 """This process's connection to Ray: joining a running cluster, starting one for the run, and waiting for results."""
 
-import fcntl
+import gc
 import json
 import logging
 import math
 import os
 import secrets
 import shutil
-import signal
 import socket
 import sys
 import threading
@@ -27,11 +26,11 @@ from ray.exceptions import AuthenticationError, RayError, RayTaskError
 import rlhf_train
 from rlhf_data.errors import ConfigError, EngineError, RlhfError
 from rlhf_rollout.ray_actors import plain_errors
+from rlhf_train.online.session_folders import LOCK, children, kill, locked, own_sessions, sweep
 
 START_ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 2.0
 _DEATH_S = 5.0  # within which Ray notices that a process has died
-_LOCK = "rlhf-run.lock"  # in the session folder of a cluster that a run has started; locked while the run lives
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # What Ray starts these for, a run's own cluster does not have: a dashboard, logs in the terminal, nodes to add.
 _UNUSED_PARTS = ("start_api_server", "start_log_monitor", "start_monitor")
@@ -180,68 +179,40 @@ def started_cluster(num_cpus: int, num_gpus: int) -> Iterator[None]:
         _start(num_cpus, num_gpus)
         session = Path(ray._private.worker._global_node.get_session_dir_path())
         try:
-            with _locked(session / _LOCK):
+            with locked(session / LOCK):
                 try:
-                    _sweep(session.parent)
+                    sweep(session.parent)
                     yield
                 except Exception:
-                    (session / _LOCK).unlink()
+                    (session / LOCK).unlink()
                     raise
                 finally:
-                    ray.shutdown()  # under the lock: Ray would make the folder anew after another run's sweep
+                    _disconnect()  # under the lock: Ray would make the folder anew after another run's sweep
         finally:
-            _sweep(session.parent)
+            sweep(session.parent)
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock on the file `path`, which this creates, for the time of a `with` block or until the process ends."""
-    draft = path.with_suffix(".draft")
-    with draft.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        draft.rename(path)  # others see the file only when it is locked
-        yield
+def _disconnect() -> None:
+    """Leave the cluster.
 
-
-def _sweep(folder: Path) -> None:
-    """Remove the session folders and processes of runs that have ended: a run holds a lock as long as it lives."""
-    for path in folder.glob(f"session_*/{_LOCK}"):
-        with suppress(OSError), path.open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _kill(_ray_processes_in(path.parent))
-            for other in path.parent.iterdir():
-                if other.is_dir() and not other.is_symlink():
-                    shutil.rmtree(other, ignore_errors=True)
-                elif other != path:
-                    other.unlink(missing_ok=True)
-            if list(path.parent.iterdir()) == [path]:  # else the next sweep finds the rest by the lock
-                shutil.rmtree(path.parent, ignore_errors=True)
-
-
-def _ray_processes_in(session: Path) -> set[int]:
-    """Return the ids of Ray's agents, titled `ray::`, with a log in a session folder: they outlive a killed driver."""
-    found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (process / "cmdline").read_bytes().startswith(b"ray::"):
-                for link in (process / "fd").iterdir():
-                    with suppress(OSError):  # this file has been closed
-                        if link.readlink().is_relative_to(session):
-                            found.add(int(process.name))
-    return found
-
-
-def _own_sessions() -> set[Path]:
-    """Return the session folders of clusters that this process has started."""
-    home = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    return set(Path(home, "ray").glob(f"session_*_{os.getpid()}"))
+    Ray ends the process, with an exit status of 1, when a reference is dropped while it disconnects. Other threads,
+    such as those of Weights & Biases, may run Python's collector of garbage at any time, so it must wait.
+    """
+    gc.collect()
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        ray.shutdown()
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _start(num_cpus: int, num_gpus: int) -> None:
-    earlier = _own_sessions()
+    earlier = own_sessions()
     failed: set[Path] = set()
     for attempt in range(1, START_ATTEMPTS + 1):
-        before = _children()
+        before = children()
         try:
             with _changed_start():
                 ray.init(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, **_OPTIONS)
@@ -249,9 +220,9 @@ def _start(num_cpus: int, num_gpus: int) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             return
         except BaseException as error:
-            ray.shutdown()
-            _kill(_children() - before)
-            failed = _own_sessions() - earlier
+            _disconnect()
+            kill(children() - before)
+            failed = own_sessions() - earlier
             if isinstance(error, KeyboardInterrupt):
                 for folder in failed:
                     shutil.rmtree(folder, ignore_errors=True)
@@ -386,15 +357,3 @@ def _answers(address: str) -> bool:
             return True
     except (OSError, ValueError):
         return False
-
-
-def _children() -> set[int]:
-    """Return the ids of this process's child processes."""
-    return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
-
-
-def _kill(pids: set[int]) -> None:
-    """Kill the processes that a failed start of Ray left behind, which would slow the next attempt."""
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_data.errors import ConfigError
 from rlhf_rollout.engines.spec import EngineSpec
-from rlhf_rollout.engines.vllm.memory import kv_cache_bytes
+from rlhf_rollout.engines.vllm.memory import kv_cache_bytes, limit_config
 
 # CUDA graphs of decode steps, without compiled layers: compiling takes some 20 s, and graphs hide what it would save.
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -116,6 +116,7 @@ def _engine_config(
     from rlhf_rollout.engines.vllm import weights
     from rlhf_rollout.engines.vllm.warm_up import WarmUp
 
+    warm_up = WarmUp(spec.expected_sampling, has_experts="expert" in str(model_config))
     # Without chunked prefill one engine step must have room for a whole prompt.
     whole_prompt = 0 if on_gpu else spec.max_model_len
     return EngineArgs(
@@ -147,7 +148,7 @@ def _engine_config(
         weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{spec.weight_transfer}"),
         worker_cls=f"{__package__}.worker.Worker",
         worker_extension_cls=f"{weights.__name__}.BucketWorkerExtension",
-        additional_config=WarmUp(spec.expected_sampling, has_experts="expert" in str(model_config)).config(),
+        additional_config=warm_up.config() | limit_config(spec),
     ).create_engine_config()
 
 
