@@ -116,11 +116,15 @@ def engine_process(pipe: Connection, spec: EngineSpec, sampling: SamplingParams,
         core.prepare_environment()  # before vLLM is imported
         from vllm.engine import arg_utils
 
-        from rlhf_rollout.engines.vllm import scheduling
+        from rlhf_rollout.engines.vllm import decoding, scheduling
 
-        for change in ("skip_idle_slots", "start_together"):
+        for owner, change in (
+            (scheduling, "skip_idle_slots"),
+            (decoding, "decode_in_bulk"),
+            (scheduling, "start_together"),
+        ):
             if not settings.pop(change, True):
-                setattr(scheduling, change, lambda scheduler: None)
+                setattr(owner, change, lambda scheduler: None)
         plain = arg_utils.EngineArgs
         others = {key: value for key, value in settings.items() if not key.isupper()}
         arg_utils.EngineArgs = lambda **given: plain(**(given | others))

@@ -75,6 +75,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
 
+    from rlhf_rollout.engines.vllm.decoding import decode_in_bulk
     from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots, start_together
 
     if spec.quantization and on_gpu and not current_platform.has_device_capability(_FP8_CAPABILITY):
@@ -100,10 +101,11 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         executor_class=Executor.get_class(config),
         log_stats=False,
     )
-    skip_idle_slots(core.engine_core.scheduler)
-    list_logprobs(core.engine_core.scheduler)
+    scheduler = core.engine_core.scheduler
+    for change in (skip_idle_slots, decode_in_bulk, list_logprobs):  # in this order: each calls the one before it
+        change(scheduler)
     if not is_eager:
-        start_together(core.engine_core.scheduler)
+        start_together(scheduler)
     return core
 
 

@@ -7,6 +7,13 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 MOST_HELD_STEPS = 16  # for which a free slot stays empty
 
 
+def is_plain_attention(scheduler: Any) -> bool:
+    """Return whether all layers have full attention, and the engine neither drafts tokens nor sends its KV cache."""
+    groups = scheduler.kv_cache_manager.coordinator.single_type_managers
+    has_one_kind = [type(group) for group in groups] == [FullAttentionManager]
+    return has_one_kind and not scheduler.num_lookahead_tokens and scheduler.connector is None
+
+
 def skip_idle_slots(scheduler: Any) -> None:
     """Let the scheduler ask for KV-cache slots, and for the caching of blocks, only when that changes something.
 
@@ -14,13 +21,12 @@ def skip_idle_slots(scheduler: Any) -> None:
     sequence that decodes inside a block needs no new one, and has filled none. Without effect on models that have
     anything but full attention, on speculative decoding, and on KV connectors.
     """
-    manager = scheduler.kv_cache_manager
-    groups = manager.coordinator.single_type_managers
-    is_plain = [type(group) for group in groups] == [FullAttentionManager]
-    if not is_plain or scheduler.num_lookahead_tokens or scheduler.connector is not None:
+    if not is_plain_attention(scheduler):
         return
-    block_size = groups[0].block_size
-    num_cached = groups[0].num_cached_block
+    manager = scheduler.kv_cache_manager
+    [group] = manager.coordinator.single_type_managers
+    block_size = group.block_size
+    num_cached = group.num_cached_block
     allocate = manager.allocate_slots
     cache = manager.cache_blocks
 

@@ -1,0 +1,310 @@
+"""Steps of vLLM's scheduler in which most sequences decode one token, with less time on the host for each sequence."""
+
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
+
+from rlhf_rollout.engines.vllm.scheduling import is_plain_attention
+
+# Where a request counts tokens in flight that it has lost to a preemption: the name depends on vLLM's version.
+_LOST = ("num_stale_output_tokens", "async_tokens_to_discard")
+# What a step's output has beside tokens and log-probs, where the engine asks for it.
+_EXTRAS = (
+    "prompt_logprobs_dict",
+    "pooler_output",
+    "kv_connector_output",
+    "ec_connector_output",
+    "num_nans_in_logits",
+    "routed_experts",
+    "sampling_masks",
+)
+
+
+def decode_in_bulk(scheduler: Any) -> None:
+    """Let the scheduler go over sequences that only decode in short loops, with the results that it has by itself.
+
+    vLLM decides anew for each sequence in each step how many tokens it computes, which blocks it needs and whether it
+    has ended. With hundreds of sequences, this takes as long as the GPU's work on a small model. Without effect where
+    an engine does more than that: anything but full attention, speculative decoding, connectors, LoRA adapters,
+    pipelines, statistics, and the routes of experts.
+    """
+    if _is_plain(scheduler):
+        _BulkDecoding(scheduler)
+
+
+def _is_plain(scheduler: Any) -> bool:
+    if not is_plain_attention(scheduler):
+        return False
+    [group] = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return (
+        scheduler.block_size == scheduler.hash_block_size == group.block_size > 1
+        and not scheduler.num_spec_tokens
+        and scheduler.num_sampled_tokens_per_step == 1
+        and scheduler.lora_config is None
+        and scheduler.ec_connector is None
+        and scheduler.parallel_config.pipeline_parallel_size == 1
+        and not scheduler.max_num_encoder_input_tokens
+        and not scheduler.log_stats
+        and not scheduler.enable_return_routed_experts
+    )
+
+
+class _BulkDecoding:
+    """Splits each step into sequences that decode inside a block, and the others, which are left to vLLM.
+
+    A sequence inside a block needs no new one, and cannot end when it is scheduled. So vLLM schedules the others as if
+    they were alone, and those inside a block are added to what it has found.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._manager = scheduler.kv_cache_manager
+        self._block_size = scheduler.block_size
+        self._is_async = isinstance(scheduler, AsyncScheduler)
+        self._steps_left = 0  # for which `_others` need not be found again
+        self._others: set[Any] = set()  # of the running sequences, those that vLLM itself must look at
+        self._whole: list[Any] | None = None  # all running sequences, while vLLM schedules a part of them
+        self._part_tokens: dict[str, int] = {}  # of that part: tokens of each sequence in this step
+        self._in_bulk: list[Any] = []  # the sequences of this step that are not in that part
+        self._known: dict[str, tuple[Any, int, frozenset[int], bool]] = {}  # see `_learn`
+        self._num_in_flight = 0  # steps without output
+        self._schedule = scheduler.schedule
+        self._make_cached = scheduler._make_cached_request_data
+        self._finish_schedule = scheduler._update_after_schedule
+        self._update = scheduler.update_from_output
+        self._preempt = scheduler._preempt_request
+        scheduler.schedule = self.schedule
+        scheduler._make_cached_request_data = self.make_cached
+        scheduler._update_after_schedule = self.finish_schedule
+        scheduler.update_from_output = self.update
+        scheduler._preempt_request = self.preempt
+
+    # -- a step begins -----------------------------------------------------------------------------------------------
+
+    def schedule(self, *args: Any, **options: Any) -> Any:
+        """See vLLM."""
+        scheduler = self._scheduler
+        whole = scheduler.running
+        part = self._part_for_vllm(whole)
+        self._num_in_flight += 1
+        if part is None:
+            self._steps_left = 0
+            return self._schedule(*args, **options)
+        self._steps_left -= 1
+        self._whole = whole
+        most_running = scheduler.max_num_running_reqs
+        scheduler.running = part
+        scheduler.max_num_running_reqs = len(part)  # all slots are taken, or nothing waits for one
+        try:
+            return self._schedule(*args, **options)
+        finally:
+            scheduler.running = whole
+            scheduler.max_num_running_reqs = most_running
+            self._whole = None
+
+    def _part_for_vllm(self, whole: list[Any]) -> list[Any] | None:
+        """Return the running sequences that vLLM must look at in this step; None if it must look at everything."""
+        scheduler = self._scheduler
+        waits = scheduler.waiting or scheduler.skipped_waiting
+        if (
+            not whole
+            or bool(self._num_in_flight) != self._is_async
+            or scheduler._pause_state.value
+            or (waits and len(whole) + scheduler.num_waiting_for_streaming_input < scheduler.max_num_running_reqs)
+            or len(whole) > scheduler.max_num_scheduled_tokens
+        ):
+            return None
+        if self._steps_left <= 0:
+            self._look_at(whole)
+        others, size = self._others, self._block_size
+        # The first token of a block needs the block. Its last one lets vLLM cache it, here if not in `update`.
+        if self._is_async:
+            part = [request for request in whole if not request.num_computed_tokens % size or request in others]
+        else:
+            part = [request for request in whole if (request.num_computed_tokens + 1) % size < 2 or request in others]
+        if part[:1] != whole[:1]:
+            part.insert(0, whole[0])  # vLLM asks with how many blocks all sequences begin by the first of them
+        has_blocks = self._manager.block_pool.get_num_free_blocks() >= len(part)  # nothing needs to be preempted
+        return part if has_blocks and len(part) < len(whole) else None
+
+    def _look_at(self, whole: list[Any]) -> None:
+        """Find the sequences that do not simply decode, and for how many steps the rest will."""
+        steps = [self._steps_of(request) for request in whole]
+        self._others = {request for request, number in zip(whole, steps, strict=True) if number <= 0}
+        self._steps_left = min((number for number in steps if number > 0), default=0)
+        if any(request.num_output_tokens and not self._is_ahead(request) for request in self._others):
+            self._steps_left = 1  # it will simply decode after this step
+
+    def _steps_of(self, request: Any) -> int:
+        """Return for how many steps, from this one on, a sequence decodes a token and does not reach its limits."""
+        computed = request.num_computed_tokens
+        num_new = request.num_tokens_with_spec + request.num_output_placeholders - computed
+        is_plain = num_new == 1 and not request.is_prefill_chunk and not request.use_structured_output
+        if not is_plain or not self._is_ahead(request) or _num_lost(request) or request.mm_features:
+            return 0
+        most_tokens = min(request.num_prompt_tokens + request.max_tokens, self._scheduler.max_model_len)
+        return most_tokens - 1 - computed
+
+    def _is_ahead(self, request: Any) -> bool:
+        """Return whether the last token of a sequence is still being computed, as it always is in its turn."""
+        return request.num_output_placeholders > 0 or not self._is_async
+
+    def make_cached(
+        self,
+        running: list[Any],
+        resumed: list[Any],
+        num_scheduled_tokens: dict[str, int],
+        drafts: Mapping[str, list[int]],
+        new_blocks: dict[str, Any],
+    ) -> Any:
+        """See vLLM. This adds the sequences that vLLM has not seen to what it says to its workers."""
+        cached = self._make_cached(running, resumed, num_scheduled_tokens, drafts, new_blocks)
+        if self._whole is None:
+            return cached
+        part = self._scheduler.running
+        self._part_tokens = dict(num_scheduled_tokens)
+        skipped = {request.request_id for request in part} - self._part_tokens.keys()
+        whole = [request for request in self._whole if request.request_id not in skipped] if skipped else self._whole
+        names = [request.request_id for request in whole]
+        blocks = dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
+        # vLLM goes on with this dictionary.
+        num_scheduled_tokens.clear()
+        num_scheduled_tokens.update(dict.fromkeys(names, 1) | self._part_tokens)
+        cached.req_ids = names
+        cached.new_block_ids = [blocks.get(name) for name in names]
+        cached.num_computed_tokens = [request.num_computed_tokens for request in whole]
+        cached.num_output_tokens = [request.num_output_tokens + request.num_output_placeholders for request in whole]
+        if not self._scheduler.use_v2_model_runner:
+            new = [
+                request for request in whole if request.request_id not in self._scheduler.prev_step_scheduled_req_ids
+            ]
+            cached.all_token_ids = {request.request_id: request.all_token_ids.copy() for request in new}
+        self._in_bulk = [request for request in whole if request.request_id not in self._part_tokens]
+        return cached
+
+    def finish_schedule(self, step: Any) -> None:
+        """See vLLM."""
+        if self._whole is None:
+            self._finish_schedule(step)
+            return
+        scheduler = self._scheduler
+        counts = step.num_scheduled_tokens
+        step.num_scheduled_tokens = self._part_tokens
+        self._finish_schedule(step)
+        step.num_scheduled_tokens = counts
+        step.total_num_scheduled_tokens = sum(counts.values())
+        for request in self._in_bulk:
+            request.num_computed_tokens += 1
+            request.num_in_flight_tokens += 1
+        if self._is_async:
+            for request in self._in_bulk:
+                request.num_output_placeholders += 1
+        if self._is_async and scheduler.use_v2_model_runner:
+            for request in self._in_bulk:
+                request.next_decode_eligible_step = scheduler.current_step + 1
+
+    # -- a step has ended --------------------------------------------------------------------------------------------
+
+    def update(self, step: Any, output: Any) -> Any:
+        """See vLLM."""
+        self._num_in_flight -= 1
+        if any(getattr(output, name, None) for name in _EXTRAS) or step.scheduled_spec_decode_tokens:
+            return self._update(step, output)
+        rest: dict[str, int] = {}
+        taken = self._take(step, output, rest)
+        if not taken:
+            return self._update(step, output)
+        for_vllm = copy(step)
+        for_vllm.num_scheduled_tokens = rest
+        found = self._update(for_vllm, output)
+        if 0 in found:
+            taken += found[0].outputs
+            found[0].outputs = taken
+        else:
+            found[0] = EngineCoreOutputs(outputs=taken)
+        return found
+
+    def _take(self, step: Any, output: Any, rest: dict[str, int]) -> list[EngineCoreOutput]:
+        """Give sequences that go on their new tokens, and return these; leave the other sequences in `rest`."""
+        taken = []
+        known, places, sampled, logprobs = (
+            self._known,
+            output.req_id_to_index,
+            output.sampled_token_ids,
+            output.logprobs,
+        )
+        size, cache, running, is_async = (
+            self._block_size,
+            self._manager.cache_blocks,
+            RequestStatus.RUNNING,
+            self._is_async,
+        )
+        for name, num_tokens in step.num_scheduled_tokens.items():
+            request, limit, stops, has_logprobs = known.get(name) or self._learn(name)
+            tokens = sampled[places[name]]
+            if (
+                num_tokens != 1
+                or request is None
+                or request.status is not running
+                or len(tokens) != 1
+                or tokens[0] in stops
+                or (length := len(request._all_token_ids) + 1) >= limit
+            ):
+                rest[name] = num_tokens
+                known.pop(name, None)
+                continue
+            request.num_in_flight_tokens -= 1
+            request._output_token_ids.append(tokens[0])
+            request._all_token_ids.append(tokens[0])
+            if length % size == 0:
+                request.update_block_hashes()
+            if is_async:
+                request.num_output_placeholders -= 1
+                if (num_computed := request.num_computed_tokens - request.num_output_placeholders) % size == 0:
+                    cache(request, num_computed)
+            chosen = logprobs.slice_request(places[name], 1) if has_logprobs and logprobs is not None else None
+            taken.append(EngineCoreOutput(name, tokens, chosen))
+        return taken
+
+    def preempt(self, request: Any, *args: Any, **options: Any) -> None:
+        """See vLLM."""
+        self._known.pop(request.request_id, None)
+        self._preempt(request, *args, **options)
+
+    def _learn(self, name: str) -> tuple[Any, int, frozenset[int], bool]:
+        """Return a sequence, the length at which vLLM must look at it, its stop tokens, and if it wants log-probs."""
+        request = self._scheduler.requests.get(name)
+        if request is None:
+            return _UNKNOWN
+        if len(self._known) >= 2 * self._scheduler.scheduler_config.max_num_seqs:  # some have been aborted
+            for ended in self._known.keys() - self._scheduler.requests.keys():
+                del self._known[ended]
+        params = request.sampling_params
+        has_more = (
+            not request.num_output_tokens  # the first token comes with statistics of the prompt
+            or request.prefill_stats is not None
+            or params.repetition_detection is not None
+            or request.use_structured_output
+            or request.client_index
+            or request.trace_headers is not None
+            or request.num_nans_in_logits
+            or request.mm_features
+            or _num_lost(request)
+        )
+        if has_more:
+            return _UNKNOWN
+        limit = min(request.num_prompt_tokens + request.max_tokens, self._scheduler.max_model_len)
+        stops = frozenset([*(params.stop_token_ids or ()), params.eos_token_id])
+        self._known[name] = found = request, limit, stops, params.num_logprobs is not None
+        return found
+
+
+_UNKNOWN: tuple[Any, int, frozenset[int], bool] = None, 0, frozenset(), False
+
+
+def _num_lost(request: Any) -> int:
+    return sum(getattr(request, name, 0) for name in _LOST)

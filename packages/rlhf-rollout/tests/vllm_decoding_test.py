@@ -1,0 +1,297 @@
+"""A scheduler that decodes in bulk does what vLLM's own does: the same steps, outputs, requests and blocks."""
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from rlhf_models.testing import tiny_model_dir
+from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.engines.vllm.core import build_core, prepare_environment
+from rlhf_rollout.engines.vllm.decoding import decode_in_bulk
+from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots, start_together
+
+BLOCK_SIZE = 4
+MAX_LENGTH = 64
+STOPS = (1, 2)
+CHANGED = ("schedule", "update_from_output", "_make_cached_request_data", "_update_after_schedule", "_preempt_request")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny_model_dir(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+def full_attention():
+    return FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+def make_scheduler(model, kind, *, num_blocks=200, num_slots=6, spec=None):
+    init_none_hash(sha256)
+    scheduling = SchedulerConfig(
+        max_num_seqs=num_slots, max_num_batched_tokens=32, max_model_len=MAX_LENGTH, is_encoder_decoder=False
+    )
+    cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)
+    cache.num_gpu_blocks = num_blocks
+    of_model = ModelConfig(model=model, skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_LENGTH, seed=0)
+    config = VllmConfig(model_config=of_model, scheduler_config=scheduling, cache_config=cache)
+    groups = [KVCacheGroupSpec(["layer"], spec or full_attention())]
+    return kind(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_SIZE,
+        log_stats=False,
+    )
+
+
+class Engine:
+    """A scheduler with a made-up model, whose next token follows from the request and the tokens before it."""
+
+    def __init__(self, model, kind, *, in_bulk, is_v2, stop_rate, **options):
+        self.scheduler = make_scheduler(model, kind, **options)
+        self.scheduler.use_v2_model_runner = is_v2
+        self.is_async = kind is AsyncScheduler
+        self.stop_rate = stop_rate
+        self.pending: list[Any] = []
+        self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        self.num_scheduled = dict.fromkeys(["whole", "part"], 0)
+        skip_idle_slots(self.scheduler)
+        if in_bulk:
+            self.count_what_vllm_sees()
+            decode_in_bulk(self.scheduler)
+        list_logprobs(self.scheduler)
+        start_together(self.scheduler)
+
+    def count_what_vllm_sees(self):
+        own = self.scheduler.schedule
+
+        def schedule(*args, **options):
+            self.num_scheduled["part"] += len(self.scheduler.running)
+            return own(*args, **options)
+
+        self.scheduler.schedule = schedule
+
+    def add(self, name, prompt, **options):
+        params = SamplingParams(temperature=1.0, stop_token_ids=list(STOPS), **options)
+        self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=self.hasher))
+
+    def begin(self):
+        """Schedule a step; return all that it says to workers."""
+        self.num_scheduled["whole"] += len(self.scheduler.running)
+        step = self.scheduler.schedule()
+        tokens = []
+        for name in step.num_scheduled_tokens:
+            request = self.scheduler.requests[name]
+            tokens.append([] if request.is_prefill_chunk else [self.token(name, request.num_computed_tokens)])
+        names = list(step.num_scheduled_tokens)
+        values = np.asarray([[-float(sum(row))] for row in tokens], np.float32).reshape(-1, 1)
+        nothing = np.zeros((len(names), 1), np.int32)
+        output = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: place for place, name in enumerate(names)},
+            sampled_token_ids=tokens,
+            logprobs=LogprobsLists(nothing, values, nothing[:, 0], None),
+            prompt_logprobs_dict={},
+        )
+        said = plain(step)
+        self.pending.append((step, output))
+        return said
+
+    def token(self, name, length):
+        drawn = random.Random(f"{name} {length}")
+        return drawn.choice(STOPS) if drawn.random() < self.stop_rate else drawn.randrange(3, 100)
+
+    def end(self):
+        """Take in the outputs of the oldest step; return what each request gets."""
+        found = self.scheduler.update_from_output(*self.pending.pop(0))
+        outputs = [output for client in found.values() for output in client.outputs]
+        assert len({output.request_id for output in outputs}) == len(outputs)
+        return {
+            output.request_id: (output.new_token_ids, output.new_logprobs, output.finish_reason, output.stop_reason)
+            for output in outputs
+        }
+
+    def state(self):
+        scheduler = self.scheduler
+        manager = scheduler.kv_cache_manager
+        [group] = manager.coordinator.single_type_managers
+        requests = {}
+        for name, request in scheduler.requests.items():
+            numbers = {key: value for key, value in vars(request).items() if isinstance(value, int | list)}
+            numbers.pop("events", None)
+            numbers["blocks"] = manager.get_block_ids(name)
+            requests[name] = numbers | {"status": request.status, "hashes": list(request.block_hashes)}
+        queues = [[request.request_id for request in queue] for queue in (scheduler.running, scheduler.waiting)]
+        return requests, queues, dict(group.num_cached_block), manager.block_pool.get_num_free_blocks()
+
+
+def plain(value):
+    """Return a copy of what a step says, as values that can be compared."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return [(key, plain(item)) for key, item in value.items()]  # in their order
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return set(value) if isinstance(value, set) else value
+
+
+def drive(engines, seed, num_steps=160, *, aborts=True, pauses=True, resets=True):
+    """Let two engines do the same at random, and compare all that can be seen after each step."""
+    drawn = random.Random(seed)
+    names = iter(map(str, range(10_000)))
+    prefix = [drawn.randrange(3, 100) for _ in range(40)]
+    finished = 0
+
+    def both(act):
+        first, second = map(act, engines)
+        assert first == second
+        return first
+
+    for _ in range(num_steps):
+        if drawn.random() < 0.3:
+            shared, own = drawn.randrange(12), [drawn.randrange(3, 100) for _ in range(drawn.randrange(1, 12))]
+            options = {"max_tokens": drawn.randrange(1, 40), "min_tokens": drawn.choice([0, 0, 1])}
+            options["logprobs"] = drawn.choice([0, 0, None])
+            name = next(names)
+            both(
+                lambda engine, name=name, prompt=prefix[:shared] + own, options=options: engine.add(
+                    name, list(prompt), **options
+                )
+            )
+        requests = list(engines[0].scheduler.requests)
+        if aborts and requests and drawn.random() < 0.05:
+            gone = drawn.choice(requests)
+            both(
+                lambda engine, gone=gone: bool(engine.scheduler.finish_requests([gone], RequestStatus.FINISHED_ABORTED))
+            )
+        if pauses and drawn.random() < 0.05:
+            # As `StepLoop.freeze`: nothing is scheduled until all outputs are taken in.
+            while engines[0].pending:
+                both(Engine.end)
+            both(lambda engine: engine.scheduler.set_pause_state(PauseState.PAUSED_ALL))
+            both(Engine.begin)
+            both(Engine.end)
+            if resets and drawn.random() < 0.5:
+                both(lambda engine: engine.scheduler.reset_prefix_cache(reset_running_requests=True))
+            both(lambda engine: engine.scheduler.set_pause_state(PauseState.UNPAUSED))
+            both(Engine.state)
+        both(Engine.begin)
+        both(Engine.state)
+        if len(engines[0].pending) > engines[0].is_async:
+            finished += sum(output[2] is not None for output in both(Engine.end).values())
+        both(Engine.state)
+    return finished
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("is_v2", [False, True])
+@pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
+def test_steps_and_outputs_are_those_of_vllm(model, kind, is_v2, seed):
+    options = {"is_v2": is_v2, "stop_rate": 0.02 * (seed % 2)}
+    engines = [Engine(model, kind, in_bulk=in_bulk, **options) for in_bulk in (False, True)]
+    assert drive(engines, seed) > 10
+    seen = engines[1].num_scheduled
+    assert 0 < seen["part"] < 0.8 * seen["whole"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
+def test_steps_are_those_of_vllm_when_there_are_too_few_blocks(model, kind, seed):
+    options = {"is_v2": seed % 2 == 0, "stop_rate": 0.01, "num_blocks": 26}
+    engines = [Engine(model, kind, in_bulk=in_bulk, **options) for in_bulk in (False, True)]
+    drive(engines, seed)
+    assert any(request.num_preemptions for request in engines[0].scheduler.requests.values()) or seed
+
+
+def test_ended_and_aborted_requests_are_forgotten(model):
+    engine = Engine(model, AsyncScheduler, in_bulk=True, is_v2=True, stop_rate=0.0)
+    bulk = engine.scheduler._preempt_request.__self__
+    for number in range(60):
+        engine.add(str(number), [3, 4, 5], max_tokens=20)
+        for _ in range(5):
+            engine.begin()
+            if len(engine.pending) > 1:
+                engine.end()
+        if number % 2:
+            engine.scheduler.finish_requests([str(number)], RequestStatus.FINISHED_ABORTED)
+        assert len(bulk._known) <= 12
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_lookahead_tokens": 2},
+        {"connector": object()},
+        {"ec_connector": object()},
+        {"num_spec_tokens": 3},
+        {"lora_config": object()},
+        {"max_num_encoder_input_tokens": 8},
+        {"log_stats": True},
+        {"enable_return_routed_experts": True},
+        {"hash_block_size": 2},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_an_engine_that_does_more_is_left_to_vllm(model, change):
+    scheduler = make_scheduler(model, AsyncScheduler)
+    vars(scheduler).update(change)
+    decode_in_bulk(scheduler)
+    assert not set(CHANGED) & vars(scheduler).keys()
+
+
+def test_a_sliding_window_is_left_to_vllm(model):
+    window = SlidingWindowSpec(BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=8)
+    scheduler = make_scheduler(model, AsyncScheduler, spec=window)
+    decode_in_bulk(scheduler)
+    assert not set(CHANGED) & vars(scheduler).keys()
+
+
+@pytest.mark.parametrize("name", ["prompt_logprobs_dict", "num_nans_in_logits"])
+def test_outputs_with_more_than_tokens_are_left_to_vllm(model, name):
+    engine = Engine(model, AsyncScheduler, in_bulk=True, is_v2=True, stop_rate=0.0)
+    engine.add("a", [3, 4, 5], max_tokens=20)
+    for _ in range(4):
+        engine.begin()
+        if len(engine.pending) > 1:
+            engine.end()
+    bulk = engine.scheduler._preempt_request.__self__
+    found = []
+    bulk._take = lambda *args: found.append(args) or []
+    engine.begin()
+    engine.end()
+    assert found
+    setattr(engine.pending[0][1], name, {"a": 1} if name == "num_nans_in_logits" else {"a": "rows"})
+    found.clear()
+    engine.end()
+    assert not found
+
+
+def test_an_engine_decodes_in_bulk(model):
+    spec = EngineSpec(model=model, max_model_len=MAX_LENGTH, max_num_seqs=2, seed=0)
+    prepare_environment()
+    core = build_core(spec, Path(model), json.loads((Path(model) / "config.json").read_text()), on_gpu=False)
+    try:
+        assert set(CHANGED) <= vars(core.engine_core.scheduler).keys()
+    finally:
+        core.shutdown()
