@@ -255,7 +255,6 @@ class _BulkDecoding:
                 or (length := len(request._all_token_ids) + 1) >= limit
             ):
                 rest[name] = num_tokens
-                known.pop(name, None)
                 continue
             request.num_in_flight_tokens -= 1
             request._output_token_ids.append(tokens[0])
@@ -280,7 +279,7 @@ class _BulkDecoding:
         request = self._scheduler.requests.get(name)
         if request is None:
             return _UNKNOWN
-        if len(self._known) >= 2 * self._scheduler.scheduler_config.max_num_seqs:  # some have been aborted
+        if len(self._known) >= 2 * self._scheduler.scheduler_config.max_num_seqs:  # some have ended
             for ended in self._known.keys() - self._scheduler.requests.keys():
                 del self._known[ended]
         params = request.sampling_params
