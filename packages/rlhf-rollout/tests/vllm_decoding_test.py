@@ -76,13 +76,24 @@ class Engine:
         self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self.num_scheduled = dict.fromkeys(["whole", "part"], 0)
         skip_idle_slots(self.scheduler)
+        self.num_taken = dict.fromkeys(["whole", "part"], 0)
         if in_bulk:
-            self.count_what_vllm_sees()
+            self.count_what_vllm_schedules()
+            self.count_what_vllm_takes()
             decode_in_bulk(self.scheduler)
         list_logprobs(self.scheduler)
         start_together(self.scheduler)
 
-    def count_what_vllm_sees(self):
+    def count_what_vllm_takes(self):
+        own = self.scheduler.update_from_output
+
+        def update(step, output):
+            self.num_taken["part"] += len(step.num_scheduled_tokens)
+            return own(step, output)
+
+        self.scheduler.update_from_output = update
+
+    def count_what_vllm_schedules(self):
         own = self.scheduler.schedule
 
         def schedule(*args, **options):
@@ -123,13 +134,13 @@ class Engine:
 
     def end(self):
         """Take in the outputs of the oldest step; return what each request gets."""
-        found = self.scheduler.update_from_output(*self.pending.pop(0))
+        step, output = self.pending.pop(0)
+        self.num_taken["whole"] += len(step.num_scheduled_tokens)
+        found = self.scheduler.update_from_output(step, output)
         outputs = [output for client in found.values() for output in client.outputs]
         assert len({output.request_id for output in outputs}) == len(outputs)
-        return {
-            output.request_id: (output.new_token_ids, output.new_logprobs, output.finish_reason, output.stop_reason)
-            for output in outputs
-        }
+        names = ("new_token_ids", "new_logprobs", "finish_reason", "stop_reason", "prefill_stats")
+        return {output.request_id: [plain(getattr(output, name)) for name in names] for output in outputs}
 
     def state(self):
         scheduler = self.scheduler
@@ -213,8 +224,8 @@ def test_steps_and_outputs_are_those_of_vllm(model, kind, is_v2, seed):
     options = {"is_v2": is_v2, "stop_rate": 0.02 * (seed % 2)}
     engines = [Engine(model, kind, in_bulk=in_bulk, **options) for in_bulk in (False, True)]
     assert drive(engines, seed) > 10
-    seen = engines[1].num_scheduled
-    assert 0 < seen["part"] < 0.8 * seen["whole"]
+    for seen in (engines[1].num_scheduled, engines[1].num_taken):
+        assert 0 < seen["part"] < 0.8 * seen["whole"]
 
 
 @pytest.mark.parametrize("seed", range(6))
