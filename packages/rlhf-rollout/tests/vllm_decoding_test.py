@@ -45,10 +45,10 @@ def full_attention():
     return FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
 
 
-def make_scheduler(model, kind, *, num_blocks=200, num_slots=6, spec=None):
+def make_scheduler(model, kind, *, num_blocks=200, num_slots=6, num_tokens=32, spec=None):
     init_none_hash(sha256)
     scheduling = SchedulerConfig(
-        max_num_seqs=num_slots, max_num_batched_tokens=32, max_model_len=MAX_LENGTH, is_encoder_decoder=False
+        max_num_seqs=num_slots, max_num_batched_tokens=num_tokens, max_model_len=MAX_LENGTH, is_encoder_decoder=False
     )
     cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)
     cache.num_gpu_blocks = num_blocks
@@ -167,7 +167,7 @@ def plain(value):
     return set(value) if isinstance(value, set) else value
 
 
-def drive(engines, seed, num_steps=160):
+def drive(engines, seed, num_steps=160, *, longest=12):
     """Let two engines do the same at random, and compare all that can be seen after each step."""
     drawn = random.Random(seed)
     names = iter(map(str, range(10_000)))
@@ -181,7 +181,7 @@ def drive(engines, seed, num_steps=160):
 
     for _ in range(num_steps):
         if drawn.random() < 0.3:
-            shared, own = drawn.randrange(12), [drawn.randrange(3, 100) for _ in range(drawn.randrange(1, 12))]
+            shared, own = drawn.randrange(12), [drawn.randrange(3, 100) for _ in range(drawn.randrange(1, longest))]
             options = {"max_tokens": drawn.randrange(1, 40), "min_tokens": drawn.choice([0, 0, 1])}
             options["logprobs"] = drawn.choice([0, 0, None])
             name = next(names)
@@ -229,12 +229,29 @@ def test_steps_and_outputs_are_those_of_vllm(model, kind, is_v2, seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("num_tokens", [8, 16, 32])
+@pytest.mark.parametrize("num_blocks", [26, 200])
 @pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
-def test_steps_are_those_of_vllm_when_there_are_too_few_blocks(model, kind, seed):
-    options = {"is_v2": seed % 2 == 0, "stop_rate": 0.01, "num_blocks": 26}
+def test_steps_are_those_of_vllm_with_too_few_blocks_and_prompts_in_parts(model, kind, num_blocks, num_tokens, seed):
+    options = {"is_v2": seed % 2 == 0, "stop_rate": 0.01, "num_blocks": num_blocks, "num_tokens": num_tokens}
     engines = [Engine(model, kind, in_bulk=in_bulk, **options) for in_bulk in (False, True)]
-    drive(engines, seed)
-    assert any(request.num_preemptions for request in engines[0].scheduler.requests.values()) or seed
+    drive(engines, seed, 120, longest=48)
+    seen = engines[1].num_scheduled
+    assert seen["part"] < seen["whole"] or num_tokens < 32 or num_blocks < 200  # prompts then take most steps
+
+
+def test_a_prompt_in_parts_takes_what_decoding_leaves_of_a_step(model):
+    """Of 32 tokens, five sequences take one each."""
+    engine = Engine(model, AsyncScheduler, in_bulk=True, is_v2=True, stop_rate=0.0)
+    for name in "abcde":
+        engine.add(name, [3, 4, 5], max_tokens=30)
+    for number in range(6):
+        if number == 4:
+            engine.add("long", [6] * 60, max_tokens=2)
+        said = dict(engine.begin()["num_scheduled_tokens"])
+        assert number < 4 or said["long"] == [27, 27][number - 4]
+        if len(engine.pending) > 1:
+            engine.end()
 
 
 def test_ended_and_aborted_requests_are_forgotten(model):
@@ -262,6 +279,7 @@ def test_ended_and_aborted_requests_are_forgotten(model):
         {"max_num_encoder_input_tokens": 8},
         {"log_stats": True},
         {"enable_return_routed_experts": True},
+        {"defer_block_free": True},
         {"hash_block_size": 2},
     ],
     ids=lambda change: next(iter(change)),

@@ -50,6 +50,7 @@ def _is_plain(scheduler: Any) -> bool:
         and not scheduler.max_num_encoder_input_tokens
         and not scheduler.log_stats
         and not scheduler.enable_return_routed_experts
+        and not scheduler.defer_block_free
     )
 
 
@@ -99,8 +100,11 @@ class _BulkDecoding:
         most_running = scheduler.max_num_running_reqs
         scheduler.running = part
         scheduler.max_num_running_reqs = len(part)  # all slots are taken, or nothing waits for one
+        num_part = len(part)
         try:
-            return self._schedule(*args, **options)
+            step = self._schedule(*args, **options)
+            assert len(part) == num_part, "a sequence was preempted, or started, beside those that decode in bulk"
+            return step
         finally:
             scheduler.running = whole
             scheduler.max_num_running_reqs = most_running
@@ -121,6 +125,8 @@ class _BulkDecoding:
         if self._steps_left <= 0:
             self._look_at(whole)
         others, size = self._others, self._block_size
+        if any(request.is_prefill_chunk for request in others):
+            return None  # it takes what the others leave of a step's tokens, and several blocks
         # The first token of a block needs the block. Its last one lets vLLM cache it, here if not in `update`.
         if self._is_async:
             part = [request for request in whole if not request.num_computed_tokens % size or request in others]
@@ -292,6 +298,7 @@ class _BulkDecoding:
             or request.trace_headers is not None
             or request.num_nans_in_logits
             or request.mm_features
+            or request.resumable
             or _num_lost(request)
         )
         if has_more:
