@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from rlhf_data import errors
-from rlhf_data.errors import ConfigError, joined, missing_file, nearest, unknown, with_hint
+from rlhf_data.errors import ConfigError, first_line, joined, missing_file, nearest, unknown, with_hint
 
 NAMES = ["ConfigError", "DataError", "EngineError", "RewardError", "WeightSyncError", "CheckpointError"]
 
@@ -52,3 +52,8 @@ def test_missing_file_tells_folder_missing_file_and_folder_given_apart(tmp_path)
     assert missing_file("file", tmp_path / "zzzz") == message
     assert "there is no folder" in missing_file("file", tmp_path / "a" / "b")
     assert missing_file("file", tmp_path).endswith("is a folder, not a file\n\nhint: name a file in it")
+
+
+def test_first_line_names_the_type_of_an_error():
+    assert first_line(ValueError("\n no data \nat row 3")) == "ValueError: no data "
+    assert first_line(RuntimeError()) == "RuntimeError: "

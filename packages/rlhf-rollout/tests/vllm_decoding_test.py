@@ -298,8 +298,11 @@ def test_a_sliding_window_is_left_to_vllm(model):
     assert not set(CHANGED) & vars(scheduler).keys()
 
 
-@pytest.mark.parametrize("name", ["prompt_logprobs_dict", "num_nans_in_logits"])
-def test_outputs_with_more_than_tokens_are_left_to_vllm(model, name):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("prompt_logprobs_dict", {"a": None}), ("num_nans_in_logits", {"a": 1}), ("sampled_token_ids", [])],
+)
+def test_outputs_with_more_or_less_than_tokens_are_left_to_vllm(model, name, value):
     engine = Engine(model, AsyncScheduler, in_bulk=True, is_v2=True, stop_rate=0.0)
     engine.add("a", [3, 4, 5], max_tokens=20)
     for _ in range(4):
@@ -312,7 +315,7 @@ def test_outputs_with_more_than_tokens_are_left_to_vllm(model, name):
     engine.begin()
     engine.end()
     assert found
-    setattr(engine.pending[0][1], name, {"a": 1} if name == "num_nans_in_logits" else {"a": "rows"})
+    setattr(engine.pending[0][1], name, value)
     found.clear()
     engine.end()
     assert not found

@@ -45,6 +45,12 @@ def with_hint(message: str, hint: str | None = None) -> str:
     return f"{message}\n\nhint: {hint}" if hint else message
 
 
+def first_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message, such as "RuntimeError: out of memory"."""
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line}"
+
+
 def joined(messages: Iterable[str], separator: str, hint: str | None = None) -> str:
     """Return several messages as one, with one hint at the end: theirs, each once, and `hint`."""
     apart = [message.partition("\n\nhint: ") for message in messages]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlhf_data.errors import ConfigError, RewardError, RlhfError
+from rlhf_data.errors import ConfigError, RewardError, RlhfError, first_line
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.rewards.batcher import Batcher
 from rlhf_rollout.rewards.outcomes import Failure, judge
@@ -150,8 +150,7 @@ class ProcessReward(ModelReward):
 
 
 def _crashed(error: Exception) -> Failure:
-    first_line = str(error).strip().partition("\n")[0]
-    return Failure(VerdictKind.CRASH, f"{type(error).__name__}: {first_line}")
+    return Failure(VerdictKind.CRASH, first_line(error))
 
 
 class LocalScorer:
@@ -223,5 +222,4 @@ class LocalScorer:
         except RlhfError:
             raise
         except RuntimeError as error:  # torch raises it, also when memory runs out
-            first_line = str(error).strip().partition("\n")[0]
-            raise RewardError(f"the reward model {self._path} failed: {type(error).__name__}: {first_line}") from error
+            raise RewardError(f"the reward model {self._path} failed: {first_line(error)}") from error

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.errors import DataError, EngineError, RewardError, RlhfError
+from rlhf_data.errors import DataError, EngineError, RewardError, RlhfError, first_line
 from rlhf_rollout.host import collection_paused, free_port
 from rlhf_rollout.ray_actors import end_actors, node_address, plain_errors, prepare_process
 from rlhf_train.specs import ModelSpec
@@ -84,7 +84,7 @@ class RewardRank:
             self._error = error
         except Exception as error:
             hint = "if memory is short: more processes (--reward_num_gpus_per_node), or --ref_reward_offload"
-            message = f"the reward model {self._spec.path} cannot be loaded: {_first_line(error)}"
+            message = f"the reward model {self._spec.path} cannot be loaded: {first_line(error)}"
             self._error = EngineError(message, hint=hint)
         self._seconds = time.perf_counter() - started
 
@@ -120,12 +120,8 @@ class RewardRank:
                     found = self._model(TokenBatch.padded(sequences or nothing, 0, torch.device(self._device)))
                     scores.append(found.tolist()[: len(sequences)])
         except RuntimeError as error:  # torch raises it, also when memory runs out
-            raise RewardError(f"the reward model {self._spec.path} failed: {_first_line(error)}") from error
+            raise RewardError(f"the reward model {self._spec.path} failed: {first_line(error)}") from error
         return scores
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 @dataclass(eq=False)

@@ -102,7 +102,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         log_stats=False,
     )
     scheduler = core.engine_core.scheduler
-    for change in (skip_idle_slots, decode_in_bulk, list_logprobs):  # in this order: each calls the one before it
+    for change in (skip_idle_slots, decode_in_bulk, list_logprobs):  # the last gives lists to the others
         change(scheduler)
     if not is_eager:
         start_together(scheduler)

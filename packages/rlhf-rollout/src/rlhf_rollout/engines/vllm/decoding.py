@@ -25,12 +25,15 @@ _EXTRAS = (
 
 
 def decode_in_bulk(scheduler: Any) -> None:
-    """Let the scheduler go over sequences that only decode in short loops, with the results that it has by itself.
+    """Replace the scheduler's work for sequences that only decode by short loops, which have the same results.
 
     vLLM decides anew for each sequence in each step how many tokens it computes, which blocks it needs and whether it
-    has ended. With hundreds of sequences, this takes as long as the GPU's work on a small model. Without effect where
-    an engine does more than that: anything but full attention, speculative decoding, connectors, LoRA adapters,
-    pipelines, statistics, and the routes of experts.
+    has ended. With hundreds of sequences, this can take as long as the GPU's work on a small model. This function
+    leaves a scheduler as it is if the engine uses anything but full attention, speculative decoding, connectors, LoRA
+    adapters, pipeline parallelism, statistics, or the routes of experts.
+
+    Args:
+        scheduler: vLLM's, of version 0.26 to 0.28.
     """
     if _is_plain(scheduler):
         _BulkDecoding(scheduler)
@@ -55,10 +58,11 @@ def _is_plain(scheduler: Any) -> bool:
 
 
 class _BulkDecoding:
-    """Splits each step into sequences that decode inside a block, and the others, which are left to vLLM.
+    """Splits the running sequences of each step: vLLM schedules one part, and loops here schedule the rest.
 
-    A sequence inside a block needs no new one, and cannot end when it is scheduled. So vLLM schedules the others as if
-    they were alone, and those inside a block are added to what it has found.
+    A sequence that decodes inside a block of the KV cache needs no new block, and takes one token of the step. vLLM
+    schedules the other sequences as if there were no more, and `make_cached` and `finish_schedule` add those inside a
+    block to its result.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -138,12 +142,12 @@ class _BulkDecoding:
         return part if has_blocks and len(part) < len(whole) else None
 
     def _look_at(self, whole: list[Any]) -> None:
-        """Find the sequences that do not simply decode, and for how many steps the rest will."""
+        """Find the sequences that do more than decode one token, and for how many steps the rest does only that."""
         steps = [self._steps_of(request) for request in whole]
         self._others = {request for request, number in zip(whole, steps, strict=True) if number <= 0}
         self._steps_left = min((number for number in steps if number > 0), default=0)
         if any(request.num_output_tokens and not self._is_ahead(request) for request in self._others):
-            self._steps_left = 1  # it will simply decode after this step
+            self._steps_left = 1  # after this step, a step in flight computes its last token
 
     def _steps_of(self, request: Any) -> int:
         """Return for how many steps, from this one on, a sequence decodes a token and does not reach its limits."""
@@ -156,7 +160,7 @@ class _BulkDecoding:
         return most_tokens - 1 - computed
 
     def _is_ahead(self, request: Any) -> bool:
-        """Return whether the last token of a sequence is still being computed, as it always is in its turn."""
+        """Return whether a step in flight computes the last token of a sequence; True if steps are not asynchronous."""
         return request.num_output_placeholders > 0 or not self._is_async
 
     def make_cached(
@@ -218,7 +222,8 @@ class _BulkDecoding:
     def update(self, step: Any, output: Any) -> Any:
         """See vLLM."""
         self._num_in_flight -= 1
-        if any(getattr(output, name, None) for name in _EXTRAS) or step.scheduled_spec_decode_tokens:
+        has_more = any(getattr(output, name, None) for name in _EXTRAS) or step.scheduled_spec_decode_tokens
+        if has_more or not output.sampled_token_ids:
             return self._update(step, output)
         rest: dict[str, int] = {}
         taken = self._take(step, output, rest)
@@ -237,29 +242,17 @@ class _BulkDecoding:
     def _take(self, step: Any, output: Any, rest: dict[str, int]) -> list[EngineCoreOutput]:
         """Give sequences that go on their new tokens, and return these; leave the other sequences in `rest`."""
         taken = []
-        known, places, sampled, logprobs = (
-            self._known,
-            output.req_id_to_index,
-            output.sampled_token_ids,
-            output.logprobs,
-        )
-        size, cache, running, is_async = (
-            self._block_size,
-            self._manager.cache_blocks,
-            RequestStatus.RUNNING,
-            self._is_async,
-        )
+        known, size, cache, is_async = self._known, self._block_size, self._manager.cache_blocks, self._is_async
+        places, sampled, logprobs = output.req_id_to_index, output.sampled_token_ids, output.logprobs
+        running = RequestStatus.RUNNING
         for name, num_tokens in step.num_scheduled_tokens.items():
             request, limit, stops, has_logprobs = known.get(name) or self._learn(name)
+            if request is None or request.status is not running or num_tokens != 1:
+                rest[name] = num_tokens
+                continue
             tokens = sampled[places[name]]
-            if (
-                num_tokens != 1
-                or request is None
-                or request.status is not running
-                or len(tokens) != 1
-                or tokens[0] in stops
-                or (length := len(request._all_token_ids) + 1) >= limit
-            ):
+            length = len(request._all_token_ids) + 1
+            if len(tokens) != 1 or tokens[0] in stops or length >= limit:
                 rest[name] = num_tokens
                 continue
             request.num_in_flight_tokens -= 1
