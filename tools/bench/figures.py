@@ -9,8 +9,8 @@ A figure is a number followed by a comment that says where the number comes from
 
 The parts are a JSON file relative to the root of the repository, a value in it, a format specification of Python and,
 optionally, a factor such as `x100`. A value is a dotted path of keys and list indices. `*` stands for every element,
-and `max(...)`, `min(...)`, `mean(...)` or `sum(...)` reduces them. `A / B` divides two values. `%20` stands for a space
-in a key.
+and `max(...)`, `min(...)`, `mean(...)` or `sum(...)` reduces them. `A / B` divides two values, and `A / B / C` divides
+the quotient again. `%20` stands for a space in a key.
 """
 
 import argparse
@@ -68,9 +68,9 @@ def find(data: Any, path: str) -> list[Any]:
 
 
 def evaluate(data: Any, terms: Sequence[str]) -> float:
-    """Return the number that `VALUE` or `VALUE / VALUE` stands for in `data`."""
-    if len(terms) == 3 and terms[1] == "/":
-        return evaluate(data, terms[:1]) / evaluate(data, terms[2:])
+    """Return the number that `VALUE`, or `VALUE / VALUE ...` from the left to the right, stands for in `data`."""
+    if len(terms) >= 3 and terms[-2] == "/":
+        return evaluate(data, terms[:-2]) / evaluate(data, terms[-1:])
     if len(terms) != 1:
         raise FigureError(f"{' '.join(terms)!r} is neither VALUE nor VALUE / VALUE")
     name, bracket, rest = terms[0].partition("(")

@@ -42,6 +42,7 @@ def root(tmp_path: Path) -> Path:
         ("x.json mean(runs.*.gap) .3f", "0.375"),
         ("x.json 0.5b.seconds / runs.0.gap .0f", "16"),
         ("x.json max(runs.*.gap) / min(runs.*.gap) .1f x10", "20.0"),
+        ("x.json 0.5b.seconds / runs.0.gap / runs.1.seed .1f", "8.0"),
     ],
 )
 def test_render_marker_gives_the_measured_text(root: Path, source: str, text: str) -> None:
