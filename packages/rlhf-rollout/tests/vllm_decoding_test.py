@@ -1,8 +1,10 @@
 """A scheduler that decodes in bulk does what vLLM's own does: the same steps, outputs, requests and blocks."""
 
 import dataclasses
+import gc
 import json
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +268,23 @@ def test_ended_and_aborted_requests_are_forgotten(model):
         if number % 2:
             engine.scheduler.finish_requests([str(number)], RequestStatus.FINISHED_ABORTED)
         assert len(bulk._known) <= 12
+
+
+@pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
+def test_an_idle_engine_keeps_no_request_in_memory(model, kind):
+    engine = Engine(model, kind, in_bulk=True, is_v2=True, stop_rate=0.1)
+    for number in range(12):
+        engine.add(str(number), [3, 4, 5], max_tokens=9 + number)
+    alive = [weakref.ref(request) for request in engine.scheduler.requests.values()]
+    while engine.scheduler.requests:
+        engine.begin()
+        if len(engine.pending) > engine.is_async or not engine.scheduler.running:
+            engine.end()
+    while engine.pending:
+        engine.end()
+    assert engine.num_scheduled["part"] < engine.num_scheduled["whole"]  # some were scheduled in bulk
+    gc.collect()
+    assert [ref() for ref in alive if ref() is not None] == []
 
 
 @pytest.mark.parametrize(

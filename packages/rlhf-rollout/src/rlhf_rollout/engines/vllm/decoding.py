@@ -227,15 +227,18 @@ class _BulkDecoding:
             return self._update(step, output)
         rest: dict[str, int] = {}
         taken = self._take(step, output, rest)
-        if not taken:
-            return self._update(step, output)
-        for_vllm = copy(step)
-        for_vllm.num_scheduled_tokens = rest
-        found = self._update(for_vllm, output)
-        if 0 in found:
+        if taken:
+            step = copy(step)
+            step.num_scheduled_tokens = rest
+        found = self._update(step, output)
+        for name in rest.keys() - self._scheduler.requests.keys():
+            self._known.pop(name, None)  # it has ended
+        if not self._scheduler.requests:  # an idle engine keeps none
+            self._others, self._in_bulk = set(), []
+        if taken and 0 in found:
             taken += found[0].outputs
             found[0].outputs = taken
-        else:
+        elif taken:
             found[0] = EngineCoreOutputs(outputs=taken)
         return found
 
