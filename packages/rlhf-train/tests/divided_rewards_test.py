@@ -19,8 +19,9 @@ from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.ray_actors import plain_errors
 from rlhf_rollout.rewards.model import ModelReward
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
+from rlhf_train.online import divided_rewards
 from rlhf_train.online.cluster import placed_bundles, start_scorers
-from rlhf_train.online.divided_rewards import DividedScorer, RewardRank, _even_batches
+from rlhf_train.online.divided_rewards import DividedScorer, RewardRank, _all_answers, _even_batches, _ProcessGoneError
 from rlhf_train.online.job import RewardSpec
 from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_train.online.ray_session import started_cluster
@@ -237,6 +238,23 @@ def test_error_of_a_load_that_nobody_foresaw_is_told_with_its_text(folder):
     for handle in scorer.handles:
         with pytest.raises(EngineError, match=r"(?s)cannot be loaded: .*nowhere.*hint: "), plain_errors(RewardError):
             ray.get(handle.ready.remote())
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_peer_that_fails_first_waits_for_word_of_a_death_but_not_for_ever(monkeypatch, is_told):
+    async def call(seconds: float, error: Exception):
+        await asyncio.sleep(seconds)
+        raise error
+
+    async def calls():
+        peer = call(0.0, RewardError("connection closed"))
+        dead = call(0.05 if is_told else 60.0, _ProcessGoneError("a process has ended"))
+        async with asyncio.timeout(30):
+            await _all_answers([asyncio.ensure_future(each) for each in (peer, dead)])
+
+    monkeypatch.setattr(divided_rewards, "_DEATH_S", 0.5)
+    with pytest.raises(RewardError, match="a process has ended" if is_told else "connection closed"):
+        asyncio.run(calls())
 
 
 def test_processes_that_hang_end_after_two_late_calls_and_start_again(folder):

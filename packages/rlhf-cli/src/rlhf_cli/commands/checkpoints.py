@@ -1,7 +1,6 @@
 """`checkpoints`: list, verify and prune the checkpoints of a run, and export the model of one."""
 
 import shutil
-import sys
 import time
 import tomllib
 from collections.abc import Collection, Sequence
@@ -214,7 +213,3 @@ def _write_model(options: dict[str, Any], checkpoint: "Checkpoint", role: str, o
         tokenizer = load_tokenizer(spec.path)
         set_chat_template(tokenizer, template, user_path)
         tokenizer.save_pretrained(out)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,6 @@
 """`replay`: repeat one step of a run from what it recorded, and compare the metrics."""
 
 import json
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -186,7 +185,3 @@ def compare(
             agrees = abs(difference) <= tolerance * max(1.0, abs(one))
         rows.append((name, one, other, difference, agrees))
     return rows
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,7 +14,6 @@ import os
 import selectors
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
@@ -22,10 +21,9 @@ from typing import IO, Any
 from rlhf_data.errors import RewardError
 from rlhf_rollout.agents.interface import PolicyError, Session
 from rlhf_rollout.agents.user_agent import load_agent
-from rlhf_rollout.rewards.user_function import RewardTarget, one_line
+from rlhf_rollout.rewards.user_function import RewardTarget, explain
 
 _MAX_LINE_BYTES = 2**27
-_MAX_DETAIL = 500
 _MAX_THREADS = 4096  # for plain functions of agents, at the same time
 
 
@@ -45,7 +43,7 @@ def serve(stream: IO[bytes], first: Mapping[str, Any]) -> None:
     except RewardError as error:
         tell({"error": str(error), "invalid": True})
     except BaseException as error:  # also SystemExit: the parent must be told the reason
-        tell({"error": _explain(error, target)})
+        tell({"error": explain(error, target)})
 
 
 class _OwnSelector(selectors.DefaultSelector):
@@ -133,7 +131,7 @@ class _Server:
             self._send({"call": number, "result": result})
         except BaseException as error:
             if not asyncio.current_task().cancelling():  # by the other side, which then wants no answer
-                self._send({"call": number, "error": _explain(error, self._target)})
+                self._send({"call": number, "error": explain(error, self._target)})
         finally:
             del self._tasks[number]
 
@@ -143,10 +141,3 @@ class _Server:
         with contextlib.suppress(Exception):  # the agent may have closed stdout
             sys.stdout.flush()
         self._writer.write(json.dumps(message).encode() + b"\n")
-
-
-def _explain(error: BaseException, target: RewardTarget) -> str:
-    """Return the error as one line, with the last line of the user's file in its traceback."""
-    text = one_line(f"{type(error).__name__}: {error}")[:_MAX_DETAIL]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == target.module]
-    return f"{text} ({os.path.basename(target.module)}:{frames[-1].lineno})" if frames else text

@@ -17,6 +17,7 @@ import math
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,7 @@ BUILTIN = {
 SUCCESS_THRESHOLD = 1.0  # full credit, where scores lie in [0, 1]
 
 _MAX_LINE = 1000
+_MAX_DETAIL = 500  # of an error, before its place in the file
 _LARGEST = sys.float_info.max
 _ROUNDING = 1e-6  # of a score: 0.7 + 0.2 + 0.1 is below 1.0
 
@@ -156,6 +158,13 @@ def one_line(text: str) -> str:
     """Return a text from outside as one line of at most 1,000 characters, in which unprintable ones are escaped."""
     plain = " ".join(text[: 4 * _MAX_LINE].split())
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in plain)[:_MAX_LINE]
+
+
+def explain(error: BaseException, target: RewardTarget) -> str:
+    """Return a user's error as one line of some 500 characters, with the last line of their file in its traceback."""
+    text = one_line(f"{type(error).__name__}: {error}")[:_MAX_DETAIL]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == target.module]
+    return f"{text} ({os.path.basename(target.module)}:{frames[-1].lineno})" if frames else text
 
 
 def is_usable(number: float) -> bool:

@@ -10,15 +10,12 @@ import inspect
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import IO, Any
 
 from rlhf_data.errors import RewardError
-from rlhf_rollout.rewards.user_function import RewardTarget, accepted_extras, load_function, read_result
-
-_MAX_DETAIL = 500
+from rlhf_rollout.rewards.user_function import RewardTarget, accepted_extras, explain, load_function, read_result
 
 
 def serve(stream: IO[bytes], first: Mapping[str, Any]) -> None:
@@ -62,11 +59,4 @@ def _attempt(target: RewardTarget, action: Callable[..., Any], *arguments: Any) 
     except RewardError as error:
         return None, {"invalid": str(error)}
     except BaseException as error:  # also SystemExit: the parent must be told the reason
-        return None, {"error": _explain(error, target)}
-
-
-def _explain(error: BaseException, target: RewardTarget) -> str:
-    """Return the error as one line, with the last line of the user's file in its traceback."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_DETAIL]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == target.module]
-    return f"{text} ({os.path.basename(target.module)}:{frames[-1].lineno})" if frames else text
+        return None, {"error": explain(error, target)}

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -57,12 +58,34 @@ def _is_plain(scheduler: Any) -> bool:
     )
 
 
+@dataclass
+class _Split:
+    """The running sequences of a step that is being scheduled, of which vLLM itself schedules a part.
+
+    Attributes:
+        whole: all of them.
+        part: those that vLLM schedules.
+        part_tokens: tokens that vLLM has given to each of the part; one that it has skipped is missing.
+        in_bulk: the others, which get one token each.
+    """
+
+    whole: list[Any]
+    part: list[Any]
+    part_tokens: dict[str, int] = field(default_factory=dict)
+    in_bulk: list[Any] = field(default_factory=list)
+
+
 class _BulkDecoding:
     """Splits the running sequences of each step: vLLM schedules one part, and loops here schedule the rest.
 
-    A sequence that decodes inside a block of the KV cache needs no new block, and takes one token of the step. vLLM
-    schedules the other sequences as if there were no more, and `make_cached` and `finish_schedule` add those inside a
-    block to its result.
+    A sequence that decodes inside a block of the KV cache needs no new block, and takes one token of the step. A step
+    takes this course:
+
+    1. `schedule` chooses the part and calls vLLM's, which sees no other running sequences.
+    2. vLLM's calls `make_cached`, for what it tells its workers of running sequences: the rest is added here.
+    3. vLLM's calls `finish_schedule`, which counts the tokens of the step as computed: those of the rest here.
+    4. The model computes the step. `update` gives sequences that go on their tokens, and leaves to vLLM's those that
+       may have ended, and first tokens.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -72,9 +95,7 @@ class _BulkDecoding:
         self._is_async = isinstance(scheduler, AsyncScheduler)
         self._steps_left = 0  # for which `_others` need not be found again
         self._others: set[Any] = set()  # of the running sequences, those that vLLM itself must look at
-        self._whole: list[Any] | None = None  # all running sequences, while vLLM schedules a part of them
-        self._part_tokens: dict[str, int] = {}  # of that part: tokens of each sequence in this step
-        self._in_bulk: list[Any] = []  # the sequences of this step that are not in that part
+        self._split: _Split | None = None  # while vLLM schedules a part
         self._known: dict[str, tuple[Any, int, frozenset[int], bool]] = {}  # see `_learn`
         self._num_in_flight = 0  # steps without output
         self._schedule = scheduler.schedule
@@ -100,7 +121,7 @@ class _BulkDecoding:
             self._steps_left = 0
             return self._schedule(*args, **options)
         self._steps_left -= 1
-        self._whole = whole
+        self._split = _Split(whole, part)
         most_running = scheduler.max_num_running_reqs
         scheduler.running = part
         scheduler.max_num_running_reqs = len(part)  # all slots are taken, or nothing waits for one
@@ -112,7 +133,7 @@ class _BulkDecoding:
         finally:
             scheduler.running = whole
             scheduler.max_num_running_reqs = most_running
-            self._whole = None
+            self._split = None
 
     def _part_for_vllm(self, whole: list[Any]) -> list[Any] | None:
         """Return the running sequences that vLLM must look at in this step; None if it must look at everything."""
@@ -173,17 +194,17 @@ class _BulkDecoding:
     ) -> Any:
         """See vLLM. This adds the sequences that vLLM has not seen to what it says to its workers."""
         cached = self._make_cached(running, resumed, num_scheduled_tokens, drafts, new_blocks)
-        if self._whole is None:
+        split = self._split
+        if split is None:
             return cached
-        part = self._scheduler.running
-        self._part_tokens = dict(num_scheduled_tokens)
-        skipped = {request.request_id for request in part} - self._part_tokens.keys()
-        whole = [request for request in self._whole if request.request_id not in skipped] if skipped else self._whole
+        split.part_tokens = dict(num_scheduled_tokens)
+        skipped = {request.request_id for request in split.part} - split.part_tokens.keys()
+        whole = [request for request in split.whole if request.request_id not in skipped] if skipped else split.whole
         names = [request.request_id for request in whole]
         blocks = dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
         # vLLM goes on with this dictionary.
         num_scheduled_tokens.clear()
-        num_scheduled_tokens.update(dict.fromkeys(names, 1) | self._part_tokens)
+        num_scheduled_tokens.update(dict.fromkeys(names, 1) | split.part_tokens)
         cached.req_ids = names
         cached.new_block_ids = [blocks.get(name) for name in names]
         cached.num_computed_tokens = [request.num_computed_tokens for request in whole]
@@ -193,28 +214,29 @@ class _BulkDecoding:
                 request for request in whole if request.request_id not in self._scheduler.prev_step_scheduled_req_ids
             ]
             cached.all_token_ids = {request.request_id: request.all_token_ids.copy() for request in new}
-        self._in_bulk = [request for request in whole if request.request_id not in self._part_tokens]
+        split.in_bulk = [request for request in whole if request.request_id not in split.part_tokens]
         return cached
 
     def finish_schedule(self, step: Any) -> None:
         """See vLLM."""
-        if self._whole is None:
+        split = self._split
+        if split is None:
             self._finish_schedule(step)
             return
         scheduler = self._scheduler
         counts = step.num_scheduled_tokens
-        step.num_scheduled_tokens = self._part_tokens
+        step.num_scheduled_tokens = split.part_tokens
         self._finish_schedule(step)
         step.num_scheduled_tokens = counts
         step.total_num_scheduled_tokens = sum(counts.values())
-        for request in self._in_bulk:
+        for request in split.in_bulk:
             request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1
         if self._is_async:
-            for request in self._in_bulk:
+            for request in split.in_bulk:
                 request.num_output_placeholders += 1
         if self._is_async and scheduler.use_v2_model_runner:
-            for request in self._in_bulk:
+            for request in split.in_bulk:
                 request.next_decode_eligible_step = scheduler.current_step + 1
 
     # -- a step has ended --------------------------------------------------------------------------------------------
@@ -234,7 +256,7 @@ class _BulkDecoding:
         for name in rest.keys() - self._scheduler.requests.keys():
             self._known.pop(name, None)  # it has ended
         if not self._scheduler.requests:  # an idle engine keeps none
-            self._others, self._in_bulk = set(), []
+            self._others = set()
         if taken and 0 in found:
             taken += found[0].outputs
             found[0].outputs = taken
