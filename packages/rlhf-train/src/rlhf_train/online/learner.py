@@ -5,11 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout, RolloutGroup
-from rlhf_train.baselines import decoupled_rewards, relative_rewards, relative_token_rewards, relative_turn_rewards
 from rlhf_train.batching import RankPlan, pass_fill, plan_batches
 from rlhf_train.columns import RolloutColumns
 from rlhf_train.costs import PassCosts
@@ -18,7 +15,7 @@ from rlhf_train.online.forwards import BlockForwards
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.ranks import RankSet
 from rlhf_train.online.ray_session import wait
-from rlhf_train.online.rewards import RewardShaper
+from rlhf_train.online.rewards import RewardShaper, compared_rewards
 from rlhf_train.run.metrics import METRIC_PREFIXES, Metric, merge_metrics, results
 from rlhf_train.run.rank_state import file_name
 
@@ -86,7 +83,8 @@ class Learner:
         self._kl = None
         if self.policy_version > self._step_versions[-1]:
             self._step_versions.append(self.policy_version)
-        rewards, earned, metrics = self._rewards(rollouts, episode_ids)
+        shaped, metrics = self._shaper.shape(rollouts)
+        rewards, earned = compared_rewards(rollouts, shaped, self._job.algorithm, self._job.reward, episode_ids)
         shares_prompts = self._job.models["actor"].share_prompts
         prompts = [rollout.tokens_before_policy for rollout in rollouts] if shares_prompts else None
         if self._forwards is not None:
@@ -184,52 +182,6 @@ class Learner:
             self.policy_version += job.batch.num_mini_batches(num_trained) * job.batch.max_epochs
             self._adapt_kl(metrics.get("kl/reference", self._kl), int(num_trained))
         return metrics, num_trained
-
-    def _rewards(
-        self, rollouts: Sequence[Rollout], episode_ids: Sequence[str] | None = None
-    ) -> tuple[list[float], list[list[tuple[int, float]]], dict[str, float]]:
-        """Return shaped rewards relative to the algorithm's baseline, and metrics of the shaping.
-
-        The rewards of reasoning steps are compared among themselves, and so is what is left of each rollout's reward:
-        as a whole, or turn by turn. The first list has the sums of both, the second one what single tokens earned, for
-        `RolloutColumns.of`. Rewards that are normalised each by itself are those of whole rollouts.
-        """
-        spec = self._job.algorithm
-        reward = self._job.reward
-        shaped, metrics = self._shaper.shape(rollouts)
-        group_ids = [rollout.group_id for rollout in rollouts]
-        if reward.normalize == "each":
-            # A failed reward that has a fixed value has it from every source.
-            parts = [r.verdict.source_rewards or (r.verdict.reward,) * len(reward.sources) for r in rollouts]
-            parts = np.reshape(parts, (-1, len(reward.sources)))
-            factors = [source.weight for source in reward.sources]
-            options = {"over_batch": not spec.row.whiten, "episode_ids": episode_ids}
-            return decoupled_rewards(parts, factors, group_ids, **options).tolist(), [[] for _ in rollouts], metrics
-        options = {
-            "baseline": "none" if reward.normalize == "none" else spec.row.baseline,
-            "divide_by_std": spec.whiten_std,
-            "episode_ids": episode_ids,
-        }
-        steps = [np.array([value for _, value in rollout.verdict.token_rewards]) for rollout in rollouts]
-        rest = shaped - np.array([own.sum() for own in steps])
-        steps = relative_token_rewards(steps, group_ids, **options)
-        # What the episode earned before a rollout began is no consequence of the rollout.
-        before = np.array([rollout.verdict.earned_elsewhere[0] for rollout in rollouts])
-        turns = [np.array(rollout.verdict.turn_rewards) for rollout in rollouts]
-        if spec.group_by == "turn":
-            turns = [_by_turn(*of_rollout) for of_rollout in zip(rollouts, turns, rest - before, strict=True)]
-            turn_gamma = 1.0 if spec.turn_gamma is None else spec.turn_gamma
-            turns = relative_turn_rewards(turns, group_ids, turn_gamma=turn_gamma, **options)
-            whole = np.array([own.sum() for own in turns])
-        else:
-            whole = relative_rewards(rest, group_ids, **options) - before
-        whole = whole + np.array([own.sum() for own in steps])
-        earned = [
-            [*zip(rollout.turn_ends.tolist() if len(by_turn) else (), by_turn.tolist(), strict=True)]
-            + [(at, value) for (at, _), value in zip(rollout.verdict.token_rewards, by_step.tolist(), strict=True)]
-            for rollout, by_turn, by_step in zip(rollouts, turns, steps, strict=True)
-        ]
-        return whole.tolist(), earned, metrics
 
     def _fill(self, plans: Sequence[RankPlan], rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return how full the actor's packed passes are, where --micro_batch_tokens would fill them."""
@@ -377,13 +329,6 @@ class Learner:
 
 def _merged(parts: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
     return results(merge_metrics(parts))
-
-
-def _by_turn(rollout: Rollout, turn_rewards: np.ndarray, reward: float) -> np.ndarray:
-    """Return a rollout's reward by turn, [K] float64: what no turn earned is earned by the last one."""
-    rewards = turn_rewards if len(turn_rewards) else np.zeros(len(rollout.turn_ends))
-    rewards[-1:] += reward - rewards.sum()
-    return rewards
 
 
 def _replayed_share(rollouts: Sequence[Rollout]) -> float:
