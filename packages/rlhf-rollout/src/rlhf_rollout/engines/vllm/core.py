@@ -102,7 +102,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         log_stats=False,
     )
     scheduler = core.engine_core.scheduler
-    for change in (skip_idle_slots, decode_in_bulk, list_logprobs):  # the last gives lists to the others
+    for change in (skip_idle_slots, decode_in_bulk, list_logprobs):  # the last makes lists, which the others take
         change(scheduler)
     if not is_eager:
         start_together(scheduler)

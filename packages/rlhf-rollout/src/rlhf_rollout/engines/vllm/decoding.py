@@ -253,8 +253,9 @@ class _BulkDecoding:
             step = copy(step)
             step.num_scheduled_tokens = rest
         found = self._update(step, output)
-        for name in rest.keys() - self._scheduler.requests.keys():
-            self._known.pop(name, None)  # it has ended
+        for name in rest:
+            if name not in self._scheduler.requests:  # it has ended
+                self._known.pop(name, None)
         if not self._scheduler.requests:  # an idle engine keeps none
             self._others = set()
         if taken and 0 in found:
