@@ -14,6 +14,7 @@ from rlhf_data.records import VerdictKind
 from rlhf_rollout.rewards.user_function import (
     RewardTarget,
     Scored,
+    explain,
     load_function,
     parse_reward,
     read_result,
@@ -34,6 +35,23 @@ class Tensor:
         if self.requires_grad:
             raise RuntimeError("tolist of a tensor that requires grad")
         return self.values
+
+
+def test_explain_gives_one_line_with_the_last_place_in_the_users_file(tmp_path):
+    path = tmp_path / "reward.py"
+    inner = "def inner(text):\n    raise ValueError(text)\n"
+    path.write_text(inner + "def reward_func(queries, prompts, labels):\n    inner(queries)\n")
+    target = RewardTarget(str(path))
+
+    def explained(text, target=target):
+        try:
+            load_function(RewardTarget(str(path)))(text, [], [])
+        except ValueError as error:
+            return explain(error, target)
+
+    assert explained("no\n  answer\a") == "ValueError: no answer\\x07 (reward.py:2)"
+    assert explained("x" * 3000) == f"ValueError: {'x' * 488} (reward.py:2)"  # 500 characters before the place
+    assert explained("no", RewardTarget("another_module")) == "ValueError: no"
 
 
 def test_parse_reward_file_and_function(tmp_path):
