@@ -116,3 +116,15 @@ def test_offline_commands_say_when_they_evaluate():
     (sentence,) = said("--eval_dataset", "e.jsonl", line=line, given=given)
     assert "OpenRLHF once per epoch" in sentence
     assert said("--eval_dataset", "e.jsonl", "--eval_steps", "5", line=line, given=given) == []
+
+
+def test_stop_properly_lowers_negative_rewards_here():
+    # OpenRLHF multiplies: a reward of -2 with the coefficient 0.5 becomes -1 there and -3 here.
+    (sentence,) = said("--stop_properly_penalty_coef", "0.5")
+    assert sentence == (
+        "--stop_properly_penalty_coef 0.5 lowers a truncated response's reward R by 0.5 |R|; OpenRLHF multiplies R by"
+        " 0.5, which raises a negative one"
+    )
+    (below,) = said("--stop_properly_penalty_coef", "-1")
+    assert "to at most -1; OpenRLHF sets it to -1" in below
+    assert said("--stop_properly_penalty_coef", "1") == []

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from rlhf_kernels.ops.packed_policy_loss.reference import kl_loss
 from rlhf_train.kl import BOUNDS, MAX_LOG_RATIO, adapted_kl_coef, kl_estimate
 
 
@@ -79,3 +80,14 @@ def test_adapted_kl_coef_of_batches_beyond_the_horizon_stays_above_zero_and_can_
     for _ in range(4):
         parts = adapted_kl_coef(parts, 3.0, target=2.0, horizon=1000, num_rollouts=100)
     assert parts == pytest.approx(whole, rel=1e-12)
+
+
+def test_unbiased_gradient_is_that_of_k3_times_the_policy_ratio():
+    # TRL's `use_bias_correction_kl` differentiates exp(current - old) k3, whose gradient is exp(current - old) d.
+    old = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
+    reference = torch.tensor([-1.3, -1.0, -2.5], dtype=torch.float64)
+    current = torch.tensor([-0.9, -2.5, -0.7], dtype=torch.float64, requires_grad=True)
+    gap = reference - current
+    (expected,) = torch.autograd.grad((torch.exp(current - old) * (torch.exp(gap) - gap - 1)).sum(), current)
+    loss = kl_loss(current, old, reference, "k3", unbiased_gradient=True)
+    torch.testing.assert_close(torch.autograd.grad(loss.sum(), current)[0], expected)

@@ -32,8 +32,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         estimator: "k1", "k2" or "k3".
 
     Returns:
-        [B, T] float, nats; exactly 0 where the two log-probs are equal. d is clamped to +-20, and k3 to at most 10, as
-        in verl and OpenRLHF: a single token could otherwise reach exp(20). At a bound the gradient is 0.
+        [B, T] float, nats; exactly 0 where the two log-probs are equal. d is clamped to +-20, and k3 to at most 10: a
+        single token could otherwise reach exp(20). verl has these bounds for k3. At a bound the gradient is 0.
 
     Source: Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
     """

@@ -28,6 +28,9 @@ def online_differences(config: PpoConfig, given: Collection[str]) -> list[str]:
             "--reward_clip_range clips rewards before the baseline is subtracted; OpenRLHF clips them afterwards, for"
             " which there is no flag here"
         )
+    coef = config.reward.stop_properly_penalty_coef
+    if coef is not None and coef != 1:
+        found.append(_stop_properly(coef))
     if config.rollout.dynamic_filtering:
         found += _filtering(config)
     if config.asynchrony.async_train and config.asynchrony.at_update == "keep" and not config.asynchrony.keep_kv:
@@ -108,6 +111,19 @@ def _correction(config: PpoConfig) -> list[str]:
     if algorithm.is_correction_threshold is None:
         found.append("--is_correction_threshold has a default per mode; OpenRLHF's is 0.5 5")
     return found
+
+
+def _stop_properly(coef: float) -> str:
+    """Compare what a response loses that the length limit ended."""
+    if coef < 0:
+        return (
+            f"--stop_properly_penalty_coef {coef:g} lowers a truncated response's reward to at most {coef:g}; OpenRLHF"
+            f" sets it to {coef:g}, also where the reward was lower"
+        )
+    return (
+        f"--stop_properly_penalty_coef {coef:g} lowers a truncated response's reward R by {1 - coef:g} |R|; OpenRLHF"
+        f" multiplies R by {coef:g}, which raises a negative one"
+    )
 
 
 def _filtering(config: PpoConfig) -> list[str]:
