@@ -121,19 +121,19 @@ def test_one_wheel_generates_scores_measures_and_chats_without_torch(alone: Path
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        ("serve --engine fake", "pip install 'rlhf-rollout[server]'"),
-        (f"serve_rm --remote_rm_url {MATH}", "pip install 'rlhf-rollout[server]'"),
-        ("generate --prompt_data rows.jsonl --output_path o --pretrain .", "pip install 'rlhf-data[hf]'"),
-        ("serve_rm --reward_pretrain .", "pip install 'rlhf-rollout[server]'"),
-        ("score --dataset rows.jsonl --output_path o --reward_pretrain .", "pip install 'rlhf-data[hf]'"),
-        ("generate --prompt_data hub/name --output_path o --engine fake", "pip install 'rlhf-data[datasets]'"),
+        ("serve --engine fake", "rlhf-rollout[server]"),
+        (f"serve_rm --remote_rm_url {MATH}", "rlhf-rollout[server]"),
+        ("generate --prompt_data rows.jsonl --output_path o --pretrain .", "rlhf-data[hf]"),
+        ("serve_rm --reward_pretrain .", "rlhf-rollout[server]"),
+        ("score --dataset rows.jsonl --output_path o --reward_pretrain .", "rlhf-data[hf]"),
+        ("generate --prompt_data hub/name --output_path o --engine fake", "rlhf-data[datasets]"),
     ],
 )
 def test_extra_that_is_missing_is_named_with_the_command_that_installs_it(
     alone: Path, folder: Path, words: str, hint: str
 ) -> None:
     said = run(folder, alone, "rlhf-rollout", *words.split(), status=2)
-    assert "error: " in said and f"hint: {hint}" in said
+    assert "error: " in said and f"hint: in a checkout, pip install './packages/{hint}'" in said
 
 
 @pytest.mark.parametrize(("kind", "extra"), [("vllm", "vllm"), ("transformers", "models")])
@@ -148,7 +148,7 @@ except Exception as error:
 """
     said = run(folder, alone, "python", "-c", code)
     assert said.startswith(f"EngineError engine {kind} needs the module ")
-    assert f"hint: pip install 'rlhf-rollout[{extra}]'" in said
+    assert f"hint: in a checkout, pip install './packages/rlhf-rollout[{extra}]'" in said
 
 
 def test_servers_of_the_extra_are_driven_from_the_bare_install(alone: Path, server: Path, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Options of a run that continues: which contradict, which may change, and which cannot."""
 
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from rlhf_cli.preflight.resume import (
     check_can_continue,
     check_run_folders,
     has_checkpoint,
+    run_folder,
     saying_how_to_resume,
     steps_of_ended_run,
 )
@@ -38,7 +40,6 @@ def written(folder, *argv):
     ("argv", "message"),
     [
         ("--save_steps 5 --disable_ds_ckpt", "--save_steps 5 with --disable_ds_ckpt would save nothing"),
-        ("--load_checkpoint", "nothing names its folder"),
         ("--load_checkpoint --save_path r --disable_ds_ckpt", "saves nothing to continue from"),
         ("--max_ckpt_num 0", "--max_ckpt_num"),
         ("--max_ckpt_mem 0", "--max_ckpt_mem"),
@@ -238,6 +239,58 @@ def test_checkpoints_of_another_run_are_refused_unless_the_run_continues_from_th
     with pytest.raises(ConfigError, match=r"disk holds the checkpoints of another run\n\nhint: name another"):
         check()
     check("--load_checkpoint", "--save_path", str(tmp_path / "run"))
+
+
+def test_load_checkpoint_alone_continues_the_newest_run_of_the_command_that_has_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
+    section = parse("--load_checkpoint").config.checkpoint
+    home = tmp_path / "rlhf-output"
+    assert run_folder(section, None, "ppo").parent == home and not home.exists()  # there is none: a new folder
+    for number, name in enumerate(("ppo-1", "ppo-2", "ppo-3", "sft-9")):
+        step = home / name / "checkpoints" / "step-5"
+        step.mkdir(parents=True)
+        (step / "manifest.json").touch()
+        os.utime(step / "manifest.json", (0, 100 - number if name != "sft-9" else 200))
+    (home / "ppo-4" / "checkpoints").mkdir(parents=True)  # a run without a checkpoint
+    assert run_folder(section, None, "ppo") == home / "ppo-1"
+    assert run_folder(section, str(tmp_path / "named"), "ppo") == tmp_path / "named"
+    assert run_folder(parse().config.checkpoint, None, "ppo").name not in {"ppo-1", "ppo-2", "ppo-3", "ppo-4"}
+
+
+@pytest.mark.parametrize("inner", ["", "_actor/"])
+def test_checkpoints_of_openrlhf_are_recognised_and_refused(tmp_path, inner):
+    disk = tmp_path / "disk"
+    (disk / f"{inner}global_step20").mkdir(parents=True)
+
+    def check():
+        flags = ("--ckpt_path", str(disk), "--load_checkpoint")
+        check_run_folders(parse(*flags).config.checkpoint, tmp_path / "run")
+
+    with pytest.raises(ConfigError, match=r"a checkpoint of OpenRLHF, global_step20, .*\n\nhint: .*--pretrain MODEL"):
+        check()
+    (disk / "global_step20_hf").mkdir()
+    (disk / "global_step20_hf/config.json").touch()
+    with pytest.raises(ConfigError, match=r"hint: .*--pretrain .*disk/global_step20_hf$"):
+        check()
+    (disk / "step-4").mkdir()
+    (disk / "step-4/manifest.json").touch()
+    check()
+
+
+@pytest.mark.parametrize("flag", ["--save_path", "--ckpt_path"])
+def test_folders_in_rays_copy_of_a_submitted_job_are_refused_with_one_that_stays(tmp_path, monkeypatch, flag):
+    copy = tmp_path / "session_1/runtime_resources/working_dir_files/_ray_pkg_0123"
+    copy.mkdir(parents=True)
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(copy))
+    monkeypatch.setenv("HOME", "/home/someone")
+    section = parse(flag, "output/x").config
+    folder = run_folder(section.checkpoint, section.output.save_path, "ppo")
+    stays = tmp_path / "run"
+    with pytest.raises(ConfigError, match=rf"(?s){flag} .*hint: .*{flag} /home/someone/output/x$") as caught:
+        check_run_folders(section.checkpoint, folder if flag == "--save_path" else stays)
+    assert "Ray's copy" in str(caught.value)
+    with pytest.raises(ConfigError, match="--save_path /home/someone/rlhf-output/ppo-"):  # the default folder
+        check_run_folders(parse().config.checkpoint, run_folder(parse().config.checkpoint, None, "ppo"))
 
 
 def test_folder_of_checkpoints_that_cannot_be_written_is_refused(tmp_path):

@@ -69,6 +69,14 @@ def test_load_tokenizer_missing_folder_is_refused_and_the_hub_not_asked(path, mo
         load_tokenizer(path)
 
 
+def test_hub_name_beside_a_folder_of_its_owners_name_is_looked_for_on_the_hub(nobody_there, monkeypatch, tmp_path):
+    (tmp_path / "owner").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert pretrained.located("owner/model") == ("owner/model", True)
+    (tmp_path / "owner" / "model").mkdir()
+    assert pretrained.located("owner/model") == ("owner/model", True)  # the folder, which exists
+
+
 def test_hub_names_with_nobody_there_are_looked_for_in_the_cache_at_once(nobody_there, monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)

@@ -288,7 +288,8 @@ def test_open_sources_without_the_library_says_how_to_install_it(tmp_path, monke
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.parquet").write_bytes(b"")
     with pytest.raises(
-        ConfigError, match=r"needs the `datasets` library.*\n\nhint: pip install 'rlhf-data\[datasets\]'"
+        ConfigError,
+        match=r"needs the `datasets` library.*\n\nhint: in a checkout, pip install './packages/rlhf-data\[datasets\]'",
     ):
         open_sources(tmp_path / "a.parquet")
 

@@ -157,6 +157,15 @@ def test_wandb_without_a_key_is_an_error_and_no_question(tmp_path, monkeypatch):
             refused()
 
 
+def test_wandb_key_of_a_wrong_form_is_an_error_with_a_hint(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_API_KEY", "{your-wandb-token}")
+    for refused in (lambda: open_tracker("wandb", tmp_path), lambda: check_trackers(TrackerSpec(wandb=True))):
+        with pytest.raises(ConfigError, match=r"does not take the API key: .*\n\nhint: set WANDB_API_KEY") as caught:
+            refused()
+        assert "your-wandb-token" not in str(caught.value)
+
+
 def test_mlflow_has_the_experiment_the_name_and_the_configuration(tmp_path):
     open_tracker("mlflow", tmp_path, project="rlhf-sft", run_name="first").close()
     from mlflow import MlflowClient
@@ -199,7 +208,10 @@ def test_a_library_that_is_not_installed_is_named_with_the_extra(options, flag, 
     TrackerSpec(**options).check_installed()
     monkeypatch.setitem(sys.modules, extra, None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf"{flag} needs .* {extra}.*\n\nhint: pip install 'rlhf-cli\[{extra}\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{flag} needs .* {extra}.*\n\nhint: in a checkout, pip install './packages/rlhf-cli\[{extra}\]'",
+    ):
         TrackerSpec(**options).check_installed()
     TrackerSpec().check_installed()
 

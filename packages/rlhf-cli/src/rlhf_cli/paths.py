@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel
 
 from rlhf_cli.builtin import BUILTIN, HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
+from rlhf_data.checks import check_stays
 from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import is_template_file
 from rlhf_data.sources import SUFFIXES
@@ -159,7 +160,8 @@ def check_output_folder(folder: Path, flag: str = "--save_path", *, holds_run: b
 
 
 def check_writable(folder: Path, flag: str) -> None:
-    """Raise ConfigError unless files can be written to `folder`, which need not exist."""
+    """Raise ConfigError unless files can be written to `folder`, which need not exist, and stay there."""
+    check_stays(folder, flag)
     try:
         there = next(path for path in (folder, *folder.parents) if path.exists())
         # Try to write. Permission bits do not tell: root ignores them, and file systems such as /proc refuse anyway.

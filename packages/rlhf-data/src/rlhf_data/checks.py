@@ -1,9 +1,12 @@
 """Errors and notices that the checks of several commands share."""
 
 from collections.abc import Collection, Iterable
+from pathlib import Path
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Section
+
+_RAY_COPIES = "working_dir_files"  # the folder of Ray with copies of the working directories of submitted jobs
 
 
 def missing(option: str, what: str, hint: str) -> ConfigError:
@@ -56,3 +59,17 @@ def check_has_metric(data_option: str, held_out: str | None, key: str | None, ev
         raise missing(data_option, f"--best_metric_key {key} is measured on it", f"add --{data_option} FILE.jsonl")
     few = "--best_metric_key can only choose between the first and the last evaluation: --eval_steps is -1"
     return [few] if eval_steps < 1 else []
+
+
+def check_stays(path: Path, flag: str) -> None:
+    """Raise ConfigError if `path` is in Ray's copy of a submitted job's working directory.
+
+    Ray removes the copy some time after the job, and makes another one when a file has changed: a run that is submitted
+    again would not find its checkpoints.
+    """
+    if _RAY_COPIES not in path.parts:
+        return
+    copy = next(parent for parent in path.parents if parent.parent.name == _RAY_COPIES)
+    lasting = Path.home() / path.relative_to(copy)
+    message = f"{flag} {path} is in Ray's copy of the job's working directory, which Ray removes"
+    raise ConfigError(message, hint=f"give the absolute path of a folder that stays, such as {flag} {lasting}")

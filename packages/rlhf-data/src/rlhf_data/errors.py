@@ -45,6 +45,14 @@ def with_hint(message: str, hint: str | None = None) -> str:
     return f"{message}\n\nhint: {hint}" if hint else message
 
 
+def installs(requirement: str) -> str:
+    """Return the hint that installs a package of this project with an extra, such as `rlhf-data[hf]`.
+
+    The packages are on no index, where anybody could take their names: the hint names the folder in a checkout.
+    """
+    return f"in a checkout, pip install './packages/{requirement}'"
+
+
 def first_line(error: BaseException) -> str:
     """Return the type of an error and the first line of its message, such as "RuntimeError: out of memory"."""
     line = str(error).strip().partition("\n")[0]

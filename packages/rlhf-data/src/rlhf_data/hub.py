@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import ConfigError, DataError, RlhfError, unknown
+from rlhf_data.errors import ConfigError, DataError, RlhfError, installs, unknown
 from rlhf_data.pretrained import hub_answers
 
 
@@ -24,7 +24,7 @@ def open_dataset(
         import datasets
     except ImportError as error:
         message = f"{name} needs the `datasets` library, which is not installed ({error})"
-        raise ConfigError(message, hint="pip install 'rlhf-data[datasets]', or convert it to .jsonl") from error
+        raise ConfigError(message, hint=f"{installs('rlhf-data[datasets]')}, or convert it to .jsonl") from error
     path = Path(name)
     try:
         if path.suffix.lower() == ".py":

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import ConfigError, RlhfError, missing_file
+from rlhf_data.errors import ConfigError, RlhfError, installs, missing_file
 
 _HUB_TIMEOUT_S = 5.0
 
@@ -25,7 +25,7 @@ def load_tokenizer(path: str | Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ConfigError(f"tokenizers need transformers: {error}", hint="pip install 'rlhf-data[hf]'") from None
+        raise ConfigError(f"tokenizers need transformers: {error}", hint=installs("rlhf-data[hf]")) from None
     hint = "put its files there: tokenizer.json, or what `tokenizer.save_pretrained` writes"
     useless = ConfigError(f"{path} has no tokenizer that makes tokens of text", hint=hint)
     # For an empty folder, the message of transformers says only that it could not load something.
@@ -80,14 +80,14 @@ def located(path: str | Path) -> tuple[str, bool]:
     It looks only on this machine for a folder, and for a hub name if the hub does not answer.
 
     Raises:
-        ConfigError: the text looks like a folder, and no such folder exists. The hub is not asked.
+        ConfigError: the text is neither an existing folder nor of the form `owner/name`. The hub is not asked.
     """
     folder = Path(path).expanduser()
     text = str(path)
     if folder.is_dir():
         return str(folder), True
     is_name = isinstance(path, str) and not text.startswith((".", "/", "~")) and text.count("/") == 1
-    if not is_name or folder.parent.is_dir():
+    if not is_name:
         hint = "give an existing folder, or a hub name as `owner/name`"
         raise ConfigError(f"there is no model folder {text}", hint=hint)
     return text, not hub_answers()

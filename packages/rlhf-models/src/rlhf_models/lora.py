@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlhf_data.errors import ConfigError
+from rlhf_data.errors import ConfigError, installs
 from rlhf_data.pretrained import clear_errors, load_tokenizer
 from rlhf_models.actor import Actor
 from rlhf_models.files import VALUE_HEAD_FILE, quiet_transformers
@@ -226,6 +226,6 @@ def _import_peft() -> Any:
     try:
         import peft
     except ImportError:
-        hint = "pip install 'rlhf-models[lora]', or train all weights"
+        hint = f"{installs('rlhf-models[lora]')}, or train all weights"
         raise ConfigError("LoRA needs peft, which is not installed", hint=hint) from None
     return peft

@@ -22,7 +22,6 @@ from rlhf_cli.launcher import Launch, launch
 from rlhf_cli.paths import (
     LOG_FILE,
     model_path,
-    output_folder,
     source_names,
     user_path,
     with_full_paths,
@@ -33,6 +32,7 @@ from rlhf_cli.preflight.resume import (
     check_can_continue,
     check_run_folders,
     nothing_is_left,
+    run_folder,
     saying_how_to_resume,
     steps_of_ended_run,
     to_store,
@@ -111,7 +111,7 @@ class Command:
         if best is not None and best not in known:
             raise ConfigError(f"--best_metric_key: {unknown('metric', best, known)}")
         saving = parsed.config.checkpoint
-        folder = output_folder(saving.resume or parsed.config.output.save_path, self.name)
+        folder = run_folder(saving, parsed.config.output.save_path, self.name)
 
         # Only rank 0 checks the folder: it may have written to it already when a slower process gets here.
         is_first = launch().rank == 0

@@ -12,12 +12,13 @@ from rlhf_cli.config.differences import online_differences
 from rlhf_cli.config.openrlhf import adapt, flags_of
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.exits import SUCCESS, exit_status
-from rlhf_cli.paths import LOG_FILE, output_folder, user_path
+from rlhf_cli.paths import LOG_FILE, user_path
 from rlhf_cli.preflight.resume import (
     changed_options,
     check_can_continue,
     check_run_folders,
     nothing_is_left,
+    run_folder,
     saying_how_to_resume,
     steps_of_ended_run,
     to_store,
@@ -69,7 +70,7 @@ def _run(argv: Sequence[str]) -> int:
 
     from rlhf_cli.console import Console
 
-    folder = output_folder(config.checkpoint.resume or config.output.save_path, "ppo")
+    folder = run_folder(config.checkpoint, config.output.save_path, "ppo")
     if parsed.dry_run:
         from rlhf_cli.commands.dry_run import show_ppo
 

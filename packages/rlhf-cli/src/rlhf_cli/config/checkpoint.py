@@ -45,7 +45,11 @@ class CheckpointSection(Section, title="checkpoints"):
     disable_ds_ckpt: bool = flag(
         False, "do not save the state of training; with --save_hf_ckpt a checkpoint holds the model only"
     )
-    load_checkpoint: bool = flag(False, "continue from the newest whole checkpoint, if there is one")
+    load_checkpoint: bool = flag(
+        False,
+        "continue from the newest whole checkpoint, if there is one: in --ckpt_path or --save_path, without both of the"
+        " newest run of this command in ./rlhf-output that has one",
+    )
     resume: str | None = flag(
         None, "folder of a run to continue with the options that it had; further flags override them"
     )
@@ -74,9 +78,6 @@ class CheckpointSection(Section, title="checkpoints"):
         if self.resume is not None and "save_path" in given and save_path != self.resume:
             message = f"--resume {self.resume} continues in that folder, and --save_path is {save_path}"
             raise ConfigError(message, hint="drop --save_path")
-        if self.load_checkpoint and self.resume is self.ckpt_path is save_path is None:
-            hint = "add --save_path DIR, the folder of the run, or --ckpt_path DIR; or use --resume DIR"
-            raise ConfigError("--load_checkpoint continues a run, and nothing names its folder", hint=hint)
         if self.save_steps > 0 and self.disable_ds_ckpt and not self.save_hf_ckpt:
             message = f"--save_steps {self.save_steps} with --disable_ds_ckpt would save nothing"
             raise ConfigError(message, hint="drop --disable_ds_ckpt, or add --save_hf_ckpt")

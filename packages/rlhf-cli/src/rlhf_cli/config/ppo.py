@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batches")
 _EVALUATION_OPTIONS = ("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "source_key")
+_SLEEP = ("vllm_enable_sleep", "deepspeed_enable_sleep")
 _REFERENCE_PLACES = ("ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
 _BETTER_WHEN_LOW = ("truncated", "response_tokens", "failed")
 
@@ -270,20 +271,18 @@ def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
     spec = algorithm.spec()
     shares_base = config.model.lora_rank > 0 and spec.uses_reference
     has_frozen = spec.uses_reference != shares_base or spec.uses_teacher or config.reward.reward_pretrain is not None
-    for name, section in (("vllm_enable_sleep", config.engine), ("deepspeed_enable_sleep", placement)):
-        if getattr(section, name) and not all_share:
-            message = f"--{name} is for models and engines that share GPUs, and --colocate_all_models is off"
-            raise ConfigError(message, hint=f"add --colocate_all_models, or drop --{name}")
-        if getattr(section, name) and config.asynchrony.spec() is not None:
+    for name, section in zip(_SLEEP, (config.engine, placement), strict=True):
+        if all_share and getattr(section, name) and config.asynchrony.spec() is not None:
             message = (
                 f"--async_train has engines and trainers work at the same time, and --{name} lets them sleep in turn"
             )
             raise ConfigError(message, hint="drop one of them")
-    if config.engine.vllm_use_mps and config.engine.vllm_enable_sleep:
+    if all_share and config.engine.vllm_use_mps and config.engine.vllm_enable_sleep:
         message = "--vllm_enable_sleep gives GPU memory back, which is not tested with --vllm_use_mps"
         raise ConfigError(message, hint="drop one of them")
     return without_effect(
         given,
+        (not all_share, _SLEEP, "--colocate_all_models is off, so engines and models have GPUs of their own"),
         (all_share, ["vllm_sync_backend"], "with --colocate_all_models engines and training share GPUs"),
         (all_share, ["colocate_actor_ref", "colocate_critic_reward"], "--colocate_all_models includes it"),
         (not algorithm.row.uses_critic, ["colocate_critic_reward"], f"{algorithm.title} has no critic"),

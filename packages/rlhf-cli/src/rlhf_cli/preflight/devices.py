@@ -54,8 +54,10 @@ def find_gpus() -> tuple[list[int], str | None]:
 
 
 def cluster_notices(address: str | None) -> list[str]:
-    """Return a notice if the run joins a cluster that was found, and not named by RAY_ADDRESS."""
-    if address is None or os.environ.get("RAY_ADDRESS"):
+    """Return a notice if the run joins a cluster that was found, and not named by RAY_ADDRESS, or starts its own."""
+    if address is None:
+        return ["this run starts its own Ray, without a dashboard; `ray start --head` before a run starts one with it"]
+    if os.environ.get("RAY_ADDRESS"):
         return []
     return [f"joining the Ray cluster at {address}; set RAY_ADDRESS=local to start one for this run instead"]
 

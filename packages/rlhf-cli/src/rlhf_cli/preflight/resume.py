@@ -8,9 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.config.checkpoint import CheckpointSection
-from rlhf_cli.paths import CONFIG_FILE, check_output_folder, check_writable, user_path, with_full_paths
+from rlhf_cli.paths import (
+    CONFIG_FILE,
+    check_output_folder,
+    check_writable,
+    output_folder,
+    user_folder,
+    user_path,
+    with_full_paths,
+)
 from rlhf_data.command_line import to_toml
 from rlhf_data.errors import ConfigError
+
+_MANIFEST = "step-*/manifest.json"  # in the folder of checkpoints
 
 # Sections and options without a trace in the numbers of a step.
 _NO_TRACE = {
@@ -29,16 +39,33 @@ _ONLINE_LENGTH = ("train_steps", "num_episodes")
 _OFFLINE_LENGTH = ("max_epochs",)
 
 
+def run_folder(section: CheckpointSection, save_path: str | None, command: str) -> Path:
+    """Return the folder of a run: that of --resume or --save_path, else a new one in ./rlhf-output.
+
+    --load_checkpoint alone names no folder. As in OpenRLHF, whose checkpoints have a default folder, the same command
+    line then continues the run that it began: the newest of `command` in ./rlhf-output that has a checkpoint.
+    """
+    named = section.resume or save_path
+    if named is None and section.load_checkpoint and section.ckpt_path is None:
+        home = user_folder() / "rlhf-output"
+        found = {path.stat().st_mtime: path for path in home.glob(f"{command}-*/checkpoints/{_MANIFEST}")}
+        if found:
+            return found[max(found)].parents[2]
+    return output_folder(named, command)
+
+
 def check_run_folders(section: CheckpointSection, folder: Path) -> None:
     """Raise ConfigError if a run cannot use `folder` for its results, or the folder of --ckpt_path for its checkpoints.
 
     The checkpoints of another run would count as its own: as the newest to continue from, or as those to remove.
     """
     check_output_folder(folder, holds_run=section.continues)
+    if section.continues:
+        _check_kind(_home(section, folder))
     if section.ckpt_path is None:
         return
     home = user_path(section.ckpt_path)
-    if not section.continues and any(home.glob("step-*/manifest.json")):
+    if not section.continues and any(home.glob(_MANIFEST)):
         hint = "name another folder; or add --load_checkpoint to continue from the newest of them"
         raise ConfigError(f"--ckpt_path {home} holds the checkpoints of another run", hint=hint)
     check_writable(home, "--ckpt_path")
@@ -46,7 +73,20 @@ def check_run_folders(section: CheckpointSection, folder: Path) -> None:
 
 def has_checkpoint(section: CheckpointSection, folder: Path) -> bool:
     """Return whether the run in `folder` has a checkpoint to continue from."""
-    return not section.disable_ds_ckpt and any(_home(section, folder).glob("step-*/manifest.json"))
+    return not section.disable_ds_ckpt and any(_home(section, folder).glob(_MANIFEST))
+
+
+def _check_kind(home: Path) -> None:
+    """Raise ConfigError if a folder holds checkpoints of OpenRLHF, which are DeepSpeed's, and none of this program."""
+    if any(home.glob(_MANIFEST)):
+        return
+    theirs = sorted(path for pattern in ("global_step*", "*/global_step*") for path in home.glob(pattern))
+    if not theirs:
+        return
+    models = [str(path) for path in theirs if (path / "config.json").is_file()]
+    model = models[-1] if models else "MODEL, a Hugging Face folder that it saved"
+    message = f"{home} holds a checkpoint of OpenRLHF, {theirs[-1].name}, whose state cannot be read here"
+    raise ConfigError(message, hint=f"name another folder, and start from its weights: --pretrain {model}")
 
 
 def _home(section: CheckpointSection, folder: Path) -> Path:

@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from rlhf_data.chat import Tokenizer
-from rlhf_data.errors import ConfigError, DataError, EngineError
+from rlhf_data.errors import ConfigError, DataError, EngineError, installs
 from rlhf_rollout.agents.anthropic_dialect import MESSAGES
 from rlhf_rollout.agents.conversation import History
 from rlhf_rollout.agents.dialect import Answer, Dialect, Request
@@ -39,9 +39,7 @@ from rlhf_rollout.agents.tool_calls import make_parser
 try:
     import uvicorn
 except ImportError as error:
-    raise ConfigError(
-        f"the door for agents needs uvicorn: {error}", hint="pip install 'rlhf-rollout[server]'"
-    ) from None
+    raise ConfigError(f"the door for agents needs uvicorn: {error}", hint=installs("rlhf-rollout[server]")) from None
 
 MAX_BODY_BYTES = 32 * 2**20
 DIALECTS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES}

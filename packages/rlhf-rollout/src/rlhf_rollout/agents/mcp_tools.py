@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rlhf_data.errors import RewardError
+from rlhf_data.errors import RewardError, installs
 
 Run = Callable[[Mapping[str, Any]], Awaitable[str]]
 
@@ -55,9 +55,7 @@ class McpServer:
                 ready.set_result((await self._client.list_tools()).tools)
                 await self._end.wait()
         except ImportError:
-            ready.set_exception(
-                RewardError("MCP servers need the `mcp` library", hint="pip install 'rlhf-rollout[mcp]'")
-            )
+            ready.set_exception(RewardError("MCP servers need the `mcp` library", hint=installs("rlhf-rollout[mcp]")))
         except Exception as error:
             if not ready.done():
                 ready.set_exception(RewardError(f"the MCP server `{' '.join(self._command)}` does not start: {error}"))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from rlhf_data.errors import RewardError
+from rlhf_data.errors import RewardError, installs
 from rlhf_rollout.agents.interface import Session
 
 
@@ -30,7 +30,7 @@ class VerifiersAgent:
         """Load the environment. Raises RewardError for anything else, and whatever the loading raises."""
         self._environment = self._load()  # in the main thread, because the library sets handlers of signals
         if not hasattr(self._environment, "generate") or not hasattr(self._environment, "rubric"):
-            hint = "environments of verifiers 0.1.3 to 0.1.9 can be used: pip install 'rlhf-rollout[verifiers]'"
+            hint = f"environments of verifiers 0.1.3 to 0.1.9 can be used: {installs('rlhf-rollout[verifiers]')}"
             raise RewardError(f"`load_environment` returned {self._environment!r:.80}", hint=hint)
 
     async def __call__(self, session: Session) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rlhf_data.command_line import CommandLine, show_parsed
-from rlhf_data.errors import ConfigError
+from rlhf_data.errors import ConfigError, installs
 from rlhf_data.exits import SUCCESS, run_command
 from rlhf_data.options import Config
 from rlhf_rollout.commands.configs import (
@@ -75,7 +75,7 @@ class RolloutCommand:
             if self.extra is None or (error.name or "").startswith("rlhf_"):
                 raise
             message = f"{self.name} needs the module {error.name}, which is not installed"
-            raise ConfigError(message, hint=f"pip install 'rlhf-rollout[{self.extra}]'") from None
+            raise ConfigError(message, hint=installs(f"rlhf-rollout[{self.extra}]")) from None
 
 
 COMMANDS: Mapping[str, RolloutCommand] = MappingProxyType(

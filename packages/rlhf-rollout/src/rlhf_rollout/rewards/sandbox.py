@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf_data.errors import ConfigError
+from rlhf_data.errors import ConfigError, installs
 from rlhf_data.safety import without_secrets
 from rlhf_rollout.rewards.user_function import one_line
 
@@ -30,7 +30,7 @@ _GRACE_S = 60.0  # for starting the sandbox and for the end of the judge; a busy
 _DISK_BYTES = 2**26
 _ENVIRONMENT = {"LANG": "C.UTF-8", "HOME": "/tmp", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _INSTALL = (
-    "install bubblewrap 0.8 or later (apt install bubblewrap, or pip install 'rlhf-rollout[code]') on a machine that"
+    f"install bubblewrap 0.8 or later (apt install bubblewrap; or {installs('rlhf-rollout[code]')}) on a machine that"
     " allows user namespaces, or name a SandboxFusion server with --code_sandbox http://HOST:8080"
 )
 

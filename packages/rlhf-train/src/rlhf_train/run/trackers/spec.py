@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from rlhf_data.errors import ConfigError
+from rlhf_data.errors import ConfigError, installs
 
 
 class Tracker(Protocol):
@@ -59,4 +59,4 @@ class TrackerSpec:
         for wanted, flag, module in ((self.wandb, "use_wandb", "wandb"), (self.mlflow_uri, "use_mlflow", "mlflow")):
             if wanted and importlib.util.find_spec(module) is None:
                 message = f"--{flag} needs the Python package {module}, which is not installed"
-                raise ConfigError(message, hint=f"pip install 'rlhf-cli[{module}]'")
+                raise ConfigError(message, hint=installs(f"rlhf-cli[{module}]"))

@@ -12,10 +12,19 @@ from rlhf_train.run.trackers.spec import TrackerSpec
 
 
 def check_key() -> None:
-    """Raise ConfigError when there is no API key and WANDB_MODE asks for one. `wandb.init` would wait for input."""
-    is_offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
-    if not is_offline and not wandb.login(prompt=False):
-        hint = "set WANDB_API_KEY, run `wandb login` once, or set WANDB_MODE=offline"
+    """Raise ConfigError when WANDB_MODE asks for an API key and there is none, or it is refused.
+
+    `wandb.init` would wait for input.
+    """
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return
+    hint = "set WANDB_API_KEY, run `wandb login` once, or set WANDB_MODE=offline"
+    try:
+        has_key = wandb.login(prompt=False)
+    except (wandb.Error, ValueError) as error:  # a key of a wrong form, or one that the server does not know
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"Weights & Biases does not take the API key: {reason}", hint=hint) from None
+    if not has_key:
         raise ConfigError("Weights & Biases has no API key", hint=hint)
 
 
