@@ -7,13 +7,16 @@ import pytest
 from rlhf_cli.commands.examples import COMMANDS as EXAMPLES
 from rlhf_cli.commands.lora_combiner import COMMAND_LINE as LORA_COMBINER
 from rlhf_cli.commands.ppo import COMMAND_LINE as PPO
-from rlhf_cli.config.openrlhf import flags_of, table
+from rlhf_cli.commands.rollout import command_line
+from rlhf_cli.config.openrlhf import INFERENCE, flags_of, table
 from rlhf_data.command_line import CommandLine, Parsed
 from rlhf_data.errors import ConfigError, FeatureError
 
 HERE = Path(__file__).parent
 MODEL = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "r.py")
 DATA = ("--pretrain", "m", "--dataset", "d.jsonl")
+GENERATE = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--output_path", "o.jsonl")
+SCORE = ("--pretrain", "m", "--dataset", "d.jsonl", "--output_path", "o.jsonl")
 NAMES = {
     block.split()[0]: block.split()[1:]
     for block in (HERE / "openrlhf_flag_names.txt").read_text().split("\n\n")
@@ -23,11 +26,14 @@ NAMES = {
 
 def line(command: str) -> CommandLine:
     own = {"ppo": PPO, "lora_combiner": LORA_COMBINER}
+    if command in INFERENCE:
+        return command_line(command)
     return own[command] if command in own else EXAMPLES[command].command_line
 
 
 def parse(command: str, *argv: str) -> Parsed:
-    return line(command).parse([*(MODEL if command == "ppo" else DATA), *argv])
+    given = {"ppo": MODEL, "generate": GENERATE, "score": SCORE}.get(command, DATA)
+    return line(command).parse([*given, *argv])
 
 
 def option(parsed: Parsed, name: str):
@@ -87,6 +93,13 @@ def test_table_has_no_flag_twice_for_a_command_and_names_options_that_exist():
         ("ppo", "--algo.kl.use_loss --algo.kl.estimator k3", "use_kl_loss", True),
         ("ppo", "--algo.kl.init_coef 0.05", "init_kl_coef", 0.05),
         ("ppo", "--enable_vllm_is_correction", "is_correction_level", "token"),
+        ("ppo", "--vllm_enable_is_correction", "is_correction_level", "token"),
+        ("ppo", "--use_kl_loss --use_kl_estimator_k3", "kl_estimator", "k3"),
+        ("generate", "--iter 3 --rollout_batch_size 10240", "skip_samples", 30720),
+        ("generate", "--iter 3 --rollout_batch_size 10240", "max_samples", 10240),
+        ("generate", "--iter 1", "skip_samples", 2048),
+        ("generate", "--rollout_batch_size 10240", "max_samples", None),
+        ("score", "--micro_batch_size 4", "reward_batch_size", 4),
         ("ppo", "--vllm_is_correction_type tis", "is_correction_mode", "truncate"),
         ("ppo", "--enable_vllm_is_correction --vllm_is_correction_type icepop", "is_correction_mode", "mask"),
         ("ppo", "--vllm_is_correction_type icepop", "is_correction_level", "token"),

@@ -57,9 +57,12 @@ def test_every_module_can_be_run_by_its_name():
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        (["--eval_task", "generate_vllm"], ["generate", "--engine", "vllm"]),
-        (["--eval_task=generate"], ["generate", "--engine", "transformers"]),
+        (["--eval_task", "generate_vllm"], ["generate", "--engine", "vllm", "--post_processor", "rendered"]),
+        (["--eval_task=generate"], ["generate", "--engine", "transformers", "--post_processor", "rendered"]),
         (["--eval_task", "rm"], ["score"]),
+        (["--eval_task", "rm", "--post_processor", "null"], ["score"]),
+        (["--eval_task", "rm", "--post_processor=rs"], ["score", "--post_processor", "best_of_n"]),
+        (["--post-processor", "iter_dpo", "--eval_task", "rm"], ["score", "--post_processor", "iter_dpo"]),
     ],
 )
 def test_batch_inference_runs_the_command_of_its_task(ran, task, words):
@@ -79,6 +82,34 @@ def test_batch_inference_without_a_task_it_knows_is_refused(ran, capsys, argv, m
     assert openrlhf.main("batch_inference", argv) == 2
     assert message in capsys.readouterr().err
     assert ran == []
+
+
+# The steps of iterative DPO, of rejection sampling and of conditional SFT, and the reward server, with flags as in
+# examples/scripts of OpenRLHF.
+_SCORES = (
+    "batch_inference --eval_task rm --pretrain org/reward --bf16 --dataset {made} --dataset_probs 1.0 --zero_stage 0"
+)
+LINES = {
+    "generate": "batch_inference --eval_task generate_vllm --pretrain org/policy --max_new_tokens 2048"
+    " --prompt_max_len 2048 --dataset org/prompts --input_key context_messages --apply_chat_template --temperature 1.0"
+    " --tp_size 4 --best_of_n 16 --enable_prefix_caching --max_num_seqs 64 --iter 2 --rollout_batch_size 10240"
+    " --zero_stage 0 --output_path made.jsonl",
+    "iter_dpo": _SCORES + " --max_len 4096 --post_processor iter_dpo --micro_batch_size 4 --output_path out.jsonl",
+    "rs": _SCORES + " --max_len 4096 --post_processor rs --micro_batch_size 4 --output_path out.jsonl",
+    "csft": _SCORES
+    + " --max_len 2048 --post_processor csft --normalize_reward --micro_batch_size 4 --output_path o.jsonl",
+    "serve": "serve_rm --reward_pretrain org/reward --port 5000 --bf16 --flash_attn --normalize_reward --max_len 8192"
+    " --batch_size 16 --attn_implementation flash_attention_2",
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_printed_command_line_of_inference_parses(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    made = tmp_path / "made.jsonl"
+    made.write_text('{"input": "q", "output": "a"}\n')
+    module, *flags = LINES[name].format(made=made).split()
+    assert openrlhf.main(module, [*flags, "--dry_run"]) == 0, capsys.readouterr().err
 
 
 def test_launcher_may_start_many_processes_of_offline_training_alone(ran, capsys, monkeypatch):

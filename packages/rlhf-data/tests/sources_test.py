@@ -2,6 +2,7 @@
 
 import gzip
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -282,6 +283,18 @@ def test_rows_fingerprint_changes_with_content_and_options(tmp_path):
     assert before == open_sources(path).fingerprint() != open_sources(path, max_samples=1).fingerprint()
     write_jsonl(path, [{"q": 2}])
     assert open_sources(path).fingerprint() != before
+
+
+def test_skip_samples_leaves_out_the_first_rows_of_each_source(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"q": "{name}{i}"}}\n' for i in range(5)))
+    rows = open_sources(f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", max_samples=2)
+    sliced = replace(rows, skip_samples=2)
+    assert [row.values["q"] for row in sliced] == ["a2", "a3", "b2", "b3"]
+    assert [row.values["q"] for row in replace(rows, skip_samples=4)] == ["a4", "b4"]
+    assert sliced.fingerprint() != rows.fingerprint()
+    with pytest.raises(DataError, match="no rows behind the first 5"):
+        list(replace(rows, skip_samples=5))
 
 
 def test_open_sources_without_the_library_says_how_to_install_it(tmp_path, monkeypatch):

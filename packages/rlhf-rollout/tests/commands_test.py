@@ -12,12 +12,12 @@ import pytest
 
 from record_testing import write_jsonl
 from rlhf_rollout.commands.chat import ChatJob
-from rlhf_rollout.commands.configs import GenerateFileSection
+from rlhf_rollout.commands.configs import GenerateFileSection, SlicedPromptSection
 from rlhf_rollout.commands.generate import GenerateJob, make_job
 from rlhf_rollout.commands.main import COMMANDS, main
 from rlhf_rollout.commands.parts import EngineJob, RewardJob
 from rlhf_rollout.commands.score import ScoreJob
-from rlhf_rollout.commands.sections import PromptSection, RewardSection
+from rlhf_rollout.commands.sections import RewardSection
 from rlhf_rollout.commands.serve_rm import ServeJob
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
@@ -239,7 +239,7 @@ def test_generate_job_holds_what_the_flags_say():
     job = make_job(COMMANDS["generate"].command_line("x").parse(flags.split()).config)
     sampling = SamplingParams(num_samples=2, max_tokens=20, temperature=0.5, top_p=0.5, top_k=4, seed=7)
     assert job == GenerateJob(
-        data=PromptSection(
+        data=SlicedPromptSection(
             prompt_data="p",
             prompt_data_probs="1",
             prompt_split="test",

@@ -58,6 +58,17 @@ def outputs(kind, **options):
 
 def test_plain_keeps_every_response_that_is_not_empty():
     assert outputs("plain") == ["low", "high", "cut", "crashed", "high", "middle"]
+
+
+def test_rendered_has_the_prompt_as_the_model_saw_it():
+    group = [
+        {**record("low", -1.0), "prompt": "<user> q <bot>"},
+        {**record("crashed", None), "prompt": "<user> q <bot>"},
+    ]
+    assert [(row["input"], row["output"]) for row in made("rendered", group)] == [
+        ("<user> q <bot>", "low"),
+        ("<user> q <bot>", "crashed"),
+    ]
     assert made("plain")[0] == {"input": "q", "output": "low", "reward": -1.0, "label": "L", "finish_reason": "stop"}
 
 

@@ -69,6 +69,42 @@ def test_pairs_get_two_rewards_and_an_accuracy(tmp_path, capsys, length):
     assert all(row.items() <= written.items() for row, written in zip(PAIRS, scored, strict=True))
 
 
+ANSWERS = [  # of two inputs, mixed; a reward is the number of characters
+    {"input": "a", "output": "xx"},
+    {"input": "b", "output": "x"},
+    {"input": "a", "output": "xxxx"},
+    {"input": "b", "output": "xxx"},
+    {"input": "a", "output": "xxxxx", "finish_reason": "length"},
+]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["iter_dpo"], [("a", "xxxx", "xx"), ("b", "xxx", "x")]),  # the cut answer is left out
+        (["best_of_n"], [("a", "xxxxx"), ("b", "xxx")]),
+        (["rs", "--min_reward", "3"], [("a", "xxxx"), ("a", "xxxxx"), ("b", "xxx")]),
+        (
+            ["csft", "--reward_template", "{reward}:{input}"],
+            [("2.00:a", "xx"), ("4.00:a", "xxxx"), ("5.00:a", "xxxxx"), ("1.00:b", "x"), ("3.00:b", "xxx")],
+        ),
+    ],
+)
+def test_answers_to_one_input_are_compared(tmp_path, capsys, length, more, expected):
+    status, written = score(tmp_path, ANSWERS, "--remote_rm_url", length, "--post_processor", *more)
+    assert status == 0
+    keys = ("prompt", "chosen", "rejected") if more[0] == "iter_dpo" else ("input", "output")
+    assert [tuple(row[key] for key in keys) for row in written] == expected
+    assert f"{more[0]}: {len(expected)} rows written" in capsys.readouterr().err
+
+
+def test_answers_that_are_pairs_already_are_not_compared(tmp_path, capsys, length):
+    pairs = ("--chosen_key", "chosen", "--prompt_key", "prompt", "--remote_rm_url", length)
+    status, _ = score(tmp_path, PAIRS, *pairs, "--post_processor", "iter_dpo")
+    assert status == 2
+    assert "--chosen_key says that rows are pairs" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 def test_reward_model_scores_the_tokens_that_its_trainer_reads(tmp_path, model_dir, normalize):
     rows = [{"input": f"{n} plus {n} is", "output": f" {2 * n}"} for n in range(1, 6)]

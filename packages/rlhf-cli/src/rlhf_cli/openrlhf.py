@@ -69,15 +69,17 @@ def _command_words(name: str, words: list[str]) -> list[str]:
     if name != "batch_inference":
         compares = ["--openrlhf"] if COMMANDS[name] in ("ppo", *LAUNCHED) else []
         return [COMMANDS[name], *compares, *words]
-    task = None
+    taken: dict[str, str | None] = {"eval_task": None, "post_processor": None}
     rest = []
     while words:
         word = words.pop(0)
         flag, has_value, value = word.partition("=")
-        if flag.replace("-", "_") != "__eval_task":
+        option = flag.removeprefix("--").replace("-", "_")
+        if option not in taken or not flag.startswith("--"):
             rest.append(word)
         elif has_value or words:
-            task = value if has_value else words.pop(0)
+            taken[option] = value if has_value else words.pop(0)
+    task = taken["eval_task"]
     if task is None:
         if {"-h", "--help"} & set(rest):
             return [COMMANDS[name], *rest]
@@ -85,4 +87,13 @@ def _command_words(name: str, words: list[str]) -> list[str]:
         raise ConfigError("--eval_task is missing: it says what batch_inference does", hint=f"give one of {kinds}")
     if task not in _EVAL_TASKS:
         raise ConfigError(f"--eval_task: {unknown('value', task, _EVAL_TASKS)}")
-    return [*_EVAL_TASKS[task], *rest]
+    return [*_EVAL_TASKS[task], *_post_processor(task, taken["post_processor"]), *rest]
+
+
+def _post_processor(task: str, given: str | None) -> list[str]:
+    """Return the words that make the rows of OpenRLHF's `--post_processor`, which is `given`, or of none."""
+    if given in (None, "None", "null"):
+        # OpenRLHF writes the rendered prompt and the response, which its later tasks and trainers read as they are.
+        return [] if task == "rm" else ["--post_processor", "rendered"]
+    # OpenRLHF's `rs` keeps the response with the highest reward, for each prompt. Ours keeps those that are right.
+    return ["--post_processor", "best_of_n" if given == "rs" else given]

@@ -60,6 +60,7 @@ class Rows:
         seed: seed of these draws.
         max_samples: largest number of rows per source.
         preset: the name in `PRESETS` of the data set whose form the rows have; None leaves them as they are.
+        skip_samples: number of rows to leave out at the start of each source; `max_samples` counts those after them.
     """
 
     sources: tuple[Source, ...]
@@ -67,6 +68,7 @@ class Rows:
     seed: int = 0
     max_samples: int | None = None
     preset: str | None = None
+    skip_samples: int = 0
 
     @property
     def name(self) -> str:
@@ -105,12 +107,17 @@ class Rows:
     def fingerprint(self) -> str | None:
         """Return a text that changes whenever the rows do, or None if a source is streamed and has no fingerprint."""
         prints = [source.fingerprint() for source in self.sources]
-        return None if None in prints else repr((prints, self.probs, self.seed, self.max_samples, self.preset))
+        return (
+            None
+            if None in prints
+            else repr((prints, self.probs, self.seed, self.max_samples, self.preset, self.skip_samples))
+        )
 
     def _read(self, source: Source, errors: RowErrors) -> Iterator[Row]:
         row = None
         num_bad = errors.num_bad
-        for read in itertools.islice(source.read(errors), self.max_samples):
+        end = None if self.max_samples is None else self.skip_samples + self.max_samples
+        for read in itertools.islice(source.read(errors), self.skip_samples, end):
             try:
                 row = read if self.preset is None else PRESETS[self.preset].convert(read)
             except DataError as error:
@@ -120,6 +127,8 @@ class Rows:
         if row is None and errors.num_bad > num_bad:
             message = f"no row of {source.name} can be read; the first that cannot:"
             raise DataError(joined([message, *errors.first], "\n"))
+        if row is None and self.skip_samples:
+            raise DataError(f"{source.name} has no rows behind the first {self.skip_samples}", hint="skip fewer rows")
         if row is None:
             raise DataError(f"{source.name} has no rows", hint="write one JSON object per line, with the prompt in it")
 

@@ -26,6 +26,9 @@ _TOTAL = "prompt and response"  # tokens of a prompt and its response together
 _GUEST = "openrlhf"  # whether the command line was written for OpenRLHF
 _BY_TOKENS = "dynamic batch"  # whether passes hold a number of tokens
 _PASS = "tokens per pass"
+_ITERATION = "slice of the rows"  # number of a slice of as many rows as `_SLICE` says
+_SLICE = "rows of a slice"
+_SLICE_SIZE = "2048"  # OpenRLHF's default
 _RESPONSE = 1024  # tokens per response if only the length of both is given
 
 
@@ -97,6 +100,9 @@ def adapt(values: Values) -> Values:
     tokens = values.pop(_PASS, "16192")
     if values.pop(_BY_TOKENS, None):
         values.setdefault("micro_batch_tokens", tokens)
+    size = int(values.pop(_SLICE, _SLICE_SIZE))
+    if _ITERATION in values:
+        values |= {"skip_samples": str(int(values.pop(_ITERATION)) * size), "max_samples": str(size)}
     if _TOTAL not in values:
         return values
     # Without --generate_max_len, the response may have half of the tokens, but not more than the usual limit.
@@ -115,10 +121,15 @@ def _reading(option: str, read: Callable[[list[str]], object]) -> Foreign:
     return Foreign(options=(option,), read=lambda flag, words: ({option: read(list(words))}, ""))
 
 
-def _total_length(flag: str, words: Sequence[str]) -> tuple[Values, str]:
-    if len(words) != 1 or not words[0].isdecimal():
-        raise ConfigError(f"{flag} is {' '.join(words) or 'empty'}; it must be a whole number")
-    return {_TOTAL: words[0]}, ""
+def _whole_number(name: str) -> Callable[[str, Sequence[str]], tuple[Values, str]]:
+    """Return the reader of a flag whose whole number becomes the value `name`."""
+
+    def read(flag: str, words: Sequence[str]) -> tuple[Values, str]:
+        if len(words) != 1 or not words[0].isdecimal():
+            raise ConfigError(f"{flag} is {' '.join(words) or 'empty'}; it must be a whole number")
+        return {name: words[0]}, ""
+
+    return read
 
 
 def _greedy(flag: str, words: Sequence[str]) -> tuple[Values, str]:
@@ -160,7 +171,10 @@ _TYPES = mapped(
 # By first spelling, the flags whose meaning does not fit into the table.
 _SPECIAL: Mapping[str, Foreign] = MappingProxyType(
     {
-        "max_len": Foreign(options=("prompt_max_len", "generate_max_len"), read=_total_length),
+        "max_len": Foreign(options=("prompt_max_len", "generate_max_len"), read=_whole_number(_TOTAL)),
+        "iter": Foreign(options=("skip_samples", "max_samples"), read=_whole_number(_ITERATION)),
+        "rollout_batch_size": Foreign(options=("max_samples",), read=_whole_number(_SLICE)),
+        "use_kl_estimator_k3": sets(kl_estimator="k3"),
         "use_dynamic_batch": Foreign(
             options=("micro_batch_tokens",),
             read=lambda flag, words: ({_BY_TOKENS: "true"} if is_on(flag, words) else {}, ""),

@@ -7,7 +7,7 @@ from rlhf_data.checks import lacking, missing, without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Config, Section, flag, one_of, with_defaults
 from rlhf_data.sections import AnswerKeySection, ExampleSection, InputSection, PairKeySection, TemplateSection
-from rlhf_rollout.commands.post_process import POST_PROCESSORS
+from rlhf_rollout.commands.post_process import POST_PROCESSORS, SELECTORS
 from rlhf_rollout.commands.sections import (
     CODE_OPTIONS,
     FUNCTION_OPTIONS,
@@ -29,6 +29,7 @@ from rlhf_rollout.engines import ENGINE_KINDS
 
 EngineKind = one_of(ENGINE_KINDS)
 PostProcessor = one_of(POST_PROCESSORS)
+Selector = one_of(SELECTORS)
 
 _VLLM_OPTIONS = (
     "vllm_tensor_parallel_size",
@@ -60,6 +61,12 @@ class SeededSampling(Section, title="sampling"):
         "makes responses repeatable, and the order that --prompt_data_probs draws; None: responses differ in each run",
         ge=0,
     )
+
+
+class SlicedPromptSection(PromptSection):
+    """Prompts from a part of the rows."""
+
+    skip_samples: int = flag(0, "rows to leave out at the start of each source, before --max_samples counts", ge=0)
 
 
 class GenerateSampling(GroupSamplingSection, SeededSampling):
@@ -116,13 +123,9 @@ class FileSection(Section, title="output"):
         return lacking(self, "output_path", "the rows must be written somewhere", "add --output_path FILE.jsonl")
 
 
-class GenerateFileSection(FileSection):
-    """Adds what is written: rollouts, or training data made from them."""
+class SelectedFileSection(FileSection):
+    """Adds which answers become training data, and how."""
 
-    resume: bool = flag(False, "continue a run that was stopped: prompts whose rollouts are in the file are skipped")
-    post_processor: PostProcessor = flag(
-        "rollouts", "; ".join(f"{name}: {text}" for name, text in POST_PROCESSORS.items())
-    )
     min_reward: float | None = flag(
         None, "lowest reward that `rs` accepts; None: `rs` accepts responses with the verdict ok"
     )
@@ -130,12 +133,35 @@ class GenerateFileSection(FileSection):
         "{input} <rm_score>: {reward} ", "the input of a row of `csft`, with {input} and {reward} in it"
     )
 
+    def check_template(self, kind: str) -> None:
+        """Raise ConfigError if rows of `kind` need the reward template and it cannot be filled in."""
+        template = self.reward_template
+        if kind == "csft" and not all(template.count(part) == 1 for part in ("{input}", "{reward}")):
+            raise ConfigError(f"--reward_template must hold {{input}} and {{reward}} once, got {template!r}")
+
+
+class GenerateFileSection(SelectedFileSection):
+    """Adds what is written: rollouts, or training data made from them."""
+
+    resume: bool = flag(False, "continue a run that was stopped: prompts whose rollouts are in the file are skipped")
+    post_processor: PostProcessor = flag(
+        "rollouts", "; ".join(f"{name}: {text}" for name, text in POST_PROCESSORS.items())
+    )
+
+
+class ScoreFileSection(SelectedFileSection):
+    """Adds what is written: all rows, or training data made from them."""
+
+    post_processor: Selector = flag(
+        "rows", "rows with one input are compared; " + "; ".join(f"{name}: {text}" for name, text in SELECTORS.items())
+    )
+
 
 class GenerateConfig(Config):
     """All options of `generate`."""
 
     model: EngineModelSection = EngineModelSection()
-    data: PromptSection = PromptSection()
+    data: SlicedPromptSection = SlicedPromptSection()
     rollout: GenerateSampling = GenerateSampling()
     agent: AgentSection = AgentSection()
     engine: OneEngineSection = OneEngineSection()
@@ -145,7 +171,7 @@ class GenerateConfig(Config):
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
         lacks = self.data.missing_data()
-        if self.reward.sources() or self.output.post_processor not in ("rollouts", "plain"):
+        if self.reward.sources() or self.output.post_processor not in ("rollouts", "plain", "rendered"):
             lacks += self.reward.missing(f"--post_processor {self.output.post_processor} needs a reward")
         return lacks + self.output.missing() + self.engine.missing(self.model)
 
@@ -164,9 +190,7 @@ class GenerateConfig(Config):
         if kind != "rollouts" and self.agent.agent_func_path is not None:
             message = f"--post_processor {kind} makes rows of one prompt and one answer, and episodes of an agent have"
             raise ConfigError(f"{message} several turns", hint="drop --post_processor, or --agent_func_path")
-        template = self.output.reward_template
-        if kind == "csft" and not all(template.count(part) == 1 for part in ("{input}", "{reward}")):
-            raise ConfigError(f"--reward_template must hold {{input}} and {{reward}} once, got {template!r}")
+        self.output.check_template(kind)
         if self.output.overwrite and self.output.resume:
             message = "--overwrite and --resume: a file is either replaced or continued"
             raise ConfigError(message, hint="give one of them")
@@ -194,7 +218,7 @@ class ScoreConfig(Config):
     model: TokenizerSection = TokenizerSection()
     data: AnswerSection = AnswerSection()
     reward: RewardSection = RewardSection()
-    output: FileSection = FileSection()
+    output: ScoreFileSection = ScoreFileSection()
 
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
@@ -204,11 +228,18 @@ class ScoreConfig(Config):
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`."""
         pairs = self.data.chosen_key is not None
+        kind = self.output.post_processor
+        self.output.check_template(kind)
+        if pairs and kind != "rows":
+            message = f"--post_processor {kind} compares answers to an input, and --chosen_key says that rows are pairs"
+            raise ConfigError(message, hint="drop one of them")
         notices = self.reward.check(given) + self.reward.what_is_right("verdicts")
         return notices + without_effect(
             given,
             (pairs, ["input_key", "output_key"], "--chosen_key says that rows are pairs"),
             (not pairs, ["rejected_key", "prompt_key"], "without --chosen_key a row holds one answer"),
+            (kind != "rs", ["min_reward"], f"--post_processor is {kind}"),
+            (kind != "csft", ["reward_template"], f"--post_processor is {kind}"),
         )
 
 

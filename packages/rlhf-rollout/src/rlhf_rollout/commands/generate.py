@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class GenerateJob:
     def load_prompts(self, tokenizer: Any) -> tuple[PromptSet, list[Any]]:
         """Return the prompts, and for each the cell that it was made from: text or messages."""
         data = self.data
-        rows = open_prompts(data, self.seed)
+        rows = replace(open_prompts(data, self.seed), skip_samples=data.skip_samples)
         prompts = load_prompts(rows, tokenizer, **matching(load_prompts, data))
         # A second pass gives the same rows in the same order; rows that made no prompt are skipped.
         again = iter(rows.read(RowErrors(skip_bad_rows=True)))

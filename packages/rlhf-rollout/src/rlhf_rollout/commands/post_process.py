@@ -14,6 +14,7 @@ from rlhf_data.errors import DataError
 POST_PROCESSORS = {
     "rollouts": "one record per response, with its tokens and log-probs",
     "plain": "one input/output row per response",
+    "rendered": "the same, with the input as the model saw it, after its chat template or input template",
     "best_of_n": "the response with the highest reward, for each prompt",
     "rs": "rejection sampling: the responses that the reward accepts, without repetitions",
     "iter_dpo": "prompt/chosen/rejected rows: the uncut responses with the highest and the lowest reward",
@@ -21,6 +22,12 @@ POST_PROCESSORS = {
 }
 
 Record = dict[str, Any]
+
+# What makes rows of answers that have their rewards already.
+SELECTORS = {
+    "rows": "every row, with its reward",
+    **{kind: text for kind, text in POST_PROCESSORS.items() if kind in ("best_of_n", "rs", "iter_dpo", "csft")},
+}
 
 _FIELDS: Mapping[str, Any] = MappingProxyType(
     {"group_id": str, "input": str | list, "text": str, "verdict": str | None, "finish_reason": str}
@@ -61,19 +68,20 @@ def post_process(
 ) -> Iterator[Record]:
     """Yield the training rows of one prompt's rollouts.
 
-    An empty response gives no row. A response whose reward failed gives a row only for "plain". Rows keep the
-    `finish_reason`, which tells trainers whether an answer was cut. `input` is the text or the messages that the prompt
-    was made from, so trainers must read it with the same chat template or input template.
+    An empty response gives no row. A response whose reward failed gives a row only for "plain" and "rendered". Rows
+    keep the `finish_reason`, which tells trainers whether an answer was cut. `input` is the text or the messages that
+    the prompt was made from, so trainers must read it with the same chat template or input template; for "rendered" it
+    is what the template made, which trainers read without one.
 
     Args:
-        group: records of `rlhf_rollout.records_io`, each with its `input`.
+        group: records of `rlhf_rollout.records_io`, each with its `input`. Only "rendered" reads their `prompt`.
         kind: a key of `POST_PROCESSORS` other than "rollouts".
         min_reward: lowest reward that "rs" accepts; None accepts responses with the verdict ok.
         reward_template: the input that "csft" writes, with {input} and {reward} (two decimals).
     """
     answers = [record for record in group if record["text"].strip()]
     by_reward = itemgetter("reward")
-    if kind != "plain":
+    if kind not in ("plain", "rendered"):
         answers = [record for record in answers if record["reward"] is not None]
     if kind == "best_of_n":
         answers = answers and [max(answers, key=by_reward)]
@@ -97,7 +105,7 @@ def post_process(
                 yield {**pair, "chosen_reward": high, "rejected_reward": low, "margin": high - low}
         return
     for record in answers:
-        text = record["input"]
+        text = record["prompt"] if kind == "rendered" else record["input"]
         if kind == "csft":
             if not isinstance(text, str):
                 raise DataError("csft writes the reward into the input, so inputs must be text and not messages")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,9 @@ from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, V
 from rlhf_data.rows import Row, RowErrors
 from rlhf_data.sft import SftEncoder, SftExample
 from rlhf_data.sources import Rows, open_sources
-from rlhf_rollout.commands.configs import AnswerSection, FileSection, ScoreConfig
+from rlhf_rollout.commands.configs import AnswerSection, ScoreConfig, ScoreFileSection
 from rlhf_rollout.commands.parts import RewardJob, check_new_file, write_rows
+from rlhf_rollout.commands.post_process import post_process
 from rlhf_rollout.commands.terminal import TERMINAL
 
 _NUM_AT_ONCE = 1024  # rows that are scored concurrently
@@ -34,13 +36,13 @@ class ScoreJob:
         data: the answers to score.
         tokenizer: folder or hub name; None for the reward model's.
         reward: what scores.
-        output: the file of the rows with their rewards.
+        output: the file of the rows with their rewards, or of training data made from them.
     """
 
     data: AnswerSection
     tokenizer: str | None
     reward: RewardJob
-    output: FileSection
+    output: ScoreFileSection
 
 
 def make_job(config: ScoreConfig) -> ScoreJob:
@@ -66,10 +68,12 @@ def run(job: ScoreJob) -> int:
         reader = _Reader(job.data, rows, tokenizer)
         num_rows = sum(1 for _ in rows.read(RowErrors(skip_bad_rows=True)))
     scored = asyncio.run(_score(job.reward, reader, num_rows))
-    write_rows(job.output.path, scored)
+    kind = job.output.post_processor
+    num_written = write_rows(job.output.path, scored if kind == "rows" else _selected(job, scored))
     reader.report()
     num_whole = _report(scored, pairs=job.data.chosen_key is not None)
-    TERMINAL.say(f"{len(scored)} rows written to {job.output.path}")
+    made = "" if kind == "rows" else f"{kind}: "
+    TERMINAL.say(f"{made}{num_written} rows written to {job.output.path}")
     return 1 if scored and not num_whole else 0
 
 
@@ -166,6 +170,23 @@ async def _score(job: RewardJob, reader: _Reader, num_rows: int) -> list[dict[st
                     columns |= _columns(prefix, next(verdicts))
                 scored.append(columns)
     return scored
+
+
+def _selected(job: ScoreJob, scored: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the training data that `post_process` makes of scored answers. Those to one input are compared."""
+    data = job.data
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in scored:
+        asked = row[data.input_key]
+        record = {"input": asked, "text": row[data.output_key], "label": row.get(data.label_key or "")}
+        record |= {
+            "reward": row["reward"],
+            "verdict": row["verdict"],
+            "finish_reason": row.get("finish_reason", "stop"),
+        }
+        groups.setdefault(json.dumps(asked, sort_keys=True), []).append(record)
+    for group in groups.values():
+        yield from post_process(group, job.output.post_processor, **matching(post_process, job.output))
 
 
 def _columns(prefix: str, verdict: Verdict) -> dict[str, Any]:
