@@ -281,6 +281,7 @@ READ_BEFORE = {
     "label_key",
     "input_key",
     "apply_chat_template",
+    "tools_key",
     "input_template",
     "max_samples",
     "preset_data",

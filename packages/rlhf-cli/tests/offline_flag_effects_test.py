@@ -29,7 +29,8 @@ ROWS = [
     for n in range(4)
 ]
 TURNS = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
-ROWS = [row | {"turns": TURNS, "better": "yes", "worse": "no", "by": 2.0, "good": 1} for row in ROWS]
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+ROWS = [row | {"turns": TURNS, "tools": TOOLS, "better": "yes", "worse": "no", "by": 2.0, "good": 1} for row in ROWS]
 NEEDED = {
     "kd": "--teacher_model OTHER",
     "prm": "--placeholder_token <|endoftext|> --input_key steps --label_key verdicts",
@@ -85,6 +86,14 @@ REACHES = [
     ("sft", "input_template", "<{}>", "", "text", "<input 0>answer 0<|im_end|>"),
     ("sft", "apply_chat_template", "", "", "learned", "answer 0<|im_end|>"),
     ("sft", "tokenizer_chat_template", "chat.jinja", CHAT, "text", "[input 0]<|im_end|>[answer 0]<|im_end|>"),
+    (
+        "sft",
+        "tools_key",
+        "tools",
+        f"{CHAT} --tokenizer_chat_template tools.jinja",
+        "text",
+        "add input 0answer 0<|im_end|>",
+    ),
     ("sft", "multiturn", "", TURNED, "learned", "b<|im_end|>d<|im_end|>"),
     ("sft", "pretrain_mode", "", "", "learned", "put 0answer 0<|im_end|>"),  # nothing predicts `in`
     ("rm", "prompt_key", "input", "", "text", "input 0\n\nHuman: a\n\nAssistant: good<|im_end|>"),
@@ -159,6 +168,8 @@ def folder(tmp_path_factory) -> Path:
     (path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (path / "bad.jsonl").write_text(json.dumps(ROWS[0] | {"output": ""}) + "\n")
     (path / "chat.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]<|im_end|>{% endfor %}")
+    template = "{{ tools[0].function.name if tools }} {% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (path / "tools.jinja").write_text(template)
     train, part = [{"input": "i", "output": "o"}] * 4, [{"input": "input 1", "output": "answer 1"}]
     DatasetDict(train=Dataset.from_list(train), part=Dataset.from_list(part)).save_to_disk(path / "saved")
     return path

@@ -1,9 +1,18 @@
 """Rendering and tokenizing: what the template writes, and special tokens exactly once."""
 
+import json
+
 import pytest
 
 from record_testing import write_jsonl
-from rlhf_data.chat import InputTemplate, encode_completion, encode_conversation, encode_prompts
+from rlhf_data.chat import (
+    InputTemplate,
+    encode_completion,
+    encode_conversation,
+    encode_prompts,
+    row_messages,
+    row_tools,
+)
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.rows import Row
 from rlhf_data.sources import open_sources
@@ -70,6 +79,97 @@ def test_input_template_broken_input_names_file_and_line(tmp_path, value, says):
 def test_input_template_messages_without_chat_template_are_explained(tmp_path):
     with pytest.raises(DataError, match="messages need --apply_chat_template"):
         render(row_of(tmp_path, [{"role": "user", "content": "x"}]))
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+CALLED = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "4"},
+]
+TOOLS_TEXT = '<bos>tools: [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", '
+TOOLS_TEXT += '"properties": {"a": {}}}}}]<eos>\nuser: 2+2?<eos>\n'
+CALL_TEXT = 'assistant: \n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><eos>\n'
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])], ids=["list", "text"])
+def test_input_template_writes_the_tools_of_a_row(tools):
+    row = Row({"q": CALLED, "t": tools}, "a", 1)
+    assert render(row, apply_chat_template=True, tools_key="t") == f"{TOOLS_TEXT}{CALL_TEXT}tool: 4<eos>\nassistant: "
+    assert "add" in render(row, apply_chat_template=True)  # the call
+    assert "tools: " not in render(row, apply_chat_template=True)
+
+
+@pytest.mark.parametrize("none", [None, [], "null", "[]"])
+def test_input_template_row_without_tools_has_none(none):
+    row = Row({"q": "2+2", "t": none}, "a", 1)
+    assert render(row, apply_chat_template=True, tools_key="t") == "<bos>user: 2+2<eos>\nassistant: "
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({}, "o:1: unknown key `t`; known: q"),
+        ({"t": "{"}, "o:1: `t` is not JSON: "),
+        ({"t": '{"a": 1}'}, "o:1: `t` must be a list of tools, or its JSON text, got an object"),
+        ({"t": ["add"]}, "o:1: `t` must be a list of tools, or its JSON text, got a list"),
+        ({"t": 3}, "got a number"),
+    ],
+)
+def test_input_template_tools_that_are_none_are_refused(values, says):
+    with pytest.raises(DataError) as caught:
+        render(Row({"q": "2+2"} | values, "o", 1), apply_chat_template=True, tools_key="t")
+    assert says in str(caught.value)
+
+
+def test_input_template_tools_need_a_chat_template_that_writes_them():
+    with pytest.raises(ConfigError, match="tools_key has no effect without apply_chat_template"):
+        InputTemplate(tokenizer=ByteTokenizer(), tools_key="t")
+    for template in (PLAIN, MARKED.replace("INSIDE", "+ ' </s>'").replace("OUTSIDE", "")):
+        with pytest.raises(DataError, match=r"^o:1: the chat template does not write the tool 'add'"):
+            encode_conversation(Row({}, "o", 1), TALK, word_tokenizer(template), tools=[TOOL])
+
+
+def test_row_messages_beside_tool_calls_read_null_content_and_arguments_in_json():
+    function = {"name": "add", "arguments": '{"a": 2}'}
+    for content in ({"content": None}, {}, {"content": ""}):
+        asked = [CALLED[0], {"role": "assistant", **content, "tool_calls": [CALL | {"function": function}]}]
+        read = row_messages(Row({"q": asked}, "o", 1), "q")
+        assert read == [CALLED[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    assert function["arguments"] == '{"a": 2}'  # the row is as it was
+    broken = CALL | {"function": {"name": "add", "arguments": "not JSON"}}
+    kept = row_messages(Row({"q": [{"role": "assistant", "tool_calls": [broken]}]}, "o", 1), "q")
+    assert kept[0]["tool_calls"] == [broken]
+
+
+def test_rows_of_tables_lose_the_nulls_that_other_rows_leave_in_tools_and_calls():
+    filled = {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "city": None}}}
+    call = CALL | {"function": {"name": "add", "arguments": {"a": 2, "city": None}}}
+    values = {"q": [{"role": "assistant", "content": None, "tool_calls": [call]}], "t": [TOOL | {"function": filled}]}
+    table, lines = Row(values, "o", 0, has_lines=False), Row(values, "o", 1)
+    assert row_tools(table, "t") == [TOOL]
+    assert row_messages(table, "q")[0]["tool_calls"] == [CALL]
+    assert row_tools(lines, "t") == values["t"]
+    assert row_messages(lines, "q")[0]["tool_calls"] == [call]
+    assert row_tools(Row({"t": json.dumps(values["t"])}, "o", 0, has_lines=False), "t") == values["t"]
+
+
+def test_encode_conversation_with_tools_trains_calls_and_answers():
+    messages = row_messages(Row({"q": [*CALLED, {"role": "assistant", "content": "4"}]}, "o", 1), "q")
+    for all_turns in (True, False):
+        ids, mask = encode_conversation(
+            Row({}, "o", 1),
+            messages,
+            ByteTokenizer(),
+            all_turns=all_turns,
+            tools=row_tools(Row({"t": [TOOL]}, "o", 1), "t"),
+        )
+        assert ByteTokenizer().decode(ids) == f"{TOOLS_TEXT}{CALL_TEXT}tool: 4<eos>\nassistant: 4<eos>"
+        learned = f"{CALL_TEXT.removeprefix('assistant: ').strip()}4<eos>" if all_turns else "4<eos>"
+        assert ByteTokenizer().decode(ids[mask]).strip() == learned
+    ids, mask = encode_conversation(Row({}, "o", 1), messages[:2], ByteTokenizer(), tools=[TOOL])
+    assert ByteTokenizer().decode(ids[mask]) == CALL_TEXT.removeprefix("assistant: ").strip(" ")[:-1]
 
 
 def test_encode_prompts_after_chat_template_has_one_bos():

@@ -212,6 +212,25 @@ def test_chat_prompts_stay_messages_and_are_read_with_the_template(tmp_path, scr
     assert example.token_ids[: len(prompt_ids)].tolist() == prompt_ids
 
 
+@pytest.mark.parametrize(("post_processor", "num_rows"), [("plain", 2), ("iter_dpo", 1)])
+def test_tools_of_a_prompt_stay_in_the_rows_that_are_made(tmp_path, capsys, post_processor, num_rows):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    prompts = write_jsonl(tmp_path / "tools.jsonl", [{"input": "2+2", "tools": tools}])
+    reward, out = tmp_path / "reward.py", tmp_path / "out.jsonl"
+    reward.write_text(
+        "def reward_func(queries, prompts, labels):\n    return {'rewards': [float(len(set(q))) for q in queries]}\n"
+    )
+    words = ["generate", "--engine", "fake", "--prompt_data", str(prompts), "--output_path", str(out), "--seed", "1"]
+    words += ["--apply_chat_template", "--post_processor", post_processor, "--n_samples_per_prompt", "2"]
+    words += ["--remote_rm_url", str(reward), "--generate_max_len", "5000", "--overwrite"]
+    assert main([*words, "--tools_key", "tools"]) == 0
+    assert "notice" not in capsys.readouterr().err
+    assert [json.loads(line)["tools"] for line in out.read_text().splitlines()] == [tools] * num_rows
+    assert main(words) == 0
+    assert f"notice: {prompts}:1 has `tools`, which the chat template does not get" in capsys.readouterr().err
+    assert all("tools" not in json.loads(line) for line in out.read_text().splitlines())
+
+
 def timeless_records(path):
     """The records of a file of rollouts, but for how long scoring took, in the order of their ids."""
     records = [json.loads(line) for line in path.read_text().splitlines()]

@@ -4,15 +4,17 @@ A tokenizer is a loaded Hugging Face tokenizer, or an object with the same metho
 (`rlhf_data.testing.ByteTokenizer`).
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from rlhf_data.errors import ConfigError, DataError, unknown
-from rlhf_data.rows import Row
+from rlhf_data.rows import Row, kind_of
 
 Messages = list[dict[str, Any]]
 
@@ -53,14 +55,16 @@ class InputTemplate:
         tokenizer: the model's tokenizer, loaded.
         apply_chat_template: render with the tokenizer's chat template.
         input_template: text with one `{}` for the input; everything else in it is literal.
+        tools_key: the key of a row's tools, which the chat template writes; None for no tools. See `row_tools`.
 
     Raises:
-        ConfigError: both templates are given, or one that the tokenizer cannot apply.
+        ConfigError: both templates are given, one that the tokenizer cannot apply, or tools without the chat template.
     """
 
     tokenizer: Tokenizer = field(repr=False)
     apply_chat_template: bool = False
     input_template: str | None = None
+    tools_key: str | None = None
 
     def __post_init__(self) -> None:
         message = hint = None
@@ -70,6 +74,9 @@ class InputTemplate:
         elif self.apply_chat_template and not getattr(self.tokenizer, "chat_template", None):
             message = "the tokenizer has no chat template"
             hint = "use an instruction-tuned model, or --input_template 'User: {}' without --apply_chat_template"
+        elif self.tools_key is not None and not self.apply_chat_template:
+            message = "tools_key has no effect without apply_chat_template"
+            hint = "apply the chat template, which writes the tools"
         elif self.input_template is not None and self.input_template.count(_PLACEHOLDER) != 1:
             message = f"input_template must contain `{{}}` exactly once, got {self.input_template!r}"
             hint = "`{}` is where the input goes, as in 'Question: {} Answer: '"
@@ -86,15 +93,18 @@ class InputTemplate:
             DataError: a missing key, an input that is empty or of the wrong type, or messages the template refuses.
         """
         if self.apply_chat_template:
-            messages = row_messages(row, key)
-            return render_chat(messages, self.tokenizer, origin=row.origin, add_generation_prompt=True)
+            options = {"origin": row.origin, "tools": row_tools(row, self.tools_key)}
+            return render_chat(row_messages(row, key), self.tokenizer, add_generation_prompt=True, **options)
         if isinstance(row.cell(key), list):
             raise DataError(f"{row.origin}: `{key}` is a list of messages", hint="messages need --apply_chat_template")
         return (self.input_template or _PLACEHOLDER).replace(_PLACEHOLDER, row.filled(key))
 
 
 def row_messages(row: Row, key: str) -> Messages:
-    """Return a row's input as messages: a list of messages unchanged, text as one user message.
+    """Return a row's input as messages: text becomes one user message.
+
+    Beside tool calls, a content that is null or missing becomes empty text, and arguments in JSON become objects, as
+    chat templates read them.
 
     Raises:
         DataError: an empty list, or a message without a text `role` and a text `content`.
@@ -104,10 +114,63 @@ def row_messages(row: Row, key: str) -> Messages:
         return [{"role": "user", "content": row.filled(key)}]
     if not value:
         raise DataError(f"{row.origin}: `{key}` is an empty list of messages")
-    for index, message in enumerate(value):
+    messages = [_with_calls(row, message) for message in value]
+    for index, message in enumerate(messages):
         if not isinstance(message, dict) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
             problem = f"{row.origin}: message {index} of `{key}` needs a text `role` and a text `content`"
-            raise DataError(problem, hint='a message looks like {"role": "user", "content": "..."}')
+            hint = (
+                'a message looks like {"role": "user", "content": "..."}; beside `tool_calls` the content may be null'
+            )
+            raise DataError(problem, hint=hint)
+    return messages
+
+
+def row_tools(row: Row, key: str | None) -> list[dict[str, Any]]:
+    """Return a row's tools, which are JSON schemas of functions: a list or its JSON text; none for null.
+
+    Raises:
+        DataError: a missing key, text that is not JSON, or another value than a list of objects.
+    """
+    tools = None if key is None else row.decoded(key)
+    if tools is None:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        problem = f"{row.origin}: `{key}` must be a list of tools, or its JSON text, got {kind_of(tools)}"
+        raise DataError(problem, hint='a tool looks like {"type": "function", "function": {"name": ..., ...}}')
+    is_table = not row.has_lines and isinstance(row.cell(str(key)), list)
+    return [_without_nulls(tool) for tool in tools] if is_table else tools
+
+
+def _with_calls(row: Row, message: Any) -> Any:
+    """Return a message as chat templates read it, if it has tool calls; else unchanged."""
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not calls or not isinstance(calls, list) or message.get("role") != "assistant":
+        return message
+    content = "" if message.get("content") is None else message["content"]
+    return message | {"content": content, "tool_calls": [_with_arguments(row, call) for call in calls]}
+
+
+def _with_arguments(row: Row, call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return call  # the template writes the text as it is
+    elif not row.has_lines:
+        arguments = _without_nulls(arguments)
+    else:
+        return call
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the nulls with which a table fills the keys that other rows' objects have."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return value
 
 
@@ -124,13 +187,17 @@ def render_chat(
     `tools` are JSON schemas of functions in OpenAI's form, which the template writes where its model expects them.
 
     Raises:
-        DataError: the template refuses the messages. The message names `origin`.
+        DataError: the template refuses the messages, or does not write a tool. The message names `origin`.
     """
     # return_dict=False, because transformers 5 returns a dictionary by default.
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "return_dict": False}
-    if tools:
-        options["tools"] = list(tools)
-    return _apply_template(messages, tokenizer, origin, **options)
+    text = _apply_template(messages, tokenizer, origin, tools, **options)
+    for tool in tools:
+        name = tool.get("function", tool).get("name")
+        if isinstance(name, str) and name not in text:
+            hint = "use a model whose template knows tools, or describe them in the system message"
+            raise DataError(f"{origin}: the chat template does not write the tool {name!r}", hint=hint)
+    return text
 
 
 def render_follow_up(
@@ -209,7 +276,7 @@ def check_roles(messages: Messages, *, origin: str) -> None:
             raise DataError(f"{place}: a message of role `{role}` must come first, it follows `{before}`")
         if (role != "tool" and role == before == "user") or (role == "assistant" and before not in ("user", "tool")):
             raise DataError(f"{place}: `{role}` follows `{before or 'nothing'}`")
-        if role == "assistant" and not message["content"].strip():
+        if role == "assistant" and not (message["content"].strip() or message.get("tool_calls")):
             raise DataError(f"{place}: the assistant's answer is empty")
         before = role
     if before != "assistant":
@@ -217,7 +284,12 @@ def check_roles(messages: Messages, *, origin: str) -> None:
 
 
 def encode_conversation(
-    row: Row, messages: Messages, tokenizer: Tokenizer, *, all_turns: bool = False
+    row: Row,
+    messages: Messages,
+    tokenizer: Tokenizer,
+    *,
+    all_turns: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the token ids [L] int32 of a row's conversation, and the mask [L] bool of what the assistant wrote.
 
@@ -232,6 +304,7 @@ def encode_conversation(
         messages: a conversation that ends with the assistant; see `check_roles`.
         tokenizer: the model's tokenizer, loaded, with a chat template.
         all_turns: train every answer; otherwise only the last one.
+        tools: JSON schemas of functions, which the template writes.
 
     Raises:
         ConfigError: the template renders earlier messages differently once others follow, so that no mask matches what
@@ -240,8 +313,8 @@ def encode_conversation(
     """
     check_roles(messages, origin=row.origin)
     if has_generation_marks(tokenizer) and not row.is_truncated:
-        return _encode_marked(messages, tokenizer, row.origin, all_turns)
-    *pieces, (last, _) = _pieces(messages, tokenizer, row.origin, all_turns)
+        return _encode_marked(messages, tokenizer, row.origin, all_turns, tools)
+    *pieces, (last, _) = _pieces(messages, tokenizer, row.origin, all_turns, tools)
     if row.is_truncated:  # the template writes an end after every answer: cut it off
         answer = messages[-1]["content"].strip()
         if answer not in last:
@@ -261,16 +334,19 @@ def has_generation_marks(tokenizer: Tokenizer) -> bool:
     return bool(_GENERATION_MARK.search(template))
 
 
-def _pieces(messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bool) -> list[tuple[str, bool]]:
+def _pieces(
+    messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bool, tools: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, bool]]:
     """Return the conversation as pieces of text, each with whether the assistant wrote it. The last is an answer."""
+    render = partial(render_chat, tokenizer=tokenizer, origin=origin, tools=tools)
     pieces = []
     done = ""  # the conversation up to and including the latest answer
     carried = ""  # white space after that answer, which belongs to the piece that follows
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or not (all_turns or index == len(messages) - 1):
             continue
-        before = render_chat(messages[:index], tokenizer, origin=origin, add_generation_prompt=True)
-        after = render_chat(messages[: index + 1], tokenizer, origin=origin, add_generation_prompt=False)
+        before = render(messages[:index], add_generation_prompt=True)
+        after = render(messages[: index + 1], add_generation_prompt=False)
         if not (before.startswith(done) and after.startswith(before)):
             problem = f"{origin}: the chat template rewrites what precedes message {index} once an answer is there"
             hint = "use a template that only appends or has {% generation %} marks"
@@ -287,10 +363,12 @@ def _pieces(messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bo
 
 
 def _encode_marked(
-    messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bool
+    messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bool, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[np.ndarray, np.ndarray]:
+    if tools:  # rendered only to see that the template writes them
+        render_chat(messages, tokenizer, origin=origin, add_generation_prompt=False, tools=tools)
     options = {"tokenize": True, "add_generation_prompt": False, "return_dict": True}
-    encoded = _apply_template(messages, tokenizer, origin, return_assistant_tokens_mask=True, **options)
+    encoded = _apply_template(messages, tokenizer, origin, tools, return_assistant_tokens_mask=True, **options)
     ids = np.array(encoded["input_ids"])
     mask = np.array(encoded["assistant_masks"], bool)
     eos = _eos(tokenizer)
@@ -311,7 +389,11 @@ def _encode_marked(
     return np.append(ids[:length], eos).astype(np.int32), np.append(mask[:length], True)
 
 
-def _apply_template(messages: Messages, tokenizer: Tokenizer, origin: str, **options: Any) -> Any:
+def _apply_template(
+    messages: Messages, tokenizer: Tokenizer, origin: str, tools: Sequence[Mapping[str, Any]], **options: Any
+) -> Any:
+    if tools:
+        options["tools"] = list(tools)
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # a template is a program and may raise anything

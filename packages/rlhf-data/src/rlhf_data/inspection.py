@@ -14,6 +14,7 @@ from rlhf_data.chat import Tokenizer
 from rlhf_data.checks import missing
 from rlhf_data.errors import ConfigError, DataError, unknown
 from rlhf_data.examples import ExampleSet, load_examples, make_encoder
+from rlhf_data.keys import unread_tools
 from rlhf_data.options import Config, Section, flag, one_of
 from rlhf_data.preference import PreferenceExample, ProcessExample
 from rlhf_data.pretrained import load_tokenizer, set_chat_template
@@ -30,7 +31,7 @@ from rlhf_data.sections import (
 )
 from rlhf_data.sources import open_sources
 
-_PROMPT = ("tokenizer_chat_template", "input_template", "apply_chat_template")
+_PROMPT = ("tokenizer_chat_template", "input_template", "apply_chat_template", "tools_key")
 _COMPLETION = (*_PROMPT, "input_key", "output_key")
 # The kinds of examples, with the options that each one has.
 _KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -121,10 +122,13 @@ def run(config: InspectConfig) -> int:
         rows = open_sources(data.dataset, **options)
         errors = RowErrors(skip_bad_rows=True)
         keys, num_rows, shown = _count_keys(rows.read(errors), number)
+        notices = unread_tools([rows], data) if config.inspection.kind != "process" else []
     for (key, kind), times in sorted(keys.items()):
         print(visible(f"  {key}: {kind} in {times} rows"))
     print(f"{num_rows} rows can be read, {errors.num_bad} cannot")
     _print_problems(errors.first)
+    for notice in notices:
+        print(f"notice: {notice}", file=sys.stderr)
     if encoder is not None:
         with progress.doing("tokenizing the rows"):
             examples = load_examples(rows, encoder, max_len=_NO_LIMIT, skip_bad_rows=True)

@@ -1,9 +1,11 @@
-"""A check that rows have the keys that options name. Its error says which flag to type."""
+"""Checks that rows have the keys that options name, and that options name their tools. They say which flag to type."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 
 from rlhf_data.errors import DataError, nearest
 from rlhf_data.rows import Row, RowErrors
+from rlhf_data.sections import ChatSection
 from rlhf_data.sources import Rows
 
 # Names that public data sets use for the same content, the most common first.
@@ -14,7 +16,9 @@ _OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "label_key": ("label", "answer", "solution", "ground_truth", "target", "final_answer"),
     "chosen_key": ("chosen", "response_0", "preferred"),
     "rejected_key": ("rejected", "response_1", "dispreferred"),
+    "tools_key": ("tools", "functions"),
 }
+_NUM_LOOKED_AT = 100  # rows per source that are looked at for tools
 
 
 def check_keys(rows: Rows, keys: Mapping[str, str | None], optional: Collection[str] = ()) -> None:
@@ -34,6 +38,17 @@ def check_keys(rows: Rows, keys: Mapping[str, str | None], optional: Collection[
                 message = f"--{option}: {row.origin}: unknown key `{key}`; known: {', '.join(sorted(row.values))}"
                 taken = {other for name, other in keys.items() if name != option}
                 raise DataError(message, hint=_advice(option, key, row, taken, option in optional))
+
+
+def unread_tools(sources: Iterable[Rows], data: ChatSection) -> list[str]:
+    """Return a notice if rows hold tools that no option gives to the chat template, else nothing."""
+    if data.apply_chat_template and data.tools_key is None:
+        for rows in sources:
+            for row in islice(rows.read(RowErrors(skip_bad_rows=True)), _NUM_LOOKED_AT):
+                if row.values.get("tools"):
+                    what = f"{row.origin} has `tools`, which the chat template does not get"
+                    return [f"{what}: --tools_key tools gives it the tools of each row"]
+    return []
 
 
 def _advice(option: str, key: str, row: Row, taken: Collection[str | None], is_optional: bool) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.chat import InputTemplate, Tokenizer, encode_conversation, encode_prompts, row_messages
+from rlhf_data.chat import InputTemplate, Tokenizer, encode_conversation, encode_prompts, row_messages, row_tools
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import freeze_arrays
 from rlhf_data.rows import Row, kind_of
@@ -137,7 +137,8 @@ class PreferenceEncoder(InputTemplate):
                 raise DataError(message, hint="give --prompt_key, or leave out --apply_chat_template")
         if both[0][:-1] != both[1][:-1]:
             raise DataError(f"{row.origin}: the two conversations differ before their last message")
-        return [encode_conversation(row, messages, self.tokenizer) for messages in both]
+        tools = row_tools(row, self.tools_key)
+        return [encode_conversation(row, messages, self.tokenizer, tools=tools) for messages in both]
 
     def _texts(self, row: Row) -> list[tuple[np.ndarray, np.ndarray]]:
         keys = (self.chosen_key, self.rejected_key)

@@ -12,7 +12,6 @@
 The other keys of a row stay. Without numpy, because options name the presets.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -119,12 +118,12 @@ def _humaneval(row: Row) -> Mapping[str, Any]:
 
 
 def _apps(row: Row) -> Mapping[str, Any]:
-    tests = _decoded(row, "input_output")
+    tests = row.decoded("input_output")
     sides = [tests.get(key) for key in ("inputs", "outputs")] if isinstance(tests, dict) else []
     if not sides or not all(isinstance(side, list) for side in sides) or not 0 < len(sides[0]) == len(sides[1]):
         raise DataError(f"{row.origin}: `input_output` must hold `inputs` and `outputs`, lists of the same length")
     starter = row.values.get("starter_code") or ""
-    solutions = _decoded(row, "solutions") if row.values.get("solutions") else []
+    solutions = row.decoded("solutions") if row.values.get("solutions") else []
     if not isinstance(solutions, list):
         raise DataError(f"{row.origin}: `solutions` must be a list, got {kind_of(solutions)}")
     return {
@@ -132,15 +131,6 @@ def _apps(row: Row) -> Mapping[str, Any]:
         "label": {key: tests[key] for key in ("inputs", "outputs", "fn_name") if key in tests},
         **({"output": solutions[0]} if solutions else {}),
     }
-
-
-def _decoded(row: Row, key: str) -> Any:
-    """Return the value of a key that holds JSON as text."""
-    value = row.cell(key)
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{row.origin}: `{key}` is not JSON: {error}") from None
 
 
 _LABEL = {"label_key": "label"}

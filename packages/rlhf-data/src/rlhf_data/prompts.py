@@ -38,6 +38,7 @@ def load_prompts(
     label_key: str | None = None,
     apply_chat_template: bool = False,
     input_template: str | None = None,
+    tools_key: str | None = None,
     prompt_max_len: int = 1024,
     skip_bad_rows: bool = False,
     source: str = "default",
@@ -52,6 +53,7 @@ def load_prompts(
         label_key: the key of the reference answer; None if rows have none.
         apply_chat_template: render the input with the tokenizer's chat template.
         input_template: text with one `{}` for the input; everything else in it is literal.
+        tools_key: the key of the tools, which the chat template writes; see `rlhf_data.chat.row_tools`.
         prompt_max_len: largest number of tokens per prompt. Longer prompts are left out and counted, never cut.
         skip_bad_rows: leave out any number of rows that cannot be used. Otherwise more than 1 % is an error.
         source: name of the data source, stored in every prompt.
@@ -65,7 +67,10 @@ def load_prompts(
     if prompt_max_len < 1:
         raise ConfigError(f"prompt_max_len must be at least 1, got {prompt_max_len}")
     template = InputTemplate(
-        tokenizer=tokenizer, apply_chat_template=apply_chat_template, input_template=input_template
+        tokenizer=tokenizer,
+        apply_chat_template=apply_chat_template,
+        input_template=input_template,
+        tools_key=tools_key,
     )
     errors = RowErrors(skip_bad_rows=skip_bad_rows)
     drafts = []

@@ -70,6 +70,14 @@ class Row:
             raise DataError(f"{self.origin}: `{key}` is empty")
         return text
 
+    def decoded(self, key: str) -> Any:
+        """Return the value of `key`, or what it holds as JSON if it is text. Raises DataError for other text."""
+        value = self.cell(key)
+        try:
+            return json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{self.origin}: `{key}` is not JSON: {error}") from None
+
     def label(self, key: str) -> str:
         """Return the value of `key` as reward functions receive it: text, or JSON for a boolean, list or object.
 

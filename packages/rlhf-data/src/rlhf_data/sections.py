@@ -57,6 +57,11 @@ class ChatSection(Section, title="data"):
     """Rows that the chat template may render."""
 
     apply_chat_template: bool = flag(False, "render rows with the tokenizer's chat template")
+    tools_key: str | None = flag(
+        None,
+        "key of a row's tools, which the chat template writes: a list of JSON schemas (OpenAI's form) or its JSON text;"
+        " null for none. None: rows have no tools",
+    )
 
 
 class ChatTemplateSection(Section, title="data"):

@@ -11,6 +11,7 @@ from rlhf_data.chat import (
     encode_conversation,
     encode_prompts,
     row_messages,
+    row_tools,
 )
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import freeze_arrays
@@ -86,7 +87,8 @@ class SftEncoder(InputTemplate):
             messages = row_messages(row, self.input_key)
             if self.output_key is not None:
                 messages = [*messages, {"role": "assistant", "content": row.filled(self.output_key)}]
-            ids, mask = encode_conversation(row, messages, self.tokenizer, all_turns=self.multiturn)
+            options = {"all_turns": self.multiturn, "tools": row_tools(row, self.tools_key)}
+            ids, mask = encode_conversation(row, messages, self.tokenizer, **options)
         elif self.output_key is not None:
             answer = row.filled(self.output_key)
             ids, mask = completed(row, self.render(row, self.input_key), answer, self.tokenizer)

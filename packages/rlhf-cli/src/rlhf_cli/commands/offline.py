@@ -200,10 +200,14 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     import torch
 
     from rlhf_cli.preflight.models import check_attention, check_context, check_experts, load_model_files
+    from rlhf_data.keys import unread_tools
     from rlhf_rollout.host import free_port
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.offline.loop import OfflineSchedule
 
+    if place.rank == 0 and hasattr(config.data, "tools_key"):
+        for notice in unread_tools(sources.values(), config.data):
+            console.notice(notice)
     path = model_path(config.model.pretrain)
     model = config.model
     model_config, tokenizer = load_model_files(path)

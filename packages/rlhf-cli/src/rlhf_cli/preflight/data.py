@@ -43,13 +43,13 @@ def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
     common = {"max_samples": data.max_samples, "preset": data.preset_data}
     options = {"probs": probs, "seed": config.training.seed, "split": data.prompt_split}
     training = open_sources(source_names(data.prompt_data), **options, **common)
-    check_keys(data, training, ("input_key", "label_key"))
+    check_keys(data, training, ("input_key", "label_key", "tools_key"))
     for name, path in zip(names, files, strict=True):
         if not path.exists() and not path.name.lower().endswith(SUFFIXES):
             message = f"--eval_data: {missing_file('data file', path).partition(chr(10))[0]}"
             raise DataError(message, hint="give a .jsonl or .json file; names on the hub are for --prompt_data")
         held_out[name] = open_sources(path, **common)
-        check_keys(data, held_out[name], ("input_key", "label_key", "source_key"))
+        check_keys(data, held_out[name], ("input_key", "label_key", "tools_key", "source_key"))
     return training, held_out
 
 

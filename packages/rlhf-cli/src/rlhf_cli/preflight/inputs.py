@@ -25,6 +25,7 @@ from rlhf_cli.preflight.rewards import (
     try_agent,
     try_rewards,
 )
+from rlhf_data.keys import unread_tools
 from rlhf_data.prompts import PromptSet
 from rlhf_data.rows import Counts
 from rlhf_rollout.rewards.sources import RewardSource, model_paths
@@ -87,6 +88,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     prompts, held_out = load_all(config, rows, held_out_rows, tokenizer)
     check_best_metric(config, held_out or (), logs_numbers=any(source.kind != "model" for source in sources))
     notices = [*adapter_notices, *notices, *reward_notices]
+    notices += unread_tools((rows, *held_out_rows.values()), config.data)
     notices += data_notices(config, prompts, held_out)
     notices += try_rewards(config, sources, prompts.prompts[:4])
     if agent is not None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_data.chat import Tokenizer, render_chat, render_follow_up
-from rlhf_data.errors import DataError
 from rlhf_data.records import Episode, Prompt, Verdict, VerdictKind
 from rlhf_rollout.agents.interface import BudgetSpentError
 from rlhf_rollout.agents.pool import AgentPool
@@ -168,10 +167,6 @@ class HostedAgent:
             # The template writes the end of the answer, and an answer that was not cut has it already.
             return [*before, *(added[1:] if added[:1] == list(before[-1:]) else added)]
         text = render_chat(list(messages), self._tokenizer, add_generation_prompt=True, **options)
-        for tool in tools:
-            if tool["function"]["name"] not in text:
-                hint = "use a model whose template knows tools, or describe them in the system message"
-                raise DataError(f"the chat template does not write the tool {tool['function']['name']!r}", hint=hint)
         return self.encode(text)
 
     def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

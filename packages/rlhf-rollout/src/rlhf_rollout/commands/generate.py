@@ -64,17 +64,18 @@ class GenerateJob:
         is_result = self.output.post_processor == "rollouts"
         return self.output.path if is_result else self.output.path.with_suffix(".rollouts.jsonl")
 
-    def load_prompts(self, tokenizer: Any) -> tuple[PromptSet, list[Any]]:
-        """Return the prompts, and for each the cell that it was made from: text or messages."""
+    def load_prompts(self, tokenizer: Any) -> tuple[PromptSet, list[dict[str, Any]]]:
+        """Return the prompts, and for each the cells that it was made from: `input`, text or messages, and `tools`."""
         data = self.data
         rows = replace(open_prompts(data, self.seed), skip_samples=data.skip_samples)
         prompts = load_prompts(rows, tokenizer, **matching(load_prompts, data))
         # A second pass gives the same rows in the same order; rows that made no prompt are skipped.
         again = iter(rows.read(RowErrors(skip_bad_rows=True)))
+        keys = {"input": data.input_key} | ({} if data.tools_key is None else {"tools": data.tools_key})
         cells = []
         for prompt in prompts:
             row = next(row for row in again if row.row_id == prompt.prompt_id)
-            cells.append(row.cell(data.input_key))
+            cells.append({name: row.cell(key) for name, key in keys.items()})
         return prompts, cells
 
     def digest(self, prompts: PromptSet) -> str:
@@ -147,7 +148,7 @@ class _Task:
     Attributes:
         job: the job.
         tokenizer: the engine's tokenizer.
-        prompts, inputs: the prompts, and the cell that each was made from.
+        prompts, inputs: the prompts, and the cells that each was made from.
         digest: hash of the settings, which every record of the file holds.
         done: numbers of the prompts whose rollouts are already in the file.
     """
@@ -155,7 +156,7 @@ class _Task:
     job: GenerateJob
     tokenizer: Any
     prompts: PromptSet
-    inputs: list[Any]
+    inputs: list[dict[str, Any]]
     digest: str
     done: frozenset[int]
 
@@ -165,7 +166,7 @@ def _prepare(job: GenerateJob) -> _Task:
     tokenizer = job.engine.load_tokenizer()
     prompts, inputs = job.load_prompts(tokenizer)
     TERMINAL.say(prompts.summary)
-    if job.output.post_processor == "csft" and not all(isinstance(value, str) for value in inputs):
+    if job.output.post_processor == "csft" and not all(isinstance(cells["input"], str) for cells in inputs):
         raise DataError(
             "--post_processor csft writes the reward into the input, so inputs must be text and not messages"
         )
@@ -258,7 +259,7 @@ async def _write_rollouts(task: _Task) -> int:
             else:
                 number = int(result.group_id.rpartition("/")[2])
                 size = len(result.group.rollouts)
-                writer.write(result.group, run=task.digest, input=task.inputs[number], num_rollouts=size)
+                writer.write(result.group, run=task.digest, num_rollouts=size, **task.inputs[number])
                 num_cut += sum(rollout.finish_reason is FinishReason.LENGTH for rollout in result.group.rollouts)
                 verdicts = [rollout.verdict for rollout in result.group.rollouts if rollout.verdict is not None]
                 rewards += [verdict.reward for verdict in verdicts if verdict.reward is not None]

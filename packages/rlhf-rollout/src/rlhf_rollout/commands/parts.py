@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rlhf_data.chat import Tokenizer
 from rlhf_data.checks import check_stays
 from rlhf_data.errors import ConfigError, installs
-from rlhf_data.keys import check_keys
+from rlhf_data.keys import check_keys, unread_tools
 from rlhf_data.pretrained import load_tokenizer, located
 from rlhf_data.sources import Rows, open_sources, parse_probs
 from rlhf_data.testing import ByteTokenizer
@@ -154,8 +154,10 @@ def open_prompts(data: PromptSourceSection, seed: int) -> Rows:
     probs = parse_probs("prompt_data_probs", data.prompt_data_probs)
     options = {"probs": probs, "seed": seed, "split": data.prompt_split, "max_samples": data.max_samples}
     rows = open_sources(data.prompt_data, preset=data.preset_data, **options)
-    names = ("input_key", "label_key")
-    check_keys(rows, {name: getattr(data, name) for name in names if hasattr(data, name)}, ["label_key"])
+    names = ("input_key", "label_key", "tools_key")
+    check_keys(rows, {name: getattr(data, name) for name in names if hasattr(data, name)}, names[1:])
+    for notice in unread_tools([rows], data):
+        TERMINAL.say(f"notice: {notice}")
     return rows
 
 

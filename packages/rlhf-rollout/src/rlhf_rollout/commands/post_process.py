@@ -70,8 +70,8 @@ def post_process(
 
     An empty response gives no row. A response whose reward failed gives a row only for "plain" and "rendered". Rows
     keep the `finish_reason`, which tells trainers whether an answer was cut. `input` is the text or the messages that
-    the prompt was made from, so trainers must read it with the same chat template or input template; for "rendered" it
-    is what the template made, which trainers read without one.
+    the prompt was made from, with its `tools`, so trainers must read it with the same chat template or input template;
+    for "rendered" it is what the template made, which trainers read without one.
 
     Args:
         group: records of `rlhf_rollout.records_io`, each with its `input`. Only "rendered" reads their `prompt`.
@@ -81,6 +81,8 @@ def post_process(
     """
     answers = [record for record in group if record["text"].strip()]
     by_reward = itemgetter("reward")
+    has_tools = kind != "rendered" and any("tools" in record for record in group)
+    tools = {"tools": group[0]["tools"]} if has_tools else {}
     if kind not in ("plain", "rendered"):
         answers = [record for record in answers if record["reward"] is not None]
     if kind == "best_of_n":
@@ -102,7 +104,7 @@ def post_process(
             high, low = best["reward"], worst["reward"]
             if high > low and best["text"] != worst["text"]:
                 pair = {"prompt": best["input"], "chosen": best["text"], "rejected": worst["text"]}
-                yield {**pair, "chosen_reward": high, "rejected_reward": low, "margin": high - low}
+                yield {**pair, "chosen_reward": high, "rejected_reward": low, "margin": high - low, **tools}
         return
     for record in answers:
         text = record["prompt"] if kind == "rendered" else record["input"]
@@ -112,4 +114,4 @@ def post_process(
             # The input is filled in last, because it may itself contain `{reward}`.
             text = reward_template.replace("{reward}", f"{record['reward']:.2f}").replace("{input}", text)
         row = {"input": text, "output": record["text"], "reward": record["reward"]}
-        yield {**row, "label": record["label"], "finish_reason": record["finish_reason"]}
+        yield {**row, "label": record["label"], "finish_reason": record["finish_reason"], **tools}

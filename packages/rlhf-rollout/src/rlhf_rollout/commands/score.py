@@ -12,6 +12,7 @@ import numpy as np
 
 from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.keys import unread_tools
 from rlhf_data.options import matching
 from rlhf_data.preference import PreferenceEncoder
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
@@ -64,6 +65,8 @@ def run(job: ScoreJob) -> int:
         data = job.data
         options = {"max_samples": data.max_samples, "split": data.dataset_split, "preset": data.preset_data}
         rows = open_sources(data.dataset, **options)
+        for notice in unread_tools([rows], data):
+            TERMINAL.say(f"notice: {notice}")
         tokenizer = job.reward.load_tokenizer(job.tokenizer)
         reader = _Reader(job.data, rows, tokenizer)
         num_rows = sum(1 for _ in rows.read(RowErrors(skip_bad_rows=True)))
