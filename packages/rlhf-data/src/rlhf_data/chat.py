@@ -20,6 +20,9 @@ Messages = list[dict[str, Any]]
 
 _PLACEHOLDER = "{}"
 _ANSWER = "answer7c41"  # stands for an answer in a rendered conversation
+# Contexts of a text whose own is unknown, or has a token in common with it. Few tokens begin with them and go on.
+_CONTEXTS = ("\n", "a")
+_CONTEXT_LENGTH = 256  # characters of a context that count: tokens do not depend on what is further away
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -241,16 +244,38 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, has_special_to
     return prompts
 
 
-def encode_completion(text: str, tokenizer: Tokenizer, *, is_truncated: bool = False) -> list[int]:
+def encode_continuation(text: str, tokenizer: Tokenizer, before: str | None = None) -> list[int]:
+    """Return the token ids of a text within a sequence, without special tokens that the tokenizer adds.
+
+    They are those that the text has in the tokens of the whole sequence. SentencePiece's tokenizers (Metaspace, or a
+    Prepend normalizer) write a space before a text that they get alone, which would be one too many. Where the whole
+    has one token for the end of `before` and the beginning of `text`, the text is tokenized by itself, without that
+    space: a policy that reads the tokens of `before` writes the text in its own tokens.
+
+    Args:
+        text: the text.
+        tokenizer: the model's tokenizer, loaded.
+        before: the text up to there, or its end; "" begins the sequence; None if it is not known.
+    """
+    if before != "":
+        for context in (*([before[-_CONTEXT_LENGTH:]] if before else []), *_CONTEXTS):
+            start, whole = _encode([context, context + text], tokenizer, add_special_tokens=False)
+            if whole[: len(start)] == start:
+                return whole[len(start) :]
+    return _encode([text], tokenizer, add_special_tokens=False)[0]
+
+
+def encode_completion(text: str, tokenizer: Tokenizer, *, before: str = "", is_truncated: bool = False) -> list[int]:
     """Return the token ids of a completion that follows a prompt: without start tokens, with one EOS at the end.
 
-    White space after an EOS in the text, which many chat templates write, is dropped. A truncated text gets no EOS.
+    White space after an EOS in the text, which many chat templates write, is dropped. A truncated text gets no EOS. See
+    `encode_continuation` for `before`, the text of the prompt.
 
     Raises:
         ConfigError: the tokenizer has no EOS token.
     """
     eos = _eos(tokenizer)
-    ids = _encode([text], tokenizer, add_special_tokens=False)[0]
+    ids = encode_continuation(text, tokenizer, before)
     if is_truncated:
         return ids
     if eos in ids:
@@ -295,8 +320,9 @@ def encode_conversation(
 
     If the chat template has `{% generation %}` marks, they define the mask, together with an EOS right after a mark.
     Otherwise the assistant's part is the text that the template appends to the rendered conversation so far, including
-    the generation prompt. These pieces are tokenized separately, as in generation. The last answer ends with one EOS;
-    what the template writes after it is dropped.
+    the generation prompt. The prompt has the tokens that it has in generation, and the tokens of all pieces together
+    are those of the whole, but where one of them would be in two pieces; see `encode_continuation`. The last answer
+    ends with one EOS; what the template writes after it is dropped.
 
     Args:
         row: the row of the messages. If it says that the answer was truncated, no EOS is appended and marks are not
@@ -320,8 +346,12 @@ def encode_conversation(
         if answer not in last:
             raise DataError(f"{row.origin}: the chat template does not write the truncated answer as it is")
         last = last[: last.rindex(answer) + len(answer)]
-    runs = _encode([text for text, _ in pieces], tokenizer, add_special_tokens=False)
-    runs.append(encode_completion(last, tokenizer, is_truncated=row.is_truncated))
+    runs = []
+    before = ""
+    for text, _ in pieces:
+        runs.append(encode_continuation(text, tokenizer, before))
+        before += text
+    runs.append(encode_completion(last, tokenizer, before=before, is_truncated=row.is_truncated))
     is_trained = [*(flag for _, flag in pieces), True]
     return np.concatenate(runs).astype(np.int32), np.repeat(is_trained, [len(run) for run in runs])
 

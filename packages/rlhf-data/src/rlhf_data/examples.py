@@ -22,7 +22,7 @@ from rlhf_data.sources import Rows
 from rlhf_data.store import Store, write_store
 
 _CHUNK = 256  # rows per task of a worker
-_FORMAT = 2  # version of the cache; raise it when rows give other tokens or the files have another layout
+_FORMAT = 3  # version of the cache; raise it when rows give other tokens or the files have another layout
 
 Example = TypeVar("Example")
 Result = tuple[Any, str | None]  # an example and None, or None and the reason why there is none

@@ -5,7 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.chat import InputTemplate, Tokenizer, encode_conversation, encode_prompts, row_messages, row_tools
+from rlhf_data.chat import (
+    InputTemplate,
+    Tokenizer,
+    encode_continuation,
+    encode_conversation,
+    encode_prompts,
+    row_messages,
+    row_tools,
+)
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import freeze_arrays
 from rlhf_data.rows import Row, kind_of
@@ -224,19 +232,23 @@ class ProcessEncoder:
 
     def __call__(self, row: Row) -> ProcessExample:
         """Return the steps of a row with their labels."""
-        head, *steps = self._template().render(row, self.input_key).split(self.placeholder)
+        text = self._template().render(row, self.input_key)
+        head, *steps = text.split(self.placeholder)
         labels = row.cell(self.label_key)
         if not isinstance(labels, list):
             raise DataError(f"{row.origin}: `{self.label_key}` must be a list of labels, got {kind_of(labels)}")
         if len(labels) != len(steps) or not steps:
             raise DataError(f"{row.origin}: {len(steps)} placeholders {self.placeholder!r} and {len(labels)} labels")
-        # Tokenize pieces separately, so that the placeholder never merges with its neighbours.
-        [ids] = encode_prompts([head], self.tokenizer, has_special_tokens=False)
+        [ids, whole] = encode_prompts([head, text], self.tokenizer, has_special_tokens=False)
         [placeholder] = self._bare(self.placeholder)
-        positions = []
-        for step in steps:
-            positions.append(len(ids))
-            ids += [placeholder, *(self._bare(step) if step else [])]
+        positions = np.flatnonzero(np.array(whole) == placeholder).tolist()
+        if len(positions) == len(steps):
+            ids = whole
+        else:  # the placeholder merges with a neighbour: tokenize the pieces between placeholders
+            positions = []
+            for step in steps:
+                positions.append(len(ids))
+                ids += [placeholder, *encode_continuation(step, self.tokenizer, self.placeholder)]
         values = [self._label(row, label) for label in labels]
         return ProcessExample(row.row_id, np.array(ids), np.array(positions), np.array(values))
 

@@ -49,9 +49,9 @@ class SftExample:
 class SftEncoder(InputTemplate):
     """Turns a row into an example. Picklable, for worker processes.
 
-    The prompt gets the same tokens as in generation (`rlhf_data.prompts.load_prompts`). The completion is tokenized
-    separately and ends with one EOS, unless the row says that it was truncated (`Row.is_truncated`). With the chat
-    template, `rlhf_data.chat.encode_conversation` decides which tokens are trained.
+    The prompt gets the same tokens as in generation (`rlhf_data.prompts.load_prompts`). The completion continues it
+    (`rlhf_data.chat.encode_continuation`) and ends with one EOS, unless the row says that it was truncated
+    (`Row.is_truncated`). With the chat template, `rlhf_data.chat.encode_conversation` decides which tokens are trained.
 
     Attributes, in addition to those of `InputTemplate`:
         input_key: the key of the prompt: text, or a list of messages with `apply_chat_template`.
@@ -106,7 +106,7 @@ class SftEncoder(InputTemplate):
 def completed(row: Row, prompt: str, answer: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Return token ids [L] int32 and loss mask [L] bool of a prompt, which may be empty, and its answer."""
     [prompt_ids] = encode_prompts([prompt], tokenizer, has_special_tokens=False)
-    answer_ids = encode_completion(answer, tokenizer, is_truncated=row.is_truncated)
+    answer_ids = encode_completion(answer, tokenizer, before=prompt, is_truncated=row.is_truncated)
     ids = np.array([*prompt_ids, *answer_ids], np.int32)
     # The first token has no prediction, so it cannot be trained even if the prompt is empty.
     return ids, np.arange(len(ids)) >= max(len(prompt_ids), 1)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf_data.chat import Tokenizer, encode_prompts, render_chat, render_follow_up
+from rlhf_data.chat import Tokenizer, encode_continuation, encode_prompts, render_chat, render_follow_up
 from rlhf_data.errors import DataError
 
 _ORIGIN = "a request"
@@ -70,7 +70,7 @@ class Conversations:
             (pair for pair in self._texts if text.startswith(pair[0])), key=lambda pair: len(pair[0]), default=("", [])
         )
         if start:
-            return [*token_ids, *self._encode(text[len(start) :])]
+            return [*token_ids, *encode_continuation(text[len(start) :], self._tokenizer, start)]
         return encode_prompts([text], self._tokenizer, has_special_tokens=False)[0]
 
     def add_text(self, text: str, token_ids: list[int]) -> None:
@@ -86,7 +86,7 @@ class Conversations:
             text = render_follow_up(following, self._tokenizer, origin=_ORIGIN, tools=tools)
         except DataError:  # a template may ask for the tool call that a tool's message answers
             return self._encode(self._render(messages, tools))
-        added = self._encode(text)
+        added = encode_continuation(text, self._tokenizer)
         if recorded.is_ended and added[:1] == recorded.token_ids[-1:]:
             added = added[1:]
         token_ids = [*recorded.token_ids, *added]
@@ -103,7 +103,7 @@ class Conversations:
         return render_chat(plain, self._tokenizer, origin=_ORIGIN, add_generation_prompt=True, tools=tools)
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return encode_continuation(text, self._tokenizer, "")
 
 
 def rewritten_parts(tokenizer: Tokenizer) -> tuple[str, ...]:

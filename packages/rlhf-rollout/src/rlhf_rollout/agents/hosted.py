@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf_data.chat import Tokenizer, render_chat, render_follow_up
+from rlhf_data.chat import Tokenizer, encode_continuation, render_chat, render_follow_up
 from rlhf_data.records import Episode, Prompt, Verdict, VerdictKind
 from rlhf_rollout.agents.interface import BudgetSpentError
 from rlhf_rollout.agents.pool import AgentPool
@@ -150,9 +150,9 @@ class HostedAgent:
         if self.gateway is not None:
             await self.gateway.close()
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text within a conversation, without start and end tokens."""
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+    def encode(self, text: str, before: str | None = None) -> list[int]:
+        """Return the token ids of a text in a conversation, without start and end tokens; "" as `before` begins one."""
+        return encode_continuation(text, self._tokenizer, before)
 
     def render(
         self, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]], before: Sequence[int], name: str
@@ -167,7 +167,7 @@ class HostedAgent:
             # The template writes the end of the answer, and an answer that was not cut has it already.
             return [*before, *(added[1:] if added[:1] == list(before[-1:]) else added)]
         text = render_chat(list(messages), self._tokenizer, add_generation_prompt=True, **options)
-        return self.encode(text)
+        return self.encode(text, "")
 
     def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -257,7 +257,7 @@ class _Attempt:
             before = recorder.token_ids if recorder.num_turns else []
             return self._workflow.render(request["messages"], request["tools"], before, recorder.name)
         before = [] if request.get("new") else recorder.token_ids
-        return [*before, *self._workflow.encode(request.get("text", ""))]
+        return [*before, *self._workflow.encode(request.get("text", ""), None if before else "")]
 
 
 def read_outcome(said: Mapping[str, Any], success_threshold: float) -> tuple[tuple[float, ...], Verdict | None]:
