@@ -270,6 +270,7 @@ READ_BEFORE = {
     "resume",
     "replay",
     "plan_gpus",
+    "plan_gpu_memory",
     "pretrain",
     "critic_pretrain",
     "prompt_data",

@@ -117,7 +117,7 @@ def test_models_apart_do_not_sleep(gpu, model, tmp_path, capsys):
 def test_size_of_a_gpu_is_left_out_where_it_is_not_known(gpu, model, tmp_path, capsys):
     gpu("exit 1", devices="")
     table, said = dry_run(capsys, *flags(tmp_path, model, *TURNS), "--plan_gpus", "1")
-    assert table[2] == "  fullest GPU     4.7; 4.3 if engines and trainers sleep in turn"
+    assert table[2] == "  fullest GPU     4.3; 4.7 without sleep"
     assert said == [] and gpu_memory_bytes() is None
     for answer in ("exit 1", "echo unknown", "echo"):
         gpu(answer)
@@ -176,6 +176,19 @@ def test_notices_say_which_flags_help_and_which_are_not_needed(gpu, model, tmp_p
     assert notice is None or notice in said[0]
 
 
+def test_dry_run_plans_for_gpus_of_another_size(gpu, model, tmp_path, capsys):
+    gpu("exit 1", devices="")
+    words = [*flags(tmp_path, model, *TURNS), "--plan_gpus", "1"]
+    table, said = dry_run(capsys, *words, "--plan_gpu_memory", "140.4")
+    assert table[2] == "  fullest GPU     4.3 of 140.4, fits; 4.7 without sleep"
+    assert len(said) == 1 and "fit together" in said[0]
+    table, said = dry_run(capsys, *words, "--plan_gpu_memory", "4")
+    assert "4.3 of 4.0, does not fit" in table[2]
+    assert len(said) == 1 and "need 4.7 of 4.0 GiB, and 4.3 if" in said[0]
+    gpu("echo 143771")  # the machine's own GPU does not count
+    assert "of 4.0, does not fit" in dry_run(capsys, *words, "--plan_gpu_memory", "4")[0][2]
+
+
 def test_run_gives_the_same_notice_and_starts(gpu, model, tmp_path, capsys):
     gpu("echo 143771")
     with pytest.raises(Started):
@@ -191,7 +204,7 @@ def test_passes_are_as_large_as_the_flags_allow(gpu, model, tmp_path, monkeypatc
     gpu("echo 143771")
     found = []
     compute = memory.trainer_memory
-    monkeypatch.setattr(memory, "trainer_memory", lambda *words: found.append(words) or compute(*words))
+    monkeypatch.setattr(memory, "trainer_memory", lambda *w, **more: found.append(w) or compute(*w, **more))
 
     def passes(*more: str) -> tuple:
         assert main([*flags(tmp_path, model, *more), "--dry_run"]) == 0

@@ -7,7 +7,7 @@ import pytest
 from memory_models import ADAMW, BF16, NOTHING, config_of
 from rlhf_models.lora import LoraSpec
 from rlhf_rollout.engines import EngineSpec
-from rlhf_train.memory import Model, Passes, count_parameters, engine_memory, trainer_memory
+from rlhf_train.memory import Model, Passes, count_parameters, engine_memory, pass_memory, trainer_memory
 from rlhf_train.specs import ModelSpec
 
 W1 = Passes(train=(16 * 768, 16 * 512), forward=(32 * 768, 32 * 512), most_targets=32 * 512)
@@ -105,6 +105,35 @@ def test_the_line_of_70_billion_weights_by_hand() -> None:
     # On 16 GPUs, more than it has heads, each has one.
     engine = engine_memory(config_of("Llama-2-70B"), replace(spec, tensor_parallel_size=16))
     assert engine.items["KV cache"] == 2 * 80 * 1 * 128 * 2 * 256 * 2048
+
+
+def test_models_that_train_in_turn_need_the_states_of_one() -> None:
+    """Llama-2-70B on 64 ranks, policy, critic and reference, by hand."""
+    spec = replace(BF16, zero_stage=3, gradient_checkpointing=True)
+    passes = Passes(train=(2048, 1024), forward=(4096, 2048), most_targets=2048)
+    models = [
+        Model(config_of("Llama-2-70B"), spec),
+        Model(config_of("Llama-2-70B"), spec, has_head=False),
+        Model(config_of("Llama-2-70B"), replace(spec, optimizer=None)),
+    ]
+    policy, critic, reference = (trainer_memory([model], passes, 64) for model in models)
+    turns = trainer_memory(models, passes, 64, in_turn=True)
+    # The policy's update is the worst moment: its states and its pass, and of the others the critic's weights alone.
+    assert turns.total == policy.total + critic.items["weights"]
+    assert turns.asleep == policy.items["weights"] + critic.items["weights"]
+    # In passes without gradients there are the weights of all three, and the worst pass.
+    weights = turns.asleep + reference.items["frozen weights"]
+    assert weights < turns.forward < turns.total
+    assert turns.forward - weights == max(
+        sum(pass_memory(model, passes, with_gradients=False, num_weights=10**9).values()) for model in models
+    )
+    # One model alone needs what it needs, and while it runs forward no states.
+    alone = trainer_memory(models[:1], passes, 64, in_turn=True)
+    assert alone.total == policy.total and alone.forward < alone.total - policy.items["moments"]
+    together = trainer_memory(models, passes, 64)
+    states = ("gradients", "master weights", "moments", "reduction")
+    saved = sum(critic.items[name] for name in states) + reference.items["frozen weights"]
+    assert together.total - turns.total == saved
 
 
 def test_adapters_have_states_and_the_base_has_none() -> None:

@@ -1,6 +1,7 @@
 """One rank in this process: modes, metrics, columns it is given, what it saves, and its rehearsal of a step."""
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -144,6 +145,56 @@ def test_reference_that_rests_comes_once_for_all_passes_of_a_step_and_computes_t
     assert place.untyped_storage().nbytes() == 0
     assert len(places) == 3 and len({*places}) == 1 and places[0] != first.data_ptr()
     assert torch.equal(worker._experience.columns["ref_logprobs"], wanted)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_models_that_train_in_turn_learn_the_same_and_one_has_its_states_on_the_device(path, tmp_path, zero_stage):
+    learning = OptimizerSpec(learning_rate=1e-2, scheduler="constant")
+    spec = ModelSpec(path=path, optimizer=learning, zero_stage=zero_stage)
+    models = {"actor": spec, "critic": spec, "reference": ModelSpec(path=path, zero_stage=0)}
+    shard = eight_rollouts()[1:]
+    found = []
+    for trains_in_turn in (False, True):
+        worker = TrainWorker(
+            models, make_algorithm(kl_coef=0.1), temperature=1.0, rank=0, num_ranks=1,
+            master=("127.0.0.1", free_port()), device="cpu", seed=0, trains_in_turn=trains_in_turn,
+        )  # fmt: skip
+        here = {role for role, engine in worker.engines.items() if not engine._host_states._away}
+        assert here == (set() if trains_in_turn else {"actor", "critic"})
+        most = [0]
+        forward = {role: engine.forward for role, engine in worker.engines.items()}
+
+        def counted(role, *args, worker=worker, most=most, forward=forward, **options):
+            here = [name for name, engine in worker.engines.items() if not engine._host_states._away]
+            most[0] = max(most[0], len(here))
+            if torch.is_grad_enabled():
+                assert role in here
+            return forward[role](*args, **options)
+
+        for role, engine in worker.engines.items():
+            engine.forward = partial(counted, role)
+        metrics = []
+        for step in range(2):
+            worker.load_rollouts(*shard)
+            metrics += [worker.run_model(role) for role in ("actor", "reference", "critic")]
+            metrics.append(worker.assign_advantages(0.1))
+            metrics += [worker.update(role, max_epochs=2, seed=step) for role in ("critic", "actor")]
+            worker.offload()
+            worker.reload()
+        assert most == [1 if trains_in_turn else 2]
+        folder = tmp_path / str(trains_in_turn)
+        folder.mkdir()
+        worker.save_state(str(folder))
+        worker.finish_state()
+        weights = {role: dict(engine.named_weights()) for role, engine in worker.engines.items()}
+        found.append((metrics, {role: {n: w.clone() for n, w in own.items()} for role, own in weights.items()}))
+        worker.update("actor", max_epochs=1, seed=9)
+        worker.load_state(str(folder))
+        for name, weight in worker.engines["actor"].named_weights():
+            assert torch.equal(weight, found[-1][1]["actor"][name])
+    (first, weights), (second, others) = found
+    assert [results(part) for part in first] == [results(part) for part in second]
+    assert all(torch.equal(w, others[role][name]) for role, own in weights.items() for name, w in own.items())
 
 
 def test_saved_model_has_the_weights_and_the_average_those_of_all_updates(worker, path, tmp_path):

@@ -56,10 +56,12 @@ class Need:
     Attributes:
         items: bytes by name, at the moment of the peak.
         asleep: bytes that stay while it sleeps.
+        forward: bytes at the peak of passes without gradients, while its optimizer states sleep.
     """
 
     items: Mapping[str, int]
     asleep: int = 0
+    forward: int = 0
 
     @property
     def total(self) -> int:
@@ -98,8 +100,21 @@ class Model:
     runs_forward: bool = True
 
 
-# What a model needs: always; while it sleeps; and at each of its moments, of which one is the worst.
-_Parts = tuple[dict[str, int], int, list[dict[str, int]]]
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What one model needs, as bytes by name.
+
+    Attributes:
+        weights: what is there while its optimizer sleeps.
+        states: of its optimizer, with gradients.
+        moments: beside both, of which one is the worst.
+        forward: beside the weights, in passes without gradients; empty if it has none.
+    """
+
+    weights: dict[str, int]
+    states: dict[str, int]
+    moments: list[dict[str, int]]
+    forward: dict[str, int]
 
 
 def count_parameters(config: Any, *, has_head: bool = True) -> Parameters:
@@ -163,11 +178,19 @@ def count_adapters(config: Any, rank: int, targets: str | Sequence[str]) -> int:
     return sum(rank * sum(size) for name, size in sizes if wanted is None or name in wanted)
 
 
-def trainer_memory(models: Sequence[Model], passes: Passes, num_ranks: int, bucket_copies: int = 0) -> Need:
+def trainer_memory(
+    models: Sequence[Model], passes: Passes, num_ranks: int, bucket_copies: int = 0, *, in_turn: bool = False
+) -> Need:
     """Return what a training process needs.
 
-        peak    = what its models need always + the worst moment of one of them + the bucket of the weight sync
-        asleep  = weights of trained models + the bucket
+        peak     = what its models need always + the worst moment of one of them + the bucket of the weight sync
+        asleep   = weights of trained models + the bucket
+        forward  = weights of all models + the worst pass without gradients + the bucket
+
+    With `in_turn`, optimizer states and frozen models sleep unless they are needed, and the peak is the larger of
+    `forward` and, for each trained model,
+
+        weights of trained models + its states + the worst of its moments + the bucket
 
     A trained model needs, in bytes per weight, on each of R ranks (`engine/deepspeed.py` and DeepSpeed's source), with
     t trained weights of n:
@@ -196,23 +219,27 @@ def trainer_memory(models: Sequence[Model], passes: Passes, num_ranks: int, buck
         num_ranks: processes that share the states.
         bucket_copies: buckets of the weight sync on the GPU, of 256 MiB or the largest weight. Larger ones take only
             memory that is free or cached.
+        in_turn: whether the process sleeps while engines generate, and its trained models have their states on the GPU
+            one after the other.
     """
-    always: dict[str, int] = {}
-    moments: list[dict[str, int]] = [{}]
-    asleep = 0
-    for model in models:
-        held, stays, own = (_frozen if model.spec.optimizer is None else _trained)(model, passes, num_ranks)
-        always = _sum(always, held)
-        moments += own
-        asleep += stays
+    bucket: dict[str, int] = {}
     if bucket_copies:
         policy = models[0]
         largest = count_parameters(policy.config).largest * ITEM_BYTES[policy.spec.dtype]
-        always["sync bucket"] = bucket_copies * max(SYNC_BUCKET_BYTES, largest)
-        asleep += always["sync bucket"]
-    worst = max(moments, key=lambda moment: sum(moment.values()))
-    items = {name: size for name, size in _sum(always, worst).items() if size}
-    return Need(items, asleep)
+        bucket["sync bucket"] = bucket_copies * max(SYNC_BUCKET_BYTES, largest)
+    trained = [_trained(model, passes, num_ranks) for model in models if model.spec.optimizer is not None]
+    frozen = [_frozen(model, passes, num_ranks) for model in models if model.spec.optimizer is None]
+    stays = _sum(bucket, *(model.weights for model in trained))
+    at_rest = _sum(*(model.weights for model in frozen))
+    forward = _sum(stays, at_rest, _largest([model.forward for model in (*trained, *frozen)]))
+    if in_turn:
+        peak = _largest([forward, *(_sum(stays, model.states, _largest(model.moments)) for model in trained)])
+    else:
+        states = [model.states for model in trained]
+        moments = [moment for model in (*trained, *frozen) for moment in (*model.moments, model.forward)]
+        peak = _sum(stays, at_rest, *states, _largest(moments))
+    items = {name: size for name, size in peak.items() if size}
+    return Need(items, sum(stays.values()), sum(forward.values()))
 
 
 def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
@@ -237,8 +264,7 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
     weights = item * (_share(num_weights, num_ranks) if stage == 3 else num_weights)
     has_masters = not optimizer.offload and (stage > 0 or not is_float32)
     reduced = 2 if num_ranks == 1 and not is_float32 else 4  # bytes per gradient that is sent
-    always = {
-        "weights": weights,
+    states = {
         "gradients": 4 * (own if stage >= 2 else trained),
         "master weights": 4 * own * has_masters,
         "moments": (moments_item * own - 4 * _share(by_muon, num_owners)) * (not optimizer.offload),
@@ -258,9 +284,8 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
     moments = [moment, {"update": 4 * copied + chunk}]
     if optimizer.offload:
         moments.append({"load": 4 * own})  # DeepSpeed makes master weights on the GPU first
-    if model.runs_forward:
-        moments.append(pass_memory(model, passes, with_gradients=False, num_weights=num_weights))
-    return always, weights, moments
+    forward = pass_memory(model, passes, with_gradients=False, num_weights=num_weights) if model.runs_forward else {}
+    return _Parts({"weights": weights}, states, moments, forward)
 
 
 def _frozen(model: Model, passes: Passes, num_ranks: int) -> _Parts:
@@ -272,8 +297,8 @@ def _frozen(model: Model, passes: Passes, num_ranks: int) -> _Parts:
     if is_divided and not model.is_adapted:
         weights["second copy"] = _second_copy(spec, num_weights)
     gathered = num_weights if is_divided else 0
-    moment = pass_memory(model, passes, with_gradients=False, num_weights=gathered)
-    return ({}, 0, [moment | weights]) if spec.offload else (weights, 0, [moment])
+    forward = pass_memory(model, passes, with_gradients=False, num_weights=gathered)
+    return _Parts({}, {}, [], forward | weights) if spec.offload else _Parts(weights, {}, [], forward)
 
 
 def _own_weights(counts: Parameters, spec: ModelSpec) -> int:
@@ -392,8 +417,13 @@ def engine_memory(config: Any, spec: EngineSpec) -> Need:
     return Need(items, FIXED_BYTES)
 
 
-def _sum(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
-    return {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
+def _sum(*parts: Mapping[str, int]) -> dict[str, int]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0) for part in parts) for name in names}
+
+
+def _largest(parts: Sequence[Mapping[str, int]]) -> Mapping[str, int]:
+    return max(parts, key=lambda part: sum(part.values()), default={})
 
 
 def _share(count: int, parts: int) -> int:

@@ -60,7 +60,8 @@ def show_ppo(parsed: Parsed[PpoConfig], folder: Path, console: Console) -> int:
     job = None
     if seen.inputs is not None and not parsed.unavailable:
         job = make_job(config, seen.inputs, plan, folder)
-    gpu_bytes = gpu_memory_bytes()
+    planned = config.placement.plan_gpu_memory
+    gpu_bytes = gpu_memory_bytes() if planned is None else int(planned * 2**30)
     console.done()
     notices = seen.inputs.notices if seen.inputs else ()
     on_device = check_device(config, parsed.given, plan.num_gpus)

@@ -58,6 +58,12 @@ class PlacementSection(Section, title="placement"):
         None, "with --dry_run: number of GPUs to plan for; None: the GPUs here, or as many as the flags ask for", ge=0
     )
 
+    plan_gpu_memory: float | None = flag(
+        None,
+        "with --dry_run: GiB of memory of a GPU to plan for, such as 80; None: what the smallest GPU here has",
+        gt=0,
+    )
+
     def num_ranks(self, role: str) -> int:
         """Return the number of processes of "actor", "critic", "ref", "teacher" or "reward"; 0: the actor's."""
         return self.count(role, "num_nodes") * self.count(role, "num_gpus_per_node")

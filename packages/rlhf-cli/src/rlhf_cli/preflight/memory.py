@@ -24,9 +24,9 @@ class RunMemory:
     """What the processes of a run need.
 
     Attributes:
-        needs: of each process, by the name of its kind.
+        needs: of each process, by the name of its kind, as the run's flags for sleep have it.
         together: bytes on the GPU that needs most, with all processes at work.
-        in_turn: likewise, if engines and trainers sleep in turn.
+        in_turn: likewise, if engines and trainers sleep in turn, and trained models take turns, too.
         others: the part of `together` that is not for engines.
     """
 
@@ -38,27 +38,31 @@ class RunMemory:
 
 def run_memory(job: OnlineJob) -> RunMemory:
     """Return what the processes of a run on GPUs need."""
-    needs = {placed.name: _trainer(job, placed) for placed in job.plan.trainers}
+    at_once = {placed.name: _trainer(job, placed, in_turn=False) for placed in job.plan.trainers}
+    in_turn = {placed.name: _trainer(job, placed, in_turn=True) for placed in job.plan.trainers}
     engine = engine_memory(_config(job.models["actor"].path), job.engine)
+    others: dict[str, Need] = {}
     if job.plan.engines.places:
-        needs[job.plan.engines.name] = engine
+        others[job.plan.engines.name] = engine
     if job.plan.scorers is not None:
-        needs[job.plan.scorers.name] = _scorers(job)
+        others[job.plan.scorers.name] = _scorers(job)
     counts = {placed.name: Counter(placed.cards) for placed in job.plan.all_processes}
     cards = sorted({card for count in counts.values() for card in count})
-    sleeping = [placed.name for placed in job.plan.trainers]
-    name_of_engines = job.plan.engines.name
     found = []
     for card in cards:
         number = {name: count[card] for name, count in counts.items()}
-        engines = number.get(name_of_engines, 0)
-        rest = sum(need.total * number[name] for name, need in needs.items() if name != name_of_engines)
-        asleep = sum((needs[name].total - needs[name].asleep) * number[name] for name in sleeping)
-        together = rest + engine.total * engines
-        in_turn = max(rest + engine.asleep * engines, together - asleep)
-        found.append((together, rest, in_turn))
+        engines = number.get(job.plan.engines.name, 0)
+        scorers = sum(need.total * number[name] for name, need in others.items() if need is not engine)
+        rest = scorers + sum(need.total * number[name] for name, need in at_once.items())
+        asleep = sum(need.asleep * number[name] for name, need in in_turn.items())
+        # Processes run models at the same time; in updates one process is awake.
+        at_work = [sum(need.forward * number[name] for name, need in in_turn.items())]
+        at_work += [asleep + (need.total - need.asleep) * number[name] for name, need in in_turn.items()]
+        turns = max(max(at_work) + engine.asleep * engines, asleep + engine.total * engines)
+        found.append((rest + engine.total * engines, rest, scorers + turns))
     together, rest, _ = max(found)
-    return RunMemory(needs, together, max(in_turn for *_, in_turn in found), rest)
+    trainers = in_turn if job.trainer_sleep else at_once
+    return RunMemory(trainers | others, together, max(turns for *_, turns in found), rest)
 
 
 def describe_memory(job: OnlineJob, gpu_bytes: int | None) -> str:
@@ -70,9 +74,14 @@ def describe_memory(job: OnlineJob, gpu_bytes: int | None) -> str:
         parts = sorted(need.items.items(), key=lambda item: -item[1])
         text = ", ".join(f"{part} {size / _GIB:.1f}" for part, size in parts if size >= 0.05 * _GIB)
         rows.append(f"  {name.ljust(width)} {need.total / _GIB:7.1f}" + (f"  {text}" if text else ""))
-    has = "" if gpu_bytes is None else f" of {gpu_bytes / _GIB:.1f}, {_verdict(found.together, gpu_bytes)}"
-    turns = f"; {found.in_turn / _GIB:.1f} if engines and trainers sleep in turn" if job.plan.shares_gpus else ""
-    rows.append(f"  {_SUM.ljust(width)} {found.together / _GIB:7.1f}{has}{turns}")
+    sleeps = all(_sleep_flags(job).values())
+    peak = found.in_turn if sleeps else found.together
+    has = "" if gpu_bytes is None else f" of {gpu_bytes / _GIB:.1f}, {_verdict(peak, gpu_bytes)}"
+    if sleeps:
+        other = f"; {found.together / _GIB:.1f} without sleep"
+    else:
+        other = f"; {found.in_turn / _GIB:.1f} if engines and trainers sleep in turn" if job.plan.shares_gpus else ""
+    rows.append(f"  {_SUM.ljust(width)} {peak / _GIB:7.1f}{has}{other}")
     return "\n".join(["memory per process and GPU, estimated, in GiB", *rows])
 
 
@@ -154,8 +163,8 @@ def _sleep_flags(job: OnlineJob) -> dict[str, bool]:
     return {"--vllm_enable_sleep": job.engine.enable_sleep, "--deepspeed_enable_sleep": job.trainer_sleep}
 
 
-def _trainer(job: OnlineJob, placed: ProcessPlan) -> Need:
-    """Return what a process of a rank set needs."""
+def _trainer(job: OnlineJob, placed: ProcessPlan, *, in_turn: bool) -> Need:
+    """Return what a process of a rank set needs; see `trainer_memory` for `in_turn`."""
     actor = job.models["actor"]
     models = []
     for role in placed.roles:
@@ -166,7 +175,8 @@ def _trainer(job: OnlineJob, placed: ProcessPlan) -> Need:
         models.append(Model(config, spec, role != "critic", is_adapted, runs_forward))
     passes = largest_passes(job, placed.num_ranks // actor.ranks_per_batch)
     copies = {"ipc": 1, "nccl": 2}.get(job.engine.weight_transfer, 0) if "actor" in placed.roles else 0
-    return trainer_memory(models, passes, placed.num_ranks, copies if job.plan.engines.places else 0)
+    copies = copies if job.plan.engines.places else 0
+    return trainer_memory(models, passes, placed.num_ranks, copies, in_turn=in_turn)
 
 
 def largest_passes(job: OnlineJob, num_shards: int) -> Passes:

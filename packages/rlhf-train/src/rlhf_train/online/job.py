@@ -187,7 +187,9 @@ class OnlineJob:
         config: the resolved configuration as TOML, saved with the results.
         seed: of the order of prompts and batches and of the models' initialization.
         engine_mps: engines that share a GPU run there at the same time, by NVIDIA's Multi-Process Service.
-        trainer_sleep: optimizer states move to host memory while engines generate.
+        trainer_sleep: optimizer states and frozen models are in host memory while engines generate. Meanwhile, and
+            while models run without gradients, no optimizer states are on the device; policy and critic have theirs
+            there one after the other.
         sync_checksum: engines verify a checksum of each weight bucket.
         max_in_flight: largest number of rollout groups that generate at once.
         dynamic_sampling: which groups are trained; None for all.

@@ -160,7 +160,7 @@ class Learner:
     def update(self, step: int) -> tuple[dict[str, float], float]:
         """Update the critic and, after the frozen steps, the actor.
 
-        Models in separate processes train in parallel.
+        Models in separate processes train in parallel, unless one at a time has its optimizer states on the device.
 
         Returns:
             Metrics, and the number of rollouts that were trained. The ranks count them during training, so that the
@@ -171,7 +171,11 @@ class Learner:
         if step <= job.num_frozen_steps:
             roles.remove("actor")
         options = {"max_epochs": job.batch.max_epochs, "seed": job.seed + step, "kl_coef": self.kl_coef}
-        pending = [self._set_of[role].start("work", "update", role, **options) for role in roles]
+        pending = []
+        for role in roles:
+            pending.append(self._set_of[role].start("work", "update", role, **options))
+            if job.trainer_sleep:
+                wait(pending[-1])
         metrics = _merged(part for references in pending for part in wait(references))
         passes = [metrics.pop(f"{METRIC_PREFIXES[role]}/rollout_passes") for role in roles]
         # A rollout counts as trained only if every model trained on it.

@@ -101,6 +101,7 @@ class RankActor:
                 ema_beta=job.ema_beta,
                 pack_tokens=job.pack_tokens,
                 takes_turns=job.takes_turns,
+                trains_in_turn=job.trainer_sleep,
             )
         gc.freeze()  # for as long as the process lives; see `quick_collection`
         self._sender = WeightSource(

@@ -105,6 +105,12 @@ class Rehearsed:
     def step(self) -> StepStats:
         return StepStats(0.0, 0.0)
 
+    def offload(self) -> None:
+        pass  # the states stay where they are
+
+    def reload(self) -> None:
+        pass
+
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())  # nothing for a moving average to take in
 

@@ -1,7 +1,8 @@
 """One data-parallel rank: the models it hosts, its shard of the step's rollouts, and the computations on them."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,6 +76,7 @@ class TrainWorker:
         ema_beta: float | None = None,
         pack_tokens: int | None = None,
         takes_turns: bool = False,
+        trains_in_turn: bool = False,
     ) -> None:
         """Join the rank set and load the models. Collective.
 
@@ -88,6 +90,8 @@ class TrainWorker:
             seed, num_threads: of PyTorch; None for its default number of CPU threads.
             ema_beta: decay per update of the moving average of the actor's weights; None for no average.
             pack_tokens, takes_turns: see `engine.accelerate.start_engine`.
+            trains_in_turn: optimizer states are on the device only in updates of their model, and frozen models only
+                when they run: at most one model has its states there.
         """
         if num_threads:
             torch.set_num_threads(num_threads)
@@ -103,7 +107,10 @@ class TrainWorker:
         self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self._frozen: dict[str, Callable] = {}
         self._frozen_weights = HostStates(is_frozen=True)
+        self._frozen_are_here = True
         self.engines: dict[str, DeepSpeedEngine] = {}
+        self._with_states: set[str] = set()  # roles whose optimizer states are on the device
+        self._trains_in_turn = trains_in_turn
         self._balances: dict[str, LoadBalance | None] = {}
         for role, spec in models.items():
             self._load(role, spec, device, pack_tokens=pack_tokens, takes_turns=takes_turns)
@@ -125,6 +132,10 @@ class TrainWorker:
         self._balances[role] = load_balance(model, spec, self._groups["sequence_group"])
         options |= {"device": device, "num_ranks": self._num_ranks, **self._groups}
         self.engines[role] = start_engine(model, spec, **options)
+        self._with_states.add(role)
+        if self._trains_in_turn:  # before the next model is loaded
+            self._offload_states(role)
+            self.release_cache()
 
     def load_rollouts(self, columns: RolloutColumns, plan: RankPlan, step_versions: Sequence[int] = (0,)) -> None:
         """Store this step's shard.
@@ -144,6 +155,8 @@ class TrainWorker:
         """Compute the column of `role`: its log-probs, or the critic's values. Collective under ZeRO-3."""
         if role in self.engines:
             self.engines[role].module.eval()
+        else:
+            self._reload_frozen()
         # Both stay on the device until the end: copying the part of each pass would wait for it.
         column, last_values = torch.zeros(2, *self._experience.loss_mask.shape, device=self._device)
         entropy = Mean(0.0, 0.0)
@@ -232,6 +245,10 @@ class TrainWorker:
         Raises:
             EngineError: a gradient is not finite.
         """
+        with self._in_turn(role):
+            return self._update(role, max_epochs=max_epochs, seed=seed, kl_coef=kl_coef)
+
+    def _update(self, role: str, *, max_epochs: int, seed: int, kl_coef: float) -> dict[str, Metric]:
         objective = self._algorithm.objective
         if self._algorithm.use_kl_loss:
             objective = replace(objective, kl_coef=kl_coef)
@@ -351,11 +368,42 @@ class TrainWorker:
 
     def offload(self) -> None:
         """Move optimizer states and frozen models to host memory."""
-        for engine in self.engines.values():
-            engine.offload()
-        if self._device.type == "cuda":  # on a CPU, frozen weights lie in their files, mapped into memory
-            modules = [module for module in self._frozen.values() if isinstance(module, torch.nn.Module)]
-            self._frozen_weights.offload(part for module in modules for part in frozen_parts(module))
+        for role in sorted(self._with_states):
+            self._offload_states(role)
+        self._offload_frozen()
+        self.release_cache()
+
+    def _offload_states(self, role: str) -> None:
+        self.engines[role].offload()
+        self._with_states.discard(role)
+
+    def _reload_states(self, role: str) -> None:
+        self.engines[role].reload()
+        self._with_states.add(role)
+
+    def _offload_frozen(self) -> None:
+        if self._device.type != "cuda" or not self._frozen_are_here:
+            return  # on a CPU, frozen weights lie in their files, mapped into memory
+        modules = [module for module in self._frozen.values() if isinstance(module, torch.nn.Module)]
+        self._frozen_weights.offload(part for module in modules for part in frozen_parts(module))
+        self._frozen_are_here = False
+
+    def _reload_frozen(self) -> None:
+        self._frozen_weights.reload()
+        self._frozen_are_here = True
+
+    @contextmanager
+    def _in_turn(self, role: str) -> Iterator[None]:
+        """Within a `with` block, have the optimizer states of `role` on the device; if models train in turn, only these
+        and no frozen model."""
+        if not self._trains_in_turn:
+            yield
+            return
+        self._offload_frozen()
+        self.release_cache()
+        self._reload_states(role)
+        yield
+        self._offload_states(role)
         self.release_cache()
 
     def release_cache(self) -> None:
@@ -363,10 +411,12 @@ class TrainWorker:
         torch.cuda.empty_cache()  # does nothing on a CPU
 
     def reload(self) -> None:
-        """Move back to the device what `offload` moved to host memory."""
-        for engine in self.engines.values():
-            engine.reload()
-        self._frozen_weights.reload()
+        """Move back to the device what `offload` moved to host memory. If models train in turn, updates move the
+        states."""
+        if not self._trains_in_turn:
+            for role in self.engines.keys() - self._with_states:
+                self._reload_states(role)
+        self._reload_frozen()
 
     def save(self, role: str, path: str) -> None:
         """Write the model of `role` as a Hugging Face folder. Collective; rank 0 writes."""
@@ -393,7 +443,9 @@ class TrainWorker:
 
     def load_state(self, folder: str) -> None:
         """Continue with the models in `folder`, which `save_state` wrote on all ranks. Collective."""
-        self._writer.load(self.engines, Path(folder), self._average)
+        for role, engine in self.engines.items():
+            with self._in_turn(role):
+                self._writer.load({role: engine}, Path(folder), self._average)
 
     def peak_memory_bytes(self) -> int:
         """Return the peak of this process's allocated device memory in bytes; 0 on a CPU."""
