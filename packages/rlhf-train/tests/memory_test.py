@@ -332,3 +332,15 @@ def test_ranks_of_a_tensor_group_divide_the_matrices_of_layers() -> None:
     assert found["activations"] == 24 * 12_288 * per_layer
     # One group of all ranks has nothing to share out among ranks with the same weights.
     assert items(spec, 2)["master weights"] == 4 * own
+
+
+def test_engine_has_the_cache_that_its_share_of_the_gpu_leaves() -> None:
+    spec = EngineSpec(model="m", dtype="bfloat16", max_num_seqs=256, max_model_len=2048, gpu_memory_utilization=0.5)
+    free = engine_memory(config_of("Llama-2-70B"), spec)
+    sequence = 2 * 80 * 8 * 128 * 2 * 2048  # keys and values of 80 layers with 8 heads of 128
+    assert free.items["KV cache"] == 256 * sequence
+    others = free.total - free.items["KV cache"]
+    capped = engine_memory(config_of("Llama-2-70B"), spec, gpu_bytes=2 * (others + 10 * sequence))
+    assert capped.items["KV cache"] == 10 * sequence and capped.total == others + 10 * sequence
+    assert engine_memory(config_of("Llama-2-70B"), spec, gpu_bytes=others).items["KV cache"] == sequence
+    assert engine_memory(config_of("Llama-2-70B"), spec, gpu_bytes=10**15) == free

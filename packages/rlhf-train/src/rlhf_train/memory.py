@@ -387,7 +387,7 @@ def _whole_layer(config: Any, spec: ModelSpec) -> int:
     return layer if spec.lora is None and layer <= MAX_LIVE_PARAMETERS else 0
 
 
-def engine_memory(config: Any, spec: EngineSpec) -> Need:
+def engine_memory(config: Any, spec: EngineSpec, gpu_bytes: int | None = None) -> Need:
     """Return what an engine needs on each of its GPUs.
 
         weights   = item size * weights / tensor_parallel_size; in FP8 one byte for each of a layer's matrices
@@ -395,7 +395,8 @@ def engine_memory(config: Any, spec: EngineSpec) -> Need:
                     * item size * max_num_seqs * max_model_len
         work      = `rlhf_rollout.engines.vllm.memory.gpu_work_bytes`, of which 2 GiB stay while it sleeps
 
-    vLLM takes up to four times this KV cache. With less of it, fewer responses are generated at once.
+    vLLM takes up to four times this KV cache. With less of it, fewer responses are generated at once: on a GPU of
+    `gpu_bytes` bytes it is what weights and work leave of the engine's share, but at least one sequence.
     """
     config = config.get_text_config()
     _, num_kv_heads, head_dim = heads_of(config)
@@ -409,11 +410,13 @@ def engine_memory(config: Any, spec: EngineSpec) -> Need:
     )
     counted = count_parameters(config)
     saved = (item - 1) * counted.matrices if spec.quantization == "fp8" else 0
-    items = {
-        "weights": _share(item * counted.total - saved, spec.tensor_parallel_size),
-        "KV cache": spec.kv_cache_memory_bytes or per_token * spec.max_num_seqs * spec.max_model_len,
-        "work": gpu_work_bytes(spec, config.to_dict()),
-    }
+    weights = _share(item * counted.total - saved, spec.tensor_parallel_size)
+    work = gpu_work_bytes(spec, config.to_dict())
+    cache = per_token * spec.max_num_seqs * spec.max_model_len
+    if gpu_bytes is not None:
+        room = int(spec.gpu_memory_utilization * gpu_bytes) - weights - work
+        cache = min(cache, max(room, per_token * spec.max_model_len))
+    items = {"weights": weights, "KV cache": spec.kv_cache_memory_bytes or cache, "work": work}
     return Need(items, FIXED_BYTES)
 
 

@@ -51,7 +51,8 @@ class PlacementSection(Section, title="placement"):
     colocate_critic_reward: bool = flag(False, "critic and reward models share GPUs")
     deepspeed_enable_sleep: bool = flag(
         False,
-        "with --colocate_all_models: move optimizer states and frozen models to CPU memory while engines generate",
+        "with --colocate_all_models: keep optimizer states in CPU memory except in updates of their model, and frozen"
+        " models while engines generate or models train",
     )
 
     plan_gpus: int | None = flag(

@@ -36,11 +36,11 @@ class RunMemory:
     others: int
 
 
-def run_memory(job: OnlineJob) -> RunMemory:
-    """Return what the processes of a run on GPUs need."""
+def run_memory(job: OnlineJob, gpu_bytes: int | None = None) -> RunMemory:
+    """Return what the processes of a run need on GPUs, of `gpu_bytes` each if that is known."""
     at_once = {placed.name: _trainer(job, placed, in_turn=False) for placed in job.plan.trainers}
     in_turn = {placed.name: _trainer(job, placed, in_turn=True) for placed in job.plan.trainers}
-    engine = engine_memory(_config(job.models["actor"].path), job.engine)
+    engine = engine_memory(_config(job.models["actor"].path), job.engine, gpu_bytes)
     others: dict[str, Need] = {}
     if job.plan.engines.places:
         others[job.plan.engines.name] = engine
@@ -67,7 +67,7 @@ def run_memory(job: OnlineJob) -> RunMemory:
 
 def describe_memory(job: OnlineJob, gpu_bytes: int | None) -> str:
     """Return a table of what each process needs per GPU, and of what a GPU has, if `gpu_bytes` is known."""
-    found = run_memory(job)
+    found = run_memory(job, gpu_bytes)
     width = max(map(len, [*found.needs, _SUM]))
     rows = []
     for name, need in found.needs.items():
@@ -89,7 +89,7 @@ def sleep_notices(job: OnlineJob, gpu_bytes: int | None) -> list[str]:
     """Return a notice if sleep is on and not needed, or if the run does not fit on its GPUs, of `gpu_bytes` each."""
     if job.plan.device != "cuda" or gpu_bytes is None:
         return []
-    found = run_memory(job)
+    found = run_memory(job, gpu_bytes)
     has = f"of {gpu_bytes / _GIB:.1f} GiB"
     if found.together * (1 + SPARE) <= gpu_bytes:
         if not job.takes_turns:
