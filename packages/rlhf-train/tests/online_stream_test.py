@@ -155,8 +155,14 @@ def test_groups_that_failed_leave_a_short_batch_when_nothing_else_may_come():
     assert taken(stream) == ["step1/00001"]
 
 
-@pytest.mark.parametrize(("max_staleness", "fresh"), [(0, [3]), (1, [1, 2, 3])])
-def test_group_with_a_token_of_weights_that_no_engine_should_have_does_not_come_out(max_staleness, fresh):
+@pytest.mark.parametrize(
+    ("max_staleness", "fresh", "old"),
+    [
+        (0, [[1], [0], [0, 1]], [[0], [1], [0]]),  # of groups 0, 1 and 3; of groups 0, 1 and 2
+        (1, [[1], [0, 1], [0], [0, 1]], [[0]]),
+    ],
+)
+def test_rollout_with_a_token_of_weights_that_no_engine_should_have_does_not_come_out(max_staleness, fresh, old):
     stream = SampleStream(4, 9, max_staleness)
     for version in (3, 5):  # two batches were trained, after which the weights had these versions
         stream.take()
@@ -165,8 +171,25 @@ def test_group_with_a_token_of_weights_that_no_engine_should_have_does_not_come_
         ticket = stream.admit(0)
         stream.put(ticket, group(ticket, *versions))
     batch, stale = stream.take()
-    assert ids(batch) == [f"step3/{number:05d}" for number in fresh]
-    assert ids(stale) == [f"step3/{number:05d}" for number in range(4) if number not in fresh]
+    places = [[int(rollout.rollout_id.split("/")[-1]) for rollout in one.rollouts] for one in (*batch, *stale)]
+    assert places == fresh + old
+    assert len(set(ids(batch)) | set(ids(stale))) == 4
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_rollout_without_a_token_of_the_policy_has_no_age(max_staleness):
+    """The environment of one episode failed at its start. The others are of the newest weights, and are trained."""
+    stream = SampleStream(2, 9, max_staleness)
+    for _ in range(max_staleness + 1):
+        stream.take()
+        stream.done(7)
+    ticket = stream.admit(0)
+    whole = group(ticket, 7, 7, 7)
+    failed = Rollout(f"{ticket.group_id}/3", ticket.group_id, whole.rollouts[0].spans[:1], FinishReason.STOP)
+    stream.put(ticket, make_group(ticket.group_id, whole.prompt, (*whole.rollouts, failed)))
+    assert failed.policy_version is None
+    batch, stale = stream.take()
+    assert [len(one.rollouts) for one in batch] == [4] and stale == []
 
 
 def test_learner_is_done_only_with_what_it_took():

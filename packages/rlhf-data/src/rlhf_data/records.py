@@ -306,9 +306,10 @@ class Rollout:
         return [*turns, *self.verdict.token_rewards]
 
     @property
-    def policy_version(self) -> int:
-        """The oldest policy version that wrote a token of this rollout; 0 if the policy wrote none."""
-        return min((span.policy_version for span in self.spans if span.policy_version is not None), default=0)
+    def policy_version(self) -> int | None:
+        """The oldest policy version that wrote a token of this rollout; None if the policy wrote none."""
+        versions = [span.policy_version for span in self.spans if span.policy_version is not None]
+        return min(versions, default=None)
 
 
 @dataclass(frozen=True, slots=True)

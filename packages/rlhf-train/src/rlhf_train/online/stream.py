@@ -1,11 +1,11 @@
 """Between generation and training: prompts are admitted, complete groups go in, batches come out. Torch-free."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_data.records import RolloutGroup
+from rlhf_data.records import Rollout, RolloutGroup
 
 
 @dataclass(slots=True, eq=False)
@@ -135,8 +135,9 @@ class SampleStream:
     def take(self) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
         """Remove the groups of the next batch and return them in the order of admission. See `is_ready`.
 
-        Groups whose last batch comes first are taken first. The second list has those with a token of weights that no
-        engine should have had any more.
+        Groups whose last batch comes first are taken first. Rollouts with a token of weights that no engine should have
+        had any more are not in the first list. The second list has them, as groups of these rollouts alone. A rollout
+        without a token of the policy, such as one whose environment failed at once, has no age.
         """
         batch = sorted(self._next_batch(), key=lambda ticket: ticket.number)
         for ticket in batch:
@@ -145,8 +146,8 @@ class SampleStream:
         fresh: list[RolloutGroup] = []
         stale: list[RolloutGroup] = []
         for group in [ticket.group for ticket in batch if ticket.group is not None]:
-            is_fresh = all(rollout.policy_version >= self._versions[0] for rollout in group.rollouts)
-            (fresh if is_fresh else stale).append(group)
+            fresh += _part(group, lambda rollout: not self._is_stale(rollout))
+            stale += _part(group, self._is_stale)
         return fresh, stale
 
     def done(self, policy_version: int) -> None:
@@ -187,3 +188,13 @@ class SampleStream:
     def _next_batch(self) -> list[Ticket]:
         complete = [ticket for ticket in self._tickets.values() if ticket.group is not None]
         return sorted(complete, key=lambda ticket: (ticket.last_batch, ticket.number))[: self._batch_size]
+
+    def _is_stale(self, rollout: Rollout) -> bool:
+        return rollout.policy_version is not None and rollout.policy_version < self._versions[0]
+
+
+def _part(group: RolloutGroup, wanted: Callable[[Rollout], bool]) -> list[RolloutGroup]:
+    """Return the group with its `wanted` rollouts alone; an empty list if there are none."""
+    kept = [(episode, tuple(filter(wanted, episode.rollouts))) for episode in group.episodes]
+    episodes = tuple(replace(episode, rollouts=rollouts) for episode, rollouts in kept if rollouts)
+    return [replace(group, episodes=episodes)] if episodes else []
