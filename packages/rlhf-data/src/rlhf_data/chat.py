@@ -6,7 +6,7 @@ A tokenizer is a loaded Hugging Face tokenizer, or an object with the same metho
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -24,6 +24,8 @@ _ANSWER = "answer7c41"  # stands for an answer in a rendered conversation
 _CONTEXTS = ("\n", "a")
 _CONTEXT_LENGTH = 256  # characters of a context that count: tokens do not depend on what is further away
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_OPENING_TAG = re.compile(r"(<\w+>)(\s*)$")
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # what models think, beside the content of a message
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -320,9 +322,12 @@ def encode_conversation(
 
     If the chat template has `{% generation %}` marks, they define the mask, together with an EOS right after a mark.
     Otherwise the assistant's part is the text that the template appends to the rendered conversation so far, including
-    the generation prompt. The prompt has the tokens that it has in generation, and the tokens of all pieces together
-    are those of the whole, but where one of them would be in two pieces; see `encode_continuation`. The last answer
-    ends with one EOS; what the template writes after it is dropped.
+    the generation prompt. If the template does not write the last answer as it is, for example without what the model
+    thought, that part is the answer itself, as a policy writes it after the generation prompt. The last answer ends
+    with one EOS; what the template writes after it is dropped.
+
+    The prompt has the tokens that it has in generation. The tokens of all parts together are those of the whole, but
+    where one of them would be in two parts; see `encode_continuation`.
 
     Args:
         row: the row of the messages. If it says that the answer was truncated, no EOS is appended and marks are not
@@ -335,16 +340,19 @@ def encode_conversation(
     Raises:
         ConfigError: the template renders earlier messages differently once others follow, so that no mask matches what
             the model sees in generation; marks that cannot be assigned to messages; no EOS token.
-        DataError: roles out of order, or messages that the template refuses.
+        DataError: roles out of order, messages that the template refuses, or reasoning that it drops.
     """
     check_roles(messages, origin=row.origin)
     if has_generation_marks(tokenizer) and not row.is_truncated:
-        return _encode_marked(messages, tokenizer, row.origin, all_turns, tools)
-    *pieces, (last, _) = _pieces(messages, tokenizer, row.origin, all_turns, tools)
-    if row.is_truncated:  # the template writes an end after every answer: cut it off
-        answer = messages[-1]["content"].strip()
-        if answer not in last:
-            raise DataError(f"{row.origin}: the chat template does not write the truncated answer as it is")
+        text = render_chat(messages, tokenizer, origin=row.origin, add_generation_prompt=False, tools=tools)
+        answers = [message for message in messages if message["role"] == "assistant"][0 if all_turns else -1 :]
+        if all(message["content"].strip() in text for message in answers):
+            for message in answers:
+                _check_reasoning(message, text, row.origin)
+            return _encode_marked(messages, tokenizer, row.origin, all_turns, tools)
+    *pieces, (last, _) = _pieces(row, messages, tokenizer, all_turns, tools)
+    answer = messages[-1]["content"].strip()
+    if row.is_truncated and answer in last:  # the template writes an end after every answer: cut it off
         last = last[: last.rindex(answer) + len(answer)]
     runs = []
     before = ""
@@ -365,38 +373,65 @@ def has_generation_marks(tokenizer: Tokenizer) -> bool:
 
 
 def _pieces(
-    messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bool, tools: Sequence[Mapping[str, Any]]
+    row: Row, messages: Messages, tokenizer: Tokenizer, all_turns: bool, tools: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, bool]]:
     """Return the conversation as pieces of text, each with whether the assistant wrote it. The last is an answer."""
-    render = partial(render_chat, tokenizer=tokenizer, origin=origin, tools=tools)
+    render = partial(render_chat, tokenizer=tokenizer, origin=row.origin, tools=tools)
     pieces = []
     done = ""  # the conversation up to and including the latest answer
     carried = ""  # white space after that answer, which belongs to the piece that follows
     for index, message in enumerate(messages):
-        if message["role"] != "assistant" or not (all_turns or index == len(messages) - 1):
+        is_last = index == len(messages) - 1
+        if message["role"] != "assistant" or not (all_turns or is_last):
             continue
         before = render(messages[:index], add_generation_prompt=True)
         after = render(messages[: index + 1], add_generation_prompt=False)
-        if not (before.startswith(done) and after.startswith(before)):
-            problem = f"{origin}: the chat template rewrites what precedes message {index} once an answer is there"
+        text = after.removeprefix(before) if after.startswith(before) else None
+        if text is None or message["content"].strip() not in text:
+            is_raw = is_last and not message.get("tool_calls")
+            text = _raw_answer(messages, before, render, row.is_truncated) if is_raw else None
+        if text is None or not before.startswith(done):
+            problem = f"{row.origin}: the chat template rewrites message {index}, or what precedes it, once it is there"
             hint = "use a template that only appends or has {% generation %} marks"
             hint += ", or train the last answer only, without --multiturn" if all_turns else ""
             raise ConfigError(problem, hint=hint)
+        _check_reasoning(message, text, row.origin)
         # White space that the template writes after the EOS is not part of the answer.
-        text = after[len(before) :]
         head, eos, tail = text.rpartition(tokenizer.eos_token or "\0")
-        ends = bool(eos) and not tail.strip() and index < len(messages) - 1
+        ends = bool(eos) and not tail.strip() and not is_last
         pieces += [(carried + before[len(done) :], False), (head + eos if ends else text, True)]
         done = after
         carried = tail if ends else ""
     return pieces
 
 
+def _raw_answer(messages: Messages, before: str, render: Callable[..., str], is_truncated: bool) -> str | None:
+    """Return the last answer as it is, and the end that the template writes after an answer that is not truncated.
+
+    Templates of reasoning models drop what an answer thinks, but the policy writes it after the generation prompt
+    `before`. If that ends with a tag that begins the answer too, such as `<think>`, the tag is not repeated. None if
+    the template writes no answer as it is.
+    """
+    text = render([*messages[:-1], {"role": "assistant", "content": _ANSWER}], add_generation_prompt=False)
+    answer = messages[-1]["content"]
+    if (opening := _OPENING_TAG.search(before)) and answer.lstrip().startswith(opening[1]):
+        answer = answer.lstrip().removeprefix(opening[1]).removeprefix(opening[2])
+    end = "" if is_truncated else text.partition(_ANSWER)[2]
+    return answer + end if text.count(_ANSWER) == 1 else None
+
+
+def _check_reasoning(message: Mapping[str, Any], text: str, origin: str) -> None:
+    """Raise DataError if an answer has reasoning beside its content that `text`, its rendering, lacks."""
+    for key in _REASONING:
+        reasoning = message.get(key)
+        if isinstance(reasoning, str) and reasoning.strip() not in text:
+            hint = "write it into the content, as in <think>...</think>, which is trained as it is"
+            raise DataError(f"{origin}: the chat template does not write the `{key}` of an answer", hint=hint)
+
+
 def _encode_marked(
     messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bool, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    if tools:  # rendered only to see that the template writes them
-        render_chat(messages, tokenizer, origin=origin, add_generation_prompt=False, tools=tools)
     options = {"tokenize": True, "add_generation_prompt": False, "return_dict": True}
     encoded = _apply_template(messages, tokenizer, origin, tools, return_assistant_tokens_mask=True, **options)
     ids = np.array(encoded["input_ids"])
