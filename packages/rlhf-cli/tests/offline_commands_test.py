@@ -104,7 +104,11 @@ def test_command_learns_its_examples_and_says_where_everything_lies(folder, mode
     assert len(measured(folder, "train/grad_norm")) == 8
     for part in ("config.toml", "metrics.jsonl", "model"):
         assert str(folder / "out" / part) in out
-    loader = "load_reward_model" if command == "rm" else "AutoModelForCausalLM.from_pretrained"
+    loader = (
+        "AutoModelForSequenceClassification.from_pretrained"
+        if command == "rm"
+        else "AutoModelForCausalLM.from_pretrained"
+    )
     assert f"{loader}('{folder / 'out' / 'model'}')" in out
 
 

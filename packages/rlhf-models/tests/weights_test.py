@@ -6,11 +6,12 @@ import stat
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_models import weights
-from rlhf_models.loading import load_actor, load_critic, load_tokenizer
+from rlhf_models.loading import load_actor, load_critic, load_reward_model, load_tokenizer
+from rlhf_models.reward import score_sequences
 from rlhf_models.testing import tiny_model_dir
 from rlhf_models.weights import hf_named_weights, save_hf
 
@@ -81,6 +82,99 @@ def test_save_hf_critic_keeps_backbone_and_head(model_dir, tmp_path, state_of):
     assert same(load_critic(folder, dtype="float32"), critic)
 
 
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "mixtral", "qwen3_moe"])
+def test_save_hf_reward_model_gives_its_scores_in_plain_transformers(tmp_path, architecture):
+    base = tiny_model_dir(tmp_path / "base", architecture=architecture)
+    critic = load_critic(base, dtype="float32")
+    torch.nn.init.normal_(critic.value_head.weight)
+    folder = save_hf(critic, gathered(critic), load_tokenizer(base), tmp_path / "rm")
+    plain, report = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [type(plain).__name__]
+    assert plain.score.weight.shape == (1, 64) and torch.equal(plain.score.weight, critic.value_head.weight)
+    rows = [[5, 9, 7, 300, 2], [8, 2], [40, 41, 42]]
+    pad = load_tokenizer(base).pad_token_id
+    ids = torch.tensor([row + [pad] * (5 - len(row)) for row in rows])
+    with torch.no_grad():
+        theirs = plain.eval()(input_ids=ids, attention_mask=(ids != pad).long()).logits[:, 0].tolist()
+    ours = score_sequences(load_reward_model(folder, dtype="float32"), rows, batch_size=1)
+    assert ours == pytest.approx(theirs, abs=1e-5)
+    again = load_critic(folder, dtype="float32")
+    assert same(again, critic)
+    if architecture in ("mixtral", "qwen3_moe"):  # experts are stored one by one, as in the base
+        stored = {name for name in checkpoint_names(folder) if ".experts." in name}
+        assert stored == {name for name in checkpoint_names(base) if ".experts." in name}
+
+
+def test_save_hf_reward_model_whose_end_is_its_padding_names_no_padding(tmp_path):
+    base = tiny_model_dir(tmp_path / "base")
+    tokenizer = load_tokenizer(base)
+    tokenizer.pad_token = tokenizer.eos_token
+    critic = load_critic(base, dtype="float32")
+    torch.nn.init.normal_(critic.value_head.weight)
+    folder = save_hf(critic, None, tokenizer, tmp_path / "rm")
+    plain = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    row = [5, 9, tokenizer.eos_token_id]
+    with torch.no_grad():
+        theirs = plain(input_ids=torch.tensor([row])).logits[0].tolist()
+    assert score_sequences(load_reward_model(folder, dtype="float32"), [row], batch_size=1) == pytest.approx(theirs)
+
+
+def test_reward_models_with_their_head_in_a_file_are_read_and_written_where_there_is_no_classifier(
+    tmp_path, monkeypatch
+):
+    base = tiny_model_dir(tmp_path / "base")
+    critic = load_critic(base, dtype="float32")
+    torch.nn.init.normal_(critic.value_head.weight)
+    monkeypatch.setattr(weights, "_classifier", lambda *args: None)
+    folder = save_hf(critic, None, load_tokenizer(base), tmp_path / "rm")
+    with safe_open(folder / "value_head.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("weight"), critic.value_head.weight)
+    assert same(load_critic(folder, dtype="float32"), critic)
+
+
+@pytest.mark.parametrize(
+    ("named", "saved", "in_config"),
+    [
+        (None, [2], 2),
+        (0, [2, 0], 2),
+        ([0, 5], [2, 0, 5], 2),
+        ([5, 2], [5, 2], [5, 2]),
+        (2, 2, 2),
+    ],
+)
+def test_save_hf_names_the_end_token_of_the_tokenizer(tmp_path, named, saved, in_config):
+    base = tiny_model_dir(tmp_path / "base")
+    assert load_tokenizer(base).eos_token_id == 2
+    for name in ("config.json", "generation_config.json"):
+        fields = json.loads((base / name).read_text())
+        (base / name).write_text(json.dumps(fields | {"eos_token_id": named}))
+    actor = load_actor(base, dtype="float32")
+    folder = save_hf(actor, None, load_tokenizer(base), tmp_path / "saved")
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == saved
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == in_config
+    assert actor.model.generation_config.eos_token_id == named  # saving changes nothing
+
+
+def test_saved_model_stops_where_its_training_data_ended(tmp_path):
+    """A base model that only knows another end token goes on; saved with the tokenizer, it stops."""
+    base = tiny_model_dir(tmp_path / "base")
+    fields = json.loads((base / "generation_config.json").read_text())
+    (base / "generation_config.json").write_text(json.dumps(fields | {"eos_token_id": 0}))
+    actor = load_actor(base, dtype="float32")
+    with torch.no_grad():  # every next token is the tokenizer's end token
+        actor.model.model.norm.weight.zero_()
+        bias = torch.nn.Linear(64, 512)
+        bias.weight.zero_()
+        bias.bias.zero_()
+        bias.bias[2] = 5.0
+    for folder, length in ((base, 8), (save_hf(actor, None, load_tokenizer(base), tmp_path / "saved"), 1)):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model.lm_head = bias
+        made = model.generate(torch.tensor([[5, 6]]), max_new_tokens=8, do_sample=False)
+        assert made.shape[1] - 2 == length
+
+
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
 def test_save_hf_files_have_the_permissions_that_the_umask_leaves(model_dir, tmp_path, umask, mode):
     critic = load_critic(model_dir, dtype="float32")
@@ -90,7 +184,7 @@ def test_save_hf_files_have_the_permissions_that_the_umask_leaves(model_dir, tmp
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
-    assert {"config.json", "model.safetensors", "value_head.safetensors"} <= set(modes)
+    assert {"config.json", "model.safetensors"} <= set(modes)
     assert set(modes.values()) == {mode}
 
 

@@ -5,6 +5,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,13 @@ def _read(
 def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer: Any | None, path: str | Path) -> Path:
     """Write a folder that plain transformers can load, and return its path.
 
-    The folder is written under a temporary name and then renamed, so that `path` never holds an incomplete model.
+    The folder is written under a temporary name and then renamed, so that `path` never holds an incomplete model. Its
+    generation config and config name the end token of `tokenizer`, which training has taught. A `Critic` or
+    `RewardModel` becomes a ...ForSequenceClassification with one label. If transformers has no such class for the
+    family, its head is in a file of its own, `value_head.safetensors`, beside the backbone.
 
     Args:
-        model: an `Actor`, a `Critic` (its head is saved in a file beside the backbone), or a transformers model.
+        model: an `Actor`, a `Critic`, a `RewardModel`, or a transformers model.
         state_dict: the weights, if the model itself does not hold them (gathered from ZeRO-3, for example), under the
             names of `model.state_dict()` or of the checkpoint, tied ones once or twice. None saves the model's own.
         tokenizer: saved in the same folder, unless None.
@@ -99,8 +103,13 @@ def _write(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer:
 
     inner = _unwrapped(model)
     weights, head = _split_state(model, inner, model.state_dict() if state_dict is None else state_dict)
+    outer = _classifier(inner, tokenizer) if head else None
+    if outer is not None:
+        weights = {f"{outer.base_model_prefix}.{name}": weight for name, weight in weights.items()}
+        weights["score.weight"] = head.pop("weight")
+        inner = outer
     _make_generation_config_savable(inner)
-    with quiet_transformers():
+    with quiet_transformers(), _naming_end(inner, tokenizer):
         inner.save_pretrained(folder, state_dict=weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -110,6 +119,54 @@ def _write(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer:
     mode = stat.S_IMODE((folder / "config.json").stat().st_mode)
     for file in folder.glob("*.safetensors"):
         file.chmod(mode)
+
+
+def _classifier(backbone: Any, tokenizer: Any | None) -> Any | None:
+    """Return a ...ForSequenceClassification with one label, without weights, around a backbone of the same names.
+
+    None if transformers has no such class for the family, or one with other names.
+    """
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    config = deepcopy(backbone.config)
+    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if kind is None:
+        return None
+    config.num_labels = 1
+    pad = getattr(tokenizer, "pad_token_id", None)
+    # Transformers reads the score at the last token that is not padding. If answers end with the padding token, it
+    # would read the one before.
+    config.pad_token_id = None if tokenizer is not None and pad == tokenizer.eos_token_id else pad
+    with torch.device("meta"):
+        outer = kind(config)
+    expected = {f"{outer.base_model_prefix}.{name}" for name in backbone.state_dict()} | {"score.weight"}
+    if outer.state_dict().keys() != expected:
+        return None
+    conversions = getattr(backbone, "_weight_conversions", None)
+    if conversions is not None:  # the form in which the experts of the loaded model were stored
+        outer._weight_conversions = conversions
+    return outer
+
+
+@contextmanager
+def _naming_end(model: Any, tokenizer: Any | None) -> Iterator[None]:
+    """Within a `with` block, have the configs of a model name the tokenizer's end token, with which training data ends.
+
+    A published base model often names another one, and a trained model would go on past its answers.
+    """
+    end = getattr(tokenizer, "eos_token_id", None)
+    configs = [config for config in (model.config, getattr(model, "generation_config", None)) if config is not None]
+    before = [getattr(config, "eos_token_id", None) for config in configs]
+    for config, named in zip(configs, before, strict=True):
+        known = named if isinstance(named, list) else [token for token in [named] if token is not None]
+        if end is not None and end not in known:
+            # Not every family's config takes a list. Generation stops at each end token of a generation config.
+            config.eos_token_id = end if config is model.config else [end, *known]
+    try:
+        yield
+    finally:
+        for config, named in zip(configs, before, strict=True):
+            config.eos_token_id = named
 
 
 def _split_state(

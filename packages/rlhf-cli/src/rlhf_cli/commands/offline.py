@@ -52,7 +52,10 @@ if TYPE_CHECKING:
     from rlhf_train.specs import ModelSpec
 
 # By kind of model, the function that loads the final model, for the last line of the output.
-_LOADERS = {"actor": "AutoModelForCausalLM.from_pretrained", "reward": "rlhf_models.loading.load_reward_model"}
+_LOADERS = {
+    "actor": "AutoModelForCausalLM.from_pretrained",
+    "reward": "AutoModelForSequenceClassification.from_pretrained",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
