@@ -30,7 +30,9 @@ def make_tokenizer(kind: str, template: str = "zephyr") -> Any:
         core.decoder = decoders.ByteLevel()
     texts = [f"{one} plus {two}? It is {one + two}. user assistant Yes ки" for one in range(9) for two in range(9)]
     alphabet = [*pre_tokenizers.ByteLevel.alphabet(), "▁"] if kind == "bytes" else [*"[]/<|>.,?▁", *"AINSTWYeht"]
-    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     core.train_from_iterator(texts, trainer)
     if kind != "bytes":  # characters that are no tokens become bytes, such as a line break
         model = json.loads(core.to_str())["model"]

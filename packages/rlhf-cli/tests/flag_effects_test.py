@@ -123,6 +123,7 @@ REACHES = [
     ("agent_max_seconds", "1.5", AGENT, "agent.limits.max_seconds", 1.5),
     ("agent_num_workers", "3", AGENT, "agent.num_processes", 3),
     ("agent_timeout_s", "3", AGENT, "agent.timeout_s", 3.0),
+    ("chat_template_kwargs", '{"a":1}', AGENT, "agent.chat_template_kwargs", '{"a":1}'),
     ("agent_history", "split", AGENT, "agent.history", "split"),
     ("agent_tool_parser", "mistral", AGENT, "agent.tool_parser", "mistral"),
     ("reward_memory_gb", "0.5", AGENT, "agent.worker.memory_gb", 0.5),

@@ -36,6 +36,7 @@ NEEDED = {
     "prm": "--placeholder_token <|endoftext|> --input_key steps --label_key verdicts",
 }
 EVAL, LORA, CHAT, PROMPTED = "--eval_dataset x.jsonl", "--lora_rank 2", "--apply_chat_template", "--prompt_key input"
+WORD = f"{CHAT} --tokenizer_chat_template word.jinja"
 TURNED = f"{CHAT} --input_key turns --output_key None"
 
 # Command, flag, the words that follow it, further flags, the part of the job, and what it must be there. The parts
@@ -93,6 +94,14 @@ REACHES = [
         f"{CHAT} --tokenizer_chat_template tools.jinja",
         "text",
         "add input 0answer 0<|im_end|>",
+    ),
+    (
+        "sft",
+        "chat_template_kwargs",
+        '{"word":"yes"}',
+        f"{CHAT} --tokenizer_chat_template word.jinja",
+        "text",
+        "yes input 0answer 0<|im_end|>",
     ),
     ("sft", "multiturn", "", TURNED, "learned", "b<|im_end|>d<|im_end|>"),
     ("sft", "pretrain_mode", "", "", "learned", "put 0answer 0<|im_end|>"),  # nothing predicts `in`
@@ -170,6 +179,7 @@ def folder(tmp_path_factory) -> Path:
     (path / "chat.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]<|im_end|>{% endfor %}")
     template = "{{ tools[0].function.name if tools }} {% for m in messages %}{{ m['content'] }}{% endfor %}"
     (path / "tools.jinja").write_text(template)
+    (path / "word.jinja").write_text("{{ word }} {% for m in messages %}{{ m['content'] }}{% endfor %}")
     train, part = [{"input": "i", "output": "o"}] * 4, [{"input": "input 1", "output": "answer 1"}]
     DatasetDict(train=Dataset.from_list(train), part=Dataset.from_list(part)).save_to_disk(path / "saved")
     return path
@@ -233,6 +243,7 @@ def test_every_flag_of_every_command_is_tested():
     [
         ("sft", "--lora_alpha 4", "--lora_alpha has no effect: --lora_rank is 0"),
         ("sft", "--eval_steps 5", "--eval_steps has no effect: there is no --eval_dataset"),
+        ("sft", '--chat_template_kwargs {"x":1}', "--chat_template_kwargs has no effect: --apply_chat_template is off"),
         ("sft", "--tokenizer_chat_template x", "--tokenizer_chat_template has no effect: --apply_chat_template is off"),
         ("sft", "--lr_scheduler linear --min_lr_ratio 0.5", "--min_lr_ratio has no effect: --lr_scheduler is linear"),
         (

@@ -370,6 +370,21 @@ def test_check_inputs_template_that_rewrites_answers_is_a_notice_with_the_option
     assert notices == ([begins + follows[history]] if parts else [])
 
 
+def test_check_inputs_variables_of_the_chat_template_reach_training_and_held_out_prompts(folder, models):
+    shutil.copytree(models / "policy", folder / "policy")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '/no' if think is defined and not think }}"
+    (folder / "policy/chat_template.jinja").write_text(template)
+    argv = ["--pretrain", "policy", "--apply_chat_template", "--eval_data", "math.jsonl", "--input_key", "input"]
+    given = ["--chat_template_kwargs", '{"think": false}']
+    found = check(folder, models, *argv, *given)
+    assert found.eval_prompts is not None
+    assert [prompt.text for prompt in (*found.prompts, *found.eval_prompts)][::2] == ["prompts 0?/no", "math 0?/no"]
+    assert check(folder, models, *argv).prompts[0].text == "prompts 0?"
+    assert "the chat template does not read `thin`" in refused(folder, models, *argv, given[0], '{"thin": 1}')
+    parsed = CommandLine(config=PpoConfig, prog="").parse([*given, "--dry_run"])
+    assert "--chat_template_kwargs has no effect: --apply_chat_template is off" in parsed.notices
+
+
 @pytest.mark.parametrize("template", ["", "{{ raise_exception('one question only') if messages|length > 1 }}"])
 def test_check_inputs_agent_needs_no_template_for_conversations(folder, models, template):
     shutil.copytree(models / "policy", folder / "policy")

@@ -7,8 +7,9 @@ import pytest
 
 from rlhf_data import pretrained
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.pretrained import load_tokenizer
+from rlhf_data.pretrained import load_tokenizer, set_chat_template
 from rlhf_data.sources import open_sources
+from sentencepiece_testing import make_tokenizer
 
 
 @pytest.fixture
@@ -96,3 +97,67 @@ def test_hub_that_never_answers_is_given_up_after_a_while(nobody_there, monkeypa
     started = time.perf_counter()
     assert not pretrained.hub_answers()
     assert time.perf_counter() - started < 20.0
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+VALUES = [
+    False,
+    True,
+    None,
+    3,
+    -2.5e-07,
+    "",
+    "it's \"é☃\n\t\\ %} {{ x }} {% y %}",
+    ["a", 1, None],
+    {"a": {"b": [True, "'"]}},
+]
+LOOP = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        LOOP + "[{{ value }}]",
+        "\n  {% if value is defined %}[{{ value }}]{% endif %}\n " + LOOP,
+        "{%- macro say() %}<{{ value }}>{% endmacro %}" + LOOP + "{{ say() }}",
+        "{% set value = value if value is defined else 'none' %}" + LOOP + "{{ value }}",
+    ],
+)
+@pytest.mark.parametrize("value", VALUES)
+def test_template_variables_render_as_transformers_renders_them(template, value):
+    expected, tokenizer = make_tokenizer("bytes"), make_tokenizer("bytes")
+    expected.chat_template = tokenizer.chat_template = template
+    set_chat_template(tokenizer, variables=json.dumps({"value": value}))
+    text = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+    assert text == expected.apply_chat_template(MESSAGES, tokenize=False, value=value)
+
+
+def test_template_variables_reach_all_named_templates_and_a_template_that_is_given(tmp_path):
+    tokenizer = make_tokenizer("bytes")
+    tokenizer.chat_template = {"default": LOOP, "tool_use": LOOP + "{{ value }}"}
+    set_chat_template(tokenizer, variables='{"value": 7}')
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False, tools=tools) == "hi7"
+    file = tmp_path / "chat.jinja"
+    file.write_text(LOOP + "{{ value }}{{ other }}")
+    set_chat_template(tokenizer, str(file), variables='{"value": 8, "other": 9}')
+    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == "hi89"
+    set_chat_template(tokenizer, str(file))
+    assert tokenizer.chat_template == file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "says"),
+    [
+        (LOOP, "value", "does not read `value`"),
+        (LOOP + "{{ values }}", "value", "does not read `value`"),
+        (None, "value", "does not read `value`"),
+        (LOOP, "messages", "`messages` is set by what is rendered"),
+    ],
+)
+def test_template_variables_that_have_no_effect_are_refused(template, name, says):
+    tokenizer = make_tokenizer("bytes")
+    tokenizer.chat_template = template
+    with pytest.raises(ConfigError, match=r"^chat_template_kwargs: ") as caught:
+        set_chat_template(tokenizer, variables=json.dumps({name: 1}))
+    assert says in str(caught.value)

@@ -278,7 +278,7 @@ def _weight_bytes(config: PpoConfig, path: str) -> int:
 def _make_agent(config: PpoConfig, inputs: Inputs) -> AgentSpec | None:
     if inputs.agent is None:
         return None
-    return config.agent.spec(inputs.agent, longest_sequence(config)[0], config.reward.calls())
+    return config.agent.spec(inputs.agent, longest_sequence(config)[0], config.reward.calls(), config.data)
 
 
 def _make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSpec:

@@ -31,7 +31,7 @@ from rlhf_data.sections import (
 )
 from rlhf_data.sources import open_sources
 
-_PROMPT = ("tokenizer_chat_template", "input_template", "apply_chat_template", "tools_key")
+_PROMPT = ("tokenizer_chat_template", "input_template", "apply_chat_template", "tools_key", "chat_template_kwargs")
 _COMPLETION = (*_PROMPT, "input_key", "output_key")
 # The kinds of examples, with the options that each one has.
 _KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -92,7 +92,7 @@ class InspectConfig(Config):
                 raise ConfigError(f"--{name} has no effect without a tokenizer", hint="give --tokenizer")
             if name not in _KINDS[kind]:
                 raise ConfigError(unknown(f"option of --kind {kind}", name, _KINDS[kind]))
-        return []
+        return self.data.check_chat(given)
 
 
 def _load_encoder(config: InspectConfig) -> Any:
@@ -102,7 +102,7 @@ def _load_encoder(config: InspectConfig) -> Any:
     if asked.tokenizer is None:
         return None
     tokenizer = load_tokenizer(asked.tokenizer)
-    set_chat_template(tokenizer, data.tokenizer_chat_template)
+    set_chat_template(tokenizer, data.tokenizer_chat_template, variables=data.chat_template_kwargs)
     return make_encoder(asked.kind, data, tokenizer)
 
 

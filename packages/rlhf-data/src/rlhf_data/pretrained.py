@@ -1,9 +1,11 @@
 """Look-up of models by folder or hub name, their tokenizers, and errors that say what to do."""
 
 import functools
+import json
 import logging
+import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 from rlhf_data.errors import ConfigError, RlhfError, installs, missing_file
 
 _HUB_TIMEOUT_S = 5.0
+_SET_BY_RENDERING = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 
 logger = logging.getLogger(__name__)
 
@@ -46,25 +49,47 @@ def is_template_file(text: str) -> bool:
     return "{" not in text
 
 
-def set_chat_template(tokenizer: Any, text: str | None, resolve: Callable[[str], Path] = Path) -> None:
-    """Give a tokenizer the chat template of --tokenizer_chat_template.
+def set_chat_template(
+    tokenizer: Any,
+    text: str | None = None,
+    resolve: Callable[[str], Path] = Path,
+    variables: str | None = None,
+) -> None:
+    """Give a tokenizer the chat template of --tokenizer_chat_template, and its variables their values.
 
     Args:
-        tokenizer: is changed.
+        tokenizer: is changed. With `variables` its template is no longer the one to save with a model.
         text: Jinja text, or the path of its file; None leaves the tokenizer's own.
         resolve: turns a path that a user typed into one that can be opened.
+        variables: their values, as a JSON object; None leaves the template's defaults.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is no such file, or the template does not read a variable.
     """
-    if text is None:
-        return
-    if is_template_file(text):
-        path = resolve(text)
-        if not path.is_file():
-            raise ConfigError(f"--tokenizer_chat_template: {missing_file('file', path)}")
-        text = path.read_text(encoding="utf-8")
-    tokenizer.chat_template = text
+    if text is not None:
+        if is_template_file(text):
+            path = resolve(text)
+            if not path.is_file():
+                raise ConfigError(f"--tokenizer_chat_template: {missing_file('file', path)}")
+            text = path.read_text(encoding="utf-8")
+        tokenizer.chat_template = text
+    if variables is not None:
+        tokenizer.chat_template = _with_variables(tokenizer.chat_template, json.loads(variables))
+
+
+def _with_variables(template: Any, variables: Mapping[str, Any]) -> Any:
+    """Return a template, or several by name, that begins with assignments to variables."""
+    named = template if isinstance(template, Mapping) else {"": template or ""}
+    for name in variables:
+        if name in _SET_BY_RENDERING:
+            raise ConfigError(f"chat_template_kwargs: `{name}` is set by what is rendered", hint=f"leave out {name}")
+        if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in named.values()):
+            hint = "write the name as the template does; templates without a variable need no value"
+            raise ConfigError(f"chat_template_kwargs: the chat template does not read `{name}`", hint=hint)
+    # A literal of Python is one of Jinja. The line break belongs to the block and is not rendered.
+    head = "".join(f"{{% set {name} = {value!r} %}}\n" for name, value in variables.items())
+    texts = {name: head + text for name, text in named.items()}
+    return texts if isinstance(template, Mapping) else texts[""]
 
 
 def check_eos(tokenizer: Any, name: str | Path) -> None:

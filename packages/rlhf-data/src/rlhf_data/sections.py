@@ -1,11 +1,13 @@
 """Options of data, for the commands of every package: which rows are read, and how a row becomes tokens."""
 
-from typing import Any
+import json
+from collections.abc import Collection
+from typing import Annotated, Any
 
-from pydantic import model_validator
+from pydantic import AfterValidator, model_validator
 
-from rlhf_data.checks import lacking
-from rlhf_data.errors import ConfigError
+from rlhf_data.checks import lacking, without_effect
+from rlhf_data.errors import ConfigError, with_hint
 from rlhf_data.options import Section, flag, one_of
 from rlhf_data.presets import PRESETS
 
@@ -15,6 +17,21 @@ SOURCES = (
 )
 SPLIT = "the split to read if a data set has splits"
 PresetName = one_of(PRESETS)
+
+
+def _check_object(text: str) -> str:
+    """Return text that is a JSON object. Raises ValueError for other text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(with_hint(f"{text} is not JSON: {error}", _OBJECT_HINT)) from None
+    if not isinstance(value, dict):
+        raise ValueError(with_hint(f"{text} is no JSON object", _OBJECT_HINT))
+    return text
+
+
+_OBJECT_HINT = """write it in single quotes, as in '{"enable_thinking": false}'"""
+JsonObject = Annotated[str, AfterValidator(_check_object)]
 
 
 class TemplateSection(Section, title="data"):
@@ -53,7 +70,17 @@ class RowSection(SampleSection):
     )
 
 
-class ChatSection(Section, title="data"):
+class TemplateVariableSection(Section, title="data"):
+    """Variables of the chat template."""
+
+    chat_template_kwargs: JsonObject | None = flag(
+        None,
+        "values of variables that the chat template reads, wherever it renders, as a JSON object such as"
+        ' {"enable_thinking": false}; None: the template\'s own defaults',
+    )
+
+
+class ChatSection(TemplateVariableSection):
     """Rows that the chat template may render."""
 
     apply_chat_template: bool = flag(False, "render rows with the tokenizer's chat template")
@@ -62,6 +89,11 @@ class ChatSection(Section, title="data"):
         "key of a row's tools, which the chat template writes: a list of JSON schemas (OpenAI's form) or its JSON text;"
         " null for none. None: rows have no tools",
     )
+
+    def check_chat(self, given: Collection[str], *, has_agent: bool = False) -> list[str]:
+        """Return a notice if variables of the chat template have no effect; an agent may ask for its rendering."""
+        unused = not (self.apply_chat_template or has_agent)
+        return without_effect(given, (unused, ["chat_template_kwargs"], "--apply_chat_template is off"))
 
 
 class ChatTemplateSection(Section, title="data"):

@@ -214,7 +214,8 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     path = model_path(config.model.pretrain)
     model = config.model
     model_config, tokenizer = load_model_files(path)
-    set_chat_template(tokenizer, getattr(config.data, "tokenizer_chat_template", None), user_path)
+    variables = getattr(config.data, "chat_template_kwargs", None)
+    set_chat_template(tokenizer, getattr(config.data, "tokenizer_chat_template", None), user_path, variables)
     check_attention(model, model_config)
     check_experts(model, model_config)
     check_context(model_config, config.data.max_len, "--max_len")
@@ -355,7 +356,8 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
     with Recorder(str(folder), to_toml(config), trackers, view, kept) as recorder:
         final = run_offline(job, view, recorder, checkpoint)
         # The trainer saved the tokenizer of --pretrain with each model. Replace it, because it lacks the new template.
-        if getattr(parsed.config.data, "tokenizer_chat_template", None) is not None:
+        if (template := getattr(parsed.config.data, "tokenizer_chat_template", None)) is not None:
+            set_chat_template(tokenizer, template, user_path)  # without the values of its variables
             for path in (recorder.path("final model"), recorder.path("best model")):
                 if path.exists():
                     tokenizer.save_pretrained(path)

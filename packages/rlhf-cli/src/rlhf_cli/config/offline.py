@@ -61,7 +61,7 @@ class OfflineConfig(Config):
         return notices + without_effect(
             given,
             (held_out is None, ["eval_steps", "eval_split"], "there is no --eval_dataset"),
-            (not has_template, ["tokenizer_chat_template"], "--apply_chat_template is off"),
+            (not has_template, ["tokenizer_chat_template", "chat_template_kwargs"], "--apply_chat_template is off"),
         )
 
 

@@ -83,6 +83,7 @@ class PpoConfig(Config):
         notices = self.model.check(given)
         notices += self.reward.check_training(self.agent.beside(given), max_tokens, num_samples)
         notices += self.agent.check(given, "reward_by_turn", "turn_gamma", "group_by")
+        notices += self.data.check_chat(given, has_agent=self.agent.agent_func_path is not None)
         notices += self.algorithm.check(given, self.objective, self.batch.num_updates)
         notices += self.training.check(given)
         notices += _check_passes(self, given)

@@ -26,6 +26,7 @@ from rlhf_cli.preflight.rewards import (
     try_rewards,
 )
 from rlhf_data.keys import unread_tools
+from rlhf_data.pretrained import set_chat_template
 from rlhf_data.prompts import PromptSet
 from rlhf_data.rows import Counts
 from rlhf_rollout.rewards.sources import RewardSource, model_paths
@@ -77,6 +78,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     agent = named_agent(config)
     model = model_path(config.model.pretrain)
     model_config, tokenizer = load_model_files(model)
+    set_chat_template(tokenizer, variables=config.data.chat_template_kwargs)
     check_attention(config.model, model_config)
     check_experts(config.model, model_config)
     check_context(model_config, *longest_sequence(config))

@@ -58,7 +58,7 @@ def try_agent(config: PpoConfig, agent: str, tokenizer: Any) -> list[str]:
     """
     try:
         make_parser(config.agent.agent_tool_parser, tokenizer)
-        check_agent(config.agent.spec(agent, longest_sequence(config)[0], config.reward.calls()))
+        check_agent(config.agent.spec(agent, longest_sequence(config)[0], config.reward.calls(), config.data))
     except RewardError as error:
         raise ConfigError(str(error)) from error
     try:

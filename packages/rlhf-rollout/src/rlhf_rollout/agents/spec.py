@@ -32,6 +32,7 @@ class AgentSpec:
         success_threshold: see `HostedAgent`.
         history: what the door does with histories that the chat template rewrites; see `Conversations`.
         tool_parser: form of the tool calls that the door reads; see `make_parser`.
+        chat_template_kwargs: values of variables of the chat template, as a JSON object; see `set_chat_template`.
         worker: how the processes run.
     """
 
@@ -42,6 +43,7 @@ class AgentSpec:
     success_threshold: float = SUCCESS_THRESHOLD
     history: History = "append"
     tool_parser: str = "hermes"
+    chat_template_kwargs: str | None = None
     worker: WorkerOptions = DEFAULT_WORKER
 
 

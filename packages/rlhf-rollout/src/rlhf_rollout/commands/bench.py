@@ -95,7 +95,7 @@ def run(job: BenchJob) -> int:
     if out is not None:
         check_new_file(out, replace=True, hint="give another --out")
     with TERMINAL.progress.doing("reading the prompts"):
-        tokenizer = job.engine.load_tokenizer()
+        tokenizer = job.engine.load_tokenizer(job.data)
         rows = open_prompts(job.data, job.sampling.seed or 0)
         prompts = load_prompts(rows, tokenizer, **matching(load_prompts, job.data))
     answered, seconds = asyncio.run(_measure(job, prompts))

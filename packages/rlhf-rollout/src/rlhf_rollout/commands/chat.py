@@ -54,7 +54,7 @@ def make_job(config: ChatConfig) -> ChatJob:
 def run(job: ChatJob) -> int:
     """Hold the conversation until the input ends; return 0. Raises ConfigError for a model that cannot be used."""
     with TERMINAL.progress.doing("loading the model"):
-        tokenizer = job.engine.load_tokenizer()
+        tokenizer = job.engine.load_tokenizer(job.data)
         engine = build_engine(job.engine.kind, job.engine.spec)
     input_template = job.data.input_template
     with_template = input_template is None and bool(getattr(tokenizer, "chat_template", None))

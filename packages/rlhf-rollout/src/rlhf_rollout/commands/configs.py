@@ -6,7 +6,14 @@ from pathlib import Path
 from rlhf_data.checks import lacking, missing, without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Config, Section, flag, one_of, with_defaults
-from rlhf_data.sections import AnswerKeySection, ExampleSection, InputSection, PairKeySection, TemplateSection
+from rlhf_data.sections import (
+    AnswerKeySection,
+    ExampleSection,
+    InputSection,
+    PairKeySection,
+    TemplateSection,
+    TemplateVariableSection,
+)
 from rlhf_rollout.commands.post_process import POST_PROCESSORS, SELECTORS
 from rlhf_rollout.commands.sections import (
     CODE_OPTIONS,
@@ -195,6 +202,7 @@ class GenerateConfig(Config):
             message = "--overwrite and --resume: a file is either replaced or continued"
             raise ConfigError(message, hint="give one of them")
         notices = self.engine.check(given) + self.agent.check(given)
+        notices += self.data.check_chat(given, has_agent=self.agent.agent_func_path is not None)
         given = self.agent.beside(given)
         if has_reward:
             notices += [*self.reward.check(given, num_samples), *self.reward.what_is_right("verdicts")]
@@ -233,7 +241,7 @@ class ScoreConfig(Config):
         if pairs and kind != "rows":
             message = f"--post_processor {kind} compares answers to an input, and --chosen_key says that rows are pairs"
             raise ConfigError(message, hint="drop one of them")
-        notices = self.reward.check(given) + self.reward.what_is_right("verdicts")
+        notices = self.reward.check(given) + self.reward.what_is_right("verdicts") + self.data.check_chat(given)
         return notices + without_effect(
             given,
             (pairs, ["input_key", "output_key"], "--chosen_key says that rows are pairs"),
@@ -275,7 +283,7 @@ class BenchConfig(Config):
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`."""
         self.rollout.check()
-        return self.engine.check(given)
+        return self.engine.check(given) + self.data.check_chat(given)
 
 
 class ServerSection(Section, title="server"):
@@ -334,7 +342,7 @@ class ConversationSection(Section, title="conversation"):
     system: str | None = flag(None, "the system message")
 
 
-class ConversationRows(PromptLengthSection, TemplateSection):
+class ConversationRows(TemplateVariableSection, PromptLengthSection, TemplateSection):
     """How a conversation becomes tokens."""
 
 
@@ -354,4 +362,6 @@ class ChatConfig(Config):
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`."""
         self.rollout.check()
-        return self.engine.check(given)
+        given_both = self.data.input_template is not None
+        reason = "--input_template takes the place of the chat template"
+        return self.engine.check(given) + without_effect(given, (given_both, ["chat_template_kwargs"], reason))

@@ -84,6 +84,7 @@ class GenerateJob:
         settings = (self.engine.kind, spec.model, spec.tokenizer, spec.dtype, self.sampling)
         if self.agent is not None:
             settings += (self.agent.path, self.agent.limits, self.agent.history, self.agent.tool_parser)
+            settings += (self.agent.chat_template_kwargs,)
         rewards = (self.reward.sources, self.reward.options.normalize_reward, self.reward.options.judge_model)
         asked = [(prompt.prompt_id, prompt.token_ids.tobytes(), prompt.label) for prompt in prompts]
         return hashlib.sha256(repr((settings, rewards, asked)).encode()).hexdigest()[:16]
@@ -103,7 +104,7 @@ def make_job(config: GenerateConfig) -> GenerateJob:
         seed=rollout.seed or 0,
         engine=make_engine(config.model, config.engine, max_len, expected_sampling=sampling),
         sampling=sampling,
-        agent=None if agent is None else config.agent.spec(agent, max_len, calls),
+        agent=None if agent is None else config.agent.spec(agent, max_len, calls, config.data),
         reward=RewardJob(config.reward, config.model.dtype),
         output=config.output,
     )
@@ -163,7 +164,7 @@ class _Task:
 
 def _prepare(job: GenerateJob) -> _Task:
     job.reward.check_models()
-    tokenizer = job.engine.load_tokenizer()
+    tokenizer = job.engine.load_tokenizer(job.data)
     prompts, inputs = job.load_prompts(tokenizer)
     TERMINAL.say(prompts.summary)
     if job.output.post_processor == "csft" and not all(isinstance(cells["input"], str) for cells in inputs):

@@ -12,7 +12,8 @@ from rlhf_data.chat import Tokenizer
 from rlhf_data.checks import check_stays
 from rlhf_data.errors import ConfigError, installs
 from rlhf_data.keys import check_keys, unread_tools
-from rlhf_data.pretrained import load_tokenizer, located
+from rlhf_data.pretrained import load_tokenizer, located, set_chat_template
+from rlhf_data.sections import TemplateVariableSection
 from rlhf_data.sources import Rows, open_sources, parse_probs
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.commands.configs import OneEngineSection
@@ -44,10 +45,15 @@ class EngineJob:
         if self.kind in ("transformers", "vllm"):
             located(self.spec.model)
 
-    def load_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. Raises ConfigError when it cannot be loaded or the model does not exist."""
+    def load_tokenizer(self, data: TemplateVariableSection) -> Tokenizer:
+        """Return the tokenizer, whose chat template has the variables of `data`.
+
+        Raises ConfigError when it cannot be loaded, the model does not exist, or its template does not read a variable.
+        """
         self.check_model()
-        return ByteTokenizer() if self.tokenizer is None else load_tokenizer(self.tokenizer)
+        tokenizer = ByteTokenizer() if self.tokenizer is None else load_tokenizer(self.tokenizer)
+        set_chat_template(tokenizer, variables=data.chat_template_kwargs)
+        return tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.keys import unread_tools
 from rlhf_data.options import matching
 from rlhf_data.preference import PreferenceEncoder
+from rlhf_data.pretrained import set_chat_template
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 from rlhf_data.rows import Row, RowErrors
 from rlhf_data.sft import SftEncoder, SftExample
@@ -68,6 +69,7 @@ def run(job: ScoreJob) -> int:
         for notice in unread_tools([rows], data):
             TERMINAL.say(f"notice: {notice}")
         tokenizer = job.reward.load_tokenizer(job.tokenizer)
+        set_chat_template(tokenizer, variables=data.chat_template_kwargs)
         reader = _Reader(job.data, rows, tokenizer)
         num_rows = sum(1 for _ in rows.read(RowErrors(skip_bad_rows=True)))
     scored = asyncio.run(_score(job.reward, reader, num_rows))

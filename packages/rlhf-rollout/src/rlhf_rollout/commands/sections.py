@@ -6,7 +6,7 @@ from typing import Any, Literal
 from rlhf_data.checks import lacking, missing, without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Section, flag, matching, one_of
-from rlhf_data.sections import SOURCES, SPLIT, InputSection, RowSection
+from rlhf_data.sections import SOURCES, SPLIT, ChatSection, InputSection, RowSection
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.agents.spec import AgentSpec
 from rlhf_rollout.engines import EngineSpec
@@ -342,7 +342,7 @@ class AgentSection(Section, title="agent"):
         flags = f"--prompt_max_len {prompt_max_len} + --generate_max_len {generate_max_len}"
         return prompt_max_len + generate_max_len, flags
 
-    def spec(self, path: str, max_length: int, calls: CallOptions) -> AgentSpec:
+    def spec(self, path: str, max_length: int, calls: CallOptions, data: ChatSection) -> AgentSpec:
         """Return the agent in the file or module `path`, with conversations of at most `max_length` tokens.
 
         Its processes have the memory, the variables and the time to start that `calls` gives reward functions.
@@ -356,6 +356,7 @@ class AgentSection(Section, title="agent"):
             success_threshold=calls.success_threshold,
             history=self.agent_history,
             tool_parser=self.agent_tool_parser,
+            chat_template_kwargs=data.chat_template_kwargs,
             worker=calls.worker,
         )
 

@@ -12,6 +12,7 @@ from threading import Lock
 from typing import Any
 
 from rlhf_data.errors import EngineError
+from rlhf_data.pretrained import set_chat_template
 from rlhf_data.progress import duration
 from rlhf_data.records import RolloutGroup
 from rlhf_models.loading import load_tokenizer
@@ -81,10 +82,12 @@ class Rollouts:
         self._loop = EventLoopThread()
         router = EngineRouter()
         tokenizer_path = job.engine.tokenizer or job.engine.model
+        tokenizer = load_tokenizer(tokenizer_path)
+        set_chat_template(tokenizer, variables=job.agent and job.agent.chat_template_kwargs)
         self._workflow = make_workflow(
             job.agent,
             router,
-            load_tokenizer(tokenizer_path),
+            tokenizer,
             tokenizer_path=tokenizer_path,
             gives_reward=not job.reward.sources and not job.algorithm.uses_teacher,
             log_path=agent_log,
