@@ -163,7 +163,7 @@ def test_dpo_with_adapters_a_reference_and_a_template_leaves_all_of_them_in_the_
     (folder / "prompted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = {"lora_rank": 2, "ref_pretrain": models / "other", "best_metric_key": "eval/margin", "eval_steps": 1}
     changes |= {"tokenizer_chat_template": "template.jinja", "apply_chat_template": "", "prompt_key": "prompt"}
-    changes |= {"chat_template_kwargs": '{"message": 1}'}  # it is for this run, and not saved
+    changes |= {"chat_template_kwargs": '{"message":1}'}  # it is for this run, and not saved
     data = {"dataset": "prompted.jsonl,prompted.jsonl", "dataset_probs": "1,3", "eval_dataset": "prompted.jsonl"}
     assert run("dpo", flags("dpo", models, **data, **changes)) == 0
     assert str(folder / "out" / "model" / "adapter") in capsys.readouterr().out
