@@ -1,6 +1,7 @@
 """Rewards for the form of a response: expressions, presets and lengths, by themselves and in worker processes."""
 
 import asyncio
+import random
 import time
 
 import pytest
@@ -33,7 +34,12 @@ def matches(expression, response, prompt="q"):
         ("think", "4", False),
         ("think", "4<think>hm</think>4", False),
         ("think", "<think>a</think>b<think>c</think>d", False),
+        ("think", "<think>a</think></think>", False),
+        ("think", "<think>a</think><think>b", False),
+        ("think", "x</think>y", False),
         ("think_answer", "<think>hm</think><answer>4</answer>", True),
+        ("think_answer", "<think>hm</think><answer>4</answer></think>", False),
+        ("think_answer", "<think>so <answer> comes</think><answer>4</answer>", True),
         ("think_answer", " <think>hm</think>\n<answer>4\n</answer>\n", True),
         ("think_answer", "<think>hm</think>4", False),
         ("think_answer", "<answer>4</answer>", False),
@@ -43,10 +49,56 @@ def matches(expression, response, prompt="q"):
         ("boxed", "so it is \\boxed{4}.", True),
         ("boxed", "so it is 4", False),
         ("boxed", "\\boxed{}", False),
+        ("boxed", "\\boxed{} and {4}", True),
+        ("boxed", "} \\boxed{4", False),
     ],
 )
 def test_format_is_that_of_the_whole_response(expression, response, is_match):
     assert matches(expression, response) is is_match
+
+
+def by_definition(name, text):
+    """Whether a text can be cut as the presets say, by trying all places."""
+
+    def cuts(whole, opening, closing):
+        for start in range(len(whole)):
+            for end in range(start, len(whole)):
+                if whole.startswith(opening, start) and whole.startswith(closing, end) and end >= start + len(opening):
+                    yield whole[:start], whole[start + len(opening) : end], whole[end + len(closing) :]
+
+    def has(text, tag):
+        return f"<{tag}>" in text or f"</{tag}>" in text
+
+    for before, thought, after in cuts(text, "<think>", "</think>"):
+        if before.strip() or has(thought, "think") or has(after, "think"):
+            continue
+        if name == "think" and after.strip():
+            return True
+        for ahead, answer, behind in cuts(after, "<answer>", "</answer>") if name == "think_answer" else ():
+            if not (ahead.strip() or behind.strip() or has(answer, "answer") or has(behind, "answer")):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("name", ["think", "think_answer"])
+def test_format_presets_are_what_their_definition_says_of_any_sequence_of_tags(name):
+    rng = random.Random(0)
+    pieces = ["<think>", "</think>", "<answer>", "</answer>", "a", " ", "<", "think>", "\n"]
+    texts = ["".join(rng.choices(pieces, k=rng.randint(0, 8))) for _ in range(3000)]
+    ordered = ["<think>", "a", "</think>", "<answer>", "b", "</answer>"]
+    texts += ["".join(rng.sample(ordered, k=rng.randint(3, 6))) for _ in range(300)]
+    texts += ["".join(piece for piece in ordered if rng.random() < 0.8) for _ in range(300)]
+    found = [matches(name, text) for text in texts]
+    assert found == [by_definition(name, text) for text in texts]
+    assert sum(found) > 20
+
+
+@pytest.mark.parametrize("name", ["think", "think_answer", "boxed"])
+@pytest.mark.parametrize("piece", ["<think>", "</think>", "<", "\\boxed{", "<answer>", " "])
+def test_format_presets_take_time_in_proportion_to_the_response(name, piece):
+    started = time.perf_counter()
+    matches(name, "<think>" + piece * (1_000_000 // len(piece)))
+    assert time.perf_counter() - started < 5  # trying all places would take hours
 
 
 def test_format_preset_counts_a_thought_that_the_prompt_opens():

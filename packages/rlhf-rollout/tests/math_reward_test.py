@@ -18,7 +18,16 @@ OK, WRONG, UNPARSABLE = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.UNPARSABL
         ("#### $1,234,567.50.\n", "1234567.50"),
         ("####72\nQ: 5 + 5?", "72"),
         ("####\n\n72 ", "72"),
-        ("the answer is 72", None),
+        ("the answer is 72", "72"),
+        ("So the answer is: 72 apples. It was hard.", "72 apples"),
+        ("The answer is 1. No, the final answer is\n3.5.\n", "3.5"),
+        ("the answer is", None),
+        (r"so \boxed{4}", "4"),
+        (r"\boxed{1} and \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{4 and the answer is 5", r"\boxed{4 and the answer is 5"),
+        (r"\boxed{4}" + "\n#### 5", "5"),
+        (r"#### \boxed{4}", "4"),
+        ("72", None),
         ("####", None),
         ("#### \n", None),
         ("#### .", None),
@@ -46,6 +55,8 @@ def test_clean_answer_removes_only_thousands_commas():
         ("3/4", 3, 4),
         ("-6/8", -3, 4),
         ("50%", 50, 1),
+        ("1.0e3", 1000, 1),
+        ("-2E-2 m", -1, 50),
         ("72 clips", 72, 1),
         ("0.1000000000000000055511151231257827", 1000000000000000055511151231257827, 10**34),
     ],
@@ -55,7 +66,9 @@ def test_parse_number_is_exact(text, numerator, denominator):
     assert (value.numerator * denominator, value.denominator > 0) == (numerator * value.denominator, True)
 
 
-@pytest.mark.parametrize("text", ["", "x", "1/0", "1e5", "7 8", "7x", "1.2.3", "--1", "٣", "9" * 301, "nan", "inf"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "1/0", "1e5000", "e5", "7 8", "7x", "1.2.3", "--1", "٣", "9" * 301, "nan", "inf"]
+)
 def test_parse_number_refuses_what_is_not_one_number(text):
     assert parse_number(text) is None
 
@@ -78,6 +91,11 @@ def test_parse_number_refuses_what_is_not_one_number(text):
         ("#### Paris", "Paris", OK),
         ("#### sirap", "paris", WRONG),
         ("#### 5", "Paris", WRONG),
+        ("#### 1.0e3", "1000", OK),
+        (r"so it is \boxed{4}", "4", OK),
+        ("The answer is 4.", "4", OK),
+        ("#### 4", r"thus \boxed{4}", OK),
+        ("#### 7 8", "7", WRONG),
     ],
 )
 def test_grade_tells_right_wrong_and_no_answer_apart(response, label, verdict):
@@ -92,6 +110,17 @@ def test_grade_tells_right_wrong_and_no_answer_apart(response, label, verdict):
         (r"#### \boxed{72}", "72", OK),
         (r"#### \sqrt{8}", r"2\sqrt{2}", OK),
         (r"#### \sqrt{2}", "2", WRONG),
+        (r"#### \text{C}", "C", OK),
+        ("#### (1,2)", "(1, 2)", OK),
+        ("#### (2,1)", "(1, 2)", WRONG),
+        ("#### x=4", "4", OK),
+        ("#### 2+3x", "3x + 2", OK),
+        ("#### abc", "cba", WRONG),
+        (r"#### 9^{9^{9^{9}}}", r"\sqrt{2}", WRONG),
+        ("#### 9^9^9^9", "x^2", WRONG),
+        ("#### 9999999^{9999999}", "(1, 2)", WRONG),
+        ("#### 2**2**2**2**9", "(1, 2)", WRONG),
+        ("#### 99999999!", "x + 1", WRONG),
     ],
 )
 def test_grade_latex_is_compared_as_expressions(response, label, verdict):
@@ -99,16 +128,26 @@ def test_grade_latex_is_compared_as_expressions(response, label, verdict):
     assert grade(response, label) is verdict
 
 
-@pytest.mark.parametrize("slow", ["parse", "verify"])
-def test_grade_latex_that_takes_too_long_is_a_timeout_and_not_wrong(monkeypatch, slow):
+@pytest.mark.parametrize(("slow", "verdict"), [("label", "timeout"), ("answer", "wrong"), ("verify", "wrong")])
+def test_grade_answer_that_takes_too_long_is_wrong_and_a_label_that_does_a_timeout(monkeypatch, slow, verdict):
     pytest.importorskip("math_verify")
+    from math_verify import parser
+
     monkeypatch.setattr("rlhf_rollout.rewards.math._VERIFY_TIMEOUT_S", 1)
+    extract = parser.extract_target_from_pred
+    slowly = {"label": r"2\sqrt{2}", "answer": r"\sqrt{8}"}.get(slow)
+
+    def slow_extract(text, *args, **options):
+        if slowly is not None and slowly in text:
+            time.sleep(60)
+        return extract(text, *args, **options)
+
     # What parsing and comparing call within their time limit.
-    name = {"parse": "parser.extract_target_from_pred", "verify": "grader.sympy_expr_eq"}[slow]
-    monkeypatch.setattr(f"math_verify.{name}", lambda *_, **__: time.sleep(60))
-    assert grade(r"#### \sqrt{8}", r"2\sqrt{2}") is VerdictKind.TIMEOUT
+    monkeypatch.setattr("math_verify.parser.extract_target_from_pred", slow_extract)
+    if slow == "verify":
+        monkeypatch.setattr("math_verify.grader.sympy_expr_eq", lambda *_, **__: time.sleep(60))
     given = reward_func([r"#### \sqrt{8}", "#### 4"], ["", ""], [r"2\sqrt{2}", "4"])
-    assert given["verdicts"] == ["timeout", "ok"]
+    assert given["verdicts"] == [verdict, "ok"]
 
 
 def test_grade_latex_without_math_verify_is_unparsable(monkeypatch):

@@ -257,3 +257,16 @@ def test_verdict_of_failure_said_by_the_function_has_no_reward(said):
 def test_reward_target_and_scored_pickle_round_trip():
     for value in (RewardTarget("a", "b", "c"), scored(extra={"x": 1.0})):
         assert pickle.loads(pickle.dumps(value)) == value
+
+
+def test_reward_file_for_openrlhf_finds_its_functions_for_mathematical_answers(tmp_path):
+    file = tmp_path / "theirs.py"
+    file.write_text(
+        "from openrlhf.utils import extract_boxed_answer, grade_answer\n"
+        "def reward_func(queries, prompts, labels):\n"
+        "    found = [extract_boxed_answer(query) for query in queries]\n"
+        "    return {'rewards': [float(grade_answer(a, label)) for a, label in zip(found, labels)]}\n"
+    )
+    function = load_function(parse_reward(str(file)))
+    queries = [r"so \boxed{4}", r"\boxed{\frac{1}{2}}", r"\boxed{5}", "4", r"\boxed{}"]
+    assert function(queries, [""] * 5, ["4", "0.5", "4", "4", "4"])["rewards"] == [1.0, 1.0, 0.0, 0.0, 0.0]

@@ -23,8 +23,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
-import types
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +32,7 @@ from rlhf_data.errors import ConfigError, RewardError, missing_file
 from rlhf_rollout.agents import interface
 from rlhf_rollout.agents.interface import PolicyEngine, Session, called, constructed, number, run_turns
 from rlhf_rollout.agents.program import AgentProgram
+from rlhf_rollout.rewards import openrlhf_names
 from rlhf_rollout.rewards.user_function import RewardTarget, bound_names, import_target
 
 PROGRAM = "<program>"
@@ -89,7 +88,9 @@ def load_agent(target: RewardTarget, tokenizer: str | None) -> RunEpisode:
     """
     if target.function == PROGRAM:
         return _Function(AgentProgram(shlex.split(target.module)).run)
-    _provide_openrlhf()
+    # Also where OpenRLHF is installed: its classes would ask its own engines.
+    classes = ("AgentExecutorBase", "AgentInstanceBase", "MultiTurnAgentExecutor")
+    openrlhf_names.provide("openrlhf.utils.agent", **{name: getattr(interface, name) for name in classes})
     module = import_target(target.module)
     for name in [target.function] if target.function else NAMES:
         agent = getattr(module, name, None)
@@ -251,16 +252,3 @@ def _tool_agent(module: Any, tokenizer: str | None) -> RunEpisode:
         tokenizer=LazyTokenizer(tokenizer),
     )
     return _Function(agent)
-
-
-def _provide_openrlhf() -> None:
-    """Let `from openrlhf.utils.agent import ...` find the classes of `interface`, also where OpenRLHF is installed."""
-    classes = ("AgentExecutorBase", "AgentInstanceBase", "MultiTurnAgentExecutor")
-    module = types.ModuleType("openrlhf.utils.agent")
-    vars(module).update({name: getattr(interface, name) for name in classes})
-    for name in ("openrlhf", "openrlhf.utils"):
-        if name not in sys.modules:
-            package = types.ModuleType(name)
-            package.__path__ = []
-            sys.modules[name] = package
-    sys.modules["openrlhf.utils.agent"] = module

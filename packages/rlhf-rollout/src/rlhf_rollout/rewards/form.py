@@ -4,33 +4,57 @@
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rlhf_data.errors import ConfigError
 
-_THOUGHT = r"\s*<think>(?:(?!</?think>).)*</think>\s*"
-PRESETS = {
-    "think": _THOUGHT + r"(?:(?!</?think>).)*\S(?:(?!</?think>).)*",
-    "think_answer": _THOUGHT + r"<answer>(?:(?!</?answer>).)*</answer>\s*",
-    "boxed": r".*\\boxed\{.+\}.*",
-}
+
+def _after_thought(text: str) -> str | None:
+    """Return what follows the thought that a text begins with; None without one, and with further tags of thoughts."""
+    parts = re.split("(</?think>)", text)
+    has_one = len(parts) == 5 and (parts[1], parts[3]) == ("<think>", "</think>") and not parts[0].strip()
+    return parts[4] if has_one else None
+
+
+def _is_thought_and_answer(text: str) -> bool:
+    parts = re.split("(</?answer>)", _after_thought(text) or "")
+    outside = parts[0] + parts[-1]
+    return len(parts) == 5 and (parts[1], parts[3]) == ("<answer>", "</answer>") and not outside.strip()
+
+
+def _has_box(text: str) -> bool:
+    _, box, rest = text.partition("\\boxed{")
+    return bool(box) and rest.rfind("}") > 0
+
+
+# Each takes time in proportion to the text. A policy must not gain by responses that take long to look at.
+PRESETS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
+    {
+        "think": lambda text: bool((_after_thought(text) or "").strip()),
+        "think_answer": _is_thought_and_answer,
+        "boxed": _has_box,
+    }
+)
 _OPENING = "<think>"  # some chat templates end a prompt with it
 _LENGTH = re.compile(r"(max|target)=([1-9][0-9]{0,8})")
 
 
 def format_reward(expression: str) -> Callable[..., dict[str, Any]]:
-    """Return a reward function: 1.0 and ok for a response that matches as a whole, else 0.0 and wrong.
+    r"""Return a reward function: 1.0 and ok for a response that matches as a whole, else 0.0 and wrong.
 
     Args:
         expression: a regular expression, in which `.` matches line breaks, too; or a name in `PRESETS`, for which an
-            opening <think> at the end of the prompt counts as the beginning of the response.
+            opening <think> at the end of the prompt counts as the beginning of the response. "think" is one thought
+            and text behind it, "think_answer" one thought and one answer in its tags, and "boxed" a \boxed{...}
+            somewhere.
 
     Raises:
         ConfigError: it is no regular expression.
     """
     try:
-        pattern = re.compile(PRESETS.get(expression, expression), re.DOTALL)
+        matches = PRESETS.get(expression) or re.compile(expression, re.DOTALL).fullmatch
     except (re.error, OverflowError, RecursionError) as error:
         raise ConfigError(f"format:{expression} is no regular expression: {error}") from None
     if not expression:
@@ -44,7 +68,7 @@ def format_reward(expression: str) -> Callable[..., dict[str, Any]]:
         matched = []
         for prompt, response in zip(prompts, responses, strict=True):
             is_open = expression in PRESETS and prompt.rstrip().endswith(_OPENING)
-            matched.append(pattern.fullmatch(_OPENING + response if is_open else response) is not None)
+            matched.append(bool(matches(_OPENING + response if is_open else response)))
         return {"rewards": [float(is_match) for is_match in matched], "verdicts": _words(matched)}
 
     return reward_func

@@ -1,6 +1,7 @@
-"""Rewards for answers that are numbers: the number after the last `####`, compared exactly.
+"""Rewards for mathematical answers: after the last `####`, in the last box, or after "the answer is".
 
-It is the reward function `rlhf_rollout.rewards.math`. LaTeX is compared by math-verify if that is installed.
+It is the reward function `rlhf_rollout.rewards.math`. Numbers are compared exactly, other expressions by math-verify if
+that is installed.
 """
 
 import re
@@ -17,22 +18,49 @@ MARKER = "####"
 # 300 characters hold every sensible number; the limit keeps exact arithmetic on a model's nonsense cheap.
 _MAX_LENGTH = 300
 _VERIFY_TIMEOUT_S = 5
-# A sign, a fraction or a decimal number, `%`, and behind white space a unit without digits.
-_NUMBER = re.compile(r"([-+]?)(?:([0-9]+)/([0-9]+)|([0-9]+\.?[0-9]*|\.[0-9]+))(%?)(?=$|\s)([^0-9]*)")
+# A sign, a fraction or a decimal number, an exponent, `%`, and behind white space a unit without digits.
+_NUMBER = re.compile(
+    r"([-+]?)(?:([0-9]+)/([0-9]+)|((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?))(%?)(?=$|\s)([^0-9]*)"
+)
+_BOX = "\\boxed{"
+_STATED = re.compile(r"\banswer\s+is\b:?", re.IGNORECASE)
+# What math-verify compares: more than words, which it would take for products of letters.
+_EXPRESSION = re.compile(r"[0-9\\(\[{^+*/=]")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+# A power of a power, or one with a huge exponent or factorial. Python cannot be interrupted while it computes them.
+_HUGE = re.compile(r"\^\s*\{?[^{}]{0,40}\^|\*\*[^*]{0,40}\*\*|(?:\^|\*\*)\s*[{(]?\s*-?[0-9]{5,}|[0-9]{4,}\s*!|!\s*!")
 
 
 def extract_answer(text: str) -> str | None:
-    """Return the answer after the last `####`, up to the end of its line, as `clean_answer` leaves it.
+    r"""Return the answer of a response, as `clean_answer` leaves it; None when there is none.
 
-    None when there is no `####` or nothing after it.
+    It is what follows the last `####` on its line; without `####`, the last `\boxed{...}`; without either, what follows
+    the last "answer is" up to the end of the sentence.
     """
     _, marker, rest = text.rpartition(MARKER)
-    if not marker:
-        return None
-    lines = rest.strip().splitlines()
-    if not lines:
-        return None
-    return clean_answer(lines[0]) or None
+    if marker:
+        lines = rest.strip().splitlines()
+        return _in_box(lines[0]) if lines else None
+    if _BOX in text:
+        return _in_box(text)
+    stated = list(_STATED.finditer(text))
+    lines = text[stated[-1].end() :].strip().splitlines() if stated else []
+    return clean_answer(re.split(r"\.(?:\s|$)", lines[0])[0]) or None if lines else None
+
+
+def _in_box(text: str) -> str | None:
+    return clean_answer(last_boxed(text) or text) or None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return what the last `\boxed{...}` of a text holds, with balanced braces; None if none is closed."""
+    start = text.rfind(_BOX)
+    depth = 0
+    for place in range(start + len(_BOX) - 1, len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if not depth:
+            return text[start + len(_BOX) : place]
+    return None
 
 
 def clean_answer(text: str) -> str:
@@ -43,7 +71,7 @@ def clean_answer(text: str) -> str:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Return the exact value of `72`, `-0.5`, `3/4`, `50%` (as 50) or a number followed by its unit; None otherwise."""
+    """Return the exact value of `72`, `-0.5`, `3/4`, `1e3`, `50%` (as 50) or a number and its unit; None otherwise."""
     match = _NUMBER.fullmatch(text) if len(text) <= _MAX_LENGTH else None
     if match is None:
         return None
@@ -55,12 +83,13 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def grade(response: str, label: str) -> VerdictKind:
-    """Return ok or wrong by the response's answer after its last `####`; unparsable when there is none to compare.
+    """Return ok or wrong by the response's answer (`extract_answer`); unparsable when there is none to compare.
 
-    It is timeout when comparing two LaTeX expressions takes longer than 5 s. The label is the answer alone, or a
-    solution that ends in `#### answer`. Raises ValueError when the label has no answer.
+    An answer that cannot be evaluated within 5 s is wrong, for else a policy could avoid rewards by it. It is timeout
+    when the label cannot. The label is the answer alone, or a solution that ends in `#### answer` or a box. Raises
+    ValueError when the label has no answer.
     """
-    expected = extract_answer(label) if MARKER in label else clean_answer(label)
+    expected = extract_answer(label) if MARKER in label or _BOX in label else clean_answer(label)
     if not expected:
         raise ValueError(f"the label {label[:80]!r} has no answer")
     answer = extract_answer(response)
@@ -71,15 +100,16 @@ def grade(response: str, label: str) -> VerdictKind:
     number, expected_number = parse_number(answer), parse_number(expected)
     if number is not None and expected_number is not None:
         return VerdictKind.OK if number == expected_number else VerdictKind.WRONG
-    verdict = _compare_expressions(answer, expected) if "\\" in answer + expected else None
-    if verdict is not None:
-        return verdict
+    if _are_expressions(answer, expected):
+        verdict = _compare_expressions(answer, expected)
+        if verdict is not None:
+            return verdict
     # Words where a number is expected cannot be compared; any other difference makes the answer wrong.
     return VerdictKind.WRONG if number is not None or expected_number is None else VerdictKind.UNPARSABLE
 
 
 def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> dict[str, list]:
-    """Return reward 1.0 for the right answer after the last `####` of the response and 0.0 otherwise, with verdicts."""
+    """Return reward 1.0 for the right answer (`grade`) and 0.0 otherwise, with verdicts."""
     verdicts = [
         grade(query[len(prompt) :], label) for query, prompt, label in zip(queries, prompts, labels, strict=True)
     ]
@@ -94,28 +124,36 @@ def _has_math_verify() -> bool:
     return find_spec("math_verify") is not None
 
 
+def _are_expressions(*texts: str) -> bool:
+    """Return whether math-verify may compare texts: one is LaTeX, or one has a digit or an operator and none a word."""
+    together = " ".join(texts)
+    return "\\" in together or (_EXPRESSION.search(together) is not None and _WORD.search(together) is None)
+
+
 def _compare_expressions(answer: str, expected: str) -> VerdictKind | None:
-    """Return ok, wrong or timeout for two LaTeX expressions; None when they cannot be read."""
+    """Return ok, wrong or timeout for two expressions; None when they cannot be read."""
     if not _has_math_verify() or max(len(answer), len(expected)) > _MAX_LENGTH:
         return None
+    if _HUGE.search(answer):
+        return VerdictKind.WRONG
     from math_verify import parse, verify
     from math_verify.errors import TimeoutException
 
     # math-verify enforces its time limit with a signal, which works only in the main thread.
     timeout_s = _VERIFY_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
     options = {"parsing_timeout": timeout_s, "raise_on_error": True}  # else a timeout would look like a wrong answer
-    try:
-        gold, found = (parse(f"${text}$", **options) for text in (expected, answer))
-    except TimeoutException:
-        return VerdictKind.TIMEOUT
-    except Exception:  # math-verify and sympy raise anything for what they cannot read
+    read = []
+    for text, verdict in ((expected, VerdictKind.TIMEOUT), (answer, VerdictKind.WRONG)):
+        try:
+            read.append(parse(f"${text}$", **options))
+        except TimeoutException:
+            return verdict
+        except Exception:  # math-verify and sympy raise anything for what they cannot read
+            return None
+    if not all(read):
         return None
-    if not gold or not found:
-        return None
     try:
-        same = verify(gold, found, timeout_seconds=timeout_s, raise_on_error=True)
-    except TimeoutException:
-        return VerdictKind.TIMEOUT
-    except Exception:
+        same = verify(*read, timeout_seconds=timeout_s, raise_on_error=True)
+    except (TimeoutException, Exception):  # the first is no Exception
         return VerdictKind.WRONG
     return VerdictKind.OK if same else VerdictKind.WRONG

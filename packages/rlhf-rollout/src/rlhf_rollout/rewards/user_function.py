@@ -27,6 +27,7 @@ import numpy as np
 
 from rlhf_data.errors import ConfigError, RewardError, missing_file, unknown, with_hint
 from rlhf_data.records import Verdict, VerdictKind
+from rlhf_rollout.rewards.openrlhf_names import provide_utils
 
 DEFAULT_FUNCTION = "reward_func"
 EXTRAS = ("responses", "token_ids", "finish_reasons", "group_ids")  # keyword arguments, one entry per sample each
@@ -126,6 +127,7 @@ def import_target(module: str) -> Any:
     """Import a module by its name or the path of its file, and return it. A file can import others from its folder."""
     if not module.endswith(".py"):
         return importlib.import_module(module)
+    provide_utils()
     path = Path(module)
     # Behind the standard library, so that a file of the folder cannot take the place of one of its modules.
     library = os.path.dirname(os.__file__)
