@@ -1,14 +1,18 @@
 """Rows of data files: values, line numbers, and every way a file can be broken."""
 
+import datetime
 import gzip
+import json
 import sys
 from dataclasses import replace
+from decimal import Decimal
 
+import numpy as np
 import pytest
 
 from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.rows import RowErrors
+from rlhf_data.rows import Row, RowErrors, json_value
 from rlhf_data.sources import open_sources
 
 
@@ -283,6 +287,72 @@ def test_rows_fingerprint_changes_with_content_and_options(tmp_path):
     assert before == open_sources(path).fingerprint() != open_sources(path, max_samples=1).fingerprint()
     write_jsonl(path, [{"q": 2}])
     assert open_sources(path).fingerprint() != before
+
+
+@pytest.mark.parametrize(
+    ("names", "ids"),
+    [
+        (["a/train.jsonl", "b/train.jsonl"], ["a/train.jsonl:1", "b/train.jsonl:1"]),
+        (["a/train.jsonl", "b/test.jsonl"], ["train.jsonl:1", "test.jsonl:1"]),
+        (
+            ["a/x/train.jsonl", "b/x/train.jsonl", "c/test.jsonl"],
+            ["a/x/train.jsonl:1", "b/x/train.jsonl:1", "test.jsonl:1"],
+        ),
+        (["a/train.jsonl", "a/train.jsonl"], None),
+    ],
+)
+@pytest.mark.parametrize("probs", [None, "equal"])
+def test_ids_of_rows_are_unique_over_sources(tmp_path, names, ids, probs):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"q": 1}\n')
+    rows = open_sources(",".join(f"{tmp_path}/{name}" for name in names), probs=probs and [1.0] * len(names))
+    found = {row.row_id for row in rows}
+    assert len(found) == len(names)
+    assert ids is None or found == set(ids)
+
+
+def test_cells_of_tables_are_what_json_knows(tmp_path):
+    """Each cell is written to Parquet by pyarrow and compared with what JSON has for it."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    day = datetime.date(2024, 2, 29)
+    moment = datetime.datetime(2024, 2, 29, 12, 30, tzinfo=datetime.UTC)
+    cells = {
+        "when": (moment, "2024-02-29T12:30:00+00:00"),
+        "day": (day, "2024-02-29"),
+        "time": (datetime.time(12, 30), "12:30:00"),
+        "whole": (Decimal("72.00"), 72),
+        "part": (Decimal("0.50"), 0.5),
+        "text": ("é".encode(), "é"),
+        "raw": (b"\xff\x00", "/wA="),
+        "nan": (float("nan"), None),
+        "number": (0.25, 0.25),
+        "none": (None, None),
+        "list": ([1.5, float("nan")], [1.5, None]),
+        "messages": (
+            [{"role": "user", "content": "q", "at": moment}],
+            [{"role": "user", "content": "q", "at": "2024-02-29T12:30:00+00:00"}],
+        ),
+    }
+    table = pa.Table.from_pylist([{name: value for name, (value, _) in cells.items()}])
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    [row] = open_sources(tmp_path / "t.parquet")
+    assert row.values == {name: wanted for name, (_, wanted) in cells.items()}
+    assert json.loads(json.dumps(row.values, allow_nan=False)) == row.values
+    assert row.label("when") == "2024-02-29T12:30:00+00:00" and row.label("whole") == "72"
+    with pytest.raises(DataError, match="the label `nan` is null"):
+        row.label("nan")
+
+
+def test_values_without_a_json_form_are_left_and_named_where_they_are_used():
+    image = object()
+    assert json_value({"image": image})["image"] is image
+    assert json_value(np.array([[1, 2]])) == [[1, 2]] and json_value(np.float32(0.5)) == 0.5
+    assert json_value(float("inf")) == "inf" and json_value({1: (2, 3)}) == {"1": [2, 3]}
+    with pytest.raises(DataError, match="`image` must be text or a number, got a value of type object"):
+        Row({"image": image}, "x", 1).text("image")
 
 
 def test_skip_samples_leaves_out_the_first_rows_of_each_source(tmp_path):

@@ -44,7 +44,7 @@ def load_prompts(
     source: str = "default",
     source_key: str | None = None,
 ) -> PromptSet:
-    """Load prompts, each with the id `<file name>:<line>`.
+    """Load prompts, each with the id `<file name>:<line>`, with folders where sources have one file name.
 
     Args:
         rows: see `rlhf_data.sources.open_sources`.

@@ -1,9 +1,16 @@
 """A record of a data set with its origin, and counts of records that cannot be used."""
 
+import base64
+import datetime
 import json
+import math
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
+
+import numpy as np
 
 from rlhf_data.errors import DataError, joined, unknown
 from rlhf_data.safety import is_utf8
@@ -21,22 +28,27 @@ class Row:
         source: the file or the name of the data set.
         number: the line where the record begins, counted from 1, or in a data set without lines the row, from 0.
         has_lines: whether `number` is a line.
+        short_name: of the source, unique among the sources that are read together; "" for the name without its folder.
     """
 
     values: Mapping[str, Any]
     source: str
     number: int
     has_lines: bool = True
+    short_name: str = ""
 
     @property
     def origin(self) -> str:
         """`file:line` or `name#row`, for messages."""
-        return f"{self.source}{':' if self.has_lines else '#'}{self.number}"
+        return self._numbered(self.source)
 
     @property
     def row_id(self) -> str:
-        """The origin without the folder of the file."""
-        return self.origin.rpartition("/")[2]
+        """The origin without the folder of the file; unique among the sources that are read together."""
+        return self._numbered(self.short_name or self.source.rpartition("/")[2])
+
+    def _numbered(self, name: str) -> str:
+        return f"{name}{':' if self.has_lines else '#'}{self.number}"
 
     @property
     def is_truncated(self) -> bool:
@@ -164,6 +176,37 @@ class Counts:
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a JSON value, for messages."""
+    """Return the kind of a JSON value, for messages; for any other value the name of its type."""
     names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+    named = names.get(type(value), f"a value of type {type(value).__name__}")
+    return "a number" if isinstance(value, int | float) and not isinstance(value, bool) else named
+
+
+def json_value(value: Any) -> Any:
+    """Return the value of a table's cell as JSON knows it, so that it can be compared, written and sent anywhere.
+
+    Dates and times become text by ISO 8601, whole decimals integers, others floating-point numbers, NaN null, bytes
+    text if they are UTF-8 and else base64, arrays lists. What has no such form, such as an image, stays as it is.
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float | Decimal):
+        number = float(value)
+        if not math.isfinite(number):
+            return None if math.isnan(number) else str(number)
+        return int(value) if isinstance(value, Decimal) and value == value.to_integral_value() else number
+    if isinstance(value, Mapping):
+        return {str(key): json_value(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(part) for part in value]
+    if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, bytes | bytearray | memoryview):
+        raw = bytes(value)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return base64.b64encode(raw).decode()
+    if isinstance(value, np.ndarray | np.generic):
+        return json_value(value.tolist())
+    return str(value) if isinstance(value, datetime.timedelta | uuid.UUID) else value

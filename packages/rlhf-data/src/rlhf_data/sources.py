@@ -8,8 +8,9 @@ import itertools
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 
 from rlhf_data.errors import ConfigError, DataError, joined, missing_file, unknown
 from rlhf_data.presets import PRESETS
-from rlhf_data.rows import Row, RowErrors, kind_of
+from rlhf_data.rows import Row, RowErrors, json_value, kind_of
 from rlhf_data.safety import is_utf8
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet", ".arrow", ".py")
@@ -40,6 +41,26 @@ class Source:
     name: str
     read: Callable[[RowErrors], Iterator[Row]]
     fingerprint: Callable[[], str | None]
+    short_name: str = ""  # see `Row.short_name`
+
+
+def _told_apart(sources: Sequence[Source]) -> tuple[Source, ...]:
+    """Return the sources, of which those whose names without folders are equal have longer short names.
+
+    A short name has as many folders as it takes; a source that is named twice also has a number.
+    """
+    parts = [source.name.split("/") for source in sources]
+    names = [own[-1] for own in parts]
+    for length in range(2, max(map(len, parts)) + 1):
+        counts = Counter(names)
+        names = ["/".join(own[-length:]) if counts[name] > 1 else name for own, name in zip(parts, names, strict=True)]
+    seen: Counter[str] = Counter()
+    told = []
+    for source, own, name in zip(sources, parts, names, strict=True):
+        seen[name] += 1
+        unique = name if seen[name] == 1 else f"{name}({seen[name]})"
+        told.append(source if unique == own[-1] else replace(source, short_name=unique))
+    return tuple(told)
 
 
 def parse_probs(option: str, text: str | None) -> tuple[float, ...] | None:
@@ -119,7 +140,8 @@ class Rows:
         end = None if self.max_samples is None else self.skip_samples + self.max_samples
         for read in itertools.islice(source.read(errors), self.skip_samples, end):
             try:
-                row = read if self.preset is None else PRESETS[self.preset].convert(read)
+                named = replace(read, short_name=source.short_name) if source.short_name else read
+                row = named if self.preset is None else PRESETS[self.preset].convert(named)
             except DataError as error:
                 errors.add(error)
                 continue
@@ -179,7 +201,8 @@ def open_sources(
         if not all(0 < prob < float("inf") for prob in probs):
             raise ConfigError(f"the probabilities of data sources must be above 0, got {list(probs)}")
         probs = tuple(prob / sum(probs) for prob in probs)
-    return Rows(tuple(_open(name, streaming, split) for name in names), probs, seed, max_samples, preset)
+    sources = _told_apart([_open(name, streaming, split) for name in names])
+    return Rows(sources, probs, seed, max_samples, preset)
 
 
 def _open(name: str | Path, streaming: bool, split: str) -> Source:
@@ -216,7 +239,7 @@ def sha256(path: Path) -> str:
 def _read_table(name: str, table: Iterable[dict[str, Any]], errors: RowErrors) -> Iterator[Row]:
     try:
         for number, values in enumerate(table):
-            yield Row(values, name, number, has_lines=False)
+            yield Row(json_value(values), name, number, has_lines=False)
     except Exception as error:  # the library's readers pass on errors of their file formats
         raise DataError(f"{name} cannot be read: {error}") from error
 
