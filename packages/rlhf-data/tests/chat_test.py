@@ -269,6 +269,19 @@ def test_encode_conversation_trains_the_answers_and_their_ends(template, all_tur
     assert encode(template, all_turns=all_turns) == expected
 
 
+def test_encode_conversation_counts_answers_and_not_other_messages():
+    messages = [{"role": "system", "content": "three"}, *TALK]
+    template = MARKED.replace("INSIDE", "+ ' </s>'").replace("OUTSIDE", "")
+    assert encode(template, messages=messages) == f"<unk> three </s> {BOTH}"
+
+
+def test_encode_conversation_trains_what_the_template_writes_after_the_end():
+    template = PLAIN.replace("' </s>'", "' </s> <end>'")
+    expected = "user one </s> <end> assistant [two] [</s>] [<end>] "
+    expected += "user three </s> <end> assistant [one] [two] [</s>] [<end>] [</s>]"
+    assert encode(template) == expected
+
+
 def test_encode_conversation_marks_without_any_eos_end_with_one():
     template = MARKED.replace("INSIDE", "").replace("OUTSIDE", "+ ' <end>'")
     expected = "user one </s> assistant [two] <end> user three </s> assistant [one] [two] <end> [</s>]"
@@ -293,7 +306,7 @@ def test_encode_conversation_marks_that_are_not_one_run_an_answer_are_refused_fo
         "user one </s> assistant [two] [<end>] three [</s>] user three </s> assistant [one] [two] [<end>] three [</s>]"
     )
     assert encode(template) == expected
-    with pytest.raises(ConfigError, match="marks 4 runs of tokens for 2 answers"):
+    with pytest.raises(ConfigError, match="marks 4 runs of tokens for 2 answers\n\nhint: train all of them"):
         encode(template, all_turns=False)
 
 
@@ -302,7 +315,10 @@ def test_encode_conversation_marks_that_miss_an_answer_are_refused():
     hidden = (
         MARKED.replace("INSIDE", "+ ' </s>'").replace("OUTSIDE", "").replace("{% generation %}", "{% generation %} ")
     )
-    with pytest.raises(ConfigError, match=r"^o:1: the chat template marks 0 runs of tokens for 2 answers"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^o:1: the chat template marks 0 runs of tokens for 2 answers\n\nhint: use a template without",
+    ):
         encode(hidden)
 
 
