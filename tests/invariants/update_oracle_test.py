@@ -43,9 +43,8 @@ def spec_of(recipe: Recipe) -> AlgorithmSpec:
     """Return the product's record of a recipe."""
     fields = dataclasses.asdict(recipe)
     if recipe.correction is not None:
-        fields["correction"] = CorrectionSpec(
-            **dict(zip(("level", "mode", "low", "high"), recipe.correction, strict=True))
-        )
+        names = ("level", "mode", "low", "high", "drops_masked")
+        fields["correction"] = CorrectionSpec(**dict(zip(names, recipe.correction, strict=False)))
     else:
         del fields["correction"]
     return make_algorithm(**fields)

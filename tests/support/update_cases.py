@@ -42,7 +42,7 @@ CASES = {
     # Rollouts that the actor leaves out are the critic's to learn from all the same.
     "gae, masked": Case(Recipe(
         estimator="gae", gamma=0.95, lambd=0.9, kl_coef=0.05, clip_low=0.02, clip_high=0.02,
-        correction=("sequence", "mask", 0.7, 1.4),
+        correction=("sequence", "mask", 0.7, 1.4, True),
     )),
     "gae, teacher": Case(Recipe(estimator="gae", gamma=0.95, lambd=0.9, teacher_coef=0.3, clip_low=0.02)),
     "reinforce, teacher": Case(Recipe(
@@ -97,8 +97,8 @@ CASES = {
         correction=("sequence", "mask", 0.7, 1.4),
     )),
     "rloo, engine's log-probs, masked": Case(Recipe(
-        estimator="rloo", clip_low=0.1, clip_high=0.2, old_logprobs="rollout", correction=("token", "mask", 0.9, 1.1),
-        mask_stale=1,
+        estimator="rloo", clip_low=0.1, clip_high=0.2, old_logprobs="rollout", mask_stale=1,
+        correction=("token", "mask", 0.9, 1.1, True),
     ), packing=True),
     "group_norm, GSPO, engine's log-probs, masked": Case(Recipe(
         estimator="group_norm", policy_loss="gspo", clip_low=0.03, clip_high=0.04, old_logprobs="rollout",
@@ -142,6 +142,9 @@ FEATURES = {
     "mask of the engine's sequences": ("gae, engine's log-probs, masked", {"correction": None}),
     "mask of GSPO's ratio": ("group_norm, GSPO, engine's log-probs, masked", {"correction": None}),
     "weights without a ratio": ("dr_grpo, REINFORCE, engine's log-probs", {"correction": None}),
+    "counts of what is masked": ("group_norm, teacher", {"correction": ("token", "mask", 0.9, 1.1, True)}),
+    "counts of masked sequences": ("gae, stale", {"correction": ("sequence", "mask", 0.7, 1.4, True)}),
+    "counts without what is masked": ("rloo, engine's log-probs, masked", {"correction": ("token", "mask", 0.9, 1.1)}),
     "bound on staleness": ("rloo, engine's log-probs, masked", {"mask_stale": 2}),
     "mask of stale tokens": ("gae, stale", {"mask_stale": None}),
     "batch's deviation": ("gae, centred, CISPO", {"whiten_std": True}),

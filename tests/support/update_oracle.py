@@ -52,7 +52,7 @@ class Recipe:
     kl_unbiased_gradient: bool = False
     teacher_coef: float = 0.0
     old_logprobs: str = "recompute"
-    correction: tuple[str, str, float, float] | None = None  # level, mode, low, high
+    correction: tuple[Any, ...] | None = None  # level, mode, low, high, and whether masked tokens are not counted
     mask_stale: int | None = None
     whiten_std: bool = True
 
@@ -195,7 +195,8 @@ class Oracle:
         """
         if self.recipe.correction is None:
             return
-        level, mode, low, high = self.recipe.correction
+        level, mode, low, high, *drops = self.recipe.correction
+        weighs = self.recipe.old_logprobs == "recompute" or self.recipe.policy_loss == "reinforce"
         weights = np.zeros((len(self.samples), self.width))
         for i, places in enumerate(self.places):
             gaps = {t: before[i, t] - self.samples[i].rollout_logprobs[t] for t in places}
@@ -203,11 +204,15 @@ class Oracle:
             for t in places:
                 exponent = {"token": gaps[t], "sequence": total, "geometric": total / len(places)}[level]
                 weights[i, t] = math.exp(exponent)
-            if mode == "mask":
-                self.policy_places[i] = [t for t in self.policy_places[i] if low <= weights[i, t] <= high]
-            else:
+            inside = {t: low <= weights[i, t] <= high for t in places}
+            if mode == "truncate":
                 weights[i, places] = weights[i, places].clip(low, high)
-        if self.recipe.old_logprobs == "recompute" or self.recipe.policy_loss == "reinforce":
+            elif drops == [True]:
+                self.policy_places[i] = [t for t in self.policy_places[i] if inside[t]]
+            else:
+                for t in places:
+                    weights[i, t] = inside[t] * (weights[i, t] if weighs else 1.0)
+        if weighs or (mode == "mask" and drops != [True]):
             self._keep("weights", weights)
 
     def _credit(self, after: np.ndarray) -> None:

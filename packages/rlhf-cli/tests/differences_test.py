@@ -73,7 +73,10 @@ def test_deviation_of_a_group(samples, factor):
         (["--advantage_estimator", "reinforce_baseline", "--gamma", "0.9"], "uses 1 for reinforce_baseline"),
         (["--vllm_is_correction_type", "tis"], "OpenRLHF's newest default is to mask: --is_correction_mode mask"),
         (["--vllm_is_correction_type", "tis"], "OpenRLHF's is 0.5 5"),
-        (["--vllm_is_correction_type", "icepop"], "are not counted in the mean; OpenRLHF counts them"),
+        (
+            ["--vllm_is_correction_type", "icepop", "--is_correction_drop_masked"],
+            "does not count masked tokens in the mean; OpenRLHF does",
+        ),
         (["--aux_loss_coef", "0.01"], "OpenRLHF over those of each micro-batch"),
         (["--reward_clip_range", "5"], "OpenRLHF clips them afterwards"),
         (["--async_train"], "finishes responses first (--at_update drain)"),

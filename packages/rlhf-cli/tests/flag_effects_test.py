@@ -170,6 +170,7 @@ REACHES = [
         CorrectionSpec(level="token", mode="mask", low=0.5, high=5),
     ),
     ("is_correction_threshold", "0.1 9", MASK, "algorithm.correction.high", 9.0),
+    ("is_correction_drop_masked", "", MASK, "algorithm.correction.drops_masked", True),
     ("mask_stale", "2", "", "algorithm.mask_stale", 2),
     ("train_batch_size", "32", "", "batch.train_batch_size", 32),
     ("micro_train_batch_size", "4", "", "batch.micro_train_batch_size", 4),

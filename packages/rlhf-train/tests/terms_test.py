@@ -164,8 +164,15 @@ def test_mismatch_is_measured_without_a_correction():
     ("correction", "kept", "weights", "outside", "mean"),
     [
         (CorrectionSpec(level="token", mode="truncate", low=0.5, high=4), [3, 1], [2, 0.5, 1, 4], 2 / 4, 7.5 / 4),
-        (CorrectionSpec(level="token", mode="mask", low=0.5, high=4), [2, 0], [2, 0.25, 1, 8], 2 / 4, 3 / 2),
-        (CorrectionSpec(level="sequence", mode="mask", low=0.5, high=4), [3, 0], [0.5, 0.5, 0.5, 8], 1 / 4, 0.5),
+        (CorrectionSpec(level="token", mode="mask", low=0.5, high=4), [3, 1], [2, 0, 1, 0], 2 / 4, 3 / 2),
+        (CorrectionSpec(level="sequence", mode="mask", low=0.5, high=4), [3, 1], [0.5, 0.5, 0.5, 0], 1 / 4, 0.5),
+        (
+            CorrectionSpec(level="token", mode="mask", low=0.5, high=4, drops_masked=True),
+            [2, 0],
+            [2, 0.25, 1, 8],
+            2 / 4,
+            3 / 2,
+        ),
         # (2 x 1/4 x 1)^(1/3) = 0.794
         (
             CorrectionSpec(level="geometric", mode="truncate", low=0.9, high=8),
@@ -187,24 +194,36 @@ def test_mismatch_correction_sets_weights_and_shrinks_the_policys_mask_only(corr
 
 
 @pytest.mark.parametrize(
-    ("policy_loss", "old_logprobs", "mode", "weighs"),
+    ("policy_loss", "old_logprobs", "weights"),
     [
-        ("ppo", "recompute", "mask", True),
-        ("ppo", "rollout", "mask", False),
-        ("gspo", "rollout", "mask", False),
-        ("cispo", "rollout", "mask", False),
-        ("reinforce", "rollout", "mask", True),
-        ("reinforce", "rollout", "truncate", True),
+        ("ppo", "recompute", [2, 0, 1, 0]),
+        ("ppo", "rollout", [1, 0, 1, 0]),
+        ("gspo", "rollout", [1, 0, 1, 0]),
+        ("cispo", "rollout", [1, 0, 1, 0]),
+        ("reinforce", "rollout", [2, 0, 1, 0]),
     ],
 )
-def test_ratio_to_the_engine_is_not_weighed_a_second_time(policy_loss, old_logprobs, mode, weighs):
+@pytest.mark.parametrize("drops_masked", [False, True])
+def test_ratio_to_the_engine_is_not_weighed_a_second_time(policy_loss, old_logprobs, weights, drops_masked):
     experience = mismatched()
-    correction = CorrectionSpec(level="token", mode=mode, low=0.5, high=4)
+    correction = CorrectionSpec(level="token", mode="mask", low=0.5, high=4, drops_masked=drops_masked)
     spec = make_algorithm(policy_loss=policy_loss, old_logprobs=old_logprobs, correction=correction)
     metrics = results(correct_mismatch(experience, spec))
-    assert ("weights" in experience.columns) == weighs
-    assert experience.policy_mask.sum(dim=1).tolist() == ([2, 0] if mode == "mask" else [3, 1])
     assert metrics["mismatch/out_of_bounds"] == 2 / 4
+    assert experience.policy_mask.sum(dim=1).tolist() == ([2, 0] if drops_masked else [3, 1])
+    if drops_masked and not spec.weighs:
+        assert "weights" not in experience.columns
+        return
+    expected = [2, 0.25, 1, 8] if drops_masked else weights
+    assert experience.columns["weights"][MASK].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_truncated_weights_of_a_loss_without_a_ratio_are_bounded():
+    experience = mismatched()
+    correction = CorrectionSpec(level="token", mode="truncate", low=0.5, high=4)
+    correct_mismatch(experience, make_algorithm(policy_loss="reinforce", old_logprobs="rollout", correction=correction))
+    assert experience.columns["weights"][MASK].tolist() == pytest.approx([2, 0.5, 1, 4], rel=1e-5)
+    assert experience.policy_mask.sum(dim=1).tolist() == [3, 1]
 
 
 # One rollout that lived through an update, and one of the new weights. By token: the version that drew it, and its
@@ -238,10 +257,12 @@ def test_corrections_of_mixed_versions_compare_each_token_with_the_version_that_
         weights += [math.exp(gap if level == "token" else mean) for gap in own]
         gaps += own
     inside = [0.9 <= weight <= 1.1 for weight in weights]
-    bounded = [min(max(weight, 0.9), 1.1) for weight in weights] if mode == "truncate" else weights
+    bounded = [min(max(weight, 0.9), 1.1) for weight in weights]
+    if mode == "mask":
+        bounded = [weight if is_inside else 0.0 for weight, is_inside in zip(weights, inside, strict=True)]
     mask = experience.loss_mask
     assert experience.columns["weights"][mask].tolist() == pytest.approx(bounded, rel=1e-6)
-    assert experience.policy_mask[mask].tolist() == (inside if mode == "mask" else [True] * 5)
+    assert experience.policy_mask[mask].tolist() == [True] * 5
     assert mask.sum() == 5 and not experience.policy_mask[~mask].any()
     assert metrics["mismatch/kl"] == pytest.approx(sum(math.expm1(gap) - gap for gap in gaps) / 5, rel=1e-4)
     assert metrics["mismatch/out_of_bounds"] == pytest.approx(1 - sum(inside) / 5)

@@ -132,7 +132,7 @@ def all_cases(paths: dict[str, str]) -> dict[str, Any]:
         outcomes[loss, "many, rollout"], *_ = trained(start, engines, exact, **many)
         outcomes[loss, "many, rollout of another engine"], *_ = trained(start, engines, rollouts, **many)
     spec = make_algorithm("group_norm", old_logprobs="rollout", **KL_LOSS)
-    nowhere = CorrectionSpec(level="token", mode="mask", low=1e6, high=2e6)
+    nowhere = CorrectionSpec(level="token", mode="mask", low=1e6, high=2e6, drops_masked=True)
     outcomes["before"], *_ = trained(start, spec, rollouts, max_epochs=0)
     for name, one, versions in (
         ("all", spec, (0, 2)),

@@ -115,16 +115,18 @@ class CorrectionSpec:
     Attributes:
         level: "off", "token" (a weight per token), "sequence" (the product over a rollout's tokens) or "geometric"
             (their geometric mean).
-        mode: "truncate" bounds the weights; "mask" removes tokens with weights out of bounds from all terms of the
-            actor's loss, KL and entropy included.
+        mode: "truncate" bounds the weights; "mask" takes tokens with weights out of bounds out of the policy loss.
         low: smallest weight, >= 0.
         high: largest weight, > low.
+        drops_masked: whether "mask" also takes these tokens out of KL and entropy terms and out of the counts by which
+            losses are divided, so that the others weigh more.
     """
 
     level: str = "off"
     mode: str = "truncate"
     low: float = 0.0
     high: float = 2.0
+    drops_masked: bool = False
 
     def __post_init__(self) -> None:
         _check_names(

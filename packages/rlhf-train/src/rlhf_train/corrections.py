@@ -14,7 +14,8 @@ calls the first one decoupled PPO; verl calls the modes decoupled and bypass, do
     --old_logprobs rollout      m_t min(r_t A_t, clip(r_t) A_t),   r_t = current / engine's policy
 
 In the second one r_t includes the weight, and m_t = 1 where low <= w_t <= high, else 0. The mask is constant during a
-step, as in IcePop (arXiv:2510.18855). A loss without a ratio takes w_t in both.
+step, as in IcePop (arXiv:2510.18855). A loss without a ratio takes w_t in both. A masked token has the loss 0 and still
+counts in the mean: INTELLECT-3 (arXiv:2512.16144, eq. 1) divides by the tokens of all rollouts, and so does TRL.
 
 Shape letters: B rollouts, T token positions. ValueError is raised for an unknown level or mode, and when shapes differ.
 """
@@ -71,14 +72,13 @@ def bounded_weights(
     Args:
         weights: [B, T] float, from `importance_weights`.
         loss_mask: [B, T] bool.
-        mode: "truncate" sets a weight beyond a bound to the bound. "mask" removes the token from the loss and from
-            the counts that the loss is divided by.
+        mode: "truncate" sets a weight beyond a bound to the bound. "mask" masks the token.
         low: smallest weight.
         high: largest weight.
 
     Returns:
-        Weights [B, T] float; the loss mask without what was removed, [B, T] bool; and which trained tokens had a weight
-        out of bounds, [B, T] bool.
+        Weights [B, T] float; the loss mask without the masked tokens, [B, T] bool; and which trained tokens had a
+        weight out of bounds, [B, T] bool.
 
     Source: truncate: Yao et al. 2025 (above), after Ionides 2008, "Truncated importance sampling"; mask: Ling
     Team 2025, arXiv:2510.18855 (IcePop).

@@ -66,7 +66,7 @@ _CRITIC_OPTIONS = (
 # Options without effect when there is no reference model.
 _REFERENCE_OPTIONS = ("kl_estimator", "ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
 _TEACHER_OPTIONS = ("teacher_coef", "teacher_num_nodes", "teacher_num_gpus_per_node")
-_CORRECTION_OPTIONS = ("is_correction_mode", "is_correction_threshold")
+_CORRECTION_OPTIONS = ("is_correction_mode", "is_correction_threshold", "is_correction_drop_masked")
 # A larger clip range is meant for the ratios of tokens: the geometric mean over a response stays within it.
 _WIDE_FOR_GSPO = 0.1
 
@@ -187,6 +187,10 @@ class AlgorithmSection(Section, title="algorithm"):
         "smallest and largest weight; None: "
         + ", ".join(f"{low:g} {high:g} to {mode}" for mode, (low, high) in _CORRECTION_BOUNDS.items()),
     )
+    is_correction_drop_masked: bool = flag(
+        False,
+        "leave masked tokens out of the KL and entropy terms, too, and out of the counts that losses are divided by",
+    )
     mask_stale: int | None = flag(
         None,
         "leave tokens out of the policy loss that were sampled more than N training steps before; None: train on all",
@@ -245,7 +249,13 @@ class AlgorithmSection(Section, title="algorithm"):
             clip_high=clip_high,
             entropy_coef=self.entropy_loss_coef,
             kl_coef=self.init_kl_coef,
-            correction=CorrectionSpec(level=level, mode=self.is_correction_mode, low=low, high=high),
+            correction=CorrectionSpec(
+                level=level,
+                mode=self.is_correction_mode,
+                low=low,
+                high=high,
+                drops_masked=self.is_correction_drop_masked,
+            ),
             whiten_std=not self.no_advantage_std_norm,
             use_kl_loss=self.use_kl_loss,
             **matching(PolicyObjective, self),
@@ -299,6 +309,7 @@ class AlgorithmSection(Section, title="algorithm"):
             (not self.row.uses_critic, _CRITIC_OPTIONS, f"{self.title} has no critic"),
             (not self.row.divides_by_std, ["no_advantage_std_norm"], f"{self.title} divides by no standard deviation"),
             (spec.correction.level == "off", _CORRECTION_OPTIONS, "--is_correction_level is off"),
+            (spec.correction.mode != "mask", ["is_correction_drop_masked"], "--is_correction_mode is truncate"),
         )
         if no_ratio and num_updates > 1:
             notices.append(

@@ -101,12 +101,9 @@ def _correction(config: PpoConfig) -> list[str]:
     """Compare the off-policy correction."""
     algorithm = config.algorithm
     found = []
-    if algorithm.is_correction_mode == "mask":
-        found.append(
-            "tokens that --is_correction_mode mask leaves out are not counted in the mean; OpenRLHF counts them, for"
-            " which there is no flag here"
-        )
-    else:
+    if algorithm.is_correction_drop_masked:
+        found.append("--is_correction_drop_masked does not count masked tokens in the mean; OpenRLHF does: drop it")
+    if algorithm.is_correction_mode != "mask":
         found.append("weights are truncated; OpenRLHF's newest default is to mask: --is_correction_mode mask")
     if algorithm.is_correction_threshold is None:
         found.append("--is_correction_threshold has a default per mode; OpenRLHF's is 0.5 5")

@@ -281,8 +281,9 @@ def limit_staleness(
 def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, Metric]:
     """Measure the gap between the trainer's and the engine's log-probs, and correct for it as `spec` says.
 
-    A correction sets the column `weights`, unless the policy ratio weighs already (`AlgorithmSpec.weighs`), and in mode
-    "mask" removes tokens from the policy mask. The column `old_logprobs` has the trainer's. Metrics, over the trained
+    A correction sets the column `weights`: importance weights, or ones where the policy ratio weighs already
+    (`AlgorithmSpec.weighs`). Mode "mask" sets those out of bounds to 0.0, or with `drops_masked` removes the tokens
+    from the policy mask. The column `old_logprobs` has the trainer's. Metrics, over the trained
     tokens: mean and maximum of the absolute gap in nats, the k3 estimate of KL(engine || trainer), and the
     share of importance weights out of bounds (those of the correction; without one, `MISMATCH_BOUNDS` per token).
     """
@@ -296,9 +297,13 @@ def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, M
     weights, kept, outside = bounded_weights(
         weights, mask, mode=correction.mode, low=correction.low, high=correction.high
     )
-    experience.policy_mask &= kept
-    if spec.weighs:
-        experience.set_column("weights", weights)
+    column = weights if spec.weighs else torch.ones_like(weights)
+    if correction.drops_masked:
+        experience.policy_mask &= kept
+    else:
+        column = column.masked_fill(~kept, 0.0)
+    if spec.weighs or not correction.drops_masked:
+        experience.set_column("weights", column)
     metrics["mismatch/out_of_bounds"] = masked_mean(outside, mask)
     metrics["mismatch/weight"] = masked_mean(weights, kept)
     return metrics
