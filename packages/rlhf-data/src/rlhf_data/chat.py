@@ -22,7 +22,7 @@ _PLACEHOLDER = "{}"
 _ANSWER = "answer7c41"  # stands for an answer in a rendered conversation
 # Contexts of a text whose own is unknown, or has a token in common with it. Few tokens begin with them and go on.
 _CONTEXTS = ("\n", "a")
-_CONTEXT_LENGTH = 256  # characters of a context that count: tokens do not depend on what is further away
+_CONTEXT_LENGTH = 64  # characters of a context that count: tokens depend on what is near
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _OPENING_TAG = re.compile(r"(<\w+>)(\s*)$")
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # what models think, beside the content of a message
