@@ -225,6 +225,17 @@ def test_read_toml_missing_or_broken_file_is_named(tmp_path):
         (["--train_batch_size", "256"], "--train_batch_size is 256", "use --train_batch_size 128"),
         (["--use_kl_loss", "--init_kl_coef", "0"], "the coefficient of the KL is 0", "set --init_kl_coef above 0"),
         (["--eps_clip", "0.1", "--eps_clip_low_high", "0.1", "0.2"], "set the same clip range", "give one"),
+        (
+            ["--top_p", "0.9", "--old_logprobs", "rollout"],
+            "--top_p 0.9 samples from a part of the distribution, and --old_logprobs rollout compares",
+            "use --top_p 1",
+        ),
+        (
+            ["--top_k", "20", "--is_correction_level", "token"],
+            "--top_k 20 samples from a part of the distribution, and --is_correction_level token compares",
+            "--is_correction_level off",
+        ),
+        (["--top_p", "0.9", "--async_train"], "--old_logprobs rollout compares", "or --old_logprobs recompute"),
         (["--eval_temperature", "0", "--eval_n_samples_per_prompt", "2"], "greedy responses are all the same", "use 1"),
     ],
 )

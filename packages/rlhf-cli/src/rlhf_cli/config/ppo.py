@@ -254,13 +254,32 @@ def _check_evaluation(config: PpoConfig, given: Collection[str]) -> list[str]:
 
 
 def _check_sampling(config: PpoConfig, given: Collection[str]) -> list[str]:
-    """Check sampling; return a notice for each option that makes engine and trainer log-probs differ."""
-    config.rollout.check()
+    """Check sampling; return a notice for each option that makes engine and trainer log-probs differ.
+
+    The engine's log-probs are those of the part that it samples from. As the old policy, or in a correction, they would
+    be compared with log-probs of the whole distribution, and each token would look less likely than it was.
+    """
+    rollout = config.rollout
+    rollout.check()
+    parts = [f"--{name} {getattr(rollout, name):g}" for name in ("top_p", "top_k") if name in given]
+    if rollout.top_p == 1 and rollout.top_k == -1:
+        return []
+    spec = config.objective
+    uses = {
+        "--old_logprobs rollout": spec.old_logprobs == "rollout",
+        f"--is_correction_level {spec.correction.level}": spec.correction.level != "off",
+    }
+    for use in [flag for flag, is_on in uses.items() if is_on and rollout.replay is None]:
+        message = (
+            f"{' and '.join(parts)} samples from a part of the distribution, and {use} compares the log-probs of this"
+        )
+        message += " part with those of the whole distribution"
+        hint = "use --top_p 1 --top_k -1; or --old_logprobs recompute --is_correction_level off"
+        raise ConfigError(message, hint=hint)
     return [
-        f"--{name} {getattr(config.rollout, name)} samples from a part of the distribution, and the trainer's log-probs"
-        " are those of the whole distribution: the mismatch/* metrics will not be near 0"
-        for name in ("top_p", "top_k")
-        if name in given
+        f"{part} samples from a part of the distribution, and the trainer's log-probs are those of the whole"
+        " distribution: the mismatch/* metrics will not be near 0"
+        for part in parts
     ]
 
 
