@@ -4,7 +4,6 @@ Answers are written when they are complete. A stream therefore holds each part o
 """
 
 import contextlib
-import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 from rlhf_data.errors import DataError
 from rlhf_rollout.agents.tool_calls import ToolCall
+from rlhf_rollout.policy_json import read_json
 
 # They would change the distribution that the policy learns from: the run's own values are used.
 _SAMPLING = (
@@ -171,7 +171,7 @@ def read_call(call_id: Any, function: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):  # the agent's own words remain as they are
-            arguments = json.loads(arguments or "{}")
+            arguments = read_json(arguments or "{}")
     name = string_of(function.get("name"), "the name of a called function")
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 

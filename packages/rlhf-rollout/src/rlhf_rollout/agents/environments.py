@@ -12,7 +12,6 @@ as they are (https://gymnasium.farama.org/api/env), and so are OpenEnv's clients
 import asyncio
 import contextlib
 import inspect
-import json
 import re
 import sys
 import zlib
@@ -25,9 +24,9 @@ import numpy as np
 from rlhf_data.errors import RewardError
 from rlhf_rollout.agents.interface import BudgetSpentError, Reply, Session, number
 from rlhf_rollout.agents.thread import CodeThread
+from rlhf_rollout.policy_json import read_json
 
 _CLOSE_TIMEOUT_S = 5.0
-_ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +74,24 @@ def episode_seed(prompt: str, label: str) -> int:
 
 def find_action(text: str) -> str:
     """Return the last `<action>..</action>` of an answer, or else its last line."""
-    marked = _ACTION.findall(text)
-    return (marked[-1] if marked else text.strip().rpartition("\n")[2]).strip()
+    before, _, _ = text.rpartition("</action>")
+    _, opened, marked = before.rpartition("<action>")
+    if opened:
+        return marked.partition("</action>")[0].strip()
+    return text.strip().rpartition("\n")[2].strip()
 
 
 def fit_action(action: Any, space: Any) -> Any:
     """Return an action as a member of a Gymnasium space; text is read as JSON. Raises ValueError when it is none."""
     value = action
     if isinstance(action, str) and (space.shape or not space.contains(action)):
-        value = json.loads(action)
-    if space.shape:
-        value = np.array(value, space.dtype)
-    if not space.contains(value):
+        value = read_json(action)
+    try:
+        value = np.array(value, space.dtype) if space.shape else value
+        is_member = space.contains(value)
+    except (TypeError, OverflowError):  # an object in place of a list, a whole number that the type cannot hold
+        is_member = False
+    if not is_member:
         raise ValueError(f"{action!r:.80} is not in {space}")
     return value
 
@@ -194,7 +199,7 @@ class EnvironmentAgent:
                 break
             try:
                 action = environment.fit(self._parse(reply.text))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:  # the answer's fault, which must not leave it untrained
                 num_invalid += 1
                 rewards.append(0.0)
                 text = f"\nInvalid action: {error}\n"

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_data.errors import RewardError, unknown
+from rlhf_rollout.policy_json import read_json, read_json_start
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _MISTRAL_NAME = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
-_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def _llama3_json(text: str) -> list[ToolCall]:
     calls = []
     while rest and not rest.startswith("<|"):
         try:
-            value, end = _DECODER.raw_decode(rest)
+            value, end = read_json_start(rest)
         except ValueError:
             return [*calls, _no_json(rest)]
         calls.append(_read(value))
@@ -83,7 +83,7 @@ def _mistral(text: str) -> list[ToolCall]:
         named = _MISTRAL_NAME.match(part)
         body = part[named.end() :] if named else part.lstrip()
         try:
-            value, _ = _DECODER.raw_decode(body)
+            value, _ = read_json_start(body)
         except ValueError:
             calls.append(_no_json(part))
             continue
@@ -106,7 +106,7 @@ def _vllm(extract: Callable[[str], Any], text: str) -> list[ToolCall]:
 
 def _read_json(text: str) -> ToolCall:
     try:
-        return _read(json.loads(text.strip()))
+        return _read(read_json(text))
     except ValueError:
         return _no_json(text)
 
@@ -118,7 +118,7 @@ def _read(value: Any) -> ToolCall:
     arguments = fields.get("arguments", fields.get("parameters", {}))
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = read_json(arguments)
         except ValueError:
             return ToolCall(str(name), error=f"the arguments are not JSON: {arguments:.80}")
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
