@@ -47,6 +47,7 @@ def run(
     samples=1,
     limits=None,
     gives_reward=True,
+    failed_reward=None,
     tokenizer=TOKENIZER,
     engine_tokens=32,
     **options,
@@ -57,7 +58,8 @@ def run(
     async def collect():
         pool = AgentPool(parse_agent(source), **{"num_processes": 1, "timeout_s": 60.0, **options})
         try:
-            agent = HostedAgent(EngineRouter([engine]), pool, tokenizer, limits, gives_reward=gives_reward)
+            rewards = {"gives_reward": gives_reward, "failed_reward": failed_reward}
+            agent = HostedAgent(EngineRouter([engine]), pool, tokenizer, limits, **rewards)
             sampling = SamplingParams(max_tokens=engine_tokens, seed=3, num_samples=samples)
             asked = [make_prompt("2+2=", "4")] if prompts is None else prompts
             results = await asyncio.gather(

@@ -127,6 +127,7 @@ REACHES = [
     ("agent_history", "split", AGENT, "agent.history", "split"),
     ("agent_tool_parser", "mistral", AGENT, "agent.tool_parser", "mistral"),
     ("reward_memory_gb", "0.5", AGENT, "agent.worker.memory_gb", 0.5),
+    ("failed_reward", "-1", AGENT, "agent.failed_reward", -1.0),
     ("success_threshold", "0.5", AGENT, "agent.success_threshold", 0.5),
     ("gamma", "0.9", "", "algorithm.gamma", 0.9),
     ("turn_gamma", "0.5", AGENT, "algorithm.turn_gamma", 0.5),

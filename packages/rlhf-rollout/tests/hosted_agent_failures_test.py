@@ -92,6 +92,20 @@ def test_bad_episode_fails_alone(write, label, kind, detail):
         assert texts_of(episodes[1].rollouts[0])[-1] == (POLICY, "a<eos>")
 
 
+@pytest.mark.parametrize("label", ["raise", "nan", "exit", "unasked"])
+@pytest.mark.parametrize("gives_reward", [True, False])
+def test_failed_episode_has_the_reward_of_failed_ones_if_the_policy_has_answered(write, label, gives_reward):
+    source = BAD.replace(
+        "    await session.reply()\n",
+        "    if session.label == 'unasked': raise KeyError\n    await session.reply()\n",
+        1,
+    )
+    options = {"failed_reward": -2.0, "gives_reward": gives_reward, "prompts": [make_prompt("x", label)]}
+    [episode], _ = run(write(source), writes(["a"]), **options)
+    expected = None if label == "unasked" else -2.0
+    assert (episode.verdict.kind, episode.verdict.reward, episode.verdict.score) == (CRASH, expected, expected)
+
+
 def test_child_that_the_agent_forks_takes_no_message_of_its_parent(write):
     source = write("""
         import os

@@ -204,6 +204,19 @@ def test_function_is_an_agent_and_must_give_a_reward(write, label, kind, reward,
     assert (verdict.kind, verdict.reward, verdict.detail) == (kind, reward, detail)
 
 
+def test_agent_says_whose_fault_it_was(write):
+    source = """
+async def run_episode(session):
+    await session.reply()
+    return {"reward": 0.25, "verdict": session.label}
+"""
+    labels = ["unparsable", "ok", "crash", "guilty"]
+    episodes, _ = run(write(source), writes(["a"]), prompts=[make_prompt("x", label) for label in labels])
+    verdicts = [(str(episode.verdict.kind), episode.verdict.reward) for episode in episodes]
+    assert verdicts == [("unparsable", 0.25), ("ok", 0.25), ("crash", None), ("crash", None)]
+    assert "'guilty' is not a valid VerdictKind" in episodes[3].verdict.detail
+
+
 def test_agent_without_a_reward_leaves_the_verdict_to_another(write):
     prompts = [make_prompt("x", "none")]
     [episode], _ = run(write(FUNCTION), writes(["abc"]), prompts=prompts, gives_reward=False)

@@ -35,8 +35,10 @@ class FinishReason(StrEnum):
 class VerdictKind(StrEnum):
     """The outcome of scoring.
 
-    UNSCORED means that the run has no scorer. The last two are failures of the scorer: such a rollout has no reward, or
-    a fixed one.
+    UNSCORED means that the run has no scorer. The others say whose fault a bad outcome is. WRONG and UNPARSABLE are the
+    policy's: the rollout is trained with its reward, whatever the policy wrote. TIMEOUT and CRASH are failures of the
+    scorer or agent, which the policy must not cause: such a rollout has no reward and is not trained, or has a fixed
+    one.
     """
 
     OK = "ok"
@@ -48,7 +50,7 @@ class VerdictKind(StrEnum):
 
     @property
     def failed(self) -> bool:
-        """Whether the scorer failed, so that there is no score."""
+        """Whether the scorer or agent failed, not the policy, so that there is no score."""
         return self in (VerdictKind.TIMEOUT, VerdictKind.CRASH)
 
 

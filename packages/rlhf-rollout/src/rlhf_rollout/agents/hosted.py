@@ -35,7 +35,7 @@ class HostedAgent:
     """A `Workflow` that runs a user's agent in the processes of a pool.
 
     An agent that raises, hangs or kills its process costs its own episode only: that episode has a failed verdict and
-    is not trained.
+    is not trained, unless failed episodes have a reward.
 
     Args:
         router: answers the requests.
@@ -44,6 +44,7 @@ class HostedAgent:
         limits: of each episode.
         gives_reward: an episode for which the agent gives no reward has a failed verdict, or the reward 0 if a limit
             has cut it. Otherwise another reward scores it.
+        failed_reward: reward and score of an episode that failed after an answer of the policy; None for none.
         success_threshold: lowest score of an episode that counts as right, unless the agent says what is right.
         timeout_s: deadline of each request; None for the engine's own.
         gateway: the door for agents that speak HTTP, which starts and ends with the workflow; None without one.
@@ -58,10 +59,12 @@ class HostedAgent:
         *,
         gateway: "Gateway | None" = None,
         gives_reward: bool = True,
+        failed_reward: float | None = None,
         success_threshold: float = SUCCESS_THRESHOLD,
         timeout_s: float | None = None,
     ) -> None:
         self._gives_reward = gives_reward
+        self._failed_reward = failed_reward
         self._success_threshold = success_threshold
         self.router = router
         self.gateway = gateway
@@ -129,9 +132,12 @@ class HostedAgent:
         if recorder.error is not None:
             raise recorder.error
         if verdict is not None:
-            verdict = dataclasses.replace(verdict, seconds=time.monotonic() - started)
             if not recorder.num_turns and not verdict.kind.failed:
-                verdict = Verdict(VerdictKind.CRASH, detail="the agent never asked the policy", seconds=verdict.seconds)
+                verdict = Verdict(VerdictKind.CRASH, detail="the agent never asked the policy")
+            if verdict.kind.failed and recorder.num_turns and self._failed_reward is not None:
+                turn_rewards = ()
+                verdict = dataclasses.replace(verdict, reward=self._failed_reward, score=self._failed_reward)
+            verdict = dataclasses.replace(verdict, seconds=time.monotonic() - started)
         return recorder.episode(turn_rewards, verdict, is_cut=is_cut)
 
     async def start(self) -> None:

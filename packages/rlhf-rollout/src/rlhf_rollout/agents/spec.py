@@ -29,7 +29,7 @@ class AgentSpec:
         limits: of each episode.
         num_processes: processes, each of which runs many episodes.
         timeout_s: seconds that the agent's code may take between two answers of the policy.
-        success_threshold: see `HostedAgent`.
+        failed_reward, success_threshold: see `HostedAgent`.
         history: what the door does with histories that the chat template rewrites; see `Conversations`.
         tool_parser: form of the tool calls that the door reads; see `make_parser`.
         chat_template_kwargs: values of variables of the chat template, as a JSON object; see `set_chat_template`.
@@ -40,6 +40,7 @@ class AgentSpec:
     limits: EpisodeLimits
     num_processes: int = 2
     timeout_s: float = 60.0
+    failed_reward: float | None = None
     success_threshold: float = SUCCESS_THRESHOLD
     history: History = "append"
     tool_parser: str = "hermes"
@@ -81,8 +82,16 @@ def make_workflow(
     if spec is None:
         return SingleTurn(router, partial(tokenizer.decode, skip_special_tokens=True))
     pool = make_pool(spec, tokenizer_path, log_path)
-    options = {"gives_reward": gives_reward, "success_threshold": spec.success_threshold}
-    return HostedAgent(router, pool, tokenizer, spec.limits, gateway=_make_gateway(spec, tokenizer), **options)
+    return HostedAgent(
+        router,
+        pool,
+        tokenizer,
+        spec.limits,
+        gateway=_make_gateway(spec, tokenizer),
+        gives_reward=gives_reward,
+        failed_reward=spec.failed_reward,
+        success_threshold=spec.success_threshold,
+    )
 
 
 def _make_gateway(spec: AgentSpec, tokenizer: Tokenizer) -> Any:

@@ -116,8 +116,9 @@ def read_result(result: Any) -> dict[str, Any]:
     """Return what an agent gave as {"rewards", "extra", "truncated"} and perhaps "score", with plain numbers.
 
     An agent gives one number, or a dictionary with `rewards` or `reward` (one number, or one per turn), `scores` or
-    `score`, `extra_logs` or `extra`, and `truncated`. None, or no reward in the dictionary, leaves the episode to
-    another reward. Raises TypeError for anything else.
+    `score`, `extra_logs` or `extra`, `truncated`, and `verdict`, the name of a `VerdictKind`: "unparsable" and "wrong"
+    say that the policy is at fault. None, or no reward in the dictionary, leaves the episode to another
+    reward. Raises TypeError for anything else.
     """
     given = result if isinstance(result, Mapping) else {"rewards": result}
     rewards = given.get("rewards", given.get("reward"))
@@ -134,6 +135,8 @@ def read_result(result: Any) -> dict[str, Any]:
         "extra": {str(name): number(value) for name, value in extra.items()},
         "truncated": bool(given.get("truncated")),
     }
+    if given.get("verdict") is not None:
+        read["verdict"] = str(given["verdict"])
     return read if score is None else {**read, "score": number(score)}
 
 

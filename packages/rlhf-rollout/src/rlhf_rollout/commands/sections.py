@@ -30,7 +30,7 @@ AGENT_OPTIONS = (
     *("agent_history", "agent_tool_parser"),
 )
 # Options of reward functions that also say how an agent's processes run and what counts as right.
-SHARED_WITH_AGENTS = (*FUNCTION_OPTIONS, "reward_memory_gb", "success_threshold")
+SHARED_WITH_AGENTS = (*FUNCTION_OPTIONS, "reward_memory_gb", "failed_reward", "success_threshold")
 JUDGE_OPTIONS = ("judge_url", "judge_model", "judge_num_calls")
 Quantization = one_of(QUANTIZATIONS)
 SHARE_ALONE = 0.9  # share of a GPU's memory for an engine that has the GPU to itself
@@ -218,7 +218,8 @@ class RewardSection(Section, title="reward"):
     )
     failed_reward: float | None = flag(
         None,
-        "reward and score of a response whose reward timed out or crashed; None: it has none and is masked in training",
+        "reward and score of a response whose reward or agent timed out or crashed; None: it has none and is masked in"
+        " training",
     )
     success_threshold: float = flag(
         1.0,
@@ -353,6 +354,7 @@ class AgentSection(Section, title="agent"):
             limits=EpisodeLimits(max_turns=self.max_steps, max_length=max_length, **seconds),
             num_processes=self.agent_num_workers,
             timeout_s=self.agent_timeout_s,
+            failed_reward=calls.failed_reward,
             success_threshold=calls.success_threshold,
             history=self.agent_history,
             tool_parser=self.agent_tool_parser,
