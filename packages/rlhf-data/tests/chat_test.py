@@ -10,6 +10,7 @@ from rlhf_data.chat import (
     encode_completion,
     encode_conversation,
     encode_prompts,
+    render_chat,
     row_messages,
     row_tools,
 )
@@ -141,6 +142,19 @@ def test_row_messages_beside_tool_calls_read_null_content_and_arguments_in_json(
     broken = CALL | {"function": {"name": "add", "arguments": "not JSON"}}
     kept = row_messages(Row({"q": [{"role": "assistant", "tool_calls": [broken]}]}, "o", 1), "q")
     assert kept[0]["tool_calls"] == [broken]
+
+
+def test_render_chat_gives_a_template_that_takes_no_objects_the_arguments_as_text():
+    tokenizer = word_tokenizer(PLAIN)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + ':' + m.content }}{% for c in m.tool_calls or [] %}"
+    tokenizer.chat_template += "{{ c.function.name + c.function.arguments }}{% endfor %} {% endfor %}"
+    for arguments in ({"a": "é"}, '{"a": "é"}'):
+        call = CALL | {"function": {"name": "add", "arguments": arguments}}
+        asked = [CALLED[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+        text = render_chat(asked, tokenizer, origin="o", add_generation_prompt=False)
+        assert text == 'user:2+2? assistant:add{"a": "é"} '
+    with pytest.raises(DataError, match="refuses the messages"):
+        render_chat([{"role": "user", "content": 3}], tokenizer, origin="o", add_generation_prompt=False)
 
 
 def test_rows_of_tables_lose_the_nulls_that_other_rows_leave_in_tools_and_calls():

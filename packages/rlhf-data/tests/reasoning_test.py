@@ -27,7 +27,15 @@ QWEN3 = (
     "{% if add_generation_prompt %}{{ 'A:' }}{% if enable_thinking is defined and not enable_thinking %}"
     "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
+# Qwen3.8: thoughts are beside the content, and the generation prompt begins one.
+BESIDE = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ 'U:' + m.content }}{% else %}"
+    "{{ 'A:<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' + m.content + '</s>\\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'A:<think>\\n' }}{% endif %}"
+)
 MARKED = R1.replace(ANSWER, "{% generation %}" + ANSWER + "{% endgeneration %}")
+MARKED_BESIDE = BESIDE.replace("'A:<think>", "'A:' }}{% generation %}{{ '<think>", 1)
+MARKED_BESIDE = MARKED_BESIDE.replace("+ '</s>\\n' }}", "+ '</s>' }}{% endgeneration %}")
 ASKED = [{"role": "user", "content": "1+1?"}]
 ANSWERED = [*ASKED, {"role": "assistant", "content": "<think>\nsum\n</think>\n\n2"}, {"role": "user", "content": "+1?"}]
 
@@ -63,6 +71,11 @@ def answered(content, before=ASKED, **more):
         (R1_OPENS, THOUGHT, "U:1+1?A:<think>\n[1 and 1\n</think>\n\nIt is 2.</s>]"),
         (R1_OPENS, "\n<think>\n\nx</think>y", "U:1+1?A:<think>\n[\nx</think>y</s>]"),
         (R1_OPENS, "It is 2.", "U:1+1?A:<think>\n[It is 2.</s>]"),
+        (BESIDE, "1 and 1\n</think>\n\nIt is 2.", "U:1+1?A:<think>\n[1 and 1\n</think>\n\nIt is 2.</s>]"),
+        (BESIDE, THOUGHT, "U:1+1?A:<think>\n[1 and 1\n</think>\n\nIt is 2.</s>]"),
+        (BESIDE, "It is 2.", "U:1+1?A:<think>\n[\n</think>\n\nIt is 2.</s>]"),
+        (MARKED_BESIDE, THOUGHT, "U:1+1?A:<think>\n[1 and 1\n</think>\n\nIt is 2.</s>]"),
+        (MARKED_BESIDE, "It is 2.", "U:1+1?A:[<think>\n\n</think>\n\nIt is 2.</s>]"),
         (QWEN3, THOUGHT, f"U:1+1?A:[{THOUGHT}</s>]"),
         (QWEN3, "<think>1 and 1</think>It is 2.", "U:1+1?A:[<think>1 and 1</think>It is 2.</s>]"),
         (QWEN3, "It is 2.", "U:1+1?A:[<think>\n\n</think>\n\nIt is 2.</s>]"),
@@ -93,6 +106,7 @@ def test_earlier_answers_cannot_be_trained_without_their_thoughts(template):
         (R1, "<think>\n1 and 1\n</think>\n\nIt", "U:1+1?A:[<think>\n1 and 1\n</think>\n\nIt]"),
         (R1_OPENS, "<think>\n1 an", "U:1+1?A:<think>\n[1 an]"),
         (R1_OPENS, "1 an", "U:1+1?A:<think>\n[1 an]"),
+        (BESIDE, "1 an", "U:1+1?A:<think>\n[1 an]"),
         (QWEN3, "<think>1 and 1</think>It", "U:1+1?A:[<think>1 and 1</think>It]"),
     ],
 )

@@ -4,6 +4,7 @@ A tokenizer is a loaded Hugging Face tokenizer, or an object with the same metho
 (`rlhf_data.testing.ByteTokenizer`).
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -119,7 +120,7 @@ def row_messages(row: Row, key: str) -> Messages:
         return [{"role": "user", "content": row.filled(key)}]
     if not value:
         raise DataError(f"{row.origin}: `{key}` is an empty list of messages")
-    messages = [_with_calls(row, message) for message in value]
+    messages = [_with_calls(message, partial(_as_object, is_table=not row.has_lines)) for message in value]
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
             problem = f"{row.origin}: message {index} of `{key}` needs a text `role` and a text `content`"
@@ -146,28 +147,34 @@ def row_tools(row: Row, key: str | None) -> list[dict[str, Any]]:
     return [_without_nulls(tool) for tool in tools] if is_table else tools
 
 
-def _with_calls(row: Row, message: Any) -> Any:
-    """Return a message as chat templates read it, if it has tool calls; else unchanged."""
+def _with_calls(message: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a message with text as content and changed arguments, if it has tool calls; else unchanged."""
     calls = message.get("tool_calls") if isinstance(message, dict) else None
     if not calls or not isinstance(calls, list) or message.get("role") != "assistant":
         return message
     content = "" if message.get("content") is None else message["content"]
-    return message | {"content": content, "tool_calls": [_with_arguments(row, call) for call in calls]}
+    return message | {"content": content, "tool_calls": [_with_arguments(call, change) for call in calls]}
 
 
-def _with_arguments(row: Row, call: Any) -> Any:
+def _with_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or "arguments" not in function:
+        return call
+    return call | {"function": function | {"arguments": change(function["arguments"])}}
+
+
+def _as_object(arguments: Any, *, is_table: bool) -> Any:
+    """Return the arguments of a call as an object, if they are one or its JSON text; else unchanged."""
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            return json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            return call  # the template writes the text as it is
-    elif not row.has_lines:
-        arguments = _without_nulls(arguments)
-    else:
-        return call
-    return call | {"function": function | {"arguments": arguments}}
+            return arguments
+    return _without_nulls(arguments) if is_table else arguments
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -343,13 +350,8 @@ def encode_conversation(
         DataError: roles out of order, messages that the template refuses, or reasoning that it drops.
     """
     check_roles(messages, origin=row.origin)
-    if has_generation_marks(tokenizer) and not row.is_truncated:
-        text = render_chat(messages, tokenizer, origin=row.origin, add_generation_prompt=False, tools=tools)
-        answers = [message for message in messages if message["role"] == "assistant"][0 if all_turns else -1 :]
-        if all(message["content"].strip() in text for message in answers):
-            for message in answers:
-                _check_reasoning(message, text, row.origin)
-            return _encode_marked(messages, tokenizer, row.origin, all_turns, tools)
+    if has_generation_marks(tokenizer) and _fit_marks(row, messages, tokenizer, all_turns, tools):
+        return _encode_marked(messages, tokenizer, row.origin, all_turns, tools)
     *pieces, (last, _) = _pieces(row, messages, tokenizer, all_turns, tools)
     answer = messages[-1]["content"].strip()
     if row.is_truncated and answer in last:  # the template writes an end after every answer: cut it off
@@ -372,6 +374,20 @@ def has_generation_marks(tokenizer: Tokenizer) -> bool:
     return bool(_GENERATION_MARK.search(template))
 
 
+def _fit_marks(
+    row: Row, messages: Messages, tokenizer: Tokenizer, all_turns: bool, tools: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Return whether a template's marks hold the trained answers as they are."""
+    text = render_chat(messages, tokenizer, origin=row.origin, add_generation_prompt=False, tools=tools)
+    answers = [message for message in messages if message["role"] == "assistant"][0 if all_turns else -1 :]
+    if row.is_truncated or not all(message["content"].strip() in text for message in answers):
+        return False
+    for message in answers:
+        _check_reasoning(message, text, row.origin)
+    prompt = render_chat(messages[:-1], tokenizer, origin=row.origin, add_generation_prompt=True, tools=tools)
+    return all_turns or not _is_thinking(row, messages[-1], prompt)
+
+
 def _pieces(
     row: Row, messages: Messages, tokenizer: Tokenizer, all_turns: bool, tools: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, bool]]:
@@ -387,7 +403,7 @@ def _pieces(
         before = render(messages[:index], add_generation_prompt=True)
         after = render(messages[: index + 1], add_generation_prompt=False)
         text = after.removeprefix(before) if after.startswith(before) else None
-        if text is None or message["content"].strip() not in text:
+        if text is None or message["content"].strip() not in text or _is_thinking(row, message, before):
             is_raw = is_last and not message.get("tool_calls")
             text = _raw_answer(messages, before, render, row.is_truncated) if is_raw else None
         if text is None or not before.startswith(done):
@@ -403,6 +419,16 @@ def _pieces(
         done = after
         carried = tail if ends else ""
     return pieces
+
+
+def _is_thinking(row: Row, message: Mapping[str, Any], before: str) -> bool:
+    """Return whether an answer continues a thought that the generation prompt `before` begins.
+
+    It then ends the thought, or is truncated. A template that expects thoughts beside the content would write such an
+    answer after an empty thought.
+    """
+    opening = _OPENING_TAG.search(before)
+    return opening is not None and (row.is_truncated or f"</{opening[1][1:]}" in message["content"])
 
 
 def _raw_answer(messages: Messages, before: str, render: Callable[..., str], is_truncated: bool) -> str | None:
@@ -462,6 +488,10 @@ def _apply_template(
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # a template is a program and may raise anything
+        told = [_with_calls(message, _as_text) for message in messages]
+        if told != messages:  # DeepSeek's templates expect the arguments of calls as text
+            with contextlib.suppress(Exception):
+                return tokenizer.apply_chat_template(told, **options)
         raise DataError(f"{origin}: the chat template refuses the messages: {error}") from error
 
 
