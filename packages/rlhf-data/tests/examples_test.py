@@ -169,3 +169,21 @@ def test_load_examples_cache_of_an_encoder_within_an_encoder_is_found_again(tmp_
 
     assert [load("label"), load("label"), load("other")] == [(True, True), (True, False), (False, True)]
     assert load("label", input_template="{}=") == (True, True)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_load_examples_refuses_rows_with_ids_that_the_model_lacks(tmp_path, num_workers):
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        [{"input": "a", "output": "b"}, {"input": "~", "output": "b"}, {"input": "a", "output": "~"}],
+    )
+    options = {"num_ids": ord("z"), "skip_bad_rows": True, "num_workers": num_workers}
+    data = load_examples(open_sources(path), ENCODER, **options)
+    assert [example.example_id for example in data.examples] == ["a.jsonl:1"]
+    assert data.counts.num_bad == 2 and "the token '~' has the id 126" in data.counts.bad[0]
+    pairs = write_jsonl(
+        tmp_path / "p.jsonl",
+        [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b", "rejected": "~"}],
+    )
+    encoder = PreferenceEncoder(tokenizer=ByteTokenizer(), prompt_key="prompt")
+    assert load_examples(open_sources(pairs), encoder, **options).counts.num_bad == 1

@@ -71,6 +71,24 @@ def test_load_prompts_all_too_long_says_how_long_they_are(tmp_path):
     )
 
 
+def test_load_prompts_refuses_rows_with_ids_that_the_model_lacks(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"q": "abc"}, {"q": "a~"}, {"q": "b"}])
+    last = ByteTokenizer().encode("c")[-1]
+    prompts = load_prompts(
+        open_sources(path), ByteTokenizer(), input_key="q", input_template="{}", num_ids=last + 1, skip_bad_rows=True
+    )
+    assert [prompt.text for prompt in prompts] == ["abc", "b"]
+    assert (prompts.counts.num_rows, prompts.counts.num_bad, prompts.counts.num_too_long) == (3, 1, 0)
+    assert (
+        prompts.counts.bad[0]
+        == f"{path}:2: the token '~' has the id {ord('~')}, and the model's embedding ends at {last}"
+    )
+    with pytest.raises(DataError, match=r"3 of 3 rows cannot be used[\s\S]*embedding ends at 97"):
+        load_prompts(
+            open_sources(path), ByteTokenizer(), input_key="q", num_ids=98, skip_bad_rows=True, input_template="{}b"
+        )
+
+
 def test_load_prompts_max_samples_counts_rows_read(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ROWS[::-1])
     prompts = load_prompts(open_sources(path, max_samples=2), ByteTokenizer(), input_key="q", prompt_max_len=6)

@@ -7,11 +7,12 @@ import sys
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, Qwen2Config, Qwen3NextConfig
 
 from rlhf_data.errors import ConfigError
 from rlhf_models import attention
 from rlhf_models.attention import choose_attention, packed_attention, varlen_unavailable_reason
+from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor
 
 LENGTHS = (5, 1, 9)
@@ -205,6 +206,30 @@ def test_choose_attention_auto_depends_on_packing():
     assert choose_attention(config, "auto", packing=False) == "sdpa"
     assert choose_attention(config, "auto", packing=True) == "rlhf_packed"
     assert choose_attention(config, "eager", packing=True) == "eager"
+
+
+@pytest.mark.parametrize("config", [Gemma2Config(), GptOssConfig()])
+def test_choose_attention_of_soft_caps_and_sinks_is_eager_and_cannot_be_packed(config):
+    assert choose_attention(config, "auto", packing=False) == "eager"
+    assert choose_attention(config, "eager", packing=False) == "eager"
+    with pytest.raises(ConfigError, match=r"cannot be packed: .* soft caps or sinks\n\nhint: turn packing off"):
+        choose_attention(config, "auto", packing=True)
+    with pytest.raises(ConfigError, match="cannot use the attention sdpa: "):
+        choose_attention(config, "sdpa", packing=False)
+
+
+def test_gemma_2_has_the_logits_of_plain_transformers_by_default(tmp_path):
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300, "attn_logit_softcapping": 0.5}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(Gemma2Config(**small, initializer_range=0.5)).save_pretrained(tmp_path)
+    actor = load_actor(tmp_path, dtype="float32").eval()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    ids = torch.tensor([[5, 9, 200, 7, 8]])
+    with torch.no_grad():
+        logprobs = plain(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+        found = actor(TokenBatch.padded([ids[0].tolist()], 0, "cpu")).logprobs[0, 1:]
+    torch.testing.assert_close(found, logprobs, atol=1e-5, rtol=1e-5)
 
 
 def test_choose_attention_recurrent_layers_cannot_be_packed():

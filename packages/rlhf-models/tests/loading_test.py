@@ -106,7 +106,17 @@ def test_load_config_folder_without_config_says_what_belongs_there(tmp_path):
 
 
 def test_check_tokenizer_fits_its_own_model_passes(model_dir):
-    check_tokenizer_fits(load_config(model_dir), load_tokenizer(model_dir))
+    assert check_tokenizer_fits(load_config(model_dir), load_tokenizer(model_dir)) is None
+
+
+def test_check_tokenizer_fits_with_a_few_special_tokens_beyond_the_embedding_says_how_many_ids_there_are(model_dir):
+    tokenizer = load_tokenizer(model_dir)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+    assert tokenizer.convert_tokens_to_ids("<image_soft_token>") == 512
+    assert check_tokenizer_fits(load_config(model_dir), tokenizer) == 512
+    tokenizer.add_tokens(["text"])
+    with pytest.raises(ConfigError, match="token ids up to 513, but the model's embedding ends at 511"):
+        check_tokenizer_fits(load_config(model_dir), tokenizer)
 
 
 def test_check_tokenizer_fits_too_many_ids_names_both_bounds(model_dir):

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.options import Section, matching
 from rlhf_data.preference import PreferenceEncoder, PreferenceExample, ProcessEncoder, UnpairedEncoder
-from rlhf_data.rows import Counts, Row, RowErrors
+from rlhf_data.rows import Counts, Row, RowErrors, unknown_id
 from rlhf_data.sft import SftEncoder
 from rlhf_data.sources import Rows
 from rlhf_data.store import Store, write_store
@@ -76,6 +76,7 @@ def load_examples(
     encoder: Encoder[Example],
     *,
     max_len: int = 2048,
+    num_ids: int | None = None,
     skip_bad_rows: bool = False,
     num_workers: int = 0,
     progress: Callable[[int], None] = lambda num_rows: None,
@@ -87,6 +88,7 @@ def load_examples(
         rows: see `rlhf_data.sources.open_sources`.
         encoder: such as `rlhf_data.sft.SftEncoder`.
         max_len: largest number of tokens per sequence. Longer examples are left out and counted, never cut.
+        num_ids: number of token ids that the model knows; a row with another one cannot be used. None: it knows all.
         skip_bad_rows: leave out any number of rows that cannot be used. Otherwise more than 1 % is an error.
         num_workers: number of encoding processes; 0 encodes in this process. They are spawned, so a script must keep
             its own work under `if __name__ == "__main__"`.
@@ -102,7 +104,7 @@ def load_examples(
         raise ConfigError(f"max_len must be at least 2 (a prompt and an EOS), got {max_len}")
     if num_workers < 0:
         raise ConfigError(f"num_workers must be at least 0, got {num_workers}")
-    work = _Work(rows, encoder, max_len, num_workers, progress)
+    work = _Work(rows, encoder if num_ids is None else _Within(encoder, num_ids), max_len, num_workers, progress)
     examples, counts = work.cached(Path(cache_dir)) if cache_dir is not None else (tuple(work.encode()), work.counts)
     RowErrors(skip_bad_rows, counts.num_bad, list(counts.bad)).check(counts.num_rows)
     if not examples:
@@ -173,6 +175,26 @@ class _Work:
                     yield from waiting.popleft().result()
             for future in waiting:
                 yield from future.result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Within(Generic[Example]):
+    """An encoder that refuses rows with token ids beyond those of a model."""
+
+    encoder: Encoder[Example]
+    num_ids: int
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.encoder.tokenizer
+
+    def __call__(self, row: Row) -> Example:
+        example = self.encoder(row)
+        pair = isinstance(example, PreferenceExample)
+        largest = max(part.token_ids.max() for part in ((example.chosen, example.rejected) if pair else (example,)))
+        if largest >= self.num_ids:
+            raise DataError(unknown_id(row, int(largest), self.tokenizer, self.num_ids))
+        return example
 
 
 _worker_encoder: Any = None

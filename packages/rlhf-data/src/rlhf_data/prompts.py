@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts, row_messages
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import Prompt
-from rlhf_data.rows import Counts, RowErrors
+from rlhf_data.rows import Counts, RowErrors, unknown_id
 from rlhf_data.sources import Rows
 
 
@@ -40,6 +40,7 @@ def load_prompts(
     input_template: str | None = None,
     tools_key: str | None = None,
     prompt_max_len: int = 1024,
+    num_ids: int | None = None,
     skip_bad_rows: bool = False,
     source: str = "default",
     source_key: str | None = None,
@@ -55,6 +56,7 @@ def load_prompts(
         input_template: text with one `{}` for the input; everything else in it is literal.
         tools_key: the key of the tools, which the chat template writes; see `rlhf_data.chat.row_tools`.
         prompt_max_len: largest number of tokens per prompt. Longer prompts are left out and counted, never cut.
+        num_ids: number of token ids that the model knows; a row with another one cannot be used. None: it knows all.
         skip_bad_rows: leave out any number of rows that cannot be used. Otherwise more than 1 % is an error.
         source: name of the data source, stored in every prompt.
         source_key: the key under which a row names its data source; replaces `source`.
@@ -85,12 +87,17 @@ def load_prompts(
             errors.add(error)
     encoded = encode_prompts([text for _, text, *_ in drafts], tokenizer, has_special_tokens=apply_chat_template)
     prompts = []
+    lengths = []
     for (row, text, label, origin, messages), token_ids in zip(drafts, encoded, strict=True):
         if not token_ids:
             errors.add(f"{row.origin}: the tokenizer makes no token of {text!r}")
-        elif len(token_ids) <= prompt_max_len:
+        elif num_ids is not None and max(token_ids) >= num_ids:
+            errors.add(unknown_id(row, max(token_ids), tokenizer, num_ids))
+        else:
+            lengths.append(len(token_ids))
+            if len(token_ids) > prompt_max_len:
+                continue
             prompts.append(Prompt(row.row_id, token_ids, text, label, origin, messages))
-    lengths = [len(token_ids) for token_ids in encoded if token_ids]
     num_rows = len(lengths) + errors.num_bad
     errors.check(num_rows)
     if not prompts:

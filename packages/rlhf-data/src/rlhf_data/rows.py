@@ -175,6 +175,12 @@ class Counts:
         return text + bad.partition("\n")[0]
 
 
+def unknown_id(row: Row, token_id: int, tokenizer: Any, num_ids: int) -> str:
+    """Return the message for a row with a token that the model's embedding has no row for."""
+    token = tokenizer.decode([int(token_id)])
+    return f"{row.origin}: the token {token!r} has the id {token_id}, and the model's embedding ends at {num_ids - 1}"
+
+
 def kind_of(value: Any) -> str:
     """Return the kind of a JSON value, for messages; for any other value the name of its type."""
     names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}

@@ -39,11 +39,12 @@ def choose_attention(config: Any, attn_implementation: str, *, packing: bool) ->
     """Return the attention implementation to load a model with.
 
     "auto" is "rlhf_packed" if batches will be packed, in whose place `packed_attention_here` may take "rlhf_packed_4"
-    when a model is loaded, else torch's "sdpa". Any other name that transformers knows is kept; "sdpa" and "eager" then
-    build a [T, T] block-diagonal mask for packed batches.
+    when a model is loaded, else torch's "sdpa", or "eager" for a family whose scores "sdpa" cannot compute. Any other
+    name that transformers knows is kept; "sdpa" and "eager" then build a [T, T] block-diagonal mask for packed batches.
 
     Raises:
-        ConfigError: packing for a model whose layers pass state between tokens outside of attention.
+        ConfigError: packing for a model whose layers pass state between tokens outside of attention, or whose scores
+            have soft caps or sinks; "sdpa" for such a model.
     """
     register_packed_attention()
     layers = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
@@ -51,9 +52,29 @@ def choose_attention(config: Any, attn_implementation: str, *, packing: bool) ->
         kinds = ", ".join(sorted(layers))
         message = f"a {config.model_type} model cannot be packed: its layers of kind {kinds} cross sequences"
         raise ConfigError(message, hint="turn packing off")
-    if attn_implementation != "auto":
+    if attn_implementation not in ("auto", "sdpa", *PACKED_ATTENTIONS):
         return attn_implementation
-    return PACKED_ATTENTION if packing else "sdpa"
+    has_plain_scores = _has_plain_scores(config)
+    if has_plain_scores:
+        return {"auto": PACKED_ATTENTION if packing else "sdpa"}.get(attn_implementation, attn_implementation)
+    reason = "its attention is more than scaled_dot_product_attention computes, such as soft caps or sinks"
+    if packing:
+        raise ConfigError(f"a {config.model_type} model cannot be packed: {reason}", hint="turn packing off")
+    if attn_implementation != "auto":
+        message = f"a {config.model_type} model cannot use the attention {attn_implementation}: {reason}"
+        raise ConfigError(message, hint="use auto or eager")
+    return "eager"
+
+
+def _has_plain_scores(config: Any) -> bool:
+    """Return whether transformers lets torch's scaled_dot_product_attention compute the attention of a family."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
+        kind = mapping.get(type(config), None)
+        if kind is not None:
+            return bool((kind[0] if isinstance(kind, tuple) else kind)._supports_sdpa)
+    return True
 
 
 def packed_attention_here(config: Any, attn_implementation: str, dtype: torch.dtype) -> str:

@@ -42,14 +42,32 @@ def load_config(path: str | Path) -> Any:
         return AutoConfig.from_pretrained(name, local_files_only=is_local)
 
 
-def check_tokenizer_fits(config: Any, tokenizer: Any) -> None:
-    """Raise ConfigError unless each id of the tokenizer has an embedding row and the tokenizer has an end token."""
+_MAX_STRAYS = 64  # published models have a few, such as tokens for images; another model's tokenizer has thousands
+
+
+def check_tokenizer_fits(config: Any, tokenizer: Any) -> int | None:
+    """Check that the tokens of a tokenizer have rows in a model's embedding.
+
+    A few special tokens may have none, such as those for images in the text models of a family. The data must not use
+    them then.
+
+    Returns:
+        The number of embedding rows if tokens lie beyond them, else None.
+
+    Raises:
+        ConfigError: tokens of text or many have no row, or there is no end token.
+    """
     check_eos(tokenizer, getattr(tokenizer, "name_or_path", "") or "the tokenizer")
     num_rows = config.get_text_config().vocab_size
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= num_rows:
-        message = f"the tokenizer has token ids up to {largest}, but the model's embedding ends at {num_rows - 1}"
+    ids = tokenizer.get_vocab().values()
+    strays = {index for index in ids if index >= num_rows}
+    if not strays:
+        return None
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    if len(strays) > _MAX_STRAYS or not strays <= special or tokenizer.eos_token_id in strays:
+        message = f"the tokenizer has token ids up to {max(ids)}, but the model's embedding ends at {num_rows - 1}"
         raise ConfigError(message, hint="take the tokenizer from the model's own folder")
+    return num_rows
 
 
 def check_reward_model(path: str | Path) -> None:

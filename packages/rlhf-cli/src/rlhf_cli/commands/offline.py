@@ -204,6 +204,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
 
     from rlhf_cli.preflight.models import check_attention, check_context, check_experts, load_model_files
     from rlhf_data.keys import unread_tools
+    from rlhf_models.loading import check_tokenizer_fits
     from rlhf_rollout.host import free_port
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.offline.loop import OfflineSchedule
@@ -223,7 +224,8 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     reference = _reference(config, tokenizer)
     objective = command.objective(config, tokenizer)
     encoder = command.encoder(config, tokenizer)
-    loaded = {flag: _load(config, flag, rows, encoder, console, place.rank) for flag, rows in sources.items()}
+    num_ids = check_tokenizer_fits(model_config, tokenizer)
+    loaded = {flag: _load(config, flag, rows, encoder, num_ids, console, place.rank) for flag, rows in sources.items()}
     schedule = OfflineSchedule(**matching(OfflineSchedule, training))
     train = loaded["--dataset"].examples
     best = config.evaluation.best_metric_key
@@ -294,9 +296,9 @@ def _open(config: OfflineConfig) -> dict[str, "Rows"]:
 
 
 def _load(
-    config: OfflineConfig, flag: str, rows: "Rows", encoder: Any, console: "Console", rank: int
+    config: OfflineConfig, flag: str, rows: "Rows", encoder: Any, num_ids: int | None, console: "Console", rank: int
 ) -> "ExampleSet[Any]":
-    """Tokenize the rows of a flag; rank 0 shows progress and reports rows that were left out."""
+    """Tokenize the rows of a flag; rank 0 shows progress and reports rows that were left out. See `load_examples`."""
     from rlhf_data.examples import load_examples
 
     data = config.data
@@ -306,6 +308,7 @@ def _load(
         rows,
         encoder,
         max_len=data.max_len,
+        num_ids=num_ids,
         skip_bad_rows=data.skip_bad_rows,
         num_workers=data.data_num_workers,
         progress=lambda num_rows: console.working(f"{flag}: tokenizing, {num_rows} rows") if shows else None,

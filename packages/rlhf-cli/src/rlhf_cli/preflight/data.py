@@ -61,14 +61,16 @@ def check_keys(section: RowSection, rows: Rows, names: Iterable[str]) -> None:
 
 
 def load_all(
-    config: PpoConfig, rows: Rows, held_out_rows: Mapping[str, Rows], tokenizer: Any
+    config: PpoConfig, rows: Rows, held_out_rows: Mapping[str, Rows], tokenizer: Any, num_ids: int | None = None
 ) -> tuple[PromptSet, PromptSet | None]:
     """Return the training prompts and the held-out prompts. A held-out prompt's source is the one its metrics name.
+
+    See `load_prompts` for `num_ids`.
 
     Raises:
         DataError: too many rows that cannot be used.
     """
-    load = partial(load_prompts, tokenizer=tokenizer, **matching(load_prompts, config.data))
+    load = partial(load_prompts, tokenizer=tokenizer, num_ids=num_ids, **matching(load_prompts, config.data))
     prompts = load(rows, source="train", source_key=None)
     sets = [load(part, source=name) for name, part in held_out_rows.items()]
     if not sets:

@@ -69,6 +69,8 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     """
     if config.rollout.replay is not None:
         return _check_replay(config, folder)
+    from rlhf_models.loading import check_tokenizer_fits  # imports torch
+
     assert config.model.pretrain and config.data.prompt_data
     # From quick to slow: paths and keys, model files, tokenizing all prompts, and calls of rewards, which may take as
     # long as --reward_timeout_s.
@@ -87,7 +89,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     reward_notices = check_reward_models(config, sources, process_models, tokenizer)
     critic, notices = choose_critic(config, model, model_paths(sources), tokenizer)
     teacher = check_teacher(config, tokenizer)
-    prompts, held_out = load_all(config, rows, held_out_rows, tokenizer)
+    prompts, held_out = load_all(config, rows, held_out_rows, tokenizer, check_tokenizer_fits(model_config, tokenizer))
     check_best_metric(config, held_out or (), logs_numbers=any(source.kind != "model" for source in sources))
     notices = [*adapter_notices, *notices, *reward_notices]
     notices += unread_tools((rows, *held_out_rows.values()), config.data)
