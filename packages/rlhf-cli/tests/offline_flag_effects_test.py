@@ -221,6 +221,19 @@ def test_flag_reaches_its_part_of_the_job(folder, monkeypatch, command, flag, wo
     assert part_of(folder, job, tokenizer, part) == expected
 
 
+@pytest.mark.parametrize("flags", [[], ["--tools_key", "tools", "--tokenizer_chat_template", "tools.jinja"]])
+def test_tools_that_no_option_names_are_a_notice(folder, monkeypatch, flags):
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
+    argv = ["--pretrain", "TINY", "--dataset", "x.jsonl", "--max_len", "64", "--apply_chat_template", *flags]
+    console, said = Console(), []
+    monkeypatch.setattr(console, "notice", said.append)
+    _prepare(
+        COMMANDS["sft"], CommandLine(config=COMMANDS["sft"].config, prog="").parse(argv).config, Path("/out"), console
+    )
+    told = [notice for notice in said if "has `tools`, which the chat template does not get" in notice]
+    assert len(told) == (not flags)
+
+
 def test_model_whose_heads_processes_cannot_divide_is_refused(folder, monkeypatch):
     monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
     monkeypatch.setattr(offline, "launch", lambda: Launch(num_ranks=2))

@@ -370,6 +370,33 @@ def test_check_inputs_template_that_rewrites_answers_is_a_notice_with_the_option
     assert notices == ([begins + follows[history]] if parts else [])
 
 
+def test_check_inputs_tools_reach_training_and_held_out_prompts_or_are_a_notice(folder, models):
+    shutil.copytree(models / "policy", folder / "policy")
+    template = "{{ tools[0].function.name if tools }}:{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "policy/chat_template.jinja").write_text(template)
+    for name in ("train", "held"):
+        row = {"input": f"{name}?", "tools": [{"type": "function", "function": {"name": f"tool_{name}"}}]}
+        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    argv = [
+        "--pretrain",
+        "policy",
+        "--apply_chat_template",
+        "--prompt_data",
+        "train.jsonl",
+        "--eval_data",
+        "held.jsonl",
+    ]
+    found = check(folder, models, *argv, "--tools_key", "tools")
+    assert found.eval_prompts is not None
+    assert [prompt.text for prompt in (*found.prompts, *found.eval_prompts)] == ["tool_train:train?", "tool_held:held?"]
+    assert not [notice for notice in found.notices if "tools" in notice]
+    without = check(folder, models, *argv)
+    assert without.prompts[0].text == ":train?"
+    said = f"{folder}/train.jsonl:1 has `tools`, which the chat template does not get: --tools_key tools gives it"
+    assert [notice for notice in without.notices if notice.startswith(said)]
+    assert "did you mean --tools_key tools" in refused(folder, models, *argv, "--tools_key", "tool")
+
+
 def test_check_inputs_variables_of_the_chat_template_reach_training_and_held_out_prompts(folder, models):
     shutil.copytree(models / "policy", folder / "policy")
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '/no' if think is defined and not think }}"
