@@ -3,10 +3,11 @@
 import asyncio
 import threading
 import time
+from collections import Counter
 
 import pytest
 
-from agent_testing import TOKENIZER, texts_of, writes
+from agent_testing import TOKENIZER, run, texts_of, writes
 from record_testing import make_prompt
 from rlhf_data.errors import RewardError
 from rlhf_data.records import VerdictKind
@@ -178,3 +179,64 @@ def test_cancelled_episode_ends_its_requests_to_the_policy(write):
             await pool.close()
 
     asyncio.run(scenario())
+
+
+KILLER = """
+import asyncio, os
+
+async def run_episode(session):
+    with open(LOG, "a") as file:
+        file.write(f"{os.getpid()} {session.prompt}\\n")
+    await session.reply()
+    await asyncio.sleep(0.2 if session.label == "kill" else 0.6)
+    if session.label == "kill":
+        os._exit(3)
+    return 1.0
+"""
+
+
+def runs_of(source, log, labels):
+    """Return the episodes of prompts with these labels, how many ran in each process, and how many processes died."""
+    prompts = [make_prompt(f"p{number}", label) for number, label in enumerate(labels)]
+    episodes, num_replaced = run(source, writes(["a"]), prompts=prompts, timeout_s=TIMEOUT_S)
+    counts = Counter(line.split()[0] for line in log.read_text().splitlines())
+    return episodes, sorted(counts.values(), reverse=True), num_replaced
+
+
+def test_episodes_of_a_process_that_dies_run_again_in_halves_until_the_one_at_fault_is_alone(write, tmp_path):
+    source = write(KILLER.replace("LOG", repr(str(tmp_path / "log"))))
+    episodes, sizes, num_replaced = runs_of(source, tmp_path / "log", ["4", "4", "kill", *"44444"])
+    kinds = [episode.verdict.kind for episode in episodes]
+    assert kinds == [VerdictKind.OK] * 2 + [VerdictKind.CRASH] + [VerdictKind.OK] * 5
+    assert sizes == [8, 4, 4, 2, 2, 1, 1]
+    assert num_replaced == 3  # the extra ones; the process of the pool itself has got no other episode
+
+
+def test_several_episodes_that_kill_fail_alone(write, tmp_path):
+    source = write(KILLER.replace("LOG", repr(str(tmp_path / "log"))))
+    episodes, sizes, _ = runs_of(source, tmp_path / "log", ["kill", "4", "kill", "kill"])
+    assert [episode.verdict.kind.failed for episode in episodes] == [True, False, True, True]
+    assert sizes == [4, 2, 2, 1, 1, 1, 1]
+
+
+def test_extra_processes_are_as_many_as_others_at_most(write, tmp_path, monkeypatch):
+    alive = set()
+    most = []
+    start, shut_down = AgentProcess.start, AgentProcess.shut_down
+
+    async def counted_start(process, tokenizer):
+        alive.add(process)
+        most.append(len(alive))
+        await start(process, tokenizer)
+
+    async def counted_end(process):
+        await shut_down(process)
+        alive.discard(process)
+
+    monkeypatch.setattr(AgentProcess, "start", counted_start)
+    monkeypatch.setattr(AgentProcess, "shut_down", counted_end)
+    source = write(KILLER.replace("LOG", repr(str(tmp_path / "log"))))
+    episodes, _, _ = runs_of(source, tmp_path / "log", ["kill"] * 8)
+    assert all(episode.verdict.kind is VerdictKind.CRASH for episode in episodes)
+    assert max(most) == 3  # the pool's own and two extra ones
+    assert not alive

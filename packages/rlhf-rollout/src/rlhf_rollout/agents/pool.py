@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Coroutine, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ class AgentPool:
     """Runs episodes of one agent in a fixed number of processes. Use it from one event loop.
 
     An episode goes to the process with the fewest episodes. When a process dies, the episodes in it are run again from
-    the start, one at a time in a process of their own, so that the one at fault fails alone.
+    the start, one half in one extra process and the other in another, and so on with the half whose process dies, so
+    that the one at fault fails alone while the others lose little time. There are at most as many extra processes at
+    the same time as others, but at least two.
 
     Args:
         target: the agent's file or module, and a name in it.
@@ -55,8 +58,9 @@ class AgentPool:
         self._options = options
         self._log_path = log_path
         self._slots = [_Slot() for _ in range(num_processes)]
-        self._single = _Slot()
-        self._single_use = asyncio.Lock()
+        self._extra: dict[Hashable, _Slot] = {}
+        self._admission = asyncio.Semaphore(max(num_processes, 2))
+        self._retiring: set[asyncio.Task[None]] = set()
         self._num_failed_starts = 0
         self._is_closed = False
         self.num_replaced = 0
@@ -72,19 +76,19 @@ class AgentPool:
         Raises AgentError when the agent fails, RewardError when its processes cannot be started.
         """
         slot = min(self._slots, key=lambda slot: slot.num_episodes)
-        try:
-            return await self._execute(slot, attempt)
-        except AgentError as failure:
-            if not failure.is_lost or self._is_closed:
-                raise
-        async with self._single_use:
-            return await self._execute(self._single, attempt)
+        while True:
+            try:
+                return await self._execute(slot, attempt)
+            except AgentError as failure:
+                if failure.again is None or self._is_closed:
+                    raise
+                slot = self._extra.setdefault(failure.again, _Slot(failure.again))
 
     async def close(self) -> None:
         """End all processes, also those that hang or are starting."""
         self._is_closed = True
-        slots = [*self._slots, self._single]
-        await asyncio.gather(*(slot.process.shut_down() for slot in slots if slot.process is not None))
+        slots = [*self._slots, *self._extra.values()]
+        await asyncio.gather(*(slot.process.shut_down() for slot in slots if slot.process is not None), *self._retiring)
 
     async def _execute(self, slot: "_Slot", attempt: Attempt) -> dict[str, Any]:
         slot.num_episodes += 1
@@ -93,6 +97,22 @@ class AgentPool:
             return await process.execute(attempt)
         finally:
             slot.num_episodes -= 1
+            if slot.key is not None and not slot.num_episodes:
+                self._extra.pop(slot.key, None)
+                self._in_background(self._retire(slot))
+
+    async def _retire(self, slot: "_Slot") -> None:
+        """End the process of an extra slot, which no episode has any more."""
+        if slot.process is not None:
+            self.num_replaced += not slot.process.alive
+            await slot.process.shut_down()
+        if slot.is_admitted:
+            self._admission.release()
+
+    def _in_background(self, ending: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(ending)
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
 
     async def _process_of(self, slot: "_Slot") -> AgentProcess:
         """Return the process of a slot; start another one when it has died."""
@@ -102,6 +122,9 @@ class AgentPool:
             if slot.process is not None:
                 self.num_replaced += 1
                 await slot.process.shut_down()
+            if slot.key is not None and not slot.is_admitted:
+                await self._admission.acquire()
+                slot.is_admitted = True
             if self._is_closed:
                 raise RewardError("the agent's processes have been shut down")
             process = AgentProcess(self._target, self._options, timeout_s=self._timeout_s, log_path=self._log_path)
@@ -117,15 +140,20 @@ class AgentPool:
                 if self._num_failed_starts >= _MAX_STARTS or not self.num_replaced:
                     raise
                 _LOGGER.warning("%s", error)
-                raise AgentError(str(error), is_lost=True) from None
+                raise AgentError(str(error), again=slot) from None
             self._num_failed_starts = 0
             return process
 
 
 class _Slot:
-    """A place for a process. `num_episodes` includes those that wait for the process to start."""
+    """A place for a process. `num_episodes` includes those that wait for the process to start.
 
-    def __init__(self) -> None:
+    An extra place has the `key` of the episodes that are tried again in it, and needs admission before it is used.
+    """
+
+    def __init__(self, key: Hashable | None = None) -> None:
+        self.key = key
+        self.is_admitted = False
         self.process: AgentProcess | None = None
         self.lock = asyncio.Lock()
         self.num_episodes = 0

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,13 +27,14 @@ class AgentError(Exception):
 
     Attributes:
         is_late: the agent did not answer in time.
-        is_lost: its process ended because of another episode, so that this one may be tried again.
+        again: not None if its process may have ended because of another episode, so that this one may be tried again:
+            together with those that have the same value, which are half of the process's episodes.
     """
 
-    def __init__(self, message: str, *, is_late: bool = False, is_lost: bool = False) -> None:
+    def __init__(self, message: str, *, is_late: bool = False, again: Hashable | None = None) -> None:
         super().__init__(message)
         self.is_late = is_late
-        self.is_lost = is_lost
+        self.again = again
 
 
 class Activity:
@@ -249,12 +250,12 @@ class AgentProcess(GuardedProcess):
         self._writer.write(json.dumps(message).encode() + b"\n")
 
     def _fail(self, reason: str, *, is_late: bool = False) -> None:
-        """End all episodes for this reason. If there are several, all count as lost: one of them is at fault."""
+        """End all episodes for this reason. If there are several, each may be tried again: one of them is at fault."""
         self._failure = self._failure or reason
-        is_lost = len(self._running) > 1
-        for running in self._running.values():
-            if not running.done.done():
-                running.done.set_exception(AgentError(self._failure, is_late=is_late, is_lost=is_lost))
+        ended = [running for running in self._running.values() if not running.done.done()]
+        for index, running in enumerate(ended):
+            again = (self, index % 2) if len(ended) > 1 else None
+            running.done.set_exception(AgentError(self._failure, is_late=is_late, again=again))
         for ping in self._pings.values():
             if not ping.done():
                 ping.set_exception(AgentError(self._failure))
