@@ -115,6 +115,49 @@ def test_calls_beyond_the_limit_are_refused_and_a_policy_that_never_ends_is_cut(
     assert (extra["tool_calls"], extra["tool_refused"], rollout.verdict.reward) == (4.0, 1.0, 0.0)
 
 
+NAP = """
+    import asyncio
+
+    async def nap(seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return "rested"
+
+    TOOLS = [nap]
+    TOOL_LIMITS = {"max_calls": 9, "timeout_s": 4.0, "total_s": TOTAL}
+
+    def reward(messages, label):
+        return float(messages[-1]["content"] == label)
+"""
+
+
+def results_of(episode):
+    texts = [text for source, text in texts_of(episode.rollouts[0]) if source is ENVIRONMENT]
+    return "".join(texts).replace("<eos>", "").replace("assistant: ", "").split("\ntool: ")[1:]
+
+
+def test_calls_of_an_episode_have_a_total_of_time(write):
+    answers = [call("nap", seconds=0), call("nap", seconds=1000), call("nap", seconds=0), "4"]
+    [episode] = tools_run(write(NAP.replace("TOTAL", "2.0")), answers)
+    rested, late, refused = results_of(episode)
+    assert rested.startswith("rested") and late.startswith("Error: nap took longer than ")
+    assert refused.startswith("Error: the calls have used up the time that tools have")
+    extra = dict(episode.verdict.extra)
+    assert (extra["tool_calls"], extra["tool_late"], extra["tool_refused"]) == (3.0, 1.0, 1.0)
+    assert (episode.verdict.kind, episode.verdict.reward) == (VerdictKind.OK, 1.0)
+
+
+def test_slow_calls_of_one_answer_do_not_make_the_agent_late(write):
+    started = time.monotonic()
+    answers = [call("nap", seconds=1000) * 3, "5"]
+    [episode] = tools_run(write(NAP.replace("TOTAL", "120.0")), answers, engine_tokens=400, timeout_s=6.0)
+    first, second, third = results_of(episode)
+    assert first.startswith("Error: nap took longer than 4 s")
+    assert second.startswith("Error: nap took longer than 1.")
+    assert third.startswith("Error: the calls have used up the time that tools have")
+    assert (episode.verdict.kind, episode.verdict.reward) == (VerdictKind.WRONG, 0.0)
+    assert time.monotonic() - started > 5.3
+
+
 def test_text_that_is_no_unicode_fails_its_episode_only(write):
     prompts = [make_prompt("a", "4"), make_prompt("b", "4")]
     episodes = tools_run(write(TOOLS), [call("breaks", how="surrogate"), "4"], prompts=prompts)
@@ -185,6 +228,7 @@ def test_functions_that_are_no_tools_are_refused(write):
     for settings, message in {
         "TOOL_LIMITS = {'max_call': 1}": "TOOL_LIMITS: .* unexpected keyword argument 'max_call'",
         "TOOL_LIMITS = {'timeout_s': 0}": "timeout_s of the tools must be positive, got 0",
+        "TOOL_LIMITS = {'total_s': -1}": "total_s of the tools must be positive, got -1",
         # Without vLLM, whose import takes seconds.
         "import sys\nsys.modules['vllm'] = None\nTOOL_PARSER = 'hermis'": "unknown tool parser `hermis`",
         "MCP = ['/no/such/program']": "the MCP server `/no/such/program` does not start",

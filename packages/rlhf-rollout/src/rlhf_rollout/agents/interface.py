@@ -55,6 +55,7 @@ class Session:
         is_chat: whether the chat template has rendered the prompt.
         label: the reference answer, "" without one.
         max_turns, max_length: limits of the episode, in answers and tokens.
+        timeout_s: seconds that the agent's code may take between two answers.
         sampling: names and values of the answers' sampling.
     """
 
@@ -66,6 +67,7 @@ class Session:
         self.label: str = request["label"]
         self.max_turns: int = request["max_turns"]
         self.max_length: int = request["max_length"]
+        self.timeout_s: float = request["timeout_s"]
         self.sampling: dict[str, Any] = request["sampling"]
         self._url: str | None = request.get("url")
         self._ask = ask

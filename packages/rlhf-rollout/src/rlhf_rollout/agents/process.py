@@ -141,7 +141,7 @@ class AgentProcess(GuardedProcess):
         number = next(self._numbers)
         running = self._running[number] = _Running(attempt, asyncio.get_running_loop().create_future())
         try:
-            self._send({"call": number, **attempt.begin()})
+            self._send({"call": number, "timeout_s": self._timeout_s, **attempt.begin()})
             attempt.activity.since = time.monotonic()
             while not running.done.done():
                 await self._wait_for_sign(running)

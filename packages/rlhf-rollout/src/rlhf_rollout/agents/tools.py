@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import inspect
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +20,24 @@ from rlhf_rollout.agents.tool_calls import ToolCall, make_parser
 
 # Names of counts, which every episode reports: the calls, and those that failed, by reason.
 COUNTS = ("tool_calls", "tool_unreadable", "tool_unknown", "tool_arguments", "tool_failed", "tool_late", "tool_refused")
+_SHARE_OF_TIME = 0.9  # of the seconds between two answers, for tools; the rest is for what else the agent does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLimits:
-    """Limits of the tools: calls per episode, seconds per call, and characters of what a call returns."""
+    """Limits of the tools.
+
+    Attributes:
+        max_calls: calls per episode.
+        timeout_s: seconds per call.
+        total_s: seconds of all calls of an episode. The calls of one answer have at most nine tenths of the seconds
+            that an agent's code may take between two answers.
+        max_chars: characters of what a call returns.
+    """
 
     max_calls: int = 16
     timeout_s: float = 10.0
+    total_s: float = 120.0
     max_chars: int = 4000
 
     def __post_init__(self) -> None:
@@ -140,12 +151,17 @@ class ToolAgent:
         added = messages
         counts = dict.fromkeys(COUNTS, 0)
         schemas = [tool.schema for tool in self._tools.values()]
+        left_s = self._limits.total_s
         try:
             while added:
                 reply = await session.chat(added, tools=schemas)
                 calls = self._parse(reply.raw_text)
                 messages.append({"role": "assistant", "content": reply.text})
-                added = [await self._answer(call, counts) for call in calls]
+                started = time.monotonic()
+                # Slow calls must not make the agent late, which would leave the answers that asked for them untrained.
+                until = started + min(left_s, _SHARE_OF_TIME * session.timeout_s)
+                added = [await self._answer(call, counts, until) for call in calls]
+                left_s -= time.monotonic() - started
                 messages += added
             is_cut = reply.finish_reason == "length"
         except BudgetSpentError:
@@ -160,11 +176,11 @@ class ToolAgent:
         logs = given.pop("extra_logs", None) or given.pop("extra", None) or {}
         return {**result, **given, "extra": {**logs, **counts}}
 
-    async def _answer(self, call: ToolCall, counts: dict[str, int]) -> dict[str, Any]:
-        """Run a call; return its tool message, which says what went wrong if anything did."""
+    async def _answer(self, call: ToolCall, counts: dict[str, int], until: float) -> dict[str, Any]:
+        """Run a call, not longer than `until`; return its tool message, which says what went wrong if anything did."""
         counts["tool_calls"] += 1
         try:
-            content = await self._run(call, counts["tool_calls"])
+            content = await self._run(call, counts["tool_calls"], until - time.monotonic())
         except ToolError as error:
             counts[error.count] += 1
             content = f"Error: {error}"
@@ -174,7 +190,7 @@ class ToolAgent:
         # Mistral's template wants nine characters.
         return {"role": "tool", "name": call.name, "tool_call_id": f"call{counts['tool_calls']:05}", "content": content}
 
-    async def _run(self, call: ToolCall, number: int) -> str:
+    async def _run(self, call: ToolCall, number: int, left_s: float) -> str:
         limits = self._limits
         if number > limits.max_calls:
             raise ToolError(f"no more than {limits.max_calls} calls are allowed", "tool_refused")
@@ -183,15 +199,18 @@ class ToolAgent:
         tool = self._tools.get(call.name)
         if tool is None:
             raise ToolError(f"there is no tool {call.name!r}; the tools are {', '.join(self._tools)}", "tool_unknown")
+        if left_s <= 0:
+            raise ToolError("the calls have used up the time that tools have", "tool_refused")
+        timeout_s = min(limits.timeout_s, left_s)
         try:
-            async with asyncio.timeout(limits.timeout_s) as timer:
+            async with asyncio.timeout(timeout_s) as timer:
                 result = await tool.run(call.arguments)
             return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
         except ToolError:
             raise
         except (Exception, SystemExit) as error:
             if timer.expired():
-                raise ToolError(f"{call.name} took longer than {limits.timeout_s:g} s", "tool_late") from None
+                raise ToolError(f"{call.name} took longer than {timeout_s:.3g} s", "tool_late") from None
             raise ToolError(f"{type(error).__name__}: {error}") from None
 
     def _add(self, tools: Any) -> None:
