@@ -240,3 +240,82 @@ def test_extra_processes_are_as_many_as_others_at_most(write, tmp_path, monkeypa
     assert all(episode.verdict.kind is VerdictKind.CRASH for episode in episodes)
     assert max(most) == 3  # the pool's own and two extra ones
     assert not alive
+
+
+HANGS = """
+import asyncio, os, time
+
+class Environment:
+    def reset(self, prompt, label):
+        self.label = label
+        return ""
+
+    async def wait(self):
+        while not os.path.exists(FILE):
+            await asyncio.sleep(0.05)
+        return "", 1.0, True, {"score": float(os.getpid())}
+
+    def step(self, action):
+        if self.label == "hang":
+            time.sleep(1000)
+        return self.wait() if self.label == "wait" else ("", 1.0, True, {"score": float(os.getpid())})
+
+    def close(self):
+        if self.label == "hang in close":
+            time.sleep(1000)
+"""
+
+
+def test_functions_that_hang_are_counted(write, tmp_path):
+    """The steps by their episodes' end, the `close` by its own limit."""
+
+    async def scenario():
+        pool = AgentPool(parse_agent(write(HANGS)), num_processes=1, timeout_s=2.0)
+        agent = HostedAgent(EngineRouter([writes(["a"])]), pool, TOKENIZER, EpisodeLimits(max_length=200))
+        try:
+            labels = ["hang", "hang", "hang in close", "4"]
+            runs = [agent.run(make_prompt("x", label), SAMPLING, f"g{n}") for n, label in enumerate(labels)]
+            episodes = await asyncio.gather(*runs)
+            await until(lambda: pool._slots[0].process.num_hanging == 3)
+            return [episode.verdict.kind.failed for [episode] in episodes], pool.num_replaced
+        finally:
+            await pool.close()
+
+    failed, num_replaced = asyncio.run(scenario())
+    assert failed[:2] == [True, True] and not failed[3]
+    assert num_replaced == 0
+
+
+def test_process_in_which_many_functions_hang_gets_no_more_episodes_and_ends_after_those_that_it_has(write, tmp_path):
+    may_end = tmp_path / "may_end"
+    source = write(HANGS.replace("FILE", repr(str(may_end))))
+
+    async def scenario():
+        pool = AgentPool(parse_agent(source), num_processes=1, timeout_s=TIMEOUT_S)
+        agent = HostedAgent(EngineRouter([writes(["a"])]), pool, TOKENIZER, EpisodeLimits(max_length=200))
+
+        async def score(label):
+            [episode] = await agent.run(make_prompt("x", label), SAMPLING, label)
+            return episode.verdict.score
+
+        try:
+            await pool.start()
+            old = pool._slots[0].process
+            old.num_hanging = 15
+            first = await score("4")
+            waiting = asyncio.create_task(score("wait"))
+            await until(lambda: old._running)
+            old.num_hanging = 16
+            second = await score("4")
+            third = await score("4")
+            was_alive = old.alive and not waiting.done()
+            may_end.touch()
+            ended = await waiting
+            await until(lambda: not old.alive)
+            return first, second, third, ended, was_alive, pool.num_replaced
+        finally:
+            await pool.close()
+
+    first, second, third, ended, was_alive, num_replaced = asyncio.run(scenario())
+    assert first == ended != second == third
+    assert was_alive and num_replaced == 1

@@ -6,12 +6,13 @@
 Source of the classes: OpenRLHF, `openrlhf/utils/agent.py`, versions 0.8.8 to 0.11.2.
 """
 
-import asyncio
 import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+
+from rlhf_rollout.agents.thread import called
 
 Ask = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
@@ -269,14 +270,6 @@ async def constructed(make: Callable[..., Any], *arguments: Any) -> Any:
     made = make.__new__(make)
     await made.__init__(*arguments)
     return made
-
-
-async def called(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a coroutine function, or of a plain one, which runs in a thread."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments)
-    result = await asyncio.to_thread(function, *arguments)
-    return await result if inspect.isawaitable(result) else result
 
 
 def number(value: Any) -> float:

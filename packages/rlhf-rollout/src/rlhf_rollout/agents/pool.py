@@ -36,7 +36,7 @@ class AgentPool:
         ConfigError: a number is not positive.
 
     Attributes:
-        num_replaced: processes that died or hung so far.
+        num_replaced: processes that died or hung, or in which too many functions hung, so far.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class AgentPool:
         self._slots = [_Slot() for _ in range(num_processes)]
         self._extra: dict[Hashable, _Slot] = {}
         self._admission = asyncio.Semaphore(max(num_processes, 2))
+        self._draining: set[AgentProcess] = set()
         self._retiring: set[asyncio.Task[None]] = set()
         self._num_failed_starts = 0
         self._is_closed = False
@@ -88,7 +89,8 @@ class AgentPool:
         """End all processes, also those that hang or are starting."""
         self._is_closed = True
         slots = [*self._slots, *self._extra.values()]
-        await asyncio.gather(*(slot.process.shut_down() for slot in slots if slot.process is not None), *self._retiring)
+        processes = [*self._draining, *(slot.process for slot in slots if slot.process is not None)]
+        await asyncio.gather(*(process.shut_down() for process in processes), *self._retiring)
 
     async def _execute(self, slot: "_Slot", attempt: Attempt) -> dict[str, Any]:
         slot.num_episodes += 1
@@ -109,6 +111,20 @@ class AgentPool:
         if slot.is_admitted:
             self._admission.release()
 
+    def _leave(self, process: AgentProcess) -> None:
+        """End a process that gets no more episodes: at once if it is dead, else after those that it has."""
+        if process.alive:
+            text = "%d plain functions of the agent hang; their process is replaced once its other episodes have ended"
+            _LOGGER.warning(text, process.num_hanging)
+            self._draining.add(process)
+        self._in_background(self._end(process))
+
+    async def _end(self, process: AgentProcess) -> None:
+        try:
+            await process.drain()
+        finally:
+            self._draining.discard(process)
+
     def _in_background(self, ending: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(ending)
         self._retiring.add(task)
@@ -117,11 +133,13 @@ class AgentPool:
     async def _process_of(self, slot: "_Slot") -> AgentProcess:
         """Return the process of a slot; start another one when it has died."""
         async with slot.lock:
-            if slot.process is not None and slot.process.alive:
-                return slot.process
-            if slot.process is not None:
+            old = slot.process
+            if old is not None and old.alive and not old.is_worn:
+                return old
+            if old is not None:
                 self.num_replaced += 1
-                await slot.process.shut_down()
+                slot.process = None
+                self._leave(old)
             if slot.key is not None and not slot.is_admitted:
                 await self._admission.acquire()
                 slot.is_admitted = True

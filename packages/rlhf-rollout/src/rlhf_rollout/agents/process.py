@@ -20,6 +20,8 @@ PROGRAM = "rlhf_rollout.agents.worker"
 _MAX_LINE_BYTES = 2**27
 _PING_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 10.0
+_DRAIN_CHECK_S = 0.1
+_MAX_HANGING = 16  # threads of a process whose functions hang, each with its memory
 
 
 class AgentError(Exception):
@@ -96,6 +98,9 @@ class AgentProcess(GuardedProcess):
         options: how the process runs.
         timeout_s: seconds that the agent's code may take between two answers of the policy.
         log_path: file for what the agent prints; None for this process's standard error.
+
+    Attributes:
+        num_hanging: plain functions of the agent that run on after their episodes have ended.
     """
 
     def __init__(
@@ -109,6 +114,13 @@ class AgentProcess(GuardedProcess):
         self._running: dict[int, _Running] = {}
         self._pings: dict[int, asyncio.Future[None]] = {}
         self._failure = ""
+        self._shutting_down: asyncio.Task[None] | None = None
+        self.num_hanging = 0
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether so many functions hang in it that another process must have the next episodes."""
+        return self.num_hanging >= _MAX_HANGING
 
     @property
     def alive(self) -> bool:
@@ -154,8 +166,19 @@ class AgentProcess(GuardedProcess):
                 self._send({"cancel": number})
             running.done.cancel()
 
+    async def drain(self) -> None:
+        """Shut it down once its episodes have ended."""
+        while self._running:
+            await asyncio.sleep(_DRAIN_CHECK_S)
+        await self.shut_down()
+
     async def shut_down(self) -> None:
         """End the process and what it runs, after it has had some seconds to close its environments and servers."""
+        # Once only: after its end, its number may be that of another process.
+        self._shutting_down = self._shutting_down or asyncio.create_task(self._shut_down())
+        await asyncio.shield(self._shutting_down)
+
+    async def _shut_down(self) -> None:
         may_close = self.alive
         self._fail("the agent's process has been shut down")
         if hasattr(self, "_reading"):  # the agent has been imported
@@ -225,6 +248,9 @@ class AgentProcess(GuardedProcess):
         if "ping" in message:
             if (ping := self._pings.get(message["ping"])) and not ping.done():
                 ping.set_result(None)
+            return
+        if "hanging" in message:
+            self.num_hanging = int(message["hanging"])
             return
         running = self._running.get(message["call"])
         if running is None or running.done.done():

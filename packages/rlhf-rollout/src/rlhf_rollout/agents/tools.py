@@ -13,9 +13,9 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
 from rlhf_data.errors import RewardError
-from rlhf_rollout.agents.interface import BudgetSpentError, Session, called
+from rlhf_rollout.agents.interface import BudgetSpentError, Session
 from rlhf_rollout.agents.mcp_tools import McpServer
-from rlhf_rollout.agents.thread import CodeThread
+from rlhf_rollout.agents.thread import CodeThread, called
 from rlhf_rollout.agents.tool_calls import ToolCall, make_parser
 
 # Names of counts, which every episode reports: the calls, and those that failed, by reason.

@@ -30,8 +30,9 @@ from typing import Any
 
 from rlhf_data.errors import ConfigError, RewardError, missing_file
 from rlhf_rollout.agents import interface
-from rlhf_rollout.agents.interface import PolicyEngine, Session, called, constructed, number, run_turns
+from rlhf_rollout.agents.interface import PolicyEngine, Session, constructed, number, run_turns
 from rlhf_rollout.agents.program import AgentProgram
+from rlhf_rollout.agents.thread import called
 from rlhf_rollout.rewards import openrlhf_names
 from rlhf_rollout.rewards.user_function import RewardTarget, bound_names, import_target
 

@@ -1,8 +1,9 @@
 """The program of an agent's process: imports the user's file, then runs the episodes that arrive on its connection.
 
 The connection carries one JSON value per line. The other side sends `{"call": N, ...}` for an episode, and the answers
-to requests; this side sends `{"call": N, "ask": M, "request": {...}}` to have the policy answer, and at the end of an
-episode `{"call": N, "result": {...}}` or `{"call": N, "error": "..."}`. Standard output belongs to the user's code.
+to requests; this side sends `{"call": N, "ask": M, "request": {...}}` to have the policy answer, at the end of an
+episode `{"call": N, "result": {...}}` or `{"call": N, "error": "..."}`, and `{"hanging": N}` when the number of plain
+functions that hang has changed. Standard output belongs to the user's code.
 """
 
 import asyncio
@@ -20,11 +21,14 @@ from typing import IO, Any
 
 from rlhf_data.errors import RewardError
 from rlhf_rollout.agents.interface import PolicyError, Session
+from rlhf_rollout.agents.thread import num_hanging
 from rlhf_rollout.agents.user_agent import load_agent
 from rlhf_rollout.rewards.user_function import RewardTarget, explain
 
 _MAX_LINE_BYTES = 2**27
 _MAX_THREADS = 4096  # for plain functions of agents, at the same time
+_HANGING_CHECK_S = 1.0
+_HANGING_AFTER_S = 5.0  # a function that has only just been given up may end by itself
 
 
 def serve(stream: IO[bytes], first: Mapping[str, Any]) -> None:
@@ -97,6 +101,7 @@ class _Server:
         nothing = os.open(os.devnull, os.O_RDWR)
         os.register_at_fork(after_in_child=functools.partial(os.dup2, nothing, connection.fileno()))
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=_MAX_LINE_BYTES)
+        self._watching = asyncio.create_task(self._watch())
         while line := await reader.readline():
             message = json.loads(line)
             if "ping" in message:
@@ -110,6 +115,16 @@ class _Server:
                     task.cancel()
             else:
                 self._tasks[message["call"]] = asyncio.create_task(self._run(message))
+
+    async def _watch(self) -> None:
+        """Tell the other side how many functions of the agent hang. Only the end of the process ends their threads."""
+        told = 0
+        while True:
+            await asyncio.sleep(_HANGING_CHECK_S)
+            count = num_hanging(_HANGING_AFTER_S)
+            if count != told:
+                self._send({"hanging": count})
+                told = count
 
     async def _run(self, message: Mapping[str, Any]) -> None:
         number = message["call"]
