@@ -98,3 +98,25 @@ def test_function_that_raises_is_not_counted():
         return num_hanging(0.0)
 
     assert asyncio.run(scenario()) == 0
+
+
+def test_closed_thread_ends_after_its_last_function_and_holds_up_nobody():
+    release = threading.Event()
+    threads = []
+
+    def last():
+        threads.append(threading.current_thread())
+        release.wait(30.0)
+
+    async def scenario():
+        thread = CodeThread()
+        await given_up(thread.run(last))
+        started = time.monotonic()
+        thread.close()
+        return time.monotonic() - started
+
+    took_s = asyncio.run(scenario())
+    assert took_s < 5.0 and threads[0].is_alive()
+    release.set()
+    threads[0].join(30.0)
+    assert not threads[0].is_alive()
