@@ -14,6 +14,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: E402
 
+from rlhf_data.errors import EngineError, WeightSyncError  # noqa: E402
 from rlhf_rollout.engines.vllm.copies import CopyRecorder, Target  # noqa: E402
 from rlhf_rollout.engines.vllm.in_place import InPlace, InPlaceCheck, holds_more_than_weights  # noqa: E402
 from rlhf_rollout.engines.vllm.weights import BucketWorkerExtension  # noqa: E402
@@ -319,3 +320,23 @@ def test_worker_keeps_its_weights_until_an_update_has_been_recorded(has_record: 
     worker.weight_transfer_engine = SimpleNamespace(has_record=has_record)
     worker.model_runner = SimpleNamespace(model=nn.Sequential(Derived("")))
     assert worker.rlhf_holds_more_than_weights() is not has_record
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("3 GiB"), EngineError),
+        (MemoryError(), EngineError),
+        (ConnectionResetError("by the sender"), EngineError),
+        (EngineError("the node is gone"), EngineError),
+        (RuntimeError("shapes"), WeightSyncError),
+        (WeightSyncError("no weight 'q'"), WeightSyncError),
+    ],
+)
+def test_a_worker_tells_weights_that_did_not_arrive_from_weights_that_do_not_fit(error, kind) -> None:
+    class Worker(BucketWorkerExtension):
+        def update_weights(self, update) -> None:
+            raise error
+
+    [told] = Worker().rlhf_receive_weights(None)
+    assert type(told) is kind and str(error) in str(told)

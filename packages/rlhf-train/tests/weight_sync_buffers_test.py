@@ -12,7 +12,7 @@ import torch
 
 import rlhf_rollout.weight_sync
 import rlhf_train.weight_sync
-from rlhf_data.errors import WeightSyncError
+from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_rollout.weight_sync import MEDIA
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 from rlhf_rollout.weight_sync.reader import BucketReader
@@ -147,18 +147,21 @@ def test_reader_opens_a_buffer_that_has_the_path_of_an_earlier_one() -> None:
     assert all(torch.equal(read[name], tensor) for name, tensor in WEIGHTS.items())
 
 
+class Remote(Recorder):
+    """An engine on another node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: dict[str, torch.Tensor] = {}
+        self.reader = BucketReader("tcp", torch.device("cpu"))
+
+    async def receive_weights(self, bucket: WeightBucket) -> None:
+        self.buckets.append(bucket)
+        self.read |= self.reader.read(bucket)
+
+
 def test_engines_read_every_filling_of_a_buffer_on_another_node() -> None:
-    class Reading(Recorder):
-        def __init__(self) -> None:
-            super().__init__()
-            self.read: dict[str, torch.Tensor] = {}
-            self.reader = BucketReader("tcp", torch.device("cpu"))
-
-        async def receive_weights(self, bucket: WeightBucket) -> None:
-            self.buckets.append(bucket)
-            self.read |= self.reader.read(bucket)
-
-    engines = [Reading(), Reading()]
+    engines = [Remote(), Remote()]
     assert (
         WeightSource("tcp", bucket_bytes=1024, checksum=True).send(iter(WEIGHTS.items()), engines, 1).num_buckets == 2
     )
@@ -179,11 +182,29 @@ def test_a_buffer_answers_only_those_who_know_its_token() -> None:
             connection.sendall(wrong)
             connection.shutdown(socket.SHUT_WR)
             assert connection.recv(10) == b""
-    with pytest.raises(WeightSyncError, match="the sender ended the connection"):
+    with pytest.raises(EngineError, match="the sender ended the connection"):
         open_memory((host, port, bytes(len(token)), *rest), torch.device("cpu"))
     buffer.close()
-    with pytest.raises(WeightSyncError, match=rf"cannot read weights from {host}:{port}(.|\n)*hint: the nodes"):
+    with pytest.raises(EngineError, match=rf"cannot read weights from {host}:{port}(.|\n)*hint: the nodes"):
         open_memory(buffer.handles[0], torch.device("cpu"))
+
+
+def test_an_engine_whose_network_fails_leaves_the_others_their_update() -> None:
+    """The one that got no weights is named, and the caller may send them again to it alone."""
+
+    class Unreachable(Remote):
+        async def receive_weights(self, bucket: WeightBucket) -> None:
+            host, _, *rest = bucket.handle
+            with socket.socket() as closed:
+                closed.bind((host, 0))
+                port = closed.getsockname()[1]
+            open_memory((host, port, *rest), torch.device("cpu"))
+
+    engines = [Remote(), Unreachable(), Remote()]
+    report = WeightSource("tcp").send(WEIGHTS.items(), engines, 1)
+    assert list(report.failures) == [1] and "cannot read weights from" in report.failures[1]
+    for engine in (engines[0], engines[2]):
+        assert all(torch.equal(engine.read[name], tensor) for name, tensor in WEIGHTS.items())
 
 
 def test_shared_memory_buffer_has_no_name_that_a_killed_process_could_leave_behind() -> None:

@@ -33,7 +33,7 @@ class RewardError(RlhfError, RuntimeError):
 
 
 class WeightSyncError(RlhfError, RuntimeError):
-    """Weights did not reach the generation engine."""
+    """Weights do not fit the generation engine. One that they did not reach raises EngineError."""
 
 
 class CheckpointError(RlhfError, RuntimeError):

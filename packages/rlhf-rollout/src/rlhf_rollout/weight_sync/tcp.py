@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlhf_data.errors import WeightSyncError
+from rlhf_data.errors import EngineError
 
 _TIMEOUT_S = 60.0  # without any progress
 
@@ -19,7 +19,7 @@ def open_memory(handle: tuple[str, int, bytes, int, int], device: torch.device) 
         device: not used.
 
     Raises:
-        WeightSyncError: the sender cannot be reached, or ends the connection.
+        EngineError: the sender cannot be reached, or ends the connection.
     """
     host, port, token, _, size_bytes = handle
     data = torch.empty(size_bytes, dtype=torch.uint8)
@@ -34,7 +34,7 @@ def open_memory(handle: tuple[str, int, bytes, int, int], device: torch.device) 
                 left = left[num_read:]
     except OSError as error:
         message = f"{socket.gethostname()} cannot read weights from {host}:{port}: {error}"
-        raise WeightSyncError(message, hint="the nodes of a run must reach each other on all ports") from error
+        raise EngineError(message, hint="the nodes of a run must reach each other on all ports") from error
     return data
 
 

@@ -328,7 +328,8 @@ class _Receivers:
         """Call the engines that have not failed so far, all at once, and wait for all of them.
 
         Waiting for all matters on errors too: an engine may still be reading the buffer that the caller closes next.
-        Raises the first WeightSyncError; any other error concerns one engine only.
+        Raises the first WeightSyncError, because weights that do not fit one engine fit none. Any other error, such
+        as a network that failed, concerns one engine only.
         """
         indices = self.indices
         calls = [method(index, self._live[index]) for index in indices]

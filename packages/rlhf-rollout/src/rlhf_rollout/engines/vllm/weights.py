@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.platforms import current_platform
 
-from rlhf_data.errors import RlhfError, WeightSyncError
+from rlhf_data.errors import EngineError, RlhfError, WeightSyncError
 from rlhf_rollout.engines.model_files import checkpoint_shapes
 from rlhf_rollout.engines.vllm.copies import Copy, CopyRecord, CopyRecorder, Target
 from rlhf_rollout.engines.vllm.in_place import InPlace, InPlaceCheck, holds_more_than_weights
@@ -351,6 +351,9 @@ class BucketWorkerExtension:
             self.update_weights({"bucket": bucket})
         except RlhfError as error:
             return [error]
+        except (MemoryError, OSError, torch.OutOfMemoryError) as error:
+            # The weights did not arrive, which says nothing about whether they fit. A restarted engine may get them.
+            return [EngineError(f"a bucket of weights did not arrive: {type(error).__name__}: {error}")]
         except Exception as error:
             logger.exception("a bucket of weights cannot be loaded")
             return [WeightSyncError(f"vLLM could not load a bucket of weights: {type(error).__name__}: {error}")]
