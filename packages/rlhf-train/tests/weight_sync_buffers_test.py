@@ -145,6 +145,7 @@ def test_reader_opens_a_buffer_that_has_the_path_of_an_earlier_one() -> None:
     paths = [bucket.handle[0] for bucket in engine.buckets]
     assert len(paths) == 3 and paths[1] == paths[2]
     assert all(torch.equal(read[name], tensor) for name, tensor in WEIGHTS.items())
+    reader.close()  # other tests look for memory that is still mapped
 
 
 class Remote(Recorder):
