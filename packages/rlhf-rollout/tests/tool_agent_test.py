@@ -173,6 +173,9 @@ def test_template_that_does_not_write_the_tools_is_an_error_unless_the_system_me
     [episode] = tools_run(source, ["4"], tokenizer=plain)
     expected = "<bos>system: You have add, look_up and breaks.<eos>\nuser: 2+2=<eos>\nassistant: "
     assert texts_of(episode.rollouts[0]) == [(PROMPT, expected), (POLICY, "4<eos>")]
+    [episode] = tools_run(source, [call("add", a=2, b=2), "4"], tokenizer=plain)
+    [_, _, (_, result), last] = texts_of(episode.rollouts[0])
+    assert (result, last) == ("\ntool: 4<eos>\nassistant: ", (POLICY, "4<eos>"))
 
 
 def test_answer_that_is_cut_gets_its_end_from_the_template():

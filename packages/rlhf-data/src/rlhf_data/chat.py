@@ -224,7 +224,9 @@ def render_follow_up(
         DataError: the template refuses the messages, or does not write an answer as it is.
     """
     base = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-    text = render_chat([*base, *messages], tokenizer, origin=origin, add_generation_prompt=True, tools=tools)
+    # Not `render_chat`: the tools may be described in a message that precedes the answer.
+    options = {"tokenize": False, "add_generation_prompt": True, "return_dict": False}
+    text = _apply_template([*base, *messages], tokenizer, origin, tools, **options)
     if text.count(_ANSWER) != 1:
         raise DataError(f"{origin}: the chat template does not write an answer as it is once messages follow it")
     return text.partition(_ANSWER)[2]
