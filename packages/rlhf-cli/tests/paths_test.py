@@ -46,6 +46,26 @@ def test_model_path_is_a_folder_or_stays_a_hub_name(folder):
     assert paths.model_path("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
 
 
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
+def test_model_path_of_a_run_is_the_model_that_it_saved(folder, capfd, name):
+    run = folder / "rm"
+    (run / "model").mkdir(parents=True)
+    (run / "model" / name).write_text("{}")
+    assert paths.model_path("rm") == str(run)  # a folder that no run wrote
+    (run / "config.toml").write_text("")
+    for text in ("rm", "./rm", str(run), "rm/model"):
+        assert Path(paths.model_path(text)) == run / "model"
+    assert capfd.readouterr().err.count(f"notice: {run} is the folder of a run; its model is {run / 'model'}\n") == 1
+    (run / name).write_text("{}")
+    assert paths.model_path("rm") == str(run)
+
+
+def test_model_path_of_a_run_without_a_model_is_its_folder(folder):
+    (folder / "rm").mkdir()
+    (folder / "rm/config.toml").write_text("")
+    assert paths.model_path("rm") == str(folder / "rm")
+
+
 @pytest.mark.parametrize(
     ("text", "resolved"),
     [

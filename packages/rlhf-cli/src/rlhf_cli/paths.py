@@ -1,5 +1,6 @@
 """Turns paths as the user typed them into paths that can be opened from any working folder."""
 
+import functools
 import itertools
 import os
 import shlex
@@ -17,11 +18,13 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import is_template_file
 from rlhf_data.sources import SUFFIXES
 from rlhf_rollout.agents.user_agent import is_program
+from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.rewards.sources import JUDGE_KINDS
 from rlhf_rollout.rewards.user_function import BUILTIN as BUILTIN_REWARDS
 
 CONFIG_FILE = "config.toml"  # the configuration of a run, in its folder
 LOG_FILE = "log.txt"  # output of libraries, in the folder of a run
+_MODEL_FILES = ("config.json", "adapter_config.json")
 Config = TypeVar("Config", bound=BaseModel)
 
 
@@ -68,11 +71,30 @@ def is_data_path(text: str) -> bool:
 
 
 def model_path(text: str) -> str:
-    """Return the path of a model folder, or a hub name unchanged. `builtin` stands for the model that ships."""
+    """Return the path of a model folder, or a hub name unchanged.
+
+    `builtin` stands for the model that ships, and the folder of a run for the model that it saved.
+    """
     if text == BUILTIN:
         return str(MODEL_DIR)
     path = user_path(text)
-    return str(path) if text.startswith((".", "/", "~")) or path.is_dir() else text
+    return str(model_of_run(path)) if text.startswith((".", "/", "~")) or path.is_dir() else text
+
+
+def model_of_run(folder: Path) -> Path:
+    """Return the model or adapter that a run saved, if `folder` is that of a run; else `folder`."""
+    model = folder / "model"
+    if not (folder / CONFIG_FILE).is_file() or any((folder / name).is_file() for name in _MODEL_FILES):
+        return folder
+    if not any((model / name).is_file() for name in _MODEL_FILES):
+        return folder
+    _say_once(f"notice: {folder} is the folder of a run; its model is {model}")
+    return model
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    TERMINAL.say(text)
 
 
 def reward_path(text: str) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rlhf_cli.config.openrlhf import flags_of
 from rlhf_cli.exits import SUCCESS, exit_status
-from rlhf_cli.paths import check_output_folder, model_path, user_path
+from rlhf_cli.paths import check_output_folder, model_of_run, model_path, user_path
 from rlhf_data.checks import lacking
 from rlhf_data.command_line import CommandLine, show_parsed
 from rlhf_data.errors import ConfigError
@@ -78,5 +78,5 @@ def _merge(merge: MergeSection, out: Path) -> None:
     with progress.doing(f"loading {merge.model_path}"):
         from rlhf_models.lora import merge_adapter  # imports torch, which takes seconds
 
-        base, adapter = model_path(merge.model_path), user_path(merge.lora_path)
+        base, adapter = model_path(merge.model_path), model_of_run(user_path(merge.lora_path))
         merge_adapter(base, adapter, out, dtype=merge.dtype, report=report)
