@@ -156,7 +156,7 @@ class InLoop:
         """Run an episode."""
         self.num_running += 1
         self.max_running = max(self.max_running, self.num_running)
-        session = Session(attempt.begin(), self._ask(attempt))
+        session = Session({"timeout_s": 60.0, **attempt.begin()}, self._ask(attempt))
         for _ in range(self.turns):
             await session.reply(QUESTION)
         self.num_running -= 1
