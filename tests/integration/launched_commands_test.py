@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,12 @@ def test_ray_runs_a_submitted_module_in_its_runtime_environment(tmp_path, cluste
     module = [sys.executable, "-m", "rlhf_cli.train_ppo_ray", *flags]
     submit = (*RAY, "job", "submit", f"--address={cluster}", f"--runtime-env-json={json.dumps(runtime_env)}")
     # The files of the job lie in the folder that was shipped, and not in the one where it is submitted.
-    done = run(*submit, "--", *module, folder=tmp_path, RAY_AUTH_MODE="disabled", NO_COLOR="1")
+    submitted = partial(run, *submit, "--", *module, folder=tmp_path, RAY_AUTH_MODE="disabled", NO_COLOR="1")
+    done = submitted()
+    said = done.stdout + done.stderr
+    assert done.returncode != 0, said
+    assert "is in Ray's copy of the job's working directory, which Ray removes" in said
+    done = submitted("--save_path", str(tmp_path / "out"))
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     assert "succeeded" in said

@@ -48,9 +48,10 @@ def run_folder(section: CheckpointSection, save_path: str | None, command: str) 
     named = section.resume or save_path
     if named is None and section.load_checkpoint and section.ckpt_path is None:
         home = user_folder() / "rlhf-output"
-        found = {path.stat().st_mtime: path for path in home.glob(f"{command}-*/checkpoints/{_MANIFEST}")}
-        if found:
-            return found[max(found)].parents[2]
+        manifests = home.glob(f"{command}-*/checkpoints/{_MANIFEST}")
+        newest = max(manifests, key=lambda path: path.stat().st_mtime, default=None)
+        if newest is not None:
+            return newest.parents[2]
     return output_folder(named, command)
 
 

@@ -183,8 +183,10 @@ def _selected(job: ScoreJob, scored: Sequence[dict[str, Any]]) -> Iterator[dict[
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in scored:
         asked = row[data.input_key]
-        record = {"input": asked, "text": row[data.output_key], "label": row.get(data.label_key or "")}
-        record |= {
+        record = {
+            "input": asked,
+            "text": row[data.output_key],
+            "label": row.get(data.label_key or ""),
             "reward": row["reward"],
             "verdict": row["verdict"],
             "finish_reason": row.get("finish_reason", "stop"),
