@@ -64,10 +64,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def clean_answer(text: str) -> str:
-    """Return an answer without thousands separators, `$`, a final period and surrounding white space."""
-    text = text.strip()
+    """Return an answer without thousands separators, `$`, Markdown's `**` around it, and a final period."""
     # `$` is a currency sign or delimits LaTeX; neither changes the value.
-    return re.sub(r"(?<=[0-9]),(?=[0-9]{3})", "", text.replace("$", "")).strip().removesuffix(".").strip()
+    text = re.sub(r"(?<=[0-9]),(?=[0-9]{3})", "", text.replace("$", ""))
+    return text.strip().strip("*").strip().removesuffix(".").strip("*").strip()
 
 
 def parse_number(text: str) -> Fraction | None:
