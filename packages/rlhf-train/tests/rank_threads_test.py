@@ -23,6 +23,7 @@ def load(monkeypatch, num_ranks, num_busy_engines=0):
         ema_beta=None,
         pack_tokens=1,
         takes_turns=False,
+        trainer_sleep=False,
         sync_checksum=False,
     )
     RankActor.load(RankActor.__new__(RankActor), 0, num_ranks, {}, job, ("127.0.0.1", 1))
