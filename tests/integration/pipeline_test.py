@@ -49,7 +49,8 @@ class Commands:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8") as lines:  # `str.splitlines` also splits at U+2028, which GSM8K has
+        return [json.loads(line) for line in lines]
 
 
 def write_jsonl(path: Path, rows: list[dict[str, str]]) -> None:

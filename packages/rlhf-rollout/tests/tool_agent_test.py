@@ -11,6 +11,8 @@ from record_testing import make_prompt
 from rlhf_data.chat import render_follow_up
 from rlhf_data.errors import RewardError
 from rlhf_data.records import FinishReason, Prompt, SpanSource, VerdictKind
+from rlhf_data.testing import EOS_ID
+from rlhf_rollout.agents.conversation import Conversations
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.agents.tools import ToolAgent, function_tool
 
@@ -287,3 +289,18 @@ def test_tools_of_an_mcp_server_join_the_others_and_it_ends_with_the_process(wri
     assert (episode.verdict.reward, dict(episode.verdict.extra)["tool_failed"]) == (1.0, 2.0)
     [process_id] = (tmp_path / "pids").read_text().split()
     assert not os.path.exists(f"/proc/{process_id}")
+
+
+def test_program_at_the_door_may_describe_its_tools_itself():
+    plain = ToolTokenizer(writes_tools=False)
+    schema = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    messages = [{"role": "user", "content": "2+2="}]
+    expected = plain("<bos>user: 2+2=<eos>\nassistant: ", add_special_tokens=False)["input_ids"]
+    chats = Conversations(plain)
+    assert chats.encode_chat(messages, [schema]) == expected
+    answer = {"role": "assistant", "content": "4"}
+    start = [*expected, *b"4", EOS_ID]
+    chats.add_chat(messages, [schema], answer, start, is_ended=True)
+    more = plain("\nuser: why?<eos>\nassistant: ", add_special_tokens=False)["input_ids"]
+    asked = [*messages, answer, {"role": "user", "content": "why?"}]
+    assert chats.encode_chat(asked, [schema]) == [*start, *more]

@@ -193,18 +193,25 @@ def render_chat(
     origin: str,
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] = (),
+    must_write_tools: bool = True,
 ) -> str:
     """Return a conversation as text rendered by the tokenizer's chat template, including special tokens.
 
-    `tools` are JSON schemas of functions in OpenAI's form, which the template writes where its model expects them.
+    Args:
+        messages: the conversation.
+        tokenizer: the model's tokenizer, loaded, with a chat template.
+        origin: of the conversation, for messages.
+        add_generation_prompt: end with what precedes an answer.
+        tools: JSON schemas of functions in OpenAI's form, which the template writes where its model expects them.
+        must_write_tools: whether the text must have the name of each tool, by the template or in a message.
 
     Raises:
-        DataError: the template refuses the messages, or does not write a tool. The message names `origin`.
+        DataError: the template refuses the messages, or a tool is not in the text.
     """
     # return_dict=False, because transformers 5 returns a dictionary by default.
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "return_dict": False}
     text = _apply_template(messages, tokenizer, origin, tools, **options)
-    for tool in tools:
+    for tool in tools if must_write_tools else ():
         name = tool.get("function", tool).get("name")
         if isinstance(name, str) and name not in text:
             hint = "use a model whose template knows tools, or describe them in the system message"
@@ -224,9 +231,9 @@ def render_follow_up(
         DataError: the template refuses the messages, or does not write an answer as it is.
     """
     base = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-    # Not `render_chat`: the tools may be described in a message that precedes the answer.
-    options = {"tokenize": False, "add_generation_prompt": True, "return_dict": False}
-    text = _apply_template([*base, *messages], tokenizer, origin, tools, **options)
+    # Tools may be described in a message that precedes the answer.
+    options = {"origin": origin, "tools": tools, "must_write_tools": False}
+    text = render_chat([*base, *messages], tokenizer, add_generation_prompt=True, **options)
     if text.count(_ANSWER) != 1:
         raise DataError(f"{origin}: the chat template does not write an answer as it is once messages follow it")
     return text.partition(_ANSWER)[2]

@@ -100,7 +100,9 @@ class Conversations:
         if not getattr(self._tokenizer, "chat_template", None):
             raise DataError("the tokenizer has no chat template", hint="ask for a completion of text instead")
         plain = [dict(message) for message in messages]
-        return render_chat(plain, self._tokenizer, origin=_ORIGIN, add_generation_prompt=True, tools=tools)
+        # A program may describe its tools in its own words, or parse calls itself.
+        options = {"origin": _ORIGIN, "tools": tools, "must_write_tools": False}
+        return render_chat(plain, self._tokenizer, add_generation_prompt=True, **options)
 
     def _encode(self, text: str) -> list[int]:
         return encode_continuation(text, self._tokenizer, "")
