@@ -20,6 +20,7 @@ from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.shards import ShardReader, Shards
 from rlhf_train.online.worker import TrainWorker
+from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts
 
@@ -188,3 +189,46 @@ def test_reward_model_leaves_the_device_between_calls_and_scores_the_same(tmp_pa
         assert torch.cuda.memory_reserved() < awake[1]  # other processes can have it
     for one in (plain, scorer):
         one.close()
+
+
+def trained_pair(path, *, trains_in_turn):
+    """Return metrics of two steps of policy and critic, and the peak of their memory in bytes."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    frozen = ModelSpec(path=path, dtype="bfloat16", packing=True)
+    trained = dataclasses.replace(frozen, optimizer=SPEC)
+    worker = TrainWorker(
+        {"actor": trained, "critic": trained, "reference": frozen}, make_algorithm(kl_coef=0.05), temperature=0.8,
+        rank=0, num_ranks=1, master=("127.0.0.1", free_port()), device="cuda", seed=0, trains_in_turn=trains_in_turn,
+    )  # fmt: skip
+    rollouts = random_rollouts(8, vocab_size=VOCAB_SIZE, max_prompt=20, max_response=40)
+    lengths = [[r.num_tokens for r in rollouts], [r.num_response_tokens for r in rollouts]]
+    [plan] = plan_batches(
+        *lengths, num_ranks=1, num_mini_batches=1, micro_train_batch_size=8, micro_rollout_batch_size=8,
+        max_response_tokens=100, seed=0,
+    )  # fmt: skip
+    shard = [rollouts[row] for row in plan.rows]
+    metrics = {}
+    for step in range(2):
+        worker.load_rollouts(RolloutColumns.of(shard, [rollout.verdict.reward for rollout in shard]), plan)
+        for role in ("actor", "reference", "critic"):
+            worker.run_model(role)
+        worker.assign_advantages(0.05)
+        for role in ("critic", "actor"):
+            found = results(worker.update(role, max_epochs=1, seed=step))
+            metrics |= {f"{step} {name}": value for name, value in found.items()}
+        worker.offload()
+        worker.reload()
+    num_weights = sum(weight.numel() for weight in worker.engines["actor"].module.parameters())
+    return metrics, worker.peak_memory_bytes() - before, num_weights
+
+
+def test_models_that_train_in_turn_need_the_states_of_one_and_learn_the_same(tmp_path):
+    path = str(tiny_model_dir(tmp_path, **(SHAPE | {"hidden_size": 2048, "intermediate_size": 4096})))
+    wanted, at_once, num_weights = trained_pair(path, trains_in_turn=False)
+    found, in_turn, _ = trained_pair(path, trains_in_turn=True)
+    assert found == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+    # The other model's master weights and moments, in float32, and the reference in bfloat16.
+    assert at_once - in_turn > 0.9 * (12 + 2) * num_weights > 100 * MIB
