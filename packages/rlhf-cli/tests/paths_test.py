@@ -7,6 +7,8 @@ import pytest
 
 from rlhf_cli import paths
 from rlhf_cli.builtin import HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
+from rlhf_cli.commands import lora_combiner, ppo, rollout
+from rlhf_cli.commands.examples import COMMANDS
 from rlhf_data.errors import ConfigError
 
 
@@ -47,7 +49,7 @@ def test_model_path_is_a_folder_or_stays_a_hub_name(folder):
 
 
 @pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
-def test_model_path_of_a_run_is_the_model_that_it_saved(folder, capfd, name):
+def test_model_path_of_a_run_is_the_model_that_it_saved(folder, name):
     run = folder / "rm"
     (run / "model").mkdir(parents=True)
     (run / "model" / name).write_text("{}")
@@ -55,9 +57,26 @@ def test_model_path_of_a_run_is_the_model_that_it_saved(folder, capfd, name):
     (run / "config.toml").write_text("")
     for text in ("rm", "./rm", str(run), "rm/model"):
         assert Path(paths.model_path(text)) == run / "model"
-    assert capfd.readouterr().err.count(f"notice: {run} is the folder of a run; its model is {run / 'model'}\n") == 1
     (run / name).write_text("{}")
     assert paths.model_path("rm") == str(run)
+
+
+def test_every_command_says_that_a_model_is_named_by_the_folder_of_a_run(folder, capfd):
+    for name in ("one", "two"):
+        (folder / name / "model").mkdir(parents=True)
+        (folder / name / "model/config.json").write_text("{}")
+        (folder / name / "config.toml").write_text("")
+    one, two = ({"folder": folder / name} for name in ("one", "two"))
+    said = "--{} {folder} is the folder of a run; its model is {folder}/model".format
+    words = ["--pretrain", "one", "--prompt_data", "builtin", "--input_key", "prompt"]
+    online = ppo.COMMAND_LINE.parse([*words, "--reward_pretrain", "owner/name, two,one/model"])
+    assert list(online.notices[:2]) == [said("pretrain", **one), said("reward_pretrain", **two)]
+    offline = COMMANDS["dpo"].command_line.parse(["--pretrain", "one", "--ref_pretrain", "two", "--dataset", "x.jsonl"])
+    assert list(offline.notices[:2]) == [said("pretrain", **one), said("ref_pretrain", **two)]
+    merge = lora_combiner.COMMAND_LINE.parse(["--model_path", "one", "--lora_path", "two", "--output_path", "x"])
+    assert list(merge.notices) == [said("model_path", **one), said("lora_path", **two)]
+    assert rollout.main("generate", [*words, "--output_path", "x.jsonl", "--dry_run"]) == 0
+    assert capfd.readouterr().err.count(f"notice: {said('pretrain', **one)}\n") == 1
 
 
 def test_model_path_of_a_run_without_a_model_is_its_folder(folder):

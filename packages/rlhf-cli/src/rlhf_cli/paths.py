@@ -1,6 +1,5 @@
 """Turns paths as the user typed them into paths that can be opened from any working folder."""
 
-import functools
 import itertools
 import os
 import shlex
@@ -18,7 +17,6 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import is_template_file
 from rlhf_data.sources import SUFFIXES
 from rlhf_rollout.agents.user_agent import is_program
-from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.rewards.sources import JUDGE_KINDS
 from rlhf_rollout.rewards.user_function import BUILTIN as BUILTIN_REWARDS
 
@@ -88,13 +86,7 @@ def model_of_run(folder: Path) -> Path:
         return folder
     if not any((model / name).is_file() for name in _MODEL_FILES):
         return folder
-    _say_once(f"notice: {folder} is the folder of a run; its model is {model}")
     return model
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    TERMINAL.say(text)
 
 
 def reward_path(text: str) -> str:
@@ -119,11 +111,10 @@ def agent_path(text: str) -> str:
     return shlex.join([program, *(str(user_path(word)) if user_path(word).is_file() else word for word in words)])
 
 
+_MODELS = ("pretrain", "critic_pretrain", "reward_pretrain", "ref_pretrain", "teacher_model", "tokenizer")
 # By option, how its value is resolved.
 _RESOLVE = {
-    **dict.fromkeys(
-        ("pretrain", "critic_pretrain", "reward_pretrain", "ref_pretrain", "teacher_model", "tokenizer"), model_path
-    ),
+    **dict.fromkeys(_MODELS, model_path),
     **dict.fromkeys(("prompt_data", "dataset", "eval_dataset"), source_names),
     **dict.fromkeys(("eval_data", "data_cache", "output_path", "ckpt_path", "replay", "adam_offload_path"), user_path),
     "remote_rm_url": reward_path,
@@ -155,6 +146,20 @@ def with_full_paths(config: Config, *, keep_builtin: bool = True) -> Config:
                 )
         sections[section] = options.model_copy(update=full)
     return config.model_copy(update=sections)
+
+
+def run_folder_notices(config: BaseModel) -> list[str]:
+    """Return a notice for each model or adapter that the options name by the folder of a run."""
+    notices: dict[str, None] = {}  # in order, each once
+    for section in type(config).model_fields:
+        options = getattr(config, section)
+        for name in (*_MODELS, "model_path", "lora_path"):
+            text = getattr(options, name, None)
+            for entry in parts(text or "") if name in _LISTS else [text] if text else []:
+                folder = user_path(entry)
+                if (model := model_of_run(folder)) != folder:
+                    notices[f"--{name} {folder} is the folder of a run; its model is {model}"] = None
+    return list(notices)
 
 
 def output_folder(text: str | None, command: str) -> Path:

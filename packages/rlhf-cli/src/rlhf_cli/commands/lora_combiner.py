@@ -1,11 +1,11 @@
 """`lora_combiner`: merge a LoRA adapter into its model."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rlhf_cli.config.openrlhf import flags_of
 from rlhf_cli.exits import SUCCESS, exit_status
-from rlhf_cli.paths import check_output_folder, model_of_run, model_path, user_path
+from rlhf_cli.paths import check_output_folder, model_of_run, model_path, run_folder_notices, user_path
 from rlhf_data.checks import lacking
 from rlhf_data.command_line import CommandLine, show_parsed
 from rlhf_data.errors import ConfigError
@@ -36,6 +36,10 @@ class LoraCombinerConfig(Config):
         for name, what in whats.items():
             found += lacking(self.merge, name, f"it names {what}", f"add --{name} DIR")
         return found
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """See `Config`."""
+        return run_folder_notices(self)
 
 
 COMMAND_LINE = CommandLine(

@@ -19,6 +19,7 @@ from rlhf_cli.config.training import (
     OfflineTrainingSection,
     RewardTrainingSection,
 )
+from rlhf_cli.paths import run_folder_notices
 from rlhf_data.checks import check_has_metric, lacking, once, without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Config, Section, flag, one_of
@@ -50,7 +51,7 @@ class OfflineConfig(Config):
         from rlhf_data.sources import parse_probs  # imported here, so that --help does not wait for numpy
 
         parse_probs("dataset_probs", data.dataset_probs)
-        notices = model.check(given) + training.check(given)
+        notices = run_folder_notices(self) + model.check(given) + training.check(given)
         notices += training.check_passes(given, packs=model.packing_samples)
         held_out = data.eval_dataset
         best = evaluation.best_metric_key

@@ -15,6 +15,7 @@ from rlhf_cli.config.placement import EngineSection, PlacementSection
 from rlhf_cli.config.reward import RewardSection
 from rlhf_cli.config.rollout import RolloutSection
 from rlhf_cli.config.training import PpoTrainingSection
+from rlhf_cli.paths import run_folder_notices
 from rlhf_data.checks import check_has_metric, check_range, missing, once, without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Config, matching
@@ -80,7 +81,7 @@ class PpoConfig(Config):
         given = with_places(self, given)
         num_samples = self.rollout.n_samples_per_prompt
         max_tokens = self.rollout.generate_max_len
-        notices = self.model.check(given)
+        notices = run_folder_notices(self) + self.model.check(given)
         notices += self.reward.check_training(self.agent.beside(given), max_tokens, num_samples)
         notices += self.agent.check(given, "reward_by_turn", "turn_gamma", "group_by")
         notices += self.data.check_chat(given, has_agent=self.agent.agent_func_path is not None)
