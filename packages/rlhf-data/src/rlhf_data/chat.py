@@ -265,10 +265,10 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, has_special_to
 def encode_continuation(text: str, tokenizer: Tokenizer, before: str | None = None) -> list[int]:
     """Return the token ids of a text within a sequence, without special tokens that the tokenizer adds.
 
-    They are those that the text has in the tokens of the whole sequence. SentencePiece's tokenizers (Metaspace, or a
-    Prepend normalizer) write a space before a text that they get alone, which would be one too many. Where the whole
-    has one token for the end of `before` and the beginning of `text`, the text is tokenized by itself, without that
-    space: a policy that reads the tokens of `before` writes the text in its own tokens.
+    They are a part of the tokens of the whole sequence. SentencePiece's tokenizers (Metaspace, or a Prepend normalizer)
+    would write a space before a text that they get alone. If one token of the whole holds the end of `before` and the
+    beginning of `text`, the text is tokenized by itself, without that space, because a policy that has read the tokens
+    of `before` writes the text in tokens of its own.
 
     Args:
         text: the text.
@@ -342,8 +342,8 @@ def encode_conversation(
     thought, that part is the answer itself, as a policy writes it after the generation prompt. The last answer ends
     with one EOS; what the template writes after it is dropped.
 
-    The prompt has the tokens that it has in generation. The tokens of all parts together are those of the whole, but
-    where one of them would be in two parts; see `encode_continuation`.
+    The prompt has the tokens that it has in generation. All parts together have the tokens of the whole text, except
+    where a token would lie in two parts; see `encode_continuation`.
 
     Args:
         row: the row of the messages. If it says that the answer was truncated, no EOS is appended and marks are not

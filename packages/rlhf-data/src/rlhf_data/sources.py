@@ -45,9 +45,9 @@ class Source:
 
 
 def _told_apart(sources: Sequence[Source]) -> tuple[Source, ...]:
-    """Return the sources, of which those whose names without folders are equal have longer short names.
+    """Return the sources with short names that differ: the file names, with folders where file names are equal.
 
-    A short name has as many folders as it takes; a source that is named twice also has a number.
+    A short name has as few folders as possible; a source that is named twice also has a number.
     """
     parts = [source.name.split("/") for source in sources]
     names = [own[-1] for own in parts]

@@ -24,7 +24,7 @@ class RunMemory:
     """What the processes of a run need.
 
     Attributes:
-        needs: of each process, by the name of its kind, as the run's flags for sleep have it.
+        needs: of each process, by the name of its kind, with the run's flags for sleep.
         together: bytes on the GPU that needs most, with all processes at work.
         in_turn: likewise, if engines and trainers sleep in turn, and trained models take turns, too.
         others: the part of `together` that is not for engines.

@@ -29,8 +29,8 @@ class AgentError(Exception):
 
     Attributes:
         is_late: the agent did not answer in time.
-        again: not None if its process may have ended because of another episode, so that this one may be tried again:
-            together with those that have the same value, which are half of the process's episodes.
+        again: None if the episode itself failed. Otherwise its process ended, perhaps because of another episode, and
+            it may run again together with the episodes of the same value, which are half of those in the process.
     """
 
     def __init__(self, message: str, *, is_late: bool = False, again: Hashable | None = None) -> None:

@@ -14,7 +14,7 @@ _given_up: dict[object, float] = {}  # functions that run though nobody waits fo
 
 
 def num_hanging(after_s: float) -> int:
-    """Return how many functions still run `after_s` seconds after the last one who waited for them has given up."""
+    """Return how many functions still run though their callers gave up `after_s` seconds ago or earlier."""
     latest = time.monotonic() - after_s
     return sum(since <= latest for since in list(_given_up.values()))
 

@@ -85,9 +85,9 @@ def parse_number(text: str) -> Fraction | None:
 def grade(response: str, label: str) -> VerdictKind:
     """Return ok or wrong by the response's answer (`extract_answer`); unparsable when there is none to compare.
 
-    An answer that cannot be evaluated within 5 s is wrong, for else a policy could avoid rewards by it. It is timeout
-    when the label cannot. The label is the answer alone, or a solution that ends in `#### answer` or a box. Raises
-    ValueError when the label has no answer.
+    An answer that cannot be evaluated within 5 s is wrong. Without a reward, it would let a policy avoid low ones. The
+    verdict is timeout when the label cannot be evaluated. The label is the answer alone, or a solution that ends in
+    `#### answer` or a box. Raises ValueError when the label has no answer.
     """
     expected = extract_answer(label) if MARKER in label or _BOX in label else clean_answer(label)
     if not expected:

@@ -135,9 +135,9 @@ class SampleStream:
     def take(self) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
         """Remove the groups of the next batch and return them in the order of admission. See `is_ready`.
 
-        Groups whose last batch comes first are taken first. Rollouts with a token of weights that no engine should have
-        had any more are not in the first list. The second list has them, as groups of these rollouts alone. A rollout
-        without a token of the policy, such as one whose environment failed at once, has no age.
+        Groups whose last batch comes first are taken first. The second list has the stale rollouts, as groups of these
+        alone: they have a token of weights that no engine should have had any more. The first list has the others. A
+        rollout without a token of the policy, such as one whose environment failed at once, is never stale.
         """
         batch = sorted(self._next_batch(), key=lambda ticket: ticket.number)
         for ticket in batch:
