@@ -136,7 +136,7 @@ class HostedAgent:
                 verdict = Verdict(VerdictKind.CRASH, detail="the agent never asked the policy")
             if verdict.kind.failed and recorder.num_turns and self._failed_reward is not None:
                 turn_rewards = ()
-                verdict = dataclasses.replace(verdict, reward=self._failed_reward, score=self._failed_reward)
+                verdict = dataclasses.replace(verdict, reward=self._failed_reward)
             verdict = dataclasses.replace(verdict, seconds=time.monotonic() - started)
         return recorder.episode(turn_rewards, verdict, is_cut=is_cut)
 
