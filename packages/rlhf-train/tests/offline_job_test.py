@@ -145,8 +145,9 @@ def test_kto_run_raises_desirable_above_undesirable_answers(model_path, tmp_path
 def test_distillation_brings_a_student_to_its_teacher(model_path, tmp_path):
     teacher = ModelSpec(path=str(tiny_model_dir(tmp_path / "teacher", seed=5, vocab_size=640)))
     made = job(model_path, tmp_path, objective=DistillationObjective(kd_coef=1.0), reference=teacher)
-    made = dataclasses.replace(made, eval_examples=made.examples)
+    made = dataclasses.replace(made, eval_examples=made.examples, best_metric="distillation")
     seen = run(made)
+    assert json.loads((made.best_path / "state.json").read_text())["step"] == 10
     assert seen[0]["eval/loss"] == seen[0]["eval/distillation"]
     assert seen[10]["eval/distillation"] < seen[0]["eval/distillation"] - 0.2
 

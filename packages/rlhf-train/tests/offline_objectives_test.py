@@ -376,3 +376,18 @@ def test_score_moments_of_equal_scores_have_no_deviation():
     # Rounding can leave a variance a little below 0.
     assert score_moments({"eval/score": 0.1, "eval/squared_score": 0.1**2 - 1e-18}) == (0.1, 0.0)
     assert math.isclose(score_moments({"eval/score": 3.0, "eval/squared_score": 13.0})[1], 2.0)
+
+
+@pytest.mark.parametrize(
+    ("objective", "lower"),
+    [
+        (SupervisedObjective, {"loss"}),
+        (RewardModelObjective, {"loss"}),
+        (ProcessRewardObjective, {"loss"}),
+        (PreferenceObjective, {"loss", "nll", "rejected_reward"}),
+        (KtoObjective, {"loss", "kl", "undesirable_reward"}),
+        (DistillationObjective, {"loss", "nll", "distillation"}),
+    ],
+)
+def test_every_objective_says_which_of_its_metrics_are_better_when_they_are_lower(objective, lower):
+    assert set(objective.lower_is_better) == lower

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -115,6 +116,13 @@ def test_checkpoint_that_fits_is_kept_though_a_newer_one_is_too_large():
     found = [Checkpoint(Path(f"step-{step}"), step, None, False, {"f": (size, "")}) for step, size in sizes.items()]
     assert [one.step for one in superfluous(found, max_num=9, max_bytes=30)] == [2]
     assert {one.step for one in superfluous(found, max_num=9, max_bytes=29)} == {1, 2}
+
+
+@pytest.mark.parametrize(("lowest", "best"), [(True, 2), (False, 3)])
+def test_checkpoint_whose_metric_is_nan_is_never_the_best(lowest, best):
+    metrics = {1: math.nan, 2: 1.0, 3: 2.0, 4: math.nan, 5: None}
+    found = [Checkpoint(Path(f"step-{step}"), step, metric, lowest, {}) for step, metric in metrics.items()]
+    assert {one.step for one in superfluous(found, max_num=1)} == {1, 2, 3, 4} - {best}
 
 
 def test_best_checkpoint_is_kept_besides_the_newest(tmp_path):

@@ -29,8 +29,6 @@ from rlhf_train.run.recorder import Recorder
 from rlhf_train.run.timeline import Timeline
 from rlhf_train.specs import ModelSpec
 
-_LOWEST = ("loss", "nll", "kl")  # metrics that are better when they are lower
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineJob:
@@ -45,8 +43,8 @@ class OfflineJob:
             update.
         examples, eval_examples: in the form that the objective takes; the latter may be empty.
         eval_steps: updates between evaluations; None evaluates only at the start and the end.
-        best_metric: evaluation metric, without "eval/", that decides which weights are saved in `best_path`. Lower is
-            better for "loss", "nll" and "kl", higher for all others. None saves the last weights only.
+        best_metric: evaluation metric, without "eval/", that decides which weights are saved in `best_path`; the
+            objective says whether lower or higher values are better. None saves the last weights only.
         schedule: batch sizes, epochs and seed.
         model_path, best_path: folders for the final and the best model, in the Hugging Face layout. With LoRA the
             adapter is merged into the model, and also saved in the subfolder `adapter`.
@@ -200,7 +198,7 @@ class _Run:
         self._are_ranks_together = job.num_ranks == 1  # at the end of the run, so that they can save it
         self._eval_metrics: dict[str, float] = {}
         self._best: BestModel | None = None
-        lowest = job.best_metric in _LOWEST
+        lowest = job.best_metric in job.objective.lower_is_better
         if job.best_metric is not None and job.best_path is not None:
             self._best = BestModel(f"eval/{job.best_metric}", job.best_path, lowest=lowest)
         torch.manual_seed(job.schedule.seed)

@@ -38,6 +38,7 @@ class Objective(ABC, Generic[Item]):
         model_kind: "actor" for a language model, "reward" for a model that returns a score.
         needs_teacher: whether the loss needs a teacher model.
         needs_reference: whether the loss needs log-probs of a reference policy.
+        lower_is_better: metrics, without their prefix, whose lower values are better. The others' higher values are.
         packing: concatenate the sequences of a micro-batch instead of padding them.
         ranks_per_batch: neighbouring ranks that have the same micro-batches, and compute the same losses and metrics.
         costs: of the trained model, by which ranks get equal work; set by the run. Without them they get equal numbers
@@ -48,6 +49,7 @@ class Objective(ABC, Generic[Item]):
     model_kind: ClassVar[str] = "actor"
     needs_teacher: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
+    lower_is_better: ClassVar[tuple[str, ...]] = ("loss",)
 
     packing: bool = False
     ranks_per_batch: int = 1

@@ -25,7 +25,7 @@ class BestModel:
         self._best = math.inf if lowest else -math.inf
 
     def beaten_by(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether the metric is better than in all earlier evaluations. The first one is always better."""
+        """Return whether the metric is better than in all earlier evaluations. Any number is better than none."""
         value = metrics[self.metric]
         return value < self._best if self._lowest else value > self._best
 

@@ -237,7 +237,7 @@ def superfluous(found: Sequence[Checkpoint], max_num: int, max_bytes: float = ma
     if not found:
         return []
     *older, newest = found
-    scored = [checkpoint for checkpoint in found if checkpoint.metric is not None]
+    scored = [one for one in found if one.metric is not None and not math.isnan(one.metric)]
     best = max(scored, key=lambda one: (-one.metric if one.lowest else one.metric, one.step), default=newest)
     used = newest.size_bytes + (best.size_bytes if best is not newest else 0)
     num = 1

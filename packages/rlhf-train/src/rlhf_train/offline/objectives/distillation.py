@@ -29,6 +29,7 @@ class DistillationObjective(Objective[SftExample]):
     """
 
     needs_teacher: ClassVar[bool] = True
+    lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "nll", "distillation")
 
     kd_coef: float = 0.4
 

@@ -35,6 +35,7 @@ class KtoObjective(Objective[Compared]):
     """
 
     needs_reference: ClassVar[bool] = True
+    lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "kl", "undesirable_reward")
 
     beta: float = 0.1
     desirable_weight: float = 1.0

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -31,6 +32,8 @@ class PreferenceObjective(Objective[Compared]):
         length_average: make "dpo" and "ipo" compare means over tokens instead of sums. "simpo" and "orpo" always
             compare means.
     """
+
+    lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "nll", "rejected_reward")
 
     loss_type: str = "dpo"
     beta: float = 0.1
