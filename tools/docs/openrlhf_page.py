@@ -5,6 +5,7 @@ python tools/docs/openrlhf_page.py --check    exit with 1 if the table on the pa
 """
 
 import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from rlhf_cli.config.openrlhf import COMMANDS, Row, table
@@ -18,7 +19,7 @@ def markdown() -> str:
     lines = ["| flag of OpenRLHF | commands | here |", "|---|---|---|"]
     for row in table():
         names = ", ".join(f"`--{name}`" for name in row.names)
-        lines.append(f"| {names} | {_commands(row)} | {_meaning(row)} |")
+        lines.append(f"| {names} | {commands_text(row.commands)} | {_meaning(row)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -31,9 +32,9 @@ def with_table(page: str) -> str:
     return head + begin + markdown() + end + tail
 
 
-def _commands(row: Row) -> str:
-    # Replace commands by the largest group that contains only commands of the row; name the rest one by one.
-    left = set(row.commands)
+def commands_text(commands: Collection[str]) -> str:
+    """Return the names of commands. The largest groups that hold no other command stand for their commands."""
+    left = set(commands)
     words = []
     for name in ("all", "training", "offline", "inference"):
         if left >= set(COMMANDS[name]):
@@ -53,15 +54,15 @@ def _meaning(row: Row) -> str:
     return f"{row.kind}: {row.text}{accepted}"
 
 
-def main() -> int:
-    """Write or check the page; return the exit status."""
-    old = PAGE.read_text(encoding="utf-8")
-    new = with_table(old)
+def written(page: Path, renew: Callable[[str], str]) -> int:
+    """Write a page whose text `renew` makes from the old one, or check it with --check; return the exit status."""
+    old = page.read_text(encoding="utf-8") if page.exists() else ""
+    new = renew(old)
     if "--check" in sys.argv[1:]:
         return int(old != new)
-    PAGE.write_text(new, encoding="utf-8")
+    page.write_text(new, encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(written(PAGE, with_table))
