@@ -130,7 +130,7 @@ def test_sft_encoder_broken_row_names_file_and_line(tmp_path, row, says):
         ("user assistant assistant", "message 2: `assistant` follows `assistant`"),
         ("user user assistant", "message 1: `user` follows `user`"),
         ("user system assistant", "message 1: a message of role `system` must come first, it follows `user`"),
-        ("user asistant", "message 1: unknown role `asistant`"),
+        ("user asistant", "message 1 of `q`: unknown role `asistant`"),
     ],
 )
 def test_sft_encoder_role_order_names_file_line_and_message(tmp_path, roles, says):

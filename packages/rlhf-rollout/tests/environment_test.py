@@ -109,6 +109,15 @@ def test_chat_prompt_gets_observations_as_messages_of_the_user(guess):
     ]
 
 
+def test_first_observation_follows_the_beginning_of_an_answer(guess):
+    messages = ({"role": "user", "content": "Find it."}, {"role": "assistant", "content": "I play."})
+    prompt = Prompt("p", [1], "rendered", "4", messages=messages)
+    engine = writes(["begun", "4"], sign="assistant: ")
+    [episode], _ = run(guess()[0], engine, prompts=[prompt], tokenizer=ToolTokenizer())
+    begun = "<bos>user: Find it.<eos>\nassistant: I play.<eos>\nuser: guess:<eos>\nassistant: "
+    assert texts_of(episode.rollouts[0]) == [(PROMPT, begun), (POLICY, "4<eos>")]
+
+
 def test_each_is_closed_when_its_episode_is_done_cut_or_fails_alone(guess):
     source, log = guess("POOL_SIZE = 3\n")
     prompts = [make_prompt(str(number), label) for number, label in enumerate(["4", "5", "4", "bad"])]

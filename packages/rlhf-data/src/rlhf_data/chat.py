@@ -5,7 +5,6 @@ A tokenizer is a loaded Hugging Face tokenizer, or an object with the same metho
 """
 
 import contextlib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlhf_data.errors import ConfigError, DataError, unknown
-from rlhf_data.rows import Row, kind_of
-
-Messages = list[dict[str, Any]]
+from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.messages import Messages, calls_as_text, check_roles, joined_messages, row_messages, row_tools
+from rlhf_data.rows import Row
 
 _PLACEHOLDER = "{}"
 _ANSWER = "answer7c41"  # stands for an answer in a rendered conversation
@@ -27,7 +25,6 @@ _CONTEXT_LENGTH = 64  # characters of a context that count: tokens depend on wha
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _OPENING_TAG = re.compile(r"(<\w+>)(\s*)$")
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # what models think, beside the content of a message
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Tokenizer(Protocol):
@@ -92,98 +89,44 @@ class InputTemplate:
     def render(self, row: Row, key: str) -> str:
         """Return the text of a row's prompt.
 
-        With the chat template, the input is one user message (or already a list of messages), followed by the
-        generation prompt. Otherwise the input is inserted into `input_template`.
+        With the chat template, the input is one user message (or already a list of messages); see `render_prompt`.
+        Otherwise the input is inserted into `input_template`.
 
         Raises:
             DataError: a missing key, an input that is empty or of the wrong type, or messages the template refuses.
         """
         if self.apply_chat_template:
             options = {"origin": row.origin, "tools": row_tools(row, self.tools_key)}
-            return render_chat(row_messages(row, key), self.tokenizer, add_generation_prompt=True, **options)
+            return render_prompt(row_messages(row, key), self.tokenizer, **options)
+        return (self.input_template or _PLACEHOLDER).replace(_PLACEHOLDER, self.plain_text(row, key))
+
+    def plain_text(self, row: Row, key: str) -> str:
+        """Return a text of a row that no chat template renders. Raises DataError as `Row.filled`, and for messages."""
         if isinstance(row.cell(key), list):
             raise DataError(f"{row.origin}: `{key}` is a list of messages", hint="messages need --apply_chat_template")
-        return (self.input_template or _PLACEHOLDER).replace(_PLACEHOLDER, row.filled(key))
+        return row.filled(key)
 
 
-def row_messages(row: Row, key: str) -> Messages:
-    """Return a row's input as messages: text becomes one user message.
+def render_prompt(
+    messages: Messages, tokenizer: Tokenizer, *, origin: str, tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """Return the text that a policy continues: a conversation with the generation prompt.
 
-    Beside tool calls, a content that is null or missing becomes empty text, and arguments in JSON become objects, as
-    chat templates read them.
-
-    Raises:
-        DataError: an empty list, or a message without a text `role` and a text `content`.
-    """
-    value = row.cell(key)
-    if not isinstance(value, list):
-        return [{"role": "user", "content": row.filled(key)}]
-    if not value:
-        raise DataError(f"{row.origin}: `{key}` is an empty list of messages")
-    messages = [_with_calls(message, partial(_as_object, is_table=not row.has_lines)) for message in value]
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
-            problem = f"{row.origin}: message {index} of `{key}` needs a text `role` and a text `content`"
-            hint = (
-                'a message looks like {"role": "user", "content": "..."}; beside `tool_calls` the content may be null'
-            )
-            raise DataError(problem, hint=hint)
-    return messages
-
-
-def row_tools(row: Row, key: str | None) -> list[dict[str, Any]]:
-    """Return a row's tools, which are JSON schemas of functions: a list or its JSON text; none for null.
+    A last message of the assistant is the beginning of the answer. The text then ends with it, as with transformers'
+    `continue_final_message`.
 
     Raises:
-        DataError: a missing key, text that is not JSON, or another value than a list of objects.
+        DataError: as `render_chat`, or a last message of the assistant that is empty or calls tools.
     """
-    tools = None if key is None else row.decoded(key)
-    if tools is None:
-        return []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        problem = f"{row.origin}: `{key}` must be a list of tools, or its JSON text, got {kind_of(tools)}"
-        raise DataError(problem, hint='a tool looks like {"type": "function", "function": {"name": ..., ...}}')
-    is_table = not row.has_lines and isinstance(row.cell(str(key)), list)
-    return [_without_nulls(tool) for tool in tools] if is_table else tools
-
-
-def _with_calls(message: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a message with text as content and changed arguments, if it has tool calls; else unchanged."""
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    if not calls or not isinstance(calls, list) or message.get("role") != "assistant":
-        return message
-    content = "" if message.get("content") is None else message["content"]
-    return message | {"content": content, "tool_calls": [_with_arguments(call, change) for call in calls]}
-
-
-def _with_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or "arguments" not in function:
-        return call
-    return call | {"function": function | {"arguments": change(function["arguments"])}}
-
-
-def _as_object(arguments: Any, *, is_table: bool) -> Any:
-    """Return the arguments of a call as an object, if they are one or its JSON text; else unchanged."""
-    if isinstance(arguments, str):
-        try:
-            return json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            return arguments
-    return _without_nulls(arguments) if is_table else arguments
-
-
-def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a value without the nulls with which a table fills the keys that other rows' objects have."""
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return value
+    last = messages[-1]
+    is_begun = last["role"] == "assistant"
+    if is_begun and last.get("tool_calls"):
+        hint = "add their results as messages of role `tool`, or leave the message out"
+        raise DataError(f"{origin}: the last message calls tools, so no answer can follow it", hint=hint)
+    if is_begun and not last["content"].strip():
+        raise DataError(f"{origin}: the last message is the assistant's and empty", hint="leave the message out")
+    options = {"origin": origin, "tools": tools, "add_generation_prompt": not is_begun}
+    return render_chat(messages, tokenizer, is_continued=is_begun, **options)
 
 
 def render_chat(
@@ -192,6 +135,7 @@ def render_chat(
     *,
     origin: str,
     add_generation_prompt: bool,
+    is_continued: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
     must_write_tools: bool = True,
 ) -> str:
@@ -202,6 +146,7 @@ def render_chat(
         tokenizer: the model's tokenizer, loaded, with a chat template.
         origin: of the conversation, for messages.
         add_generation_prompt: end with what precedes an answer.
+        is_continued: end with the content of the last message.
         tools: JSON schemas of functions in OpenAI's form, which the template writes where its model expects them.
         must_write_tools: whether the text must have the name of each tool, by the template or in a message.
 
@@ -210,6 +155,8 @@ def render_chat(
     """
     # return_dict=False, because transformers 5 returns a dictionary by default.
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "return_dict": False}
+    if is_continued:
+        options["continue_final_message"] = True
     text = _apply_template(messages, tokenizer, origin, tools, **options)
     for tool in tools if must_write_tools else ():
         name = tool.get("function", tool).get("name")
@@ -303,29 +250,6 @@ def encode_completion(text: str, tokenizer: Tokenizer, *, before: str = "", is_t
     return [*ids, eos]
 
 
-def check_roles(messages: Messages, *, origin: str) -> None:
-    """Raise DataError unless the messages are a conversation that ends with the assistant's answer.
-
-    System messages must come first, user and assistant must alternate, an assistant's message must follow a user's or a
-    tool's, and no answer may be empty.
-    """
-    before = None
-    for index, message in enumerate(messages):
-        role = message["role"]
-        place = f"{origin}: message {index}"
-        if role not in _ROLES:
-            raise DataError(f"{place}: {unknown('role', role, _ROLES)}")
-        if role in ("system", "developer") and before not in (None, "system", "developer"):
-            raise DataError(f"{place}: a message of role `{role}` must come first, it follows `{before}`")
-        if (role != "tool" and role == before == "user") or (role == "assistant" and before not in ("user", "tool")):
-            raise DataError(f"{place}: `{role}` follows `{before or 'nothing'}`")
-        if role == "assistant" and not (message["content"].strip() or message.get("tool_calls")):
-            raise DataError(f"{place}: the assistant's answer is empty")
-        before = role
-    if before != "assistant":
-        raise DataError(f"{origin}: the last message must be the assistant's, it is of role `{before}`")
-
-
 def encode_conversation(
     row: Row,
     messages: Messages,
@@ -373,6 +297,46 @@ def encode_conversation(
     runs.append(encode_completion(last, tokenizer, before=before, is_truncated=row.is_truncated))
     is_trained = [*(flag for _, flag in pieces), True]
     return np.concatenate(runs).astype(np.int32), np.repeat(is_trained, [len(run) for run in runs])
+
+
+def encode_answer(
+    row: Row,
+    prompt: Messages,
+    answer: Messages,
+    tokenizer: Tokenizer,
+    *,
+    all_turns: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what `encode_conversation` does, for a prompt and its answer, which `joined_messages` joins.
+
+    Where the prompt ends with the beginning of an answer (see `render_prompt`), what continues it is trained.
+
+    Raises:
+        ConfigError: as `encode_conversation`.
+        DataError: as `encode_conversation`, or `all_turns` or several messages as such a continuation.
+    """
+    if not prompt or not prompt[-1]["role"] == answer[0]["role"] == "assistant":
+        messages = joined_messages(prompt, answer)
+        return encode_conversation(row, messages, tokenizer, all_turns=all_turns, tools=tools)
+    if all_turns or len(answer) > 1:
+        problem = f"{row.origin}: the answer continues the prompt's last message, so it must be one message"
+        raise DataError(f"{problem}, and the only one that is trained")
+    *earlier, begun = prompt
+    check_roles([*earlier, begun | {"content": begun["content"] + answer[0]["content"]}], origin=row.origin)
+    _check_reasoning(answer[0], answer[0]["content"], row.origin)
+    before = render_prompt(prompt, tokenizer, origin=row.origin, tools=tools)
+    options = {"origin": row.origin, "tools": tools, "add_generation_prompt": False}
+    marked = render_chat([*earlier, {"role": "assistant", "content": _ANSWER}], tokenizer, **options)
+    start = begun["content"]
+    trimmed = (
+        "" if before.endswith(start) else start[len(start.rstrip()) :]
+    )  # some templates trim what a message ends with
+    text = trimmed + answer[0]["content"] + ("" if row.is_truncated else marked.rpartition(_ANSWER)[2])
+    [prompt_ids] = encode_prompts([before], tokenizer, has_special_tokens=True)
+    answer_ids = encode_completion(text, tokenizer, before=before, is_truncated=row.is_truncated)
+    ids = np.array([*prompt_ids, *answer_ids], np.int32)
+    return ids, np.arange(len(ids)) >= len(prompt_ids)
 
 
 def has_generation_marks(tokenizer: Tokenizer) -> bool:
@@ -497,7 +461,7 @@ def _apply_template(
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # a template is a program and may raise anything
-        told = [_with_calls(message, _as_text) for message in messages]
+        told = calls_as_text(messages)
         if told != messages:  # DeepSeek's templates expect the arguments of calls as text
             with contextlib.suppress(Exception):
                 return tokenizer.apply_chat_template(told, **options)

@@ -5,16 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.chat import (
-    InputTemplate,
-    Tokenizer,
-    encode_continuation,
-    encode_conversation,
-    encode_prompts,
-    row_messages,
-    row_tools,
-)
+from rlhf_data.chat import InputTemplate, Tokenizer, encode_answer, encode_continuation, encode_prompts
 from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.messages import answer_messages, joined_messages, row_messages, row_tools
 from rlhf_data.records import freeze_arrays
 from rlhf_data.rows import Row, kind_of
 from rlhf_data.sft import SftEncoder, SftExample, completed
@@ -134,25 +127,20 @@ class PreferenceEncoder(InputTemplate):
 
     def _conversations(self, row: Row) -> list[tuple[np.ndarray, np.ndarray]]:
         prompt = [] if self.prompt_key is None else row_messages(row, self.prompt_key)
-        both = []
-        for key in (self.chosen_key, self.rejected_key):
-            if isinstance(row.cell(key), list):
-                both.append([*prompt, *row_messages(row, key)])
-            elif prompt:
-                both.append([*prompt, {"role": "assistant", "content": row.filled(key)}])
-            else:
+        keys = (self.chosen_key, self.rejected_key)
+        for key in keys:
+            if not prompt and not isinstance(row.cell(key), list):
                 message = f"{row.origin}: `{key}` is text, which has no messages for the chat template"
                 raise DataError(message, hint="give --prompt_key, or leave out --apply_chat_template")
-        if both[0][:-1] != both[1][:-1]:
+        answers = [answer_messages(row, key) for key in keys]
+        chosen, rejected = (joined_messages(prompt, answer) for answer in answers)
+        if chosen[:-1] != rejected[:-1]:
             raise DataError(f"{row.origin}: the two conversations differ before their last message")
         tools = row_tools(row, self.tools_key)
-        return [encode_conversation(row, messages, self.tokenizer, tools=tools) for messages in both]
+        return [encode_answer(row, prompt, answer, self.tokenizer, tools=tools) for answer in answers]
 
     def _texts(self, row: Row) -> list[tuple[np.ndarray, np.ndarray]]:
-        keys = (self.chosen_key, self.rejected_key)
-        if any(isinstance(row.cell(key), list) for key in keys):
-            raise DataError(f"{row.origin}: an answer is a list", hint="messages need --apply_chat_template")
-        texts = [row.filled(key) for key in keys]
+        texts = [self.plain_text(row, key) for key in (self.chosen_key, self.rejected_key)]
         if self.prompt_key is not None:
             prompt = self.render(row, self.prompt_key)
             return [completed(row, prompt, text, self.tokenizer) for text in texts]

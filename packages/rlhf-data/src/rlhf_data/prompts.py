@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts, row_messages
+from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts
 from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.messages import row_messages
 from rlhf_data.records import Prompt
 from rlhf_data.rows import Counts, RowErrors, unknown_id
 from rlhf_data.sources import Rows
@@ -54,7 +55,7 @@ def load_prompts(
         label_key: the key of the reference answer; None if rows have none.
         apply_chat_template: render the input with the tokenizer's chat template.
         input_template: text with one `{}` for the input; everything else in it is literal.
-        tools_key: the key of the tools, which the chat template writes; see `rlhf_data.chat.row_tools`.
+        tools_key: the key of the tools, which the chat template writes; see `rlhf_data.messages.row_tools`.
         prompt_max_len: largest number of tokens per prompt. Longer prompts are left out and counted, never cut.
         num_ids: number of token ids that the model knows; a row with another one cannot be used. None: it knows all.
         skip_bad_rows: leave out any number of rows that cannot be used. Otherwise more than 1 % is an error.

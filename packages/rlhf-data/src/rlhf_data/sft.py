@@ -7,13 +7,13 @@ import numpy as np
 from rlhf_data.chat import (
     InputTemplate,
     Tokenizer,
+    encode_answer,
     encode_completion,
     encode_conversation,
     encode_prompts,
-    row_messages,
-    row_tools,
 )
 from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.messages import answer_messages, row_messages, row_tools
 from rlhf_data.records import freeze_arrays
 from rlhf_data.rows import Row
 
@@ -55,8 +55,8 @@ class SftEncoder(InputTemplate):
 
     Attributes, in addition to those of `InputTemplate`:
         input_key: the key of the prompt: text, or a list of messages with `apply_chat_template`.
-        output_key: the key of the completion, a text. None if the input holds everything: a conversation that ends with
-            the assistant's answer, or a text for pretraining.
+        output_key: the key of the completion: text, or messages with `apply_chat_template`. None if the input holds
+            everything: a conversation that ends with the assistant's answer, or a text for pretraining.
         multiturn: train every answer of a conversation; otherwise only the last.
         pretrain: train every token except the first, which has no prediction.
 
@@ -85,12 +85,14 @@ class SftEncoder(InputTemplate):
         """Return the example of a row."""
         if self.apply_chat_template:
             messages = row_messages(row, self.input_key)
-            if self.output_key is not None:
-                messages = [*messages, {"role": "assistant", "content": row.filled(self.output_key)}]
             options = {"all_turns": self.multiturn, "tools": row_tools(row, self.tools_key)}
-            ids, mask = encode_conversation(row, messages, self.tokenizer, **options)
+            if self.output_key is None:
+                ids, mask = encode_conversation(row, messages, self.tokenizer, **options)
+            else:
+                answer = answer_messages(row, self.output_key)
+                ids, mask = encode_answer(row, messages, answer, self.tokenizer, **options)
         elif self.output_key is not None:
-            answer = row.filled(self.output_key)
+            answer = self.plain_text(row, self.output_key)
             ids, mask = completed(row, self.render(row, self.input_key), answer, self.tokenizer)
         else:
             [ids] = encode_prompts([self.render(row, self.input_key)], self.tokenizer, has_special_tokens=False)

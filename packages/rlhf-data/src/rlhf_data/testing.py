@@ -58,6 +58,7 @@ class ByteTokenizer:
         tokenize: bool,
         add_generation_prompt: bool,
         return_dict: bool = True,
+        continue_final_message: bool = False,
         tools: list[Any] | None = None,
     ) -> Any:
         """Return the rendered conversation as text or, with `tokenize`, as {"input_ids": ids} or ids."""
@@ -69,6 +70,7 @@ class ByteTokenizer:
             called = "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in calls)
             text += f"{message['role']}: {message['content']}{called}<eos>\n"
         text += "assistant: " if add_generation_prompt else ""
+        text = text.removesuffix("<eos>\n") if continue_final_message else text
         if not tokenize:
             return text
         ids = self.encode(text, add_special_tokens=False)

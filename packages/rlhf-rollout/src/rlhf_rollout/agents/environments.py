@@ -261,5 +261,9 @@ async def _ask(session: Session, text: str, *, is_first: bool) -> Reply:
     if not is_first:
         return await session.chat([{"role": "user", "content": text.strip()}])
     *earlier, last = session.messages
-    content = f"{last['content']}\n\n{text.strip()}" if text.strip() else last["content"]
-    return await session.chat([*earlier, {**last, "content": content}])
+    observed = text.strip()
+    if not observed:
+        return await session.chat(session.messages)
+    if last["role"] != "user":  # an answer that the prompt begins is the policy's, not the environment's
+        return await session.chat([*session.messages, {"role": "user", "content": observed}])
+    return await session.chat([*earlier, {**last, "content": f"{last['content']}\n\n{observed}"}])

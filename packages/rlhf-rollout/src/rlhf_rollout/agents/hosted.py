@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf_data.chat import Tokenizer, encode_continuation, render_chat, render_follow_up
+from rlhf_data.chat import Tokenizer, encode_continuation, render_follow_up, render_prompt
 from rlhf_data.records import Episode, Prompt, Verdict, VerdictKind
 from rlhf_rollout.agents.interface import BudgetSpentError
 from rlhf_rollout.agents.pool import AgentPool
@@ -172,7 +172,7 @@ class HostedAgent:
             added = self.encode(render_follow_up(list(messages), self._tokenizer, **options))
             # The template writes the end of the answer, and an answer that was not cut has it already.
             return [*before, *(added[1:] if added[:1] == list(before[-1:]) else added)]
-        text = render_chat(list(messages), self._tokenizer, add_generation_prompt=True, **options)
+        text = render_prompt(list(messages), self._tokenizer, **options)
         return self.encode(text, "")
 
     def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
