@@ -233,7 +233,7 @@ def test_requests_at_the_same_time_are_rollouts_of_their_own():
 
 def test_equal_texts_are_continued_each_by_itself_at_the_same_time():
     async def run():
-        # The text that is continued first gets its answer last.
+        # The text that is continued first gets its answer last, and so continues the second of the equal answers.
         async with opened(writes("same", "same", "a long answer", "b", token_latency_s=0.05)) as door:
             for prompt in ("hi", "hisame"):
                 asked = [door.client.completions.create(model="m", prompt=prompt) for _ in range(2)]
@@ -241,7 +241,7 @@ def test_equal_texts_are_continued_each_by_itself_at_the_same_time():
             return door.rollouts()
 
     answers = [[text for source, text in spans if source is POLICY] for spans in asyncio.run(run())]
-    assert answers == [["same<eos>", "a long answer<eos>"], ["same<eos>", "b<eos>"]]
+    assert answers == [["same<eos>", "b<eos>"], ["same<eos>", "a long answer<eos>"]]
 
 
 def test_stop_text_ends_the_answer_and_what_is_recorded():

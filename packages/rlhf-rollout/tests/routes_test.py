@@ -60,7 +60,7 @@ def recorded(engine, *requests, shorten=None):
 
     async def episode():
         for request in requests:
-            await recorder.generate(request(recorder.token_ids), shorten=shorten)
+            recorder.add(await recorder.sample(request(recorder.token_ids), shorten=shorten))
         return recorder.episode((), None).rollouts
 
     return asyncio.run(episode())

@@ -4,6 +4,8 @@ Answers are written when they are complete. A stream therefore holds each part o
 """
 
 import contextlib
+import hashlib
+import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +51,11 @@ class Request:
     include_usage: bool = False
     ignored: list[str] = field(default_factory=list)
     model: str = "policy"
+
+    def digest(self) -> bytes:
+        """Return a digest of all that the answer depends on: equal requests have equal ones."""
+        parts = [self.messages, self.prompt, self.tools, self.max_tokens, self.stop, self.logprobs]
+        return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).digest()
 
 
 @dataclass(slots=True, kw_only=True)

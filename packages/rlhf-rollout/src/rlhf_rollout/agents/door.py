@@ -1,9 +1,12 @@
 """The door of one episode: answers requests and records them."""
 
 import asyncio
+import contextlib
 import re
 from bisect import bisect_left
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 
 from rlhf_data.chat import Tokenizer
 from rlhf_data.records import FinishReason
@@ -11,7 +14,7 @@ from rlhf_rollout.agents.conversation import Conversations, History
 from rlhf_rollout.agents.dialect import Answer, Request, new_id
 from rlhf_rollout.agents.interface import BudgetSpentError
 from rlhf_rollout.agents.process import Activity
-from rlhf_rollout.agents.recorder import EpisodeRecorder
+from rlhf_rollout.agents.recorder import Draft, EpisodeRecorder
 from rlhf_rollout.agents.tool_calls import ParseCalls
 from rlhf_rollout.protocols import Completion
 
@@ -27,8 +30,31 @@ class RefusedError(Exception):
         self.kind = kind
 
 
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A request under way, or answered.
+
+    Attributes:
+        request: what a client asks for; None when the answer is delivered, because requests hold whole conversations.
+        task: samples the answer, and goes on when the client leaves.
+        draft: what is to be recorded when the answer is delivered; None for an answer without tokens.
+        has_client: a client waits for the answer, or has it.
+        is_delivered: a client has the answer.
+    """
+
+    request: Request | None
+    task: asyncio.Task[Answer] = field(init=False)
+    draft: Draft | None = None
+    has_client: bool = False
+    is_delivered: bool = False
+
+
 class DoorSession:
     """The door of one episode.
+
+    A client that loses its connection, for example because its own timeout ends, sends its request again. It then gets
+    the answer that was being sampled: another draw would favour answers that are fast, and so short. An answer becomes
+    a part of the episode when it is delivered.
 
     Args:
         url: its address, without `/v1`.
@@ -63,22 +89,69 @@ class DoorSession:
         self._conversations = Conversations(tokenizer, history)
         self._is_spent = False
         self.is_refused = False
-        self._tasks: set[asyncio.Task[Answer]] = set()
+        self._is_closed = False
+        self._asked: defaultdict[bytes, list[Asked]] = defaultdict(list)  # by the digest of the request
 
-    def start(self, request: Request) -> asyncio.Task[Answer]:
-        """Return the task that answers a request; `close` cancels it."""
-        task = asyncio.create_task(self._answer(request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def ask(self, request: Request, *, is_retry: bool) -> Asked:
+        """Return an equal request whose client has left before its answer; otherwise begin this one.
+
+        Args:
+            request: what a client asks for.
+            is_retry: the client says that it has sent the request before. It may have lost a delivered answer, too.
+
+        Raises:
+            RefusedError: the episode has ended while the request arrived.
+        """
+        if self._is_closed:
+            raise RefusedError(404, "not_found_error", "the session has ended")
+        equal = self._asked[request.digest()]
+        for asked in equal:
+            if not asked.has_client:
+                return asked
+        delivered = [asked for asked in equal if asked.is_delivered]
+        if is_retry and delivered:
+            return delivered[-1]
+        asked = Asked(request)
+        asked.task = asyncio.create_task(self._answer(asked, request))
+        asked.task.add_done_callback(_look_at)
+        equal.append(asked)
+        return asked
+
+    @contextlib.contextmanager
+    def waiting(self, asked: Asked) -> Iterator[None]:
+        """Return a context in which a client waits for an answer. It has left if the answer is not delivered then."""
+        asked.has_client = True
+        try:
+            with self._activity.waiting():
+                yield
+        finally:
+            asked.has_client = asked.is_delivered
+
+    def deliver(self, asked: Asked) -> None:
+        """Record an answer that is sent now, and remember its tokens for the requests that continue it."""
+        answer = asked.task.result()
+        request, draft = asked.request, asked.draft
+        asked.request = asked.draft = None
+        asked.is_delivered = True
+        if request is None or draft is None:
+            return
+        self._recorder.add(draft)
+        tokens = [*draft.token_ids, *draft.completion.token_ids.tolist()]
+        if request.messages:
+            is_ended = draft.completion.finish_reason is FinishReason.STOP
+            self._conversations.add_chat(request.messages, request.tools, answer.message, tokens, is_ended=is_ended)
+        elif isinstance(request.prompt, str):
+            self._conversations.add_text(request.prompt + answer.text, tokens)
 
     def close(self) -> None:
-        """Cancel the requests under way."""
-        for task in self._tasks:
-            task.cancel()
+        """Cancel the requests under way, and refuse others."""
+        self._is_closed = True
+        for equal in self._asked.values():
+            for asked in equal:
+                asked.task.cancel()
 
-    async def _answer(self, request: Request) -> Answer:
-        """Return the policy's answer.
+    async def _answer(self, asked: Asked, request: Request) -> Answer:
+        """Return the policy's answer, and keep what is to be recorded of it.
 
         Raises ValueError for a request that the template, the tokenizer or the recorder refuses, RefusedError when the
         episode has ended, EngineError.
@@ -91,8 +164,7 @@ class DoorSession:
         length = min(request.max_tokens or self._max_tokens, self._max_tokens)
         shorten = None if not request.stop else lambda completion: self._stopped(completion, request.stop)
         try:
-            with self._activity.waiting():
-                completion = await self._recorder.generate(token_ids, {"max_tokens": length}, shorten=shorten)
+            draft = await self._recorder.sample(token_ids, {"max_tokens": length}, shorten=shorten)
         except BudgetSpentError:
             if self._is_spent:
                 self.is_refused = True
@@ -100,11 +172,15 @@ class DoorSession:
                     400, "episode_budget_spent", "the episode has no turns, tokens or time left"
                 ) from None
             self._is_spent = True
-            return Answer(text="", calls=[], is_cut=True, num_prompt_tokens=len(token_ids), num_tokens=0, tokens=[])
-        return self._recorded(request, token_ids, completion)
+            size = len(token_ids)
+            return Answer(text="", calls=[], is_cut=True, num_prompt_tokens=size, num_tokens=0, tokens=[])
+        answer = self._read(request, draft)
+        asked.draft = draft
+        return answer
 
-    def _recorded(self, request: Request, token_ids: list[int], completion: Completion) -> Answer:
-        """Return an answer, and remember its tokens for the requests that continue it."""
+    def _read(self, request: Request, draft: Draft) -> Answer:
+        """Return an answer as text and tool calls."""
+        completion = draft.completion
         ids = completion.token_ids.tolist()
         text = before_stop(self._decode(ids), request.stop)
         calls = []
@@ -116,21 +192,14 @@ class DoorSession:
                 calls = found
                 text = _CALL.split(whole, maxsplit=1)[0].strip()
         logprobs = zip(ids, completion.logprobs.tolist(), strict=True) if request.logprobs else ()
-        answer = Answer(
+        return Answer(
             text=text,
             calls=[(new_id("call"), call) for call in calls],
             is_cut=completion.finish_reason is FinishReason.LENGTH,
-            num_prompt_tokens=len(token_ids),
+            num_prompt_tokens=len(draft.token_ids),
             num_tokens=len(ids),
             tokens=[(self._tokenizer.decode([token]), logprob) for token, logprob in logprobs],
         )
-        tokens = [*token_ids, *ids]
-        if request.messages:
-            is_ended = completion.finish_reason is FinishReason.STOP
-            self._conversations.add_chat(request.messages, request.tools, answer.message, tokens, is_ended=is_ended)
-        elif isinstance(request.prompt, str):
-            self._conversations.add_text(request.prompt + text, tokens)
-        return answer
 
     def _stopped(self, completion: Completion, stop: Collection[str]) -> Completion:
         """Return a completion up to the token that completes a text of `stop`."""
@@ -146,6 +215,12 @@ class DoorSession:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def _look_at(task: asyncio.Task[Answer]) -> None:
+    """Look at the error of a task that no client may ask for; otherwise asyncio reports it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def before_stop(text: str, stop: Collection[str]) -> str:

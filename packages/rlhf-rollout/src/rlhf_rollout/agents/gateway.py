@@ -10,6 +10,9 @@ The id is random and is the authorization; keys in headers are not read. The ser
 - Sampling is the run's. A request may shorten its answer by `max_tokens` and `stop`. Other sampling parameters are
   ignored, because the policy learns as it was sampled: the header `x-ignored-parameters` names them.
 - A text of `stop` ends the answer at the token that completes it. This token is recorded, and none after it.
+- A request whose client leaves is answered all the same, and the same request again gets that answer. An answer that no
+  client gets is no part of the episode.
+- While the policy writes, a connection is kept alive: by comments in a stream, by white space before a JSON value.
 - An episode without tokens, turns or seconds left answers once with an empty text that was cut by its length. Later
   requests are refused with status 400.
 """
@@ -28,8 +31,8 @@ from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError, DataError, EngineError, installs
 from rlhf_rollout.agents.anthropic_dialect import MESSAGES
 from rlhf_rollout.agents.conversation import History
-from rlhf_rollout.agents.dialect import Answer, Dialect, Request
-from rlhf_rollout.agents.door import DoorSession, RefusedError
+from rlhf_rollout.agents.dialect import Answer, Dialect, Event, Request
+from rlhf_rollout.agents.door import Asked, DoorSession, RefusedError
 from rlhf_rollout.agents.openai_dialect import CHAT, COMPLETIONS, openai_error
 from rlhf_rollout.agents.process import Activity
 from rlhf_rollout.agents.recorder import EpisodeRecorder
@@ -44,6 +47,8 @@ except ImportError as error:
 MAX_BODY_BYTES = 32 * 2**20
 DIALECTS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES}
 READ_TIMEOUT_S = 60.0  # for the body of a request
+KEEP_ALIVE_S = 5.0  # clients stop reading, some after 10 s, when nothing arrives
+_LEAVING_S = 0.02  # until a connection that was closed before a retry is noticed, when both are read at once
 _BACKLOG = 2048
 _EXIT_TIMEOUT_S = 5.0
 _PATH = re.compile(r"/session/([\w-]+)/(?:v1/)?(chat/completions|completions|responses|messages|models)/?")
@@ -157,31 +162,33 @@ class Gateway:
             raise RefusedError(405, "invalid_request_error", f"the method is {scope['method']}; it must be POST")
         try:
             request = dialect.read(await _read_body(receive))
-        except DataError as error:
+            is_retry = _is_retry(scope)
+            if is_retry:
+                await asyncio.sleep(_LEAVING_S)
+            asked = session.ask(request, is_retry=is_retry)
+        except (DataError, RecursionError) as error:
             raise RefusedError(400, "invalid_request_error", str(error)) from None
-        task = session.start(request)
+        response = _Response(send, dialect, request, self._headers(request))
         leaving = asyncio.create_task(_left(receive))
         try:
-            await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                return
-            answer = task.result()
-        except ValueError as error:  # also DataError
-            raise RefusedError(400, "invalid_request_error", str(error)) from None
-        except EngineError as error:
-            raise RefusedError(500, "server_error", str(error)) from None
-        except asyncio.CancelledError:
-            if not task.cancelled():
+            with session.waiting(asked):
+                while not asked.task.done():
+                    await asyncio.wait([asked.task, leaving], timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+                    if leaving.done():
+                        return
+                    if not asked.task.done():
+                        await response.keep_alive()
+                content = response.content(_answer_of(asked))
+                if not leaving.done():
+                    # Before it is sent, because the next request may follow at once. From here on, nothing waits.
+                    session.deliver(asked)
+                    await response.end(content)
+        except RefusedError as refusal:
+            if not response.has_begun:
                 raise
-            raise RefusedError(404, "not_found_error", "the session has ended") from None
+            await response.fail(refusal)
         finally:
-            task.cancel()
             leaving.cancel()
-        headers = self._headers(request)
-        if request.stream:
-            await _send_events(send, dialect, request, answer, headers)
-        else:
-            await _send_json(send, 200, dialect.write(request, answer), headers)
 
     def _headers(self, request: Request) -> dict[str, str]:
         if not request.ignored:
@@ -210,10 +217,11 @@ async def _read_body(receive: Receive) -> dict[str, Any]:
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:
                     raise RefusedError(413, "invalid_request_error", f"the body is longer than {MAX_BODY_BYTES} bytes")
-        value = json.loads(body)
     except TimeoutError:
         message = f"the body did not arrive within {READ_TIMEOUT_S:g} s"
         raise RefusedError(408, "invalid_request_error", message) from None
+    try:
+        value = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise DataError(f"the body is no JSON: {error!s:.200}") from None
     if not isinstance(value, dict):
@@ -229,6 +237,23 @@ async def _chunks(receive: Receive) -> AsyncIterator[bytes]:
             raise RefusedError(400, "invalid_request_error", "the client closed the connection")
         yield message.get("body", b"")
         is_more = message.get("more_body", False)
+
+
+def _is_retry(scope: Mapping[str, Any]) -> bool:
+    """Return whether the client says that it sends a request again, as those of OpenAI and Anthropic do."""
+    return dict(scope["headers"]).get(b"x-stainless-retry-count", b"0") != b"0"
+
+
+def _answer_of(asked: Asked) -> Answer:
+    """Return the answer of a request that has ended. Raises RefusedError if it has none."""
+    try:
+        return asked.task.result()
+    except (ValueError, RecursionError) as error:  # also DataError
+        raise RefusedError(400, "invalid_request_error", str(error)) from None
+    except EngineError as error:
+        raise RefusedError(500, "server_error", str(error)) from None
+    except asyncio.CancelledError:
+        raise RefusedError(404, "not_found_error", "the session has ended") from None
 
 
 async def _left(receive: Receive) -> None:
@@ -251,15 +276,59 @@ async def _send_json(send: Send, status: int, value: Any, headers: Mapping[str, 
     await send({"type": "http.response.body", "body": content})
 
 
-async def _send_events(
-    send: Send, dialect: Dialect, request: Request, answer: Answer, headers: Mapping[str, str]
-) -> None:
-    await _begin(send, 200, {"content-type": "text/event-stream", "cache-control": "no-cache", **headers})
-    for name, value in dialect.events(request, answer):
-        data = value if isinstance(value, str) else json.dumps(value)
-        text = f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"
-        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-    await send({"type": "http.response.body", "body": b""})
+class _Response:
+    """The response to a request, whose headers are sent when the policy writes for long.
+
+    Attributes:
+        has_begun: the headers are sent, with status 200.
+    """
+
+    def __init__(self, send: Send, dialect: Dialect, request: Request, headers: Mapping[str, str]) -> None:
+        self._send = send
+        self._dialect = dialect
+        self._request = request
+        kind = {"content-type": "application/json"}
+        if request.stream:
+            kind = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+        self._headers = {**kind, **headers}
+        self.has_begun = False
+
+    def content(self, answer: Answer) -> bytes:
+        """Return the body that tells an answer."""
+        if self._request.stream:
+            return b"".join(map(_event, self._dialect.events(self._request, answer)))
+        return json.dumps(self._dialect.write(self._request, answer)).encode()
+
+    async def keep_alive(self) -> None:
+        """Send something without a meaning."""
+        await self._begin({})
+        nothing = b": the policy writes\n\n" if self._request.stream else b" "
+        await self._send({"type": "http.response.body", "body": nothing, "more_body": True})
+
+    async def end(self, content: bytes) -> None:
+        """Send what `content` returned."""
+        await self._begin({} if self._request.stream else {"content-length": str(len(content))})
+        await self._send({"type": "http.response.body", "body": content})
+
+    async def fail(self, refusal: RefusedError) -> None:
+        """Tell an error after the headers, by an event. Without events, the server ends the connection.
+
+        The client then sends its request again, and gets the error with its status.
+        """
+        if self._request.stream:
+            content = _event(("error", self._dialect.error(refusal.kind, str(refusal))))
+            await self._send({"type": "http.response.body", "body": content})
+
+    async def _begin(self, more: Mapping[str, str]) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            await _begin(self._send, 200, {**self._headers, **more})
+
+
+def _event(event: Event) -> bytes:
+    name, value = event
+    data = value if isinstance(value, str) else json.dumps(value)
+    return (f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n").encode()
 
 
 async def _begin(send: Send, status: int, headers: Mapping[str, str]) -> None:

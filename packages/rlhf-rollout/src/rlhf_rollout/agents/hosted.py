@@ -132,9 +132,10 @@ class HostedAgent:
         if recorder.error is not None:
             raise recorder.error
         if verdict is not None:
-            if not recorder.num_turns and not verdict.kind.failed:
-                verdict = Verdict(VerdictKind.CRASH, detail="the agent never asked the policy")
-            if verdict.kind.failed and recorder.num_turns and self._failed_reward is not None:
+            if not recorder.num_answers and not verdict.kind.failed:
+                what = "got no answer of the policy" if recorder.num_turns else "never asked the policy"
+                verdict = Verdict(VerdictKind.CRASH, detail=f"the agent {what}")
+            if verdict.kind.failed and recorder.num_answers and self._failed_reward is not None:
                 turn_rewards = ()
                 verdict = dataclasses.replace(verdict, reward=self._failed_reward)
             verdict = dataclasses.replace(verdict, seconds=time.monotonic() - started)
@@ -260,7 +261,7 @@ class _Attempt:
         if request.get("token_ids") is not None:
             return request["token_ids"]
         if "messages" in request:
-            before = recorder.token_ids if recorder.num_turns else []
+            before = recorder.token_ids if recorder.num_answers else []
             return self._workflow.render(request["messages"], request["tools"], before, recorder.name)
         before = [] if request.get("new") else recorder.token_ids
         return [*before, *self._workflow.encode(request.get("text", ""), None if before else "")]

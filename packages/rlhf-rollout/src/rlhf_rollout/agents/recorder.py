@@ -53,7 +53,6 @@ class _Branch:
     ends: list[int] = field(default_factory=list)
     requests: list[int] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.STOP
-    is_busy: bool = False
     routes: np.ndarray | None = None
 
     def add_routes(self, routes: np.ndarray | None) -> None:
@@ -63,6 +62,21 @@ class _Branch:
         known = 0 if self.routes is None else len(self.routes)
         added = routes[known : len(self.tokens)]
         self.routes = added if self.routes is None else np.concatenate([self.routes, added])
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """An answer that is not recorded yet.
+
+    Attributes:
+        token_ids: the whole conversation before it.
+        completion: the answer.
+        request: the number of its request in the episode.
+    """
+
+    token_ids: list[int]
+    completion: Completion
+    request: int
 
 
 class EpisodeRecorder:
@@ -85,7 +99,7 @@ class EpisodeRecorder:
 
     Attributes:
         name: id of the episode.
-        num_turns: requests that were answered or are under way.
+        num_turns: requests that were answered or are under way, whether or not their answers are recorded.
         error: the error of the engine that ends the episode; None without one.
     """
 
@@ -122,14 +136,25 @@ class EpisodeRecorder:
         """Tokens of the conversation that was continued last; those of the prompt before the first answer."""
         return self._branches[-1].tokens if self._branches else self._prompt.token_ids.tolist()
 
-    async def generate(
+    @property
+    def num_answers(self) -> int:
+        """Answers that are recorded."""
+        return sum(len(branch.ends) for branch in self._branches)
+
+    async def generate(self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None) -> Completion:
+        """Return the policy's answer to a conversation and record both. See `sample` for arguments and errors."""
+        draft = await self.sample(token_ids, overrides)
+        self.add(draft)
+        return draft.completion
+
+    async def sample(
         self,
         token_ids: Sequence[int],
         overrides: Mapping[str, Any] | None = None,
         *,
         shorten: Callable[[Completion], Completion] | None = None,
-    ) -> Completion:
-        """Return the policy's answer to a conversation and record both.
+    ) -> Draft:
+        """Return the policy's answer to a conversation. It is no part of the episode until `add` gets it.
 
         Args:
             token_ids: the whole conversation.
@@ -144,13 +169,11 @@ class EpisodeRecorder:
             EngineError: the engines have failed; see `error`.
         """
         token_ids = [int(token) for token in token_ids]
-        branch = self._branch_of(token_ids)
         sampling = self._sampling_for(token_ids, overrides or {})
         # An engine that gets such a token fails, which would cost the run more than this episode.
-        self._check_tokens([*token_ids[len(branch.tokens) :], *sampling.stop_token_ids])
+        self._check_tokens([*token_ids[len(self._branch_of(token_ids).tokens) :], *sampling.stop_token_ids])
         self.num_turns += 1
         request = self.num_turns
-        branch.is_busy = True
         try:
             [completion] = await self._router.generate(
                 np.array(token_ids, np.int32), sampling, timeout_s=self._timeout_s, conversation=self.name
@@ -158,22 +181,24 @@ class EpisodeRecorder:
         except EngineError as error:
             self.error = error
             raise
-        finally:
-            branch.is_busy = False
-        if shorten is not None:
-            completion = shorten(completion)
-        added = token_ids[len(branch.tokens) :]
+        return Draft(token_ids, completion if shorten is None else shorten(completion), request)
+
+    def add(self, draft: Draft) -> None:
+        """Record a conversation and its answer, once."""
+        # Looked for only now: another answer may have continued the same conversation meanwhile.
+        branch = self._branch_of(draft.token_ids)
+        completion = draft.completion
+        added = draft.token_ids[len(branch.tokens) :]
         if added:
             branch.spans.append(Span(SpanSource.ENVIRONMENT if branch.spans else SpanSource.PROMPT, added))
         if branch not in self._branches:
             self._branches.append(branch)
         branch.spans += completion.spans
-        branch.tokens = [*token_ids, *completion.token_ids.tolist()]
+        branch.tokens = [*draft.token_ids, *completion.token_ids.tolist()]
         branch.add_routes(completion.routes)
         branch.ends.append(len(branch.tokens))
-        branch.requests.append(request)
+        branch.requests.append(draft.request)
         branch.finish_reason = completion.finish_reason
-        return completion
 
     def episode(self, turn_rewards: Sequence[float], verdict: Verdict | None, *, is_cut: bool = False) -> Episode:
         """Return what was recorded.
@@ -253,6 +278,6 @@ class EpisodeRecorder:
         best = _Branch([])
         for branch in self._branches:
             size = len(branch.tokens)
-            if not branch.is_busy and len(best.tokens) < size <= len(token_ids) and token_ids[:size] == branch.tokens:
+            if len(best.tokens) < size <= len(token_ids) and token_ids[:size] == branch.tokens:
                 best = branch
         return best
