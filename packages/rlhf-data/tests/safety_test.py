@@ -1,5 +1,7 @@
 """What a terminal is not to obey, what is not to be written, and which addresses only this machine has."""
 
+import urllib.request
+
 import pytest
 
 from record_testing import write_jsonl
@@ -7,7 +9,7 @@ from rlhf_data.command_line import CommandLine, to_toml
 from rlhf_data.errors import ConfigError
 from rlhf_data.main import main
 from rlhf_data.options import Config, Section, flag
-from rlhf_data.safety import is_loopback, is_utf8, visible, without_secrets
+from rlhf_data.safety import is_loopback, is_utf8, loopback_unproxied, visible, without_secrets
 
 
 class _Server(Section, title="server"):
@@ -82,3 +84,20 @@ def test_inspect_shows_escape_sequences_as_text(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "in\\x1b[2Jput: o\\x1b]0;owned\\x07ne \\x9b31m \\ud800" in out
     assert not set(out) & {"\x1b", "\x07", "\x9b", "\ud800"}
+
+
+@pytest.mark.parametrize(
+    ("given", "exceptions"),
+    [
+        ({}, "localhost,127.0.0.1,::1"),
+        ({"NO_PROXY": ".corp, localhost"}, ".corp, localhost,127.0.0.1,::1"),
+        ({"no_proxy": ".a", "NO_PROXY": ".b"}, ".a,localhost,127.0.0.1,::1"),
+        ({"no_proxy": "*"}, "*"),
+    ],
+)
+def test_programs_ask_this_machine_without_a_proxy(given, exceptions, monkeypatch):
+    made = loopback_unproxied(given)
+    assert made == {"no_proxy": exceptions, "NO_PROXY": exceptions}
+    for name, value in made.items():
+        monkeypatch.setenv(name, value)
+    assert all(urllib.request.proxy_bypass_environment(f"{host}:80") for host in ("localhost", "127.0.0.1"))

@@ -58,6 +58,15 @@ def fusion():
     server.server_close()
 
 
+def test_server_on_this_machine_is_asked_without_the_proxy_of_the_environment(fusion, monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # the discard port: nothing listens there
+    [verdict] = judge(fusion.url, json.dumps({"inputs": [""], "outputs": ["4"]}), "print(4)")
+    assert verdict.kind is OK
+
+
 @pytest.mark.parametrize("form", ["stdin", "call", "assertions"])
 def test_server_runs_programs(fusion, form):
     label = {

@@ -84,6 +84,22 @@ def ask(url: str, sampling: SamplingParams | None = None, **options: Any) -> Any
     return asyncio.run(once())
 
 
+def test_server_on_this_machine_is_asked_without_the_proxy_of_the_environment(stub, url, monkeypatch):
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    stub.answers = [(200, {"choices": [choice(0, [7, 8])]})]
+
+    async def ask():
+        engine = HttpEngine(EngineSpec(model="m", base_url=url), num_retries=0)
+        [answer] = await engine.generate(PROMPT, SamplingParams(max_tokens=2))
+        await engine.close()
+        return answer.token_ids.tolist()
+
+    assert asyncio.run(ask()) == [7, 8]
+
+
 def test_http_engine_is_a_rollout_engine() -> None:
     engine = build_engine("http", EngineSpec(model="policy", base_url="http://127.0.0.1:1"))
     assert isinstance(engine, RolloutEngine)

@@ -43,6 +43,18 @@ def responses(body):
     return [query.removeprefix(prompt) for query, prompt in zip(body["query"], body["prompts"], strict=True)]
 
 
+def test_servers_on_this_machine_are_asked_without_the_proxy_of_the_environment(serve, monkeypatch):
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, NO_SERVER)
+    _, url = serve()
+    assert check_reward_server([url], [make_prompt()], timeout_s=5) is None
+    assert check_reward_server([url.replace("127.0.0.1", "localhost")], [make_prompt()], timeout_s=5) is None
+    with pytest.raises(ConfigError, match="does not answer"):  # another machine is asked through it
+        check_reward_server(["http://192.0.2.1/get_reward", url], [make_prompt()], timeout_s=5)
+
+
 @pytest.fixture
 def serve():
     """Return a function that starts a server and returns it with its URL."""

@@ -1,6 +1,7 @@
 """A token reaches the server that it belongs to, and nobody else."""
 
 import asyncio
+import socket
 
 import httpx
 import pytest
@@ -9,7 +10,7 @@ from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import ConfigError
 from rlhf_rollout.rewards.remote import RemoteReward
 from rlhf_rollout.rewards.sources import RewardSource
-from rlhf_rollout.tokens import TOKEN_VARIABLE, tokens_of
+from rlhf_rollout.tokens import TOKEN_VARIABLE, tokens_of, unproxied
 
 HERE = "http://127.0.0.1:5000/get_reward"
 FAR = "http://far:5000/get_reward"
@@ -89,3 +90,35 @@ def test_verdict_holds_neither_the_token_nor_the_query_of_a_server(status):
 def test_name_of_a_server_in_metrics_has_no_secret():
     for url in ("http://me:s3cret@far:5000/x", "http://far:5000?key=s3cret", "http://far:5000/?key=s3cret"):
         assert RewardSource(kind="server", targets=(url,)).name.removeprefix("***@") == "far:5000"
+
+
+@pytest.mark.parametrize(
+    ("host", "is_here"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.1", True),
+        ("LOCALHOST", True),
+        ("[::1]", True),
+        (socket.gethostname(), True),
+        ("192.0.2.1", False),  # an address for documents, which no machine has
+        ("[2001:db8::1]", False),
+        ("far", False),
+    ],
+)
+def test_only_servers_on_this_machine_are_asked_without_the_proxy(host, is_here, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://192.0.2.2:3128")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    url = f"http://{host}:5000/get_reward"
+    with httpx.Client(mounts=unproxied([url])) as client:
+        assert (client._transport_for_url(httpx.URL(url)) is client._transport) == is_here
+
+
+def test_the_addresses_of_this_machine_are_asked_without_the_proxy():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; the system chooses the address it would send from
+        except OSError:
+            pytest.skip("this machine has no network")
+        own = probe.getsockname()[0]
+    assert unproxied([f"http://{own}:5000", FAR]) == {f"all://{own}": None}

@@ -322,6 +322,20 @@ def test_worker_inherits_only_the_variables_that_are_allowed(write, monkeypatch)
     assert score(reward, ["4"], worker=allowed)[0].detail == "ValueError: - key /somewhere (reward.py:5)"
 
 
+def test_worker_asks_this_machine_without_the_proxy_that_it_inherits(write, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", ".corp")
+    monkeypatch.delenv("no_proxy", raising=False)
+    reward = write(
+        """
+        import os
+        def reward_func(queries, prompts, labels):
+            raise ValueError(os.environ["no_proxy"])
+        """
+    )
+    [verdict] = score(reward, ["a"])
+    assert "ValueError: .corp,localhost,127.0.0.1,::1" in verdict.detail
+
+
 def test_async_function_with_extras_receives_lists_of_each_sample_on_one_event_loop(write):
     reward = write("""
         import asyncio

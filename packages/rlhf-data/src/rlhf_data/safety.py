@@ -2,9 +2,12 @@
 
 import ipaddress
 import re
+from collections.abc import Mapping
 
 # Stands in written text for a secret.
 MASK = "***"
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 # Characters that a terminal obeys instead of showing them: controls other than newline and tab, marks that turn the
 # direction of text, and halves of surrogate pairs, which no terminal can encode.
@@ -39,3 +42,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def loopback_unproxied(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which programs ask this machine itself without the proxy that `environ` may name."""
+    given = environ.get("no_proxy") or environ.get("NO_PROXY", "")
+    hosts = [host.strip() for host in given.split(",")]
+    added = [] if "*" in hosts else [host for host in _LOOPBACK if host not in hosts]
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join([*([given] if given else []), *added]))

@@ -1,6 +1,8 @@
-"""Which bearer token goes to which server."""
+"""Which bearer token goes to which server, and which servers are asked without a proxy."""
 
+import ipaddress
 import re
+import socket
 from collections.abc import Sequence
 
 import httpx
@@ -49,6 +51,28 @@ def tokens_of(urls: Sequence[str], text: str, variable: str = TOKEN_VARIABLE) ->
         hint = f"use https, or set {variable}={servers[0]}=TOKEN if nobody listens on the way"
         raise ConfigError(f"the token of {variable} would go to {servers[0]} without encryption", hint=hint)
     return dict.fromkeys(urls, text)
+
+
+def unproxied(urls: Sequence[str]) -> dict[str, None]:
+    """Return httpx's `mounts` that keep requests to those of the `urls` on this machine from the environment's proxy.
+
+    A proxy would not find the server, and would see the token.
+    """
+    hosts = {httpx.URL(url).host for url in urls}
+    return {f"all://{f'[{host}]' if ':' in host else host}": None for host in hosts if _is_here(host)}
+
+
+def _is_here(host: str) -> bool:
+    """Return whether a host of a URL is this machine: a loopback address, an address that it has, or its name."""
+    if is_loopback(host) or host == socket.gethostname().lower():
+        return True
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))  # only an address of this machine can be bound
+    except (ValueError, OSError):
+        return False
+    return True
 
 
 def _origin(url: str) -> str:

@@ -17,7 +17,7 @@ from rlhf_rollout import answers
 from rlhf_rollout.engines.requests import Hold, check_request, deadline, sample_seeds, time_limit
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
-from rlhf_rollout.tokens import ENGINE_TOKEN_VARIABLE, tokens_of
+from rlhf_rollout.tokens import ENGINE_TOKEN_VARIABLE, tokens_of, unproxied
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 from rlhf_rollout.weight_sync.shared_memory import map_segment
 
@@ -95,6 +95,7 @@ class HttpEngine:
                 limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S),
                 headers=self._headers,
                 transport=self._transport,
+                mounts=unproxied([self._address]),
             )
         return self._clients[loop]
 

@@ -14,14 +14,13 @@ from typing import Any
 import httpx
 
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
-from rlhf_data.safety import is_loopback
 from rlhf_rollout.rewards.breaker import Breaker
 from rlhf_rollout.rewards.outcomes import Failure
 from rlhf_rollout.rewards.remote import RequestFailure, check_passing, check_url, excerpt, send
 from rlhf_rollout.rewards.rubric import load_rubric, read_share
 from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions, RewardSource
 from rlhf_rollout.rewards.user_function import kind_of, one_line
-from rlhf_rollout.tokens import tokens_of
+from rlhf_rollout.tokens import tokens_of, unproxied
 
 KEY_VARIABLE = "RLHF_JUDGE_API_KEY"
 
@@ -63,9 +62,7 @@ class Judge:
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(calls.timeout_s, connect=min(calls.timeout_s / 2, _CONNECT_TIMEOUT_S)),
             limits=httpx.Limits(max_connections=None),
-            trust_env=not is_loopback(
-                httpx.URL(self._url).host
-            ),  # a proxy would see the key of a judge on this machine
+            mounts=unproxied([self._url]),
         )
 
     async def ask(self, messages: Messages, read: Callable[[str], Any], prompt_id: str) -> tuple[Any, Cost]:

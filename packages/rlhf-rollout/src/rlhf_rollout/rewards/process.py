@@ -18,6 +18,7 @@ from typing import Any
 
 from rlhf_data.errors import RewardError, nearest, with_hint
 from rlhf_data.records import VerdictKind
+from rlhf_data.safety import loopback_unproxied
 from rlhf_rollout.rewards import guard, leftovers
 from rlhf_rollout.rewards.outcomes import Failure
 from rlhf_rollout.rewards.sources import WorkerOptions
@@ -65,6 +66,7 @@ class GuardedProcess:
                 stderr=2,
                 pass_fds=[theirs.fileno()],
                 env={name: os.environ[name] for name in INHERITED.union(options.env) & os.environ.keys()}
+                | loopback_unproxied(os.environ)  # an agent's clients ask the policy on this machine
                 | {leftovers.MARK: leftovers.own_mark()},
                 start_new_session=True,  # Ctrl-C does not reach it
             )

@@ -25,7 +25,7 @@ from rlhf_rollout.rewards.breaker import Breaker
 from rlhf_rollout.rewards.function import check_finite, reward_arguments, trial_arguments
 from rlhf_rollout.rewards.outcomes import Failure, judge
 from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored, read_result
-from rlhf_rollout.tokens import TOKEN_VARIABLE, tokens_of
+from rlhf_rollout.tokens import TOKEN_VARIABLE, tokens_of, unproxied
 
 _PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)  # another try may succeed
 _STATUS_OF_A_SAMPLE = (400, 413, 422, 500)  # one sample of a batch may be the reason for these
@@ -111,6 +111,7 @@ class RemoteReward:
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s / 2, _CONNECT_TIMEOUT_S)),
             limits=httpx.Limits(max_connections=None),
             transport=transport,
+            mounts=unproxied(urls),
         )
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
