@@ -71,7 +71,7 @@ def test_input_template_broken_input_names_file_and_line(tmp_path, value, says):
 
 
 def test_input_template_messages_without_chat_template_are_explained(tmp_path):
-    with pytest.raises(DataError, match="messages need --apply_chat_template"):
+    with pytest.raises(DataError, match="messages need ``apply_chat_template``"):
         render(row_of(tmp_path, [{"role": "user", "content": "x"}]))
 
 
@@ -336,7 +336,7 @@ def test_encode_conversation_truncated_answer_has_no_end():
 
 
 def test_encode_conversation_template_that_rewrites_history_is_refused_for_all_turns_only():
-    with pytest.raises(ConfigError, match=r"^o:1: the chat template rewrites message 3, [^$]*without --multiturn"):
+    with pytest.raises(ConfigError, match=r"^o:1: the chat template rewrites message 3, [^$]*without ``multiturn``"):
         encode(FORGETFUL)
     expected = "user one </s> assistant two </s> user three </s> assistant [<think>] [</think>] [one] [two] [</s>]"
     assert encode(FORGETFUL, all_turns=False) == expected

@@ -122,7 +122,7 @@ def test_answers_of_several_turns_do_not_repeat_the_prompt():
 
 
 def test_completions_of_messages_need_the_chat_template():
-    with pytest.raises(DataError, match="`a` is a list of messages\n\nhint: messages need --apply_chat_template"):
+    with pytest.raises(DataError, match="`a` is a list of messages\n\nhint: messages need ``apply_chat_template``"):
         sft({"q": "2+2?", "a": [{"role": "assistant", "content": "4"}]}, apply_chat_template=False)
 
 

@@ -93,7 +93,7 @@ def test_preference_encoder_margin_is_a_number(margin):
         ({"chosen": "a", "rejected": "a"}, {}, "`chosen` and `rejected` are the same"),
         ({"chosen": HUMAN + " e", "rejected": "\n\nHuman: z\n\nAssistant: e"}, {}, "differ before their last answer"),
         ({"chosen": HUMAN + " e", "rejected": "e"}, {}, "differ before their last answer"),
-        ({"chosen": [user("a")], "rejected": "e"}, {}, "messages need --apply_chat_template"),
+        ({"chosen": [user("a")], "rejected": "e"}, {}, "messages need ``apply_chat_template``"),
         ({"chosen": "a", "rejected": "e"}, {"apply_chat_template": True}, "`chosen` is text, which has no messages"),
         (
             {"chosen": [user("a"), assistant("b")], "rejected": [user("c"), assistant("b")]},

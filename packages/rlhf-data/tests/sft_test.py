@@ -111,7 +111,7 @@ def test_sft_encoder_drops_and_counts_too_long(tmp_path):
         ({"q": "x", "a": " "}, "`a` is empty"),
         ({"q": "x", "a": None}, "null"),
         ({"q": "", "a": "x"}, "`q` is empty"),
-        ({"q": [{"role": "user", "content": "x"}], "a": "y"}, "messages need --apply_chat_template"),
+        ({"q": [{"role": "user", "content": "x"}], "a": "y"}, "messages need ``apply_chat_template``"),
     ],
 )
 def test_sft_encoder_broken_row_names_file_and_line(tmp_path, row, says):

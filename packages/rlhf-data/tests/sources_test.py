@@ -190,7 +190,7 @@ def test_row_errors_above_one_percent_are_refused_unless_skipped():
         errors.check(399)
     assert str(caught.value) == (
         "4 of 399 rows cannot be used; the first:\na.jsonl:0: broken\na.jsonl:1: broken\n"
-        "a.jsonl:2: broken\n\nhint: repair them, or leave all of them out with --skip_bad_rows (1 % is tolerated)"
+        "a.jsonl:2: broken\n\nhint: repair them, or leave all of them out with ``skip_bad_rows`` (1 % is tolerated)"
     )
     skipping = RowErrors(skip_bad_rows=True)
     skipping.add("a.jsonl:1: broken")

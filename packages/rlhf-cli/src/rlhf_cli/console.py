@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TextIO
 from rich.console import Console as RichConsole
 from rich.text import Text
 
+from rlhf_data.exits import with_flags
 from rlhf_data.progress import Progress
 from rlhf_data.records import Prompt, Rollout
 from rlhf_data.safety import visible
@@ -101,7 +102,7 @@ class Console:
     def log(self, text: str, style: str = "") -> None:
         """Write a line to stderr."""
         self.done()
-        self._err.print(Text(visible(text), style))
+        self._err.print(Text(with_flags(visible(text)), style))
 
     def notice(self, text: str) -> None:
         """Write a notice to stderr."""
@@ -110,7 +111,7 @@ class Console:
     def aside(self, text: str) -> None:
         """Write a line to stderr above the live line, which stays. Other threads may call it."""
         with self._progress.paused():
-            self._err.print(Text(visible(text), "yellow"))
+            self._err.print(Text(with_flags(visible(text)), "yellow"))
 
     @property
     def is_terminal(self) -> bool:

@@ -73,10 +73,10 @@ class InputTemplate:
         message = hint = None
         if self.apply_chat_template and self.input_template is not None:
             message = "input_template has no effect when the chat template is applied"
-            hint = "give either --apply_chat_template or --input_template"
+            hint = "give either ``apply_chat_template`` or ``input_template``"
         elif self.apply_chat_template and not getattr(self.tokenizer, "chat_template", None):
             message = "the tokenizer has no chat template"
-            hint = "use an instruction-tuned model, or --input_template 'User: {}' without --apply_chat_template"
+            hint = "use an instruction-tuned model, or ``input_template='User: {}'`` without ``apply_chat_template``"
         elif self.tools_key is not None and not self.apply_chat_template:
             message = "tools_key has no effect without apply_chat_template"
             hint = "apply the chat template, which writes the tools"
@@ -103,7 +103,9 @@ class InputTemplate:
     def plain_text(self, row: Row, key: str) -> str:
         """Return a text of a row that no chat template renders. Raises DataError as `Row.filled`, and for messages."""
         if isinstance(row.cell(key), list):
-            raise DataError(f"{row.origin}: `{key}` is a list of messages", hint="messages need --apply_chat_template")
+            raise DataError(
+                f"{row.origin}: `{key}` is a list of messages", hint="messages need ``apply_chat_template``"
+            )
         return row.filled(key)
 
 
@@ -382,7 +384,7 @@ def _pieces(
         if text is None or not before.startswith(done):
             problem = f"{row.origin}: the chat template rewrites message {index}, or what precedes it, once it is there"
             hint = "use a template that only appends or has {% generation %} marks"
-            hint += ", or train the last answer only, without --multiturn" if all_turns else ""
+            hint += ", or train the last answer only, without ``multiturn``" if all_turns else ""
             raise ConfigError(problem, hint=hint)
         _check_reasoning(message, text, row.origin)
         # White space that the template writes after the EOS is not part of the answer.
@@ -441,7 +443,7 @@ def _encode_marked(
     answers = sum(message["role"] == "assistant" for message in messages)
     if len(starts) < answers or (len(starts) > answers and not all_turns):
         message = f"{origin}: the chat template marks {len(starts)} runs of tokens for {answers} answers"
-        hint = "train all of them, with --multiturn" if len(starts) > answers else "use a template without marks"
+        hint = "train all of them, with ``multiturn``" if len(starts) > answers else "use a template without marks"
         raise ConfigError(message, hint=hint)
     if not all_turns:
         mask[: starts[-1]] = False

@@ -1,8 +1,10 @@
 """Exit statuses of commands, how errors are shown to the user, and the choice of a command."""
 
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from rlhf_data.errors import ConfigError, DataError, RlhfError, unknown
 from rlhf_data.safety import visible
@@ -10,17 +12,36 @@ from rlhf_data.safety import visible
 SUCCESS, FAILURE, BAD_INPUT = 0, 1, 2
 _SIGNALLED = 128  # plus the number of a signal: the exit status of a process that the signal ended
 
+_FIELD = re.compile(r"``([A-Za-z][\w.]*(?:=[^`\n]*)?)``")
+# What to type for the fields of libraries that have another name than the option that sets them.
+FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
+    {
+        "SftEncoder.pretrain": "--pretrain_mode",
+        "set_chat_template.text": "--tokenizer_chat_template",
+    }
+)
+
+
+def with_flags(text: str) -> str:
+    """Return `text` with flags in place of the fields that libraries name in it, as ``field`` or ``field=value``."""
+
+    def flag(found: re.Match[str]) -> str:
+        name, _, value = found[1].partition("=")
+        return FLAGS_OF_FIELDS.get(found[1]) or f"{FLAGS_OF_FIELDS.get(name, f'--{name}')} {value}".rstrip()
+
+    return _FIELD.sub(flag, text)
+
 
 def exit_status(command: Callable[[], int], *, failure: int = FAILURE) -> int:
     """Run `command` and return its exit status: 2 for bad input, `failure` for a run that failed, 130 after Ctrl-C, 143
     after SIGTERM.
 
-    An error for the user (`RlhfError`) is printed to stderr without a traceback.
+    An error for the user (`RlhfError`) is printed to stderr without a traceback, and with flags for fields.
     """
     try:
         return command()
     except RlhfError as error:
-        print(visible(f"error: {error}"), file=sys.stderr, flush=True)
+        print(with_flags(visible(f"error: {error}")), file=sys.stderr, flush=True)
         return BAD_INPUT if isinstance(error, ConfigError | DataError) else failure
     except KeyboardInterrupt as interrupt:
         print("\ninterrupted", file=sys.stderr)

@@ -14,6 +14,7 @@ from rlhf_data.chat import Tokenizer
 from rlhf_data.checks import missing
 from rlhf_data.errors import ConfigError, DataError, unknown
 from rlhf_data.examples import ExampleSet, load_examples, make_encoder
+from rlhf_data.exits import with_flags
 from rlhf_data.keys import unread_tools
 from rlhf_data.options import Config, Section, flag, one_of
 from rlhf_data.preference import PreferenceExample, ProcessExample
@@ -144,7 +145,7 @@ def run(config: InspectConfig) -> int:
     try:
         _print_example(encoder(shown), encoder.tokenizer)
     except DataError as error:
-        print(visible(f"  cannot be used: {error}"))
+        print(with_flags(visible(f"  cannot be used: {error}")))
     return 0
 
 
@@ -162,7 +163,7 @@ def _count_keys(rows: Iterable[Row], number: int) -> tuple[Counter[tuple[str, st
 
 def _print_problems(messages: Iterable[str]) -> None:
     for message in messages:
-        print(visible(f"  {message.splitlines()[0]}"))
+        print(with_flags(visible(f"  {message.splitlines()[0]}")))
 
 
 def _print_examples(data: ExampleSet, max_len: int) -> None:

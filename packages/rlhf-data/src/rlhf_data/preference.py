@@ -113,7 +113,7 @@ class PreferenceEncoder(InputTemplate):
     def __post_init__(self) -> None:
         InputTemplate.__post_init__(self)
         if self.input_template is not None and self.prompt_key is None:
-            raise ConfigError("input_template has no effect without a prompt_key", hint="give --prompt_key")
+            raise ConfigError("input_template has no effect without a prompt_key", hint="give ``prompt_key``")
 
     def __call__(self, row: Row) -> PreferenceExample:
         """Return the pair of a row."""
@@ -131,7 +131,7 @@ class PreferenceEncoder(InputTemplate):
         for key in keys:
             if not prompt and not isinstance(row.cell(key), list):
                 message = f"{row.origin}: `{key}` is text, which has no messages for the chat template"
-                raise DataError(message, hint="give --prompt_key, or leave out --apply_chat_template")
+                raise DataError(message, hint="give ``prompt_key``, or leave out ``apply_chat_template``")
         answers = [answer_messages(row, key) for key in keys]
         chosen, rejected = (joined_messages(prompt, answer) for answer in answers)
         if chosen[:-1] != rejected[:-1]:

@@ -55,7 +55,7 @@ def set_chat_template(
     resolve: Callable[[str], Path] = Path,
     variables: str | None = None,
 ) -> None:
-    """Give a tokenizer the chat template of --tokenizer_chat_template, and its variables their values.
+    """Give a tokenizer another chat template, and its variables their values.
 
     Args:
         tokenizer: is changed. With `variables` its template is no longer the one to save with a model.
@@ -70,7 +70,7 @@ def set_chat_template(
         if is_template_file(text):
             path = resolve(text)
             if not path.is_file():
-                raise ConfigError(f"--tokenizer_chat_template: {missing_file('file', path)}")
+                raise ConfigError(f"``set_chat_template.text``: {missing_file('file', path)}")
             text = path.read_text(encoding="utf-8")
         tokenizer.chat_template = text
     if variables is not None:

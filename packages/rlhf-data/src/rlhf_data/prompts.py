@@ -103,7 +103,7 @@ def load_prompts(
     errors.check(num_rows)
     if not prompts:
         message = f"all {len(lengths)} prompts of {rows.name} are longer than prompt_max_len {prompt_max_len}"
-        hint = f"the shortest has {min(lengths)} tokens, the longest {max(lengths)}: raise --prompt_max_len"
+        hint = f"the shortest has {min(lengths)} tokens, the longest {max(lengths)}: raise ``prompt_max_len``"
         raise DataError(message, hint=hint)
     num_too_long = len(lengths) - len(prompts)
     return PromptSet(tuple(prompts), Counts(num_rows, num_too_long, errors.num_bad, max(lengths), tuple(errors.first)))

@@ -130,7 +130,7 @@ class RowErrors:
         is_allowed = self.skip_bad_rows or self.num_bad <= _TOLERATED_FRACTION * num_rows
         if is_allowed and self.num_bad < num_rows:
             return
-        hint = "repair them, or leave all of them out with --skip_bad_rows (1 % is tolerated)"
+        hint = "repair them, or leave all of them out with ``skip_bad_rows`` (1 % is tolerated)"
         if self.num_bad == num_rows:
             hint = "repair them, or check the options that say what rows hold, such as keys"
         message = f"{self.num_bad} of {num_rows} rows cannot be used; the first:"

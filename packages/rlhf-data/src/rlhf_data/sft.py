@@ -76,10 +76,11 @@ class SftEncoder(InputTemplate):
             message = (
                 "multiturn trains every answer of a conversation: it needs the chat template and excludes pretrain"
             )
-            raise ConfigError(message, hint="add --apply_chat_template, or leave --multiturn out")
+            raise ConfigError(message, hint="add ``apply_chat_template``, or leave ``multiturn`` out")
         if self.output_key is None and not (self.pretrain or self.apply_chat_template):
-            hint = "give --output_key, --apply_chat_template for conversations, or --pretrain_mode for plain text"
-            raise ConfigError("without an output_key nothing tells the prompt from what is to be learned", hint=hint)
+            message = "without an output_key nothing tells the prompt from what is to be learned"
+            hint = "give ``output_key``, ``apply_chat_template`` for conversations,"
+            raise ConfigError(message, hint=f"{hint} or ``SftEncoder.pretrain`` for plain text")
 
     def __call__(self, row: Row) -> SftExample:
         """Return the example of a row."""

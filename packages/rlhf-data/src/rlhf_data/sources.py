@@ -68,7 +68,7 @@ def parse_probs(option: str, text: str | None) -> tuple[float, ...] | None:
     try:
         return None if text is None else tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--{option} is {text}; it must be numbers separated by commas") from None
+        raise ConfigError(f"``{option}`` is {text}; it must be numbers separated by commas") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from rlhf_cli.config.offline import OfflineConfig
 from rlhf_cli.paths import is_data_path, model_path, parts, reward_path, user_path
 from rlhf_data.command_line import Parsed
 from rlhf_data.errors import ConfigError
+from rlhf_data.exits import with_flags
 
 if TYPE_CHECKING:
     from rlhf_cli.console import Console
@@ -100,4 +101,4 @@ def show_lacks(console: "Console", parsed: Parsed, absent: Absent, unavailable: 
         if texts:
             console.result(f"\n{title}", "bold")
         for text in texts:
-            console.result("  " + text.replace("\n\n", "\n").replace("\n", "\n    "))
+            console.result("  " + with_flags(text).replace("\n\n", "\n").replace("\n", "\n    "))

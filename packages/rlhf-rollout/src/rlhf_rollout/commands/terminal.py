@@ -10,6 +10,7 @@ from typing import TextIO
 
 from rlhf_data.capture import captured, released
 from rlhf_data.errors import ConfigError
+from rlhf_data.exits import with_flags
 from rlhf_data.progress import Progress
 from rlhf_data.safety import is_utf8, visible
 
@@ -38,7 +39,7 @@ class Terminal:
     def say(self, text: str) -> None:
         """Write a line to stderr."""
         self.progress.clear()
-        print(visible(text), file=self.err, flush=True)
+        print(with_flags(visible(text)), file=self.err, flush=True)
 
     def ask(self, prompt: str) -> str | None:
         """Return the line that the user types after `prompt`; None at the end of the input."""
