@@ -144,6 +144,14 @@ def _check_extras(file: Path, extras: list[str]) -> None:
     assert not unknown, f"{file} has no extra {unknown}"
 
 
+def check_ray(arguments: list[str]) -> None:
+    """Flags of `ray start` must be those of the installed Ray, which is not started."""
+    from ray.scripts.scripts import start
+
+    assert arguments[0] == "start"
+    start.make_context("start", arguments[1:])
+
+
 CHECKS = {
     "bazel": check_bazel,
     "tools/bazelw": check_bazel,
@@ -151,6 +159,7 @@ CHECKS = {
     "pytest": check_pytest,
     "python": check_python,
     "python3": check_openrlhf,
+    "ray": check_ray,
     "rlhf": check_rlhf,
     "rlhf-data": check_rlhf_data,
     "rlhf-rollout": check_rlhf_rollout,

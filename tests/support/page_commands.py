@@ -12,7 +12,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 PATTERNS = ("*.md", "docs/**/*.md", "kernels/README.md", "packages/*/README.md")
 # Programs that the pages name. Stand-ins of these names write down how they are called.
-PROGRAMS = ("bazel", "pip", "pytest", "python", "python3", "rlhf", "rlhf-data", "rlhf-rollout", "uv")
+PROGRAMS = ("bazel", "pip", "pytest", "python", "python3", "ray", "rlhf", "rlhf-data", "rlhf-rollout", "uv")
 PATHS = ("tools/bazelw", ".venv/bin/rlhf", ".venv/bin/python")
 
 _BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)

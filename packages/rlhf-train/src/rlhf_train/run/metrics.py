@@ -2,12 +2,7 @@
 
 Each class has `merge`, which combines two parts, and `result`, which returns the number to log.
 
-Prefixes in metrics.jsonl: `rollout/` for rollouts and their scores, `train/` for the rewards that are trained on,
-`policy/`, `value/`, `kl/` and `entropy/` for the updates, `mismatch/` for the gap between engine and trainer, `async/`
-for asynchronous training (`staleness_steps` in training steps, `policy/staleness` in updates; shares are of 1), `eval/`
-for held-out prompts, `time/` in seconds (for the phases in `run.timeline` and the parts of a run in `online.report`),
-`startup/` in seconds for what goes on at the same time before the first step, `throughput/` per second (and the share
-of prompt tokens that were cached), and `samples/` for counts of rollouts and tokens.
+docs/metrics.md explains every metric by its name.
 """
 
 from collections.abc import Iterable, Mapping
