@@ -65,6 +65,14 @@ def test_to_toml_read_back_gives_the_same_configuration(tmp_path):
     assert ppo("--config", str(file)).config == config
 
 
+@pytest.mark.parametrize("typed", [r"Q: {}\nA: ", "Q: {}\nA: "])
+def test_template_typed_in_a_shell_has_newlines_and_keeps_them(tmp_path, typed):
+    config = ppo("--input_template", typed).config
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(config), encoding="utf-8")
+    assert config.data.input_template == ppo("--config", str(file)).config.data.input_template == "Q: {}\nA: "
+
+
 def test_to_toml_read_back_gives_the_same_notices(tmp_path):
     argv = ["--advantage_estimator", "group_norm", "--lambd", "0.9"]
     parsed = ppo(*argv)

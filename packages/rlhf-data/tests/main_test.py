@@ -4,6 +4,7 @@ import pytest
 
 from record_testing import write_jsonl
 from rlhf_data.main import main
+from rlhf_data.sections import TemplateSection
 
 WORDS = ["<unk>", "</s>", "user", "assistant", "one", "two", "#"]
 
@@ -125,6 +126,30 @@ def test_inspect_refuses_what_has_no_effect_or_cannot_be(tmp_path, capsys, token
     status, _, err = inspect(capsys, path, *(tokenizer if word == "TOKENIZER" else word for word in arguments))
     assert status == 2
     assert says in err
+
+
+def test_inspect_template_typed_in_a_shell_has_newlines(tmp_path, capsys, tokenizer):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"input": "one", "output": "two"}])
+    status, out, _ = inspect(capsys, path, "--tokenizer", tokenizer, "--input_template", r"two\n{}\none")
+    _, expected, _ = inspect(capsys, path, "--tokenizer", tokenizer, "--input_template", "two\n{}\none")
+    assert status == 0
+    assert "\\" not in out and out == expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        (r"Q: {}\nA: ", "Q: {}\nA: "),
+        (r"user: {}\nassistant: ", "user: {}\nassistant: "),
+        (r"{}\nnot now\n\nexplain\n", "{}\nnot now\n\nexplain\n"),
+        ("{}\n$", "{}\n$"),
+        (r"{}\n\nabla f \neq \nu_1", "{}\n\\nabla f \\neq \\nu_1"),
+        (r"\Rightarrow \nRightarrow {} \not\in x \\next", r"\Rightarrow \nRightarrow {} \not\in x \\next"),
+    ],
+)
+def test_typed_newlines_are_newlines_and_latex_stays(typed, read):
+    assert TemplateSection(input_template=typed).input_template == read
+    assert TemplateSection(input_template=read).input_template == read
 
 
 def test_inspect_reads_a_chat_template_from_its_file(tmp_path, capsys, tokenizer):

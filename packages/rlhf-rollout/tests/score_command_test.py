@@ -85,8 +85,11 @@ ANSWERS = [  # of two inputs, mixed; a reward is the number of characters
         (["best_of_n"], [("a", "xxxxx"), ("b", "xxx")]),
         (["rs", "--min_reward", "3"], [("a", "xxxx"), ("a", "xxxxx"), ("b", "xxx")]),
         (
-            ["csft", "--reward_template", "{reward}:{input}"],
-            [("2.00:a", "xx"), ("4.00:a", "xxxx"), ("5.00:a", "xxxxx"), ("1.00:b", "x"), ("3.00:b", "xxx")],
+            ["csft", "--reward_template", r"{reward}:\n{input}"],
+            [
+                *[("2.00:\na", "xx"), ("4.00:\na", "xxxx"), ("5.00:\na", "xxxxx")],
+                *[("1.00:\nb", "x"), ("3.00:\nb", "xxx")],
+            ],
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """Options of data, for the commands of every package: which rows are read, and how a row becomes tokens."""
 
 import json
+import re
 from collections.abc import Collection
 from typing import Annotated, Any
 
@@ -32,13 +33,23 @@ def _check_object(text: str) -> str:
 
 _OBJECT_HINT = """write it in single quotes, as in '{"enable_thinking": false}'"""
 JsonObject = Annotated[str, AfterValidator(_check_object)]
+# What LaTeX's commands that begin with an n have after it.
+_LATEX = (
+    "abla|atural|cong|e|earrow|eg|eq|ewcommand|ewline|exists|geq|gtr|i|leq|less|mid|oalign|obreak|ocite|oindent|olimits"
+    "|onumber|ormalsize|ot|otag|otin|parallel|prec|sim|subseteq|succ|supseteq|u|warrow|[LRlr](?:eft|ight)arrow"
+)
+_TYPED_NEWLINE = re.compile(rf"(?<!\\)\\n(?!(?:{_LATEX})(?![A-Za-z]))")
+# Shells pass a typed \n on as a backslash and an n.
+TemplateText = Annotated[str, AfterValidator(lambda text: _TYPED_NEWLINE.sub("\n", text))]
 
 
 class TemplateSection(Section, title="data"):
     """How an input becomes a prompt without a chat template."""
 
-    input_template: str | None = flag(
-        None, "text with one `{}` where the input goes, for models without a chat template"
+    input_template: TemplateText | None = flag(
+        None,
+        r"text with one `{}` where the input goes, for models without a chat template; \n is a newline,"
+        r" except in commands of LaTeX such as \nu",
     )
 
 

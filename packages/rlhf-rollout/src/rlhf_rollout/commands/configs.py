@@ -12,6 +12,7 @@ from rlhf_data.sections import (
     InputSection,
     PairKeySection,
     TemplateSection,
+    TemplateText,
     TemplateVariableSection,
 )
 from rlhf_rollout.commands.post_process import POST_PROCESSORS, SELECTORS
@@ -136,8 +137,9 @@ class SelectedFileSection(FileSection):
     min_reward: float | None = flag(
         None, "lowest reward that `rs` accepts; None: `rs` accepts responses with the verdict ok"
     )
-    reward_template: str = flag(
-        "{input} <rm_score>: {reward} ", "the input of a row of `csft`, with {input} and {reward} in it"
+    reward_template: TemplateText = flag(
+        "{input} <rm_score>: {reward} ",
+        r"the input of a row of `csft`, with {input} and {reward} in it; \n as in --input_template",
     )
 
     def check_template(self, kind: str) -> None:
