@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -92,8 +93,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     # No end token of its own, so that only what a test asks for ends a completion.
     path = tiny_model_dir(tmp_path_factory.mktemp("model"), eos_token_id=None)
-    for name in ("generation_config.json", "tokenizer_config.json"):
-        (path / name).write_text("{}")
+    (path / "generation_config.json").write_text("{}")
+    # The tokenizer must have an end token to load. This one is not in its vocabulary, so the model cannot write it.
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<none>"}))
     return path
 
 

@@ -13,6 +13,7 @@ from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.engines.stopping import decoder
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 from rollout_testing import shared_memory_bucket
 from simulated import now, simulate
@@ -48,6 +49,52 @@ def test_generate_stop_token_ends_it_and_stays_last(subject: Subject) -> None:
     assert completion.token_ids[-1] % 2 == 0
     assert np.all(completion.token_ids[:-1] % 2 == 1)
     assert len(completion.logprobs) == len(completion.token_ids)
+
+
+def test_generate_text_of_stop_ends_it_at_the_token_that_completes_it(subject: Subject, model_dir: Path) -> None:
+    decode = decoder(model_dir if subject.has_model else None)
+    for seed in range(20, 40):
+        (whole,) = generate(subject, max_tokens=40, seed=seed)
+        ids = whole.token_ids.tolist()
+        stop = decode(ids[: len(ids) // 2])[-2:]
+        if len(stop) == 2 and "\ufffd" not in stop and len(ids) > 5:
+            break
+    (completion,) = generate(subject, max_tokens=40, seed=seed, stop=("never written", stop))
+    size = next(size for size in range(len(ids)) if stop in decode(ids[:size]))
+    assert completion.token_ids.tolist() == ids[:size]
+    np.testing.assert_allclose(completion.logprobs, whole.logprobs[:size], atol=1e-5)
+    assert completion.finish_reason is FinishReason.STOP
+    assert run(subject.engine.health()).num_in_flight == 0
+
+
+@pytest.mark.parametrize(("temperature", "min_p", "penalty"), [(0.7, 0.05, 1.3), (1.0, 0.0, 0.6), (0.0, 0.0, 1.5)])
+def test_generate_logprobs_are_those_after_min_p_and_penalty(
+    subject: Subject, model_dir: Path, temperature: float, min_p: float, penalty: float
+) -> None:
+    if not subject.has_model:
+        pytest.skip("no model behind it")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    sampling = {"temperature": temperature, "min_p": min_p, "repetition_penalty": penalty}
+    num_samples = 1 if temperature == 0 else 3
+    completions = generate(subject, num_samples=num_samples, max_tokens=24, seed=5, **sampling)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    kept = []
+    for completion in completions:
+        ids = [*PROMPT.tolist(), *completion.token_ids.tolist()]
+        with torch.no_grad():
+            rows = model(torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1].double().numpy()
+        for number, logits in enumerate(rows):
+            for token in set(ids[: len(PROMPT) + number]):
+                logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+            probs = np.exp((logits - logits.max()) / (temperature or 1.0))
+            probs[probs < min_p * probs.max()] = 0
+            kept.append(np.count_nonzero(probs))
+            chosen = ids[len(PROMPT) + number]
+            assert temperature > 0 or chosen == int(np.argmax(logits))
+            assert np.log(probs[chosen] / probs.sum()) == pytest.approx(float(completion.logprobs[number]), abs=2e-4)
+    assert (min(kept) < subject.vocab_size) == (min_p > 0)
 
 
 def test_generate_min_tokens_holds_stop_tokens_back(subject: Subject) -> None:

@@ -113,7 +113,17 @@ def test_http_engine_without_base_url_raises() -> None:
 def test_http_engine_sends_tokens_and_reads_tokens(stub: Stub, url: str) -> None:
     stub.answers = [(200, {"choices": [choice(1, [8, 2]), choice(0, [7], "length")]})]
     sampling = SamplingParams(
-        num_samples=2, max_tokens=4, min_tokens=1, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(2,), seed=11
+        num_samples=2,
+        max_tokens=4,
+        min_tokens=1,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=5,
+        stop_token_ids=(2,),
+        seed=11,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        stop=("Question:",),
     )
     first, second = ask(url, sampling, policy_version=6, api_key="secret")
     # The answer came out of order; -0.25 * token is the stub's log-prob.
@@ -132,13 +142,25 @@ def test_http_engine_sends_tokens_and_reads_tokens(stub: Stub, url: str) -> None
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
         "stop_token_ids": [2],
+        "stop": ["Question:"],
+        "skip_special_tokens": False,
         "logprobs": 0,
         "return_token_ids": True,
     }
     assert {key: request[key] for key in expected} == expected
     assert 0 <= request["seed"] < 2**63
     assert stub.headers[0]["Authorization"] == "Bearer secret"
+
+
+def test_http_engine_leaves_no_sampling_to_the_server(stub: Stub, url: str) -> None:
+    # vLLM's server takes what a request leaves out from the model's generation_config.json.
+    stub.answers = [(200, {"choices": [choice(0, [7])]})]
+    ask(url)
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop": []}
+    assert {name: stub.requests[0][name] for name in neutral} == neutral
 
 
 def test_http_engine_without_seed_sends_none(stub: Stub, url: str) -> None:

@@ -13,6 +13,7 @@ from rlhf_data.errors import ConfigError, EngineError, RewardError
 from rlhf_data.records import Episode, FinishReason, Verdict, VerdictKind
 from rlhf_data.testing import EOS_ID, ByteTokenizer
 from rlhf_rollout.agents import SingleTurn
+from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.generator import GenerationCounts, GroupResult, generate_groups
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.router import EngineRouter
@@ -100,6 +101,15 @@ def test_generate_groups_builds_whole_groups_from_completions():
     assert rollout.rollout_logprobs.tolist() == [0, 0, -0.5, -0.25]
     assert (rollout.text, rollout.policy_version, rollout.finish_reason) == ("0", 3, FinishReason.STOP)
     assert rollout.verdict == Verdict(VerdictKind.OK, 1.0)
+
+
+def test_text_that_ends_an_answer_is_trained_and_no_part_of_its_text():
+    engine = FakeEngine(script=lambda prompt, seed: list(b"4 Question: 5"))
+    workflow = SingleTurn(EngineRouter([engine]), ByteTokenizer().decode)
+    [episode] = asyncio.run(workflow.run(make_prompt("2+2"), SamplingParams(max_tokens=40, stop=(" Question:",)), "g"))
+    [rollout] = episode.rollouts
+    assert (rollout.text, rollout.finish_reason) == ("4", FinishReason.STOP)
+    assert bytes(rollout.token_ids[rollout.loss_mask].tolist()) == b"4 Question:"
 
 
 def test_generate_groups_without_reward_leaves_no_verdict():

@@ -45,6 +45,19 @@ class AgentExecutor(AgentExecutorBase):
 """
 
 
+@pytest.mark.parametrize("asked", ["' END'", "[' END', 'never']"])
+def test_stop_of_an_agent_ends_an_answer_whose_text_ends_before_it(write, asked):
+    source = f"""
+        async def run_episode(session):
+            reply = await session.reply(sampling={{"stop": {asked}}})
+            assert (reply.text, reply.raw_text, reply.finish_reason) == ("one", "one", "stop"), reply
+            return 1.0
+    """
+    [episode], _ = run(write(source), writes(["one END two"]))
+    assert episode.verdict.kind is OK, episode.verdict.detail
+    assert texts_of(episode.rollouts[0])[1:] == [(POLICY, "one END")]
+
+
 def test_openrlhf_agent_with_retries_is_recorded_token_by_token(write):
     [episode], _ = run(write(RETRIES), writes(["5", "6", "4"]))
     [rollout] = episode.rollouts

@@ -154,6 +154,8 @@ def test_bytes_that_are_no_bucket_are_refused(monkeypatch, body, status, says):
         ({"prompt": [300]}, 409, "token id 300 is outside"),
         ({"prompt": []}, 409, "the prompt has no tokens"),
         ({"prompt": [1], "timeout_s": 0}, 422, "greater_than"),
+        ({"prompt": [1], "min_p": 2}, 422, "min_p 2.0 must be in [0, 1]"),
+        ({"prompt": [1], "stop": [""]}, 422, "stop must be a list of texts"),
     ],
 )
 def test_requests_that_cannot_be_answered_in_full_are_refused(body, status, says):

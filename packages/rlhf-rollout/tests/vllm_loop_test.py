@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from rlhf_rollout.engines.vllm.loop import StepLoop
+from rlhf_rollout.protocols import SamplingParams
 
 
 def test_step_loop_joins_the_samples_of_a_job(core: ScriptedCore, loop: StepLoop) -> None:
@@ -25,6 +26,26 @@ def test_step_loop_joins_the_samples_of_a_job(core: ScriptedCore, loop: StepLoop
     assert [completion.token_ids.tolist() for completion in completions] == [[1, 2, 3]] * 2
     assert [completion.logprobs.tolist() for completion in completions] == [[-0.5, -1.0, -1.5]] * 2
     assert completions[0].finish_reason is FinishReason.LENGTH
+
+
+def test_step_loop_ends_a_sample_at_the_token_that_completes_a_text(core: ScriptedCore, loop: StepLoop) -> None:
+    sampling = SamplingParams(num_samples=2, max_tokens=9, stop=("bc",))
+    job = loop.submit([5, 6], sampling, lambda ids: "".join(chr(96 + token) for token in ids))
+    for _ in range(3):
+        core.allowed.release()
+    for completion in job.future.result(60):
+        assert completion.token_ids.tolist() == [1, 2, 3]
+        assert completion.logprobs.tolist() == [-0.5, -1.0, -1.5]
+        assert completion.finish_reason is FinishReason.STOP
+    barrier(loop)
+    assert core.aborted == ["0", "1"] and loop.call(lambda core: loop.num_running, drain=False).result(60) == 0
+
+
+def test_step_loop_text_at_the_last_token_has_stopped_the_sample(core: ScriptedCore, loop: StepLoop) -> None:
+    job = loop.submit([5, 6], SamplingParams(max_tokens=1, stop=("1",)), lambda ids: "".join(map(str, ids)))
+    core.allowed.release()
+    [completion] = job.future.result(60)
+    assert (completion.finish_reason, core.aborted) == (FinishReason.STOP, [])
 
 
 def told(request: Any, token: int) -> np.ndarray:

@@ -25,8 +25,13 @@ class SamplingParams:
         temperature: 0.0 is greedy. Log-probs are those of the distribution after temperature (1.0 when greedy).
         top_p: nucleus mass in (0, 1].
         top_k: -1 for all tokens.
+        min_p: tokens less likely than this share of the most likely one's probability are left out; 0 for all tokens.
+        repetition_penalty: divides positive logits of tokens that prompt or completion hold, and multiplies negative
+            ones; 1 for none (arXiv:1909.05858). Log-probs are those after `top_p`, `top_k`, `min_p` and this.
         stop_token_ids: tokens that end a completion, in addition to the model's own end tokens. The token that ends a
             completion remains its last token.
+        stop: texts that end a completion. The token that completes one is its last token. Special tokens count by
+            their text.
         seed: makes the completions of one request repeatable.
     """
 
@@ -36,7 +41,10 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -44,6 +52,11 @@ class SamplingParams:
             raise ConfigError(f"num_samples ({self.num_samples}) and max_tokens ({self.max_tokens}) must be at least 1")
         if self.temperature < 0 or not 0 < self.top_p <= 1:
             raise ConfigError(f"temperature {self.temperature} must be >= 0 and top_p {self.top_p} in (0, 1]")
+        if not 0 <= self.min_p <= 1 or self.repetition_penalty <= 0:
+            message = f"min_p {self.min_p} must be in [0, 1] and repetition_penalty {self.repetition_penalty} above 0"
+            raise ConfigError(message)
+        if isinstance(self.stop, str) or not all(isinstance(one, str) and one for one in self.stop):
+            raise ConfigError(f"stop must be a list of texts that are not empty, got {self.stop!r}")
         if self.temperature == 0 and self.num_samples > 1:
             raise ConfigError("greedy sampling (temperature 0) gives the same completion each time: use num_samples 1")
 

@@ -16,6 +16,7 @@ from rlhf_rollout.agents.interface import BudgetSpentError
 from rlhf_rollout.agents.process import Activity
 from rlhf_rollout.agents.recorder import Draft, EpisodeRecorder
 from rlhf_rollout.agents.tool_calls import ParseCalls
+from rlhf_rollout.engines.stopping import before_stop
 from rlhf_rollout.protocols import Completion
 
 _CALL = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|^\s*\{")  # what begins the first call of an answer
@@ -221,11 +222,6 @@ def _look_at(task: asyncio.Task[Answer]) -> None:
     """Look at the error of a task that no client may ask for; otherwise asyncio reports it."""
     if not task.cancelled():
         task.exception()
-
-
-def before_stop(text: str, stop: Collection[str]) -> str:
-    """Return a text up to the first text of `stop` in it."""
-    return text[: min((text.index(one) for one in stop if one in text), default=len(text))]
 
 
 def _without_end(token_ids: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -15,6 +15,7 @@ from rlhf_rollout.agents.interface import BudgetSpentError
 from rlhf_rollout.agents.pool import AgentPool
 from rlhf_rollout.agents.process import Activity, AgentError
 from rlhf_rollout.agents.recorder import EpisodeLimits, EpisodeRecorder
+from rlhf_rollout.engines.stopping import before_stop, texts_of
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored, verdict_of
 from rlhf_rollout.router import EngineRouter
@@ -247,12 +248,13 @@ class _Attempt:
         except (TypeError, ValueError) as error:  # also DataError and ConfigError, from what the agent asks for
             return {"error": str(error)}
         answer = completion.token_ids.tolist()
+        stop = texts_of((request.get("sampling") or {}).get("stop") or self._told["sampling"]["stop"])
         return {
             "prompt_token_ids": token_ids,
             "token_ids": answer,
             "logprobs": completion.logprobs.tolist(),
-            "text": self._workflow._decode(answer),
-            "raw_text": self._workflow._decode(answer, skip_special_tokens=False),
+            "text": before_stop(self._workflow._decode(answer), stop),
+            "raw_text": before_stop(self._workflow._decode(answer, skip_special_tokens=False), stop),
             "finish_reason": str(completion.finish_reason),
         }
 

@@ -11,10 +11,11 @@ import numpy as np
 from rlhf_data.errors import ConfigError, DataError, EngineError
 from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 from rlhf_rollout.agents.interface import BudgetSpentError
+from rlhf_rollout.engines.stopping import texts_of
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.router import EngineRouter
 
-_OVERRIDES = ("max_tokens", "min_tokens", "stop_token_ids")
+_OVERRIDES = ("max_tokens", "min_tokens", "stop_token_ids", "stop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,14 +159,14 @@ class EpisodeRecorder:
 
         Args:
             token_ids: the whole conversation.
-            overrides: sampling of this answer that differs: `max_tokens`, `min_tokens` or `stop_token_ids`.
+            overrides: sampling of this answer that differs: `max_tokens`, `min_tokens`, `stop_token_ids` or `stop`.
             shorten: returns the part of the answer that counts; the rest is as if it had not been sampled.
 
         Raises:
             BudgetSpentError: the episode has reached one of its limits.
             DataError: no tokens, tokens outside the vocabulary, or an override of anything else, which would change
                 the distribution that is trained.
-            ConfigError: a `max_tokens` below 1.
+            ConfigError: a `max_tokens` below 1, or a `stop` that holds no text.
             EngineError: the engines have failed; see `error`.
         """
         token_ids = [int(token) for token in token_ids]
@@ -264,6 +265,7 @@ class EpisodeRecorder:
             max_tokens=wanted,
             min_tokens=least,
             stop_token_ids=stops,
+            stop=texts_of(chosen.get("stop", self._sampling.stop)),
             seed=None if seed is None else (seed + self.num_turns) % 2**31,
         )
 

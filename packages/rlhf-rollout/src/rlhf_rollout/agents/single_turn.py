@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rlhf_data.records import Episode, Prompt, Rollout, Span, SpanSource
+from rlhf_rollout.engines.stopping import before_stop
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
 
@@ -13,6 +14,8 @@ Decode = Callable[[np.ndarray], str]
 
 class SingleTurn:
     """A `Workflow` of one turn: an episode is one rollout, which holds the prompt and the policy's answer.
+
+    A text of `sampling.stop` that ended an answer is part of its tokens, which are trained, and not of its text.
 
     All samples of a prompt go out as one request, so that the engine computes the prompt once.
 
@@ -34,7 +37,7 @@ class SingleTurn:
         episodes = []
         for index, completion in enumerate(completions):
             name = f"{group_id}/{index}"
-            text = self._decode(completion.token_ids)
+            text = before_stop(self._decode(completion.token_ids), sampling.stop)
             spans = (asked, *completion.spans)
             rollout = Rollout(name, group_id, spans, completion.finish_reason, text, routes=completion.routes)
             episodes.append(Episode(name, group_id, (rollout,)))

@@ -18,7 +18,7 @@ import itertools
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -53,12 +53,12 @@ class Generation(BaseModel, extra="forbid"):
     """The body of `/v1/completions`. A field that is not here is refused, because it would have no effect.
 
     Attributes:
-        prompt, n, max_tokens ... stop_token_ids: see `SamplingParams`; `n` is `num_samples`.
+        prompt, n, max_tokens ... stop: see `SamplingParams`; `n` is `num_samples`.
         seed: the request's seed.
         request_seed: comes before `seed`. `HttpEngine` sends both, because vLLM adds a sample's index to `seed`.
         timeout_s: the request's deadline.
-        model, logprobs, return_token_ids, add_special_tokens: what OpenAI's and vLLM's clients send. Any model name is
-            accepted, because there is one model.
+        model, logprobs, return_token_ids, add_special_tokens, skip_special_tokens: what OpenAI's and vLLM's clients
+            send. Any model name is accepted, because there is one model.
     """
 
     prompt: list[TokenId]
@@ -68,7 +68,11 @@ class Generation(BaseModel, extra="forbid"):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     stop_token_ids: list[TokenId] = []
+    stop: tuple[str, ...] = ()
+    skip_special_tokens: Literal[False] = False
     seed: int | None = None
     request_seed: int | None = None
     timeout_s: float | None = Field(None, gt=0)
@@ -79,10 +83,10 @@ class Generation(BaseModel, extra="forbid"):
 
     def sampling(self) -> SamplingParams:
         """Return how the engine samples. Raises ConfigError for values that cannot work."""
-        same = {"max_tokens", "min_tokens", "temperature", "top_p", "top_k"}
-        seed = self.seed if self.request_seed is None else self.request_seed
-        stops = tuple(self.stop_token_ids)
-        return SamplingParams(num_samples=self.n, stop_token_ids=stops, seed=seed, **self.model_dump(include=same))
+        own = {"num_samples": self.n, "seed": self.seed if self.request_seed is None else self.request_seed}
+        own["stop_token_ids"] = tuple(self.stop_token_ids)
+        same = {field.name for field in fields(SamplingParams)} - own.keys()
+        return SamplingParams(**own, **self.model_dump(include=same))
 
 
 class Pause(BaseModel, extra="forbid"):

@@ -11,6 +11,7 @@ from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_data.records import FinishReason, Span, SpanSource
 from rlhf_rollout.engines.gate import Gate, GatedEngine
 from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.engines.stopping import StopWatch, decoder
 from rlhf_rollout.protocols import PAUSE_MODES, Completion, PauseMode, SamplingParams
 from rlhf_rollout.weight_sync.bucket import WeightBucket, verify_checksum
 from rlhf_rollout.weight_sync.shared_memory import map_segment
@@ -108,7 +109,8 @@ class FakeEngine(GatedEngine):
         while True:
             num_restarts = self._num_restarts
             written: list[tuple[int, int]] = []
-            for token in _tokens(self._script(prompt, sample_seed), sampling):
+            stopped = False
+            for token, is_last in self._tokens(self._script(prompt, sample_seed), sampling):
                 if latency_s:
                     await asyncio.sleep(latency_s)
                 await self._writing.opened()
@@ -116,14 +118,34 @@ class FakeEngine(GatedEngine):
                 if num_restarts != self._num_restarts:
                     break
                 written.append((token, self.policy_version))
+                stopped = is_last
             else:
                 break
         spans = []
         for version, group in itertools.groupby(written, key=lambda pair: pair[1]):
             token_ids = [token for token, _ in group]
             spans.append(Span(SpanSource.POLICY, token_ids, np.full(len(token_ids), -np.log(VOCAB_SIZE)), version))
-        stopped = written[-1][0] in {0, *sampling.stop_token_ids}
         return Completion(tuple(spans), FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+    def _tokens(self, script: Sequence[int], sampling: SamplingParams) -> Iterator[tuple[int, bool]]:
+        """Yield the script's tokens up to `max_tokens`, and whether each ends the completion; 255 fills a short one up.
+
+        Token 255 also replaces end tokens among the first `min_tokens`.
+        """
+        ends = {0, *sampling.stop_token_ids}
+        filler = VOCAB_SIZE - 1
+        watch = None
+        if sampling.stop:
+            has_model = self._spec.model != _SPEC.model
+            watch = StopWatch(sampling, decoder(self._spec.tokenizer or (self._spec.model if has_model else None)))
+        padded = itertools.chain(script, itertools.repeat(filler))
+        for number, token in enumerate(itertools.islice(padded, sampling.max_tokens), 1):
+            if token in ends and number <= sampling.min_tokens:
+                token = filler
+            is_last = token in ends or (watch is not None and watch.completes(int(token)))
+            yield int(token), is_last
+            if is_last:
+                return
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """See `RolloutEngine.begin_weight_update`."""
@@ -147,19 +169,3 @@ class FakeEngine(GatedEngine):
         self.num_updates += 1
         self._end_update()
         self._go_on()
-
-
-def _tokens(script: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
-    """Yield the script's tokens up to the first end token or `max_tokens`; token 255 fills a short one up.
-
-    Token 255 also replaces end tokens among the first `min_tokens`.
-    """
-    ends = {0, *sampling.stop_token_ids}
-    filler = VOCAB_SIZE - 1
-    padded = itertools.chain(script, itertools.repeat(filler))
-    for number, token in enumerate(itertools.islice(padded, sampling.max_tokens), 1):
-        if token in ends and number <= sampling.min_tokens:
-            token = filler
-        yield int(token)
-        if token in ends:
-            return

@@ -127,6 +127,7 @@ class HttpEngine:
 
     def _request(self, token_ids: np.ndarray, sampling: SamplingParams, timeout_s: float | None) -> dict[str, Any]:
         limit_s = self._spec.request_timeout_s
+        # All of them, because vLLM's server takes what is left out from the model's generation_config.json.
         request: dict[str, Any] = {
             "model": self._spec.model,
             "prompt": [int(token) for token in token_ids],
@@ -136,7 +137,11 @@ class HttpEngine:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
             "stop_token_ids": list(sampling.stop_token_ids),
+            "stop": list(sampling.stop),
+            "skip_special_tokens": False,  # in the text in which vLLM's server looks for `stop`
             "logprobs": 0,
             "return_token_ids": True,
             "add_special_tokens": False,

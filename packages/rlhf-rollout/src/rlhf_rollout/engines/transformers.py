@@ -13,6 +13,7 @@ from rlhf_rollout.engines.gate import GatedEngine
 from rlhf_rollout.engines.model_files import end_token_ids, resolve_model_dir
 from rlhf_rollout.engines.requests import sample_seeds
 from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.engines.stopping import StopWatch, decoder
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.weight_sync.bucket import WeightBucket, check_tensor
 from rlhf_rollout.weight_sync.reader import BucketReader
@@ -38,6 +39,7 @@ class TransformersEngine(GatedEngine):
         )
         self._model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, spec.dtype))
         self._model.to(self._device).eval().requires_grad_(False)
+        self._tokenizer_dir = tokenizer_dir
         self._end_token_ids = end_token_ids(model_dir, tokenizer_dir)
         self._seeds = np.random.default_rng(spec.seed)
         self._reader = BucketReader(spec.weight_transfer, self._device)
@@ -61,23 +63,31 @@ class TransformersEngine(GatedEngine):
             # The first pass reads the prompt; each later one reads the tokens just drawn, and the cache.
             step_ids = torch.as_tensor(np.asarray(token_ids), dtype=torch.long, device=self._device)
             step_ids = step_ids.expand(sampling.num_samples, -1)
+            seen_ids = step_ids
             running = torch.ones(sampling.num_samples, dtype=torch.bool, device=self._device)
             cache: Any = None
             tokens: list[torch.Tensor] = []
             logprobs: list[torch.Tensor] = []
             lengths = torch.zeros(sampling.num_samples, dtype=torch.long, device=self._device)
+            watches = []
+            if sampling.stop:
+                watches = [StopWatch(sampling, decoder(self._tokenizer_dir)) for _ in range(sampling.num_samples)]
             while len(tokens) < sampling.max_tokens and bool(running.any()):
                 output = self._model(input_ids=step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 cache = output.past_key_values
                 logits = output.logits[:, -1].float()
                 if len(tokens) < sampling.min_tokens:
                     logits[:, ends] = -torch.inf
-                chosen, chosen_logprobs = _sample(logits, sampling, generators)
+                chosen, chosen_logprobs = _sample(logits, seen_ids, sampling, generators)
+                seen_ids = torch.cat([seen_ids, chosen[:, None]], 1)
                 tokens.append(chosen)
                 logprobs.append(chosen_logprobs)
                 # Rows that have ended are computed further with the others; `lengths` cuts their excess tokens off.
                 lengths += running
                 running = running & ~torch.isin(chosen, ends)
+                for row, watch in enumerate(watches):
+                    if running[row] and watch.completes(int(chosen[row])):
+                        running[row] = False
                 step_ids = chosen[:, None]
             rows = [torch.stack(tokens, 1).cpu(), torch.stack(logprobs, 1).cpu(), lengths.tolist(), running.tolist()]
             return [
@@ -148,30 +158,37 @@ class TransformersEngine(GatedEngine):
 
 
 def _sample(
-    logits: torch.Tensor, sampling: SamplingParams, generators: list[torch.Generator]
+    logits: torch.Tensor, seen_ids: torch.Tensor, sampling: SamplingParams, generators: list[torch.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row.
 
     Args:
         logits: [n, V] float32.
+        seen_ids: [n, T] int64, the tokens so far, for the repetition penalty.
         sampling: temperature 0 takes the most likely token.
         generators: one random generator per row.
 
     Returns:
         Token ids [n] int64, and their log-probs [n] float32, nats, under the distribution they were drawn from.
     """
-    if sampling.temperature == 0:
-        logprobs = logits.log_softmax(-1)
-        tokens = logits.argmax(-1)
-    else:
-        from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    from transformers import generation
 
-        warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    # In vLLM's order: the nucleus is taken of what the other filters leave.
+    warpers = generation.LogitsProcessorList()
+    if sampling.repetition_penalty != 1:
+        warpers.append(generation.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.temperature > 0:
+        warpers.append(generation.TemperatureLogitsWarper(sampling.temperature))
+        if sampling.min_p > 0:
+            warpers.append(generation.MinPLogitsWarper(sampling.min_p))
         if sampling.top_k > 0:
-            warpers.append(TopKLogitsWarper(sampling.top_k))
+            warpers.append(generation.TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
-            warpers.append(TopPLogitsWarper(sampling.top_p))
-        logprobs = warpers(None, logits).log_softmax(-1)
+            warpers.append(generation.TopPLogitsWarper(sampling.top_p))
+    logprobs = warpers(seen_ids, logits).log_softmax(-1)
+    if sampling.temperature == 0:
+        tokens = logprobs.argmax(-1)
+    else:
         probs = logprobs.exp()
         tokens = torch.cat(
             [torch.multinomial(row, 1, generator=generator) for row, generator in zip(probs, generators, strict=True)]

@@ -13,6 +13,7 @@ from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncErro
 from rlhf_rollout.engines.model_files import end_token_ids, read_config, resolve_model_dir
 from rlhf_rollout.engines.requests import DROPPED, Hold, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.engines.stopping import decoder
 from rlhf_rollout.engines.vllm.core import build_core, check_visible_gpus, prepare_environment, start_hint
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.weight_sync.bucket import WeightBucket
@@ -39,6 +40,7 @@ class VllmEngine:
             spec = replace(spec, seed=secrets.randbits(31))
         tokenizer_dir = resolve_model_dir(spec.tokenizer) if spec.tokenizer else model_dir
         self._spec = spec
+        self._tokenizer_dir = tokenizer_dir
         self._vocab_size = int(config["vocab_size"])
         self._updating: int | None = None
         self._incomplete: str | None = None
@@ -68,7 +70,8 @@ class VllmEngine:
         """See `RolloutEngine.generate`. Raises EngineError also while the engine sleeps or lacks weights."""
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
         timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
-        job = self._loop.submit([int(token) for token in token_ids], sampling)
+        decode = await asyncio.to_thread(decoder, self._tokenizer_dir) if sampling.stop else None
+        job = self._loop.submit([int(token) for token in token_ids], sampling, decode)
         try:
             async with deadline(timeout_s, "a generation request", hold=self._hold):
                 return await asyncio.wrap_future(job.future)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_data.records import Span, SpanSource
+from rlhf_rollout.engines.stopping import Decode, StopWatch
 from rlhf_rollout.protocols import Completion, SamplingParams
 
 
@@ -24,6 +25,7 @@ class Job:
     Attributes:
         prompt: token ids.
         sampling: how its samples are drawn.
+        decode: returns the text of tokens; for `sampling.stop`.
         future: resolves to the completions, in the order of the samples.
         completions: finished samples by their index.
         request_ids: ids of its sequences in vLLM.
@@ -31,6 +33,7 @@ class Job:
 
     prompt: list[int]
     sampling: SamplingParams
+    decode: Decode | None = None
     future: "Future[list[Completion]]" = field(default_factory=uncancellable)
     completions: dict[int, Completion] = field(default_factory=dict)
     request_ids: list[str] = field(default_factory=list)
@@ -47,6 +50,7 @@ class Sample:
         token_ids, logprobs: what the weights in force have written.
         routes: parts [n, layers, top_k] of the experts of its tokens, from the prompt's first one on.
         num_cached_tokens: see `Completion`.
+        watch: finds the texts that end it; None if there are none.
     """
 
     job: Job
@@ -56,6 +60,20 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)
     num_cached_tokens: int | None = None
+    watch: StopWatch | None = None
+
+    def __post_init__(self) -> None:
+        if self.job.decode is not None:
+            self.watch = StopWatch(self.job.sampling, self.job.decode)
+
+    def add(self, token_ids: list[int]) -> bool:
+        """Add new tokens, up to the one that completes a text of `stop`; return whether there is one."""
+        for number, token_id in enumerate(token_ids if self.watch is not None else (), 1):
+            if self.watch.completes(token_id):
+                self.token_ids += token_ids[:number]
+                return True
+        self.token_ids += token_ids
+        return False
 
     def end_span(self, policy_version: int) -> None:
         """Turn what was written since the last span into a span of its own."""

@@ -16,6 +16,7 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines.requests import sample_seeds
+from rlhf_rollout.engines.stopping import Decode
 from rlhf_rollout.engines.vllm.jobs import Job, Sample, uncancellable
 from rlhf_rollout.engines.vllm.warm_up import sampler_params
 from rlhf_rollout.protocols import Completion, SamplingParams
@@ -93,9 +94,12 @@ class StepLoop:
         """Sequences that have started or wait. Only functions that run through `call` may read it."""
         return len(self._samples) + sum(job.sampling.num_samples for job in self._waiting)
 
-    def submit(self, prompt: list[int], sampling: SamplingParams) -> Job:
-        """Queue a job and return it; its future resolves when all of its samples are done."""
-        job = Job(prompt, sampling)
+    def submit(self, prompt: list[int], sampling: SamplingParams, decode: Decode | None = None) -> Job:
+        """Queue a job and return it; its future resolves when all of its samples are done.
+
+        `decode` returns the text of tokens, and is needed for `sampling.stop`.
+        """
+        job = Job(prompt, sampling, decode)
         self._send(lambda: self._take_job(job))
         return job
 
@@ -315,20 +319,25 @@ class StepLoop:
 
     def _take_outputs(self, outputs: Any) -> None:
         samples = self._samples
+        stopped = []
         for output in outputs.outputs:
             sample = samples.get(output.request_id)
             if sample is None:  # aborted, but its step was already in flight
                 continue
-            sample.token_ids += output.new_token_ids
+            has_stopped = sample.add(output.new_token_ids)
             if (prefilled := getattr(output, "prefill_stats", None)) is not None:  # not every version of vLLM says
                 sample.num_cached_tokens = prefilled.num_cached_tokens
             if output.routed_experts is not None:  # of the prompt with the first token, then of the token before
                 sample.routes.append(output.routed_experts)
             if output.new_logprobs is not None:
                 sample.logprobs += output.new_logprobs  # a list, by `list_logprobs`
-            if output.finish_reason is not None:
+            if has_stopped and output.finish_reason is None:
+                stopped.append(output.request_id)
+            if has_stopped or output.finish_reason is not None:
                 del samples[output.request_id]
-                self._finish(sample, output.finish_reason)
+                self._finish(sample, VllmFinishReason.STOP if has_stopped else output.finish_reason)
+        if stopped:  # vLLM decodes no text, so it would go on with them
+            self._core.abort_requests(stopped)
 
     def _finish(self, sample: Sample, reason: VllmFinishReason) -> None:
         job = sample.job

@@ -78,6 +78,8 @@ def sampler_params(sampling: SamplingParams, **options: Any) -> VllmSamplingPara
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
         logprobs=0,

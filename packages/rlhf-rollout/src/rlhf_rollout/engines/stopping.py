@@ -1,0 +1,75 @@
+"""Texts that end a completion: engines look for them token by token."""
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from rlhf_data.pretrained import load_tokenizer
+from rlhf_data.testing import ByteTokenizer
+from rlhf_rollout.protocols import SamplingParams
+
+Decode = Callable[[Sequence[int]], str]
+_BROKEN = "\ufffd"  # what decoders write for bytes that are no character yet
+_CHARACTER_BYTES = 4  # at most
+
+
+class StopWatch:
+    """Finds the token of one completion that completes a text of `SamplingParams.stop`.
+
+    A token is decoded together with the tokens before it whose text ended last, because the text of a token depends on
+    what is before it. A character may be made of several tokens.
+
+    Args:
+        sampling: its `stop` texts, and `min_tokens`, within which no text ends a completion.
+        decode: returns the text of token ids, special tokens included.
+    """
+
+    def __init__(self, sampling: SamplingParams, decode: Decode) -> None:
+        self._stop = sampling.stop
+        self._min_tokens = sampling.min_tokens
+        self._decode = decode
+        self._num_kept = max(map(len, sampling.stop)) - 1
+        self._num_tokens = 0
+        self._token_ids: list[int] = []  # those decoded last, then those whose character is not complete
+        self._num_decoded = 0  # of them
+        self._before = ""  # the last characters of the text so far, in which a text of `stop` may begin
+
+    def completes(self, token_id: int) -> bool:
+        """Add the next token; return whether it completes a text."""
+        self._num_tokens += 1
+        self._token_ids.append(token_id)
+        known = self._decode(self._token_ids[: self._num_decoded])
+        text = self._decode(self._token_ids)
+        num_new = len(self._token_ids) - self._num_decoded
+        if text.endswith(_BROKEN) and num_new < _CHARACTER_BYTES:
+            return False
+        self._token_ids = self._token_ids[self._num_decoded :]
+        self._num_decoded = num_new
+        size = len(self._before)
+        whole = self._before + text[len(known) :]
+        self._before = whole[-self._num_kept :] if self._num_kept else ""
+        # A text that ended before this token did so within `min_tokens`.
+        found = any(whole.find(one, max(0, size + 1 - len(one))) >= 0 for one in self._stop)
+        return found and self._num_tokens > self._min_tokens
+
+
+def texts_of(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Return one text, as OpenAI's clients may write it, or several as a tuple."""
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def before_stop(text: str, stop: Collection[str]) -> str:
+    """Return a text up to the first text of `stop` in it."""
+    return text[: min((text.index(one) for one in stop if one in text), default=len(text))]
+
+
+@functools.cache
+def decoder(tokenizer: str | Path | None) -> Decode:
+    """Return the function that decodes token ids with a folder's tokenizer, special tokens included; None: as bytes.
+
+    Raises ConfigError for a folder without a tokenizer.
+    """
+    loaded = ByteTokenizer() if tokenizer is None else load_tokenizer(tokenizer)
+    # What transformers adds around the decoder takes several times as long as decoding a few tokens.
+    backend = getattr(loaded, "backend_tokenizer", loaded)
+    return functools.partial(backend.decode, skip_special_tokens=False)

@@ -1,0 +1,85 @@
+"""Texts that end a completion, against a search of the whole text after every token."""
+
+import random
+
+import pytest
+
+from rlhf_data.errors import ConfigError
+from rlhf_data.testing import ByteTokenizer
+from rlhf_rollout.engines.stopping import StopWatch, before_stop, decoder
+from rlhf_rollout.protocols import SamplingParams
+
+
+def watched(token_ids, decode, **sampling):
+    """The number of tokens up to the one that completes a text; None if none does."""
+    watch = StopWatch(SamplingParams(**sampling), decode)
+    return next((number for number, token in enumerate(token_ids, 1) if watch.completes(token)), None)
+
+
+def searched(text, stop, min_tokens):
+    """The same for one token per byte: the number of bytes up to the first end of a text after `min_tokens`."""
+    ends = [
+        len(text[: start + len(one)].encode())
+        for one in stop
+        for start in range(len(text))
+        if text.startswith(one, start)
+    ]
+    return min((end for end in ends if end > min_tokens), default=None)
+
+
+def test_the_token_that_completes_a_text_is_found_among_characters_of_several_tokens():
+    rng = random.Random(7)
+    found = 0
+    for _ in range(500):
+        text = "".join(rng.choices("ab\u00e9\u20ac\U0001f600", k=rng.randrange(1, 20)))
+        stop = tuple("".join(rng.choices("ab\u00e9\u20ac", k=rng.randrange(1, 4))) for _ in range(rng.randrange(1, 4)))
+        min_tokens = rng.choice([0, 0, 3, 6])
+        expected = searched(text, stop, min_tokens)
+        found += expected is not None
+        tokens = list(text.encode())
+        assert watched(tokens, decoder(None), stop=stop, min_tokens=min_tokens) == expected, (text, stop, min_tokens)
+    assert 100 < found < 450
+
+
+def test_bytes_that_are_no_character_do_not_hide_a_text():
+    tokens = [0xE2] * 9 + list(b"END") + [65]
+    assert watched(tokens, decoder(None), stop=("END",)) == 12
+
+
+def test_a_text_may_span_words_whose_spaces_depend_on_what_is_before_them():
+    from tokenizers import Tokenizer, decoders, models
+
+    words = ["<unk>", "\u2581the", "\u2581end", "ing", "</s>"]
+    plain = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "<unk>"))
+    plain.decoder = decoders.Metaspace()
+    plain.add_special_tokens(["</s>"])
+
+    def decode(ids):
+        return plain.decode(ids, skip_special_tokens=False)
+
+    assert watched([1, 1, 2, 3], decode, stop=("the end",)) == 3
+    assert watched([1, 1, 2, 3], decode, stop=("ending",)) == 4
+    assert watched([1, 4, 2], decode, stop=("</s>",)) == 2
+    assert watched([2, 3], decode, stop=("the",)) is None
+
+
+def test_the_text_of_an_answer_ends_before_the_first_text():
+    assert before_stop("one\nQuestion: two\nQuestion:", ("Question:", "two")) == "one\n"
+    assert before_stop("one", ("two",)) == "one"
+
+
+def test_special_tokens_count_by_their_text():
+    tokens = ByteTokenizer().encode("ab<bos>cd", add_special_tokens=False)
+    assert watched(tokens, decoder(None), stop=("<bos>",)) == 3
+
+
+@pytest.mark.parametrize("stop", ["END", ("END", ""), (3,)])
+def test_stop_must_be_texts(stop):
+    with pytest.raises(ConfigError, match="stop must be a list of texts that are not empty"):
+        SamplingParams(stop=stop)
+
+
+@pytest.mark.parametrize("options", [{"min_p": -0.1}, {"min_p": 1.1}, {"repetition_penalty": 0}])
+def test_bounds_of_filters(options):
+    with pytest.raises(ConfigError, match=r"must be in \[0, 1\] and repetition_penalty"):
+        SamplingParams(**options)
