@@ -169,7 +169,7 @@ def test_a_model_that_asks_for_it_in_vain_is_refused(model_dir, hopper, monkeypa
     assert choose_attention(config, "rlhf_packed_4", packing=True) == "rlhf_packed_4"
     check_shares_prompts(config, "rlhf_packed_4")
     large = GPT2Config(n_embd=1024, n_head=4)
-    with pytest.raises(ConfigError, match=r"the model's is 256\n\nhint: leave --attn_implementation at auto"):
+    with pytest.raises(ConfigError, match=r"the model's is 256\n\nhint: leave ``attn_implementation`` at auto"):
         packed_attention_here(large, "rlhf_packed_4", torch.bfloat16)
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"rlhf_packed_4 is FlashAttention 4: it runs on CUDA, and there is no GPU"):

@@ -115,7 +115,7 @@ def test_head_of_two_labels_is_refused_with_both_shapes(tmp_path, load):
 
 def test_head_with_a_bias_is_refused(reward_dir, tmp_path):
     folder = with_weights(reward_dir, tmp_path, lambda old: old | {"score.bias": torch.ones(1)})
-    with pytest.raises(ConfigError, match=r"score\.weight .* has a bias[^\n]*\n\nhint: .*--remote_rm_url"):
+    with pytest.raises(ConfigError, match=r"score\.weight .* has a bias[^\n]*\n\nhint: .*``RemoteReward"):
         check_reward_model(folder)
 
 
@@ -150,5 +150,5 @@ def test_check_same_tokenizer_more_tokens_on_the_model_side_do_no_harm(model_dir
 
 def test_check_same_tokenizer_another_vocabulary_is_refused_with_a_hint(tmp_path):
     folder = tiny_model_dir(tmp_path, vocab_size=300)
-    with pytest.raises(ConfigError, match=r"differs from the policy's[^\n]*\n\nhint: .*--remote_rm_url"):
+    with pytest.raises(ConfigError, match=r"differs from the policy's[^\n]*\n\nhint: .*``RemoteReward"):
         check_same_tokenizer(folder, tiny_tokenizer(512))

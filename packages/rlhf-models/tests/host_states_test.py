@@ -52,7 +52,7 @@ def test_folder_without_place_for_the_states_is_refused(tmp_path, monkeypatch):
     with pytest.raises(EngineError) as caught:
         zeros_on_host([torch.empty(3 << 29, dtype=torch.int8, device="meta")], pinned=False, folder=str(tmp_path))
     assert str(caught.value).startswith(f"{tmp_path} has no place for 1.5 GiB of the optimizer's states: No space left")
-    assert "hint: name a folder on a disk with more space in --adam_offload_path" in str(caught.value)
+    assert "hint: name a folder on a disk with more space in ``OptimizerSpec.offload_path``" in str(caught.value)
     monkeypatch.undo()
     (tmp_path / "file").touch()
     with pytest.raises(EngineError, match=r"has no place .*: (Not a directory|File exists)"):

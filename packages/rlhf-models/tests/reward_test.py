@@ -63,7 +63,9 @@ def test_reward_model_with_stored_moments_divides_only_when_asked():
 
 @pytest.mark.parametrize(("mean", "std"), [(0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0), (0.0, float("inf"))])
 def test_stored_moments_that_cannot_be_divided_by_are_refused(mean, std):
-    with pytest.raises(ConfigError, match=rf"mean {mean} and the deviation {std}[^\n]*\n\nhint: .*--normalize_reward"):
+    with pytest.raises(
+        ConfigError, match=rf"mean {mean} and the deviation {std}[^\n]*\n\nhint: .*``RewardModel.normalize``"
+    ):
         stored_moments(SimpleNamespace(mean=mean, std=std))
 
 

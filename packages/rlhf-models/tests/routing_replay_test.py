@@ -223,7 +223,7 @@ def test_routes_of_another_model_are_refused(moe_dir):
 
 def test_models_without_experts_or_with_unknown_routers_are_refused(qwen2_dir, moe_dir):
     check_replays(load_config(moe_dir))
-    with pytest.raises(ConfigError, match=r"(?s)a qwen2 model has none\n\nhint: drop --routing_replay"):
+    with pytest.raises(ConfigError, match=r"(?s)a qwen2 model has none\n\nhint: drop ``routing_replay``"):
         replay_routes(load_actor(qwen2_dir, dtype="float32").model.base_model)
-    with pytest.raises(ConfigError, match=r"(?s)not those of a olmoe model\n\nhint: drop --routing_replay"):
+    with pytest.raises(ConfigError, match=r"(?s)not those of a olmoe model\n\nhint: drop ``routing_replay``"):
         check_replays(OlmoeConfig())

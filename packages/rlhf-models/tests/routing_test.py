@@ -122,13 +122,13 @@ def test_watch_of_a_model_that_returns_no_router_logits_is_refused(tmp_path):
     folder = tiny_model_dir(tmp_path, architecture="qwen3_moe", mlp_only_layers=[0, 1])
     actor = load_actor(folder, dtype="float32")
     watch_routers(actor.model.base_model)
-    with pytest.raises(ConfigError, match=r"(?s)no layers with experts.*hint: drop --aux_loss_coef"):
+    with pytest.raises(ConfigError, match=r"(?s)no layers with experts.*hint: drop ``aux_loss_coef``"):
         actor(TokenBatch.padded(SEQUENCES, 0))
 
 
 def test_models_without_a_loss_are_refused(tmp_path):
     config = load_config(tiny_model_dir(tmp_path))
-    with pytest.raises(ConfigError, match=r"(?s)a qwen2 model has none\n\nhint: drop --aux_loss_coef"):
+    with pytest.raises(ConfigError, match=r"(?s)a qwen2 model has none\n\nhint: drop ``aux_loss_coef``"):
         check_balances(config)
     from transformers import DeepseekV3Config
 

@@ -285,7 +285,7 @@ def test_a_window_or_another_attention_cannot_share():
     shared = SharedPrompts.of(TOKENS, PROMPT_LENGTHS)
     inputs = [tensor.detach() for tensor in tensors()]
     for options in ({"sliding_window": 4}, {"dropout": 0.1}):
-        with pytest.raises(ConfigError, match=r"cannot share prompts[\s\S]*hint: drop --share_prompts"):
+        with pytest.raises(ConfigError, match=r"cannot share prompts[\s\S]*hint: drop ``share_prompts``"):
             packed_attention(torch.nn.Module(), *inputs, None, **shared.arguments(), **options)
     mixed = Qwen2Config(use_sliding_window=True, max_window_layers=1, num_hidden_layers=2)
     for windowed in (mixed, MistralConfig(sliding_window=4096)):

@@ -16,7 +16,13 @@ _FIELD = re.compile(r"``([A-Za-z][\w.]*(?:=[^`\n]*)?)``")
 # What to type for the fields of libraries that have another name than the option that sets them.
 FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
     {
+        "ModelSpec.offload": "--ref_reward_offload",
+        "OptimizerSpec.offload": "--adam_offload",
+        "OptimizerSpec.offload_path": "--adam_offload_path",
+        "RemoteReward.urls": "--remote_rm_url",
+        "RewardModel.normalize": "--normalize_reward",
         "SftEncoder.pretrain": "--pretrain_mode",
+        "packing": "--packing_samples",
         "set_chat_template.text": "--tokenizer_chat_template",
     }
 )

@@ -94,7 +94,7 @@ def packed_attention_here(config: Any, attn_implementation: str, dtype: torch.dt
         reason = _UNEQUAL_HEADS if of_keys != of_values else flash_4_unavailable_reason(of_keys)
         if reason is not None:
             message = f"{attn_implementation} is FlashAttention 4: {reason}"
-            raise ConfigError(message, hint="leave --attn_implementation at auto")
+            raise ConfigError(message, hint="leave ``attn_implementation`` at auto")
     return attn_implementation
 
 
@@ -111,13 +111,13 @@ def check_shares_prompts(config: Any, attention: str) -> None:
     """Raise ConfigError unless the attention of a transformers model can share the prompts of packed sequences."""
     if attention not in PACKED_ATTENTIONS:
         message = f"prompts are shared by the attention {PACKED_ATTENTION}, not by {attention}"
-        raise ConfigError(message, hint="leave --attn_implementation at auto, or drop --share_prompts")
+        raise ConfigError(message, hint="leave ``attn_implementation`` at auto, or drop ``share_prompts``")
     text = config.get_text_config()
     layers = getattr(text, "layer_types", None)
     # Without kinds of layers, all of them have the window, if there is one.
     if "sliding_attention" in layers if layers else getattr(text, "sliding_window", None):
         message = f"this {config.model_type} model has attention with a sliding window, which cannot share prompts"
-        raise ConfigError(message, hint="drop --share_prompts")
+        raise ConfigError(message, hint="drop ``share_prompts``")
 
 
 @functools.cache
@@ -262,7 +262,7 @@ def _attend_shared(
     """Do as `_attend` for sequences that share prompts."""
     if sliding_window or dropout:
         what = "a sliding window" if sliding_window else "dropout"
-        raise ConfigError(f"attention with {what} cannot share prompts", hint="drop --share_prompts")
+        raise ConfigError(f"attention with {what} cannot share prompts", hint="drop ``share_prompts``")
     if _has_kernel(query, value, dropout):
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return attend(query, key, value, scale=scaling, version=version, **layout)[None]

@@ -29,7 +29,7 @@ def divide_sequences(model: nn.Module, group: SequenceGroup) -> None:
     check_heads(config, group.size)
     if config._attn_implementation not in PACKED_ATTENTIONS:
         message = f"sequence parallelism needs the attention {PACKED_ATTENTION}, not {config._attn_implementation}"
-        raise ConfigError(message, hint="leave --attn_implementation at auto, and add --packing_samples")
+        raise ConfigError(message, hint="leave ``attn_implementation`` at auto, and add ``packing``")
     model.sequence_group = group
 
 

@@ -14,7 +14,7 @@ from rlhf_models.files import VALUE_HEAD_FILE, WEIGHT_FILES, read_index
 # transformers' ...ForSequenceClassification saves `score`; the others come from trainers with their own model class.
 HEAD_NAMES = ("score", "value_head", "reward_head", "v_head")
 _WEIGHTS = ("weight", *(f"{name}.weight" for name in HEAD_NAMES))  # `VALUE_HEAD_FILE` uses the first name
-_SERVE = "serve a model of another kind with its own code behind --remote_rm_url http://..."
+_SERVE = "serve a model of another kind with its own code behind ``RemoteReward.urls=http://...``"
 
 
 def load_head(path: str | Path, config: Any) -> Tensor | None:

@@ -43,8 +43,8 @@ class _Pinned(mmap.mmap):
         runtime = torch.cuda.cudart()
         if status := int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
             message = f"{memory.nbytes / 2**30:.1f} GiB of host memory cannot be pinned: CUDA error {status}"
-            hint = "use a machine with more memory, or drop --adam_offload, --ref_reward_offload or the flags for sleep"
-            raise EngineError(message, hint=hint)
+            hint = "use a machine with more memory, or drop ``OptimizerSpec.offload``, ``ModelSpec.offload``"
+            raise EngineError(message, hint=f"{hint} or the flags for sleep")
         self._address = memory.data_ptr()
         self._unpin = runtime.cudaHostUnregister
         return memory
@@ -77,7 +77,9 @@ def _file_memory(folder: str, size: int) -> Tensor:
             return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
     except OSError as error:
         message = f"{folder} has no place for {size / 2**30:.1f} GiB of the optimizer's states: {error.strerror}"
-        raise EngineError(message, hint="name a folder on a disk with more space in --adam_offload_path") from error
+        raise EngineError(
+            message, hint="name a folder on a disk with more space in ``OptimizerSpec.offload_path``"
+        ) from error
 
 
 def zeros_on_host(like: Sequence[Tensor], *, pinned: bool, folder: str | None = None) -> list[Tensor]:

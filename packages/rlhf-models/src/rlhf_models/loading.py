@@ -97,8 +97,8 @@ def check_same_tokenizer(path: str | Path, tokenizer: Any) -> None:
         token, index = min(differing, key=lambda pair: pair[1])
         message = f"the vocabulary of {path} differs from the policy's in {len(differing)} of {len(vocabulary)} tokens:"
         message += f" {token!r} has id {index} in the policy's and {own.get(token)} in this one"
-        hint = "use a model of the same family; a reward model may also be served behind --remote_rm_url http://...,"
-        raise ConfigError(message, hint=f"{hint} which gets text and not token ids")
+        hint = "use a model of the same family; a reward model may also be served behind"
+        raise ConfigError(message, hint=f"{hint} ``RemoteReward.urls=http://...``, which gets text and not token ids")
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -64,7 +64,7 @@ def stored_moments(config: Any) -> tuple[float, float] | None:
         return None
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
         message = f"the reward model's config has the mean {mean} and the deviation {std} of its scores"
-        raise ConfigError(message, hint="correct them in its config.json, or drop --normalize_reward")
+        raise ConfigError(message, hint="correct them in its config.json, or drop ``RewardModel.normalize``")
     return float(mean), float(std)
 
 

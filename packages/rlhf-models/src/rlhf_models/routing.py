@@ -10,7 +10,7 @@ from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
 from rlhf_models.sequence_parallel import SequencePart
 
-_HINT = "drop --aux_loss_coef"
+_HINT = "drop ``aux_loss_coef``"
 
 
 class RouterSums(NamedTuple):
@@ -68,7 +68,7 @@ class RouterWatch:
             ConfigError: there are no logits.
         """
         if not router_logits:
-            message = "--aux_loss_coef: the model has no layers with experts, or does not return what its routers say"
+            message = "``aux_loss_coef``: the model has no layers with experts, or does not return what its routers say"
             raise ConfigError(message, hint=_HINT)
         mask = None if part.padding_mask is None else part.padding_mask.flatten()
         self.sums = router_sums(router_logits, self._top_k, mask)
@@ -89,9 +89,9 @@ def check_balances(config: Any) -> None:
     """Raise ConfigError unless models of a transformers config have routers with a load-balancing loss."""
     text = config.get_text_config()
     if not num_experts(text):
-        raise ConfigError(f"--aux_loss_coef balances experts, and a {config.model_type} model has none", hint=_HINT)
+        raise ConfigError(f"``aux_loss_coef`` balances experts, and a {config.model_type} model has none", hint=_HINT)
     if not hasattr(text, "router_aux_loss_coef"):
-        message = f"--aux_loss_coef: transformers has no load-balancing loss for a {config.model_type} model"
+        message = f"``aux_loss_coef``: transformers has no load-balancing loss for a {config.model_type} model"
         raise ConfigError(message, hint=_HINT)
 
 

@@ -18,7 +18,7 @@ from rlhf_models.routing import num_experts
 
 # Models of transformers whose routers weigh experts by a softmax over all, and return logits, weights and experts.
 _MODEL_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe")
-_HINT = "drop --routing_replay"
+_HINT = "drop ``routing_replay``"
 
 
 def replayed_choice(logits: Tensor, own: Tensor, routes: Tensor, *, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -93,9 +93,9 @@ def replay_routes(backbone: nn.Module) -> None:
 def check_replays(config: Any) -> None:
     """Raise ConfigError unless routers of models of a transformers config can be given their experts."""
     if not num_experts(config.get_text_config()):
-        message = f"--routing_replay replays the choice of experts, and a {config.model_type} model has none"
+        message = f"``routing_replay`` replays the choice of experts, and a {config.model_type} model has none"
         raise ConfigError(message, hint=_HINT)
     if config.model_type not in _MODEL_TYPES:
         known = ", ".join(_MODEL_TYPES)
-        message = f"--routing_replay knows the routers of {known}, not those of a {config.model_type} model"
+        message = f"``routing_replay`` knows the routers of {known}, not those of a {config.model_type} model"
         raise ConfigError(message, hint=_HINT)
