@@ -2,6 +2,7 @@ import json
 import os
 import resource
 import stat
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -40,6 +41,14 @@ def test_hf_named_weights_are_those_of_the_checkpoint(tmp_path, tied):
     assert len(names) == len(set(names))
     assert ("lm_head.weight" in names) != tied
     assert names == [name for name, _ in hf_named_weights(actor.model)]
+
+
+def test_hf_named_weights_have_the_persistent_buffers_of_a_checkpoint(tmp_path):
+    folder = tiny_model_dir(tmp_path, architecture="apertus")
+    actor = load_actor(folder, dtype="float32")
+    sent = dict(hf_named_weights(actor, lambda parameter: nullcontext(parameter + 1)))
+    assert set(sent) == checkpoint_names(folder)
+    assert float(sent["model.layers.1.mlp.act_fn.beta"]) == 0.5  # the config's, never gathered
 
 
 def test_hf_named_weights_of_which_a_checkpoint_joins_several_are_refused(tmp_path, monkeypatch):

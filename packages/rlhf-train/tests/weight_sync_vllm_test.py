@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from engine_testing import stopped_amid
+from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
+from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.model_files import end_token_ids
 from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
@@ -199,3 +201,24 @@ def test_sync_many_times_keeps_the_engines_memory(pair: Pair) -> None:
         send(pair, version)
     # 30 copies of 0.4 MB would be 12 MB.
     assert psutil.Process().memory_info().rss - before < 6 << 20
+
+
+def test_sync_brings_persistent_buffers_and_leaves_alone_those_that_are_not_sent(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    path = tiny_model_dir(tmp_path, architecture="apertus", tied=False)
+    spec = EngineSpec(model=str(path), max_model_len=320, max_num_seqs=16, max_num_batched_tokens=512)
+    engine = build_engine("vllm", spec)
+    model = load_actor(path, dtype="float32").eval().model
+    pair = Pair(engine, model, WeightSource("shared_memory", bucket_bytes=40_000), "shared_memory", ())
+    bound = 5e-3  # vLLM holds the numbers of this activation in bfloat16
+    try:
+        send(pair, 1)  # the parameters only
+        assert largest_difference(pair, generate(pair)) <= bound
+        for version, beta in ((2, 1.5), (3, -2.0)):
+            for layer in model.model.layers:
+                layer.mlp.act_fn.beta.fill_(beta)
+            assert largest_difference(pair, generate(pair)) > 0.05
+            pair.sender.send(hf_named_weights(model), [engine], version, ["the engine"])
+            assert largest_difference(pair, generate(pair)) <= bound
+    finally:
+        asyncio.run(engine.close())

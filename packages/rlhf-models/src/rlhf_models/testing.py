@@ -24,6 +24,7 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "llama": ("Llama", {}),
+    "apertus": ("Apertus", {"hidden_act": "xielu"}),  # its layers have persistent buffers
     "qwen3_moe": ("Qwen3Moe", {"head_dim": 32, "norm_topk_prob": True} | _EXPERTS),
     "qwen2_moe": ("Qwen2Moe", {"shared_expert_intermediate_size": 64} | _EXPERTS),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}),
@@ -44,9 +45,9 @@ def tiny_model_dir(path: str | Path, *, tied: bool = True, **options: Any) -> Pa
         path: the folder to write. Files of the same names are replaced.
         tied: whether the LM head shares the embedding's weight.
         options: `vocab_size` (512), the number of embedding rows, at least 259 for the 256 bytes and 3 special tokens,
-            of which the tokenizer uses at most 4096; `seed` (0) of the weights; `architecture` ("qwen2", "llama", or a
-            mixture of experts: "qwen3_moe", "qwen2_moe" or "mixtral"); `dtype` (float32) of the saved weights; further
-            fields of the transformers config, such as `hidden_size`.
+            of which the tokenizer uses at most 4096; `seed` (0) of the weights; `architecture` ("qwen2", "llama",
+            "apertus", or a mixture of experts: "qwen3_moe", "qwen2_moe" or "mixtral"); `dtype` (float32) of the saved
+            weights; further fields of the transformers config, such as `hidden_size`.
 
     Raises:
         ConfigError: an unknown architecture, or a vocabulary too small for the bytes.

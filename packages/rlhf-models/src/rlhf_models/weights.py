@@ -26,14 +26,16 @@ def hf_named_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Return the weights of an `Actor` or transformers model under their checkpoint names, tied ones once.
 
+    Persistent buffers are among them: a checkpoint has them, and an engine that loads a layer anew needs all of it.
+
     In memory, transformers keeps the experts of a layer in one parameter [E, ...]. In most checkpoints each matrix of
     each expert has a name of its own; the tensors of experts are then parts of the parameter, some of them copies.
     Adapters are left out: `lora.adapters_by_weight` has them.
 
     Args:
         model: the model.
-        whole: gives the full tensor of a parameter, in a `with` block that lasts until the next parameter is read. None
-            for the parameter itself.
+        whole: gives the full tensor of a parameter, in a `with` block that lasts until the next weight is read. None
+            for the parameter itself. Buffers are always whole.
 
     Raises:
         ConfigError: a tensor of the checkpoint is made of several parameters.
@@ -41,15 +43,17 @@ def hf_named_weights(
     model = _unwrapped(model)
     # peft wraps an adapted layer, which becomes its `base_layer`.
     parameters = [(name, weight) for name, weight in model.named_parameters() if ".lora_" not in name]
-    named = {name.replace(".base_layer.", "."): weight for name, weight in parameters}
+    stored = model.state_dict()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+    named = {name.replace(".base_layer.", "."): weight for name, weight in (*parameters, *buffers)}
     return _read(model, named, _converted_names(model, named), whole or nullcontext)
 
 
 def _read(
-    model: Any, named: Mapping[str, nn.Parameter], converted: set[str], whole: Callable[[nn.Parameter], Any]
+    model: Any, named: Mapping[str, Tensor], converted: set[str], whole: Callable[[nn.Parameter], Any]
 ) -> Iterator[tuple[str, Tensor]]:
     for name, weight in named.items():
-        with whole(weight) as tensor:
+        with whole(weight) if isinstance(weight, nn.Parameter) else nullcontext(weight) as tensor:
             if name in converted:
                 yield from _in_checkpoint(model, {name: tensor}).items()
             else:

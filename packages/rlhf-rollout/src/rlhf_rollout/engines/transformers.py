@@ -43,8 +43,7 @@ class TransformersEngine(GatedEngine):
         self._end_token_ids = end_token_ids(model_dir, tokenizer_dir)
         self._seeds = np.random.default_rng(spec.seed)
         self._reader = BucketReader(spec.weight_transfer, self._device)
-        self._parameters = dict(self._model.named_parameters())
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        self._shapes = {name: tuple(weight.shape) for name, weight in self._weights().items()}
         self._lock = threading.Lock()
         self._received: set[str] = set()
         super().__init__(spec, vocab_size=self._model.config.vocab_size)
@@ -121,8 +120,9 @@ class TransformersEngine(GatedEngine):
         try:
             for slot in bucket.tensors:
                 check_tensor(slot, self._shapes.get(slot.name), self._shapes)
+            weights = self._weights()
             for name, tensor in self._reader.read(bucket):
-                self._parameters[name].data.copy_(tensor)
+                weights[name].data.copy_(tensor)
                 self._received.add(name)
         except WeightSyncError as error:
             self._reader.end_update()
@@ -133,7 +133,7 @@ class TransformersEngine(GatedEngine):
         """See `RolloutEngine.finish_weight_update`. Raises WeightSyncError when weights are missing."""
         self._check_updating()
         self._reader.end_update()
-        missing = sorted(set(self._parameters) - self._received)
+        missing = sorted(set(self._shapes) - self._received)
         if missing:
             self._end_update(f"{len(missing)} did not arrive in the last update ({', '.join(missing[:5])})")
             raise WeightSyncError(f"weights missing: {self._incomplete}", hint="send every weight in each update")
@@ -154,7 +154,12 @@ class TransformersEngine(GatedEngine):
         await super().close()
         self._reader.close()
         self._model = None
-        self._parameters = {}
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Return the parameters and the persistent buffers, which move with the model to other tensors."""
+        stored = self._model.state_dict()
+        buffers = {name: buffer for name, buffer in self._model.named_buffers() if name in stored}
+        return dict(self._model.named_parameters()) | buffers
 
 
 def _sample(

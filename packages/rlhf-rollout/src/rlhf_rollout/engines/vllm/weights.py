@@ -97,6 +97,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             return
         with self._loading():
             initialize_layerwise_reload(self.model)
+            _keep_buffers(self.model)
         if current_platform.is_cpu():
             _drop_expert_kernels(self.model)
         self._expert_kernels = _expert_kernels(self.model)
@@ -284,12 +285,30 @@ def _targets(model: torch.nn.Module) -> dict[Target, torch.Tensor]:
     }
 
 
+def _keep_buffers(model: torch.nn.Module) -> None:
+    """Give layers that are about to be loaded the values of their persistent buffers.
+
+    vLLM would make new ones, whose values are arbitrary until a weight brings them, and not every checkpoint has them.
+    """
+    for layer in model.modules():
+        for name, old in (get_layerwise_info(layer).kernel_tensors or ({}, {}))[1].items():
+            new = layer._buffers.get(name)
+            is_kept = new is not None and new.is_meta and name not in layer._non_persistent_buffers_set
+            if is_kept and (new.shape, new.dtype) == (old.shape, old.dtype):
+                layer._buffers[name] = kept = old.detach().clone()
+                kept.__dict__.update(new.__dict__)  # how the loader writes it
+
+
 def _incomplete(layer: torch.nn.Module) -> bool:
     """Return whether the layer still waits for elements of its own parameters."""
     info = get_layerwise_info(layer)
     if not info.can_load():
         return False
-    needed = sum(parameter.numel() for parameter in layer.parameters(recurse=False))
+    # A buffer that no checkpoint brings counts only once it is loaded.
+    loaded = {name for name, _ in info.loaded_weights}
+    tensors = [*layer.named_parameters(recurse=False)]
+    tensors += [(name, buffer) for name, buffer in layer.named_buffers(recurse=False) if name in loaded]
+    needed = sum(tensor.numel() for _, tensor in tensors)
     if isinstance(layer, VocabParallelEmbedding):
         # The rows that pad the vocabulary are never sent, so the full number is never reached.
         needed = min(needed, 1)
