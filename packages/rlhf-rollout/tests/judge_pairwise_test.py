@@ -168,7 +168,7 @@ def test_check_judge_asks_once_about_the_first_prompt(server, rubric, kind):
     ("status", "error", "says"),
     [
         (401, RewardError, rf"judge refuses the trial request: .*status 401: no\n\nhint: .*{KEY_VARIABLE}"),
-        (404, RewardError, r"status 404: no\n\nhint: check --judge_model"),
+        (404, RewardError, r"status 404: no\n\nhint: check ``JudgeOptions.model``"),
         (500, None, r"status 500: no"),
         (200, None, r"no text of an answer: no"),
     ],

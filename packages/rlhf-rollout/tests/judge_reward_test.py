@@ -340,7 +340,9 @@ def test_judge_key_goes_without_encryption_only_to_this_machine_or_a_server_that
 
 @pytest.mark.parametrize("url", ["", "host/v1", "ftp://host/v1", "http://host:99999/v1"])
 def test_judge_url_that_is_none_is_refused(rubric, url):
-    with pytest.raises(ConfigError, match=r"judge .*\n\nhint: give --judge_url with the part before /chat/completions"):
+    with pytest.raises(
+        ConfigError, match=r"judge .*\n\nhint: give ``JudgeOptions.url`` with the part before /chat/completions"
+    ):
         JudgeReward(rubric, options(url))
     with pytest.raises(ConfigError, match=rf"the judge's URL at host holds a password\n\nhint: .*{KEY_VARIABLE}"):
         JudgeReward(rubric, options("https://me:s3cret@host/v1"))

@@ -211,7 +211,7 @@ def test_model_reward_hung_replica_is_a_timeout_of_the_whole_batch_with_a_hint()
     assert hung.num_cancelled == 1  # one call: its sequences are not asked for one by one
     detail = verdicts[0].detail
     assert detail.startswith("the reward model gave no scores for 3 sequences within 0.05 s")
-    assert "lower --reward_batch_size" in detail
+    assert "lower ``ModelReward.batch_size``" in detail
 
 
 def test_model_reward_another_replica_answers_for_a_hung_one() -> None:

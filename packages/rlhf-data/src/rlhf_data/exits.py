@@ -16,14 +16,22 @@ _FIELD = re.compile(r"``([A-Za-z][\w.]*(?:=[^`\n]*)?)``")
 # What to type for the fields of libraries that have another name than the option that sets them.
 FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
     {
+        "JudgeOptions.model": "--judge_model",
+        "JudgeOptions.url": "--judge_url",
+        "ModelReward.batch_size": "--reward_batch_size",
         "ModelSpec.offload": "--ref_reward_offload",
         "OptimizerSpec.offload": "--adam_offload",
         "OptimizerSpec.offload_path": "--adam_offload_path",
         "RemoteReward.urls": "--remote_rm_url",
         "RewardModel.normalize": "--normalize_reward",
         "SftEncoder.pretrain": "--pretrain_mode",
+        "dtype=bfloat16": "--bf16",
         "packing": "--packing_samples",
+        "parse_weights.text": "--reward_weights",
+        "quantization": "--vllm_quantization",
         "set_chat_template.text": "--tokenizer_chat_template",
+        "start_timeout_s": "--reward_start_timeout_s",
+        "weight_transfer=shared_memory": "--vllm_sync_backend host",
     }
 )
 

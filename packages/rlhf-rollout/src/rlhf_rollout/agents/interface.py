@@ -152,7 +152,7 @@ class AgentExecutorBase:
 
     Args:
         agent_instance_cls: the class of `AgentInstanceBase` that the inherited `execute` uses.
-        max_steps: turns per episode at most; None for the run's --max_steps.
+        max_steps: turns per episode at most; None for that of the run.
         max_length, llm_engine, hf_tokenizer, result_queue: given by the run; constructors may pass them on.
     """
 

@@ -1,6 +1,6 @@
 """Rewards for the form of a response: whether it matches a regular expression, and how many tokens it has.
 
-`--remote_rm_url` names them `format:EXPRESSION` and `length:LIMIT`.
+Their names are `format:EXPRESSION` and `length:LIMIT`.
 """
 
 import re

@@ -29,7 +29,7 @@ _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 30.0
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_FAILURES = 8  # slow failures in a row after which the judge is asked only now and then
-_URL_HINT = "give --judge_url with the part before /chat/completions, such as https://host/v1"
+_URL_HINT = "give ``JudgeOptions.url`` with the part before /chat/completions, such as https://host/v1"
 
 Messages = list[dict[str, str]]
 Cost = dict[str, float]  # tokens and unparsable answers, by the names that verdicts give them
@@ -258,7 +258,7 @@ def check_judge(source: RewardSource, prompts: Sequence[Prompt] = (), calls: Cal
 
     outcome = asyncio.run(try_it())
     if isinstance(outcome, RequestFailure):
-        wanted = f"check --judge_model; {_URL_HINT}"
+        wanted = f"check ``JudgeOptions.model``; {_URL_HINT}"
         check_passing(calls.judge.url, outcome, giver="judge", wanted=wanted, variable=KEY_VARIABLE)
     return outcome.detail if isinstance(outcome, Failure) else None
 

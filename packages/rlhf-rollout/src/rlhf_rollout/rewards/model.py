@@ -123,7 +123,7 @@ class ModelReward:
 
     def _late(self, num_sequences: int) -> Failure:
         message = f"the reward model gave no scores for {num_sequences} sequences within {self._timeout_s:g} s"
-        hint = "its process hangs, or is overloaded: lower --reward_batch_size, or give it more replicas"
+        hint = "its process hangs, or is overloaded: lower ``ModelReward.batch_size``, or give it more replicas"
         return Failure(VerdictKind.TIMEOUT, f"{message}; {hint}", of_sample=False)
 
 

@@ -195,7 +195,7 @@ def _start_problem(target: RewardTarget, failure: Failure, timeout_s: float) -> 
         return failure.detail
     if failure.kind is VerdictKind.TIMEOUT:
         message = f"importing the reward function from {target.module} took longer than {timeout_s:g} s"
-        return with_hint(message, "move slow work into the function, or raise --reward_start_timeout_s")
+        return with_hint(message, "move slow work into the function, or raise ``start_timeout_s``")
     message = f"cannot import the reward function from {target.module}: {failure.detail}"
     if guess := nearest(target.module, BUILTIN):
         return with_hint(message, f"did you mean the built-in reward `{guess}`?")

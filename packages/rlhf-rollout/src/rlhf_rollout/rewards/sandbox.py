@@ -31,7 +31,7 @@ _DISK_BYTES = 2**26
 _ENVIRONMENT = {"LANG": "C.UTF-8", "HOME": "/tmp", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _INSTALL = (
     f"install bubblewrap 0.8 or later (apt install bubblewrap; or {installs('rlhf-rollout[code]')}) on a machine that"
-    " allows user namespaces, or name a SandboxFusion server with --code_sandbox http://HOST:8080"
+    " allows user namespaces, or name a SandboxFusion server with ``code_sandbox=http://HOST:8080``"
 )
 
 # What a sandbox is told: `form` ("stdin", "call" or "assertions"), `program`, `name` of the function to call, `inputs`

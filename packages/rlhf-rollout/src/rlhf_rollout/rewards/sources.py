@@ -178,7 +178,7 @@ def parse_weights(text: str | None) -> list[float] | None:
     except ValueError:
         weights = [math.nan]
     if weights and not all(map(math.isfinite, weights)):
-        message = f"--reward_weights is {text}; it must be numbers, separated by commas"
+        message = f"``parse_weights.text`` is {text}; it must be numbers, separated by commas"
         raise ConfigError(message, hint="such as 1,0.5")
     return weights
 

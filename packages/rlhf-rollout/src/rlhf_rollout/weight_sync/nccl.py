@@ -74,7 +74,7 @@ class BroadcastGroup:
                 time.sleep(_POLL_S)
             work.wait()
         except RuntimeError as error:
-            hint = "an engine may have died; if all live, --vllm_sync_backend host sends through host memory instead"
+            hint = "an engine may have died; if all live, ``weight_transfer=shared_memory`` sends through host memory"
             raise EngineError(f"weights could not be broadcast: {error}", hint=hint) from error
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
 
     if spec.quantization and on_gpu and not current_platform.has_device_capability(_FP8_CAPABILITY):
         message = f"quantization {spec.quantization} needs a GPU that multiplies FP8 (compute capability 8.9 or more)"
-        raise ConfigError(message, hint="drop --vllm_quantization, or use an Ada, Hopper or newer GPU")
+        raise ConfigError(message, hint="drop ``quantization``, or use an Ada, Hopper or newer GPU")
     if spec.quantization and not on_gpu:
         _leave_out_onednn()
     if spec.return_routes and not on_gpu:
