@@ -294,6 +294,39 @@ def test_resume_tries_failed_prompts_again(prompts, tmp_path, monkeypatch):
     ]
 
 
+@pytest.fixture
+def dated_model(tmp_path):
+    """A folder with a tokenizer whose chat template writes the time."""
+    import tokenizers
+    import transformers
+
+    words = {word: index for index, word in enumerate(["<unk>", "<eos>", "now"])}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")  # each character is a token
+    core.add_tokens(list("0123456789:."))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+    tokenizer.chat_template = "{{ strftime_now('%H:%M:%S.%f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "dated")
+    return str(tmp_path / "dated")
+
+
+def test_resumed_run_writes_the_date_of_the_run_that_began_into_its_prompts(prompts, tmp_path, dated_model, capsys):
+    out = tmp_path / "out.jsonl"
+    words = arguments(prompts, out, "--pretrain", dated_model, "--apply_chat_template")
+    place = words.index("--input_template")
+    del words[place : place + 2]
+    assert main(words) == 0
+    lines = out.read_text().splitlines()
+    out.write_text("".join(f"{line}\n" for line in lines[:2]))
+    capsys.readouterr()
+    assert main([*words, "--resume"]) == 0
+    assert "2 of 6 prompts are already done" in capsys.readouterr().err
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(records) == 6
+    assert len({record["template_clock"] for record in records}) == 1
+    assert len({record["prompt"][: len("12:34:56.123456")] for record in records}) == 1
+
+
 @pytest.mark.parametrize("more", [("--temperature", "0.5"), ("--max_samples", "3"), ("--seed", "4")])
 def test_resume_with_other_settings_is_refused_and_changes_nothing(prompts, tmp_path, capsys, more):
     out = tmp_path / "out.jsonl"

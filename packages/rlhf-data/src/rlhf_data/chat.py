@@ -8,6 +8,7 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ _CONTEXTS = ("\n", "a")
 _CONTEXT_LENGTH = 64  # characters of a context that count: tokens depend on what is near
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _OPENING_TAG = re.compile(r"(<\w+>)(\s*)$")
+_DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_CLOCK = "template_clock"  # the attribute of a tokenizer that holds the time of its chat template
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # what models think, beside the content of a message
 
 
@@ -43,6 +46,9 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
+
+    def get_chat_template(self, *, tools: Any = None) -> str:
+        """Return the chat template, or that of several which is for tools."""
 
     def apply_chat_template(
         self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, **options: Any
@@ -343,10 +349,30 @@ def encode_answer(
 
 def has_generation_marks(tokenizer: Tokenizer) -> bool:
     """Return whether the tokenizer's chat template marks the assistant's part of its output."""
+    return bool(_GENERATION_MARK.search(_template_text(tokenizer)))
+
+
+def template_clock(tokenizer: Tokenizer, now: datetime | None = None) -> datetime | None:
+    """Return the time that the chat template writes, in local time, or None for a template that writes no time.
+
+    It is that of the first rendering, so that a run that lasts longer than a day renders all rows alike.
+
+    Args:
+        tokenizer: the model's tokenizer, loaded; it keeps the time.
+        now: the time to keep, for example that of the run that is continued; None keeps the one that it has.
+    """
+    if not _DATE.search(_template_text(tokenizer)):
+        return None
+    if now is not None or getattr(tokenizer, _CLOCK, None) is None:
+        setattr(tokenizer, _CLOCK, now or datetime.now())
+    return getattr(tokenizer, _CLOCK)
+
+
+def _template_text(tokenizer: Tokenizer) -> str:
     template = tokenizer.chat_template
     if isinstance(template, Mapping):  # a tokenizer with several named templates
         template = template.get("default", "")
-    return bool(_GENERATION_MARK.search(template))
+    return template or ""
 
 
 def _fit_marks(
@@ -460,6 +486,9 @@ def _apply_template(
 ) -> Any:
     if tools:
         options["tools"] = list(tools)
+    if (now := template_clock(tokenizer)) is not None:
+        template = tokenizer.get_chat_template(tools=options.get("tools"))
+        options["chat_template"] = _DATE.sub(lambda found: repr(now.strftime(found[2])), template)
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # a template is a program and may raise anything

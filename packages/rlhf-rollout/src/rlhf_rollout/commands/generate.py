@@ -10,9 +10,11 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rlhf_data.chat import template_clock
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.options import matching
 from rlhf_data.prompts import PromptSet, load_prompts
@@ -34,6 +36,7 @@ from rlhf_rollout.router import EngineRouter
 
 _NUM_SHOWN_FAILURES = 3
 _NUM_TRIED = 4  # prompts of the trial call of a reward
+_CLOCK = "template_clock"  # the key of a record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +153,8 @@ class _Task:
         job: the job.
         tokenizer: the engine's tokenizer.
         prompts, inputs: the prompts, and the cells that each was made from.
-        digest: hash of the settings, which every record of the file holds.
+        settings: what every record of the file begins with: the hash of the settings as `run`, and as `template_clock`
+            the time that the chat template writes into prompts, if it does.
         done: numbers of the prompts whose rollouts are already in the file.
     """
 
@@ -158,13 +162,14 @@ class _Task:
     tokenizer: Any
     prompts: PromptSet
     inputs: list[dict[str, Any]]
-    digest: str
+    settings: dict[str, str]
     done: frozenset[int]
 
 
 def _prepare(job: GenerateJob) -> _Task:
     job.reward.check_models()
     tokenizer = job.engine.load_tokenizer(job.data)
+    clock = template_clock(tokenizer, recorded_clock(job.rollouts_path) if job.output.resume else None)
     prompts, inputs = job.load_prompts(tokenizer)
     TERMINAL.say(prompts.summary)
     if job.output.post_processor == "csft" and not all(isinstance(cells["input"], str) for cells in inputs):
@@ -176,7 +181,17 @@ def _prepare(job: GenerateJob) -> _Task:
     if job.output.resume and job.rollouts_path.exists():
         done = take_up(job.rollouts_path, digest, job.sampling.num_samples)
         TERMINAL.say(f"{len(done)} of {len(prompts)} prompts are already done")
-    return _Task(job=job, tokenizer=tokenizer, prompts=prompts, inputs=inputs, digest=digest, done=done)
+    settings = {"run": digest} | ({} if clock is None else {_CLOCK: clock.isoformat()})
+    return _Task(job=job, tokenizer=tokenizer, prompts=prompts, inputs=inputs, settings=settings, done=done)
+
+
+def recorded_clock(path: Path) -> datetime | None:
+    """Return the time that the chat template wrote into the prompts of a file of rollouts; None if there is none."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return datetime.fromisoformat(json.loads(file.readline())[_CLOCK])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # `take_up` says what is wrong with a file
+        return None
 
 
 def take_up(path: Path, digest: str, num_samples: int) -> frozenset[int]:
@@ -260,7 +275,7 @@ async def _write_rollouts(task: _Task) -> int:
             else:
                 number = int(result.group_id.rpartition("/")[2])
                 size = len(result.group.rollouts)
-                writer.write(result.group, run=task.digest, num_rollouts=size, **task.inputs[number])
+                writer.write(result.group, **task.settings, num_rollouts=size, **task.inputs[number])
                 num_cut += sum(rollout.finish_reason is FinishReason.LENGTH for rollout in result.group.rollouts)
                 verdicts = [rollout.verdict for rollout in result.group.rollouts if rollout.verdict is not None]
                 rewards += [verdict.reward for verdict in verdicts if verdict.reward is not None]
