@@ -175,3 +175,19 @@ def test_failed_reward_masks_a_rollout_unless_the_job_has_a_reward_for_it(tmp_pa
     assert verdict.kind is VerdictKind.CRASH
     kept = scored([group(replace(rollout(None), verdict=verdict))])
     assert [each.verdict.reward for each in kept] == ([] if failed_reward is None else [failed_reward])
+
+
+def test_overlong_penalty_is_of_the_longest_answer_not_of_the_whole_conversation():
+    def answer(size: int) -> Span:
+        return Span(SpanSource.POLICY, [2] * size, [-1.0] * size, policy_version=0)
+
+    question, environment = Span(SpanSource.PROMPT, [1]), Span(SpanSource.ENVIRONMENT, [3] * 50)
+    verdict = Verdict(VerdictKind.OK, 1.0)
+    short = (question, answer(6), environment, answer(5), environment, answer(6))
+    # An answer during which the weights changed has two spans.
+    long = (question, answer(2), environment, answer(5), replace(answer(4), policy_version=1), environment, answer(1))
+    silent = (question, environment)
+    rollouts = [Rollout("r", "g", spans, FinishReason.STOP, verdict=verdict) for spans in (short, long, silent)]
+    rewards, _ = shaper(overlong_buffer=4, overlong_penalty_factor=2.0).shape(rollouts)
+    # 6 of 10 tokens are just outside the buffer of 4; 9 are three quarters into it.
+    assert rewards.tolist() == [1.0, 1.0 - 1.5, 1.0]

@@ -19,7 +19,9 @@ from rlhf_rollout.policy_json import read_json
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "response_format", "text", "thinking", "reasoning", "reasoning_effort", "top_logprobs"),
+    *("min_tokens", "ignore_eos", "stop_token_ids"),  # of vLLM's server
 )
+_FREE_CHOICES = (None, "auto", "none")  # of tools, by name or by type: with the others, the policy must call one
 
 Event = tuple[str | None, Any]  # its name, if the form names events, and its JSON value
 
@@ -128,12 +130,19 @@ def read_common(body: Mapping[str, Any], lengths: Sequence[str], stop: str) -> R
     return Request(
         max_tokens=length,
         stop=tuple(string_of(text, stop) for text in stops if text != ""),
-        logprobs=body.get("logprobs") not in (None, False),
+        logprobs=bool(body.get("logprobs")),
         stream=body.get("stream") is True,
         include_usage=isinstance(options, Mapping) and options.get("include_usage") is True,
-        ignored=[name for name in _SAMPLING if body.get(name) is not None],
+        ignored=_ignored(body),
         model=string_of(body.get("model") or "policy", "model"),
     )
+
+
+def _ignored(body: Mapping[str, Any]) -> list[str]:
+    names = [name for name in _SAMPLING if body.get(name) is not None]
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    return names if kind in _FREE_CHOICES else [*names, "tool_choice"]
 
 
 def text_of(content: Any, kinds: Sequence[str]) -> str:

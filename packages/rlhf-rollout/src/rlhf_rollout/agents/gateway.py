@@ -8,7 +8,8 @@ The id is random and is the authorization; keys in headers are not read. The ser
 
 - Answers are recorded token by token; `conversation.py` says how requests become tokens.
 - Sampling is the run's. A request may shorten its answer by `max_tokens` and `stop`. Other sampling parameters are
-  ignored, because the policy learns as it was sampled: the header `x-ignored-parameters` names them.
+  ignored, because the policy learns as it was sampled, and so is a `tool_choice` that demands a call: the header
+  `x-ignored-parameters` names them.
 - A text of `stop` ends the answer at the token that completes it. This token is recorded, and none after it.
 - A request whose client leaves is answered all the same, and the same request again gets that answer. An answer that no
   client gets is no part of the episode.

@@ -108,6 +108,8 @@ def _read_completion(body: Mapping[str, Any]) -> Request:
     is_tokens = isinstance(prompt, list) and all(type(token) is int and 0 <= token < 2**31 for token in prompt)
     if not prompt or not (isinstance(prompt, str) or is_tokens):
         raise DataError("`prompt` must be one text or one list of token ids")
+    # A number of alternatives to each token, of which 0 still asks for those that were chosen.
+    request.logprobs = not (body.get("logprobs") is None or body.get("logprobs") is False)
     request.prompt = prompt if is_tokens else string_of(prompt, "prompt")
     return request
 

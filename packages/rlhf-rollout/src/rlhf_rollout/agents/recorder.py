@@ -15,7 +15,8 @@ from rlhf_rollout.engines.stopping import texts_of
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.router import EngineRouter
 
-_OVERRIDES = ("max_tokens", "min_tokens", "stop_token_ids", "stop")
+# `min_tokens` is not among them: an engine takes end tokens out of the distribution until then, and a trainer does not.
+_OVERRIDES = ("max_tokens", "stop_token_ids", "stop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +74,13 @@ class Draft:
         token_ids: the whole conversation before it.
         completion: the answer.
         request: the number of its request in the episode.
+        is_truncated: a limit of the run has cut the answer; a lower `max_tokens` of the agent's own is none.
     """
 
     token_ids: list[int]
     completion: Completion
     request: int
+    is_truncated: bool
 
 
 class EpisodeRecorder:
@@ -159,7 +162,7 @@ class EpisodeRecorder:
 
         Args:
             token_ids: the whole conversation.
-            overrides: sampling of this answer that differs: `max_tokens`, `min_tokens`, `stop_token_ids` or `stop`.
+            overrides: sampling of this answer that differs: `max_tokens`, `stop_token_ids` or `stop`.
             shorten: returns the part of the answer that counts; the rest is as if it had not been sampled.
 
         Raises:
@@ -182,7 +185,10 @@ class EpisodeRecorder:
         except EngineError as error:
             self.error = error
             raise
-        return Draft(token_ids, completion if shorten is None else shorten(completion), request)
+        completion = completion if shorten is None else shorten(completion)
+        is_own_limit = sampling.max_tokens < min(self._sampling.max_tokens, self._room(token_ids))
+        is_truncated = completion.finish_reason is FinishReason.LENGTH and not is_own_limit
+        return Draft(token_ids, completion, request, is_truncated)
 
     def add(self, draft: Draft) -> None:
         """Record a conversation and its answer, once."""
@@ -199,7 +205,7 @@ class EpisodeRecorder:
         branch.add_routes(completion.routes)
         branch.ends.append(len(branch.tokens))
         branch.requests.append(draft.request)
-        branch.finish_reason = completion.finish_reason
+        branch.finish_reason = FinishReason.LENGTH if draft.is_truncated else FinishReason.STOP
 
     def episode(self, turn_rewards: Sequence[float], verdict: Verdict | None, *, is_cut: bool = False) -> Episode:
         """Return what was recorded.
@@ -242,9 +248,13 @@ class EpisodeRecorder:
         elsewhere = (before, sum(earned.values()) - before)
         return dataclasses.replace(verdict, turn_rewards=tuple(sums.tolist()), earned_elsewhere=elsewhere)
 
+    def _room(self, token_ids: Sequence[int]) -> int:
+        """Return how many tokens a conversation can still have."""
+        return self._limits.max_length - len(token_ids)
+
     def _sampling_for(self, token_ids: Sequence[int], overrides: Mapping[str, Any]) -> SamplingParams:
         limits = self._limits
-        room = limits.max_length - len(token_ids)
+        room = self._room(token_ids)
         is_late = time.monotonic() - self._started > limits.max_seconds
         if room < 1 or self.num_turns >= limits.max_turns or is_late:
             self._is_cut = True
@@ -257,13 +267,12 @@ class EpisodeRecorder:
                 raise DataError(f"an agent asked for {name} = {value!r}, and the policy learns as sampled", hint=hint)
         chosen = {name: value for name, value in overrides.items() if name in _OVERRIDES and value is not None}
         wanted = min(int(chosen.get("max_tokens", self._sampling.max_tokens)), room)
-        least = min(int(chosen.get("min_tokens", self._sampling.min_tokens)), wanted)
         stops = tuple(int(token) for token in chosen.get("stop_token_ids", self._sampling.stop_token_ids))
         seed = self._sampling.seed
         return dataclasses.replace(
             self._sampling,
             max_tokens=wanted,
-            min_tokens=least,
+            min_tokens=min(self._sampling.min_tokens, wanted),
             stop_token_ids=stops,
             stop=texts_of(chosen.get("stop", self._sampling.stop)),
             seed=None if seed is None else (seed + self.num_turns) % 2**31,

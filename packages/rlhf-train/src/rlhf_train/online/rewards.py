@@ -52,7 +52,8 @@ class RewardShaper:
 
     Args:
         spec: which of these are on, and their numbers.
-        max_tokens: response length in tokens at which the overlong penalty reaches its full size.
+        max_tokens: length of an answer in tokens at which the overlong penalty reaches its full size. The penalty of a
+            rollout with several turns is that of its longest answer, because the limit is one answer's.
     """
 
     def __init__(self, spec: RewardSpec, *, max_tokens: int) -> None:
@@ -89,7 +90,7 @@ class RewardShaper:
             metrics["train/reward_clipped"] = num_clipped / max(len(rewards), 1)
         shaped = rewards
         if spec.overlong_buffer:
-            lengths = np.array([rollout.num_response_tokens for rollout in rollouts])
+            lengths = np.array([_longest_answer(rollout) for rollout in rollouts])
             penalty = {"buffer": spec.overlong_buffer, "factor": spec.overlong_penalty_factor}
             shaped = shaped + overlong_penalty(lengths, max_tokens=self._max_tokens, **penalty)
         if spec.stop_properly_coef is not None:
@@ -171,6 +172,12 @@ def _with_rest(rollout: Rollout, turn_rewards: np.ndarray, reward: float) -> np.
     rewards = turn_rewards if len(turn_rewards) else np.zeros(len(rollout.turn_ends))
     rewards[-1:] += reward - rewards.sum()
     return rewards
+
+
+def _longest_answer(rollout: Rollout) -> int:
+    """Return the number of tokens of a rollout's longest turn; 0 without one."""
+    written_by_turn = np.diff(np.cumsum(rollout.loss_mask)[rollout.turn_ends], prepend=0)
+    return int(written_by_turn.max(initial=0))
 
 
 def _raw(rollouts: Sequence[Rollout]) -> np.ndarray:

@@ -1,0 +1,111 @@
+"""The door: what a request may change of how answers are sampled, what is ignored, and what is sent whatever it is."""
+
+import asyncio
+import json
+import math
+
+import httpx
+import pytest
+
+from door_testing import HI, opened, writes
+from rlhf_data.records import FinishReason
+from rlhf_rollout.agents.recorder import EpisodeLimits
+
+ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "asked", "limits", "told", "recorded"),
+    [
+        (9, 4, None, "length", FinishReason.STOP),  # the agent wanted no more
+        (9, 9, None, "length", FinishReason.LENGTH),  # the run's answers are no longer
+        (9, None, None, "length", FinishReason.LENGTH),
+        (9, 4, EpisodeLimits(max_length=22 + 4), "length", FinishReason.LENGTH),  # nor its conversations
+        (9, 4, EpisodeLimits(max_length=22 + 5), "length", FinishReason.STOP),
+        (60, 55, None, "stop", FinishReason.STOP),  # the policy ended it
+    ],
+)
+def test_only_the_limits_of_the_run_truncate_a_rollout(max_tokens, asked, limits, told, recorded):
+    async def run():
+        async with opened(writes("a" * 50), max_tokens=max_tokens, limits=limits) as door:
+            options = {} if asked is None else {"max_tokens": asked}
+            assert (await door.chat([HI], **options)).finish_reason == told
+            [rollout] = door.recorder.episode((), None).rollouts
+            assert len(rollout.spans[0].token_ids) == 22
+            return rollout.finish_reason
+
+    assert asyncio.run(run()) is recorded
+
+
+def test_logprobs_0_asks_for_those_of_the_answer_without_alternatives():
+    async def run():
+        async with opened(writes("a")) as door:
+            create = door.client.completions.create
+            answers = [await create(model="m", prompt="x", **options) for options in ({"logprobs": 0}, {})]
+            return [answer.choices[0].logprobs for answer in answers]
+
+    told, none = asyncio.run(run())
+    assert none is None
+    assert told.tokens == ["a", "<eos>"]
+    assert told.token_logprobs == pytest.approx([-math.log(256)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "choice", "is_ignored"),
+    [
+        ("chat/completions", "required", True),
+        ("chat/completions", {"type": "function", "function": {"name": "add"}}, True),
+        ("chat/completions", "auto", False),
+        ("chat/completions", "none", False),
+        ("responses", "required", True),
+        ("responses", {"type": "function", "name": "add"}, True),
+        ("responses", "none", False),
+        ("messages", {"type": "any"}, True),
+        ("messages", {"type": "tool", "name": "add"}, True),
+        ("messages", {"type": "auto"}, False),
+        ("messages", {"type": "none"}, False),
+    ],
+)
+def test_header_says_that_the_policy_is_not_forced_to_call_a_tool(path, choice, is_ignored):
+    async def run():
+        async with opened(writes("no call")) as door, httpx.AsyncClient(timeout=60) as client:
+            said = {"input": "hi"} if path == "responses" else {"messages": [HI]}
+            body = {**said, "tool_choice": choice}
+            return await client.post(f"{door.session.url}/v1/{path}", json=body)
+
+    answer = asyncio.run(run())
+    assert answer.status_code == 200
+    assert answer.headers.get("x-ignored-parameters") == ("tool_choice" if is_ignored else None)
+
+
+def test_sampling_of_vllm_is_ignored_and_said():
+    async def run():
+        async with opened(writes("a")) as door:
+            create = door.client.chat.completions.with_raw_response.create
+            more = {"min_tokens": 3, "ignore_eos": True, "stop_token_ids": [5]}
+            return (await create(model="m", messages=[HI], extra_body=more)).headers["x-ignored-parameters"]
+
+    assert asyncio.run(run()) == "min_tokens, ignore_eos, stop_token_ids"
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", '"\\ud800"'])
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_are_valid_json_whatever_the_policy_writes_as_arguments(number, path, stream):
+    call = '<tool_call>{"name": "add", "arguments": {"x": ' + number + "}}</tool_call>"
+
+    async def run():
+        async with opened(writes(call)) as door, httpx.AsyncClient(timeout=60) as client:
+            said = {"input": "hi"} if path == "responses" else {"messages": [HI]}
+            tool = {"type": "function", "function": ADD} if path == "chat/completions" else {"type": "function", **ADD}
+            body = {**said, "tools": [tool], "stream": stream}
+            return await client.post(f"{door.session.url}/v1/{path}", json=body)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    answer = asyncio.run(run())
+    assert answer.status_code == 200, answer.text
+    parts = [line[5:] for line in answer.text.splitlines() if line.startswith("data:")] if stream else [answer.text]
+    parsed = [json.loads(part, parse_constant=refuse) for part in parts if part.strip() != "[DONE]"]
+    assert "<tool_call>" in json.dumps(parsed)  # what cannot be read is a text
