@@ -73,6 +73,8 @@ def _values(option: Option) -> str:
         return ", ".join(option.choices)
     if get_origin(annotation) is Literal:
         return ", ".join(get_args(annotation))
+    if "..." in str(annotation):
+        return "words"
     if option.num_values > 1:
         return f"{option.num_values} {'words' if 'str' in str(annotation) else 'numbers'}"
     kinds = (annotation, *get_args(annotation))

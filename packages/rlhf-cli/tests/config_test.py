@@ -177,11 +177,27 @@ def test_parse_flag_that_resembles_no_other_gets_no_guess(flag):
         (["--zero_stage", "4"], "--zero_stage is 4; it must be at most 3"),
         (["--adam_betas", "0.9", "1.5"], "--adam_betas is (0.9, 1.5); both must be in [0, 1)"),
         (["--top_k", "0"], "--top_k is 0"),
+        (["--stop", "END", ""], "--stop: a text that ends responses must not be empty"),
+        (
+            ["--stop", "END", "--agent_func_path", "a.py"],
+            "--stop ends responses of single turns, and an agent says",
+        ),
         (["--eps_clip_low_high", "1.5", "0.2"], "LOW must be in [0, 1)"),
     ],
 )
 def test_parse_impossible_value_says_what_is_allowed(argv, message):
     assert message in failure(*argv)
+
+
+def test_stop_is_one_text_or_several_on_the_command_line_and_in_a_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[rollout]\nstop = "END"\n')
+    assert ppo("--config", str(file)).config.rollout.stop == ("END",)
+    config = ppo("--stop", r"\n\nQuestion:", "a b").config
+    assert config.rollout.stop == ("\n\nQuestion:", "a b")
+    file.write_text(to_toml(config))
+    assert ppo("--config", str(file)).config.rollout.stop == ("\n\nQuestion:", "a b")
+    assert ppo("--config", str(file), "--stop", "None").config.rollout.stop is None
 
 
 # -- the TOML file --------------------------------------------------------------------------------------------------
@@ -243,6 +259,17 @@ def test_read_toml_missing_or_broken_file_is_named(tmp_path):
             "--top_k 20 samples from a part of the distribution, and --is_correction_level token compares",
             "--is_correction_level off",
         ),
+        (
+            ["--min_p", "0.1", "--old_logprobs", "rollout"],
+            "--min_p 0.1 samples from a part of the distribution, and --old_logprobs rollout compares",
+            "use --min_p 0; or --old_logprobs recompute",
+        ),
+        (
+            ["--repetition_penalty", "1.2", "--top_k", "9", "--is_correction_level", "sequence"],
+            "--top_k 9 and --repetition_penalty 1.2 samples from a changed distribution, and --is_correction_level",
+            "use --top_k -1 --repetition_penalty 1; or",
+        ),
+        (["--repetition_penalty", "0.9", "--async_train"], "--old_logprobs rollout compares", "--repetition_penalty 1"),
         (["--top_p", "0.9", "--async_train"], "--old_logprobs rollout compares", "or --old_logprobs recompute"),
         (["--eval_temperature", "0", "--eval_n_samples_per_prompt", "2"], "greedy responses are all the same", "use 1"),
     ],
@@ -270,6 +297,8 @@ def test_check_ppo_impossible_combination_is_an_error_with_a_hint(argv, message,
         (["--vllm_enable_sleep"], "--vllm_enable_sleep has no effect: --colocate_all_models is off, so"),
         (["--deepspeed_enable_sleep"], "--deepspeed_enable_sleep has no effect: --colocate_all_models is off, so"),
         (["--top_p", "0.9"], "--top_p 0.9 samples from a part of the distribution"),
+        (["--min_p", "0.1"], "--min_p 0.1 samples from a part of the distribution, and the trainer's log-probs"),
+        (["--repetition_penalty", "1.1"], "--repetition_penalty 1.1 samples from a changed distribution"),
         (["--init_kl_coef", "0", "--ref_reward_offload"], "--ref_reward_offload has no effect: all models of this run"),
         (["--lora_rank", "2", "--ref_reward_offload"], "--ref_reward_offload has no effect: all models of this run"),
     ],

@@ -28,10 +28,11 @@ def going_on(text, prompts=None):
     return script
 
 
-def pieces(text, max_tokens=100, **options):
+def pieces(text, max_tokens=100, stop=(), **options):
     async def run():
         engine, prompt = FakeEngine(script=going_on(text), **options), np.array([*b"say: "], np.int32)
-        return [piece async for piece in stream(engine, prompt, SamplingParams(max_tokens=max_tokens), TOKENIZER)]
+        sampling = SamplingParams(max_tokens=max_tokens, stop=stop)
+        return [piece async for piece in stream(engine, prompt, sampling, TOKENIZER)]
 
     return asyncio.run(run())
 
@@ -53,6 +54,13 @@ def test_stream_shows_no_half_of_a_character():
     assert "".join(parts) == "1234567é8"
     assert all("\ufffd" not in part for part in parts)
     assert "".join(pieces("1234567é8", max_tokens=8)) == "1234567\ufffd"  # nothing is held back for ever
+
+
+@pytest.mark.parametrize("size", range(1, 12))
+def test_stream_shows_nothing_of_a_text_that_ends_it_even_over_pieces(size):
+    start = "123456789ab"[:size]  # pieces have eight tokens
+    assert "".join(pieces(start + "STOP more", stop=("STOP", "more"))) == start
+    assert "".join(pieces(start + "STO", stop=("STOP",))) == start + "STO"
 
 
 def test_stream_passes_the_engines_failure_on():

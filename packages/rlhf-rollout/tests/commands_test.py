@@ -230,14 +230,17 @@ def test_generate_job_holds_what_the_flags_say():
         " --apply_chat_template --prompt_max_len 10 --skip_bad_rows --generate_max_len 20 --temperature 0.5 --top_p 0.5"
         " --top_k 4 --n_samples_per_prompt 2 --seed 7 --pretrain m --tokenizer t --bf16 --vllm_max_num_seqs 5"
         " --vllm_gpu_memory_utilization 0.5 --vllm_tensor_parallel_size 2 --enforce_eager --enable_prefix_caching false"
-        " --vllm_quantization fp8"
+        " --vllm_quantization fp8 --min_p 0.1 --repetition_penalty 1.1 --stop A B"
         " --remote_rm_url f.py --reward_pretrain rm --reward_weights 1,2 --reward_timeout_s 3 --reward_num_workers 4"
         " --reward_start_timeout_s 7 --reward_memory_gb 2 --reward_env A,B --failed_reward -1"
         " --reward_batch_size 6 --normalize_reward --output_path o.jsonl --overwrite --post_processor rs"
         " --min_reward 0.5 --reward_template {reward}"
     )
     job = make_job(COMMANDS["generate"].command_line("x").parse(flags.split()).config)
-    sampling = SamplingParams(num_samples=2, max_tokens=20, temperature=0.5, top_p=0.5, top_k=4, seed=7)
+    sampling = SamplingParams(
+        num_samples=2, max_tokens=20, temperature=0.5, top_p=0.5, top_k=4, seed=7,
+        min_p=0.1, repetition_penalty=1.1, stop=("A", "B"),
+    )  # fmt: skip
     assert job == GenerateJob(
         data=SlicedPromptSection(
             prompt_data="p",

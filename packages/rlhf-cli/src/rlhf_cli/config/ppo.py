@@ -257,29 +257,30 @@ def _check_evaluation(config: PpoConfig, given: Collection[str]) -> list[str]:
 def _check_sampling(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Check sampling; return a notice for each option that makes engine and trainer log-probs differ.
 
-    The engine's log-probs are those of the part that it samples from. As the old policy, or in a correction, they would
-    be compared with log-probs of the whole distribution, and each token would look less likely than it was.
+    The engine's log-probs are those of the part that it samples from, or those after the repetition penalty. As the old
+    policy, or in a correction, they would be compared with log-probs of the whole distribution, as if the policy had
+    changed.
     """
     rollout = config.rollout
-    rollout.check()
-    parts = [f"--{name} {getattr(rollout, name):g}" for name in ("top_p", "top_k") if name in given]
-    if rollout.top_p == 1 and rollout.top_k == -1:
-        return []
+    rollout.check(has_agent=config.agent.agent_func_path is not None)
+    neutral = rollout.changed()
+    parts = [f"--{name} {getattr(rollout, name):g}" for name in neutral]
+    changes = "samples from a part of the distribution"
+    if rollout.repetition_penalty != 1:
+        changes = "samples from a changed distribution"
     spec = config.objective
     uses = {
         "--old_logprobs rollout": spec.old_logprobs == "rollout",
         f"--is_correction_level {spec.correction.level}": spec.correction.level != "off",
     }
-    for use in [flag for flag, is_on in uses.items() if is_on and rollout.replay is None]:
-        message = (
-            f"{' and '.join(parts)} samples from a part of the distribution, and {use} compares the log-probs of this"
-        )
-        message += " part with those of the whole distribution"
-        hint = "use --top_p 1 --top_k -1; or --old_logprobs recompute --is_correction_level off"
-        raise ConfigError(message, hint=hint)
+    for use in [flag for flag, is_on in uses.items() if is_on and parts and rollout.replay is None]:
+        message = f"{' and '.join(parts)} {changes}, and {use} compares its log-probs"
+        values = " ".join(f"--{name} {value}" for name, value in neutral.items())
+        hint = f"use {values}; or --old_logprobs recompute --is_correction_level off"
+        raise ConfigError(f"{message} with those of the whole distribution", hint=hint)
     return [
-        f"{part} samples from a part of the distribution, and the trainer's log-probs are those of the whole"
-        " distribution: the mismatch/* metrics will not be near 0"
+        f"{part} {changes}, and the trainer's log-probs are those of the whole distribution:"
+        " the mismatch/* metrics will not be near 0"
         for part in parts
     ]
 

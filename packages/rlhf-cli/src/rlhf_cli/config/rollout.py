@@ -29,9 +29,9 @@ class RolloutSection(GroupSamplingSection):
         instead_of=("save_path", "ckpt_path", "load_checkpoint", "eval_data", "best_metric_key"),
     )
 
-    def check(self) -> None:
-        """Raise ConfigError for sampling that cannot work."""
-        super().check()
+    def check(self, *, has_agent: bool = False) -> None:
+        """See `GroupSamplingSection`. Raises ConfigError also for greedy sampling."""
+        super().check(has_agent=has_agent)
         if self.temperature == 0:
             message = "--temperature is 0; it must be above 0 for training"
             raise ConfigError(message, hint="greedy responses to a prompt are all the same; evaluation may be greedy")

@@ -17,6 +17,7 @@ from rlhf_rollout.commands.configs import ChatConfig, ConversationRows, Conversa
 from rlhf_rollout.commands.parts import EngineJob, make_engine
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import build_engine
+from rlhf_rollout.engines.stopping import before_stop
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 
 _PIECE = 8  # tokens: few enough for a smooth display, enough that repeated prefill of the prompt costs little
@@ -113,6 +114,7 @@ async def stream(
     written: list[int] = []
     shown = ""
     ended = False
+    num_held = max(map(len, sampling.stop), default=1) - 1
     while not ended and len(written) < sampling.max_tokens:
         piece = dataclasses.replace(
             sampling,
@@ -125,8 +127,13 @@ async def stream(
             raise EngineError("the engine stopped in the middle of the response")
         written += completion.token_ids.tolist()
         ended = completion.finish_reason is FinishReason.STOP
-        text = tokenizer.decode(written, skip_special_tokens=True)
-        # The bytes of one character may belong to several tokens: hold the text back until they are complete.
-        if ended or len(written) == sampling.max_tokens or not text.endswith(_CUT_CHARACTER):
+        whole = tokenizer.decode(written, skip_special_tokens=True)
+        text = before_stop(whole, sampling.stop)
+        ended = ended or text != whole  # a text of `stop` may begin in one piece and end in the next
+        # The bytes of one character may belong to several tokens: hold the text back until they are complete, and with
+        # it what may be the beginning of a text of `stop`.
+        if not ended and len(written) < sampling.max_tokens:
+            text = text[: len(text) - num_held] if not text.endswith(_CUT_CHARACTER) else shown
+        if len(text) > len(shown):
             yield text[len(shown) :]
             shown = text

@@ -186,7 +186,8 @@ class GenerateConfig(Config):
 
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`."""
-        self.rollout.check()
+        has_agent = self.agent.agent_func_path is not None
+        self.rollout.check(has_agent=has_agent)
         kind = self.output.post_processor
         has_reward = bool(self.reward.sources())
         num_samples = self.rollout.n_samples_per_prompt
@@ -204,7 +205,7 @@ class GenerateConfig(Config):
             message = "--overwrite and --resume: a file is either replaced or continued"
             raise ConfigError(message, hint="give one of them")
         notices = self.engine.check(given) + self.agent.check(given)
-        notices += self.data.check_chat(given, has_agent=self.agent.agent_func_path is not None)
+        notices += self.data.check_chat(given, has_agent=has_agent)
         given = self.agent.beside(given)
         if has_reward:
             notices += [*self.reward.check(given, num_samples), *self.reward.what_is_right("verdicts")]
@@ -285,7 +286,8 @@ class BenchConfig(Config):
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`."""
         self.rollout.check()
-        return self.engine.check(given) + self.data.check_chat(given)
+        lasts = (self.load.fixed_length, ["stop"], "--fixed_length gives every response the same length")
+        return self.engine.check(given) + self.data.check_chat(given) + without_effect(given, lasts)
 
 
 class ServerSection(Section, title="server"):

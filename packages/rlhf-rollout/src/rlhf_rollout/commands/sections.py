@@ -1,12 +1,14 @@
 """Options that `rlhf-rollout` and `rlhf` share. Each is declared once; `rlhf` adds those of training."""
 
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from rlhf_data.checks import lacking, missing, without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Section, flag, matching, one_of
-from rlhf_data.sections import SOURCES, SPLIT, ChatSection, InputSection, RowSection
+from rlhf_data.sections import SOURCES, SPLIT, ChatSection, InputSection, RowSection, TemplateText
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.agents.spec import AgentSpec
 from rlhf_rollout.engines import EngineSpec
@@ -33,6 +35,19 @@ AGENT_OPTIONS = (
 SHARED_WITH_AGENTS = (*FUNCTION_OPTIONS, "reward_memory_gb", "failed_reward", "success_threshold")
 JUDGE_OPTIONS = ("judge_url", "judge_model", "judge_num_calls")
 Quantization = one_of(QUANTIZATIONS)
+# Values with which tokens are drawn from the model's distribution at its temperature.
+_NEUTRAL = {"top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+
+
+def _stop_texts(value: Any) -> Any:
+    """Return the texts of --stop; one may stand alone, as in OpenAI's API. Raises ValueError for an empty text."""
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list | tuple) and not all(texts):
+        raise ValueError("a text that ends responses must not be empty")
+    return texts
+
+
+StopTexts = Annotated[tuple[TemplateText, ...], BeforeValidator(_stop_texts)]
 SHARE_ALONE = 0.9  # share of a GPU's memory for an engine that has the GPU to itself
 
 
@@ -109,14 +124,35 @@ class SamplingSection(Section, title="sampling"):
     temperature: float = flag(1.0, "sampling temperature, which log-probs include; 0: greedy", ge=0)
     top_p: float = flag(1.0, "probability mass of the most likely tokens to sample from", gt=0, le=1)
     top_k: int = flag(-1, "number of most likely tokens to sample from; -1: all", ge=-1)
+    min_p: float = flag(
+        0.0, "leave out tokens less likely than this share of the most likely token's probability; 0: none", ge=0, le=1
+    )
+    repetition_penalty: float = flag(
+        1.0,
+        "divide logits of tokens that prompt or response hold by this, and multiply negative ones; 1: no penalty",
+        gt=0,
+    )
+    stop: StopTexts | None = flag(
+        None,
+        r"texts that end a response, one word each, in quotes if they hold spaces; \n is a newline. The response's text"
+        " ends before such a text, and its tokens, which are trained, end with it. None: only end tokens end it",
+    )
 
     def params(self, num_samples: int, seed: int | None) -> SamplingParams:
         """Return how an engine samples `num_samples` responses to a prompt."""
-        own = {"num_samples": num_samples, "max_tokens": self.generate_max_len, "seed": seed}
+        own = {"num_samples": num_samples, "max_tokens": self.generate_max_len, "seed": seed, "stop": self.stop or ()}
         return SamplingParams(**matching(SamplingParams, self) | own)
 
-    def check(self) -> None:
-        """Raise ConfigError for options of sampling that cannot work."""
+    def changed(self) -> dict[str, float]:
+        """Return the names of options that change the distribution, each with the value that would not."""
+        return {name: value for name, value in _NEUTRAL.items() if getattr(self, name) != value}
+
+    def check(self, *, has_agent: bool = False) -> None:
+        """Raise ConfigError for options of sampling that cannot work, with or without an agent."""
+        if has_agent and self.stop:
+            message = "--stop ends responses of single turns, and an agent says itself where answers end"
+            hint = "drop --stop; agents ask by `session.reply(sampling={'stop': [...]})`, or by `stop` over HTTP"
+            raise ConfigError(message, hint=hint)
         if self.top_k == 0:
             raise ConfigError("--top_k is 0, which leaves no token to sample", hint="use -1 for all tokens")
 
