@@ -1,12 +1,13 @@
 """GPUs that a process may see, and how its threads wait."""
 
+import os
 import socket
 from pathlib import Path
 
 import pytest
 
 from rlhf_rollout import host
-from rlhf_rollout.host import free_port, local_gpus, wait_passively
+from rlhf_rollout.host import free_port, local_gpus, place_vllm_sockets, socket_folder, wait_passively
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,30 @@ def test_free_port_is_found_without_a_range_below_those_that_the_system_gives(mo
     monkeypatch.setattr(host, "_GIVEN_PORTS", tmp_path / "range")
     with socket.socket() as server:
         server.bind(("", free_port()))
+
+
+@pytest.mark.parametrize(
+    ("folder", "num_bytes", "chosen"),
+    [
+        ("/scratch", 99, "/scratch"),
+        ("/scratch", 100, "/tmp"),
+        ("/ä", 103, "/ä"),  # three bytes
+        ("/ä", 105, "/tmp"),
+    ],
+)
+def test_sockets_lie_where_their_paths_are_short_enough(folder, num_bytes, chosen):
+    assert socket_folder(folder, num_bytes) == chosen
+
+
+@pytest.mark.parametrize(("size", "moves"), [(70, False), (71, True)])
+def test_vllm_makes_sockets_in_a_folder_with_a_short_path(monkeypatch, size, moves):
+    """vLLM's sockets are named by a UUID of 36 characters; Linux allows 107 bytes."""
+    folder = "/" + "x" * (size - 1)
+    monkeypatch.setattr("tempfile.tempdir", folder)
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "as before, after the test")
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH")
+    place_vllm_sockets()
+    assert os.environ["VLLM_RPC_BASE_PATH"] == ("/tmp" if moves else folder)
+    monkeypatch.setattr("tempfile.tempdir", "/other")
+    place_vllm_sockets()
+    assert os.environ["VLLM_RPC_BASE_PATH"] == ("/tmp" if moves else folder)

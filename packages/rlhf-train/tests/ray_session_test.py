@@ -17,6 +17,7 @@ from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.exceptions import AuthenticationError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from rlhf_data.errors import ConfigError, EngineError
+from rlhf_rollout.host import socket_folder
 from rlhf_train.online import ray_session
 from rlhf_train.online.ray_session import (
     START_ATTEMPTS,
@@ -40,6 +41,7 @@ def no_cluster(monkeypatch, tmp_path):
     """Neither a named cluster nor one that `ray start` left, and no connection; variables that Ray gets come and go."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(ray_session, "socket_folder", lambda folder, num_bytes: folder)
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
@@ -144,6 +146,30 @@ def test_start_that_times_out_is_tried_again_and_its_processes_are_ended(monkeyp
     neighbour.kill()
     neighbour.wait()
     assert "attempt 1 of 3: The current node timed out" in caplog.text
+
+
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
+def test_session_folder_with_too_long_a_path_moves_with_a_notice(monkeypatch, tmp_path, caplog, variable):
+    monkeypatch.setattr(ray_session, "socket_folder", socket_folder)
+    monkeypatch.setenv("RAY_TMPDIR", "")
+    home = str(tmp_path / ("x" * 40))
+    monkeypatch.setenv(variable, home)
+    ray_session._shorten_paths()
+    assert ray._common.utils.get_default_ray_temp_dir() == "/tmp/ray"
+    assert caplog.messages == [f"Ray's session folder is in /tmp: its sockets would have too long paths in {home}"]
+
+
+def test_session_folder_with_a_short_path_stays(monkeypatch, caplog):
+    """A path of 37 bytes is the longest: Ray's checks allow 107 bytes."""
+    monkeypatch.setattr(ray_session, "socket_folder", socket_folder)
+    name = ray_session._SOCKET
+    longest = 107 - len(name)
+    for size, home in ((longest, "/" + "x" * (longest - 1)), (longest + 1, "/tmp")):
+        monkeypatch.setenv("RAY_TMPDIR", "/" + "x" * (size - 1))
+        ray_session._shorten_paths()
+        assert os.environ["RAY_TMPDIR"] == home
+        ray._private.utils.validate_socket_filepath(home + name)
+    assert len(caplog.messages) == 1
 
 
 def test_own_cluster_has_a_token_of_its_own_and_the_environment_is_as_before(monkeypatch):

@@ -4,12 +4,15 @@ import gc
 import os
 import random
 import socket
+import tempfile
+import uuid
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlhf_data.safety import is_loopback
 
+_SOCKET_PATH_BYTES = 107  # that Linux allows; folders for temporary files of clusters' jobs often leave no room
 # The runtimes under PyTorch's CPU builds: GNU's reads the first, Intel's and LLVM's read both.
 _PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 # The first and the last of the ports that the system gives to those that ask for any.
@@ -57,6 +60,16 @@ def wait_passively(environ: MutableMapping[str, str] = os.environ) -> None:
     if local_gpus() == 0:
         for name, value in _PASSIVE_WAITING.items():
             environ.setdefault(name, value)
+
+
+def socket_folder(folder: str, num_bytes: int) -> str:
+    """Return a folder for Unix sockets: `folder`, or /tmp if paths that are `num_bytes` longer would be too long."""
+    return folder if len(os.fsencode(folder)) + num_bytes <= _SOCKET_PATH_BYTES else "/tmp"
+
+
+def place_vllm_sockets() -> None:
+    """Let vLLM make its sockets in a folder with a short path: that for temporary files, or /tmp."""
+    os.environ.setdefault("VLLM_RPC_BASE_PATH", socket_folder(tempfile.gettempdir(), len(f"/{uuid.uuid4()}")))
 
 
 def stay_on_loopback(host: str, environ: MutableMapping[str, str] = os.environ) -> None:

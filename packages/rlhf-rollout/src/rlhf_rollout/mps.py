@@ -8,8 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlhf_data.errors import ConfigError
+from rlhf_rollout.host import socket_folder
 
 _PROGRAM = "nvidia-cuda-mps-control"
+_SOCKET_BYTES = 40  # of the path of a socket, after the folder for temporary files
 _QUIT_S = 30.0  # within which clients that are being ended are gone
 
 
@@ -29,7 +31,8 @@ class MpsDaemon:
                 f"there is no {_PROGRAM} on this machine", hint="it comes with the driver; run without MPS"
             )
         # Sockets lie in it, whose paths must be short.
-        self._folder = Path(tempfile.mkdtemp(prefix="mps"))
+        home = socket_folder(tempfile.gettempdir(), _SOCKET_BYTES)
+        self._folder = Path(tempfile.mkdtemp(prefix="mps", dir=home))
         self.environ = {f"CUDA_MPS_{name}_DIRECTORY": str(self._folder / name.lower()) for name in ("PIPE", "LOG")}
         for path in self.environ.values():
             os.mkdir(path)

@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from rlhf_data.errors import EngineError, RewardError, RlhfError
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.requests import Hold, deadline
-from rlhf_rollout.host import collection_paused, wait_passively
+from rlhf_rollout.host import collection_paused, place_vllm_sockets, wait_passively
 from rlhf_rollout.mps import MpsDaemon
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams
 from rlhf_rollout.rewards.model import LocalScorer
@@ -54,8 +54,7 @@ def prepare_process(gpus: Sequence[str] = ()) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}"))
     session = ray._private.worker._global_node.get_session_dir_path()
     if os.access(session, os.W_OK):
-        # vLLM makes sockets, whose paths must be short. They stay where they would be otherwise.
-        os.environ.setdefault("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
+        place_vllm_sockets()  # where they would be otherwise: the session folder has a long path
         tempfile.tempdir = session
 
 

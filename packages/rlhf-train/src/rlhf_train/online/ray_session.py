@@ -25,8 +25,9 @@ from ray.exceptions import AuthenticationError, RayError, RayTaskError
 
 import rlhf_train
 from rlhf_data.errors import ConfigError, EngineError, RlhfError
+from rlhf_rollout.host import socket_folder
 from rlhf_rollout.ray_actors import plain_errors
-from rlhf_train.online.session_folders import LOCK, children, kill, locked, own_sessions, sweep
+from rlhf_train.online.session_folders import LOCK, children, kill, locked, own_sessions, sessions_home, sweep
 
 START_ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 2.0
@@ -35,6 +36,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # What Ray starts these for, a run's own cluster does not have: a dashboard, logs in the terminal, nodes to add.
 _UNUSED_PARTS = ("start_api_server", "start_log_monitor", "start_monitor")
 _OPTIONS: Mapping[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"  # as long as any
 _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` in the process that it starts
 _TOKEN = (
     "copy the token of the account that started the cluster (`ray get-auth-token` prints it there) and type"
@@ -175,6 +177,7 @@ def started_cluster(num_cpus: int, num_gpus: int) -> Iterator[None]:
     killed have left, folders and processes, is removed, too.
     """
     _prepare_environment()
+    _shorten_paths()
     with _private():
         _start(num_cpus, num_gpus)
         session = Path(ray._private.worker._global_node.get_session_dir_path())
@@ -190,6 +193,15 @@ def started_cluster(num_cpus: int, num_gpus: int) -> Iterator[None]:
                     _disconnect()  # under the lock: Ray would make the folder anew after another run's sweep
         finally:
             sweep(session.parent)
+
+
+def _shorten_paths() -> None:
+    """Let Ray have its session folder in /tmp if the paths of its sockets would be too long where it is."""
+    home = sessions_home()
+    folder = socket_folder(home, len(_SOCKET))
+    if folder != home:
+        os.environ["RAY_TMPDIR"] = folder
+        _logger.warning("Ray's session folder is in %s: its sockets would have too long paths in %s", folder, home)
 
 
 def _disconnect() -> None:

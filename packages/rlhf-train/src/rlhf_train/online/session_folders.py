@@ -51,8 +51,12 @@ def _ray_processes_in(session: Path) -> set[int]:
 
 def own_sessions() -> set[Path]:
     """Return the session folders of clusters that this process has started."""
-    home = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    return set(Path(home, "ray").glob(f"session_*_{os.getpid()}"))
+    return set(Path(sessions_home(), "ray").glob(f"session_*_{os.getpid()}"))
+
+
+def sessions_home() -> str:
+    """Return the folder in which Ray makes its own for sessions."""
+    return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
 
 
 def children() -> set[int]:

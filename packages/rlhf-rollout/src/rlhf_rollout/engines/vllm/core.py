@@ -8,6 +8,7 @@ from typing import Any
 from rlhf_data.errors import ConfigError, installs
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.memory import kv_cache_bytes, limit_config
+from rlhf_rollout.host import place_vllm_sockets
 
 # CUDA graphs of decode steps, without compiled layers: compiling takes some 20 s, and graphs hide what it would save.
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -26,6 +27,7 @@ def prepare_environment() -> bool:
     # The engine core must live in this process, where `StepLoop` steps it.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    place_vllm_sockets()
     import torch
 
     on_gpu = torch.cuda.is_available()
