@@ -62,6 +62,7 @@ async def opened(
     limits: EpisodeLimits | None = None,
     tokenizer: ByteTokenizer = TOKENIZER,
     max_tokens: int = 200,
+    stop: tuple[str, ...] = (),
     **options: Any,
 ) -> AsyncIterator[Door]:
     """Yield a door; `options` are the gateway's."""
@@ -70,14 +71,14 @@ async def opened(
     recorder = EpisodeRecorder(
         EngineRouter([engine]),
         make_prompt("2+2=", "4"),
-        SamplingParams(max_tokens=max_tokens, seed=3),
+        SamplingParams(max_tokens=max_tokens, stop=stop, seed=3),
         name="e",
         group_id="g",
         limits=limits or EpisodeLimits(),
         decode=TOKENIZER.decode,
     )
     try:
-        with gateway.session(recorder, Activity(), max_tokens=max_tokens) as session:
+        with gateway.session(recorder, Activity()) as session:
             door = Door(gateway, session, recorder)
             async with door.client, door.anthropic:
                 yield door

@@ -115,7 +115,7 @@ def test_session_is_the_authorization():
 
     async def closed():
         async with opened(writes("a")) as door:
-            with door.gateway.session(door.recorder, Activity(), max_tokens=5) as other:
+            with door.gateway.session(door.recorder, Activity()) as other:
                 pass
             return (await raw(other.url + "/v1/chat/completions", json.dumps({"messages": [HI]}).encode())).status_code
 
@@ -159,7 +159,7 @@ def test_end_of_a_session_ends_its_requests():
 
     async def run():
         async with opened(engine) as door:
-            with door.gateway.session(door.recorder, Activity(), max_tokens=5) as other:
+            with door.gateway.session(door.recorder, Activity()) as other:
                 client = openai.AsyncOpenAI(base_url=other.url + "/v1", api_key="none")
                 request = asyncio.create_task(client.completions.create(model="m", prompt="x"))
                 async with asyncio.timeout(60):

@@ -10,6 +10,7 @@ import pytest
 from door_testing import HI, opened, writes
 from rlhf_data.records import FinishReason
 from rlhf_rollout.agents.recorder import EpisodeLimits
+from rlhf_rollout.engines.fake import FakeEngine
 
 ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
 
@@ -109,3 +110,41 @@ def test_answers_are_valid_json_whatever_the_policy_writes_as_arguments(number, 
     parts = [line[5:] for line in answer.text.splitlines() if line.startswith("data:")] if stream else [answer.text]
     parsed = [json.loads(part, parse_constant=refuse) for part in parts if part.strip() != "[DONE]"]
     assert "<tool_call>" in json.dumps(parsed)  # what cannot be read is a text
+
+
+class Measured(FakeEngine):
+    """Writes "abc" again and again, and counts the tokens that it draws."""
+
+    def __init__(self):
+        super().__init__(script=lambda prompt, seed: list(b"abc" * 60))
+        self.num_drawn = 0
+
+    async def _complete(self, token_ids, sampling):
+        completions = await super()._complete(token_ids, sampling)
+        self.num_drawn += sum(len(completion.token_ids) for completion in completions)
+        return completions
+
+
+@pytest.mark.parametrize(
+    ("of_run", "of_request", "text", "size"),
+    [
+        ((), "cab", "ab", 5),
+        ((), ["never", "cab"], "ab", 5),
+        (("ca",), None, "ab", 4),
+        (("ca",), "bc", "a", 3),  # a request adds to the run's
+        (("ca",), "abcabc", "ab", 4),
+    ],
+)
+def test_engine_draws_no_token_after_a_text_that_ends_the_answer(of_run, of_request, text, size):
+    engine = Measured()
+
+    async def run():
+        async with opened(engine, stop=of_run) as door:
+            options = {} if of_request is None else {"stop": of_request}
+            choice = await door.chat([HI], **options)
+            [rollout] = door.recorder.episode((), None).rollouts
+            return choice.message.content, choice.finish_reason, rollout
+
+    content, reason, rollout = asyncio.run(run())
+    assert (content, reason, rollout.finish_reason) == (text, "stop", FinishReason.STOP)
+    assert rollout.num_response_tokens == engine.num_drawn == size

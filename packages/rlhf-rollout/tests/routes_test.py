@@ -1,4 +1,4 @@
-"""Routes on their way from completions to rollouts: of one turn, of turns, of rewritten and of shortened ones."""
+"""Routes on their way from completions to rollouts: of one turn, of turns and of rewritten ones."""
 
 import asyncio
 import dataclasses
@@ -51,7 +51,7 @@ def test_rollouts_of_one_turn_have_the_routes_of_their_completions():
         assert routes_of(rollout) == [(token, 1) for token in tokens]
 
 
-def recorded(engine, *requests, shorten=None):
+def recorded(engine, *requests):
     """Rollouts of an episode whose requests are functions of the tokens so far."""
     recorder = EpisodeRecorder(
         EngineRouter([engine]), make_prompt("ab"), SamplingParams(), name="e", group_id="g",
@@ -60,7 +60,7 @@ def recorded(engine, *requests, shorten=None):
 
     async def episode():
         for request in requests:
-            recorder.add(await recorder.sample(request(recorder.token_ids), shorten=shorten))
+            recorder.add(await recorder.sample(request(recorder.token_ids)))
         return recorder.episode((), None).rollouts
 
     return asyncio.run(episode())
@@ -92,16 +92,6 @@ def test_a_history_that_was_rewritten_has_the_routes_of_its_own_request():
     assert routes_of(one) == [(2, 1), (3, 1), (11, 1), (12, 1)]
     assert other.spans[0].source is SpanSource.PROMPT
     assert routes_of(other) == [(2, 2), (4, 2), (11, 2), (12, 2), (0, 2), (11, 2), (12, 2)]
-
-
-def test_a_shortened_answer_has_no_routes_beyond_its_end():
-    def one_token(completion):
-        return completion.first(1)
-
-    [rollout] = recorded(TellingEngine(), lambda seen: [2, 3], lambda seen: [*seen, 7], shorten=one_token)
-    assert rollout.token_ids.tolist() == [2, 3, 11, 7, 11]
-    # The first answer's only token went through the model before the rest of the answer was dropped.
-    assert routes_of(rollout) == [(2, 1), (3, 1), (11, 1), (7, 2), (11, 2)]
 
 
 def test_completion_with_routes_that_cannot_be_is_refused():

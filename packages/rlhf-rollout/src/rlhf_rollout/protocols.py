@@ -72,7 +72,7 @@ class Completion:
         num_cached_tokens: prompt tokens whose keys and values were in the engine's cache; None if the engine does not
             say.
         routes: the experts of the first R tokens of prompt and completion, as in `Rollout`. The last token has none: it
-            has not gone through the model. Of a shortened completion they go beyond its end.
+            has not gone through the model.
     """
 
     spans: tuple[Span, ...]
@@ -91,16 +91,6 @@ class Completion:
     ) -> "Completion":
         """Return a completion that one policy version drew: token ids [n] and log-probs [n], nats."""
         return cls((Span(SpanSource.POLICY, token_ids, logprobs, policy_version),), finish_reason)
-
-    def first(self, size: int) -> "Completion":
-        """Return the first `size` tokens (at least 1) as a completion that ended there by its text."""
-        spans = []
-        for span in self.spans:
-            kept = min(size, len(span.token_ids))
-            if kept:
-                spans.append(Span(span.source, span.token_ids[:kept], span.logprobs[:kept], span.policy_version))
-            size -= kept
-        return Completion(tuple(spans), FinishReason.STOP, self.num_cached_tokens, self.routes)
 
     @property
     def token_ids(self) -> np.ndarray:

@@ -3,9 +3,8 @@
 import asyncio
 import contextlib
 import re
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rlhf_data.chat import Tokenizer
@@ -17,7 +16,6 @@ from rlhf_rollout.agents.process import Activity
 from rlhf_rollout.agents.recorder import Draft, EpisodeRecorder
 from rlhf_rollout.agents.tool_calls import ParseCalls
 from rlhf_rollout.engines.stopping import before_stop
-from rlhf_rollout.protocols import Completion
 
 _CALL = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|^\s*\{")  # what begins the first call of an answer
 
@@ -61,7 +59,6 @@ class DoorSession:
         url: its address, without `/v1`.
         recorder: of the episode.
         activity: told when the agent waits for the policy.
-        max_tokens: of an answer at most.
         tokenizer: of the policy.
         history: see `Conversations`.
         parse: finds the tool calls in an answer.
@@ -76,7 +73,6 @@ class DoorSession:
         recorder: EpisodeRecorder,
         activity: Activity,
         *,
-        max_tokens: int,
         tokenizer: Tokenizer,
         history: History,
         parse: ParseCalls,
@@ -84,7 +80,6 @@ class DoorSession:
         self.url = url
         self._recorder = recorder
         self._activity = activity
-        self._max_tokens = max_tokens
         self._tokenizer = tokenizer
         self._parse = parse
         self._conversations = Conversations(tokenizer, history)
@@ -162,10 +157,10 @@ class DoorSession:
             token_ids = self._conversations.encode_chat(request.messages, request.tools)
         else:
             token_ids = self._conversations.encode_text(given) if isinstance(given, str) else list(given or [])
-        length = min(request.max_tokens or self._max_tokens, self._max_tokens)
-        shorten = None if not request.stop else lambda completion: self._stopped(completion, request.stop)
+        longest = self._recorder.sampling.max_tokens
+        shorter = {"max_tokens": min(request.max_tokens or longest, longest), "stop": self._stop(request)}
         try:
-            draft = await self._recorder.sample(token_ids, {"max_tokens": length}, shorten=shorten)
+            draft = await self._recorder.sample(token_ids, shorter)
         except BudgetSpentError:
             if self._is_spent:
                 self.is_refused = True
@@ -183,11 +178,12 @@ class DoorSession:
         """Return an answer as text and tool calls."""
         completion = draft.completion
         ids = completion.token_ids.tolist()
-        text = before_stop(self._decode(ids), request.stop)
+        stop = self._stop(request)
+        text = before_stop(self._tokenizer.decode(ids, skip_special_tokens=True), stop)
         calls = []
         if request.tools:
             # Some tokenizers mark tool calls with special tokens.
-            whole = before_stop(self._tokenizer.decode(_without_end(ids, self._tokenizer)), request.stop)
+            whole = before_stop(self._tokenizer.decode(_without_end(ids, self._tokenizer)), stop)
             found = self._parse(whole)
             if found and not any(call.error for call in found):
                 calls = found
@@ -202,20 +198,9 @@ class DoorSession:
             tokens=[(self._tokenizer.decode([token]), logprob) for token, logprob in logprobs],
         )
 
-    def _stopped(self, completion: Completion, stop: Collection[str]) -> Completion:
-        """Return a completion up to the token that completes a text of `stop`."""
-        ids = completion.token_ids.tolist()
-
-        def has_stop(size: int) -> bool:
-            text = self._decode(ids[:size])
-            return any(one in text for one in stop)
-
-        if not has_stop(len(ids)):
-            return completion
-        return completion.first(bisect_left(range(len(ids)), True, lo=1, key=has_stop))
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def _stop(self, request: Request) -> tuple[str, ...]:
+        """Return the texts that end an answer: the run's and the request's."""
+        return (*self._recorder.sampling.stop, *request.stop)
 
 
 def _look_at(task: asyncio.Task[Answer]) -> None:

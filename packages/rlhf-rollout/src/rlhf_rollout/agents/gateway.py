@@ -10,7 +10,8 @@ The id is random and is the authorization; keys in headers are not read. The ser
 - Sampling is the run's. A request may shorten its answer by `max_tokens` and `stop`. Other sampling parameters are
   ignored, because the policy learns as it was sampled, and so is a `tool_choice` that demands a call: the header
   `x-ignored-parameters` names them.
-- A text of `stop` ends the answer at the token that completes it. This token is recorded, and none after it.
+- A text of `stop`, of the run or the request, ends the answer at the token that completes it. This token is recorded,
+  and the engine draws none after it.
 - A request whose client leaves is answered all the same, and the same request again gets that answer. An answer that no
   client gets is no part of the episode.
 - While the policy writes, a connection is kept alive: by comments in a stream, by white space before a JSON value.
@@ -114,14 +115,13 @@ class Gateway:
             self._serving.cancel()
 
     @contextlib.contextmanager
-    def session(self, recorder: EpisodeRecorder, activity: Activity, *, max_tokens: int) -> Any:
+    def session(self, recorder: EpisodeRecorder, activity: Activity) -> Any:
         """Yield the `DoorSession` of an episode, which ends with the context."""
         name = secrets.token_urlsafe(24)
         session = DoorSession(
             f"http://127.0.0.1:{self.port}/session/{name}",
             recorder,
             activity,
-            max_tokens=max_tokens,
             tokenizer=self._tokenizer,
             history=self._history,
             parse=self._parse,

@@ -111,7 +111,7 @@ class HostedAgent:
             "max_length": self._limits.max_length,
             "sampling": {key: value for key, value in dataclasses.asdict(sampling).items() if key != "num_samples"},
         }
-        attempt = _Attempt(make_recorder, told, self, sampling.max_tokens)
+        attempt = _Attempt(make_recorder, told, self)
         started = time.monotonic()
         try:
             said = await self._pool.execute(attempt)
@@ -188,7 +188,6 @@ class _Attempt:
         make_recorder: returns a recorder of the episode.
         told: what the agent is told.
         workflow: of the episode.
-        max_tokens: of an answer.
     """
 
     def __init__(
@@ -196,12 +195,10 @@ class _Attempt:
         make_recorder: Callable[[], EpisodeRecorder],
         told: Mapping[str, Any],
         workflow: HostedAgent,
-        max_tokens: int,
     ) -> None:
         self._make_recorder = make_recorder
         self._told = told
         self._workflow = workflow
-        self._max_tokens = max_tokens
         self._door = contextlib.ExitStack()
         self._session: DoorSession | None = None
         self.activity = Activity()
@@ -214,9 +211,7 @@ class _Attempt:
         gateway = self._workflow.gateway
         if gateway is None:
             return self._told
-        self._session = self._door.enter_context(
-            gateway.session(self.recorder, self.activity, max_tokens=self._max_tokens)
-        )
+        self._session = self._door.enter_context(gateway.session(self.recorder, self.activity))
         return {**self._told, "url": self._session.url}
 
     def end(self) -> None:

@@ -61,8 +61,7 @@ class _Branch:
         """Add what the engine says of the tokens so far. What is known already stays: earlier answers came from it."""
         if routes is None:
             return
-        known = 0 if self.routes is None else len(self.routes)
-        added = routes[known : len(self.tokens)]
+        added = routes[0 if self.routes is None else len(self.routes) :]
         self.routes = added if self.routes is None else np.concatenate([self.routes, added])
 
 
@@ -102,6 +101,7 @@ class EpisodeRecorder:
         timeout_s: deadline of each request; None for the engine's own.
 
     Attributes:
+        sampling: of every answer, where the agent asks for nothing else.
         name: id of the episode.
         num_turns: requests that were answered or are under way, whether or not their answers are recorded.
         error: the error of the engine that ends the episode; None without one.
@@ -122,7 +122,7 @@ class EpisodeRecorder:
     ) -> None:
         self._router = router
         self._prompt = prompt
-        self._sampling = sampling
+        self.sampling = sampling
         self.name = name
         self._group_id = group_id
         self._limits = limits
@@ -151,19 +151,12 @@ class EpisodeRecorder:
         self.add(draft)
         return draft.completion
 
-    async def sample(
-        self,
-        token_ids: Sequence[int],
-        overrides: Mapping[str, Any] | None = None,
-        *,
-        shorten: Callable[[Completion], Completion] | None = None,
-    ) -> Draft:
+    async def sample(self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None) -> Draft:
         """Return the policy's answer to a conversation. It is no part of the episode until `add` gets it.
 
         Args:
             token_ids: the whole conversation.
             overrides: sampling of this answer that differs: `max_tokens`, `stop_token_ids` or `stop`.
-            shorten: returns the part of the answer that counts; the rest is as if it had not been sampled.
 
         Raises:
             BudgetSpentError: the episode has reached one of its limits.
@@ -185,8 +178,7 @@ class EpisodeRecorder:
         except EngineError as error:
             self.error = error
             raise
-        completion = completion if shorten is None else shorten(completion)
-        is_own_limit = sampling.max_tokens < min(self._sampling.max_tokens, self._room(token_ids))
+        is_own_limit = sampling.max_tokens < min(self.sampling.max_tokens, self._room(token_ids))
         is_truncated = completion.finish_reason is FinishReason.LENGTH and not is_own_limit
         return Draft(token_ids, completion, request, is_truncated)
 
@@ -262,19 +254,19 @@ class EpisodeRecorder:
         if not token_ids:
             raise DataError("an agent asked for an answer to a conversation without tokens")
         for name, value in overrides.items():
-            if name not in _OVERRIDES and value != getattr(self._sampling, name, None):
+            if name not in _OVERRIDES and value != getattr(self.sampling, name, None):
                 hint = f"an agent may set {', '.join(_OVERRIDES)}"
                 raise DataError(f"an agent asked for {name} = {value!r}, and the policy learns as sampled", hint=hint)
         chosen = {name: value for name, value in overrides.items() if name in _OVERRIDES and value is not None}
-        wanted = min(int(chosen.get("max_tokens", self._sampling.max_tokens)), room)
-        stops = tuple(int(token) for token in chosen.get("stop_token_ids", self._sampling.stop_token_ids))
-        seed = self._sampling.seed
+        wanted = min(int(chosen.get("max_tokens", self.sampling.max_tokens)), room)
+        stops = tuple(int(token) for token in chosen.get("stop_token_ids", self.sampling.stop_token_ids))
+        seed = self.sampling.seed
         return dataclasses.replace(
-            self._sampling,
+            self.sampling,
             max_tokens=wanted,
-            min_tokens=min(self._sampling.min_tokens, wanted),
+            min_tokens=min(self.sampling.min_tokens, wanted),
             stop_token_ids=stops,
-            stop=texts_of(chosen.get("stop", self._sampling.stop)),
+            stop=texts_of(chosen.get("stop", self.sampling.stop)),
             seed=None if seed is None else (seed + self.num_turns) % 2**31,
         )
 
