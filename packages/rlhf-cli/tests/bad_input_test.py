@@ -90,13 +90,17 @@ TABLE = [
         "error: --adam_offload is for AdamW on bfloat16 weights, .*: weights are float32",
         "add --bf16",
     ),
-    (f"{SFT} --adam_offload --bf16 --optim muon", "error: --adam_offload is .*: --optim is muon", "use --optim adam"),
     (
-        f"{SFT} --bf16_moments --optim muon",
-        "error: --bf16_moments is for AdamW, and --optim is muon",
+        f"{SFT} --adam_offload --bf16 --optim muon",
+        "error: --adam_offload .* the optimizer is Muon",
         "use --optim adam",
     ),
-    ("ppo --bf16_moments --optim muon --dry_run", "error: --bf16_moments is for AdamW, .* muon", "use --optim adam"),
+    (
+        f"{SFT} --bf16_moments --optim muon",
+        "error: --bf16_moments is for AdamW, and the optimizer is Muon",
+        "use --optim adam",
+    ),
+    ("ppo --bf16_moments --optim muon --dry_run", "error: --bf16_moments is for AdamW, .* Muon", "use --optim adam"),
     (f"{SFT} --zpg 2", "error: --zpg 2 copies the parts .*, and --zero_stage is 2", "add --zero_stage 3"),
     (
         "ppo --zpg 2 --zero_stage 3 --actor_num_gpus_per_node 3 --dry_run",

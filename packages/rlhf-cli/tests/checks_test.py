@@ -7,6 +7,7 @@ from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.preflight.devices import on_cpu
 from rlhf_data.command_line import CommandLine, Parsed
 from rlhf_data.errors import ConfigError
+from rlhf_data.exits import with_flags
 from rlhf_train.algorithms import ALGORITHMS
 
 FP8 = ("--vllm_quantization", "fp8", "--bf16")
@@ -134,7 +135,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
 def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint):
     with pytest.raises(ConfigError) as caught:
         ppo(*argv)
-    text, _, given_hint = str(caught.value).partition("\n\nhint: ")
+    text, _, given_hint = with_flags(str(caught.value)).partition("\n\nhint: ")
     assert message in text
     assert hint in given_hint
 

@@ -9,6 +9,7 @@ from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.preflight.devices import on_cpu
 from rlhf_data.command_line import CommandLine, Parsed, read_toml, to_toml
 from rlhf_data.errors import ConfigError
+from rlhf_data.exits import with_flags
 from rlhf_data.options import options
 from rlhf_train.algorithms import ALGORITHMS
 
@@ -26,7 +27,7 @@ def sft(*argv: str) -> Parsed[SftConfig]:
 def failure(*argv: str, command=ppo) -> str:
     with pytest.raises(ConfigError) as caught:
         command(*argv)
-    return str(caught.value)
+    return with_flags(str(caught.value))
 
 
 # -- where values come from ---------------------------------------------------------------------------------------

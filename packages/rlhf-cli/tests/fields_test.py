@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.main import COMMANDS, command_line
+from rlhf_cli.main import COMMANDS, command_line, main
 from rlhf_data.exits import FLAGS_OF_FIELDS, with_flags
 from rlhf_data.options import options
 
@@ -21,8 +21,8 @@ COMMAND_CODE = {
 }
 OFFLINE = ["sft", "rm", "dpo", "kto", "prm", "kd"]
 OPTIONS = {name: {option.name for option in options(command_line(name).config)} for name in COMMANDS}
-ALL_OPTIONS = set().union(*OPTIONS.values())
-MARK = re.compile(r"``([A-Za-z][\w.]*(?:=[^`\n]*)?)``")
+ALL_OPTIONS = set().union(*OPTIONS.values(), {"X_num_nodes", "X_num_gpus_per_node"})
+MARK = re.compile(r"``([A-Za-z][\w./]*(?:=[^`\n]*)?)``")
 FLAG = re.compile(r"(?<![\w-])--(\w+|\{\})(?![\w-])")
 
 
@@ -58,29 +58,64 @@ def commands_of(path: Path) -> list[str]:
 
 def test_no_library_names_a_flag():
     found = {path: [name for text in texts(tree) for name in FLAG.findall(text)] for path, tree in TREES.items()}
-    found = {path: names for path, names in found.items() if not re.search("rlhf_train/", path.as_posix())}
     flags = {path.name: sorted({*ALL_OPTIONS, "{}"} & set(names)) for path, names in found.items()}
     assert {name: named for name, named in flags.items() if named} == {}
 
 
 @pytest.mark.parametrize(("path", "mark"), MARKED, ids=lambda value: getattr(value, "stem", value))
 def test_the_flag_of_a_field_belongs_to_a_command_that_runs_its_code(path, mark):
-    flag = re.match(r"--(\w+)", with_flags(f"``{mark}``"))
-    assert flag is not None and flag[1] in set().union(*(OPTIONS[name] for name in commands_of(path)))
+    flags = re.findall(r"--(\w+)", with_flags(f"``{mark}``").replace("X_", "actor_"))
+    assert flags
+    assert set(flags) <= set().union(*(OPTIONS[name] for name in commands_of(path)))
 
 
 def test_what_is_marked_is_a_parameter_or_an_attribute_of_a_library():
     nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
     known = {node.arg for node in nodes if isinstance(node, ast.arg)}
     known |= {getattr(node.target, "id", "") for node in nodes if isinstance(node, ast.AnnAssign)}
-    assert {mark.partition("=")[0].rpartition(".")[2] for _, mark in MARKED} - known == set()
+    names = {name for _, mark in MARKED for name in re.split("[./]", mark.partition("=")[0])}
+    known |= {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    assert names - known == set()
 
 
 def test_every_row_of_the_table_is_used():
-    assert set(FLAGS_OF_FIELDS) - {name for _, mark in MARKED for name in (mark, mark.partition("=")[0])} == set()
+    used = {name for _, mark in MARKED for name in (mark, mark.partition("=")[0])}
+    assert set(FLAGS_OF_FIELDS) - used - {text for tree in TREES.values() for text in texts(tree)} == set()
 
 
 def test_marks_become_flags_and_other_text_stays():
     said = with_flags("drop ``share_prompts``, or set ``input_template='A: {}'``; row `seed` has ``` and ``no mark``")
     assert said == "drop --share_prompts, or set --input_template 'A: {}'; row `seed` has ``` and ``no mark``"
     assert with_flags("add ``SftEncoder.pretrain``") == "add --pretrain_mode"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "ppo --train_batch_size 3 --rollout_batch_size 4 --n_samples_per_prompt 2",
+            "error: --train_batch_size is 3, which does not divide the 8 samples of a step (--rollout_batch_size 4 x"
+            " --n_samples_per_prompt 2)\n\nhint: use --train_batch_size 2\n",
+        ),
+        (
+            "ppo --policy_loss_type gspo --dual_clip 3",
+            "error: --dual_clip 3 belongs to the PPO loss, and the policy loss is GSPO\n\n"
+            "hint: drop --dual_clip, or use --policy_loss_type ppo\n",
+        ),
+        (
+            "ppo --is_correction_threshold 2 1",
+            "error: --is_correction_threshold is 2 1: 0 <= low < high is needed\n\n"
+            "hint: give LOW before HIGH, two numbers, such as 0.5 2\n",
+        ),
+        (
+            "generate --engine fake --prompt_data {rows} --input_key q --output_path {out} --prompt_max_len 2",
+            "error: all 1 prompts of {rows} are longer than prompt_max_len 2\n\n"
+            "hint: the shortest has 6 tokens, the longest 6: raise --prompt_max_len\n",
+        ),
+    ],
+)
+def test_a_command_says_what_to_type(tmp_path, capsys, words, said):
+    paths = {"rows": tmp_path / "rows.jsonl", "out": tmp_path / "out.jsonl"}
+    paths["rows"].write_text('{"q": "hello"}\n')
+    assert main(words.format_map(paths).split()) == 2
+    assert capsys.readouterr().err.endswith(said.format_map(paths))

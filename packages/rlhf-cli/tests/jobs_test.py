@@ -1,5 +1,6 @@
 """From configuration to job: numbers, models, engines, devices."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from rlhf_cli.preflight.devices import check_device, find_gpus
 from rlhf_cli.preflight.inputs import Inputs
 from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import ConfigError
+from rlhf_data.exits import with_flags
 from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
 from rlhf_data.rows import Counts
@@ -189,8 +191,9 @@ def test_make_job_saves_full_paths_so_that_the_file_works_from_any_folder(tmp_pa
     ],
 )
 def test_make_job_what_the_trainer_refuses_is_an_error_before_anything_starts(argv, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as caught:
         make(configure("--init_kl_coef", "0", *argv), CPU)
+    assert re.search(message, with_flags(str(caught.value)))
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_layers_that_zero_3_does_not_take_whole_are_not_compiled(compiled):
 def test_compiling_at_zero_3_is_refused_where_no_layer_is_taken_whole(compiled):
     spec = ModelSpec(path="", torch_compile="on", zero_stage=3)
     adapted = SimpleNamespace(model="model", whole=[])
-    message = r"(?s)cannot be compiled: ZeRO stage 3 gathers weights inside .*hint: leave --torch_compile at auto"
+    message = r"(?s)cannot be compiled: ZeRO stage 3 gathers weights inside .*hint: leave ``torch_compile`` at auto"
     with pytest.raises(ConfigError, match=message):
         accelerate.compile_model(adapted, spec, "cuda")
     assert not compiled

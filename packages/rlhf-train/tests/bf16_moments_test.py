@@ -176,7 +176,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
 
 def test_muon_is_refused():
     spec = ModelSpec(path="", optimizer=dataclasses.replace(SPEC, muon_momentum=0.9))
-    with pytest.raises(ConfigError, match=r"--bf16_moments is for AdamW, and --optim is muon(.|\n)*use --optim adam"):
+    with pytest.raises(
+        ConfigError, match=r"``bf16_moments`` is for AdamW, and the optimizer is Muon(.|\n)*use ``muon_momentum=None``"
+    ):
         spec.check_ranks(1)
     for optimizer in (None, SPEC, dataclasses.replace(spec.optimizer, bf16_moments=False)):
         dataclasses.replace(spec, optimizer=optimizer).check_ranks(1)

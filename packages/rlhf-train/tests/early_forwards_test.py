@@ -312,13 +312,13 @@ def test_step_from_which_nothing_is_learned_leaves_no_groups_and_no_blocks_behin
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"asynchronous": AsyncSpec(max_staleness=1)}, "--async_train changes"),
-        ({"trainer_sleep": True}, "--deepspeed_enable_sleep"),
-        ({"enable_sleep": True}, "--vllm_enable_sleep"),
-        ({"reference": {"offload": True}}, "--ref_reward_offload"),
-        ({"reference": {"zero_stage": 3}}, "--zero_stage 3"),
-        ({"actor": {"sequence_parallel_size": 2, "packing": True}}, "--sequence_parallel_size"),
-        ({"actor": {"tensor_parallel_size": 2}}, "--ds_tensor_parallel_size"),
+        ({"asynchronous": AsyncSpec(max_staleness=1)}, "``asynchronous`` changes"),
+        ({"trainer_sleep": True}, "``trainer_sleep``"),
+        ({"enable_sleep": True}, "``enable_sleep``"),
+        ({"reference": {"offload": True}}, "``ModelSpec.offload``"),
+        ({"reference": {"zero_stage": 3}}, "``zero_stage=3``"),
+        ({"actor": {"sequence_parallel_size": 2, "packing": True}}, "``sequence_parallel_size``"),
+        ({"actor": {"tensor_parallel_size": 2}}, "``tensor_parallel_size``"),
     ],
 )
 def test_what_cannot_run_early_is_refused(job, changes, message):

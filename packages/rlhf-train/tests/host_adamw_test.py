@@ -180,9 +180,9 @@ def test_gradient_that_is_not_finite_changes_nothing():
 @pytest.mark.parametrize(
     ("options", "num_ranks", "reason"),
     [
-        ({"dtype": "float32"}, 1, "weights are float32\n\nhint: add --bf16"),
-        ({"zero_stage": 2}, 2, "--zero_stage is 2\n\nhint: use --zero_stage 1, or 3"),
-        ({"optimizer": OptimizerSpec(learning_rate=1, muon_momentum=0.9, offload=True)}, 1, "--optim is muon"),
+        ({"dtype": "float32"}, 1, "weights are float32\n\nhint: add ``dtype=bfloat16``"),
+        ({"zero_stage": 2}, 2, "``zero_stage`` is 2\n\nhint: use ``zero_stage=1``, or 3"),
+        ({"optimizer": OptimizerSpec(learning_rate=1, muon_momentum=0.9, offload=True)}, 1, "the optimizer is Muon"),
     ],
 )
 def test_what_cannot_be_kept_in_host_memory_is_refused(options, num_ranks, reason):

@@ -216,7 +216,7 @@ def test_lost_trainer_without_a_checkpoint_ends_the_run_and_names_the_option(job
     listener = Listener()
     with pytest.raises(LostProcessError, match="SIGKILL"):
         run_online(job, listener)
-    assert "--save_steps" in listener.warnings[0]
+    assert "``CheckpointSpec.every=N``" in listener.warnings[0]
 
 
 def test_signal_that_has_ended_a_trainer_in_an_update_ends_the_run_as_one_that_is_interrupted(job, monkeypatch):

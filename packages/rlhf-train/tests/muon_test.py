@@ -191,7 +191,7 @@ def test_muon_leaves_convolutions_and_takes_experts_that_are_layers_of_their_own
 def test_model_without_layers_is_refused():
     init_process_group(rank=0, world_size=1, master=("127.0.0.1", free_port()), device="cpu")
     for spec, model in ((SPEC, nn.Linear(2, 2)), (SPEC, Net().requires_grad_(False))):
-        with pytest.raises(ConfigError, match=r"this model trains none\n\nhint: use --optim adam"):
+        with pytest.raises(ConfigError, match=r"this model trains none\n\nhint: use ``muon_momentum=None``"):
             DeepSpeedEngine(model, spec, zero_stage=1, dtype=torch.float32, device="cpu")
     DeepSpeedEngine(
         nn.Linear(2, 2), dataclasses.replace(SPEC, muon_momentum=None), zero_stage=1, dtype=torch.float32, device="cpu"

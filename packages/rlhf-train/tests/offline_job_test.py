@@ -306,5 +306,5 @@ def test_unknown_best_metric_is_refused_before_training_with_those_there_are(mod
 def test_example_longer_than_the_tokens_of_a_pass_is_refused_before_training(model_path, tmp_path):
     schedule = OfflineSchedule(train_batch_size=4, micro_train_batch_size=1, micro_batch_tokens=6)
     model = ModelSpec(path=model_path, packing=True, optimizer=OptimizerSpec(learning_rate=1e-3))
-    with pytest.raises(ConfigError, match=r"micro_batch_tokens is 6, and the longest example has \d+ tokens"):
+    with pytest.raises(ConfigError, match=r"``micro_batch_tokens`` is 6, and the longest example has \d+ tokens"):
         job(model_path, tmp_path, schedule=schedule, model=model)

@@ -182,10 +182,10 @@ def test_models_apart_that_do_not_fit_are_refused_with_the_numbers():
     message, _, hint = str(caught.value).partition("\n\nhint: ")
     numbers = "actor 1, critic 1, reference 1, engines 1, reward 1"
     assert message == f"models apart need 5 GPUs ({numbers}), and there are 2"
-    assert hint == "--colocate_all_models --actor_num_gpus_per_node 2 --vllm_num_engines 2 shares all 2 GPUs"
+    assert hint == "``colocate_all_models`` ``ranks.actor=2`` ``num_engines=2`` shares all 2 GPUs"
     ranks = dict.fromkeys(PPO, 4)
     for num_engines, size, shared in ((4, 1, 4), (2, 2, 4), (1, 8, 8)):
-        with pytest.raises(ConfigError, match=f"add --colocate_all_models, with which all models share {shared} GPU"):
+        with pytest.raises(ConfigError, match=f"add ``colocate_all_models``, with which all models share {shared} GPU"):
             plan_placement(PlacementRequest(ranks=ranks, num_engines=num_engines, tensor_parallel_size=size), [8])
 
 
@@ -321,7 +321,7 @@ def test_colocated_reward_models_share_every_gpu_with_engine_and_trainer():
     ("request_", "message"),
     [
         ({"ranks": {"actor": 0}}, "actor asks for 0 processes; at least 1"),
-        ({"ranks": {"actor": 1}, "num_engines": -1}, "vllm_num_engines asks for -1 processes; at least 0"),
+        ({"ranks": {"actor": 1}, "num_engines": -1}, "``num_engines`` asks for -1 processes; at least 0"),
         ({"ranks": {"actor": 1, "critic": -1}}, "critic asks for -1 processes; at least 0"),
         ({"ranks": {"actor": 1}, "reward_ranks": -1}, "reward asks for -1 processes; at least 0"),
     ],

@@ -134,7 +134,7 @@ def test_algorithm_spec_may_skip_old_logprobs_without_a_kl_in_the_reward(options
     [
         ({"level": "tokens"}, "did you mean `token`"),
         ({"mode": "masks"}, "did you mean `mask`"),
-        ({"low": -0.1}, "is_correction_threshold is -0.1 2: "),
+        ({"low": -0.1}, "``CorrectionSpec.low/high`` is -0.1 2: "),
         ({"low": 2.0}, "0 <= low < high"),
     ],
 )
@@ -156,7 +156,7 @@ def test_loss_reduction_is_the_given_one_else_the_losses_else_the_estimators():
     [
         ({"num_frozen_steps": 3}, "frozen for 3 of 3 steps"),
         ({"algorithm": make_algorithm("group_norm")}, "GRPO has no critic"),
-        ({"algorithm": make_algorithm(kl_coef=0)}, "if and only if init_kl_coef is above 0"),
+        ({"algorithm": make_algorithm(kl_coef=0)}, "if and only if ``kl_coef`` is above 0"),
         ({"algorithm": make_algorithm(teacher_coef=1.0)}, "a teacher is needed if and only if teacher_coef is above 0"),
         ({"reward": RewardSpec(sources=())}, "a run learns from rewards, an agent or a teacher, and has none of them"),
         (
@@ -175,8 +175,8 @@ def test_online_job_that_cannot_work_is_refused(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_frozen_steps": 1}, "freezing_actor_steps needs a critic, and GRPO has none"),
-        ({"save_critic": True}, "save_value_network needs a critic, and GRPO has none"),
+        ({"num_frozen_steps": 1}, "``num_frozen_steps`` needs a critic, and GRPO has none"),
+        ({"save_critic": True}, "``save_critic`` needs a critic, and GRPO has none"),
         ({"batch": SINGLES}, r"GRPO \(group_norm\) compares the samples of one prompt"),
     ],
 )
@@ -191,7 +191,7 @@ def test_online_job_without_a_critic_or_a_group_refuses_what_needs_one(tmp_path,
 
 
 def test_batch_sizes_that_do_not_divide_are_refused():
-    with pytest.raises(ConfigError, match=r"train_batch_size is 24, which does not divide the 32"):
+    with pytest.raises(ConfigError, match=r"``train_batch_size`` is 24, which does not divide the 32"):
         BatchSizes(
             rollout_batch_size=8, num_samples_per_prompt=4, train_batch_size=24, micro_train_batch_size=4,
             micro_rollout_batch_size=4,

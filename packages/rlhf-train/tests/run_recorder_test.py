@@ -156,7 +156,7 @@ def settle(recorder: Recorder) -> None:
     assert done.wait(60)
 
 
-FULL = r"rollouts\.jsonl cannot be written: .*No space left.*\n\nhint: free space there, or use another --save_path"
+FULL = r"rollouts\.jsonl cannot be written: .*No space left.*\n\nhint: free space there, or use another ``save_path``"
 
 
 def test_a_full_disk_is_an_error_at_the_next_call_and_at_the_end(tmp_path):

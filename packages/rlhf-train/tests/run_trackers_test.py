@@ -179,7 +179,7 @@ def test_mlflow_has_the_experiment_the_name_and_the_configuration(tmp_path):
 
 def test_mlflow_that_cannot_be_used_says_so(tmp_path):
     (tmp_path / "mlruns").write_text("a file in the way")
-    with pytest.raises(ConfigError, match=r"MLflow at .*mlruns cannot be used.*\n\nhint: give --use_mlflow"):
+    with pytest.raises(ConfigError, match=r"MLflow at .*mlruns cannot be used.*\n\nhint: give ``mlflow_uri``"):
         open_tracker("mlflow", tmp_path)
 
 
@@ -202,7 +202,7 @@ def test_tensorboard_folder_of_the_users_has_a_folder_per_run(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "flag", "extra"),
-    [({"wandb": True}, "--use_wandb", "wandb"), ({"mlflow_uri": "http://host"}, "--use_mlflow", "mlflow")],
+    [({"wandb": True}, "``wandb``", "wandb"), ({"mlflow_uri": "http://host"}, "``mlflow_uri``", "mlflow")],
 )
 def test_a_library_that_is_not_installed_is_named_with_the_extra(options, flag, extra, monkeypatch):
     TrackerSpec(**options).check_installed()

@@ -116,15 +116,20 @@ ADAMW = OptimizerSpec(learning_rate=1e-2)
     ("changes", "num_ranks", "message", "hint"),
     [
         ({}, 3, "a model has 3 training process", "use 2 of them, or a multiple"),
-        ({"zero_stage": 3}, 2, "--zero_stage is 3", "use --zero_stage 2"),
-        ({"sequence_parallel_size": 2}, 4, "--sequence_parallel_size divides tokens", "use one of them"),
+        ({"zero_stage": 3}, 2, "``zero_stage`` is 3", "use ``zero_stage=2``"),
+        ({"sequence_parallel_size": 2}, 4, "``sequence_parallel_size`` divides tokens", "use one of them"),
         ({"lora": object()}, 2, "LoRA adapters add matrices", "drop one"),
-        ({"optimizer": dataclasses.replace(ADAMW, muon_momentum=0.9)}, 2, "--optim muon", "use --optim adam"),
-        ({"torch_compile": "on"}, 2, "--torch_compile is on", "leave --torch_compile at auto"),
+        (
+            {"optimizer": dataclasses.replace(ADAMW, muon_momentum=0.9)},
+            2,
+            "Muon needs",
+            "use ``muon_momentum=None``",
+        ),
+        ({"torch_compile": "on"}, 2, "``torch_compile`` is on", "leave ``torch_compile`` at auto"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(changes, num_ranks, message, hint):
-    with pytest.raises(ConfigError, match=rf"(?s)--ds_tensor_parallel_size 2 divides.* and {message}.*hint: {hint}"):
+    with pytest.raises(ConfigError, match=rf"(?s)``tensor_parallel_size=2`` divides.* and {message}.*hint: {hint}"):
         ModelSpec(path="", tensor_parallel_size=2, **changes).check_ranks(num_ranks)
 
 
@@ -132,7 +137,7 @@ def test_settings_that_go_together_are_not_refused():
     offloaded = dataclasses.replace(ADAMW, offload=True)
     ModelSpec(path="", tensor_parallel_size=2, optimizer=offloaded, dtype="bfloat16").check_ranks(2)  # nothing to shard
     ModelSpec(path="", tensor_parallel_size=2, optimizer=ADAMW).check_ranks(4)
-    with pytest.raises(ConfigError, match="--zero_stage is 2"):
+    with pytest.raises(ConfigError, match="``zero_stage`` is 2"):
         ModelSpec(path="", tensor_parallel_size=2, optimizer=offloaded, dtype="bfloat16").check_ranks(4)
 
 
@@ -149,15 +154,15 @@ def config(family: str = "Llama", **changes: Any) -> Any:
         (config(num_key_value_heads=1), 2, "num_key_value_heads, which is 1\n\nhint: drop it"),
         (config(), 4, "must divide the model's num_key_value_heads, which is 2\n\nhint: use 2"),
         (config(num_key_value_heads=4, intermediate_size=42), 4, "intermediate_size, which is 42\n\nhint: use 2"),
-        (transformers.GPT2Config(), 2, "no plan to divide a gpt2 model\n\nhint: .* --zero_stage 3"),
+        (transformers.GPT2Config(), 2, "no plan to divide a gpt2 model\n\nhint: .* ``zero_stage=3``"),
         (config("Phi3"), 2, "a phi3 model is divided in ways .*colwise_gather_output"),
         (transformers.Gemma3nTextConfig(), 2, "gemma3n_text model differ in intermediate_size\n\nhint: drop"),
         (transformers.AutoConfig.for_model("embedding_gemma2_text"), 2, "differ in num_key_value_heads\n\nhint: drop"),
-        (config("Qwen3Moe"), 2, "a qwen3_moe model is divided in ways .*hint: .* --zero_stage 3"),
+        (config("Qwen3Moe"), 2, "a qwen3_moe model is divided in ways .*hint: .* ``zero_stage=3``"),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused(config, size, message):
-    with pytest.raises(ConfigError, match=f"(?s)--ds_tensor_parallel_size {size}.*{message}"):
+    with pytest.raises(ConfigError, match=f"(?s)``tensor_parallel_size={size}``.*{message}"):
         check_divides(config, size)
 
 

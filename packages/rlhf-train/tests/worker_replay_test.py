@@ -139,5 +139,5 @@ def test_layers_whose_routers_get_their_experts_are_not_compiled(monkeypatch):
     monkeypatch.setattr(accelerate, "compile_layers", lambda model: pytest.fail("compiled"))
     spec = ModelSpec(path="m", packing=True, routing_replay=True, torch_compile="auto")
     assert not accelerate.compile_model(SimpleNamespace(model="model"), spec, "cuda")
-    with pytest.raises(ConfigError, match=r"(?s)cannot be compiled: routing replay .*hint: leave --torch_compile"):
+    with pytest.raises(ConfigError, match=r"(?s)cannot be compiled: routing replay .*hint: leave ``torch_compile``"):
         accelerate.compile_model(SimpleNamespace(model="model"), dataclasses.replace(spec, torch_compile="on"), "cuda")

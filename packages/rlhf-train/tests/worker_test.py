@@ -366,7 +366,7 @@ def test_models_that_do_not_fit_beside_engines_end_with_a_hint(job, monkeypatch)
     with pytest.raises(EngineError) as caught:
         actor.load(0, 1, {role: job.models[role] for role in ("actor", "critic")}, job, None)
     assert "too little memory beside the engines to load actor, critic: CUDA out of memory" in str(caught.value)
-    assert "hint: lower --vllm_gpu_memory_utilization" in str(caught.value)
+    assert "hint: lower ``gpu_memory_utilization``" in str(caught.value)
 
 
 def test_passes_that_do_not_fit_end_with_a_hint():
@@ -376,7 +376,7 @@ def test_passes_that_do_not_fit_end_with_a_hint():
         with pytest.raises(EngineError) as caught:
             call()
         assert "too little memory: CUDA out of memory. Tried to allocate 2.00 GiB." in str(caught.value)
-        assert "hint: lower --micro_train_batch_size" in str(caught.value)
+        assert "hint: lower ``micro_train_batch_size``" in str(caught.value)
 
 
 @pytest.mark.parametrize("changes", [{"torch_compile": "off"}, {"zero_stage": 3}, {"tensor_parallel_size": 2}])

@@ -142,7 +142,7 @@ def test_copies_on_neighbours_change_nothing_but_who_gathers(tmp_path, num_ranks
 @pytest.mark.parametrize(
     ("zero_stage", "zpg", "num_ranks", "message"),
     [
-        (2, 2, 2, "--zero_stage is 2\n\nhint: add --zero_stage 3, or drop --zpg"),
+        (2, 2, 2, "``zero_stage`` is 2\n\nhint: add ``zero_stage=3``, or drop ``zpg``"),
         (3, 3, 4, "which is 4\n\nhint: use one of 1, 2, 4, or another number of processes"),
         (3, 2, 1, "which is 1\n\nhint: use one of 1, or another"),
         (3, 4, 2, "which is 2\n\nhint: use one of 1, 2, or another"),

@@ -12,25 +12,52 @@ from rlhf_data.safety import visible
 SUCCESS, FAILURE, BAD_INPUT = 0, 1, 2
 _SIGNALLED = 128  # plus the number of a signal: the exit status of a process that the signal ended
 
-_FIELD = re.compile(r"``([A-Za-z][\w.]*(?:=[^`\n]*)?)``")
+_FIELD = re.compile(r"``([A-Za-z][\w./]*(?:=[^`\n]*)?)``")
 # What to type for the fields of libraries that have another name than the option that sets them.
 FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
     {
+        "CheckpointSpec.every": "--save_steps",
+        "CheckpointSpec.folder": "--ckpt_path",
+        "CheckpointSpec.full=False": "--disable_ds_ckpt",
+        "CorrectionSpec.level": "--is_correction_level",
+        "CorrectionSpec.low/high": "--is_correction_threshold",
+        "CorrectionSpec.mode": "--is_correction_mode",
         "JudgeOptions.model": "--judge_model",
         "JudgeOptions.url": "--judge_url",
         "ModelReward.batch_size": "--reward_batch_size",
         "ModelSpec.offload": "--ref_reward_offload",
+        "OfflineJob.model_path": "--save_path",
         "OptimizerSpec.offload": "--adam_offload",
         "OptimizerSpec.offload_path": "--adam_offload_path",
+        "PlacementRequest.ranks": "--X_num_nodes times --X_num_gpus_per_node",
+        "PlacementRequest.tensor_parallel_size": "--vllm_tensor_parallel_size",
         "RemoteReward.urls": "--remote_rm_url",
         "RewardModel.normalize": "--normalize_reward",
         "SftEncoder.pretrain": "--pretrain_mode",
+        "asynchronous": "--async_train",
         "dtype=bfloat16": "--bf16",
+        "enable_sleep": "--vllm_enable_sleep",
+        "estimator": "--advantage_estimator",
+        "gpu_memory_utilization": "--vllm_gpu_memory_utilization",
+        "kl_coef": "--init_kl_coef",
+        "mlflow_uri": "--use_mlflow",
+        "muon_momentum=None": "--optim adam",
+        "num_engines": "--vllm_num_engines",
+        "num_frozen_steps": "--freezing_actor_steps",
+        "num_samples_per_prompt": "--n_samples_per_prompt",
         "packing": "--packing_samples",
         "parse_weights.text": "--reward_weights",
+        "policy_loss": "--policy_loss_type",
         "quantization": "--vllm_quantization",
+        "ranks.actor": "--actor_num_gpus_per_node",
+        "reward_ranks": "--reward_num_gpus_per_node",
+        "save_critic": "--save_value_network",
         "set_chat_template.text": "--tokenizer_chat_template",
         "start_timeout_s": "--reward_start_timeout_s",
+        "tensor_parallel_size": "--ds_tensor_parallel_size",
+        "trainer_sleep": "--deepspeed_enable_sleep",
+        "use_margins": "--margin_loss",
+        "wandb": "--use_wandb",
         "weight_transfer=shared_memory": "--vllm_sync_backend host",
     }
 )

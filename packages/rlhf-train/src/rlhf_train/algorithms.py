@@ -27,7 +27,7 @@ class AlgorithmRow:
     """One advantage estimator with the defaults of its paper.
 
     Attributes:
-        name: the value of --advantage_estimator.
+        name: the value of `estimator` in `make_algorithm`.
         title: its name in papers.
         baseline: subtracted from each rollout's reward; see `baselines`.
         reduction: how the losses of tokens become one number.
@@ -76,11 +76,11 @@ class PolicyLossRow:
     """One policy loss. `rlhf_kernels.packed_policy_loss` has the formulas and sources.
 
     Attributes:
-        name: the value of --policy_loss_type.
+        name: the value of `policy_loss` in `make_algorithm`.
         title: its name in papers.
         reduction: how the losses of tokens become one number; None for the estimator's.
         uses_ratio: whether it includes the ratio to the old policy, which keeps several updates per batch valid.
-        dual_clip: whether --dual_clip applies.
+        dual_clip: whether `dual_clip` applies.
     """
 
     name: str
@@ -133,7 +133,7 @@ class CorrectionSpec:
             ("correction level", self.level, CORRECTION_LEVELS), ("correction mode", self.mode, CORRECTION_MODES)
         )
         if not 0 <= self.low < self.high:
-            message = f"--is_correction_threshold is {self.low:g} {self.high:g}: 0 <= low < high is needed"
+            message = f"``CorrectionSpec.low/high`` is {self.low:g} {self.high:g}: 0 <= low < high is needed"
             raise ConfigError(message, hint="give LOW before HIGH, two numbers, such as 0.5 2")
 
 
@@ -194,13 +194,15 @@ class AlgorithmSpec:
             ("what a baseline compares", self.group_by, GROUP_BY),
         )
         if self.group_by == "turn" and not self.row.uses_group:
-            message = f"--group_by turn compares turns within a group, and {self.row.title} has no baseline of a group"
-            raise ConfigError(message, hint="use --advantage_estimator group_norm, dr_grpo, rloo or reinforce_baseline")
+            message = (
+                f"``group_by=turn`` compares turns within a group, and {self.row.title} has no baseline of a group"
+            )
+            raise ConfigError(message, hint="use ``estimator=group_norm``, dr_grpo, rloo or reinforce_baseline")
         if self.group_by == "turn" and self.gamma != 1:
             message = (
-                f"--group_by turn compares what whole turns lead to, and --gamma {self.gamma:g} discounts by token"
+                f"``group_by=turn`` compares what whole turns lead to, and ``gamma={self.gamma:g}`` discounts by token"
             )
-            raise ConfigError(message, hint="discount by turn with --turn_gamma, and drop --gamma")
+            raise ConfigError(message, hint="discount by turn with ``turn_gamma``, and drop ``gamma``")
         for name, is_right, wanted in (
             ("gamma", 0 <= self.gamma <= 1, "lie in [0, 1]"),
             ("turn_gamma", self.turn_gamma is None or 0 <= self.turn_gamma <= 1, "lie in [0, 1]"),
@@ -219,18 +221,20 @@ class AlgorithmSpec:
             message = f"the KL has weights in the loss and in the reward ({weights}); only one may be above 0"
             raise ConfigError(message)
         if self.old_logprobs == "skip" and self.kl_reward_coef:
-            hint = "add --use_kl_loss, or set --init_kl_coef 0 or --old_logprobs recompute"
-            raise ConfigError("--old_logprobs skip leaves nothing to compute the reward's KL penalty from", hint=hint)
+            hint = "add ``use_kl_loss``, or set ``kl_coef=0`` or ``old_logprobs=recompute``"
+            raise ConfigError("``old_logprobs=skip`` leaves nothing to compute the reward's KL penalty from", hint=hint)
         if self.old_logprobs == "skip" and self.uses_teacher:
-            message = "--old_logprobs skip leaves nothing to compare the teacher's log-probs with"
-            raise ConfigError(message, hint="use --old_logprobs recompute or rollout with --teacher_model")
+            message = "``old_logprobs=skip`` leaves nothing to compare the teacher's log-probs with"
+            raise ConfigError(message, hint="use ``old_logprobs=recompute`` or rollout with a teacher")
         if self.old_logprobs == "skip" and self.correction.level != "off":
             message = "an importance correction needs the trainer's log-probs before the update, which skip leaves out"
-            raise ConfigError(message, hint="use --old_logprobs recompute, or --is_correction_level off")
+            raise ConfigError(message, hint="use ``old_logprobs=recompute``, or ``CorrectionSpec.level=off``")
         if self.correction.level != "off" and self.correction.mode == "truncate" and not self.weighs:
-            message = f"with --old_logprobs rollout the ratio of {self.loss.title} is current / engine, which holds the"
-            hint = "use --is_correction_mode mask, or --old_logprobs recompute"
-            raise ConfigError(f"{message} weight that --is_correction_mode truncate would multiply again", hint=hint)
+            message = (
+                f"with ``old_logprobs=rollout`` the ratio of {self.loss.title} is current / engine, which holds the"
+            )
+            hint = "use ``CorrectionSpec.mode=mask``, or ``old_logprobs=recompute``"
+            raise ConfigError(f"{message} weight that ``CorrectionSpec.mode=truncate`` would multiply again", hint=hint)
 
     @property
     def row(self) -> AlgorithmRow:
@@ -309,12 +313,12 @@ def make_algorithm(
         ("reduction", reduction or REDUCTIONS[0], REDUCTIONS),
     )
     if use_kl_loss and not kl_coef:
-        message = "--use_kl_loss adds a KL term to the loss, and the coefficient of the KL is 0"
-        raise ConfigError(message, hint="set --init_kl_coef above 0, or drop --use_kl_loss")
+        message = "``use_kl_loss`` adds a KL term to the loss, and the coefficient of the KL is 0"
+        raise ConfigError(message, hint="set ``kl_coef`` above 0, or drop ``use_kl_loss``")
     loss = POLICY_LOSSES[policy_loss]
     if numbers.get("dual_clip") is not None and not loss.dual_clip:
-        message = f"--dual_clip {numbers['dual_clip']:g} belongs to the PPO loss, and the policy loss is {loss.title}"
-        raise ConfigError(message, hint="drop --dual_clip, or use --policy_loss_type ppo")
+        message = f"``dual_clip={numbers['dual_clip']:g}`` belongs to the PPO loss, and the policy loss is {loss.title}"
+        raise ConfigError(message, hint="drop ``dual_clip``, or use ``policy_loss=ppo``")
     terms = {item.name: numbers.pop(item.name) for item in fields(PolicyObjective) if item.name in numbers}
     terms |= {"policy_loss": policy_loss, "reduction": reduction or loss.reduction or ALGORITHMS[estimator].reduction}
     try:

@@ -9,7 +9,7 @@ from rlhf_data.errors import RlhfError
 
 def cannot_write(path: object, error: Exception) -> RlhfError:
     """Return the error for a file of a run that cannot be written, for example because the disk is full."""
-    return RlhfError(f"{path} cannot be written: {error}", hint="free space there, or use another --save_path")
+    return RlhfError(f"{path} cannot be written: {error}", hint="free space there, or use another ``save_path``")
 
 
 class BackgroundWriter:

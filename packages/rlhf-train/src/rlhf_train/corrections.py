@@ -10,8 +10,8 @@ with the trainer's log-probs before the step's first update, and the engine's of
 objectives use the weights, with bounds low and high and r_t the policy ratio (Hilton et al. 2021, arXiv:2110.00641,
 calls the first one decoupled PPO; verl calls the modes decoupled and bypass, docs/algo/rollout_corr_math.md):
 
-    --old_logprobs recompute    w_t min(r_t A_t, clip(r_t) A_t),   r_t = current / trainer's old policy
-    --old_logprobs rollout      m_t min(r_t A_t, clip(r_t) A_t),   r_t = current / engine's policy
+    old_logprobs = recompute    w_t min(r_t A_t, clip(r_t) A_t),   r_t = current / trainer's old policy
+    old_logprobs = rollout      m_t min(r_t A_t, clip(r_t) A_t),   r_t = current / engine's policy
 
 In the second one r_t includes the weight, and m_t = 1 where low <= w_t <= high, else 0. The mask is constant during a
 step, as in IcePop (arXiv:2510.18855). A loss without a ratio takes w_t in both. A masked token has the loss 0 and still

@@ -98,28 +98,30 @@ class ModelSpec:
         """
         self._check_tensor_parallel(num_ranks)
         if self.zpg > 1 and self.zero_stage < 3:
-            message = f"--zpg {self.zpg} copies the parts of weights that ZeRO stage 3 makes, and"
-            raise ConfigError(f"{message} --zero_stage is {self.zero_stage}", hint="add --zero_stage 3, or drop --zpg")
+            message = f"``zpg={self.zpg}`` copies the parts of weights that ZeRO stage 3 makes, and"
+            raise ConfigError(
+                f"{message} ``zero_stage`` is {self.zero_stage}", hint="add ``zero_stage=3``, or drop ``zpg``"
+            )
         if num_ranks % self.zpg:
             sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
             message = (
-                f"--zpg {self.zpg} must divide the number of training processes of each model, which is {num_ranks}"
+                f"``zpg={self.zpg}`` must divide the number of training processes of each model, which is {num_ranks}"
             )
             raise ConfigError(message, hint=f"use one of {', '.join(map(str, sizes))}, or another number of processes")
         if self.optimizer is not None and self.optimizer.bf16_moments and self.optimizer.muon_momentum is not None:
-            message = "--bf16_moments is for AdamW, and --optim is muon, whose momentum is in float32"
-            raise ConfigError(message, hint="use --optim adam, or drop --bf16_moments")
+            message = "``bf16_moments`` is for AdamW, and the optimizer is Muon, whose momentum is in float32"
+            raise ConfigError(message, hint="use ``muon_momentum=None``, or drop ``bf16_moments``")
         if self.optimizer is None or not self.optimizer.offload:
             return
         shares_gradients = self.zero_stage == 2 and num_ranks > self.tensor_parallel_size
         for is_wrong, reason, hint in (
-            (self.optimizer.muon_momentum is not None, "--optim is muon", "use --optim adam"),
-            (self.dtype != "bfloat16", f"weights are {self.dtype}", "add --bf16"),
-            (shares_gradients, "--zero_stage is 2", "use --zero_stage 1, or 3 to divide more"),
+            (self.optimizer.muon_momentum is not None, "the optimizer is Muon", "use ``muon_momentum=None``"),
+            (self.dtype != "bfloat16", f"weights are {self.dtype}", "add ``dtype=bfloat16``"),
+            (shares_gradients, "``zero_stage`` is 2", "use ``zero_stage=1``, or 3 to divide more"),
         ):
             if is_wrong:
-                message = "--adam_offload is for AdamW on bfloat16 weights, not at ZeRO stage 2 on several processes"
-                raise ConfigError(f"{message}: {reason}", hint=hint)
+                message = "``OptimizerSpec.offload`` is for AdamW on bfloat16 weights, not at ZeRO stage 2 on several"
+                raise ConfigError(f"{message} processes: {reason}", hint=hint)
 
     def _check_tensor_parallel(self, num_ranks: int) -> None:
         size = self.tensor_parallel_size
@@ -128,14 +130,14 @@ class ModelSpec:
         is_muon = self.optimizer is not None and self.optimizer.muon_momentum is not None
         for is_wrong, reason, hint in (
             (num_ranks % size, f"a model has {num_ranks} training process(es)", f"use {size} of them, or a multiple"),
-            (self.zero_stage == 3, "--zero_stage is 3", "use --zero_stage 2, or --zero_stage 3 alone"),
-            (self.sequence_parallel_size > 1, "--sequence_parallel_size divides tokens", "use one of them"),
+            (self.zero_stage == 3, "``zero_stage`` is 3", "use ``zero_stage=2``, or ``zero_stage=3`` alone"),
+            (self.sequence_parallel_size > 1, "``sequence_parallel_size`` divides tokens", "use one of them"),
             (self.lora is not None, "LoRA adapters add matrices that are not divided", "drop one of them"),
-            (is_muon, "--optim muon needs whole matrices", "use --optim adam"),
-            (self.torch_compile == "on", "--torch_compile is on", "leave --torch_compile at auto"),
+            (is_muon, "Muon needs whole matrices", "use ``muon_momentum=None``"),
+            (self.torch_compile == "on", "``torch_compile`` is on", "leave ``torch_compile`` at auto"),
         ):
             if is_wrong:
-                message = f"--ds_tensor_parallel_size {size} divides the matrices of the layers over processes"
+                message = f"``tensor_parallel_size={size}`` divides the matrices of the layers over processes"
                 raise ConfigError(f"{message}, and {reason}", hint=hint)
 
     @property

@@ -75,7 +75,7 @@ def start_engine(
     if not is_compiled:
         return engine
     unmet = {
-        "packed sequences have no common length without --micro_batch_tokens": pack_tokens is None,
+        "packed sequences have no common length without ``micro_batch_tokens``": pack_tokens is None,
         "engines and trainers take turns on the GPU's memory": takes_turns,
         "only bfloat16 with ZeRO stage 0 or 1 keeps separate gradient sums": not engine.gradient_sums,
         "gradient checkpointing is on": spec.gradient_checkpointing,
@@ -139,6 +139,6 @@ def compile_model(model: Any, spec: ModelSpec, device: str) -> bool:
             compile_layers(model.model)
         return True
     if spec.torch_compile == "on":
-        raise ConfigError(f"the layers cannot be compiled: {reason}", hint="leave --torch_compile at auto")
+        raise ConfigError(f"the layers cannot be compiled: {reason}", hint="leave ``torch_compile`` at auto")
     logger.info("the layers are not compiled: %s", reason)
     return False

@@ -95,7 +95,7 @@ class DeepSpeedEngine:
         try:
             self._engine = _wrapped(model, config, dtype, self.device, optimizer=optimizer, mpu=tensor_group)
         except (AssertionError, NotImplementedError, ValueError) as error:
-            raise EngineError(f"DeepSpeed: {error}", hint="try another --zero_stage") from error
+            raise EngineError(f"DeepSpeed: {error}", hint="try another ``zero_stage``") from error
         self.module = self._engine.module
         self._trained = [(name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad]
         # Where this rank keeps master weights. Found here, because DeepSpeed forgets it while the states are offloaded.

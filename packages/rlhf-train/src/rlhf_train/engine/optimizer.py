@@ -36,8 +36,8 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec, *, fused: bool) -> tor
         return kind(_adamw_groups(trained, spec), **options)
     hidden = {name: weight for name, weight in trained.items() if is_hidden_matrix(name, weight)}
     if not hidden:
-        message = "--optim muon trains the matrices of a model's layers, and this model trains none"
-        raise ConfigError(message, hint="use --optim adam")
+        message = "Muon trains the matrices of a model's layers, and this model trains none"
+        raise ConfigError(message, hint="use ``muon_momentum=None``")
     groups = [{"params": [*hidden.values()], "weight_decay": spec.weight_decay, "momentum": spec.muon_momentum}]
     groups += _adamw_groups({name: weight for name, weight in trained.items() if name not in hidden}, spec)
     return Muon(groups, {name: weight.shape for name, weight in hidden.items()}, **options)

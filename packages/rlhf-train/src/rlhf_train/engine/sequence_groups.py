@@ -14,7 +14,9 @@ def join_sequence_group(size: int) -> SequenceGroup | None:
     num_ranks = torch.distributed.get_world_size()
     if num_ranks % size:
         message = f"sequence parallelism over {size} processes, and there are {num_ranks}"
-        raise ConfigError(message, hint=f"use a divisor of {num_ranks} as --sequence_parallel_size, or more processes")
+        raise ConfigError(
+            message, hint=f"use a divisor of {num_ranks} as ``sequence_parallel_size``, or more processes"
+        )
     if size == 1:
         return None
     groups = [torch.distributed.new_group(range(first, first + size)) for first in range(0, num_ranks, size)]

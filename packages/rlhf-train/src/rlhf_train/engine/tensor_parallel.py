@@ -115,11 +115,11 @@ def check_divides(config: Any, size: int) -> None:
     plan = getattr(config, "base_model_tp_plan", None)
     kind = getattr(config, "model_type", "")
     if not plan:
-        message = f"--ds_tensor_parallel_size {size}: transformers has no plan to divide a {kind} model"
-        raise ConfigError(message, hint="drop --ds_tensor_parallel_size; --zero_stage 3 divides all models")
+        message = f"``tensor_parallel_size={size}``: transformers has no plan to divide a {kind} model"
+        raise ConfigError(message, hint="drop ``tensor_parallel_size``; ``zero_stage=3`` divides all models")
     if other := sorted(set(plan.values()) - {_COLUMNS, _ROWS, _SUMMED, _KEPT_WHOLE}):
-        message = f"--ds_tensor_parallel_size {size}: a {kind} model is divided in ways that are not supported"
-        hint = "drop --ds_tensor_parallel_size; --zero_stage 3 divides all models"
+        message = f"``tensor_parallel_size={size}``: a {kind} model is divided in ways that are not supported"
+        hint = "drop ``tensor_parallel_size``; ``zero_stage=3`` divides all models"
         raise ConfigError(f"{message} ({', '.join(other)})", hint=hint)
     text = config.get_text_config()
     heads = _size(text, "num_attention_heads")
@@ -129,12 +129,12 @@ def check_divides(config: Any, size: int) -> None:
         "intermediate_size": _size(text, "intermediate_size"),
     }
     if other := [name for name, count in counts.items() if not isinstance(count, int)]:
-        message = f"--ds_tensor_parallel_size {size}: the layers of a {kind} model differ in {' and '.join(other)}"
-        raise ConfigError(message, hint="drop --ds_tensor_parallel_size; --zero_stage 3 divides all models")
+        message = f"``tensor_parallel_size={size}``: the layers of a {kind} model differ in {' and '.join(other)}"
+        raise ConfigError(message, hint="drop ``tensor_parallel_size``; ``zero_stage=3`` divides all models")
     for name, count in counts.items():
         if count % size:
             possible = [str(n) for n in range(2, size) if not any(other % n for other in counts.values())]
-            message = f"--ds_tensor_parallel_size {size} must divide the model's {name}, which is {count}"
+            message = f"``tensor_parallel_size={size}`` must divide the model's {name}, which is {count}"
             raise ConfigError(message, hint=f"use {' or '.join(possible)}" if possible else "drop it")
 
 
@@ -168,7 +168,7 @@ def divide_weights(model: nn.Module, group: TensorGroup) -> None:
         dim = 0 if style == _COLUMNS else 1
         if type(module) is not nn.Linear or module.weight.shape[dim] % group.size:
             message = f"{group.size} ranks cannot divide the layer {name}: {module}"
-            raise ConfigError(message, hint="use another --ds_tensor_parallel_size, or drop it")
+            raise ConfigError(message, hint="use another ``tensor_parallel_size``, or drop it")
         # AutoTP's layers add the output of rows up in the forward pass, and the gradient of the input of columns in the
         # backward pass.
         layer = (LinearLayer if dim == 0 else LinearAllreduce)(module, group.get_model_parallel_group(), name=name)
@@ -193,4 +193,4 @@ def _check_all_planned(backbone: nn.Module, divided: dict[str, str]) -> None:
             owner = f"{block}.{name}".rpartition(".")[0]
             if owner not in divided:
                 message = f"the plan of transformers for a {backbone.config.model_type} model does not say how ranks"
-                raise ConfigError(f"{message} divide {owner}", hint="drop --ds_tensor_parallel_size")
+                raise ConfigError(f"{message} divide {owner}", hint="drop ``tensor_parallel_size``")

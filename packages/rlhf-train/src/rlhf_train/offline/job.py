@@ -99,8 +99,8 @@ class OfflineJob:
         for examples in [part for part in (self.examples, self.eval_examples) if limits_tokens and part]:
             longest = max(map(self.objective.num_tokens, self.objective.items(examples)))
             if longest > self.schedule.micro_batch_tokens:
-                message = f"--micro_batch_tokens is {self.schedule.micro_batch_tokens}, and the longest example has"
-                hint = f"use --micro_batch_tokens {longest}, or a lower --max_len"
+                message = f"``micro_batch_tokens`` is {self.schedule.micro_batch_tokens}, and the longest example has"
+                hint = f"use ``micro_batch_tokens={longest}``, or a lower ``max_len``"
                 raise ConfigError(f"{message} {longest} tokens", hint=hint)
 
     @property
@@ -251,7 +251,7 @@ class _Run:
                 if self._recorder is not None:
                     self._recorder.step(update, metrics)
             if not math.isfinite(norm := metrics["train/grad_norm"]):
-                hint = "lower --learning_rate, or look for the examples that do it"
+                hint = "lower ``learning_rate``, or look for the examples that do it"
                 raise EngineError(f"the gradient of update {update} is not finite ({norm})", hint=hint)
         is_evaluated = update == num_updates or bool(self._job.eval_steps and update % self._job.eval_steps == 0)
         if is_evaluated:

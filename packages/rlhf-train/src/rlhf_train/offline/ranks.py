@@ -53,8 +53,9 @@ def check_shared(folder: Path) -> None:
     if blind:
         message = f"{', '.join(blind[:3])} cannot see what rank 0 ({looks[0][0]}) writes to {folder}"
         hint = (
-            "a run on several nodes needs a disk that they share, at the same path: see --save_path and --ckpt_path;"
-            " with --disable_ds_ckpt, which saves nothing to continue from, it needs none"
+            "a run on several nodes needs a disk that they share, at the same path: see ``OfflineJob.model_path`` and"
+            " ``CheckpointSpec.folder``; with ``CheckpointSpec.full=False``, which saves nothing to continue from, it"
+            " needs none"
         )
         raise ConfigError(message, hint=hint)
 

@@ -83,7 +83,7 @@ class RewardRank:
         except RlhfError as error:
             self._error = error
         except Exception as error:
-            hint = "if memory is short: more processes (--reward_num_gpus_per_node), or --ref_reward_offload"
+            hint = "if memory is short: more processes (``reward_ranks``), or ``ModelSpec.offload``"
             message = f"the reward model {self._spec.path} cannot be loaded: {first_line(error)}"
             self._error = EngineError(message, hint=hint)
         self._seconds = time.perf_counter() - started

@@ -51,10 +51,11 @@ class BatchSizes:
             size = self.train_batch_size
             count = self.num_rollouts
             divisor = max(number for number in range(1, min(size, count) + 1) if count % number == 0)
-            message = f"--train_batch_size is {size}, which does not divide the {count} samples of a step"
-            product = f"--rollout_batch_size {self.rollout_batch_size} x --n_samples_per_prompt"
+            message = f"``train_batch_size`` is {size}, which does not divide the {count} samples of a step"
+            product = f"``rollout_batch_size={self.rollout_batch_size}`` x"
             raise ConfigError(
-                f"{message} ({product} {self.num_samples_per_prompt})", hint=f"use --train_batch_size {divisor}"
+                f"{message} ({product} ``num_samples_per_prompt={self.num_samples_per_prompt}``)",
+                hint=f"use ``train_batch_size={divisor}``",
             )
 
     @property
@@ -272,7 +273,7 @@ class OnlineJob:
         if row.uses_critic != ("critic" in self.models):
             raise ConfigError(f"{row.title} {'needs a' if row.uses_critic else 'has no'} critic")
         if self.algorithm.uses_reference != ("reference" in self.models):
-            raise ConfigError("a reference model is needed if and only if init_kl_coef is above 0")
+            raise ConfigError("a reference model is needed if and only if ``kl_coef`` is above 0")
         if self.algorithm.uses_teacher != ("teacher" in self.models):
             raise ConfigError("a teacher is needed if and only if teacher_coef is above 0")
         has_source = self.reward.sources or self.algorithm.uses_teacher or self.agent is not None or self.replay
@@ -282,9 +283,9 @@ class OnlineJob:
         if sorted(placed) != sorted(self.models):
             raise ConfigError(f"the plan has places for {', '.join(placed)}, the models are {', '.join(self.models)}")
         has_pairs = self.batch.num_samples_per_prompt > 1
-        hint = "use --n_samples_per_prompt 4 or more"
+        hint = "use ``num_samples_per_prompt=4`` or more"
         if row.uses_group and not has_pairs:
-            message = f"{row.title} ({row.name}) compares the samples of one prompt and n_samples_per_prompt is 1"
+            message = f"{row.title} ({row.name}) compares the samples of one prompt and ``num_samples_per_prompt`` is 1"
             raise ConfigError(message, hint=hint)
         if self.dynamic_sampling is not None and not has_pairs:
             message = "dynamic sampling keeps groups whose samples differ, and a group has one sample"
@@ -295,18 +296,20 @@ class OnlineJob:
         if self.replay and self.eval_prompts:
             raise ConfigError("held-out prompts need an engine, and a replay has none", hint="give no eval_prompts")
         if self.sampling.temperature <= 0:
-            raise ConfigError("temperature is 0: greedy rollouts teach nothing", hint="use --temperature 1.0")
+            raise ConfigError("temperature is 0: greedy rollouts teach nothing", hint="use ``temperature=1.0``")
 
     def _check_overlap(self) -> None:
         """Check what cannot be combined with generation that goes on while the learner works."""
         if not self.max_staleness:
             return
         if self.engine.enable_sleep or self.trainer_sleep:
-            message = "--async_train has engines generate while models train, and engines or trainers sleep meanwhile"
-            raise ConfigError(message, hint="drop --vllm_enable_sleep and --deepspeed_enable_sleep, or --async_train")
+            message = (
+                "``asynchronous`` has engines generate while models train, and engines or trainers sleep meanwhile"
+            )
+            raise ConfigError(message, hint="drop ``enable_sleep`` and ``trainer_sleep``, or ``asynchronous``")
         if self.algorithm.old_logprobs == "skip":
             message = "old log-probs are skipped, which needs rollouts of the newest weights, and rollouts may be stale"
-            raise ConfigError(message, hint="use --old_logprobs recompute or rollout with --async_train")
+            raise ConfigError(message, hint="use ``old_logprobs=recompute`` or rollout with ``asynchronous``")
 
     def _check_early_forwards(self) -> None:
         """Check that nothing moves models or needs several processes while groups generate."""
@@ -314,15 +317,15 @@ class OnlineJob:
             return
         specs = self.models.values()
         for is_wrong, reason in (
-            (self.max_staleness > 0, "--async_train changes the policy meanwhile"),
-            (self.takes_turns, "--vllm_enable_sleep and --deepspeed_enable_sleep let either side sleep"),
-            (any(spec.offload for spec in specs), "--ref_reward_offload would copy weights for each prompt"),
-            (any(spec.zero_stage == 3 for spec in specs), "--zero_stage 3 needs all processes in each pass"),
-            (any(spec.sequence_parallel_size > 1 for spec in specs), "--sequence_parallel_size divides each pass"),
-            (any(spec.tensor_parallel_size > 1 for spec in specs), "--ds_tensor_parallel_size divides each model"),
+            (self.max_staleness > 0, "``asynchronous`` changes the policy meanwhile"),
+            (self.takes_turns, "``enable_sleep`` and ``trainer_sleep`` let either side sleep"),
+            (any(spec.offload for spec in specs), "``ModelSpec.offload`` would copy weights for each prompt"),
+            (any(spec.zero_stage == 3 for spec in specs), "``zero_stage=3`` needs all processes in each pass"),
+            (any(spec.sequence_parallel_size > 1 for spec in specs), "``sequence_parallel_size`` divides each pass"),
+            (any(spec.tensor_parallel_size > 1 for spec in specs), "``tensor_parallel_size`` divides each model"),
         ):
             if is_wrong:
-                message = "--early_forwards runs models on complete prompts while others generate, and"
+                message = "``early_forwards`` runs models on complete prompts while others generate, and"
                 raise ConfigError(f"{message} {reason}", hint="drop one of them")
 
     def _check_options(self) -> None:
@@ -331,17 +334,17 @@ class OnlineJob:
             spec.check_ranks(self.plan.trainers_of(role).num_ranks)
         if len(set(sizes.values())) > 1:
             raise ConfigError(f"all models must divide sequences and weights over as many processes, and not {sizes}")
-        for name, wanted in (("freezing_actor_steps", self.num_frozen_steps), ("save_value_network", self.save_critic)):
+        for name, wanted in (("num_frozen_steps", self.num_frozen_steps), ("save_critic", self.save_critic)):
             if wanted and "critic" not in self.models:
-                raise ConfigError(f"{name} needs a critic, and {self.algorithm.row.title} has none")
+                raise ConfigError(f"``{name}`` needs a critic, and {self.algorithm.row.title} has none")
         if self.num_frozen_steps and self.num_frozen_steps >= self.num_steps and not self.replay:
             message = f"the actor is frozen for {self.num_frozen_steps} of {self.num_steps} steps: it would never learn"
-            raise ConfigError(message, hint="lower --freezing_actor_steps")
+            raise ConfigError(message, hint="lower ``num_frozen_steps``")
         if self.algorithm.old_logprobs == "skip" and self.batch.num_updates > 1:
             message = (
                 f"old log-probs are skipped, which needs one update per step, and there are {self.batch.num_updates}"
             )
-            hint = f"use --train_batch_size {self.batch.num_rollouts} --max_epochs 1, or --old_logprobs recompute"
+            hint = f"use ``train_batch_size={self.batch.num_rollouts}`` ``max_epochs=1``, or ``old_logprobs=recompute``"
             raise ConfigError(message, hint=hint)
 
 

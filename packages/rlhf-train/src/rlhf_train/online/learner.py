@@ -188,7 +188,7 @@ class Learner:
         return metrics, num_trained
 
     def _fill(self, plans: Sequence[RankPlan], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return how full the actor's packed passes are, where --micro_batch_tokens would fill them."""
+        """Return how full the actor's packed passes are, where `micro_batch_tokens` would fill them."""
         actor, batch = self._job.models["actor"], self._job.batch
         if not actor.packing or actor.share_prompts or batch.micro_batch_tokens:
             return {}

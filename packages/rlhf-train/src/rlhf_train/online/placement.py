@@ -38,7 +38,7 @@ class PlacementRequest:
 
     def __post_init__(self) -> None:
         asked = {**self.ranks, "reward": self.reward_ranks or 0}
-        least = {"actor": (self.ranks["actor"], 1), "vllm_num_engines": (self.num_engines, 0)}
+        least = {"actor": (self.ranks["actor"], 1), "``num_engines``": (self.num_engines, 0)}
         least |= {name: (count, 0) for name, count in asked.items() if name != "actor"}
         for name, (count, smallest) in least.items():
             if count < smallest:
@@ -137,7 +137,9 @@ def _on_gpus(request: PlacementRequest, nodes: Sequence[int]) -> PlacementPlan |
     size = request.tensor_parallel_size
     if request.num_engines and size > max(nodes):
         message = f"an engine needs {size} GPUs of one node, and the largest node has {max(nodes)}"
-        raise ConfigError(message, hint=f"use --vllm_tensor_parallel_size {max(nodes)} or less, and more engines")
+        raise ConfigError(
+            message, hint=f"use ``PlacementRequest.tensor_parallel_size={max(nodes)}`` or less, and more engines"
+        )
     used = [0] * len(nodes)
     places: dict[str, tuple[Place, ...]] = {}
     notes = []
@@ -249,12 +251,12 @@ def _too_large(request: PlacementRequest, needed: PlacementPlan, nodes: Sequence
     hint = f"run where there are {wanted}"
     shared = _on_gpus(replace(request, colocate_all_models=True), nodes)
     if _is_single(request):
-        hint = f"--colocate_all_models --actor_num_gpus_per_node {num_gpus} --vllm_num_engines {num_gpus} shares all"
+        hint = f"``colocate_all_models`` ``ranks.actor={num_gpus}`` ``num_engines={num_gpus}`` shares all"
         hint = f"{hint} {num_gpus} GPUs"
     elif needed.num_gpus <= num_gpus:
-        hint = f"{hint}, or have --X_num_nodes times --X_num_gpus_per_node of each model X fit the nodes"
+        hint = f"{hint}, or have ``PlacementRequest.ranks`` of each model X fit the nodes"
     elif not needed.colocated and shared is not None:
-        hint = f"{hint}, or add --colocate_all_models, with which all models share {shared.num_gpus} GPU(s)"
+        hint = f"{hint}, or add ``colocate_all_models``, with which all models share {shared.num_gpus} GPU(s)"
     return ConfigError(message, hint=hint)
 
 

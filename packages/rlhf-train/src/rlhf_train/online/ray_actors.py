@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 _SMALLER_PASSES = (
-    "lower --micro_train_batch_size and --micro_rollout_batch_size, or --micro_batch_tokens; or add"
-    " --gradient_checkpointing; or lower --vllm_gpu_memory_utilization where engines share the GPU"
+    "lower ``micro_train_batch_size`` and ``micro_rollout_batch_size``, or ``micro_batch_tokens``; or add"
+    " ``gradient_checkpointing``; or lower ``gpu_memory_utilization`` where engines share the GPU"
 )
-_LATER_ENGINES = "lower --vllm_gpu_memory_utilization, or add --vllm_enable_sleep, with which engines start later"
+_LATER_ENGINES = "lower ``gpu_memory_utilization``, or add ``enable_sleep``, with which engines start later"
 
 
 # Methods of `TrainWorker` that allocate memory of the device.

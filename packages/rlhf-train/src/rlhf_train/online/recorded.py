@@ -41,7 +41,7 @@ def find_recording(run_folder: Path) -> Recording:
     """
     path = run_folder / ARTIFACTS["rollouts"]
     if not path.is_file():
-        hint = "a run writes it unless --record is false; name the folder of a run, its --save_path"
+        hint = "a run writes it unless ``record`` is false; name the folder of a run, its ``save_path``"
         raise DataError(f"there is no record of rollouts, {path}", hint=hint)
     step = 0
     num_steps = 0  # complete ones
@@ -109,8 +109,10 @@ class RecordedRollouts:
         for batch in batches:
             (kept if batch.fields["kept"] else dropped).extend(batch.groups)
         if len(kept) > self._batch_size:
-            message = f"step {step} was trained on {len(kept)} prompts, and --rollout_batch_size is {self._batch_size}"
-            raise ConfigError(message, hint=f"use --rollout_batch_size {len(kept)}")
+            message = (
+                f"step {step} was trained on {len(kept)} prompts, and ``rollout_batch_size`` is {self._batch_size}"
+            )
+            raise ConfigError(message, hint=f"use ``rollout_batch_size={len(kept)}``")
         num_episodes = sum(len(group.episodes) for group in (*kept, *dropped))
         return Drawn(tuple(kept), (), tuple(dropped), num_requested=num_episodes, num_failed=0)
 

@@ -104,7 +104,9 @@ def continued(job: OnlineJob, error: LostProcessError, observer: Observer) -> tu
     spec = job.checkpoints
     checkpoint = Checkpoints(spec.home(job.save_path)).newest_whole(observer.warning, spec.before)
     if checkpoint is None:
-        observer.warning("the run cannot continue by itself, because it has no checkpoint: --save_steps N saves them")
+        observer.warning(
+            "the run cannot continue by itself, because it has no checkpoint: ``CheckpointSpec.every=N`` saves them"
+        )
         raise error
     observer.warning(f"{error}\nall processes start again and continue after step {checkpoint.step}")
     return replace(job, checkpoints=replace(job.checkpoints, resume=True)), checkpoint

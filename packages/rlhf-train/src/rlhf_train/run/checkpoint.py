@@ -318,7 +318,7 @@ def _free(folder: Path) -> str:
 
 def cannot_save(path: object, error: object) -> CheckpointError:
     """Return the error for a checkpoint that cannot be written."""
-    hint = "free space there, or name another folder with --ckpt_path"
+    hint = "free space there, or name another folder with ``CheckpointSpec.folder``"
     return CheckpointError(f"{path} cannot be written: {error}", hint=hint)
 
 

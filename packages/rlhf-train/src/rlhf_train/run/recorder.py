@@ -48,7 +48,7 @@ def check_save_path(save_path: str, *, resumes: bool = False) -> None:
     if resumes and (folder / ARTIFACTS["config"]).is_file():
         return
     if folder.is_dir() and any(path.name != ARTIFACTS["log"] for path in folder.iterdir()):
-        raise ConfigError(f"save_path {folder} is not empty", hint="name a new folder with --save_path")
+        raise ConfigError(f"save_path {folder} is not empty", hint="name a new folder with ``save_path``")
 
 
 class Recorder:

@@ -33,7 +33,7 @@ class RewardModelObjective(Objective[PreferenceExample]):
         missing = [example.example_id for example in examples if self.use_margins and example.margin is None]
         if missing:
             message = f"{len(missing)} of {len(examples)} pairs have no margin, {missing[0]} among them"
-            raise DataError(message, hint="give --margin_key the key of the margins, or drop --margin_loss")
+            raise DataError(message, hint="give ``margin_key`` the key of the margins, or drop ``use_margins``")
         return examples
 
     def lengths(self, item: PreferenceExample) -> Sequence[int]:

@@ -38,7 +38,7 @@ class MlflowTracker:
         except (MlflowException, OSError, ImportError) as error:
             raise ConfigError(
                 without_secrets(f"MLflow at {spec.mlflow_uri} cannot be used: {error}"),
-                hint="give --use_mlflow the URI of a tracking server, or a folder",
+                hint="give ``mlflow_uri`` the URI of a tracking server, or a folder",
             ) from error
         self.where = f"{without_secrets(spec.mlflow_uri)}, experiment {spec.project}, run {self.run_id}"
 

@@ -56,7 +56,7 @@ class TrackerSpec:
 
     def check_installed(self) -> None:
         """Raise ConfigError when the library of a chosen tracker is not installed."""
-        for wanted, flag, module in ((self.wandb, "use_wandb", "wandb"), (self.mlflow_uri, "use_mlflow", "mlflow")):
+        for wanted, name, module in ((self.wandb, "wandb", "wandb"), (self.mlflow_uri, "mlflow_uri", "mlflow")):
             if wanted and importlib.util.find_spec(module) is None:
-                message = f"--{flag} needs the Python package {module}, which is not installed"
+                message = f"``{name}`` needs the Python package {module}, which is not installed"
                 raise ConfigError(message, hint=installs(f"rlhf-cli[{module}]"))

@@ -53,7 +53,7 @@ class WandbTracker:
                 settings=wandb.Settings(console="off", silent=True),
             )
         except wandb.Error as error:
-            hint = "see --wandb_org and --wandb_project, or set WANDB_MODE=offline"
+            hint = "see ``wandb_org`` and ``wandb_project``, or set WANDB_MODE=offline"
             raise ConfigError(f"Weights & Biases refuses the run: {error}", hint=hint) from error
         self.run_id = self._run.id
         # An offline run has no web page; reading `url` would print a warning.
