@@ -53,6 +53,7 @@ class Day:
         sampling = SamplingParams(num_samples=NUM_SAMPLES, max_tokens=128, seed=1)
         job = SimpleNamespace(
             prompts=prompts,
+            prompts_digest="",
             batch=SimpleNamespace(rollout_batch_size=BATCH_SIZE),
             sampling=sampling,
             seed=seed,

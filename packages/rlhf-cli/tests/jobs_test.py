@@ -32,7 +32,7 @@ def configure(*argv: str) -> PpoConfig:
 
 def prompt_set(count: int) -> PromptSet:
     prompts = tuple(Prompt(f"p{i}", np.array([1, 2]), f"prompt {i}") for i in range(count))
-    return PromptSet(prompts, Counts(count, longest_tokens=2))
+    return PromptSet(prompts, Counts(count, longest_tokens=2, digest=f"of {count}"))
 
 
 def make(config: PpoConfig, num_gpus: int):
@@ -144,6 +144,7 @@ def test_make_job_sampling_and_engine_follow_the_flags():
     assert (expected.temperature, expected.top_k, expected.top_p) == (0.7, 5, 0.9)
     assert job.max_in_flight == 8  # 16 places / 4 samples, twice
     assert "seed = 3\n" in job.config
+    assert job.prompts_digest == f"of {len(job.prompts)}"
 
 
 def test_make_job_saves_the_configuration_as_the_file_that_gives_it_again(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.examples import ExampleSet, load_examples
-from rlhf_data.preference import PreferenceEncoder, UnpairedEncoder
+from rlhf_data.preference import PreferenceEncoder, ProcessEncoder, UnpairedEncoder
 from rlhf_data.sft import SftEncoder
 from rlhf_data.sources import open_sources
 from rlhf_data.testing import ByteTokenizer
@@ -88,6 +88,29 @@ def test_load_examples_cache_is_read_instead_of_encoding(tmp_path):
             cached.examples[119]
     assert calls == [120]
     assert len(os.listdir(tmp_path / "c")) == 1
+
+
+PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
+STEPS = {"input": "a*b*", "label": [1, 0]}
+KINDS = [
+    (ENCODER, {"input": "a", "output": "b"}, {"output": "c"}),
+    (ENCODER, {"input": "a", "output": "b"}, {"finish_reason": "length"}),
+    (PreferenceEncoder(tokenizer=ByteTokenizer(), prompt_key="prompt"), PAIR, {"rejected": "s"}),
+    (PreferenceEncoder(tokenizer=ByteTokenizer(), margin_key="m"), PAIR | {"m": 1}, {"m": 2}),
+    (UnpairedEncoder(sft=ENCODER), {"input": "a", "output": "b", "label": True}, {"label": False}),
+    (UnpairedEncoder(sft=ENCODER), {"input": "a", "output": "b", "label": True}, {"input": "b"}),
+    (ProcessEncoder(tokenizer=ByteTokenizer(), placeholder="*"), STEPS, {"label": [1, 1]}),
+]
+
+
+@pytest.mark.parametrize(("encoder", "row", "change"), KINDS)
+def test_digest_of_examples_changes_with_every_cell_that_is_read_and_with_the_order(tmp_path, encoder, row, change):
+    def digest(*rows):
+        return load_examples(open_sources(write_jsonl(tmp_path / "a.jsonl", rows)), encoder).counts.digest
+
+    whole = [row, row, row | change]
+    assert digest(*whole) == digest(*(one | {"note": 1} for one in whole)) != ""
+    assert len({digest(*whole), digest(row, row | change, row), digest(row, row, row), digest(row, row)}) == 4
 
 
 def test_load_examples_cache_depends_on_data_tokenizer_and_options(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.prompts import load_prompts
-from rlhf_data.rows import Counts
+from rlhf_data.rows import Counts, Row
 from rlhf_data.sources import open_sources
 from rlhf_data.testing import BOS_ID, ByteTokenizer
 
@@ -36,6 +36,41 @@ def test_load_prompts_source_key_names_the_source_of_each_row(tmp_path):
     ]
     with pytest.raises(DataError, match=r"a\.jsonl:1: unknown key `sets`; known: a, q, set"):
         load_prompts(open_sources(path), ByteTokenizer(), input_key="q", source_key="sets")
+
+
+def digest_of(path, rows, **options):
+    options = {"input_key": "q", "label_key": "a", "input_template": "{}="} | options
+    return load_prompts(open_sources(write_jsonl(path, rows)), ByteTokenizer(), **options).counts.digest
+
+
+def test_digest_of_prompts_is_that_of_the_cells_in_their_order(tmp_path):
+    path = tmp_path / "a.jsonl"
+    first = digest_of(path, ROWS)
+    assert len(first) == 16
+    # Neither the place of the rows nor what is written around them, such as today's date, nor other columns.
+    assert digest_of(tmp_path / "b.jsonl", [dict(reversed(row.items())) for row in ROWS]) == first
+    assert digest_of(path, ROWS, input_template="28 Nov 2026: {}=") == first
+    assert digest_of(path, [{"note": "x"} | row for row in ROWS]) == first
+    changed = {
+        "order": digest_of(path, ROWS[::-1]),
+        "label": digest_of(path, [*ROWS[:2], ROWS[2] | {"a": 201}]),
+        "labels of two rows": digest_of(path, [ROWS[0] | {"a": "20"}, ROWS[1] | {"a": 2}, ROWS[2]]),
+        "key": digest_of(path, [row | {"r": row["q"] + "+0"} for row in ROWS], input_key="r"),
+        "no labels": digest_of(path, ROWS, label_key=None),
+        "tools": digest_of(path, [row | {"q": [{"role": "user", "content": row["q"]}], "t": []} for row in ROWS],
+                           apply_chat_template=True, input_template=None, tools_key="t"),
+        "source": digest_of(path, [row | {"s": "x"} for row in ROWS], source_key="s"),
+        "fewer": digest_of(path, ROWS[:2]),
+        "too long": digest_of(path, ROWS, prompt_max_len=7),
+    }  # fmt: skip
+    assert len({first, *changed.values()}) == len(changed)  # "fewer" and "too long" leave the same rows
+    assert changed["fewer"] == changed["too long"]
+
+
+def test_digest_of_cells_that_json_lacks_does_not_change(tmp_path):
+    rows = [Row({"q": "1", "a": 1, "t": [object()]}, "a", number) for number in range(2)]
+    assert rows[0].digest(["q", "t"]) == rows[1].digest(["q", "t"]) != rows[0].digest(["q", "a"])
+    assert rows[0].digest(["q", None]) == Row({"q": "1"}, "b", 9).digest(["q", None]) != rows[0].digest([None, "q"])
 
 
 def test_load_prompts_without_label_key_has_no_labels(tmp_path):

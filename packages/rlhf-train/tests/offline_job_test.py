@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_data.errors import ConfigError, DataError, EngineError
+from rlhf_data.errors import CheckpointError, ConfigError, DataError, EngineError
 from rlhf_data.preference import PreferenceExample, UnpairedExample
 from rlhf_data.sft import SftExample
 from rlhf_models.batch import TokenBatch
@@ -83,6 +83,20 @@ def run(made: OfflineJob) -> dict[int, dict[str, float]]:
     observer.evaluation = seen.__setitem__
     run_offline(made, observer)
     return seen
+
+
+def test_run_continues_with_its_own_examples_only(model_path, tmp_path):
+    made = job(model_path, tmp_path, examples_digest="a")
+    saved = json.loads(json.dumps(made.order()))
+    made.check_order(saved)
+    dataclasses.replace(made, examples_digest="").check_order(saved)
+    made.check_order({name: value for name, value in saved.items() if name != "examples"})  # as older checkpoints
+    other = dataclasses.replace(made, examples_digest="b")
+    with pytest.raises(CheckpointError, match=r"other rows: their digest was a, and that of these is b\s+hint: "):
+        other.check_order(saved)
+    fewer = dataclasses.replace(made, examples=made.examples[1:])
+    with pytest.raises(CheckpointError, match="the checkpoint's run had num_examples 32, and this one has 31"):
+        fewer.check_order(saved)
 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)], ids=["full", "lora"])

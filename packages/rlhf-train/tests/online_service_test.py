@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlhf_data.errors import EngineError, RewardError
+from rlhf_data.errors import CheckpointError, EngineError, RewardError
 from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
@@ -71,6 +71,7 @@ class Run:
     def __init__(self, lengths, *, batch_size, staleness, num_batches, max_in_flight=99, dynamic=None, **changes):
         self.job = SimpleNamespace(
             prompts=prompts_of(lengths),
+            prompts_digest="",
             eval_prompts=prompts_of([3] * 8),
             batch=SimpleNamespace(rollout_batch_size=batch_size),
             sampling=SAMPLING,
@@ -134,6 +135,21 @@ def test_reward_that_scores_all_groups_is_never_said_to_be_idle(staleness):
     resumed.service.restore(state)
     simulate(resumed.train(1, num_batches=2))
     assert [drawn.has_scored for drawn in resumed.batches] == [True] * 2
+
+
+@pytest.mark.parametrize(("saved", "own", "fits"), [("a", "a", 1), ("a", "b", 0), ("", "b", 1), ("a", "", 1)])
+def test_run_continues_with_its_own_rows_only(saved, own, fits):
+    first, second = (
+        Run([10], batch_size=2, staleness=0, num_batches=2, prompts_digest=digest) for digest in (saved, own)
+    )
+    state = json.loads(encode_state(first.service.state()))
+    if fits:
+        second.service.restore(state)
+        del state["prompts"]  # as older checkpoints
+        second.service.restore(state)
+        return
+    with pytest.raises(CheckpointError, match=r"other rows: their digest was a, and that of these is b\s+hint: "):
+        second.service.restore(state)
 
 
 def run_until_queued(staleness):

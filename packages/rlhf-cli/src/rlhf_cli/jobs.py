@@ -131,6 +131,7 @@ def make_job(
             sampling, num_samples=evaluation.eval_n_samples_per_prompt, temperature=evaluation.eval_temperature
         ),
         prompts=inputs.prompts.prompts,
+        prompts_digest=inputs.prompts.counts.digest,
         eval_prompts=inputs.eval_prompts.prompts if inputs.eval_prompts else (),
         reward=_make_reward(config, inputs, plan),
         agent=_make_agent(config, inputs),

@@ -7,7 +7,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,10 +22,10 @@ from rlhf_data.sources import Rows
 from rlhf_data.store import Store, write_store
 
 _CHUNK = 256  # rows per task of a worker
-_FORMAT = 3  # version of the cache; raise it when rows give other tokens or the files have another layout
+_FORMAT = 4  # version of the cache; raise it when rows give other tokens or the files have another layout
 
 Example = TypeVar("Example")
-Result = tuple[Any, str | None]  # an example and None, or None and the reason why there is none
+Result = tuple[Any, str | bytes]  # an example and the digest of its row, or None and the reason why there is none
 
 
 class Encoder(Protocol[Example]):
@@ -124,15 +124,17 @@ class _Work:
 
     def encode(self) -> Iterator[Any]:
         errors = RowErrors(skip_bad_rows=True)
+        digest = hashlib.blake2b(digest_size=8)
         num_encoded = num_too_long = longest = 0
-        for example, problem in self._results(self.rows.read(errors)):
-            if problem is not None:
-                errors.add(problem)
+        for example, told in self._results(self.rows.read(errors)):
+            if isinstance(told, str):
+                errors.add(told)
                 continue
             num_encoded += 1
             length = _longest_sequence(example)
             longest = max(longest, length)
             if length <= self.max_len:
+                digest.update(told)
                 yield example
             else:
                 num_too_long += 1
@@ -140,7 +142,8 @@ class _Work:
                 self.progress(num_encoded + errors.num_bad)
         num_rows = num_encoded + errors.num_bad
         self.progress(num_rows)
-        self.counts = Counts(num_rows, num_too_long, errors.num_bad, longest, tuple(errors.first))
+        numbers = (num_rows, num_too_long, errors.num_bad, longest)
+        self.counts = Counts(*numbers, tuple(errors.first), digest.hexdigest())
 
     def cached(self, cache_dir: Path) -> tuple[Sequence[Any], Counts]:
         data = self.rows.fingerprint()
@@ -163,7 +166,8 @@ class _Work:
 
     def _results(self, rows: Iterator[Row]) -> Iterator[Result]:
         if not self.num_workers:
-            yield from (_attempt(self.encoder, row) for row in rows)
+            keys = _keys_of(self.encoder)
+            yield from (_attempt(self.encoder, keys, row) for row in rows)
             return
         # Spawn, because this process may have threads (of the tokenizer or torch), which forking would break.
         context = get_context("spawn")
@@ -207,12 +211,25 @@ def _start_worker(encoder: Encoder) -> None:
 
 
 def _encode_chunk(rows: Iterable[Row]) -> list[Result]:
-    return [_attempt(_worker_encoder, row) for row in rows]
+    keys = _keys_of(_worker_encoder)
+    return [_attempt(_worker_encoder, keys, row) for row in rows]
 
 
-def _attempt(encoder: Encoder, row: Row) -> Result:
+def _keys_of(encoder: Any) -> list[str | None]:
+    """Return the keys of the cells that an encoder reads."""
+    keys: list[str | None] = ["finish_reason"]  # see `Row.is_truncated`
+    for part in fields(encoder):
+        value = getattr(encoder, part.name)
+        if part.name.endswith("_key"):
+            keys.append(value)
+        elif is_dataclass(value):
+            keys += _keys_of(value)
+    return keys
+
+
+def _attempt(encoder: Encoder, keys: Sequence[str | None], row: Row) -> Result:
     try:
-        return encoder(row), None
+        return encoder(row), row.digest(keys)
     except DataError as error:
         return None, str(error)
 

@@ -1,5 +1,6 @@
 """Prompts for generation: rendered and tokenized rows. Prompts above a length are left out and counted."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,7 @@ def load_prompts(
     encoded = encode_prompts([text for _, text, *_ in drafts], tokenizer, has_special_tokens=apply_chat_template)
     prompts = []
     lengths = []
+    digest = hashlib.blake2b(digest_size=8)
     for (row, text, label, origin, messages), token_ids in zip(drafts, encoded, strict=True):
         if not token_ids:
             errors.add(f"{row.origin}: the tokenizer makes no token of {text!r}")
@@ -99,11 +101,12 @@ def load_prompts(
             if len(token_ids) > prompt_max_len:
                 continue
             prompts.append(Prompt(row.row_id, token_ids, text, label, origin, messages))
+            digest.update(row.digest((input_key, label_key, tools_key, source_key)))
     num_rows = len(lengths) + errors.num_bad
     errors.check(num_rows)
     if not prompts:
         message = f"all {len(lengths)} prompts of {rows.name} are longer than prompt_max_len {prompt_max_len}"
         hint = f"the shortest has {min(lengths)} tokens, the longest {max(lengths)}: raise ``prompt_max_len``"
         raise DataError(message, hint=hint)
-    num_too_long = len(lengths) - len(prompts)
-    return PromptSet(tuple(prompts), Counts(num_rows, num_too_long, errors.num_bad, max(lengths), tuple(errors.first)))
+    numbers = (num_rows, len(lengths) - len(prompts), errors.num_bad, max(lengths))
+    return PromptSet(tuple(prompts), Counts(*numbers, tuple(errors.first), digest.hexdigest()))

@@ -2,10 +2,11 @@
 
 import base64
 import datetime
+import hashlib
 import json
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -57,6 +58,13 @@ class Row:
         No EOS is appended to such an answer, so that the model does not learn to stop there.
         """
         return self.values.get("finish_reason") == "length"
+
+    def digest(self, keys: Iterable[str | None]) -> bytes:
+        """Return a digest of what the row holds under `keys`: neither its place nor a chat template changes it."""
+        cells = [None if key is None else self.values.get(key) for key in keys]
+        # A value that JSON lacks, such as an image, may be written with its address in memory: its type must do.
+        text = json.dumps(cells, sort_keys=True, default=lambda value: type(value).__name__)
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def cell(self, key: str) -> Any:
         """Return the value of `key`. Raises DataError, which lists the row's keys, if it is missing."""
@@ -147,6 +155,7 @@ class Counts:
         num_bad: rows left out because they cannot be used.
         longest_tokens: tokens of the longest sequence, whether kept or left out.
         bad: messages of the first bad rows.
+        digest: of the cells that were read of the rows kept, in their order; "" if it is not known.
     """
 
     num_rows: int = 0
@@ -154,6 +163,7 @@ class Counts:
     num_bad: int = 0
     longest_tokens: int = 0
     bad: tuple[str, ...] = ()
+    digest: str = ""
 
     def __add__(self, other: "Counts") -> "Counts":
         numbers = (getattr(self, name) + getattr(other, name) for name in ("num_rows", "num_too_long", "num_bad"))

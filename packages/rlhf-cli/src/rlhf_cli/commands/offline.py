@@ -236,6 +236,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         reference=reference if objective.needs_reference or objective.needs_teacher else None,
         precompute_reference=objective.needs_reference and getattr(model, "precompute_reference", False),
         examples=train,
+        examples_digest=loaded["--dataset"].counts.digest,
         eval_examples=loaded["--eval_dataset"].examples if "--eval_dataset" in loaded else (),
         eval_steps=config.evaluation.eval_steps if config.evaluation.eval_steps > 0 and len(loaded) > 1 else None,
         best_metric=best and best.removeprefix("eval/"),

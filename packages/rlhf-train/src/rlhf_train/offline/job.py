@@ -19,7 +19,7 @@ from rlhf_train.offline.ranks import RankModel, SharedCheckpoints, check_shared,
 from rlhf_train.offline.reward_models import score_moments
 from rlhf_train.offline.sequences import with_reference
 from rlhf_train.run.best_model import BestModel
-from rlhf_train.run.checkpoint import Checkpoint, CheckpointSpec, read_checkpoint
+from rlhf_train.run.checkpoint import Checkpoint, CheckpointSpec, check_rows, read_checkpoint
 from rlhf_train.run.checkpointing import Checkpointer
 from rlhf_train.run.interrupts import Interrupted, Interrupts
 from rlhf_train.run.load_balance import load_balance
@@ -42,6 +42,8 @@ class OfflineJob:
         precompute_reference: run the reference once over all examples before the first update, instead of in each
             update.
         examples, eval_examples: in the form that the objective takes; the latter may be empty.
+        examples_digest: changes with every row that the examples were made from, see `rlhf_data.rows.Counts`; a run
+            continues with the same one only. "" leaves that unchecked.
         eval_steps: updates between evaluations; None evaluates only at the start and the end.
         best_metric: evaluation metric, without "eval/", that decides which weights are saved in `best_path`; the
             objective says whether lower or higher values are better. None saves the last weights only.
@@ -64,6 +66,7 @@ class OfflineJob:
     precompute_reference: bool = False
     examples: Sequence[Any]
     eval_examples: Sequence[Any] = field(default=())
+    examples_digest: str = ""
     eval_steps: int | None = None
     best_metric: str | None = None
     schedule: OfflineSchedule
@@ -108,10 +111,11 @@ class OfflineJob:
         """Updates of the whole run."""
         return self.schedule.num_updates(len(self.examples))
 
-    def order(self) -> dict[str, int]:
+    def order(self) -> dict[str, Any]:
         """Return what decides which examples an update has, besides its number."""
         schedule = self.schedule
         return {
+            "examples": self.examples_digest,
             "num_examples": len(self.examples),
             "train_batch_size": schedule.train_batch_size,
             "seed": schedule.seed,
@@ -120,9 +124,20 @@ class OfflineJob:
     def has_order_of(self, path: Path) -> bool:
         """Return whether the checkpoint in `path` can be read, and its run has the same examples in each update."""
         try:
-            return read_checkpoint(path).state()["run"]["order"] == self.order()
+            self.check_order(read_checkpoint(path).state()["run"]["order"])
         except (CheckpointError, KeyError, TypeError):
             return False
+        return True
+
+    def check_order(self, saved: Mapping[str, Any]) -> None:
+        """Raise CheckpointError unless `saved`, what `order` returned in another run, has the same examples in each
+        update."""
+        own = self.order()
+        for name in ("num_examples", "train_batch_size", "seed"):
+            if saved[name] != own[name]:
+                message = f"the checkpoint's run had {name} {saved[name]}, and this one has {own[name]}"
+                raise CheckpointError(message, hint="continue with the examples and the batch size that it had")
+        check_rows(saved.get("examples", ""), self.examples_digest)
 
 
 def join_ranks(job: OfflineJob) -> None:
@@ -314,10 +329,7 @@ class _Run:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue where another process was. Raises CheckpointError for other examples or another order."""
-        for name, own in self._job.order().items():
-            if state["order"][name] != own:
-                message = f"the checkpoint's run had {name} {state['order'][name]}, and this one has {own}"
-                raise CheckpointError(message, hint="continue with the examples and the batch size that it had")
+        self._job.check_order(state["order"])
         self.final = dict(state["final"])
         self._eval_metrics = dict(state["evaluated"])
         self.evaluated_update = state.get("evaluated_update")

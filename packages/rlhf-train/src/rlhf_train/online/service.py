@@ -15,6 +15,7 @@ from rlhf_rollout.records_io import parse_group
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.rewards import is_worth_training
 from rlhf_train.online.stream import SampleStream, Ticket
+from rlhf_train.run.checkpoint import check_rows
 
 _EVALUATION_SHARE = 4  # one of so many groups in flight is an evaluation's while it runs beside rollouts
 
@@ -185,6 +186,7 @@ class GenerationService:
         """Return the place in the order of prompts, the stream, and what was counted since the last batch."""
         return {
             "order": self._sampler.state_dict(),
+            "prompts": self._job.prompts_digest,
             "stream": self._stream.state(),
             "num_requested": self._num_requested,
             "num_failed": self._num_failed,
@@ -195,6 +197,7 @@ class GenerationService:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue where another process was. Raises CheckpointError for other prompts or another seed."""
         self._sampler.load_state_dict(state["order"])
+        check_rows(state.get("prompts", ""), self._job.prompts_digest)
         tickets = [
             Ticket(*rest, None if records is None else parse_group(records, "the checkpoint"))
             for *rest, records in state["stream"]["tickets"]

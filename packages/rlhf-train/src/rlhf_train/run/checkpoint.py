@@ -316,6 +316,15 @@ def _free(folder: Path) -> str:
     return f"{shutil.disk_usage(folder).free / 2**20:.1f} MiB are free there"
 
 
+def check_rows(saved: str, own: str) -> None:
+    """Raise CheckpointError if a run that continues has other rows. Both are a `Counts.digest`, or "" if unknown."""
+    if saved and own and saved != own:
+        message = f"the run to continue was trained on other rows: their digest was {saved}, and that of these is {own}"
+        hint = "name the rows that it had, with the same keys and in the same order; or train on these rows from its"
+        hint += " weights, in a new run: ``pretrain`` with the folder of its model, and another ``save_path``"
+        raise CheckpointError(message, hint=hint)
+
+
 def cannot_save(path: object, error: object) -> CheckpointError:
     """Return the error for a checkpoint that cannot be written."""
     hint = "free space there, or name another folder with ``CheckpointSpec.folder``"
