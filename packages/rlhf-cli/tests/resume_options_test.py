@@ -303,7 +303,7 @@ def test_folder_of_checkpoints_that_cannot_be_written_is_refused(tmp_path):
 def test_folder_of_a_run_may_be_used_only_to_continue_it(tmp_path):
     run = written(tmp_path / "run")
     check_output_folder(run, holds_run=True)
-    with pytest.raises(ConfigError, match="is not an empty folder"):
+    with pytest.raises(ConfigError, match=f"is not an empty folder\n\nhint: name a new one, or add --resume {run}$"):
         check_output_folder(run)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/notes.txt").write_text("")

@@ -41,6 +41,11 @@ def test_missing_key_without_a_guess_asks_for_one_and_may_be_none(tmp_path):
     assert hint == "name one of these keys with --source_key KEY, or --source_key None if rows have none"
 
 
+def test_rows_with_their_text_in_one_column_guide_to_it(tmp_path):
+    _, hint = failure(tmp_path, {"role": "prompter", "text": "Hello"}, {"input_key": "input"})
+    assert hint == "did you mean --input_key text?"
+
+
 def test_key_that_another_option_names_is_not_proposed(tmp_path):
     _, hint = failure(tmp_path, {"question": "q", "z": 1}, {"input_key": "question", "prompt_key": "questions"})
     assert hint == "name one of these keys with --prompt_key KEY"

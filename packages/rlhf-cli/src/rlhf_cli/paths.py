@@ -182,7 +182,9 @@ def check_output_folder(folder: Path, flag: str = "--save_path", *, holds_run: b
     except OSError as error:
         raise _unwritable(folder, flag, error) from None
     if is_used and not (holds_run and (folder / CONFIG_FILE).is_file()):
-        raise ConfigError(f"{flag} {folder} is not an empty folder", hint="name a new one")
+        is_run = flag == "--save_path" and (folder / CONFIG_FILE).is_file()
+        hint = f"name a new one, or add --resume {folder}" if is_run else "name a new one"
+        raise ConfigError(f"{flag} {folder} is not an empty folder", hint=hint)
     check_writable(folder, flag)
 
 

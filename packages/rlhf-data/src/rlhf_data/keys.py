@@ -8,10 +8,11 @@ from rlhf_data.rows import Row, RowErrors
 from rlhf_data.sections import ChatSection
 from rlhf_data.sources import Rows
 
+_PROMPTS = ("problem", "query", "instruction", "messages", "conversations", "text")
 # Names that public data sets use for the same content, the most common first.
 _OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
-    "input_key": ("input", "question", "prompt", "problem", "query", "instruction", "messages", "conversations"),
-    "prompt_key": ("prompt", "question", "input", "problem", "query", "instruction", "messages"),
+    "input_key": ("input", "question", "prompt", *_PROMPTS),
+    "prompt_key": ("prompt", "question", "input", *_PROMPTS),
     "output_key": ("output", "answer", "response", "completion", "solution", "messages"),
     "label_key": ("label", "answer", "solution", "ground_truth", "target", "final_answer"),
     "chosen_key": ("chosen", "response_0", "preferred"),
