@@ -125,6 +125,16 @@ def test_what_models_rewards_and_servers_wrote_does_not_steer_the_terminal(strea
     assert not set(out.getvalue() + err.getvalue()) & {"\x1b", "\x07", "\x9b", "\u202e", "\ud800"}
 
 
+def test_warnings_name_flags_and_responses_stay_as_they_are(streams):
+    out, err = streams
+    view = RunView(Console(out, err), 10)
+    view.warning("``CheckpointSpec.every=N`` saves them")
+    view.waiting("see ``seed``")
+    view.samples("Before", [(Prompt("p", np.array([1]), "``seed``"), rollout("``seed``", None))])
+    assert err.getvalue() == "warning: --save_steps N saves them\nsee --seed\n"
+    assert out.getvalue().count("``seed``") == 2
+
+
 def test_run_view_evaluation_with_several_samples_and_sources_shows_pass_at_k_of_each(streams):
     out, err = streams
     metrics = {"eval/accuracy": 0.5, "eval/response_tokens": 20.0, "eval/pass@1": 0.5, "eval/pass@2": 0.75}

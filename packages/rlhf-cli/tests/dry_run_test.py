@@ -118,6 +118,9 @@ def test_gpus_that_are_not_enough_are_missing(folder, capsys, monkeypatch):
     assert main([*flags(), "--dry_run"]) == 0
     numbers = "actor 1, critic 1, reference 1, engines 1"
     assert lists(capsys) == {"still missing": [f"models apart need 4 GPUs ({numbers}), and there are 2"]}
+    assert main([*flags(), "--dry_run"]) == 0
+    hint = "--colocate_all_models --actor_num_gpus_per_node 2 --vllm_num_engines 2 shares all 2 GPUs"
+    assert f"\n    hint: {hint}\n" in capsys.readouterr().out
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert main([*flags(), "--dry_run"]) == 0
     assert "note: models apart need 4 GPUs and there is 1: all models share it" in capsys.readouterr().out

@@ -106,6 +106,10 @@ def test_inspect_row_that_cannot_be_used_says_why(tmp_path, capsys, tokenizer):
     status, out, _ = inspect(capsys, path, "--tokenizer", tokenizer)
     assert status == 0
     assert out.endswith(f"row 1 ({path}:1)\n  cannot be used: {path}:1: `output` is empty\n")
+    path = write_jsonl(tmp_path / "b.jsonl", [{"input": [], "output": "one"}, {"input": "one", "output": "two"}])
+    *_, message, empty, hint = inspect(capsys, path, "--tokenizer", tokenizer)[1].splitlines()
+    assert message == f"  cannot be used: {path}:1: `input` is a list of messages"
+    assert (empty, hint) == ("", "hint: messages need --apply_chat_template")
 
 
 @pytest.mark.parametrize(

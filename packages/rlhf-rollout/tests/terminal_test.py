@@ -174,8 +174,8 @@ def test_terminal_writes_to_the_streams_of_the_moment(tmp_path, capsys):
         print("result", file=terminal.out)
         with terminal.progress.doing("counting"):
             pass
-    terminal.say("after")
-    assert capsys.readouterr() == ("result\n", "before\nwithin\ncounting ...\nafter\n")
+    terminal.say("lower ``max_len``")
+    assert capsys.readouterr() == ("result\n", "before\nwithin\ncounting ...\nlower --max_len\n")
 
 
 def test_log_files_lie_beside_outputs_and_else_in_a_folder_for_temporary_files(tmp_path, monkeypatch):

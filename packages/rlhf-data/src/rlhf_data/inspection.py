@@ -163,7 +163,7 @@ def _count_keys(rows: Iterable[Row], number: int) -> tuple[Counter[tuple[str, st
 
 def _print_problems(messages: Iterable[str]) -> None:
     for message in messages:
-        print(with_flags(visible(f"  {message.splitlines()[0]}")))
+        print(visible(f"  {message.splitlines()[0]}"))
 
 
 def _print_examples(data: ExampleSet, max_len: int) -> None:
