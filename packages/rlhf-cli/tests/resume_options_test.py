@@ -305,6 +305,8 @@ def test_folder_of_a_run_may_be_used_only_to_continue_it(tmp_path):
     check_output_folder(run, holds_run=True)
     with pytest.raises(ConfigError, match=f"is not an empty folder\n\nhint: name a new one, or add --resume {run}$"):
         check_output_folder(run)
+    with pytest.raises(ConfigError, match=r"\n\nhint: name a new one$"):
+        check_output_folder(run, "--output_path")  # of another command, which does not continue runs
     (tmp_path / "other").mkdir()
     (tmp_path / "other/notes.txt").write_text("")
     with pytest.raises(ConfigError, match="is not an empty folder"):
