@@ -67,6 +67,29 @@ def test_linear_policy_loss_full_vocabulary_equals_float64(vocab_size, dtype, ob
     check(problem(100, vocab_size, dtype=dtype), objective)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@BOTH
+def test_linear_policy_loss_bias_that_leaves_tokens_out_equals_a_head_without_them(dtype, objective):
+    vocab_size, num_kept = 151_936, 151_665  # of Qwen2.5; its tokenizer has no token for the rest
+    hidden, weight, token_ids, stream = problem(100, vocab_size, dtype=dtype)
+    token_ids = token_ids % num_kept
+    bias = torch.zeros(vocab_size, device="cuda", dtype=dtype)
+    bias[num_kept:] = -torch.inf
+    options = {"temperature": 0.9, "weight_grad_dtype": torch.float32}
+    outputs = linear_policy_loss(hidden, weight, token_ids, stream, objective, bias=bias, **options)
+    outputs[0].backward()
+    small = weight.detach()[:num_kept].clone().requires_grad_()
+    states = hidden.detach().clone().requires_grad_()
+    want = linear_policy_loss(states, small, token_ids, stream, objective, **options)
+    want[0].backward()
+    for out, expected in zip(outputs, want, strict=True):
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    eps = torch.finfo(dtype).eps
+    for got, expected in ((hidden.grad, states.grad), (weight.grad[:num_kept], small.grad)):
+        assert (got - expected).norm() <= max(2 * eps, 1e-5) * expected.norm()
+    assert not weight.grad[num_kept:].any()
+
+
 @pytest.mark.parametrize("num_tokens", [1, 63, 2000])
 @pytest.mark.parametrize("weight_grad_dtype", [None, torch.float32])
 @BOTH

@@ -10,7 +10,7 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_linear_policy_loss_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=63)
+        interpret(Path(__file__).resolve(), num_cases=67)
 
 else:
     import torch
@@ -75,12 +75,12 @@ else:
         constants = {"advantages": given["advantages"], "loss_mask": given["mask"], "cu_seqlens": given["bounds"]}
         return PolicyStream(**constants, num_tokens=num_tokens, num_sequences=3, **columns)
 
-    def run(function, given, objective, more=(None,), num_tokens=7, scale=-0.5):
+    def run(function, given, objective, more=(None,), num_tokens=7, scale=-0.5, **options):
         """Return results and gradients."""
         hidden, weight = (given[name].detach().requires_grad_() for name in ("hidden", "weight"))
         stream = stream_of(given, num_tokens=num_tokens)
         token_ids = given["token_ids"].masked_fill(~given["mask"], -1)
-        outputs = function(hidden, weight, token_ids, 0.7, stream, objective, *more)
+        outputs = function(hidden, weight, token_ids, 0.7, stream, objective, *more, **options)
         (scale * outputs[0]).backward()
         return [output.detach() for output in outputs], hidden.grad, weight.grad
 
@@ -107,6 +107,24 @@ else:
     @pytest.mark.parametrize("policy_loss", ["ppo", "gspo"])
     def test_triton_linear_policy_loss_sequence_means_equal_float64(policy_loss):
         check(PolicyObjective(policy_loss=policy_loss, reduction="seq_mean_token_mean"), several_chunks())
+
+    @pytest.mark.parametrize("entropy_coef", [0.0, 0.2])
+    def test_triton_linear_policy_loss_bias_that_leaves_tokens_out_equals_a_head_without_them(entropy_coef):
+        given, objective = several_chunks(), PolicyObjective(kl_coef=0.1, entropy_coef=entropy_coef)
+        kept = torch.ones(70, dtype=torch.bool)
+        kept[[3, 4, *range(24, 66)]] = False  # a gap, and all columns of a tile
+        chosen = torch.randint(0, int(kept.sum()), (35,))
+        given["token_ids"] = kept.nonzero()[:, 0][chosen]
+        wide = {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
+        small = wide | {"weight": wide["weight"][kept], "token_ids": chosen}
+        expected = run(linear_policy_loss_reference, small, objective, more=())
+        bias = torch.zeros(70).masked_fill(~kept, -math.inf)
+        results = run(fused.linear_policy_loss_triton, given, objective, bias=bias)
+        for out, want in zip(results[0], expected[0], strict=True):
+            torch.testing.assert_close(out.double(), want, atol=3e-6, rtol=1e-5)
+        for out, want in ((results[1], expected[1]), (results[2][kept], expected[2])):
+            torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+        assert not results[2][~kept].any()
 
     @pytest.mark.parametrize("num_tokens", [0, 1, 17, 32])
     @pytest.mark.parametrize("vocab_size", [1, 65])

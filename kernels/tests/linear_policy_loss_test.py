@@ -55,6 +55,24 @@ def test_linear_policy_loss_gradient_equals_the_numerical_one_in_float64():
     )
 
 
+def test_linear_policy_loss_bias_that_leaves_tokens_out_equals_a_head_without_them():
+    hidden, weight, token_ids, stream = problem()
+    token_ids = token_ids.clamp(max=5)
+    kept = torch.tensor([i in (0, 3, 4, 5, 8) for i in range(11)])
+    places = torch.where(token_ids < 0, token_ids, (kept.cumsum(0) - 1)[token_ids.clamp(min=0)])
+    bias = torch.zeros(11).masked_fill(~kept, -torch.inf)
+    leaves = [(hidden.clone().requires_grad_(), part.clone().requires_grad_()) for part in (weight, weight[kept])]
+    objective = PolicyObjective(kl_coef=0.1, entropy_coef=0.2)
+    got = linear_policy_loss(*leaves[0], token_ids, stream, objective, bias=bias)
+    want = linear_policy_loss(*leaves[1], places, stream, objective)
+    for outputs in (got, want):
+        outputs[0].backward()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(leaves[0][0].grad, leaves[1][0].grad)
+    torch.testing.assert_close(leaves[0][1].grad[kept], leaves[1][1].grad)
+    assert not leaves[0][1].grad[~kept].any()
+
+
 def test_linear_policy_loss_bfloat16_computes_in_float32():
     hidden, weight, token_ids, stream = problem(torch.bfloat16)
     loss = linear_policy_loss(hidden, weight, token_ids, stream, PolicyObjective())[0]
@@ -73,6 +91,9 @@ def test_linear_policy_loss_bfloat16_computes_in_float32():
         ({"token_ids": torch.zeros(6)}, r"token_ids must be \[6\] on cpu in int32, int64"),
         ({"token_ids": torch.full((6,), 11)}, "token id 11 is outside the vocabulary of 11"),
         ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"bias": torch.zeros(10)}, r"bias must be \[11\] torch.float32 on cpu; got \[10\]"),
+        ({"bias": torch.zeros(11).half()}, r"got \[11\] torch.float16"),
+        ({"bias": torch.zeros(11, requires_grad=True)}, "bias of linear_policy_loss is a constant"),
         (
             {"objective": PolicyObjective(kl_coef=0.1), "stream": replace(problem()[3], ref_logprobs=None)},
             "without ref_logprobs it must be 0",

@@ -8,7 +8,7 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_linear_token_logprobs_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=48)
+        interpret(Path(__file__).resolve(), num_cases=50)
 
 else:
     import torch
@@ -69,6 +69,24 @@ else:
     @pytest.mark.parametrize("bias", [False, True])
     def test_triton_linear_token_logprobs_in_one_block_equals_float64(bias):
         check(head(17, 90, bias=bias), ids(17, 90))
+
+    def test_triton_linear_token_logprobs_bias_that_leaves_tokens_out_equals_a_head_without_them(small_blocks):
+        hidden, weight, _ = head(33, 70)
+        kept = torch.ones(70, dtype=torch.bool)
+        kept[[3, 4, *range(14, 50)]] = False  # a gap, and all columns of a tile and of a block
+        chosen = torch.randint(0, int(kept.sum()), (33,))
+        bias = torch.zeros(70).masked_fill(~kept, -torch.inf)
+        leaves = [tensor.requires_grad_() for tensor in (hidden, weight)]
+        exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight[kept])]
+        results = fused.linear_token_logprobs_triton((*leaves, bias), kept.nonzero()[:, 0][chosen], 0.7)
+        expected = linear_token_logprobs_reference((*exact, None), chosen, 0.7)
+        for outputs in (results, expected):
+            sum(torch.linspace(-1, 2, 33) @ column.float() for column in outputs).backward()
+        for values, want in zip(results, expected, strict=True):
+            torch.testing.assert_close(values.double(), want.detach(), atol=1e-5, rtol=1e-5)
+        for gradient, want in ((hidden.grad, exact[0].grad), (weight.grad[kept], exact[1].grad)):
+            assert (gradient.double() - want).norm() <= 1e-5 * want.norm()
+        assert not weight.grad[~kept].any()
 
     def test_triton_linear_token_logprobs_under_no_grad_makes_no_logits_of_a_trained_head(monkeypatch):
         monkeypatch.setattr(product, "fits", lambda *_: True)

@@ -21,6 +21,17 @@ ON_GPU = local_gpus() > 0
 # Nats between the engine's and the trainer's log-prob of one token. In float32 two orders of summation differ by about
 # 1e-6; bfloat16 keeps 8 bits of every activation and logit on the way.
 LOGPROB_BOUND = 0.15 if ON_GPU else 1e-4
+# As of a vocabulary that has gaps and is padded: nothing samples or trains these ids. No prompt has one.
+MASKED_IDS = (range(30, 40), range(400, 512))
+
+
+def masked_job(*args: Any, **changes: Any) -> Any:
+    job = tiny_job(*args, **changes)
+    models = {
+        role: dataclasses.replace(spec, masked_ids=() if role == "critic" else MASKED_IDS)
+        for role, spec in job.models.items()
+    }
+    return dataclasses.replace(job, models=models, engine=dataclasses.replace(job.engine, masked_ids=MASKED_IDS))
 
 
 def metrics_of(save_path: str) -> list[dict[str, float]]:
@@ -38,7 +49,7 @@ def engine(model_path, tmp_path_factory) -> Iterator[None]:
     """One engine for all tests. On a GPU every run starts its own, because engine and trainer share its memory."""
     with ExitStack() as stack:
         if not ON_GPU:
-            stack.enter_context(running_engine(tiny_job(model_path, tmp_path_factory.mktemp("engine"))))
+            stack.enter_context(running_engine(masked_job(model_path, tmp_path_factory.mktemp("engine"))))
         yield
 
 
@@ -54,7 +65,7 @@ def with_learning_rate(job: Any, learning_rate: float) -> Any:
 
 @pytest.fixture(scope="module")
 def still_path(model_path, tmp_path_factory) -> str:
-    job = with_learning_rate(tiny_job(model_path, tmp_path_factory.mktemp("still"), num_steps=4, eval_steps=2), 0.0)
+    job = with_learning_rate(masked_job(model_path, tmp_path_factory.mktemp("still"), num_steps=4, eval_steps=2), 0.0)
     sampled = dataclasses.replace(job.eval_sampling, temperature=1.0, seed=job.sampling.seed)
     run_online(dataclasses.replace(job, eval_sampling=sampled), Observer())
     return job.save_path
@@ -67,7 +78,7 @@ def still(still_path) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def moving(model_path, tmp_path_factory) -> list[dict[str, float]]:
-    job = with_learning_rate(tiny_job(model_path, tmp_path_factory.mktemp("moving"), num_steps=4), 5e-3)
+    job = with_learning_rate(masked_job(model_path, tmp_path_factory.mktemp("moving"), num_steps=4), 5e-3)
     run_online(job, Observer())
     return metrics_of(job.save_path)
 
@@ -78,6 +89,14 @@ def test_rollout_logprobs_equal_the_trainers_and_do_not_drift_at_learning_rate_z
     assert max(gaps) < LOGPROB_BOUND
     assert gaps[-1] < 2 * gaps[0] + 1e-7
     assert all(step["kl/reference"] == 0.0 for step in still)
+
+
+def test_rollouts_and_evaluations_hold_no_masked_id(still_path):
+    masked = {index for ids in MASKED_IDS for index in ids}
+    for name in ("rollouts.jsonl", "eval_rollouts.jsonl"):
+        lines = Path(still_path, name).read_text(encoding="utf-8").splitlines()
+        sampled = [token for record in map(json.loads, lines) for token in record["token_ids"]]
+        assert sampled and not masked.intersection(sampled), name
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU rollouts draw from no seed of their own")
@@ -107,8 +126,8 @@ def test_sync_makes_the_weights_the_trainers_and_reverting_gives_the_same_tokens
     from rlhf_train.online import cluster
 
     other_path = str(tiny_model_dir(tmp_path / "other", seed=1))
-    job = tiny_job(model_path, tmp_path, trainer_sleep=False)
-    other = tiny_job(other_path, tmp_path)
+    job = masked_job(model_path, tmp_path, trainer_sleep=False)
+    other = masked_job(other_path, tmp_path)
     # Two trainers, one engine: the plan's bundle is counted twice over, so that all three fit.
     with cluster.ray_cluster(job.plan, None), cluster.placed_bundles(job.plan) as reserved:
         [engine] = cluster.start_engines(job, reserved, [0])

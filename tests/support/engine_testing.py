@@ -26,6 +26,8 @@ from rollout_testing import shared_memory_bucket
 MAX_MODEL_LEN = 128
 REQUEST_TIMEOUT_S = 90.0
 CONTROL_TIMEOUT_S = 80.0
+MASKED_IDS = (range(7, 9), range(300, 512))  # which the engines with a model never sample
+MASKED = [token for ids in MASKED_IDS for token in ids]
 PROMPT = np.arange(3, 13, dtype=np.int32)
 
 
@@ -110,6 +112,7 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
         enable_sleep=True,
         request_timeout_s=REQUEST_TIMEOUT_S,
         control_timeout_s=CONTROL_TIMEOUT_S,
+        masked_ids=MASKED_IDS,
     )
     if kind in ("fake", "served"):
         weights: Mapping[str, np.ndarray] = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 3), np.float32)}

@@ -18,6 +18,7 @@ from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts
 
 NUM_ROLLOUTS, VOCAB_SIZE = 32, 512
+MASKED_IDS = (range(VOCAB_SIZE, VOCAB_SIZE + 32),)
 # Adam divides by the gradient's own size, which turns rounding of a gradient near 0 into a step of full size; this
 # epsilon, above that rounding, keeps the update a smooth function of the gradient.
 OPTIMIZER = OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant", max_norm=1.0)
@@ -69,9 +70,9 @@ def device_of(rank: int, num_ranks: int) -> str:
 
 
 def split_model(folder: Path) -> str:
-    """Return the path of a new model whose heads four ranks can divide into pairs."""
+    """Return the path of a new model whose heads four ranks can divide into pairs, and whose vocabulary is padded."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return str(tiny_model_dir(folder, vocab_size=VOCAB_SIZE, **heads))
+    return str(tiny_model_dir(folder, vocab_size=MASKED_IDS[0].stop, **heads))
 
 
 def grouped_rollouts(count: int) -> list[Rollout]:
@@ -123,6 +124,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         zpg=case.zpg,
         tensor_parallel_size=case.tensor_parallel_size,
         dtype=case.dtype,
+        masked_ids=MASKED_IDS,
     )
     optimizer = OPTIMIZER if case.dtype == "float32" else BFLOAT16_OPTIMIZER
     lora = LoraSpec(rank=case.lora_rank) if case.lora_rank else None

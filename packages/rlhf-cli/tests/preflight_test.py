@@ -214,6 +214,23 @@ def test_check_inputs_teacher_with_the_policys_tokens_is_accepted_alone_and_one_
     assert text.startswith("--teacher_model: --prompt_max_len 32 + --generate_max_len 8 is 40 tokens")
 
 
+def test_check_inputs_ids_without_token_are_found_for_policy_and_teacher_and_told_once(folder, models):
+    from rlhf_models.testing import tiny_model_dir, tiny_tokenizer
+
+    num_tokens = len(tiny_tokenizer())
+    for name, num_rows in (("padded", 600), ("teacher", 640)):
+        tiny_model_dir(folder / name, vocab_size=num_rows)
+        tiny_tokenizer().save_pretrained(folder / name)
+    padded, teacher = str(folder / "padded"), str(folder / "teacher")
+    found = check(folder, models, "--pretrain", padded, "--teacher_model", teacher)
+    assert found.masked_ids == {padded: (range(num_tokens, 600),), teacher: (range(num_tokens, 640),)}
+    told = [notice for notice in found.notices if "no token" in notice]
+    assert len(told) == 1 and f"{600 - num_tokens} of the 600 ids" in told[0]
+    whole = check(folder, models)
+    assert whole.masked_ids == {str(models / "policy"): ()}
+    assert not any("no token" in notice for notice in whole.notices)
+
+
 def test_check_inputs_process_reward_model_is_known_by_its_config(folder, models):
     shutil.copytree(models / "policy", folder / "steps")
     config = json.loads((folder / "steps" / "config.json").read_text())

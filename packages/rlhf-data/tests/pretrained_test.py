@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_data import pretrained
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.pretrained import load_tokenizer, set_chat_template
+from rlhf_data.pretrained import ids_without_token, load_tokenizer, masked_ids_notice, set_chat_template
 from rlhf_data.sources import open_sources
 from sentencepiece_testing import make_tokenizer
 
@@ -39,6 +39,41 @@ def test_load_tokenizer_without_padding_token_pads_with_the_end(folder):
 def test_load_tokenizer_knows_the_home_folder(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     assert load_tokenizer("~/t").eos_token == "</s>"
+
+
+def test_ids_without_token_are_those_in_gaps_and_behind_the_last(folder):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "a": 1, "b": 4, "c": 5, "d": 7}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words)), unk_token="<unk>")
+    assert ids_without_token(tokenizer, 12) == (range(2, 4), range(6, 7), range(8, 12))
+    assert ids_without_token(tokenizer, 7) == (range(2, 4), range(6, 7))
+    tokenizer.add_tokens(["e"])  # which takes the next id
+    assert tokenizer.convert_tokens_to_ids("e") in (5, 8)
+    whole = load_tokenizer(folder)
+    assert ids_without_token(whole, 2) == ids_without_token(whole, 1) == ()
+    assert ids_without_token(whole, 128) == (range(2, 128),)
+
+
+def test_ids_without_token_leaves_out_the_second_id_of_a_token(monkeypatch):
+    class Twice:
+        """The token of id 3 is that of id 1, too, which the vocabulary names."""
+
+        def get_vocab(self):
+            return {"<unk>": 0, "a": 1, "b": 2}
+
+        def convert_ids_to_tokens(self, index):
+            if index > 4:
+                raise IndexError("piece id is out of range.")
+            return {3: "a"}.get(index)
+
+    assert ids_without_token(Twice(), 7) == (range(4, 7),)
+
+
+def test_masked_ids_notice_counts_the_ids():
+    assert masked_ids_notice((), 128) is None
+    assert "no token for 5 of the 128 ids" in masked_ids_notice((range(2, 4), range(125, 128)), 128)
 
 
 def test_load_tokenizer_without_end_token_hints_at_the_file(folder):

@@ -10,6 +10,7 @@ from rlhf_kernels import (
     PolicyStream,
     linear_policy_loss,
     linear_token_logprobs,
+    token_logprobs,
 )
 from rlhf_models import actor as actor_module
 from rlhf_models.actor import Actor
@@ -19,13 +20,16 @@ from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
 
 
-def expected_logprobs(model, sequences, temperature):
-    """One sequence at a time through a model of plain transformers in float64."""
+def expected_logprobs(model, sequences, temperature, masked=()):
+    """One sequence at a time through a model of plain transformers in float64, and a softmax without `masked` ids."""
+    kept = torch.tensor([index not in masked for index in range(512)])
     results = []
     for sequence in sequences:
         ids = torch.as_tensor(sequence)[None]
-        logprobs = torch.log_softmax(model(input_ids=ids).logits / temperature, dim=-1)[0, :-1]
-        results.append((logprobs.gather(1, ids[0, 1:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)))
+        logits = model(input_ids=ids).logits[0, :-1, kept]
+        logprobs = torch.log_softmax(logits / temperature, dim=-1)
+        places = (kept.cumsum(0) - 1)[ids[0, 1:, None]]
+        results.append((logprobs.gather(1, places)[:, 0], -(logprobs.exp() * logprobs).sum(-1)))
     return results
 
 
@@ -108,6 +112,50 @@ def test_actor_nothing_wanted_gives_zeros_and_zero_gradients(model_dir, sequence
     (output.logprobs.sum() + output.entropy.sum()).backward()
     assert not output.logprobs.any()
     assert all(not parameter.grad.any() for parameter in actor.parameters())
+
+
+@pytest.mark.parametrize("how", ["whole", "blocks", "bias", "capped"])
+def test_actor_masked_ids_have_probability_zero_and_get_no_gradient(qwen2_dir, sequences, monkeypatch, how):
+    masked = set(range(512)) - set(np.concatenate(sequences).tolist())  # the last ids, and many gaps
+    if how in ("blocks", "bias"):
+        monkeypatch.setattr(actor_module, "MAX_LOGITS_BYTES", 0)
+    plain = AutoModelForCausalLM.from_pretrained(qwen2_dir).double()
+    actor = load_actor(qwen2_dir, dtype="float32", packing=True)
+    if how == "bias":
+        bias = torch.linspace(-2, 2, 512)
+        actor.model.get_output_embeddings().bias = torch.nn.Parameter(bias.clone())
+        plain.get_output_embeddings().bias = torch.nn.Parameter(bias.double())
+    if how == "capped":  # the actor then takes the logits of the whole model
+        monkeypatch.setattr(Actor, "_changes_logits", True)
+    actor.mask_ids([range(index, index + 1) for index in sorted(masked)])
+    batch = TokenBatch.packed(sequences)
+    output = actor(batch, temperature=0.7)
+    expected = [torch.cat(values) for values in zip(*expected_logprobs(plain, sequences, 0.7, masked), strict=True)]
+    for values, want in zip(output, expected, strict=True):
+        close(torch.cat([one[1:] for one in batch.split(values)]), want)
+    for logprobs, entropy in (output, expected):
+        (logprobs.sum() - 0.3 * entropy.sum()).backward()
+    for (name, one), other in zip(actor.model.named_parameters(), plain.parameters(), strict=True):
+        close(one.grad, other.grad, 1e-5 + 1e-4 * other.grad.abs().max().item())
+        if name.startswith("lm_head"):
+            assert not one.grad[sorted(masked)].any()
+            assert one.grad.any()
+
+
+def test_actor_mask_is_no_step_of_the_backward_pass(qwen2_dir, sequences, monkeypatch):
+    # One would copy the gradient of all logits, or of the head's weight.
+    made_by = []
+
+    def noting(logits, *args, **options):
+        made_by.append(logits.grad_fn.name())
+        return token_logprobs(logits, *args, **options)
+
+    monkeypatch.setattr(actor_module, "token_logprobs", noting)
+    actor = load_actor(qwen2_dir, dtype="float32")
+    for masked in ((), (range(505, 512),)):
+        actor.mask_ids(masked)
+        actor(TokenBatch.padded([sequence % 505 for sequence in sequences], pad_id=0))
+    assert made_by[0] == made_by[1]
 
 
 def test_actor_sliding_window_packed_equals_padded(tmp_path, sequences):
@@ -354,9 +402,11 @@ def test_actor_pass_follows_the_largest_one_in_how_it_computes_logits(model_dir,
     assert paths == ["token_logprobs", "token_logprobs", "linear_token_logprobs"] * 2
 
 
+@pytest.mark.parametrize("masked", [(), (range(3), range(480, 512))], ids=["all", "masked"])
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("packing", [False, True])
-def test_actor_fused_loss_equals_that_of_whole_logits(model_dir, sequences, monkeypatch, name, packing):
+def test_actor_fused_loss_equals_that_of_whole_logits(model_dir, sequences, monkeypatch, name, packing, masked):
+    sequences = [3 + sequence % 477 for sequence in sequences]
     batch = TokenBatch.packed(sequences) if packing else TokenBatch.padded(sequences, pad_id=0)
     trained, stream = lesson(sequences)
     results, calls = [], []
@@ -370,6 +420,7 @@ def test_actor_fused_loss_equals_that_of_whole_logits(model_dir, sequences, monk
         monkeypatch.setattr(Actor, "_is_fused", lambda *args: True)
         monkeypatch.setattr(actor_module, "MAX_LOGITS_BYTES", 0 if is_fused else 4 << 30)
         actor = load_actor(model_dir, dtype="float32", packing=packing)
+        actor.mask_ids(masked)
         mask = batch.lay_out(trained, torch.bool)
         output = actor(batch, temperature=0.7, logits_mask=mask, stream=stream, objective=OBJECTIVES[name])
         output.loss.backward()

@@ -1,7 +1,9 @@
 """The commands: what they refuse before anything starts, notices, dry runs, and how quickly they help."""
 
+import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -20,10 +22,51 @@ from rlhf_rollout.commands.score import ScoreJob
 from rlhf_rollout.commands.sections import RewardSection
 from rlhf_rollout.commands.serve_rm import ServeJob
 from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource, WorkerOptions
 
 _MATH = ("--remote_rm_url", "rlhf_rollout.rewards.math")
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory):
+    """A model whose vocabulary of 900 has 300 tokens."""
+    from rlhf_models.testing import tiny_model_dir, tiny_tokenizer
+
+    folder = tiny_model_dir(tmp_path_factory.mktemp("padded"), vocab_size=900)
+    tiny_tokenizer(300).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("temperature", ["1", "0"])
+def test_generate_samples_only_ids_with_a_token(prompts, padded, tmp_path, capsys, temperature):
+    more = ["--engine", "transformers", "--pretrain", padded, "--generate_max_len", "24", "--temperature", temperature]
+    assert generate(prompts, tmp_path / "out.jsonl", *more, "--seed", "1") == 0
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len(records) == 5
+    assert max(token for record in records for token in record["token_ids"]) < 300
+    assert capsys.readouterr().err.count("no token for 600 of the 900 ids") == 1
+
+
+def test_serve_masks_ids_without_token_and_serves_a_model_that_has_no_tokenizer(padded, tmp_path, capsys, monkeypatch):
+    specs = []
+    monkeypatch.setattr(
+        "rlhf_rollout.commands.serve.build_engine", lambda kind, spec: specs.append(spec) or FakeEngine()
+    )
+    monkeypatch.setattr("rlhf_rollout.commands.serve.listen", lambda app, server: None)
+    assert main(["serve", "--engine", "transformers", "--pretrain", padded]) == 0
+    assert "no token for 600 of the 900 ids" in capsys.readouterr().err
+    shutil.copy(Path(padded) / "config.json", tmp_path / "config.json")
+    assert main(["serve", "--engine", "transformers", "--pretrain", str(tmp_path)]) == 0
+    assert "notice: no ids of the vocabulary are masked: " in capsys.readouterr().err
+    assert [spec.masked_ids for spec in specs] == [(range(300, 900),), ()]
+
+
+def test_engines_without_a_model_of_their_own_mask_nothing():
+    for kind in ("fake", "http"):
+        spec = EngineSpec(model="none")
+        assert EngineJob(kind=kind, spec=spec, tokenizer=None).masked_spec() is spec
 
 
 @pytest.fixture

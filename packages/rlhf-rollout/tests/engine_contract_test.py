@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_testing import CONTROL_TIMEOUT_S, MAX_MODEL_LEN, PROMPT, REQUEST_TIMEOUT_S, Subject, generate, run, update
+from engine_testing import (
+    CONTROL_TIMEOUT_S,
+    MASKED,
+    MAX_MODEL_LEN,
+    PROMPT,
+    REQUEST_TIMEOUT_S,
+    Subject,
+    generate,
+    run,
+    update,
+)
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines import EngineSpec, build_engine
@@ -33,6 +43,28 @@ def test_generate_returns_each_sample_with_its_logprobs(subject: Subject) -> Non
         assert np.all(completion.logprobs <= 0)
         assert np.all((completion.token_ids >= 0) & (completion.token_ids < subject.vocab_size))
     assert len({completion.token_ids.tobytes() for completion in completions}) == 3
+
+
+@pytest.mark.parametrize(("temperature", "num_samples"), [(1.0, 4), (0.0, 1)])
+def test_generate_samples_no_masked_id_and_its_logprobs_are_those_of_the_others(
+    subject: Subject, temperature: float, num_samples: int
+) -> None:
+    if not subject.has_model:
+        pytest.skip("there is no vocabulary to mask")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    completions = generate(subject, num_samples=num_samples, max_tokens=30, seed=9, temperature=temperature)
+    assert not np.isin(np.concatenate([completion.token_ids for completion in completions]), MASKED).any()
+    model = AutoModelForCausalLM.from_pretrained(subject.engine._spec.model).double()
+    for completion in completions:
+        ids = torch.from_numpy(np.concatenate([PROMPT, completion.token_ids])).long()
+        logits = model(input_ids=ids[None]).logits[0, len(PROMPT) - 1 : -1].detach()
+        logits[:, MASKED] = -torch.inf
+        own = logits.log_softmax(-1).gather(1, ids[len(PROMPT) :, None])[:, 0]
+        np.testing.assert_allclose(completion.logprobs, own.numpy(), atol=1e-4)
+        if temperature == 0:
+            assert (ids[len(PROMPT) :] == logits.argmax(-1)).all()
 
 
 def test_generate_without_stop_ends_at_max_tokens(subject: Subject) -> None:
@@ -85,6 +117,7 @@ def test_generate_logprobs_are_those_after_min_p_and_penalty(
         ids = [*PROMPT.tolist(), *completion.token_ids.tolist()]
         with torch.no_grad():
             rows = model(torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1].double().numpy()
+        rows[:, MASKED] = -np.inf
         for number, logits in enumerate(rows):
             for token in set(ids[: len(PROMPT) + number]):
                 logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
@@ -94,7 +127,7 @@ def test_generate_logprobs_are_those_after_min_p_and_penalty(
             chosen = ids[len(PROMPT) + number]
             assert temperature > 0 or chosen == int(np.argmax(logits))
             assert np.log(probs[chosen] / probs.sum()) == pytest.approx(float(completion.logprobs[number]), abs=2e-4)
-    assert (min(kept) < subject.vocab_size) == (min_p > 0)
+    assert (min(kept) < subject.vocab_size - len(MASKED)) == (min_p > 0)
 
 
 def test_generate_min_tokens_holds_stop_tokens_back(subject: Subject) -> None:

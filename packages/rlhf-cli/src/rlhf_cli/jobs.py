@@ -125,7 +125,11 @@ def make_job(
     return OnlineJob(
         models=_make_models(config, inputs, num_planned * batch.num_updates, num_frozen * batch.num_updates),
         algorithm=spec,
-        engine=replace(_make_engine(config, inputs.model, plan), expected_sampling=sampling),
+        engine=replace(
+            _make_engine(config, inputs.model, plan),
+            expected_sampling=sampling,
+            masked_ids=inputs.masked_ids.get(inputs.model, ()),
+        ),
         sampling=sampling,
         eval_sampling=replace(
             sampling, num_samples=evaluation.eval_n_samples_per_prompt, temperature=evaluation.eval_temperature
@@ -314,4 +318,7 @@ def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int, num_frozen
         models["reference"] = model.spec(inputs.model, sharding)
     if inputs.teacher is not None:
         models["teacher"] = model.spec(inputs.teacher, sharding)
+    # These give log-probs, which are compared with the engine's.
+    for role in models.keys() - {"critic"}:
+        models[role] = replace(models[role], masked_ids=inputs.masked_ids.get(models[role].path, ()))
     return models

@@ -5,7 +5,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,44 @@ def load_tokenizer(path: str | Path) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def ids_without_token(tokenizer: Any, num_ids: int) -> tuple[range, ...]:
+    """Return the ids below `num_ids` that have no token, as ranges in ascending order.
+
+    A model's vocabulary has such ids where its embedding has more rows than the tokenizer has tokens: at the end, to
+    make the number of rows a multiple of a power of two, or in gaps between added tokens. They decode to nothing.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        num_ids: the size of the model's vocabulary, which is the number of rows of its embedding.
+    """
+    with_token = set(tokenizer.get_vocab().values())
+    found: list[range] = []
+    for index in range(num_ids):
+        # The vocabulary has one id per token, and a few tokenizers have a token twice.
+        if index in with_token or _has_token(tokenizer, index):
+            continue
+        if found and found[-1].stop == index:
+            found[-1] = range(found[-1].start, index + 1)
+        else:
+            found.append(range(index, index + 1))
+    return tuple(found)
+
+
+def masked_ids_notice(ids: Sequence[range], num_ids: int) -> str | None:
+    """Return what a user should know about masked ids of a vocabulary of `num_ids`; None if there are none."""
+    if not ids:
+        return None
+    count = f"{sum(map(len, ids))} of the {num_ids} ids"
+    return f"the tokenizer has no token for {count} of the model's vocabulary: they are masked (probability 0)"
+
+
+def _has_token(tokenizer: Any, index: int) -> bool:
+    try:
+        return tokenizer.convert_ids_to_tokens(index) is not None
+    except IndexError:  # raised by SentencePiece
+        return False
 
 
 def is_template_file(text: str) -> bool:

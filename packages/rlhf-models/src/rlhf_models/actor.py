@@ -1,5 +1,6 @@
 """The policy: a causal language model that returns log-probs of the tokens of a batch, or their policy loss."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,6 +64,15 @@ class Actor(nn.Module):
         super().__init__()
         self.model = model
         self.sequence_group: SequenceGroup | None = None
+        self._masked_ids: tuple[range, ...] = ()
+
+    def mask_ids(self, ids: Sequence[range]) -> None:
+        """Give ids of the vocabulary the probability 0 from now on: log-probs and entropies are those of a softmax
+        over the other ids, and the head's rows of these ids get a gradient of exactly 0.
+
+        Engines that sample for this model mask the same ids (`rlhf_data.pretrained.ids_without_token`).
+        """
+        self._masked_ids = tuple(ids)
 
     def forward(
         self,
@@ -123,10 +133,11 @@ class Actor(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the policy loss of tokens [N] after flat positions [N], its metrics, log-probs and entropies."""
         if in_blocks and self._is_fused(index.device):
-            weight = self.model.get_output_embeddings().weight
+            head = self.model.get_output_embeddings()
             # float32 rounds the weight's gradient once, not once per block.
             options = {"temperature": temperature, "weight_grad_dtype": torch.float32}
-            return linear_policy_loss(self._hidden(batch, index), weight, token_ids, *terms, **options)
+            options["bias"] = self._bias(head)
+            return linear_policy_loss(self._hidden(batch, index), head.weight, token_ids, *terms, **options)
         logprobs, entropy = self._after(batch, index, token_ids, temperature, in_blocks)
         # Without an entropy bonus, detach: a gradient of zeros would cost as much as any other.
         bonus = entropy if terms[1].entropy_coef else entropy.detach()
@@ -162,7 +173,8 @@ class Actor(nn.Module):
         if in_blocks:
             hidden = self._hidden(batch, index)
             head = self.model.get_output_embeddings()
-            return linear_token_logprobs(hidden, head.weight, token_ids, temperature=temperature, bias=head.bias)[:2]
+            options = {"temperature": temperature, "bias": self._bias(head)}
+            return linear_token_logprobs(hidden, head.weight, token_ids, **options)[:2]
         logits = self._logits(batch, index)
         # Autograd keeps the head's input, not its logits, and nothing else reads them: the gradient may overwrite them.
         return token_logprobs(logits, token_ids, temperature=temperature, inplace_backward=True)[:2]
@@ -185,10 +197,25 @@ class Actor(nn.Module):
     def _logits(self, batch: TokenBatch, index: Tensor) -> Tensor:
         """Return the logits [N, V] at flat positions [N] among the tokens that this rank has."""
         if self._changes_logits:
-            logits = run_backbone(self.model, batch, self.sequence_group).logits
-            return batch.states_at(logits, index)
-        # Call the module instead of using its weight: ZeRO-3 gathers parameters when a module is called.
-        return self.model.get_output_embeddings()(self._hidden(batch, index))
+            logits = batch.states_at(run_backbone(self.model, batch, self.sequence_group).logits, index)
+        else:
+            # Call the module instead of using its weight: ZeRO-3 gathers parameters when a module is called.
+            logits = self.model.get_output_embeddings()(self._hidden(batch, index))
+        for ids in self._masked_ids:
+            # Hidden from autograd, which would copy the gradient of all logits: no layer reads the logits backward, and
+            # where the probability is 0, so is the gradient.
+            logits.detach()[:, ids.start : ids.stop] = -torch.inf
+        return logits
+
+    def _bias(self, head: nn.Linear) -> Tensor | None:
+        """Return the bias [V] of the head, with -inf for masked ids; None if there is nothing to add."""
+        if not self._masked_ids:
+            return head.bias
+        mask = torch.zeros(len(head.weight), dtype=torch.bool, device=head.weight.device)
+        for ids in self._masked_ids:
+            mask[ids.start : ids.stop] = True
+        bias = head.weight.new_zeros(len(head.weight)) if head.bias is None else head.bias
+        return bias.masked_fill(mask, -torch.inf)
 
 
 def _is_plain(head: nn.Module) -> bool:

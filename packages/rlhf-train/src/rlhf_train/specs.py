@@ -70,6 +70,8 @@ class ModelSpec:
         aux_loss_coef: weight of the load-balancing loss in updates; 0 for none. Only for models with experts.
         offload: of a frozen model on a GPU: keep its weights in host memory while it does not run.
         routing_replay: whether tokens of rollouts go through the experts that the engine chose. Only for the actor.
+        masked_ids: ids of a language model's vocabulary that get the probability 0, as in the engines that sample
+            (`EngineSpec.masked_ids`). Offline runs mask none.
     """
 
     path: str
@@ -89,6 +91,7 @@ class ModelSpec:
     aux_loss_coef: float = 0.0
     offload: bool = False
     routing_replay: bool = False
+    masked_ids: tuple[range, ...] = ()
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raise ConfigError for what cannot be done on `num_ranks` processes, or not with this optimizer.

@@ -21,10 +21,11 @@ def linear_policy_loss(
     *,
     temperature: float = 1.0,
     weight_grad_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss and metrics of `packed_policy_loss`, with log-probs and entropy, without storing the logits.
 
-        logprobs, entropy = token_logprobs(hidden @ weight.T, token_ids, temperature)
+        logprobs, entropy = token_logprobs(hidden @ weight.T + bias, token_ids, temperature)
         loss, metrics     = packed_policy_loss(logprobs, stream, objective, entropy=entropy)
 
     Gradients of the loss flow to `hidden` and `weight`. On CUDA the forward pass computes them and the backward pass,
@@ -40,6 +41,8 @@ def linear_policy_loss(
         temperature: > 0. Log-probs are those of the distribution sampled at this temperature.
         weight_grad_dtype: dtype in which CUDA sums the weight's gradient over chunks of tokens. None means the dtype of
             `weight`. float32 rounds only once and takes 4 V H more bytes.
+        bias: [V], a constant in the dtype of `hidden`; None for zeros. -inf gives a token the probability 0, and its
+            row of the weight a gradient of exactly 0.
 
     Returns:
         loss: float32 scalar.
@@ -55,6 +58,7 @@ def linear_policy_loss(
     if hidden.dtype not in FLOATS or (weight.dtype, weight.device) != (hidden.dtype, hidden.device):
         given = f"{hidden.dtype} on {hidden.device} and {weight.dtype} on {weight.device}"
         raise ValueError(f"hidden and weight must agree in device and in one dtype of {FLOATS}; got {given}")
+    check_bias(bias, hidden, weight)
     check_column("token_ids", token_ids, hidden, (torch.int32, torch.int64))
     stream.check(hidden, objective)
     check_temperature(temperature)
@@ -65,5 +69,17 @@ def linear_policy_loss(
     if takes_triton("linear_policy_loss", hidden):
         from rlhf_kernels.ops.linear_policy_loss.triton import linear_policy_loss_triton
 
-        return linear_policy_loss_triton(hidden, weight, token_ids, temperature, stream, objective, weight_grad_dtype)
-    return linear_policy_loss_reference(hidden, weight, token_ids, temperature, stream, objective)
+        terms = (token_ids, temperature, stream, objective, weight_grad_dtype)
+        return linear_policy_loss_triton(hidden, weight, *terms, bias=bias)
+    return linear_policy_loss_reference(hidden, weight, token_ids, temperature, stream, objective, bias)
+
+
+def check_bias(bias: Tensor | None, hidden: Tensor, weight: Tensor) -> None:
+    """Raise ValueError unless a bias is None or a constant that fits the head."""
+    if bias is None:
+        return
+    if bias.requires_grad:
+        raise ValueError("the bias of linear_policy_loss is a constant, and the one given requires a gradient")
+    if bias.shape != weight.shape[:1] or (bias.dtype, bias.device) != (hidden.dtype, hidden.device):
+        wanted = f"[{len(weight)}] {hidden.dtype} on {hidden.device}"
+        raise ValueError(f"bias must be {wanted}; got {list(bias.shape)} {bias.dtype} on {bias.device}")

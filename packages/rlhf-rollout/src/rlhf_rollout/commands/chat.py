@@ -56,7 +56,7 @@ def run(job: ChatJob) -> int:
     """Hold the conversation until the input ends; return 0. Raises ConfigError for a model that cannot be used."""
     with TERMINAL.progress.doing("loading the model"):
         tokenizer = job.engine.load_tokenizer(job.data)
-        engine = build_engine(job.engine.kind, job.engine.spec)
+        engine = build_engine(job.engine.kind, job.engine.masked_spec(tokenizer))
     input_template = job.data.input_template
     with_template = input_template is None and bool(getattr(tokenizer, "chat_template", None))
     template = InputTemplate(tokenizer=tokenizer, apply_chat_template=with_template, input_template=input_template)

@@ -240,7 +240,7 @@ async def _write_rollouts(task: _Task) -> int:
     async with contextlib.AsyncExitStack() as stack:
         reward = job.reward.open(task.tokenizer, stack) if job.reward.sources else None
         with TERMINAL.progress.doing("starting the engine"):
-            engine = build_engine(job.engine.kind, job.engine.spec)
+            engine = build_engine(job.engine.kind, job.engine.masked_spec(task.tokenizer))
         stack.push_async_callback(engine.close)
         if job.output.overwrite:
             job.rollouts_path.unlink(missing_ok=True)

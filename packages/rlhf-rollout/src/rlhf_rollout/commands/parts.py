@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from rlhf_data.chat import Tokenizer
 from rlhf_data.checks import check_stays
 from rlhf_data.errors import ConfigError, installs
 from rlhf_data.keys import check_keys, unread_tools
-from rlhf_data.pretrained import load_tokenizer, located, set_chat_template
+from rlhf_data.pretrained import ids_without_token, load_tokenizer, located, masked_ids_notice, set_chat_template
 from rlhf_data.sections import TemplateVariableSection
 from rlhf_data.sources import Rows, open_sources, parse_probs
 from rlhf_data.testing import ByteTokenizer
@@ -20,10 +20,13 @@ from rlhf_rollout.commands.configs import OneEngineSection
 from rlhf_rollout.commands.sections import SHARE_ALONE, EngineModelSection, PromptSourceSection, RewardSection
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.engines.model_files import read_config, resolve_model_dir
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.mix import build_reward
 from rlhf_rollout.rewards.model import LocalScorer, ModelReward
 from rlhf_rollout.rewards.sources import RewardSource, model_paths
+
+_WITH_MODEL = ("transformers", "vllm")  # kinds of engines that load a model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +45,23 @@ class EngineJob:
 
     def check_model(self) -> None:
         """Raise ConfigError for a model that does not exist."""
-        if self.kind in ("transformers", "vllm"):
+        if self.kind in _WITH_MODEL:
             located(self.spec.model)
+
+    def masked_spec(self, tokenizer: Tokenizer | None = None) -> EngineSpec:
+        """Return `spec` of an engine that samples only ids with a token, and notice if some have none.
+
+        Engines without a model of their own mask none. `tokenizer` None loads it. Raises as `load_tokenizer` does.
+        """
+        if self.kind not in _WITH_MODEL:
+            return self.spec
+        if tokenizer is None:
+            tokenizer = load_tokenizer(self.tokenizer or self.spec.model)
+        num_ids = int(read_config(resolve_model_dir(self.spec.model))["vocab_size"])
+        masked = ids_without_token(tokenizer, num_ids)
+        if notice := masked_ids_notice(masked, num_ids):
+            TERMINAL.say(f"notice: {notice}")
+        return replace(self.spec, masked_ids=masked)
 
     def load_tokenizer(self, data: TemplateVariableSection) -> Tokenizer:
         """Return the tokenizer, whose chat template has the variables of `data`.

@@ -136,7 +136,13 @@ def run(job: EngineServerJob) -> int:
     token = token_for(job.server, ENGINE_TOKEN_VARIABLE)
     with TERMINAL.progress.doing("starting the engine"):
         job.engine.check_model()
-        engine = build_engine(job.engine.kind, job.engine.spec)
+        spec = job.engine.spec
+        try:
+            spec = job.engine.masked_spec()
+        except ConfigError as error:  # a server gets and sends tokens: its model need not have a tokenizer
+            reason = str(error).partition("\n")[0]
+            TERMINAL.say(f"notice: no ids of the vocabulary are masked: {reason}")
+        engine = build_engine(job.engine.kind, spec)
     about = {"engine": job.engine.kind, "model": job.engine.spec.model, "max_model_len": job.engine.spec.max_model_len}
     TERMINAL.say(f"POST to http://{job.server.host}:{job.server.port}/v1/completions")
     listen(create_app(engine, about, token=token), job.server)

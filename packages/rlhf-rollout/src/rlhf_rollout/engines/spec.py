@@ -42,6 +42,9 @@ class EngineSpec:
             with experts.
         tensor_parallel_size: GPUs per engine.
         num_threads: CPU threads of the engine's process; None for OMP_NUM_THREADS, or else one per core.
+        masked_ids: ids of the model's vocabulary that are never sampled, in ascending ranges: log-probs are those of a
+            softmax over the other ids. "vllm" and "transformers" mask them; "fake" follows its script, and a server
+            behind "http" has settings of its own.
         expected_sampling: how requests will mostly sample; "vllm" on one GPU then starts without compiling kernels for
             anything else, which the first request that needs them waits for. None compiles all at the start.
         seed: seed for requests without a seed; None draws one for each engine that starts.
@@ -73,6 +76,7 @@ class EngineSpec:
     return_routes: bool = False
     tensor_parallel_size: int = 1
     num_threads: int | None = None
+    masked_ids: tuple[range, ...] = ()
     expected_sampling: SamplingParams | None = None
     seed: int | None = None
     weight_transfer: Medium = "shared_memory"

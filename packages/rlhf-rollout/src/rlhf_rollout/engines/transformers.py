@@ -75,6 +75,8 @@ class TransformersEngine(GatedEngine):
                 output = self._model(input_ids=step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 cache = output.past_key_values
                 logits = output.logits[:, -1].float()
+                for ids in self._spec.masked_ids:
+                    logits[:, ids.start : ids.stop] = -torch.inf
                 if len(tokens) < sampling.min_tokens:
                     logits[:, ends] = -torch.inf
                 chosen, chosen_logprobs = _sample(logits, seen_ids, sampling, generators)

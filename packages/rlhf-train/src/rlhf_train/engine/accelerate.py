@@ -99,6 +99,7 @@ def start_frozen(
     ConfigError as `start_engine`.
     """
     frozen = load_reference(spec.path, **spec.load_options)
+    frozen.mask_ids(spec.masked_ids)
     compile_model(frozen, spec, device.type)
     if sequence_group is not None:
         divide_sequences(frozen, sequence_group)

@@ -29,6 +29,8 @@ def load_model(kind: str, spec: ModelSpec) -> torch.nn.Module:
     """
     loaders = {"actor": load_actor, "reward": _load_reward_model, "critic": load_critic}
     model = loaders[kind](spec.path, gradient_checkpointing=spec.gradient_checkpointing, **spec.load_options)
+    if kind == "actor":
+        model.mask_ids(spec.masked_ids)
     if spec.lora is not None:
         add_lora(model, spec.lora)
     if spec.routing_replay:

@@ -118,6 +118,7 @@ def _engine_config(
     from vllm.engine.arg_utils import EngineArgs
 
     from rlhf_rollout.engines.vllm import weights
+    from rlhf_rollout.engines.vllm.masking import mask_config
     from rlhf_rollout.engines.vllm.warm_up import WarmUp
 
     warm_up = WarmUp(spec.expected_sampling, has_experts="expert" in str(model_config))
@@ -152,7 +153,7 @@ def _engine_config(
         weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{spec.weight_transfer}"),
         worker_cls=f"{__package__}.worker.Worker",
         worker_extension_cls=f"{weights.__name__}.BucketWorkerExtension",
-        additional_config=warm_up.config() | limit_config(spec),
+        additional_config=warm_up.config() | limit_config(spec) | mask_config(spec),
     ).create_engine_config()
 
 
