@@ -145,6 +145,9 @@ class AgentInstanceBase:
 class AgentExecutorBase:
     """Runs one episode: `execute` asks the policy through `llm_engine` and returns the rewards.
 
+    An executor runs one episode at a time. One whose episode ended well runs others, so that what it starts in its
+    first episode, such as a server, serves all of its episodes.
+
     `execute` receives `prompt`, `label`, `sampling_params`, and as far as it has parameters for them `max_length`,
     `hf_tokenizer` and `llm_engine`, which are attributes, too. It returns a dictionary with `reward` (or `rewards`),
     and optionally `scores`, `extra_logs` and `truncated`, or puts it into `result_queue`. Tokens and log-probs are
@@ -186,14 +189,27 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
 
 
 class PolicyEngine:
-    """The `llm_engine` of an executor: `generate` returns an object like vLLM's `RequestOutput`."""
+    """The `llm_engine` of an executor: `generate` returns an object like vLLM's `RequestOutput`.
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    Attributes:
+        session: the episode that the executor runs; None between two.
+        is_spent: the episode has asked for an answer and had no turns, tokens or seconds left.
+    """
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self.is_spent = False
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling_params: Any = None, **_: Any) -> Any:
-        """Return the policy's answer to a conversation of tokens; see `Session.complete`."""
-        reply = await self.session.complete(prompt_token_ids, sampling=overrides(sampling_params, self.session))
+        """Return the policy's answer to a conversation of tokens, in any event loop; see `Session.complete`."""
+        session = self.session
+        if session is None:
+            raise PolicyError("the episode has ended")
+        try:
+            reply = await session.complete(prompt_token_ids, sampling=overrides(sampling_params, session))
+        except BudgetSpentError:
+            self.is_spent = True
+            raise
         pairs = zip(reply.token_ids, reply.logprobs, strict=True)
         output = SimpleNamespace(
             index=0,
@@ -205,16 +221,30 @@ class PolicyEngine:
         return SimpleNamespace(prompt_token_ids=reply.prompt_token_ids, outputs=[output], finished=True)
 
 
-def overrides(sampling_params: Any, session: Session) -> dict[str, Any] | None:
-    """Return the sampling that an agent asks for where it differs from the run's, as names and values."""
-    if sampling_params is None:
+# What vLLM's class has where nothing was asked for. Its other fields have the run's value or are asked for.
+_VLLM_DEFAULTS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "stop": [], "stop_token_ids": []}
+
+
+def sampling_params(session: Session) -> SimpleNamespace:
+    """Return the run's sampling as the object that OpenRLHF gives to agents; log-probs are always told."""
+    return SimpleNamespace(**session.sampling, n=1, logprobs=1)
+
+
+def overrides(params: Any, session: Session) -> dict[str, Any] | None:
+    """Return the sampling that an agent asks for where it differs from the run's, as names and values.
+
+    `params` is a mapping, any object with attributes, such as vLLM's `SamplingParams`, or None.
+    """
+    if params is None:
         return None
-    given = sampling_params if isinstance(sampling_params, Mapping) else vars(sampling_params)
-    return {
-        name: given[name]
-        for name, value in session.sampling.items()
-        if name in given and given[name] not in (None, value)
-    }
+    given = params if isinstance(params, Mapping) else {name: getattr(params, name, None) for name in session.sampling}
+    is_vllm = hasattr(params, "__struct_fields__")
+    asked = {}
+    for name, value in session.sampling.items():
+        is_unasked = is_vllm and name in _VLLM_DEFAULTS and given[name] == _VLLM_DEFAULTS[name]
+        if given.get(name) not in (None, value) and not is_unasked:
+            asked[name] = given[name]
+    return asked
 
 
 async def run_turns(make: Callable[[], Any], session: Session, *, max_turns: int | None = None) -> dict[str, Any]:
@@ -232,7 +262,7 @@ async def run_turns(make: Callable[[], Any], session: Session, *, max_turns: int
         conversation = states["observation"]
         is_same = conversation == session.prompt
         feedback = None
-        params: Any = SimpleNamespace(**session.sampling)
+        params: Any = sampling_params(session)
         while not is_done and len(rewards) < (max_turns or session.max_turns):
             sampling = overrides(params, session)
             try:
@@ -264,12 +294,12 @@ async def run_turns(make: Callable[[], Any], session: Session, *, max_turns: int
     return result if score is None else {**result, "score": number(score)}
 
 
-async def constructed(make: Callable[..., Any], *arguments: Any) -> Any:
+async def constructed(make: Callable[..., Any], **arguments: Any) -> Any:
     """Return an object of a class whose `__init__` may be a coroutine function, which Python itself does not allow."""
     if not (inspect.isclass(make) and inspect.iscoroutinefunction(make.__init__)):
-        return make(*arguments)
+        return make(**arguments)
     made = make.__new__(make)
-    await made.__init__(*arguments)
+    await made.__init__(**arguments)
     return made
 
 

@@ -25,12 +25,11 @@ import shlex
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from rlhf_data.errors import ConfigError, RewardError, missing_file
 from rlhf_rollout.agents import interface
-from rlhf_rollout.agents.interface import PolicyEngine, Session, constructed, number, run_turns
+from rlhf_rollout.agents.interface import PolicyEngine, Session, constructed, number, run_turns, sampling_params
 from rlhf_rollout.agents.program import AgentProgram
 from rlhf_rollout.agents.thread import called
 from rlhf_rollout.rewards import openrlhf_names
@@ -157,39 +156,53 @@ class _Function:
 
 
 class _Executor:
-    """Runs the `execute` of an executor class, with an executor per episode."""
+    """Runs the `execute` of an executor class: an executor has one episode at a time, and others after it."""
 
     def __init__(self, make: type, tokenizer: str | None) -> None:
         self._make = make
         self._tokenizer = LazyTokenizer(tokenizer)
+        self._idle: list[tuple[Any, dict[str, Any]]] = []  # executors, and what they were given
 
     async def __call__(self, session: Session) -> dict[str, Any]:
-        queue: asyncio.Queue[Any] = asyncio.Queue()
-        engine = PolicyEngine(session)
-        given = {
-            "max_steps": session.max_turns,
-            "max_length": session.max_length,
-            "llm_engine": engine,
-            "hf_tokenizer": self._tokenizer,
-            "result_queue": queue,
-        }
-        # The older form takes these in its constructor, the newer one takes nothing.
-        wanted = [name for name in inspect.signature(self._make).parameters if name in given]
-        executor = await constructed(self._make, *(given[name] for name in wanted))
-        for name, value in given.items():
-            if getattr(executor, name, None) is None:
-                setattr(executor, name, value)
-        arguments = {"prompt": session.prompt, "label": session.label}
-        arguments["sampling_params"] = SimpleNamespace(**session.sampling)
+        executor, given = self._idle.pop() if self._idle else await self._construct(session)
+        engine: PolicyEngine = given["llm_engine"]
+        engine.session = session
+        engine.is_spent = False
+        arguments = {"prompt": session.prompt, "label": session.label, "sampling_params": sampling_params(session)}
         parameters = inspect.signature(executor.execute).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         more = {name: given[name] for name in ("max_length", "hf_tokenizer", "llm_engine")}
         arguments |= {name: value for name, value in more.items() if takes_all or name in parameters}
         try:
             result = await executor.execute(**arguments)
-        except interface.BudgetSpentError:
-            result = {"truncated": True}
-        return read_result(queue.get_nowait() if result is None and not queue.empty() else result)
+        except Exception:
+            if not engine.is_spent:  # whatever the agent makes of it
+                raise
+            return read_result({"truncated": True})
+        finally:
+            engine.session = None
+        queue: asyncio.Queue[Any] = given["result_queue"]
+        result = queue.get_nowait() if result is None and not queue.empty() else result
+        if queue.empty():  # what an episode has left behind must not reach another one
+            self._idle.append((executor, given))
+        return read_result(result)
+
+    async def _construct(self, session: Session) -> tuple[Any, dict[str, Any]]:
+        """Return an executor and what it may use."""
+        given = {
+            "max_steps": session.max_turns,
+            "max_length": session.max_length,
+            "llm_engine": PolicyEngine(),
+            "hf_tokenizer": self._tokenizer,
+            "result_queue": asyncio.Queue(),
+        }
+        # The older form takes these in its constructor, the newer one takes nothing.
+        wanted = [name for name in inspect.signature(self._make).parameters if name in given]
+        executor = await constructed(self._make, **{name: given[name] for name in wanted})
+        for name, value in given.items():
+            if getattr(executor, name, None) is None:
+                setattr(executor, name, value)
+        return executor, given
 
 
 class LazyTokenizer:

@@ -128,18 +128,14 @@ class _Server:
 
     async def _run(self, message: Mapping[str, Any]) -> None:
         number = message["call"]
+        home = asyncio.get_running_loop()
 
         async def ask(request: Mapping[str, Any]) -> Mapping[str, Any]:
-            key = next(self._numbers)
-            self._answers[key] = asyncio.get_running_loop().create_future()
-            self._send({"call": number, "ask": key, "request": request})
-            try:
-                answer = await self._answers[key]
-            finally:
-                self._answers.pop(key, None)
-            if "error" in answer:
-                raise PolicyError(answer["error"])
-            return answer
+            asking = self._ask(number, request)
+            if asyncio.get_running_loop() is home:
+                return await asking
+            # The agent has a thread with an event loop of its own, such as that of a server.
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asking, home))
 
         try:
             result = await self._run_episode(Session(message, ask))
@@ -149,6 +145,19 @@ class _Server:
                 self._send({"call": number, "error": explain(error, self._target)})
         finally:
             del self._tasks[number]
+
+    async def _ask(self, number: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Have the policy answer a request of an episode. Raises PolicyError."""
+        key = next(self._numbers)
+        self._answers[key] = asyncio.get_running_loop().create_future()
+        self._send({"call": number, "ask": key, "request": request})
+        try:
+            answer = await self._answers[key]
+        finally:
+            self._answers.pop(key, None)
+        if "error" in answer:
+            raise PolicyError(answer["error"])
+        return answer
 
     def _send(self, message: Mapping[str, Any]) -> None:
         if os.getpid() != self._owner:  # the agent has forked, and this is the child: only its parent answers
