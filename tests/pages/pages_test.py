@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from page_commands import PATTERNS, ROOT, blocks, calls
+from rlhf_cli.main import COMMANDS as RLHF_COMMANDS
 from rlhf_cli.main import command_line
 from rlhf_cli.main import main as rlhf
 from rlhf_cli.openrlhf import main as openrlhf
 from rlhf_data.command_line import CommandLine
 from rlhf_data.main import COMMAND_LINE as INSPECT
+from rlhf_data.options import options
 from rlhf_rollout.agents import AgentSpec, EpisodeLimits, check_agent
 from rlhf_rollout.commands.main import COMMANDS
 from rlhf_rollout.rewards.rubric import load_rubric
@@ -184,6 +186,13 @@ def test_python_of_a_page_runs(block, tmp_path):
     reward_func = runpy.run_path(str(file))["reward_func"]
     result = reward_func(["1+1=#### 2", "2+2=#### 5"], ["1+1=", "2+2="], ["2", "#### 4"])
     assert len(result["rewards"]) == len(result["scores"]) == 2
+
+
+def test_page_of_options_has_every_option():
+    text = (ROOT / "docs/options.md").read_text(encoding="utf-8")
+    names = {option.name for name in RLHF_COMMANDS for option in options(command_line(name).config)}
+    missing = sorted(name for name in names if f"`--{name}`" not in text)
+    assert not missing, "run: python tools/docs/options_page.py"
 
 
 def test_links_lead_to_files():
