@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.loading import (
@@ -17,7 +18,7 @@ from rlhf_models.loading import (
     resolve_dtype,
 )
 from rlhf_models.reference import load_reference
-from rlhf_models.testing import tiny_tokenizer
+from rlhf_models.testing import tiny_model_dir, tiny_tokenizer
 
 
 def edited(folder, tmp_path, file, **fields):
@@ -103,6 +104,16 @@ def test_check_weights_index_that_is_none_is_refused(model_dir, tmp_path):
 def test_load_config_folder_without_config_says_what_belongs_there(tmp_path):
     with pytest.raises(ConfigError, match=r"no config.json\n\nhint: .*save_pretrained"):
         load_config(tmp_path)
+
+
+def test_check_weights_refuses_a_tied_model_with_a_head_of_its_own(tmp_path):
+    folder = tiny_model_dir(tmp_path)
+    check_weights(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = -weights["model.embed_tokens.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="ties the LM head to the embedding"):
+        check_weights(folder)
 
 
 def test_check_tokenizer_fits_its_own_model_passes(model_dir):

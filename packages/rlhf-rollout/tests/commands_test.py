@@ -63,6 +63,25 @@ def test_serve_masks_ids_without_token_and_serves_a_model_that_has_no_tokenizer(
     assert [spec.masked_ids for spec in specs] == [(range(300, 900),), ()]
 
 
+@pytest.mark.parametrize("command", ["generate", "serve", "chat", "bench"])
+def test_model_whose_head_contradicts_its_config_is_refused_before_it_is_loaded(prompts, tmp_path, capsys, command):
+    from safetensors.torch import load_file, save_file
+
+    from rlhf_models.testing import tiny_model_dir
+
+    model = tiny_model_dir(tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    words = [command, "--engine", "transformers", "--pretrain", str(model)]
+    if command in ("generate", "bench"):
+        words += ["--input_key", "q", "--prompt_data", str(prompts)]
+    if command == "generate":
+        words += ["--output_path", str(tmp_path / "out.jsonl")]
+    assert main(words) == 2
+    assert "ties the LM head to the embedding" in capsys.readouterr().err
+
+
 def test_engines_without_a_model_of_their_own_mask_nothing():
     for kind in ("fake", "http"):
         spec = EngineSpec(model="none")

@@ -7,16 +7,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlhf_data.errors import ConfigError
+from rlhf_data.stored_weights import check_tied_head
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # unsharded names, in transformers' order of preference
 
 
 def check_weights(path: str | Path) -> None:
-    """Check that a model folder holds complete weights. Reads only the headers of files, and nothing for hub names.
+    """Check that a model folder holds complete weights. Reads mostly headers of files, and nothing for hub names.
 
     Raises:
-        ConfigError: no weights, a missing shard, or a damaged safetensors file.
+        ConfigError: no weights, a missing shard, or a damaged safetensors file; and as `check_tied_head`.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -37,6 +38,7 @@ def check_weights(path: str | Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file} is not a whole safetensors file: {error}", hint=hint) from None
+    check_tied_head(folder)
 
 
 def _weight_files(folder: Path) -> list[Path] | None:

@@ -15,6 +15,7 @@ from rlhf_data.keys import check_keys, unread_tools
 from rlhf_data.pretrained import ids_without_token, load_tokenizer, located, masked_ids_notice, set_chat_template
 from rlhf_data.sections import TemplateVariableSection
 from rlhf_data.sources import Rows, open_sources, parse_probs
+from rlhf_data.stored_weights import check_tied_head
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.commands.configs import OneEngineSection
 from rlhf_rollout.commands.sections import SHARE_ALONE, EngineModelSection, PromptSourceSection, RewardSection
@@ -44,9 +45,9 @@ class EngineJob:
     tokenizer: str | None
 
     def check_model(self) -> None:
-        """Raise ConfigError for a model that does not exist."""
+        """Raise ConfigError for a model that does not exist, and as `check_tied_head`."""
         if self.kind in _WITH_MODEL:
-            located(self.spec.model)
+            check_tied_head(located(self.spec.model)[0])
 
     def masked_spec(self, tokenizer: Tokenizer | None = None) -> EngineSpec:
         """Return `spec` of an engine that samples only ids with a token, and notice if some have none.

@@ -1,13 +1,13 @@
 """Reads from a Hugging Face model folder what engines need before they import heavy libraries."""
 
 import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import EngineError
 from rlhf_data.pretrained import located_model
+from rlhf_data.stored_weights import stored_weights
 
 _MAX_CPU_KV_CACHE_BYTES = 1 << 30
 _MIN_CPU_KV_CACHE_BYTES = 16 << 20
@@ -63,17 +63,9 @@ def checkpoint_shapes(model_dir: Path) -> dict[str, tuple[int, ...]] | None:
 
     An output head that is tied to the embedding is left out even if a file holds it: it is the same parameter.
     """
-    index = _read_json(model_dir / "model.safetensors.index.json")
-    files = {model_dir / name for name in index.get("weight_map", {}).values()} or set(model_dir.glob("*.safetensors"))
-    if not files:
+    shapes = {name: weight.shape for name, weight in stored_weights(model_dir).items()}
+    if not shapes:
         return None
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(files):
-        with file.open("rb") as stream:
-            # A safetensors file begins with the length of its JSON header, 8 bytes little-endian.
-            (header_bytes,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(header_bytes))
-        shapes.update({name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"})
     if read_config(model_dir).get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
     return shapes

@@ -1,0 +1,91 @@
+"""Weights in the safetensors files of a model folder, read without a library of tensors."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlhf_data.errors import ConfigError
+
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")  # ends of names
+_PART_BYTES = 64 << 20
+
+
+class StoredWeight(NamedTuple):
+    """Where a weight is.
+
+    Attributes:
+        file: a safetensors file.
+        dtype: the format's name of the data type, such as "BF16".
+        shape: rows first.
+        start, stop: bytes of the file.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def stored_weights(folder: Path) -> dict[str, StoredWeight]:
+    """Return the weights of a model folder by their names, from the headers of its safetensors files.
+
+    Raises OSError, ValueError, KeyError or struct.error for a file that is none.
+    """
+    index = _read_json(folder / "model.safetensors.index.json")
+    files = {folder / name for name in index.get("weight_map", {}).values()} or set(folder.glob("*.safetensors"))
+    found = {}
+    for file in sorted(files):
+        with file.open("rb") as stream:
+            # A safetensors file begins with the length of its JSON header, 8 bytes little-endian.
+            (header_bytes,) = struct.unpack("<Q", stream.read(8))
+            if 8 + header_bytes > file.stat().st_size:  # as of a pointer of git-lfs
+                raise ValueError(f"{file} is not a whole safetensors file")
+            header = json.loads(stream.read(header_bytes))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            start, stop = (8 + header_bytes + offset for offset in entry["data_offsets"])
+            found[name] = StoredWeight(file, entry["dtype"], tuple(entry["shape"]), start, stop)
+    return found
+
+
+def check_tied_head(path: str | Path) -> None:
+    """Check that a model whose config ties the LM head to the embedding has no other head in its safetensors files.
+
+    transformers takes the head of the files, and vLLM the embedding: they would be two models. Reads nothing for hub
+    names.
+
+    Raises:
+        ConfigError: the head differs from the embedding.
+    """
+    folder = Path(path).expanduser()
+    config = _read_json(folder / "config.json")
+    if not (config | (config.get("text_config") or {})).get("tie_word_embeddings"):
+        return
+    try:
+        weights = stored_weights(folder)
+    except (OSError, ValueError, KeyError, struct.error):  # who loads the weights says what is wrong with them
+        return
+    tables = [weight for name, weight in weights.items() if name.endswith(_EMBEDDINGS)]
+    if _HEAD not in weights or len(tables) != 1 or _same_values(weights[_HEAD], tables[0]):
+        return
+    message = f"config.json of the model {folder} ties the LM head to the embedding, and {_HEAD} in its files differs"
+    hint = 'set "tie_word_embeddings": false there if the head belongs to the model, else take it out of the files'
+    raise ConfigError(f"{message} from it", hint=hint)
+
+
+def _same_values(one: StoredWeight, other: StoredWeight) -> bool:
+    """Whether two weights have the same bytes. Of those that differ, mostly the first part is read."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    first, second = (np.memmap(weight.file, mode="r")[weight.start : weight.stop] for weight in (one, other))
+    parts = range(0, len(first), _PART_BYTES)
+    return all(np.array_equal(first[at : at + _PART_BYTES], second[at : at + _PART_BYTES]) for at in parts)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
