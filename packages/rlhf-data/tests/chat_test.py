@@ -46,7 +46,7 @@ def test_input_template_without_exactly_one_placeholder_is_refused(template):
 def test_input_template_two_templates_or_none_to_apply_is_refused():
     with pytest.raises(ConfigError, match="input_template has no effect"):
         InputTemplate(tokenizer=ByteTokenizer(), apply_chat_template=True, input_template="{}")
-    with pytest.raises(ConfigError, match=r"has no chat template\n\nhint: .*``tokenizer_chat_template``"):
+    with pytest.raises(ConfigError, match=r"has no chat template\n\nhint: .*``set_chat_template.text``"):
         InputTemplate(tokenizer=ByteTokenizer(chat_template=None), apply_chat_template=True)
 
 

@@ -83,7 +83,7 @@ class InputTemplate:
         elif self.apply_chat_template and not getattr(self.tokenizer, "chat_template", None):
             message = "the tokenizer has no chat template"
             hint = "use an instruction-tuned model, or ``input_template='User: {}'`` without ``apply_chat_template``"
-            hint += "; sft, rm, dpo, kto and kd also take ``tokenizer_chat_template``"
+            hint += "; sft, rm, dpo, kto and kd also take ``set_chat_template.text``"
         elif self.tools_key is not None and not self.apply_chat_template:
             message = "tools_key has no effect without apply_chat_template"
             hint = "apply the chat template, which writes the tools"
