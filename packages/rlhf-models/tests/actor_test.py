@@ -1,7 +1,14 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    RecurrentGemmaConfig,
+)
 
 from rlhf_data.errors import ConfigError
 from rlhf_kernels import (
@@ -15,6 +22,7 @@ from rlhf_kernels import (
 from rlhf_models import actor as actor_module
 from rlhf_models.actor import Actor
 from rlhf_models.attention import PACKED_ATTENTION
+from rlhf_models.backbone import changes_logits
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
@@ -126,7 +134,7 @@ def test_actor_masked_ids_have_probability_zero_and_get_no_gradient(qwen2_dir, s
         actor.model.get_output_embeddings().bias = torch.nn.Parameter(bias.clone())
         plain.get_output_embeddings().bias = torch.nn.Parameter(bias.double())
     if how == "capped":  # the actor then takes the logits of the whole model
-        monkeypatch.setattr(Actor, "_changes_logits", True)
+        actor._changes_logits = True
     actor.mask_ids([range(index, index + 1) for index in sorted(masked)])
     batch = TokenBatch.packed(sequences)
     output = actor(batch, temperature=0.7)
@@ -367,6 +375,25 @@ def test_actor_policy_loss_needs_a_stream_and_an_objective_and_the_streams_token
         actor(batch, stream=stream, objective=PolicyObjective())
 
 
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        (LlamaConfig(), False),
+        (Gemma2Config(), True),
+        (Gemma2Config(final_logit_softcapping=None), False),
+        (CohereConfig(logit_scale=0.5), True),
+        (CohereConfig(logit_scale=1.0), False),
+        (RecurrentGemmaConfig(), True),
+    ],
+    ids=lambda value: getattr(value, "model_type", value),
+)
+def test_logits_that_are_more_than_the_heads_output_are_found(config, changes):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    for name, size in (sizes | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "pad_token_id": 0}).items():
+        setattr(config, name, size)
+    assert changes_logits(AutoModelForCausalLM.from_config(config)) == changes
+
+
 def test_actor_loss_is_fused_with_a_plain_head_of_large_logits_on_cuda_alone(model_dir, monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     actor = load_actor(model_dir, dtype="float32")
@@ -381,7 +408,7 @@ def test_actor_loss_is_fused_with_a_plain_head_of_large_logits_on_cuda_alone(mod
     head.weight.ds_id = 0  # as ZeRO-3 marks it
     assert not actor._needs_blocks(100)
     del head.weight.ds_id
-    monkeypatch.setattr(actor.model.config, "final_logit_softcapping", 30.0, raising=False)
+    actor._changes_logits = True
     assert not actor._needs_blocks(100)
 
 

@@ -7,10 +7,18 @@ import sys
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, Qwen2Config, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    OPTConfig,
+    PhimoeConfig,
+    Qwen2Config,
+    Qwen3NextConfig,
+)
 
 from rlhf_data.errors import ConfigError
-from rlhf_models import attention
+from rlhf_models import attention, backbone
 from rlhf_models.attention import choose_attention, packed_attention, varlen_unavailable_reason
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor
@@ -237,3 +245,63 @@ def test_choose_attention_recurrent_layers_cannot_be_packed():
     assert choose_attention(config, "auto", packing=False) == "sdpa"
     with pytest.raises(ConfigError, match="linear_attention"):
         choose_attention(config, "auto", packing=True)
+
+
+def write(config, folder, **fields):
+    """A tiny random model of a config."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    for name, size in (sizes | {"pad_token_id": 0, "initializer_range": 0.5} | fields).items():
+        setattr(config, name, size)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_model_whose_window_is_in_a_mask_only_cannot_be_packed(tmp_path):
+    fields = {"sliding_window": 4, "num_key_value_heads": 2, "intermediate_size": 32, "num_local_experts": 2}
+    write(PhimoeConfig(), tmp_path, **fields)
+    with pytest.raises(
+        ConfigError, match=r"PhimoeAttention has its sliding window in a mask.*\n\nhint: turn packing off"
+    ):
+        load_actor(tmp_path, dtype="float32", packing=True)
+    load_actor(tmp_path, dtype="float32")
+
+
+def test_layer_whose_config_has_a_window_must_pass_it_on():
+    layer = torch.nn.Module()
+    layer.layer_idx = 1
+    layer.config = Qwen2Config(num_hidden_layers=2, use_sliding_window=True, sliding_window=3, max_window_layers=1)
+    with pytest.raises(ConfigError, match="sliding window in a mask"):
+        packed_attention(layer, *tensors(), None, cu_seq_lens_q=BOUNDS)
+    out, _ = packed_attention(layer, *tensors(), None, sliding_window=3, cu_seq_lens_q=BOUNDS)
+    torch.testing.assert_close(out, expected(None, 3), atol=1e-6, rtol=0)
+    layer.layer_idx = 0  # a layer without a window
+    out, _ = packed_attention(layer, *tensors(), None, cu_seq_lens_q=BOUNDS)
+    torch.testing.assert_close(out, expected(None), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_model_that_mixes_packed_sequences_with_an_attention_is_refused_with_it(tmp_path, name):
+    write(OPTConfig(), tmp_path, ffn_dim=32, word_embed_proj_dim=32)
+    with pytest.raises(
+        ConfigError, match=rf"opt model with the attention {name} .* mixes .*\n\nhint: leave ``attn_impl"
+    ):
+        load_actor(tmp_path, dtype="float32", packing=True, attn_implementation=name)
+    load_actor(tmp_path, dtype="float32", packing=True)
+    load_actor(tmp_path, dtype="float32", attn_implementation=name)
+
+
+def test_family_that_is_not_known_is_compared_when_it_is_loaded(model_dir, monkeypatch):
+    monkeypatch.setattr(backbone, "PACKED_FAMILIES", frozenset())
+    assert load_actor(model_dir, dtype="bfloat16", packing=True).training
+    plain = backbone.run_backbone
+
+    def mixed(model, batch, *rest):
+        output = plain(model, batch, *rest)
+        if batch.is_packed:
+            output.last_hidden_state = output.last_hidden_state.roll(1, dims=1)
+        return output
+
+    monkeypatch.setattr(backbone, "run_backbone", mixed)
+    with pytest.raises(ConfigError, match=r"cannot be packed: it mixes packed sequences\n\nhint: turn packing off"):
+        load_actor(model_dir, dtype="bfloat16", packing=True)

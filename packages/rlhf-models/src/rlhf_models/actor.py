@@ -14,12 +14,10 @@ from rlhf_kernels import (
     packed_policy_loss,
     token_logprobs,
 )
-from rlhf_models.backbone import last_hidden_state, run_backbone
+from rlhf_models.backbone import changes_logits, last_hidden_state, run_backbone
 from rlhf_models.batch import TokenBatch, to_device
 from rlhf_models.sequence_parallel import SequenceGroup
 
-# Config fields of models that transform logits after the LM head: the head's weight alone does not give their logits.
-_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 # Above this, compute logits in blocks and recompute them in the backward pass: slower, less memory.
 MAX_LOGITS_BYTES = 4 << 30
 
@@ -64,6 +62,7 @@ class Actor(nn.Module):
         super().__init__()
         self.model = model
         self.sequence_group: SequenceGroup | None = None
+        self._changes_logits = changes_logits(model)
         self._masked_ids: tuple[range, ...] = ()
 
     def mask_ids(self, ids: Sequence[range]) -> None:
@@ -184,11 +183,6 @@ class Actor(nn.Module):
         num_bytes = num_tokens * self.model.config.get_text_config().vocab_size * self.model.dtype.itemsize
         is_plain = _is_plain(self.model.get_output_embeddings()) and not self._changes_logits
         return num_bytes > MAX_LOGITS_BYTES and is_plain
-
-    @property
-    def _changes_logits(self) -> bool:
-        config = self.model.config.get_text_config()
-        return any(getattr(config, name, None) is not None for name in _LOGIT_TRANSFORMS)
 
     def _hidden(self, batch: TokenBatch, index: Tensor) -> Tensor:
         """Return the hidden states [N, D] at flat positions [N] among the tokens that this rank has."""

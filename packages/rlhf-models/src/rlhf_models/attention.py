@@ -214,6 +214,9 @@ def packed_attention(
     for name, what in (("softcap", "a soft cap"), ("s_aux", "sinks")):
         if kwargs.get(name) is not None:
             raise ConfigError(f"attention with {what} cannot be packed", hint="turn packing off")
+    if not sliding_window and not torch.compiler.is_compiling() and _window_of(module):
+        message = f"{type(module).__name__} has its sliding window in a mask, which packed sequences do not have"
+        raise ConfigError(message, hint="turn packing off for this model")
     if prompt_bounds is not None:
         layout = {
             name: kwargs[name] for name in ("group_bounds", "num_prompt_tokens", "longest_prompt", "longest_group")
@@ -224,6 +227,14 @@ def packed_attention(
         query, key, value = (sequence_group.to_heads(tensor) for tensor in (query, key, value))
     output = _attend(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout, sliding_window, version)
     return output if sequence_group is None else sequence_group.to_tokens(output), None
+
+
+def _window_of(module: nn.Module) -> int | None:
+    """Return the sliding window that the config of an attention layer tells; None if it tells none."""
+    text = module.config.get_text_config() if hasattr(module, "config") else None
+    layers = getattr(text, "layer_types", None)
+    has_window = not layers or layers[module.layer_idx] == "sliding_attention"
+    return getattr(text, "sliding_window", None) if has_window else None
 
 
 def _attend(
@@ -368,12 +379,11 @@ def _sequence_by_sequence(
     # A causal mask without a window is a flag of SDPA and takes no memory; a window needs a mask [length, length].
     for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True):
         window = _window_mask(q.shape[2], sliding_window, q.device)
-        outputs.append(
-            scaled_dot_product_attention(
-                q, k, v, attn_mask=window, dropout_p=dropout, is_causal=window is None, scale=scaling, enable_gqa=True
-            )
+        output = scaled_dot_product_attention(
+            q, k, v, attn_mask=window, dropout_p=dropout, is_causal=window is None, scale=scaling, enable_gqa=True
         )
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+        outputs.append(output.transpose(1, 2))
+    return torch.cat(outputs, dim=1)  # contiguous, as the kernels' output is: some families take a view of it
 
 
 def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> Tensor | None:

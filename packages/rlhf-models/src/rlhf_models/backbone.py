@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError
@@ -18,6 +19,17 @@ from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.pack_graph import PackGraph, can_be_replayed
 from rlhf_models.sequence_parallel import SequenceGroup, SequencePart, check_heads
 from rlhf_models.shared_prompts import SharedPrompts
+
+# Families whose packed log-probs `tests/families` compares with those of each sequence alone.
+_EXAMINED = """
+afmoe apertus arcee bitnet cohere cohere2 cwm deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe
+exaone4 gemma gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox
+granite granitemoe helium hunyuan_v1_dense hy_v3 internlm3 llama minicpm3 minimax_m2 ministral ministral3 mistral
+mixtral nanochat olmo olmo2 olmo3 olmoe opt phi phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2
+youtu
+"""
+PACKED_FAMILIES = frozenset(_EXAMINED.split())
+_MAX_DISTANCE = 0.1  # relative, between equal states in bfloat16; those of mixed sequences differ by about 1
 
 
 def divide_sequences(model: nn.Module, group: SequenceGroup) -> None:
@@ -52,6 +64,79 @@ def last_hidden_state(backbone: nn.Module, batch: TokenBatch, sequence_group: Se
     graph = getattr(backbone, "pack_graph", None)
     hidden = graph(batch) if graph is not None else None
     return run_backbone(backbone, batch).last_hidden_state if hidden is None else hidden
+
+
+@torch.no_grad()
+def check_packs(model: nn.Module) -> None:
+    """Check that a loaded model keeps packed sequences apart, by a pass over two short ones.
+
+    The families of `PACKED_FAMILIES` are known to. A model with an attention that needs a GPU is not run here.
+
+    Raises:
+        ConfigError: the model mixes packed sequences, or cannot run them.
+    """
+    attention = model.config._attn_implementation
+    kind = model.config.get_text_config().model_type
+    if attention not in (*PACKED_ATTENTIONS, "sdpa", "eager"):
+        return
+    if attention in PACKED_ATTENTIONS and kind in PACKED_FAMILIES:
+        return
+    backbone = getattr(model, "base_model", model)
+    sequences = [[1, 2, 3], [4, 5, 6]]
+    reason = "it mixes packed sequences"
+    is_training = model.training
+    model.eval()
+    try:
+        apart = [last_hidden_state(backbone, TokenBatch.padded([sequence], 0)) for sequence in sequences]
+        together = last_hidden_state(backbone, TokenBatch.packed(sequences))
+        is_same = _distance(together, torch.cat(apart, dim=1)) < _MAX_DISTANCE
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of code that expects another mask
+        is_same = False
+        reason = f"{type(error).__name__}: {error}"
+    finally:
+        model.train(is_training)
+    if not is_same:
+        message = f"a {kind} model with the attention {attention} cannot be packed: {reason}"
+        hint = "turn packing off" if attention in PACKED_ATTENTIONS else "leave ``attn_implementation`` at auto"
+        raise ConfigError(message, hint=hint)
+
+
+@torch.no_grad()
+def changes_logits(model: nn.Module) -> bool:
+    """Return whether the logits of a causal language model are more than its LM head's output for the hidden states,
+    such as with a soft cap or a scale. The model's layers do not run. False for a model on the meta device."""
+    head = model.get_output_embeddings()
+    if head.weight.is_meta:
+        return False
+    # Large enough that a soft cap shows.
+    hidden = torch.linspace(-100, 100, 2 * head.weight.shape[1]).view(1, 2, -1).to(head.weight)
+    backbone = model.base_model
+    forward = backbone.forward
+    backbone.forward = lambda *args, **kwargs: _Layers(hidden)
+    try:
+        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=hidden.device)).logits
+    except (RuntimeError, ValueError, TypeError, AttributeError):  # of a family that reads more of its layers' output
+        return True
+    finally:
+        backbone.forward = forward
+    return not torch.equal(logits.to(hidden.dtype), head(hidden))
+
+
+class _Layers:
+    """The output of a model's layers: hidden states, and nothing else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).float().norm() / other.float().norm())
 
 
 def run_backbone(model: nn.Module, batch: TokenBatch, sequence_group: SequenceGroup | None = None) -> Any:

@@ -9,6 +9,7 @@ from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located_model
 from rlhf_models.actor import Actor
 from rlhf_models.attention import PACKED_ATTENTIONS, choose_attention, packed_attention_here
+from rlhf_models.backbone import check_packs
 from rlhf_models.critic import Critic
 from rlhf_models.files import check_weights, quiet_transformers
 from rlhf_models.heads import load_head, require_head
@@ -188,11 +189,15 @@ def _load_model(
             if attention in error.args:
                 raise _unexchangeable(config) from error
             raise
-    if attention in PACKED_ATTENTIONS and not model._supports_attention_backend:
+    if packing and attention not in ("sdpa", "eager") and not model._supports_attention_backend:
         raise _unexchangeable(config)
     if missing := sorted(report["missing_keys"]):
         message = f"the model {path} lacks {len(missing)} weights of a {type(model).__name__}, such as {missing[0]}"
         raise ConfigError(message, hint="it may be the folder of another kind of model, such as a critic")
+    if model.base_model is model and hasattr(model, "model"):
+        model.base_model_prefix = "model"  # that of a Llama 4 for text is the name of the layers in a larger model
+    if packing:
+        check_packs(model)
     if gradient_checkpointing:
         # The method and its argument have different names in the versions of transformers that are supported.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

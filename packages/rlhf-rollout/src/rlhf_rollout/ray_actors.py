@@ -3,7 +3,6 @@
 import asyncio
 import getpass
 import os
-import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,14 +15,13 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from rlhf_data.errors import EngineError, RewardError, RlhfError
 from rlhf_rollout.engines import EngineSpec, build_engine
-from rlhf_rollout.engines.requests import Progress, deadline
+from rlhf_rollout.engines.requests import Hold, deadline
 from rlhf_rollout.host import collection_paused, place_vllm_sockets, wait_passively
 from rlhf_rollout.mps import MpsDaemon
-from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams
+from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams
 from rlhf_rollout.rewards.model import LocalScorer
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 
-_REPORT_INTERVAL_S = 1.0
 _MAX_LATE = 2  # calls in a row that a reward model's process may leave without an answer
 
 
@@ -113,27 +111,11 @@ class EngineActor(_Actor):
     ) -> None:
         os.environ.update(environ or {})
         super().__init__(lambda: build_engine(kind, spec), gpus)
-        self._drafts: dict[str, Sequence[Draft]] = {}
 
     @ray.method(concurrency_group="requests")
-    async def generate(
-        self, token_ids: np.ndarray, sampling: SamplingParams, name: str, drafts: Sequence[Draft]
-    ) -> list[Completion]:
-        """See `RolloutEngine.generate`; the caller enforces the deadline. `written` knows the request by its name."""
-        self._drafts[name] = drafts
-        try:
-            return await self.part.generate(token_ids, sampling, drafts=drafts)
-        finally:
-            del self._drafts[name]
-
-    @ray.method(concurrency_group="control")
-    async def written(self, known: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, list[Draft]]:
-        """Return what requests in flight have written after what the caller knows of each draft; see `Draft.after`."""
-        found = {}
-        for name, sizes in known.items():
-            drafts = self._drafts.get(name, ())  # requests end on another thread, and begin later than they are known
-            found[name] = [draft.after(*seen) for draft, seen in zip(drafts, sizes, strict=False)]
-        return found
+    async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
+        """See `RolloutEngine.generate`; the caller enforces the deadline."""
+        return await self.part.generate(token_ids, sampling)
 
     @ray.method(concurrency_group="control")
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -194,9 +176,6 @@ def plain_errors(gone: type[RlhfError], process: str = "the engine's process") -
 class RayEngine:
     """A `RolloutEngine` in another process, called through its `EngineActor`. Every call has a deadline.
 
-    What the engine writes is read every second while requests are in flight, so that hardly more than a second of it is
-    lost when the process dies.
-
     Args:
         handle: Ray's handle of the actor.
         spec: gives the deadlines; None for the defaults of `EngineSpec`.
@@ -207,9 +186,7 @@ class RayEngine:
         self.handle = handle
         self._spec = spec or EngineSpec(model="")
         self._start = start
-        self._progress = Progress()
-        self._drafts: dict[str, Sequence[Draft]] = {}  # of the requests in flight
-        self._reading: asyncio.Task[None] | None = None
+        self._hold = Hold()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayEngine, (self.handle, self._spec)  # only the process that started the actor can restart it
@@ -229,62 +206,29 @@ class RayEngine:
             raise EngineError("this process did not start the engine and cannot restart it")
         self.kill()
         self.handle = self._start()
-        self._progress = Progress()
+        self._hold = Hold()
 
     async def ready(self) -> None:
         """Wait until the process has started. Raises EngineError, or the error that kept the engine from starting."""
         await self._await(self.handle.ready.remote(), "the start", self._spec.start_timeout_s)
 
     async def generate(
-        self,
-        token_ids: np.ndarray,
-        sampling: SamplingParams,
-        *,
-        timeout_s: float | None = None,
-        drafts: Sequence[Draft] | None = None,
+        self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
     ) -> list[Completion]:
         """See `RolloutEngine.generate`. If the call is cancelled or late, the engine drops the request, too."""
-        name = secrets.token_hex(8)
-        drafts = drafts or [Draft() for _ in range(sampling.num_samples)]
-        reference = self.handle.generate.remote(token_ids, sampling, name, drafts)
+        reference = self.handle.generate.remote(token_ids, sampling)
         timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
-        self._drafts[name] = drafts
-        if self._reading is None or self._reading.done():  # its event loop may have ended
-            self._reading = asyncio.create_task(self._read())
-        try:
-            return await self._await(reference, "a request", timeout_s, self._progress)
-        finally:
-            del self._drafts[name]
-            if not self._drafts:
-                self._reading.cancel()
-                self._reading = None
-
-    async def _read(self) -> None:
-        """Keep the drafts of the requests in flight up to date. A call that fails is made again: others tell why."""
-        while True:
-            await asyncio.sleep(_REPORT_INTERVAL_S)
-            known = {
-                name: [(len(draft.token_ids), len(draft.routes)) for draft in drafts]
-                for name, drafts in self._drafts.items()
-            }
-            with suppress(Exception):
-                call = self.handle.written.remote(known)
-                written = await self._await(call, "a report", self._spec.health_timeout_s)
-                for name, parts in written.items():
-                    for draft, part in zip(self._drafts.get(name, ()), parts, strict=False):
-                        draft.extend(part)
-                        if part.token_ids:
-                            self._progress.advance()
+        return await self._await(reference, "a request", timeout_s, self._hold)
 
     async def pause(self, mode: PauseMode) -> int:
         """See `RolloutEngine.pause`."""
         num_found = await self._call("pause", mode, drains=mode == "drain")
-        self._progress.pause()
+        self._hold.start()
         return num_found
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
-        self._progress.resume()
+        self._hold.stop()
         await self._call("resume")
 
     async def health(self) -> EngineHealth:
@@ -319,14 +263,13 @@ class RayEngine:
             ray.kill(self.handle)
 
     async def _call(self, method: str, *arguments: Any, drains: bool = False) -> Any:
-        """Make a control call. One that `drains` waits for the requests in flight, as long as they get further."""
+        """Make a control call. One that `drains` waits for the requests in flight, so their deadline is added."""
         timeout_s = self._spec.control_timeout_s + (self._spec.request_timeout_s if drains else 0.0)
-        progress = self._progress if drains else None
-        return await self._await(self.handle.call.remote(method, *arguments), f"`{method}`", timeout_s, progress)
+        return await self._await(self.handle.call.remote(method, *arguments), f"`{method}`", timeout_s)
 
-    async def _await(self, reference: Any, what: str, timeout_s: float, progress: Progress | None = None) -> Any:
+    async def _await(self, reference: Any, what: str, timeout_s: float, hold: Hold | None = None) -> Any:
         """Return the result of a call; cancel it in the actor when the caller is cancelled or the call is late."""
-        async with deadline(timeout_s, f"{what} of an engine's process", progress=progress):
+        async with deadline(timeout_s, f"{what} of an engine's process", hold=hold):
             try:
                 with plain_errors(EngineError):
                     return await reference

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import ClassVar
@@ -11,9 +11,9 @@ from typing import ClassVar
 import numpy as np
 
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_rollout.engines.requests import DROPPED, Progress, check_request, deadline
+from rlhf_rollout.engines.requests import DROPPED, Hold, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
-from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
+from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 
 
 class Gate:
@@ -120,7 +120,7 @@ class GatedEngine(ABC):
         self._spec = spec
         self._vocab_size = vocab_size
         self._gate = Gate()
-        self._progress = Progress()
+        self._hold = Hold()
         self._num_sequences = 0  # of the requests inside the gate
         self._updating: int | None = None
         self._incomplete: str | None = None
@@ -132,24 +132,17 @@ class GatedEngine(ABC):
         self.policy_version = 0
 
     @abstractmethod
-    async def _complete(
-        self, token_ids: np.ndarray, sampling: SamplingParams, drafts: Sequence[Draft]
-    ) -> list[Completion]:
-        """Write the drafts of a request that has passed all checks, and return the completions."""
+    async def _complete(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
+        """Return the completions of a request that has passed all checks."""
 
     async def generate(
-        self,
-        token_ids: np.ndarray,
-        sampling: SamplingParams,
-        *,
-        timeout_s: float | None = None,
-        drafts: Sequence[Draft] | None = None,
+        self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
     ) -> list[Completion]:
         """See `RolloutEngine.generate`."""
         self._check_awake()
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
         timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
-        async with deadline(timeout_s, "a generation request", progress=self._progress), self._gate.passing():
+        async with deadline(timeout_s, "a generation request", hold=self._hold), self._gate.passing():
             self._check_usable()
             self._check_awake()  # it may have fallen asleep since
             if self._incomplete:
@@ -158,8 +151,7 @@ class GatedEngine(ABC):
                 )
             self._num_sequences += sampling.num_samples
             try:
-                drafts = drafts or [Draft() for _ in range(sampling.num_samples)]
-                return await self._complete(token_ids, sampling, drafts)
+                return await self._complete(token_ids, sampling)
             finally:
                 self._num_sequences -= sampling.num_samples
 
@@ -180,14 +172,14 @@ class GatedEngine(ABC):
             if not self._awaits_resume and not self._num_pausing:
                 self._paused = False
                 self._open_unless_updating()
-        self._progress.pause()
+        self._hold.start()
         return num_found
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
         self._paused = False
         self._awaits_resume = False
-        self._progress.resume()
+        self._hold.stop()
         self._open_unless_updating()
 
     def _open_unless_updating(self) -> None:
@@ -244,8 +236,7 @@ class GatedEngine(ABC):
         await self._gate.emptied()
 
     async def _drain_in_time(self, what: str) -> None:
-        timeout_s = self._spec.control_timeout_s + self._spec.request_timeout_s
-        async with deadline(timeout_s, what, progress=self._progress):
+        async with deadline(self._spec.control_timeout_s + self._spec.request_timeout_s, what):
             await self._drain()
 
     def _check_usable(self) -> None:

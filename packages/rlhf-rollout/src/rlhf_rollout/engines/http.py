@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import astuple
 from typing import Any
 
@@ -14,9 +14,9 @@ from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_data.records import FinishReason, Span, SpanSource
 from rlhf_data.safety import without_secrets
 from rlhf_rollout import answers
-from rlhf_rollout.engines.requests import Progress, check_request, deadline, sample_seeds, time_limit
+from rlhf_rollout.engines.requests import Hold, check_request, deadline, sample_seeds, time_limit
 from rlhf_rollout.engines.spec import EngineSpec
-from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
+from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.tokens import ENGINE_TOKEN_VARIABLE, tokens_of, unproxied
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 from rlhf_rollout.weight_sync.shared_memory import map_segment
@@ -77,7 +77,7 @@ class HttpEngine:
         self._policy_version = policy_version
         self._transport = transport
         self._num_in_flight = 0
-        self._progress = Progress()
+        self._hold = Hold()
         self._updating: int | None = None
         self._is_closed = False
         self._clients: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
@@ -105,10 +105,9 @@ class HttpEngine:
         sampling: SamplingParams,
         *,
         timeout_s: float | None = None,
-        drafts: Sequence[Draft] | None = None,
         conversation: str | None = None,
     ) -> list[Completion]:
-        """See `RolloutEngine.generate`; `timeout_s` covers all attempts, and `drafts` stay empty.
+        """See `RolloutEngine.generate`; `timeout_s` covers all attempts.
 
         `conversation` is sent as the header X-Session-Id: a load balancer in front of several servers may send the
         requests of a conversation to the one that has its prefix in the cache, and servers count what it uses.
@@ -117,7 +116,7 @@ class HttpEngine:
         headers = {} if conversation is None else {"X-Session-Id": conversation}
         self._num_in_flight += 1
         try:
-            async with deadline(timeout_s, f"a request to {self._url}", grace_s=_GRACE_S, progress=self._progress):
+            async with deadline(timeout_s, f"a request to {self._url}", grace_s=_GRACE_S, hold=self._hold):
                 answer = await self._post(self._request(token_ids, sampling, timeout_s), headers)
         finally:
             self._num_in_flight -= 1
@@ -187,7 +186,7 @@ class HttpEngine:
                 await asyncio.sleep(min(self._retry_wait_s * 2 ** (attempt - 1), _MAX_RETRY_WAIT_S))
             try:
                 # httpx's timeout limits each read, not the request
-                async with time_limit(self._spec.request_timeout_s + _GRACE_S, self._progress):
+                async with time_limit(self._spec.request_timeout_s + _GRACE_S, self._hold):
                     where = self._address + "/v1/completions"
                     response = await answers.post(self._client, where, content=content, headers=headers)
             except TimeoutError:
@@ -227,14 +226,14 @@ class HttpEngine:
         """See `RolloutEngine.pause`."""
         check_pause_mode(mode)
         answer = await self._control("pause", json.dumps({"mode": mode}).encode(), drains=mode == "drain")
-        self._progress.pause()
+        self._hold.start()
         if not isinstance(answer, dict) or not isinstance(num_found := answer.get("num_in_flight"), int):
             raise EngineError(f"{self._url} paused without the number of its requests: {_excerpt(answer)}")
         return num_found
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
-        self._progress.resume()
+        self._hold.stop()
         await self._control("resume")
 
     async def health(self) -> EngineHealth:

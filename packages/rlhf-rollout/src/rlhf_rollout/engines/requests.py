@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from rlhf_data.errors import EngineError
 from rlhf_rollout.protocols import SamplingParams
 
 DROPPED = "they were dropped when it fell asleep"  # why weights are incomplete after `sleep(keep_weights=False)`
-_NUM_LOOKS = 8  # at an engine's progress in the time for which it may do nothing
+_MIN_EXTENSION_S = 0.1  # a request that was due at the start of a pause is not looked at more often while it lasts
 
 
 def check_request(
@@ -50,78 +49,47 @@ def sample_seeds(seed: int, num_samples: int) -> list[int]:
     return [int(value) >> 1 for value in state]
 
 
-def rest_of(sampling: SamplingParams, num_written: int, seed: int | None) -> SamplingParams:
-    """Return how the rest of one sample is drawn, of which `num_written` tokens are there; `seed` is the sample's.
-
-    The rest has a seed of its own: that of the sample would draw its first tokens with the same random numbers again.
-    """
-    if seed is not None and num_written:
-        [seed] = sample_seeds(seed + num_written, 1)
-    return replace(
-        sampling,
-        num_samples=1,
-        max_tokens=sampling.max_tokens - num_written,
-        min_tokens=max(sampling.min_tokens - num_written, 0),
-        seed=seed,
-    )
-
-
-class StalledError(EngineError):
-    """An engine that has requests writes nothing."""
-
-
-class Progress:
-    """Tells whether an engine gets further, for time limits on doing nothing. Any thread may change and read it.
-
-    Attributes:
-        num_signs: how often something was written, or a pause ended.
-        is_paused: the engine was told to do nothing.
-    """
+class Hold:
+    """Measures for how long an engine has been paused, by the clock of the event loop. Any thread may read it."""
 
     def __init__(self) -> None:
-        self.num_signs = 0
-        self.is_paused = False
+        # One attribute, so that a reader in another thread never sees half of a change.
+        self._ended_s_and_start: tuple[float, float | None] = (0.0, None)
 
-    def advance(self) -> None:
-        """Something was written."""
-        self.num_signs += 1
-
-    def pause(self) -> None:
+    def start(self) -> None:
         """The engine is paused from now on."""
-        self.is_paused = True
+        self._ended_s_and_start = self.seconds(), asyncio.get_running_loop().time()
 
-    def resume(self) -> None:
+    def stop(self) -> None:
         """The engine goes on."""
-        self.is_paused = False
-        self.num_signs += 1
+        self._ended_s_and_start = self.seconds(), None
+
+    def seconds(self) -> float:
+        """Return the seconds of all pauses, with those of the present one."""
+        ended_s, start = self._ended_s_and_start
+        return ended_s if start is None else ended_s + asyncio.get_running_loop().time() - start
 
 
 @asynccontextmanager
-async def time_limit(limit_s: float | None, progress: Progress | None = None) -> AsyncIterator[asyncio.Timeout]:
-    """Do as `asyncio.timeout` does; None is no limit.
-
-    With `progress`, the limit is for doing nothing: it passes when the engine was not paused and gave no sign for as
-    long, or for up to an eighth longer.
-    """
+async def time_limit(limit_s: float | None, hold: Hold | None = None) -> AsyncIterator[asyncio.Timeout]:
+    """Do as `asyncio.timeout` does, but leave out the time for which the engine is paused; None is no limit."""
     loop = asyncio.get_running_loop()
-    num_looks = 1 if progress is None else _NUM_LOOKS
-    num_seen = progress.num_signs if progress else 0
-    num_idle = 0
+    hold = hold or Hold()
+    held_s = hold.seconds()
     waiting: asyncio.TimerHandle | None = None
 
-    def look() -> None:
-        nonlocal num_seen, num_idle, waiting
-        is_idle = progress is None or (progress.num_signs == num_seen and not progress.is_paused)
-        num_seen = progress.num_signs if progress else 0
-        num_idle = num_idle + 1 if is_idle else 0
-        if num_idle == num_looks:
-            timer.reschedule(loop.time())
+    def expire() -> None:
+        nonlocal held_s, waiting
+        more_s = hold.seconds() - held_s
+        if more_s > 0:
+            held_s += more_s
+            waiting = loop.call_later(max(more_s, _MIN_EXTENSION_S), expire)
         else:
-            waiting = loop.call_later(limit_s / num_looks, look)
+            timer.reschedule(loop.time())
 
     async with asyncio.timeout(None) as timer:
         if limit_s is not None:
-            waiting = loop.call_later(limit_s / num_looks, look)
+            waiting = loop.call_later(limit_s, expire)
         try:
             yield timer
         finally:
@@ -131,21 +99,20 @@ async def time_limit(limit_s: float | None, progress: Progress | None = None) ->
 
 @asynccontextmanager
 async def deadline(
-    timeout_s: float | None, what: str, *, grace_s: float = 0.0, progress: Progress | None = None
+    timeout_s: float | None, what: str, *, grace_s: float = 0.0, hold: Hold | None = None
 ) -> AsyncIterator[None]:
     """End the context with EngineError when it lasts longer than `timeout_s`; None is no deadline.
 
-    `grace_s` comes on top, for a server that keeps the deadline itself and then has to say so. With `progress`, the
-    context ends with StalledError when the engine writes nothing for as long; see `time_limit`.
+    `grace_s` comes on top, for a server that keeps the deadline itself and then has to say so. The time for which
+    `hold` finds the engine paused does not count.
     """
     try:
-        async with time_limit(None if timeout_s is None else timeout_s + grace_s, progress) as timer:
+        async with time_limit(None if timeout_s is None else timeout_s + grace_s, hold) as timer:
             yield
     except TimeoutError as error:
         if not timer.expired():  # a TimeoutError from within the context
             raise
         message = f"{what} took longer than {timeout_s:g} s"
-        hint = "the engine hangs or is overloaded; if it is only slow, raise the deadline"
-        if progress is None:
-            raise EngineError(message, hint=hint) from error
-        raise StalledError(f"{message} without a new token", hint=hint) from error
+        raise EngineError(
+            message, hint="the engine hangs or is overloaded; if it is only slow, raise the deadline"
+        ) from error

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +11,11 @@ import numpy as np
 
 from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError
 from rlhf_rollout.engines.model_files import end_token_ids, read_config, resolve_model_dir
-from rlhf_rollout.engines.requests import DROPPED, check_request, deadline
+from rlhf_rollout.engines.requests import DROPPED, Hold, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.stopping import decoder
 from rlhf_rollout.engines.vllm.core import build_core, check_visible_gpus, prepare_environment, start_hint
-from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
+from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 from rlhf_rollout.weight_sync.senders import Senders, merged
 
@@ -46,6 +46,7 @@ class VllmEngine:
         self._incomplete: str | None = None
         self._asleep = False
         self._paused = False
+        self._hold = Hold()
         self._senders = Senders(spec.tensor_parallel_size if spec.weight_transfer == "ipc" else 1)
         try:
             # Imports vLLM.
@@ -64,20 +65,15 @@ class VllmEngine:
             raise EngineError(f"vLLM does not start with {spec.model}: {error}", hint=start_hint(error)) from error
 
     async def generate(
-        self,
-        token_ids: np.ndarray,
-        sampling: SamplingParams,
-        *,
-        timeout_s: float | None = None,
-        drafts: Sequence[Draft] | None = None,
+        self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
     ) -> list[Completion]:
         """See `RolloutEngine.generate`. Raises EngineError also while the engine sleeps or lacks weights."""
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
         timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
         decode = await asyncio.to_thread(decoder, self._tokenizer_dir) if sampling.stop else None
-        job = self._loop.submit([int(token) for token in token_ids], sampling, decode, drafts)
+        job = self._loop.submit([int(token) for token in token_ids], sampling, decode)
         try:
-            async with deadline(timeout_s, "a generation request", progress=self._loop.progress):
+            async with deadline(timeout_s, "a generation request", hold=self._hold):
                 return await asyncio.wrap_future(job.future)
         except (asyncio.CancelledError, EngineError):
             self._loop.abort(job)
@@ -91,12 +87,12 @@ class VllmEngine:
         check_pause_mode(mode)
         counted = self._loop.call(lambda core: self._loop.num_running, drain=False)
         await self._call("pause", lambda core: self._pause(core, mode), drain=mode == "drain")
-        self._loop.progress.pause()
+        self._hold.start()
         return counted.result()
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
-        self._loop.progress.resume()
+        self._hold.stop()
         await self._call("resume", self._resume)
 
     async def health(self) -> EngineHealth:
@@ -164,7 +160,7 @@ class VllmEngine:
 
         if timeout_s is None:
             timeout_s = self._spec.control_timeout_s + (self._spec.request_timeout_s if drain else 0.0)
-        async with deadline(timeout_s, f"`{name}`", progress=self._loop.progress if drain else None):
+        async with deadline(timeout_s, f"`{name}`"):
             try:
                 return await asyncio.wrap_future(self._loop.call(run, drain=drain))
             except asyncio.CancelledError:  # also of a deadline that passes
@@ -208,7 +204,7 @@ class VllmEngine:
             core.collective_rpc("start_weight_update")
         except Exception as error:
             self._end_update(core, f"an update could not begin: {error}")
-            raise EngineError(f"vLLM could not begin a weight update: {error}") from error
+            raise _update_error(core, f"vLLM could not begin a weight update: {error}") from error
         self._loop.refusal = None  # from here on requests wait for the update instead of being refused
 
     def _receive(self, core: Any, bucket: WeightBucket) -> None:
@@ -217,7 +213,7 @@ class VllmEngine:
             errors = core.collective_rpc("rlhf_receive_weights", kwargs={"bucket": bucket})
         except Exception as error:  # what happens to a worker that lives is in its answer
             self._end_update(core, f"the last update failed: {error}")
-            raise EngineError(f"vLLM could not load a bucket of weights: {error}") from error
+            raise _update_error(core, f"vLLM could not load a bucket of weights: {error}") from error
         # Weights that do not fit end the run, so they matter more than a worker that failed.
         errors = sorted(itertools.chain(*errors), key=lambda error: not isinstance(error, WeightSyncError))
         if errors:
@@ -234,7 +230,7 @@ class VllmEngine:
             missing = sorted({name for names in core.collective_rpc("rlhf_missing_weights") for name in names})
         except Exception as error:
             self._end_update(core, f"the last update failed: {error}")
-            raise EngineError(f"vLLM could not put the new weights in force: {error}") from error
+            raise _update_error(core, f"vLLM could not put the new weights in force: {error}") from error
         if missing:
             names = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
             self._end_update(core, f"{len(missing)} did not arrive in the last update ({names})")
@@ -242,7 +238,7 @@ class VllmEngine:
         self._loop.advance(version)
         self._end_update(core, None)
         if self._incomplete:
-            raise EngineError(f"vLLM could not put the new weights in force: {self._incomplete}")
+            raise WeightSyncError(f"vLLM could not put the new weights in force: {self._incomplete}")
 
     def _end_update(self, core: Any, incomplete: str | None) -> None:
         """End a weight update and let requests go on; they are refused if `incomplete` tells what is wrong."""
@@ -296,3 +292,10 @@ class VllmEngine:
         if self._updating is None:
             raise WeightSyncError("no weight update has begun")
         return self._updating
+
+
+def _update_error(core: Any, message: str) -> RlhfError:
+    """Return the error of a failed update: EngineError if a worker of an engine on several GPUs has died."""
+    executor = getattr(core.engine_core, "model_executor", None)
+    is_lost = getattr(executor, "is_failed", False)
+    return EngineError(f"a worker of the engine is gone: {message}") if is_lost else WeightSyncError(message)

@@ -1,0 +1,272 @@
+"""Families of models of transformers, each as a tiny random model, and what this system does with it.
+
+`examine` compares with plain transformers, which reads each sequence alone and without padding.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_data.errors import RlhfError
+from rlhf_models.actor import Actor
+from rlhf_models.attention import check_shares_prompts
+from rlhf_models.batch import TokenBatch
+from rlhf_models.files import quiet_transformers
+from rlhf_models.loading import load_actor
+from rlhf_models.testing import tiny_tokenizer
+from rlhf_models.weights import hf_named_weights, save_hf
+
+VOCAB_SIZE = 512
+BOUND = 1e-5  # in nats and float32; the order of sums differs
+_WINDOW = 8
+_SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 128),
+    **dict.fromkeys(("intermediate_size", "ffn_dim"), 128),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 3),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the smallest of vLLM on a CPU
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 512),
+    "sliding_window": _WINDOW,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+_ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+_LATENT |= {"head_dim": 8, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
+_INDEXED = _LATENT | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": VOCAB_SIZE}
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+_LINEAR |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 16}
+_LATER_WINDOWS = {"use_sliding_window": True, "sliding_window": _WINDOW, "max_window_layers": 1}
+_GEMMA_N = {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8}
+_SHORT = {"rope_theta": 10000.0, "original_max_position_embeddings": 16}
+# By family, the type of its config, and fields beyond those that are made small in all of them.
+_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": ("bamba", _MAMBA | {"attn_layer_indices": [1], "mamba_d_head": 64}),
+    "deepseek_v2": ("deepseek_v2", _LATENT | {"num_experts_per_tok": 2}),
+    "deepseek_v3": ("deepseek_v3", _LATENT),
+    "deepseek_v32": ("deepseek_v32", _INDEXED),
+    "dots1": (
+        "dots1",
+        {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    ),
+    "falcon, ALiBi": ("falcon", {"alibi": True}),
+    "falcon, new decoder": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_h1": ("falcon_h1", _MAMBA | {"mamba_d_ssm": 128, "mamba_d_head": 32}),
+    "gemma3n_text": (
+        "gemma3n_text",
+        _GEMMA_N
+        | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "laurel_rank": 4}
+        | {"activation_sparsity_pattern": [0.0, 0.0], "intermediate_size": 128},
+    ),
+    "gemma4_text": ("gemma4_text", _GEMMA_N | {"global_head_dim": 32, "num_global_key_value_heads": 2}),
+    "glm4_moe_lite": ("glm4_moe_lite", _LATENT),
+    "glm_moe_dsa": ("glm_moe_dsa", _INDEXED),
+    "gptj": ("gptj", {"rotary_dim": 8}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 32}),
+    "jamba": ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama4_text": ("llama4_text", {"attention_chunk_size": _WINDOW}),
+    "mamba2": ("mamba2", {"num_heads": 16, "head_dim": 16, "state_size": 16, "n_groups": 1}),
+    "minicpm3": ("minicpm3", _LATENT),
+    "ministral": ("ministral", {"head_dim": 32}),
+    "mixtral, window": ("mixtral", {"sliding_window": _WINDOW}),
+    "nemotron": ("nemotron", {"head_dim": 32, "num_key_value_heads": 2}),
+    "phi3, window": ("phi3", {"sliding_window": _WINDOW}),
+    "phimoe, window": ("phimoe", {"sliding_window": _WINDOW}),
+    "qwen2, window": ("qwen2", _LATER_WINDOWS),
+    "qwen2_moe, window": ("qwen2_moe", _LATER_WINDOWS),
+    "qwen3_5_text": ("qwen3_5_text", _LINEAR),
+    "qwen3_next": ("qwen3_next", _LINEAR),
+    "starcoder2, window": ("starcoder2", {"sliding_window": _WINDOW}),
+    "youtu": ("youtu", _LATENT),
+    "zamba2": (
+        "zamba2",
+        {"layer_types": ["linear_attention", "hybrid", "linear_attention"], "hybrid_layer_ids": [1]}
+        | {"layers_block_type": ["mamba", "hybrid", "mamba"]},
+    ),
+}
+_PLAIN = """
+afmoe apertus arcee bitnet bloom cohere cohere2 cwm diffllama doge ernie4_5 ernie4_5_moe exaone4 falcon gemma gemma2
+gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss granite granitemoe helium hy_v3 internlm3 llama mamba
+mimo_v2_flash minimax_m2 ministral3 mistral mixtral mpt nanochat nemotron_h olmo olmo2 olmo3 olmoe opt phi phi3 phimoe
+qwen2 qwen2_moe qwen3 qwen3_moe recurrent_gemma seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+"""
+FAMILIES = dict(sorted({**{name: (name, {}) for name in _PLAIN.split()}, **_OTHERS}.items()))
+
+
+def _sequences() -> list[list[int]]:
+    """Two sequences with one prompt of 9 tokens, both longer than the window, and one that is shorter."""
+    generator = torch.Generator().manual_seed(1)
+    prompt, *rest = (torch.randint(3, VOCAB_SIZE, (size,), generator=generator).tolist() for size in (9, 24, 31, 5))
+    return [prompt + rest[0], prompt + rest[1], rest[2]]
+
+
+SEQUENCES = _sequences()
+_PROMPT_LENGTHS = [9, 9]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What happens with a family: "equal", "refused", or what is wrong.
+
+    Attributes:
+        padded, packed: log-probs of a padded batch, and of one that is packed with the attention of "auto".
+        named: those of batches that are packed with the attentions "sdpa" and "eager". They may be refused.
+        shared: those of packed sequences that share their prompt.
+        saved: the log-probs of the saved model in plain transformers after an update, its names and its config.
+        sent: the names that are sent to engines, against those of the checkpoint.
+    """
+
+    padded: str
+    packed: str
+    named: str
+    shared: str
+    saved: str
+    sent: str
+
+
+def write_tiny(family: str, folder: Path) -> None:
+    """Write a random model of a family, with a tokenizer."""
+    kind, own = FAMILIES[family]
+    defaults = AutoConfig.for_model(kind).to_dict()
+    small = {name: value for name, value in _SMALL.items() if defaults.get(name) is not None}
+    config = AutoConfig.for_model(kind, **(small | _ENDS | {"initializer_range": 0.1} | own))
+    generator = torch.Generator().manual_seed(1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            # Biases and norms are made as zeros and ones, which would hide that one is missing.
+            if tensor.dim() == 1 and (isinstance(tensor, torch.nn.Parameter) or name.endswith("_bias")):
+                tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.05)
+    with quiet_transformers():
+        model.save_pretrained(folder)
+    tiny_tokenizer(VOCAB_SIZE).save_pretrained(folder)
+
+
+def examine(family: str) -> Findings:
+    """Return what happens with a family."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        write_tiny(family, folder)
+        with quiet_transformers():
+            expected = logprobs_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), SEQUENCES)
+        checks: dict[str, Callable[[], str]] = {
+            "padded": lambda: _compared(_load(folder), TokenBatch.padded(SEQUENCES, 0), expected),
+            "packed": lambda: _packed(folder, expected, "auto"),
+            "named": lambda: _worst([_word(partial(_packed, folder, expected, name)) for name in ("sdpa", "eager")]),
+            "shared": lambda: _shared(folder, expected[:2]),
+            "saved": lambda: _saved(folder),
+            "sent": lambda: _sent(folder),
+        }
+        return Findings(**{field.name: _word(checks[field.name]) for field in fields(Findings)})
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return the log-probs of all tokens but the first of each sequence, by plain transformers."""
+    found = []
+    for sequence in sequences:
+        token_ids = torch.tensor([sequence])
+        logprobs = model(input_ids=token_ids).logits[0].float().log_softmax(-1)
+        found.append(logprobs[:-1].gather(1, token_ids[0, 1:, None])[:, 0])
+    return found
+
+
+def distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """Return the largest difference, in nats."""
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+
+def _word(check: Callable[[], str]) -> str:
+    try:
+        return check()
+    except RlhfError:
+        return "refused"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _worst(words: Sequence[str]) -> str:
+    """Return the first word that tells of something wrong, else "refused" if one is."""
+    wrong = [word for word in words if word not in ("equal", "refused")]
+    return next(iter(wrong), "refused" if "refused" in words else "equal")
+
+
+def _load(folder: Path, **options: Any) -> Actor:
+    return load_actor(folder, dtype="float32", **options).eval()
+
+
+@torch.no_grad()
+def _compared(actor: Actor, batch: TokenBatch, expected: Sequence[Tensor]) -> str:
+    found = [values[1:] for values in batch.split(actor(batch).logprobs)]
+    gap = distance(found, expected)
+    return "equal" if gap <= BOUND else f"off by {gap:.1e}"
+
+
+def _packed(folder: Path, expected: Sequence[Tensor], attention: str) -> str:
+    actor = _load(folder, packing=True, attn_implementation=attention)
+    return _compared(actor, TokenBatch.packed(SEQUENCES), expected)
+
+
+def _shared(folder: Path, expected: Sequence[Tensor]) -> str:
+    actor = _load(folder, packing=True)
+    check_shares_prompts(actor.model.config, actor.model.config._attn_implementation)
+    return _compared(actor, TokenBatch.packed(SEQUENCES[:2], prompt_lengths=_PROMPT_LENGTHS), expected)
+
+
+def _saved(folder: Path) -> str:
+    """Make an update, save the model, and load it in plain transformers."""
+    actor = load_actor(folder, dtype="float32")
+    before = {name: weight.detach().clone() for name, weight in actor.named_parameters()}
+    actor(TokenBatch.padded(SEQUENCES, 0)).logprobs.sum().neg().backward()
+    with torch.no_grad():
+        for weight in actor.parameters():
+            if weight.grad is not None:
+                weight.sub_(0.01 * weight.grad.clamp(-1, 1))
+    moved = sum(not torch.equal(before[name], weight) for name, weight in actor.named_parameters())
+    if moved < len(before) / 2:
+        return f"{moved} of {len(before)} weights have a gradient"
+    new = folder.with_name("new")
+    save_hf(actor, None, None, new)
+    with quiet_transformers():
+        loaded, report = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32, output_loading_info=True)
+    problems = {name: sorted(keys)[:3] for name, keys in report.items() if keys}
+    if problems or type(loaded) is not type(actor.model):
+        return f"{type(loaded).__name__}: {problems}"
+    if _config(new) != _config(folder):
+        return "another config"
+    gap = distance(logprobs_of(loaded.eval(), SEQUENCES), logprobs_of(actor.eval().model, SEQUENCES))
+    return "equal" if gap <= BOUND else f"off by {gap:.1e}"
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    def without_dtype(config: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in config.items() if name != "dtype"}
+
+    return json.loads((folder / "config.json").read_text(), object_hook=without_dtype)
+
+
+def _sent(folder: Path) -> str:
+    names = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as stored:
+            names |= set(stored.keys())
+    sent = {name for name, _ in hf_named_weights(_load(folder))}
+    return "equal" if names == sent else f"{', '.join(sorted(names ^ sent)[:2])}"

@@ -1,0 +1,55 @@
+"""Write the table of families of models into its page.
+
+python tools/docs/models_page.py            write the table; takes two minutes
+python tools/docs/models_page.py --vllm     also start vLLM with each family; takes half an hour on two cores
+python tools/docs/models_page.py --check    exit with 1 if the table on the page differs
+"""
+
+import re
+import subprocess
+import sys
+from dataclasses import astuple
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- table: families -->\n", "<!-- end of the table -->\n"
+HEADS = ("family", "padded", "packed", "packed, `sdpa` or `eager`", "shared prompts", "saved", "sent", "vLLM")
+_TIMEOUT_S = 300
+
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(Path(__file__).parent)]
+
+
+def with_table(page: str, *, with_engines: bool) -> str:
+    """Return the page with a new table. The last column stays as it is unless vLLM is to run."""
+    from families import FAMILIES, examine
+
+    head, _, rest = page.partition(BEGIN)
+    old, _, tail = rest.partition(END)
+    engines = dict(re.findall(r"^\| `([^`]+)` .*\| ([^|]+) \|$", old, re.M))
+    lines = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
+    for family in FAMILIES:
+        told = _in_vllm(family) if with_engines else engines.get(family, "-")
+        lines.append(f"| `{family}` | {' | '.join(astuple(examine(family)))} | {told} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    return head + BEGIN + "\n".join(lines) + "\n" + END + tail
+
+
+def _in_vllm(family: str) -> str:
+    """Return the differences from plain transformers as text. The process is a new one, because vLLM may end it."""
+    command = [sys.executable, str(ROOT / "tests/support/family_engines.py"), family]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return "does not answer"
+    found = re.search(r"^gaps: (.*)$", done.stdout, re.M)
+    if found is not None:
+        return found[1]
+    print(done.stderr[-2000:], file=sys.stderr)
+    return "fails" if "Error: weights" in done.stderr or "WeightSync" in done.stderr else "does not start"
+
+
+if __name__ == "__main__":
+    from openrlhf_page import written
+
+    sys.exit(written(PAGE, lambda page: with_table(page, with_engines="--vllm" in sys.argv)))
