@@ -148,3 +148,15 @@ def test_engine_draws_no_token_after_a_text_that_ends_the_answer(of_run, of_requ
     content, reason, rollout = asyncio.run(run())
     assert (content, reason, rollout.finish_reason) == (text, "stop", FinishReason.STOP)
     assert rollout.num_response_tokens == engine.num_drawn == size
+
+
+def test_call_of_a_tool_that_ends_without_an_end_token_is_read():
+    call = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
+
+    async def run():
+        async with opened(writes(call)) as door:
+            tools = [{"type": "function", "function": ADD}]
+            choice = await door.chat([HI], tools=tools, max_tokens=len(call))
+            return choice.finish_reason, [one.function.arguments for one in choice.message.tool_calls or []]
+
+    assert asyncio.run(run()) == ("length", ['{"a": 1}'])
