@@ -111,6 +111,7 @@ REACHES = [
     ("temperature", "0.5", "", "sampling.temperature", 0.5),
     ("top_p", "0.5", "", "sampling.top_p", 0.5),
     ("top_k", "5", "", "sampling.top_k", 5),
+    ("extra_keys", "a,b", "", "reward.calls.worker.extra_keys", ("a", "b")),
     ("min_p", "0.1", "", "sampling.min_p", 0.1),
     ("min_p", "0.1", "", "eval_sampling.min_p", 0.1),
     ("repetition_penalty", "1.2", "", "sampling.repetition_penalty", 1.2),

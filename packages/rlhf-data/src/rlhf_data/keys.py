@@ -41,6 +41,12 @@ def check_keys(rows: Rows, keys: Mapping[str, str | None], optional: Collection[
                 raise DataError(message, hint=_advice(option, key, row, taken, option in optional))
 
 
+def check_extra_keys(rows: Rows, keys: Iterable[str]) -> None:
+    """Raise DataError unless the first readable row of every source has the keys of --extra_keys."""
+    for key in keys:
+        check_keys(rows, {"extra_keys": key})
+
+
 def unread_tools(sources: Iterable[Rows], data: ChatSection) -> list[str]:
     """Return a notice if rows hold tools that no option gives to the chat template, else nothing."""
     if data.apply_chat_template and data.tools_key is None:

@@ -46,6 +46,7 @@ def load_prompts(
     skip_bad_rows: bool = False,
     source: str = "default",
     source_key: str | None = None,
+    extra_keys: Sequence[str] = (),
 ) -> PromptSet:
     """Load prompts, each with the id `<file name>:<line>`, with folders where sources have one file name.
 
@@ -62,6 +63,7 @@ def load_prompts(
         skip_bad_rows: leave out any number of rows that cannot be used. Otherwise more than 1 % is an error.
         source: name of the data source, stored in every prompt.
         source_key: the key under which a row names its data source; replaces `source`.
+        extra_keys: the keys of further cells, see `Prompt.extra`.
 
     Raises:
         DataError: too many rows cannot be used (the message shows the first with file and line), or all prompts are too
@@ -84,14 +86,15 @@ def load_prompts(
             label = None if label_key is None else row.label(label_key)
             origin = source if source_key is None else row.text(source_key)
             messages = tuple(row_messages(row, input_key)) if apply_chat_template else None
-            drafts.append((row, text, label, origin, messages))
+            extra = {key: row.plain(key) for key in extra_keys}
+            drafts.append((row, text, label, origin, messages, extra))
         except DataError as error:
             errors.add(error)
     encoded = encode_prompts([text for _, text, *_ in drafts], tokenizer, has_special_tokens=apply_chat_template)
     prompts = []
     lengths = []
     digest = hashlib.blake2b(digest_size=8)
-    for (row, text, label, origin, messages), token_ids in zip(drafts, encoded, strict=True):
+    for (row, text, *known), token_ids in zip(drafts, encoded, strict=True):
         if not token_ids:
             errors.add(f"{row.origin}: the tokenizer makes no token of {text!r}")
         elif num_ids is not None and max(token_ids) >= num_ids:
@@ -100,8 +103,8 @@ def load_prompts(
             lengths.append(len(token_ids))
             if len(token_ids) > prompt_max_len:
                 continue
-            prompts.append(Prompt(row.row_id, token_ids, text, label, origin, messages))
-            digest.update(row.digest((input_key, label_key, tools_key, source_key)))
+            prompts.append(Prompt(row.row_id, token_ids, text, *known))
+            digest.update(row.digest((input_key, label_key, tools_key, source_key, *extra_keys)))
     num_rows = len(lengths) + errors.num_bad
     errors.check(num_rows)
     if not prompts:

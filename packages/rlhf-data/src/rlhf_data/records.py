@@ -92,6 +92,7 @@ class Prompt:
         label: the reference answer, as the reward function receives it.
         source: the data source it came from.
         messages: what the chat template has rendered as `text`; None for a prompt that it has not.
+        extra: further cells of the row by their keys, as JSON values, for reward functions and agents.
     """
 
     prompt_id: str
@@ -100,6 +101,7 @@ class Prompt:
     label: str | None = None
     source: str = "default"
     messages: tuple[Mapping[str, str], ...] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         freeze_arrays(self, token_ids=np.int32)

@@ -98,6 +98,17 @@ class Row:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{self.origin}: `{key}` is not JSON: {error}") from None
 
+    def plain(self, key: str) -> Any:
+        """Return the value of `key`, which may be null. Raises DataError unless it can be written as JSON."""
+        value = self.cell(key)
+        try:
+            is_plain = is_utf8(json.dumps(value, ensure_ascii=False))
+        except (TypeError, ValueError, RecursionError):
+            is_plain = False
+        if not is_plain:
+            raise DataError(f"{self.origin}: `{key}` cannot be written as JSON: {kind_of(value)}")
+        return value
+
     def label(self, key: str) -> str:
         """Return the value of `key` as reward functions receive it: text, or JSON for a boolean, list or object.
 

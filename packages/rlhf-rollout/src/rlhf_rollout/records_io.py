@@ -37,7 +37,8 @@ def rollout_record(group: RolloutGroup, episode: Episode, rollout: Rollout) -> d
     of each run of tokens. `routes` are null, or their shape [R, layers, top_k], the name of their numpy type and their
     bytes in Base64. `prompt_token_ids` is null where they are the tokens of the first span. `turn_rewards` and
     `earned_elsewhere` add up to `reward`. `token_rewards` holds pairs of a place in `token_ids` and a reward. `reward`,
-    `score`, `verdict` and `score_seconds` are null for a rollout that was not scored.
+    `score`, `verdict` and `score_seconds` are null for a rollout that was not scored. `prompt_extra` is there if the
+    prompt has extra cells.
     """
     prompt = group.prompt
     is_first_span = np.array_equal(prompt.token_ids, rollout.spans[0].token_ids)
@@ -52,6 +53,7 @@ def rollout_record(group: RolloutGroup, episode: Episode, rollout: Rollout) -> d
         "prompt_token_ids": None if is_first_span else prompt.token_ids.tolist(),
         "messages": None if prompt.messages is None else [dict(message) for message in prompt.messages],
         "label": prompt.label,
+        **({"prompt_extra": dict(prompt.extra)} if prompt.extra else {}),
         "text": rollout.text,
         "token_ids": rollout.token_ids.tolist(),
         "logprobs": _numbers(rollout.rollout_logprobs),
@@ -190,7 +192,8 @@ def _group(lines: Sequence[_Line], fields: Mapping[str, Any]) -> RolloutGroup:
             episodes.append(Episode(episode_id, rollout.group_id, tuple(line.rollout for line in members)))
         messages = None if first["messages"] is None else tuple(first["messages"])
         token_ids = first["prompt_token_ids"] or rollout.spans[0].token_ids
-        prompt = Prompt(first["prompt_id"], token_ids, first["prompt"], first["label"], first["source"], messages)
+        known = (first["prompt"], first["label"], first["source"], messages, first.get("prompt_extra", {}))
+        prompt = Prompt(first["prompt_id"], token_ids, *known)
     except _UNREADABLE as error:
         raise _unreadable(where, error) from None
     group = RolloutGroup(rollout.group_id, prompt, tuple(episodes))

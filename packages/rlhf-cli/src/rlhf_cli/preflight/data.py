@@ -44,12 +44,15 @@ def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
     options = {"probs": probs, "seed": config.training.seed, "split": data.prompt_split}
     training = open_sources(source_names(data.prompt_data), **options, **common)
     check_keys(data, training, ("input_key", "label_key", "tools_key"))
+    extra_keys = config.reward.extra_names
+    keys.check_extra_keys(training, extra_keys)
     for name, path in zip(names, files, strict=True):
         if not path.exists() and not path.name.lower().endswith(SUFFIXES):
             message = f"--eval_data: {missing_file('data file', path).partition(chr(10))[0]}"
             raise DataError(message, hint="give a .jsonl or .json file; names on the hub are for --prompt_data")
         held_out[name] = open_sources(path, **common)
         check_keys(data, held_out[name], ("input_key", "label_key", "tools_key", "source_key"))
+        keys.check_extra_keys(held_out[name], extra_keys)
     return training, held_out
 
 
@@ -70,7 +73,8 @@ def load_all(
     Raises:
         DataError: too many rows that cannot be used.
     """
-    load = partial(load_prompts, tokenizer=tokenizer, num_ids=num_ids, **matching(load_prompts, config.data))
+    options = {"tokenizer": tokenizer, "num_ids": num_ids, "extra_keys": config.reward.extra_names}
+    load = partial(load_prompts, **options, **matching(load_prompts, config.data))
     prompts = load(rows, source="train", source_key=None)
     sets = [load(part, source=name) for name, part in held_out_rows.items()]
     if not sets:

@@ -107,6 +107,7 @@ class HostedAgent:
             "prompt_token_ids": prompt.token_ids.tolist(),
             "messages": prompt.messages,
             "label": prompt.label or "",
+            "extra": dict(prompt.extra),
             "max_turns": self._limits.max_turns,
             "max_length": self._limits.max_length,
             "sampling": {key: value for key, value in dataclasses.asdict(sampling).items() if key != "num_samples"},

@@ -55,6 +55,7 @@ class Session:
         messages: the prompt as messages; one message of the user, unless the chat template has rendered it.
         is_chat: whether the chat template has rendered the prompt.
         label: the reference answer, "" without one.
+        extra: further cells of the prompt's row, by the keys that the run names.
         max_turns, max_length: limits of the episode, in answers and tokens.
         timeout_s: seconds that the agent's code may take between two answers.
         sampling: names and values of the answers' sampling.
@@ -66,6 +67,7 @@ class Session:
         self.is_chat = request.get("messages") is not None
         self.messages: list[dict[str, Any]] = request.get("messages") or [{"role": "user", "content": self.prompt}]
         self.label: str = request["label"]
+        self.extra: dict[str, Any] = request.get("extra", {})
         self.max_turns: int = request["max_turns"]
         self.max_length: int = request["max_length"]
         self.timeout_s: float = request["timeout_s"]

@@ -46,6 +46,7 @@ class AgentProgram:
         read_end, write_end = os.pipe()
         with tempfile.TemporaryFile() as told, os.fdopen(read_end, "rb", 0) as output:
             task = {"prompt": session.prompt, "messages": session.messages, "label": session.label}
+            task |= {"extra": session.extra} if session.extra else {}
             told.write(json.dumps(task).encode())
             told.seek(0)
             try:

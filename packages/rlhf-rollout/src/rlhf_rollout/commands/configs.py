@@ -51,6 +51,7 @@ _REWARD_OPTIONS = (
     "reward_timeout_s",
     "failed_reward",
     "success_threshold",
+    "extra_keys",
     *FUNCTION_OPTIONS,
     *PROCESS_OPTIONS,
     *CODE_OPTIONS,

@@ -70,8 +70,9 @@ class GenerateJob:
     def load_prompts(self, tokenizer: Any) -> tuple[PromptSet, list[dict[str, Any]]]:
         """Return the prompts, and for each the cells that it was made from: `input`, text or messages, and `tools`."""
         data = self.data
-        rows = replace(open_prompts(data, self.seed), skip_samples=data.skip_samples)
-        prompts = load_prompts(rows, tokenizer, **matching(load_prompts, data))
+        extra_keys = self.reward.options.extra_names
+        rows = replace(open_prompts(data, self.seed, extra_keys), skip_samples=data.skip_samples)
+        prompts = load_prompts(rows, tokenizer, extra_keys=extra_keys, **matching(load_prompts, data))
         # A second pass gives the same rows in the same order; rows that made no prompt are skipped.
         again = iter(rows.read(RowErrors(skip_bad_rows=True)))
         keys = {"input": data.input_key} | ({} if data.tools_key is None else {"tools": data.tools_key})
@@ -89,7 +90,7 @@ class GenerateJob:
             settings += (self.agent.path, self.agent.limits, self.agent.history, self.agent.tool_parser)
             settings += (self.agent.chat_template_kwargs,)
         rewards = (self.reward.sources, self.reward.options.normalize_reward, self.reward.options.judge_model)
-        asked = [(prompt.prompt_id, prompt.token_ids.tobytes(), prompt.label) for prompt in prompts]
+        asked = [(prompt.prompt_id, prompt.token_ids.tobytes(), prompt.label, prompt.extra) for prompt in prompts]
         return hashlib.sha256(repr((settings, rewards, asked)).encode()).hexdigest()[:16]
 
 

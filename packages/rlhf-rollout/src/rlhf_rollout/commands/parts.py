@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rlhf_data.chat import Tokenizer
 from rlhf_data.checks import check_stays
 from rlhf_data.errors import ConfigError, installs
-from rlhf_data.keys import check_keys, unread_tools
+from rlhf_data.keys import check_extra_keys, check_keys, unread_tools
 from rlhf_data.pretrained import ids_without_token, load_tokenizer, located, masked_ids_notice, set_chat_template
 from rlhf_data.sections import TemplateVariableSection
 from rlhf_data.sources import Rows, open_sources, parse_probs
@@ -171,8 +171,8 @@ def make_engine(model: EngineModelSection, engine: OneEngineSection, max_model_l
     return EngineJob(kind=engine.engine, spec=spec, tokenizer=model.tokenizer or model.pretrain)
 
 
-def open_prompts(data: PromptSourceSection, seed: int) -> Rows:
-    """Return the rows of --prompt_data; `seed` is that of --prompt_data_probs.
+def open_prompts(data: PromptSourceSection, seed: int, extra_keys: Sequence[str] = ()) -> Rows:
+    """Return the rows of --prompt_data; `seed` is that of --prompt_data_probs, and `extra_keys` those of --extra_keys.
 
     Raises DataError for a source that cannot be opened, or whose first row lacks a key.
     """
@@ -181,6 +181,7 @@ def open_prompts(data: PromptSourceSection, seed: int) -> Rows:
     rows = open_sources(data.prompt_data, preset=data.preset_data, **options)
     names = ("input_key", "label_key", "tools_key")
     check_keys(rows, {name: getattr(data, name) for name in names if hasattr(data, name)}, names[1:])
+    check_extra_keys(rows, extra_keys)
     for notice in unread_tools([rows], data):
         TERMINAL.say(f"notice: {notice}")
     return rows

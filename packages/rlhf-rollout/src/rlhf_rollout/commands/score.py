@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.keys import unread_tools
+from rlhf_data.keys import check_extra_keys, unread_tools
 from rlhf_data.options import matching
 from rlhf_data.preference import PreferenceEncoder
 from rlhf_data.pretrained import set_chat_template
@@ -70,7 +70,8 @@ def run(job: ScoreJob) -> int:
             TERMINAL.say(f"notice: {notice}")
         tokenizer = job.reward.load_tokenizer(job.tokenizer)
         set_chat_template(tokenizer, variables=data.chat_template_kwargs)
-        reader = _Reader(job.data, rows, tokenizer)
+        check_extra_keys(rows, extra_keys := job.reward.options.extra_names)
+        reader = _Reader(job.data, rows, tokenizer, extra_keys)
         num_rows = sum(1 for _ in rows.read(RowErrors(skip_bad_rows=True)))
     scored = asyncio.run(_score(job.reward, reader, num_rows))
     kind = job.output.post_processor
@@ -85,11 +86,12 @@ def run(job: ScoreJob) -> int:
 class _Reader:
     """Reads rows as prompts with one or two answers, and counts the rows that are left out."""
 
-    def __init__(self, data: AnswerSection, rows: Rows, tokenizer: Tokenizer) -> None:
+    def __init__(self, data: AnswerSection, rows: Rows, tokenizer: Tokenizer, extra_keys: Sequence[str]) -> None:
         kind = SftEncoder if data.chosen_key is None else PreferenceEncoder
         self._encoder: Any = kind(tokenizer=tokenizer, **matching(kind, data))
         self._data = data
         self._rows = rows
+        self._extra_keys = extra_keys
         self.tokenizer = tokenizer
         self._errors = RowErrors(skip_bad_rows=data.skip_bad_rows)
         self._num_rows = self._num_too_long = 0
@@ -101,6 +103,7 @@ class _Reader:
             try:
                 example = self._encoder(row)
                 label = None if self._data.label_key is None else row.label(self._data.label_key)
+                extra = {key: row.plain(key) for key in self._extra_keys}
             except DataError as error:
                 self._check_no_pair(row)
                 self._errors.add(error)
@@ -112,7 +115,7 @@ class _Reader:
                 self._num_too_long += 1
                 self.num_left_out += 1
             else:
-                yield row, [self._sample(answer, label) for answer in answers]
+                yield row, [self._sample(answer, label, extra) for answer in answers]
         self._errors.check(self._num_rows + self._errors.num_bad)
 
     def _check_no_pair(self, row: Row) -> None:
@@ -132,7 +135,7 @@ class _Reader:
         if self._errors.num_bad:
             TERMINAL.say(f"{self._errors.num_bad} rows cannot be used, such as {self._errors.first[0]}")
 
-    def _sample(self, example: SftExample, label: str | None) -> Sample:
+    def _sample(self, example: SftExample, label: str | None, extra: Mapping[str, Any]) -> Sample:
         first = int(example.loss_mask.argmax())
         asked, answer = example.token_ids[:first], example.token_ids[first:]
         # As in generation, the prompt's text includes what the chat template adds.
@@ -141,7 +144,8 @@ class _Reader:
         spans = (Span(SpanSource.PROMPT, asked), Span(SpanSource.POLICY, answer, np.zeros(len(answer)), 0))
         name = example.example_id
         response = self.tokenizer.decode(answer, skip_special_tokens=True)
-        return Prompt(name, asked, text, label), Rollout(name, name, spans, FinishReason.STOP, response)
+        prompt = Prompt(name, asked, text, label, extra=extra)
+        return prompt, Rollout(name, name, spans, FinishReason.STOP, response)
 
 
 async def _score(job: RewardJob, reader: _Reader, num_rows: int) -> list[dict[str, Any]]:

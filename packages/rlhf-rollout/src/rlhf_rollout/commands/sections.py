@@ -23,6 +23,7 @@ from rlhf_rollout.rewards.sources import (
     parse_sources,
     parse_weights,
 )
+from rlhf_rollout.rewards.user_function import BUILTIN, EXTRAS, SAMPLE_ARGUMENTS
 
 FUNCTION_OPTIONS = ("reward_start_timeout_s", "reward_env")
 PROCESS_OPTIONS = ("reward_num_workers", "reward_memory_gb")
@@ -32,7 +33,7 @@ AGENT_OPTIONS = (
     *("agent_history", "agent_tool_parser"),
 )
 # Options of reward functions that also say how an agent's processes run and what counts as right.
-SHARED_WITH_AGENTS = (*FUNCTION_OPTIONS, "reward_memory_gb", "failed_reward", "success_threshold")
+SHARED_WITH_AGENTS = (*FUNCTION_OPTIONS, "reward_memory_gb", "failed_reward", "success_threshold", "extra_keys")
 JUDGE_OPTIONS = ("judge_url", "judge_model", "judge_num_calls")
 Quantization = one_of(QUANTIZATIONS)
 # Values with which tokens are drawn from the model's distribution at its temperature.
@@ -246,6 +247,11 @@ class RewardSection(Section, title="reward"):
         "environment variables that reward functions receive, separated by commas, such as OPENAI_API_KEY; None: only"
         " those that say where programs, caches and devices are",
     )
+    extra_keys: str | None = flag(
+        None,
+        "further keys of a row, separated by commas: reward functions receive their cells as keyword arguments, a list"
+        " per key with an entry per response, reward servers as JSON fields, and agents as `session.extra`; None: none",
+    )
     code_sandbox: str | None = flag(
         None, "URL of a SandboxFusion server that runs the programs of `code`; None: bubblewrap on this machine"
     )
@@ -278,10 +284,20 @@ class RewardSection(Section, title="reward"):
         """Return the sources that the options name. Raises ConfigError unless there is one weight per source."""
         return parse_sources(self.remote_rm_url or "", self.reward_pretrain or "", parse_weights(self.reward_weights))
 
+    @property
+    def extra_names(self) -> tuple[str, ...]:
+        """The keys of --extra_keys. Raises ConfigError for one that reward functions receive anyway."""
+        names = tuple(dict.fromkeys(name.strip() for name in (self.extra_keys or "").split(",") if name.strip()))
+        if taken := [name for name in names if name in (*SAMPLE_ARGUMENTS, *EXTRAS)]:
+            message = f"--extra_keys: every reward function receives something else called `{taken[0]}`"
+            raise ConfigError(message, hint="give the column of the rows another name")
+        return names
+
     def calls(self) -> CallOptions:
         """Return how the sources are called. Raises ConfigError for a bad name of an environment variable."""
         names = tuple(name.strip() for name in (self.reward_env or "").split(",") if name.strip())
         limits = {"start_timeout_s": self.reward_start_timeout_s, "memory_gb": self.reward_memory_gb}
+        limits["extra_keys"] = self.extra_names
         return CallOptions(
             timeout_s=self.reward_timeout_s,
             num_workers=self.reward_num_workers,
@@ -329,8 +345,13 @@ class RewardSection(Section, title="reward"):
             message = "a pairwise judge compares the responses to a prompt, and here there is one"
             raise ConfigError(message, hint="with ppo and generate, give --n_samples_per_prompt 4; or use judge:FILE")
         self.calls()
+        takes = "server" in kinds or any(
+            source.kind == "function" and source.targets[0].partition(":")[0] not in BUILTIN
+            for source in self.sources()
+        )
         return without_effect(
             given,
+            (not takes, ["extra_keys"], "no reward function or server of yours scores"),
             (kinds <= {"model"}, ["reward_timeout_s"], "no reward function or server scores"),
             ("function" not in kinds, FUNCTION_OPTIONS, "no reward function scores"),
             (not kinds & {"function", "code"}, PROCESS_OPTIONS, "no reward function scores"),

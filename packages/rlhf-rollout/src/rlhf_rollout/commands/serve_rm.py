@@ -1,13 +1,13 @@
 """`serve_rm`: a reward over HTTP, for `rlhf_rollout.rewards.remote`.
 
 A POST to /get_reward with `{"query": [...], "prompts": [...], "labels": [...]}` is answered by `{"rewards": [...],
-"scores": [...], "extra_logs": {...}, "verdicts": [...]}`, one entry per query.
+"scores": [...], "extra_logs": {...}, "verdicts": [...]}`, one entry per query. --extra_keys names further lists.
 GET /health tells whether the server is up.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +34,13 @@ READ_TIMEOUT_S = 60.0  # for the body of a request
 ANSWER_TIMEOUT_S = 600.0  # for its rewards
 
 
-class Query(BaseModel):
+class Query(BaseModel, extra="allow"):
     """The body of a request.
 
     Attributes:
         query: texts of prompt and response together.
         prompts: the prompt at the beginning of each query; if left out, a query is a response without a prompt.
-        labels: the reference answers, which reward functions receive.
+        labels: the reference answers, which reward functions receive. Lists of --extra_keys have names of their own.
     """
 
     query: list[str] = Field(max_length=MAX_QUERIES)
@@ -81,12 +81,18 @@ def run(job: ServeJob) -> int:
     # Opened before the server starts: an error within the server's start would not reach the caller.
     reward = job.reward.open(tokenizer, resources)
     TERMINAL.say(f"POST to http://{job.server.host}:{job.server.port}/get_reward")
-    listen(create_app(reward, tokenizer, resources, token=token), job.server)
+    extra_keys = job.reward.options.extra_names
+    listen(create_app(reward, tokenizer, resources, token=token, extra_keys=extra_keys), job.server)
     return 0
 
 
 def create_app(
-    reward: RewardFunction, tokenizer: Tokenizer, resources: contextlib.AsyncExitStack, *, token: str = ""
+    reward: RewardFunction,
+    tokenizer: Tokenizer,
+    resources: contextlib.AsyncExitStack,
+    *,
+    token: str = "",
+    extra_keys: Sequence[str] = (),
 ) -> FastAPI:
     """Return the server's application.
 
@@ -96,6 +102,7 @@ def create_app(
             separately and an EOS is added.
         resources: closed when the server ends.
         token: the bearer token that requests must carry; empty if they need none.
+        extra_keys: names of further lists that a request must have, for reward functions.
     """
 
     @contextlib.asynccontextmanager
@@ -123,7 +130,9 @@ def create_app(
         if {len(prompts), len(labels)} != {count}:
             raise HTTPException(422, f"{count} queries with {len(prompts)} prompts and {len(labels)} labels")
         try:
-            samples = [_sample(tokenizer, *texts) for texts in zip(query.query, prompts, labels, strict=True)]
+            cells = _extra_cells(query.model_extra or {}, extra_keys, count)
+            texts = zip(query.query, prompts, labels, cells, strict=True)
+            samples = [_sample(tokenizer, *parts) for parts in texts]
         except DataError as error:
             raise HTTPException(422, str(error)) from None
         calls = [score_each(reward, prompt, [rollout]) for prompt, rollout in samples]
@@ -136,7 +145,17 @@ def create_app(
     return app
 
 
-def _sample(tokenizer: Tokenizer, query: str, prompt: str, label: str | None) -> tuple[Prompt, Rollout]:
+def _extra_cells(given: Mapping[str, Any], keys: Sequence[str], count: int) -> list[dict[str, Any]]:
+    """Return the extra cells of each query. Raises DataError for a list that is missing or of another length."""
+    for key in keys:
+        if not isinstance(given.get(key), list) or len(given[key]) != count:
+            raise DataError(f"`{key}` must be a list with an entry for each of the {count} queries")
+    return [{key: given[key][index] for key in keys} for index in range(count)]
+
+
+def _sample(
+    tokenizer: Tokenizer, query: str, prompt: str, label: str | None, extra: Mapping[str, Any]
+) -> tuple[Prompt, Rollout]:
     if not query.startswith(prompt):
         raise DataError(f"the query {query[:60]!r} does not begin with its prompt {prompt[:60]!r}")
     response = query.removeprefix(prompt)
@@ -144,7 +163,8 @@ def _sample(tokenizer: Tokenizer, query: str, prompt: str, label: str | None) ->
     first = max(1, int(mask.argmax()))
     answer = token_ids[first:]
     spans = (Span(SpanSource.PROMPT, token_ids[:first]), Span(SpanSource.POLICY, answer, [0.0] * len(answer), 0))
-    return Prompt("request", token_ids[:first], prompt, label), Rollout("r", "r", spans, FinishReason.STOP, response)
+    asked = Prompt("request", token_ids[:first], prompt, label, extra=extra)
+    return asked, Rollout("r", "r", spans, FinishReason.STOP, response)
 
 
 def _answer(verdicts: Sequence[Verdict]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class FunctionReward:
                 raise RewardError(_CLOSED)
             loop = asyncio.get_running_loop()
             samples = reward_arguments(prompt, [rollout.text for rollout in part])
-            extras = extra_arguments(part)
+            extras = extra_arguments([(prompt, rollout) for rollout in part])
             return await loop.run_in_executor(self._executor, self._call, prompt.prompt_id, samples, extras)
 
         return await judge(rollouts, ask, self._success_threshold)
@@ -201,8 +201,8 @@ def check_reward_function(
         process.start()
         if not prompts:
             return None
-        rollouts = [_trial_rollout(prompt, text) for prompt in prompts[:4] for text in _trial_texts(prompt)]
-        outcome = process.call(trial_arguments(prompts), extra_arguments(rollouts), timeout_s)
+        samples = [(prompt, _trial_rollout(prompt, text)) for prompt in prompts[:4] for text in _trial_texts(prompt)]
+        outcome = process.call(trial_arguments(prompts), extra_arguments(samples), timeout_s)
     finally:
         process.close()
     name = f"{target.module}:{target.function}"
@@ -220,14 +220,22 @@ def reward_arguments(prompt: Prompt, responses: Sequence[str]) -> Samples:
     return queries, [prompt.text] * len(queries), [prompt.label or ""] * len(queries)
 
 
-def extra_arguments(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
-    """Return the lists of `user_function.EXTRAS`; the token ids are those of the response alone."""
-    return {
+def extra_arguments(samples: Sequence[tuple[Prompt, Rollout]]) -> dict[str, list[Any]]:
+    """Return the lists of `user_function.EXTRAS`, of which the token ids are those of the response alone, and those of
+    the prompts' extra cells."""
+    rollouts = [rollout for _, rollout in samples]
+    return extra_cells([prompt for prompt, _ in samples]) | {
         "responses": [rollout.text for rollout in rollouts],
         "token_ids": [rollout.token_ids[len(rollout.spans[0].token_ids) :].tolist() for rollout in rollouts],
         "finish_reasons": [str(rollout.finish_reason) for rollout in rollouts],
         "group_ids": [rollout.group_id for rollout in rollouts],
     }
+
+
+def extra_cells(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
+    """Return the lists of the prompts' extra cells by their keys, which are those of the first prompt."""
+    keys = prompts[0].extra if prompts else ()
+    return {key: [prompt.extra[key] for prompt in prompts] for key in keys}
 
 
 def _trial_texts(prompt: Prompt) -> tuple[str, str]:

@@ -115,6 +115,7 @@ class WorkerProcess(GuardedProcess):
         self._start_timeout_s = options.start_timeout_s
         self._numbers = itertools.count()
         self._received = bytearray()
+        self._extra_keys = options.extra_keys
         self._extras: Sequence[str] = ()
 
     def start(self) -> None:
@@ -125,6 +126,7 @@ class WorkerProcess(GuardedProcess):
         timer.start()
         try:
             first = {"path": import_path(), "program": PROGRAM, "target": asdict(self._target)}
+            first["extra_keys"] = self._extra_keys
             answer = self._exchange(first, limit)
         finally:
             timer.cancel()

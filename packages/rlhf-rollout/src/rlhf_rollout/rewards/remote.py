@@ -1,6 +1,7 @@
 """Rewards from HTTP servers: rollouts of several prompts share requests, which are retried on other servers.
 
-A server takes a POST of `{"query": [...], "prompts": [...], "labels": [...]}`, one text per rollout, and answers
+A server takes a POST of `{"query": [...], "prompts": [...], "labels": [...]}`, one text per rollout, with further lists
+under the run's extra keys, and answers
 `{"rewards": [one number per query]}` and optionally `scores`, `extra_logs` and `verdicts`, as a reward function does.
 """
 
@@ -9,7 +10,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,7 +36,7 @@ _MAX_RETRY_WAIT_S = 30.0
 _CONNECT_TIMEOUT_S = 10.0
 _SKELETON = 'answer {"rewards": [one number per query]}'
 
-Sample = tuple[str, str, str]  # query, prompt, label
+Sample = tuple[str, str, str, Mapping[str, Any]]  # query, prompt, label, extra cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class RemoteReward:
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
         """Return one verdict per rollout, in order."""
         samples = zip(*reward_arguments(prompt, [rollout.text for rollout in rollouts]), strict=True)
-        return await asyncio.gather(*[self._batcher.submit(sample) for sample in samples])
+        return await asyncio.gather(*[self._batcher.submit((*sample, prompt.extra)) for sample in samples])
 
     async def close(self) -> None:
         """Cancel the requests in flight and close the connections."""
@@ -156,8 +157,9 @@ class RemoteReward:
 
     async def ask_server(self, url: str, samples: Sequence[Sample]) -> Scored | RequestFailure:
         """Send one request to one server."""
-        queries, prompts, labels = map(list, zip(*samples, strict=True))
+        queries, prompts, labels, extras = map(list, zip(*samples, strict=True))
         body = {"query": queries, "prompts": prompts, "labels": labels}
+        body |= {key: [extra[key] for extra in extras] for key in extras[0]}
         token = self._tokens.get(url)
         response = await send(self._client, url, body, token, self._timeout_s)
         if isinstance(response, RequestFailure):
@@ -226,7 +228,8 @@ def check_reward_server(
         RewardError: a server refuses the request, or its answer has no `rewards`, another number of rewards than
             queries, or a reward that is not finite.
     """
-    samples = list(zip(*trial_arguments(prompts), strict=True))
+    extras = [prompt.extra for prompt in prompts[:4] for _ in range(2)]
+    samples = list(zip(*trial_arguments(prompts), extras, strict=True))
 
     async def ask_all() -> list[Scored | RequestFailure]:
         reward = RemoteReward(urls, timeout_s=timeout_s, transport=transport)

@@ -59,6 +59,7 @@ class WorkerOptions:
         start_timeout_s: time limit of importing the function, in seconds.
         memory_gb: limit for the data of each process, in GiB; None for half of this machine's memory.
         env: names of environment variables that workers receive besides `rlhf_rollout.rewards.process.INHERITED`.
+        extra_keys: the keys of `Prompt.extra` that a function receives as keyword arguments.
 
     Raises:
         ConfigError: a number is not positive, or a name cannot be that of a variable.
@@ -67,6 +68,7 @@ class WorkerOptions:
     start_timeout_s: float = 120.0
     memory_gb: float | None = None
     env: tuple[str, ...] = ()
+    extra_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("start_timeout_s", "memory_gb"):

@@ -3,7 +3,8 @@
     def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict
 
 It receives, per sample, prompt and response as one text, the prompt alone, and the reference answer ("" without one).
-If it has further parameters with the names of `EXTRAS`, or `**kwargs`, it receives these lists, too. It may be `async`.
+If it has further parameters with the names of `EXTRAS`, or `**kwargs`, it receives these lists, too. It must have
+parameters for the run's extra keys, which are lists of cells of the rows. It may be `async`.
 It returns a dictionary with `rewards` (one number per sample) and optionally `scores` (raw scores; the rewards if left
 out), `extra_logs` (name -> one number, or one number per sample) and `verdicts` (one of `VerdictKind` per sample).
 Numbers may be in lists, tuples, numpy arrays or torch tensors.
@@ -30,6 +31,7 @@ from rlhf_data.records import Verdict, VerdictKind
 from rlhf_rollout.rewards.openrlhf_names import provide_utils
 
 DEFAULT_FUNCTION = "reward_func"
+SAMPLE_ARGUMENTS = ("queries", "prompts", "labels", "query")  # lists that functions or servers receive
 EXTRAS = ("responses", "token_ids", "finish_reasons", "group_ids")  # keyword arguments, one entry per sample each
 MAX_NUMBER = float(np.finfo(np.float32).max)  # losses are computed in float32
 # Rewards that are named by a word: module, function, and whether the function takes what follows a `:` and returns the
@@ -39,6 +41,7 @@ BUILTIN = {
     "format": ("rlhf_rollout.rewards.form", "format_reward", True),
     "length": ("rlhf_rollout.rewards.form", "length_reward", True),
 }
+_BUILTIN_MODULES = {module for module, _, _ in BUILTIN.values()}
 SUCCESS_THRESHOLD = 1.0  # full credit, where scores lie in [0, 1]
 
 _MAX_LINE = 1000
@@ -107,10 +110,11 @@ def parse_reward(reward: str) -> RewardTarget:
     return RewardTarget(module, function)
 
 
-def load_function(target: RewardTarget) -> Callable[..., Any]:
+def load_function(target: RewardTarget, extra_keys: Sequence[str] = ()) -> Callable[..., Any]:
     """Import the target and return its function.
 
-    Raises RewardError when there is no such function or it takes other arguments, and whatever the import raises.
+    Raises RewardError when there is no such function or it takes other arguments than the three lists and
+    `extra_keys`, which built-in rewards do not get, and whatever the import raises.
     """
     module = import_target(target.module)
     function = getattr(module, target.function, None)
@@ -119,7 +123,7 @@ def load_function(target: RewardTarget) -> Callable[..., Any]:
         raise RewardError(_no_function(target, callables))
     if target.argument is not None:
         function = function(target.argument)
-    _check_parameters(function, target)
+    _check_parameters(function, target, () if target.module in _BUILTIN_MODULES else extra_keys)
     return function
 
 
@@ -142,18 +146,19 @@ def import_target(module: str) -> Any:
     return loaded
 
 
-def accepted_extras(function: Callable[..., Any]) -> list[str]:
-    """Return the names among `EXTRAS` that a reward function takes as arguments."""
+def accepted_extras(function: Callable[..., Any], extra_keys: Sequence[str] = ()) -> list[str]:
+    """Return the names among `EXTRAS` and `extra_keys` that a reward function takes as arguments."""
+    known = [*EXTRAS, *extra_keys]
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # some functions written in C have no signature
         return []
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return list(EXTRAS)
+        return known
     # The first three receive queries, prompts and labels, whatever their names.
     named = [parameter.name for parameter in parameters[3:] if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     named += [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    return [name for name in EXTRAS if name in named]
+    return [name for name in known if name in named]
 
 
 def one_line(text: str) -> str:
@@ -268,14 +273,20 @@ def _bound_names(body: list[ast.stmt]) -> Iterator[str]:
             yield part.asname or part.name
 
 
-def _check_parameters(function: Callable[..., Any], target: RewardTarget) -> None:
-    """Raise RewardError when the function cannot take three arguments: every call would fail."""
+def _check_parameters(function: Callable[..., Any], target: RewardTarget, extra_keys: Sequence[str]) -> None:
+    """Raise RewardError when the function cannot take three arguments and `extra_keys`: every call would fail."""
+    accepted = accepted_extras(function, extra_keys)
+    if lacking := [name for name in extra_keys if name not in accepted]:
+        message = f"{target.module}: {target.function} takes no keyword argument {', '.join(lacking)}"
+        given = ", ".join(["queries", "prompts", "labels", *extra_keys])
+        hint = f"write def {target.function}({given}), or **kwargs; or leave it out of ``extra_keys``"
+        raise RewardError(f"{message}, which is one of the extra keys", hint=hint)
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have no signature
         return
     try:
-        signature.bind([], [], [], **{name: [] for name in accepted_extras(function)})
+        signature.bind([], [], [], **{name: [] for name in accepted})
     except TypeError as error:
         message = f"{target.module}: {target.function}{signature} does not take (queries, prompts, labels): {error}"
         raise RewardError(message, hint=_SKELETON) from None

@@ -31,8 +31,9 @@ def serve(stream: IO[bytes], first: Mapping[str, Any]) -> None:
         stream.write(json.dumps({"call": call["call"], **answer}).encode() + b"\n")
         stream.flush()
 
-    function, failure = _attempt(target, load_function, target)
-    send(first, failure or {"extras": accepted_extras(function)})
+    extra_keys = first["extra_keys"]
+    function, failure = _attempt(target, load_function, target, extra_keys)
+    send(first, failure or {"extras": accepted_extras(function, extra_keys)})
     # Async functions share one event loop, so that their clients stay connected between calls.
     with asyncio.Runner() as runner:
         while function is not None and (line := stream.readline()):
