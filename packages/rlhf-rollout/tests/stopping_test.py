@@ -44,6 +44,7 @@ def test_the_token_that_completes_a_text_is_found_among_characters_of_several_to
 def test_bytes_that_are_no_character_do_not_hide_a_text():
     tokens = [0xE2] * 9 + list(b"END") + [65]
     assert watched(tokens, decoder(None), stop=("END",)) == 12
+    assert watched([0xE2] * 9, decoder(None), stop=("\ufffd",)) == 4
 
 
 def test_a_text_may_span_words_whose_spaces_depend_on_what_is_before_them():
@@ -68,7 +69,14 @@ def test_the_text_of_an_answer_ends_before_the_first_text():
     assert before_stop("one", ("two",)) == "one"
 
 
-def test_special_tokens_count_by_their_text():
+def test_special_tokens_count_by_their_text(tmp_path):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1, "</s>": 2}, "<unk>"))
+    core.add_special_tokens(["</s>"])
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>").save_pretrained(tmp_path)
+    assert decoder(tmp_path)([0, 2]).endswith("</s>")
     tokens = ByteTokenizer().encode("ab<bos>cd", add_special_tokens=False)
     assert watched(tokens, decoder(None), stop=("<bos>",)) == 3
 
