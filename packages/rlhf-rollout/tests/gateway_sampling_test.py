@@ -1,6 +1,7 @@
 """The door: what a request may change of how answers are sampled, what is ignored, and what is sent whatever it is."""
 
 import asyncio
+import dataclasses
 import json
 import math
 
@@ -148,6 +149,15 @@ def test_engine_draws_no_token_after_a_text_that_ends_the_answer(of_run, of_requ
     content, reason, rollout = asyncio.run(run())
     assert (content, reason, rollout.finish_reason) == (text, "stop", FinishReason.STOP)
     assert rollout.num_response_tokens == engine.num_drawn == size
+
+
+def test_run_that_wants_more_tokens_than_an_agent_gets_no_more():
+    async def run():
+        async with opened(writes("abcdefgh"), max_tokens=9) as door:
+            door.recorder.sampling = dataclasses.replace(door.recorder.sampling, min_tokens=5)
+            return (await door.chat([HI], max_tokens=2)).message.content
+
+    assert asyncio.run(run()) == "ab"
 
 
 def test_call_of_a_tool_that_ends_without_an_end_token_is_read():
