@@ -265,6 +265,7 @@ def test_reward_that_hangs_on_one_prompt_costs_its_rollouts_only(make_run, tmp_p
     started = time.monotonic()
     train_and_save(run.job, run.parts, run.recorder)
     assert time.monotonic() - started < 200
+    run.recorder.close()  # a thread writes the records
     records = [json.loads(line) for line in run.recorder.path("rollouts").read_text().splitlines()]
     failed = [one for one in records if one["reward"] is None]
     assert {one["prompt"] for one in failed} == {"prompt 5"}
