@@ -1,6 +1,7 @@
 """`rm`, `dpo`, `kto`, `prm` and `kd` from their flags to a model folder, on real DeepSpeed in this process."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -218,6 +219,16 @@ def test_bad_input_is_refused_before_a_model_loads(folder, models, capsys, monke
     assert run(command, flags(command, models, **changes)) == 2
     assert message in capsys.readouterr().err
     assert not (folder / "out").exists()
+
+
+def test_reward_model_from_a_classifier_of_two_labels_is_refused_in_the_dry_run(folder, models, capsys):
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    shutil.copytree(models / "base", folder / "two")
+    config = AutoConfig.from_pretrained(folder / "two", num_labels=2)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "two")
+    assert run("rm", [*flags("rm", models, pretrain="two"), "--dry_run"]) == 2
+    assert "--pretrain: the head score.weight of the model" in capsys.readouterr().err
 
 
 def test_bad_rows_end_a_run_or_are_left_out(folder, models, capsys):

@@ -192,6 +192,7 @@ def test_flag_with_nothing_left_to_choose_is_one_notice(command, argv):
         ("ppo", "--vllm_is_correction_type seq-mask-tis", "masking responses by their geometric mean"),
         ("ppo", "--algo.advantage.is_correction_level seq", "masking responses by their geometric mean"),
         ("ppo", "--algo.advantage.is_correction_gating tv", "a gate by binary KL or total variation"),
+        ("ppo", "--ref_pretrain other", "a reference model other than the policy before the run"),
         ("ppo", "--actor.muon.lr 0.02", "a learning rate of its own for Muon"),
         ("ppo", "--ds.param_dtype fp16", "float16"),
         ("sft", "--load_in_4bit", "weights in 4 bits"),

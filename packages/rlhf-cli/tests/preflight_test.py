@@ -200,6 +200,16 @@ def test_check_inputs_model_that_reads_other_tokens_is_refused(folder, models, f
     assert text.startswith(f"--{flag}: the vocabulary of {models / 'judge'} differs from the policy's")
 
 
+def test_check_inputs_critic_with_a_head_of_two_labels_is_refused(folder, models):
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    shutil.copytree(models / "policy", folder / "two")
+    config = AutoConfig.from_pretrained(folder / "two", num_labels=2)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "two")
+    text = refused(folder, models, "--advantage_estimator", "gae", "--critic_pretrain", "two")
+    assert text.startswith(f"--critic_pretrain: the head score.weight of the model {folder / 'two'} has the shape [2, ")
+
+
 def test_check_inputs_teacher_with_the_policys_tokens_is_accepted_alone_and_one_with_a_short_context_is_not(
     folder, models
 ):

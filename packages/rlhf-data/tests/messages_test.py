@@ -71,6 +71,11 @@ def test_row_messages_results_of_tools_are_named_observations_by_some():
         ({"role": "user", "content": []}, "message 1 of `q` needs a text `role` and a text `content`"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "message 1 of `q` has a part of type"),
         ({"role": "user", "content": [text_part(None)]}, "message 1 of `q` needs a text `role` and a text `content`"),
+        ({"role": "user", "content": "x\ud800"}, "`q` holds half of a surrogate pair"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "\udfff", "arguments": {}}}]},
+            "`q` holds half of a surrogate pair",
+        ),
         ({"role": "user", "content": ["x"]}, "message 1 of `q` needs a text `role` and a text `content`"),
     ],
 )

@@ -94,8 +94,24 @@ def test_load_tokenizer_folder_without_one_says_so(tmp_path, config):
 
 def test_load_tokenizer_broken_file_is_named(folder):
     (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"cannot load the tokenizer .*t: .*\n\nhint: check the path"):
+    with pytest.raises(ConfigError, match=r"cannot load the tokenizer .*t: .*\n\nhint: its files may be damaged"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (OSError("no such file"), "check the path, or the hub name and the network; "),
+        (ConnectionError("refused"), "check the path, or the hub name and the network; "),
+        (ImportError("needs optimum"), "install the package that it needs"),
+        (ValueError("sizes differ"), "its files may be damaged, or need another version of transformers than "),
+        (KeyError("mistral9"), "its files may be damaged, or need another version of transformers than "),
+    ],
+)
+def test_only_errors_about_path_and_network_hint_at_them(error, hint):
+    with pytest.raises(ConfigError) as caught, pretrained.clear_errors("model", "m"):
+        raise error
+    assert str(caught.value).startswith(f"cannot load the model m: {error}\n\nhint: {hint}")
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "nowhere", "a/b/c"])

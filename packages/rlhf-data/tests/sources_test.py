@@ -13,7 +13,7 @@ import pytest
 from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.rows import Row, RowErrors, json_value
-from rlhf_data.sources import open_sources
+from rlhf_data.sources import open_sources, split_sources
 
 
 def write(path, content, is_compressed):
@@ -103,6 +103,39 @@ def test_read_rows_without_rows_is_refused(tmp_path, name, content):
         read_rows(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"train": []}', """`jq '.["train"]' a.json > rows.json`"""),
+        ('{"version": 1, "my data": [{"q": 1}], "test": []}\n', """`jq '.["my data"]' a.json > rows.json`"""),
+        ('{"q": 1}', "one object per line"),
+        ('{"q": [1]}\n{"q": [2]}\n', "one object per line"),
+    ],
+)
+def test_read_rows_json_object_says_how_to_make_a_list_of_it(tmp_path, content, says):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(DataError) as caught:
+        read_rows(tmp_path / "a.json")
+    assert says in str(caught.value).partition("hint: ")[2]
+
+
+def test_file_with_a_comma_in_its_name_is_to_be_renamed(tmp_path, monkeypatch):
+    for name in ("a,b.jsonl", "c.jsonl", "x, y, z.jsonl"):
+        write_jsonl(tmp_path / name, [{"q": 1}])
+    monkeypatch.chdir(tmp_path)
+    for text, name in (
+        ("a,b.jsonl", "a,b.jsonl"),
+        ("c.jsonl,a,b.jsonl", "a,b.jsonl"),
+        ("c.jsonl, x, y, z.jsonl", "x, y, z.jsonl"),
+        (f"{tmp_path}/a,b.jsonl", f"{tmp_path}/a,b.jsonl"),
+    ):
+        with pytest.raises(ConfigError, match=f"the data file {name} has a comma, .*\n\nhint: rename the file"):
+            open_sources(text)
+    assert split_sources("c.jsonl, owner/name,,") == ["c.jsonl", "owner/name"]
+    assert split_sources(",".join(["name"] * 100)) == ["name"] * 100  # a file's name cannot be as long
+    assert read_rows(tmp_path / "a,b.jsonl")  # a path is one file
+
+
 def test_read_rows_jsonl_content_in_a_json_file_is_explained(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('{"q": 1}\n{"q": 2}\n')
@@ -128,6 +161,12 @@ def test_row_text_converts_numbers_and_refuses_the_rest(tmp_path):
             row.text(key)
     with pytest.raises(DataError, match="surrogate"):
         row.text("half")
+
+
+@pytest.mark.parametrize("label", ["\ud800", {"a": "\ud800"}, ["\udfff"], {"\ud800": 1}])
+def test_row_label_with_half_of_a_surrogate_pair_is_refused(label):
+    with pytest.raises(DataError, match="x:7: `a` holds half of a surrogate pair"):
+        Row({"a": label}, "x", 7).label("a")
 
 
 def test_row_label_writes_structures_as_json_and_refuses_null(tmp_path):

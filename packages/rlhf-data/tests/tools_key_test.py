@@ -8,6 +8,7 @@ from record_testing import write_jsonl
 from rlhf_data.chat import encode_prompts
 from rlhf_data.errors import DataError
 from rlhf_data.keys import check_keys, unread_tools
+from rlhf_data.messages import row_tools
 from rlhf_data.preference import PreferenceEncoder, UnpairedEncoder
 from rlhf_data.prompts import load_prompts
 from rlhf_data.rows import Row
@@ -26,6 +27,12 @@ CHAT = {"tokenizer": TOKENIZER, "apply_chat_template": True, "tools_key": "t"}
 
 def text_of(example):
     return TOKENIZER.decode(example.token_ids)
+
+
+def test_tools_with_half_of_a_surrogate_pair_are_refused():
+    row = Row({"tools": [{"function": {"name": "\ud800"}}]}, "x", 7)
+    with pytest.raises(DataError, match="x:7: `tools` holds half of a surrogate pair"):
+        row_tools(row, "tools")
 
 
 def test_all_examples_and_prompts_have_the_tools(tmp_path):

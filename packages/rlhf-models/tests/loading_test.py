@@ -5,9 +5,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.loading import (
+    check_critic,
     check_reward_model,
     check_tokenizer_fits,
     check_weights,
@@ -54,6 +56,43 @@ def test_load_config_that_contradicts_itself_says_in_what(model_dir, tmp_path):
     )
     with pytest.raises(ConfigError, match=r"cannot load the model .*: .*num_hidden_layers.*\n\nhint: "):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["config", "text_config"])
+@pytest.mark.parametrize("load", [load_config, lambda path: load_actor(path, dtype="float32")])
+def test_quantized_model_is_refused_with_its_method(qwen2_dir, tmp_path, monkeypatch, load, place):
+    folder = edited(qwen2_dir, tmp_path, "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    if place == "text_config":
+
+        class Whole(PretrainedConfig):
+            def get_text_config(self, *_, **__):
+                return PretrainedConfig(quantization_config={"quant_method": "gptq"})
+
+        monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: Whole())
+    with pytest.raises(
+        ConfigError, match=r"copy is quantized \(gptq\), and trainers read whole weights only\n\nhint: "
+    ):
+        load(folder)
+
+
+def test_model_with_code_of_its_own_is_refused_and_nobody_is_asked(qwen2_dir, tmp_path, monkeypatch):
+    names = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+    folder = edited(qwen2_dir, tmp_path, "config.json", model_type="mine", auto_map=names)
+    (folder / "mine.py").write_text("raise SystemExit('this code was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
+    with pytest.raises(ConfigError, match=r"model .*copy needs Python code of its own.*\n\nhint: use a model of a"):
+        load_config(folder)
+
+
+def test_critic_may_have_a_head_of_one_score_only(qwen2_dir, tmp_path):
+    for num_labels in (1, 2):
+        config = AutoConfig.from_pretrained(qwen2_dir, num_labels=num_labels)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / str(num_labels))
+    check_critic(qwen2_dir)  # which has no head
+    check_critic(tmp_path / "1")
+    check_critic("some/name")
+    with pytest.raises(ConfigError, match=r"score.weight of the model .*2 has the shape \[2, \d+\]; one score needs"):
+        check_critic(tmp_path / "2")
 
 
 def test_check_weights_whole_folder_and_hub_name_pass(model_dir):

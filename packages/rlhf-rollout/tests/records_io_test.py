@@ -138,6 +138,22 @@ def test_rollout_writer_appends_whole_lines_with_fields(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
+def test_rollout_writer_keeps_half_of_a_surrogate_pair(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    prompt = dataclasses.replace(
+        make_prompt("2+2=", "\ud800 \udcff é"), messages=({"role": "user", "content": "\udfff"},)
+    )
+    group = make_group("g0", prompt, (make_rollout(prompt, "4"),))
+    writer = RolloutWriter(path)
+    writer.write(group, tools=["\ud83d"])
+    writer.close()
+    [batch] = read_batches(path)
+    [read] = batch.groups
+    assert (read.prompt.label, read.prompt.messages[0]["content"]) == ("\ud800 \udcff é", "\udfff")
+    assert batch.fields["tools"] == ["\ud83d"]
+    assert "é" in path.read_text(encoding="utf-8")
+
+
 def test_rollout_writer_names_the_episode_of_every_rollout(tmp_path):
     prompt = make_prompt()
     first, second, third = (make_rollout(prompt, str(index), index=index) for index in range(3))

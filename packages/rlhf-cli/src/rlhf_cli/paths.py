@@ -15,7 +15,7 @@ from rlhf_cli.builtin import BUILTIN, HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
 from rlhf_data.checks import check_stays
 from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import is_template_file
-from rlhf_data.sources import SUFFIXES
+from rlhf_data.sources import SUFFIXES, split_sources
 from rlhf_rollout.agents.user_agent import is_program
 from rlhf_rollout.rewards.sources import JUDGE_KINDS
 from rlhf_rollout.rewards.user_function import BUILTIN as BUILTIN_REWARDS
@@ -43,7 +43,7 @@ def parts(texts: str) -> list[str]:
 
 def data_paths(texts: str | None, *, held_out: bool = False) -> list[Path]:
     """Return the data files of a comma-separated list."""
-    return [data_path(part, held_out=held_out) for part in parts(texts or "")]
+    return [data_path(part, held_out=held_out) for part in split_sources(texts or "", user_folder())]
 
 
 def data_path(text: str, *, held_out: bool = False) -> Path:
@@ -55,7 +55,7 @@ def data_path(text: str, *, held_out: bool = False) -> Path:
 
 def source_names(texts: str, *, held_out: bool = False) -> str:
     """Return a comma-separated list of data sources with paths resolved. Hub names stay the same."""
-    return ",".join(_source_name(part, held_out) for part in parts(texts))
+    return ",".join(_source_name(part, held_out) for part in split_sources(texts, user_folder()))
 
 
 def _source_name(text: str, held_out: bool) -> str:

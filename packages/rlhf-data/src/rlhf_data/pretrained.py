@@ -7,12 +7,14 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError, RlhfError, installs, missing_file
 
 _HUB_TIMEOUT_S = 5.0
+_CUSTOM_CODE = "contains custom code"  # in transformers' error about a model that it has no class for
 _SET_BY_RENDERING = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ def load_tokenizer(path: str | Path) -> Any:
     if Path(name).is_dir() and not any(Path(name).iterdir()):
         raise useless
     with clear_errors("tokenizer", path):
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_local)
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_local, trust_remote_code=False)
     if not tokenizer.encode("text", add_special_tokens=False):  # transformers loads this for a folder without tokenizer
         raise useless
     check_eos(tokenizer, path)
@@ -198,5 +200,16 @@ def clear_errors(kind: str, path: str | Path) -> Iterator[None]:
     except Exception as error:  # the libraries pass on errors of many kinds
         first, *others = str(error).strip().split("\n")
         said = f"{first} {others[0].strip()}" if first.endswith(":") and others else first
-        hint = "check the path, or the hub name and the network; a hub model must be in the local cache when offline"
-        raise ConfigError(f"cannot load the {kind} {path}: {said}", hint=hint) from error
+        if _CUSTOM_CODE in str(error):
+            message = f"the {kind} {path} needs Python code of its own, which comes with its files and is never run"
+            hint = "use a model of a family that transformers knows, or a copy that was converted to one"
+            raise ConfigError(message, hint=hint) from error
+        raise ConfigError(f"cannot load the {kind} {path}: {said}", hint=_load_hint(error)) from error
+
+
+def _load_hint(error: Exception) -> str:
+    if isinstance(error, OSError):  # so do the errors of the hub's client
+        return "check the path, or the hub name and the network; a hub model must be in the local cache when offline"
+    if isinstance(error, ImportError):
+        return "install the package that it needs, or use a model that needs none"
+    return f"its files may be damaged, or need another version of transformers than {metadata.version('transformers')}"

@@ -77,11 +77,13 @@ class Row:
         value = self.cell(key)
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise DataError(f"{self.origin}: `{key}` must be text or a number, got {kind_of(value)}")
-        if not isinstance(value, str):
-            return json.dumps(value)
-        if not is_utf8(value):
+        return self.checked(key, value) if isinstance(value, str) else json.dumps(value)
+
+    def checked(self, key: str, text: str) -> str:
+        """Return a text of the cell `key`. Raises DataError if no file can hold it."""
+        if not is_utf8(text):
             raise DataError(f"{self.origin}: `{key}` holds half of a surrogate pair, which is no character")
-        return value
+        return text
 
     def filled(self, key: str) -> str:
         """Return the value of `key` as text. Raises DataError as `text`, and if it is empty."""
@@ -113,14 +115,14 @@ class Row:
         """Return the value of `key` as reward functions receive it: text, or JSON for a boolean, list or object.
 
         Raises:
-            DataError: the value is null, because a missing answer is an error of the data.
+            DataError: as `text`, and if the value is null, because a missing answer is an error of the data.
         """
         value = self.cell(key)
         if value is None:
             message = f"{self.origin}: the label `{key}` is null"
             raise DataError(message, hint="remove the row, or write the answer into it")
         if isinstance(value, bool | list | dict):
-            return json.dumps(value, ensure_ascii=False)
+            return self.checked(key, json.dumps(value, ensure_ascii=False))
         return self.text(key)
 
 

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import os
 import re
 import zlib
 from collections import Counter
@@ -188,7 +189,7 @@ def open_sources(
         DataError: a file is missing or of an unknown type, or the `datasets` library refuses a data set.
         ConfigError: no source, an option out of range, or the `datasets` library is missing.
     """
-    names = [text] if isinstance(text, Path) else [part.strip() for part in text.split(",") if part.strip()]
+    names = [text] if isinstance(text, Path) else split_sources(text)
     if not names:
         raise ConfigError("no data source is named")
     if preset is not None and preset not in PRESETS:
@@ -203,6 +204,21 @@ def open_sources(
         probs = tuple(prob / sum(probs) for prob in probs)
     sources = _told_apart([_open(name, streaming, split) for name in names])
     return Rows(sources, probs, seed, max_samples, preset)
+
+
+def split_sources(text: str, folder: Path = Path()) -> list[str]:
+    """Return the names in a comma-separated list of sources. Paths are relative to `folder`.
+
+    Raises:
+        ConfigError: a file's name has a comma.
+    """
+    names = text.split(",")
+    for start, end in itertools.combinations(range(len(names) + 1), 2):
+        joint = ",".join(names[start:end]).strip()
+        if end > start + 1 and os.path.isfile(folder / joint):
+            message = f"the name of the data file {joint} has a comma, and a comma separates sources"
+            raise ConfigError(message, hint="rename the file")
+    return [name.strip() for name in names if name.strip()]
 
 
 def _open(name: str | Path, streaming: bool, split: str) -> Source:
@@ -317,9 +333,7 @@ def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
 
     position = _skip(text, 0)
     if not text.startswith("[", position):
-        one_object = text.startswith("{", position)
-        hint = "one object per line belongs into a file that ends in .jsonl" if one_object else None
-        raise DataError(f"data file {path} is not a JSON list of objects", hint=hint)
+        raise DataError(f"data file {path} is not a JSON list of objects", hint=_list_hint(path, text, position))
     position = _skip(text, position + 1)
     while not text.startswith("]", position):
         try:
@@ -335,6 +349,20 @@ def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
     rest = _skip(text, position + 1)
     if rest != len(text):
         raise malformed(rest, "text after the end of the list")
+
+
+def _list_hint(path: Path, text: str, position: int) -> str | None:
+    """Return what to do with a .json file that does not begin with a list."""
+    if not text.startswith("{", position):
+        return None
+    try:
+        lists = [key for key, value in json.loads(text).items() if isinstance(value, list)]
+    except (ValueError, RecursionError):  # several objects
+        lists = []
+    if not lists:
+        return "one object per line belongs into a file that ends in .jsonl"
+    key = json.dumps(lists[0])
+    return f"its rows must be the list alone: `jq '.[{key}]' {path.name} > rows.json` writes the one of {key}"
 
 
 def _skip(text: str, position: int) -> int:

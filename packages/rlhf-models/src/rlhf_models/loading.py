@@ -35,12 +35,24 @@ class LoadOptions(TypedDict, total=False):
 
 
 def load_config(path: str | Path) -> Any:
-    """Return the transformers config of a folder or hub name. Raises ConfigError if there is none."""
+    """Return the transformers config of a folder or hub name.
+
+    Raises ConfigError if there is none, or if the model is quantized or needs code of its own.
+    """
     name, is_local = located_model(path)
     from transformers import AutoConfig
 
     with clear_errors("model", path):
-        return AutoConfig.from_pretrained(name, local_files_only=is_local)
+        config = AutoConfig.from_pretrained(name, local_files_only=is_local, trust_remote_code=False)
+    for part in (config, config.get_text_config()):
+        if (quantization := getattr(part, "quantization_config", None)) is not None:
+            options = quantization if isinstance(quantization, dict) else vars(quantization)
+            method = str(options.get("quant_method", "a method without a name"))
+            hint = "use the model that it was made from, or a copy with its weights in bfloat16"
+            raise ConfigError(
+                f"the model {path} is quantized ({method}), and trainers read whole weights only", hint=hint
+            )
+    return config
 
 
 _MAX_STRAYS = 64  # published models have a few, such as tokens for images; another model's tokenizer has thousands
@@ -80,6 +92,16 @@ def check_reward_model(path: str | Path) -> None:
     if Path(located_model(path)[0]).is_dir():
         check_weights(path)
         require_head(path, load_config(path))
+
+
+def check_critic(path: str | Path) -> None:
+    """Check, before loading, that the scalar head of a model folder, if it has one, fits. Reads nothing for hub names.
+
+    Raises:
+        ConfigError: as in `load_critic`, for example for a classifier of two labels.
+    """
+    if Path(located_model(path)[0]).is_dir():
+        load_head(path, load_config(path))
 
 
 def check_same_tokenizer(path: str | Path, tokenizer: Any) -> None:
@@ -184,6 +206,7 @@ def _load_model(
                 attn_implementation=attention,
                 output_loading_info=True,
                 local_files_only=is_local,
+                trust_remote_code=False,
             )
         except KeyError as error:  # raised by models that accept only their own attention implementations
             if attention in error.args:

@@ -103,7 +103,8 @@ class RolloutWriter:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
+        # Half of a surrogate pair is written as JSON's escape of it: the text of an environment or a tool may hold one.
+        self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def write(self, *groups: RolloutGroup, **fields: Any) -> None:
         """Append a batch of groups; each of its records begins with `fields`, such as the step."""

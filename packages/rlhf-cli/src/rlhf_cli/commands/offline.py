@@ -202,7 +202,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
 
     import torch
 
-    from rlhf_cli.preflight.models import check_attention, check_context, check_experts, load_model_files
+    from rlhf_cli.preflight.models import check_attention, check_context, check_experts, check_head, load_model_files
     from rlhf_data.keys import unread_tools
     from rlhf_models.loading import check_tokenizer_fits
     from rlhf_rollout.host import free_port
@@ -223,6 +223,8 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     # Other models are checked against the tokenizer before the data is tokenized, which may take minutes.
     reference = _reference(config, tokenizer)
     objective = command.objective(config, tokenizer)
+    if objective.model_kind == "reward":
+        check_head("pretrain", path)
     encoder = command.encoder(config, tokenizer)
     num_ids = check_tokenizer_fits(model_config, tokenizer)
     loaded = {flag: _load(config, flag, rows, encoder, num_ids, console, place.rank) for flag, rows in sources.items()}

@@ -120,6 +120,7 @@ def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], t
         notices.append(f"the critic starts from the reward model {critic}; use --critic_pretrain for another model")
     if critic != model:
         check_companion("critic_pretrain", config.model, critic, tokenizer)
+        check_head("critic_pretrain", critic)
     if config.model.critic_lora is not None:
         from rlhf_models.loading import load_config
         from rlhf_models.lora import check_lora
@@ -145,6 +146,16 @@ def check_teacher(config: PpoConfig, tokenizer: Any) -> str | None:
     num_tokens, flags = longest_sequence(config)
     check_context(model_config, num_tokens, f"--teacher_model: {flags}")
     return teacher
+
+
+def check_head(flag: str, path: str) -> None:
+    """Raise ConfigError if the model of a flag, which is to give one score or value per token, has another head."""
+    from rlhf_models.loading import check_critic
+
+    try:
+        check_critic(path)
+    except ConfigError as error:
+        raise ConfigError(f"--{flag}: {error}") from None
 
 
 def check_companion(flag: str, section: ModelSection, path: str, tokenizer: Any) -> Any:

@@ -218,7 +218,7 @@ class LazyTokenizer:
                 raise RuntimeError("this run has no tokenizer that agents can load")
             from transformers import AutoTokenizer
 
-            self._loaded = AutoTokenizer.from_pretrained(self._name)
+            self._loaded = AutoTokenizer.from_pretrained(self._name, trust_remote_code=False)
         return self._loaded
 
     def __getattr__(self, name: str) -> Any:

@@ -214,7 +214,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     draft = _draft(path)
     count = 0
     try:
-        with draft.open("w", encoding="utf-8") as file:
+        with draft.open("w", encoding="utf-8", errors="backslashreplace") as file:  # as `RolloutWriter`
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
                 count += 1

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from rlhf_data.errors import ConfigError, EngineError, WeightSyncError, installs
+from rlhf_data.pretrained import clear_errors
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines.gate import GatedEngine
 from rlhf_rollout.engines.model_files import end_token_ids, resolve_model_dir
@@ -37,7 +38,10 @@ class TransformersEngine(GatedEngine):
         self._device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
-        self._model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, spec.dtype))
+        with clear_errors("model", spec.model):
+            self._model: Any = AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype=getattr(torch, spec.dtype), trust_remote_code=False
+            )
         self._model.to(self._device).eval().requires_grad_(False)
         self._tokenizer_dir = tokenizer_dir
         self._end_token_ids = end_token_ids(model_dir, tokenizer_dir)
