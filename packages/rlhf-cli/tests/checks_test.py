@@ -194,7 +194,10 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
             [*MODEL_ONLY, "--dynamic_filtering"],
             "--dynamic_filtering leaves out prompts whose responses all have the same",
         ),
-        (["--reward_batch_size", "3"], "--reward_batch_size has no effect: no reward server or model scores"),
+        (
+            ["--reward_batch_size", "3"],
+            "--reward_batch_size has no effect: no own function, server or model scores",
+        ),
         (["--overlong_penalty_factor", "2"], "--overlong_penalty_factor has no effect: there is no --overlong_buffer"),
         (["--stop_properly_penalty_coef", "1"], "--stop_properly_penalty_coef has no effect"),
         (

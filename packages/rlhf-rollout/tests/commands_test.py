@@ -221,7 +221,10 @@ def test_main_without_a_command_lists_the_commands(capsys):
         (["--min_reward", "1"], "--min_reward has no effect: nothing scores the responses"),
         (["--reward_timeout_s", "1"], "--reward_timeout_s has no effect: nothing scores the responses"),
         ([*_MATH, "--min_reward", "1"], "--min_reward has no effect: --post_processor is rollouts"),
-        ([*_MATH, "--reward_batch_size", "1"], "--reward_batch_size has no effect: no reward server or model scores"),
+        (
+            [*_MATH, "--reward_batch_size", "1"],
+            "--reward_batch_size has no effect: no own function, server or model scores",
+        ),
         ([*_MATH, "--normalize_reward"], "--normalize_reward has no effect: there is no --reward_pretrain"),
         (["--reward_template", "{input}"], "--reward_template has no effect: --post_processor is rollouts"),
         (["--vllm_quantization", "fp8"], "--vllm_quantization has no effect: --engine is fake"),

@@ -363,7 +363,10 @@ def test_check_reward_function_raise_and_hang_are_reported_and_not_fatal(write):
     problem = check_reward_function(write("def reward_func(q, p, l): return 1 / 0"), [make_prompt()])
     assert problem == "ZeroDivisionError: division by zero (reward.py:1)"
     hang = write("import time\ndef reward_func(q, p, l): time.sleep(1000)")
-    assert check_reward_function(hang, [make_prompt()], timeout_s=0.5) == "no answer within 0.5 s"
+    assert (
+        check_reward_function(hang, [make_prompt()], timeout_s=0.5)
+        == "no answer within 0.5 s for a call with 2 responses"
+    )
 
 
 def test_check_reward_function_that_cannot_be_imported_is_refused(write):

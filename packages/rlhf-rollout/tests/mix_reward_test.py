@@ -321,4 +321,4 @@ def test_check_reward_gives_a_function_as_long_as_told(tmp_path):
     path = tmp_path / "hang.py"
     path.write_text("import time\ndef reward_func(queries, prompts, labels): time.sleep(1000)\n")
     source = RewardSource(kind="function", targets=(str(path),))
-    assert check_reward(source, [make_prompt()], CallOptions(timeout_s=0.5)) == "no answer within 0.5 s"
+    assert check_reward(source, [make_prompt()], CallOptions(timeout_s=0.5)).startswith("no answer within 0.5 s")

@@ -247,7 +247,7 @@ def _make_reward(config: PpoConfig, inputs: Inputs, plan: PlacementPlan) -> Rewa
     section = config.reward
     return RewardSpec(
         sources=inputs.reward_sources,
-        calls=section.calls(),
+        calls=section.calls(config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt),
         running_norm=section.running_reward_norm,
         normalize=section.reward_normalize,
         normalize_models=section.normalize_reward,

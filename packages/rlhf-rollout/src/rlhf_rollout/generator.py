@@ -13,7 +13,7 @@ from rlhf_data.errors import ConfigError, EngineError
 from rlhf_data.records import Episode, Prompt, RolloutGroup, VerdictKind
 from rlhf_rollout.agents.base import Workflow
 from rlhf_rollout.protocols import RewardFunction, SamplingParams
-from rlhf_rollout.rewards.mix import score_each
+from rlhf_rollout.rewards.mix import expect_group, score_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ async def generate_groups(
     num_engines = len(workflow.router.engines)
     if not num_engines or max_in_flight < 1:
         raise ConfigError(f"{num_engines} engines and max_in_flight {max_in_flight}: both must be at least 1")
-    maker = GroupMaker(workflow, sampling, reward, counts or GenerationCounts())
+    maker = GroupMaker(workflow, sampling, reward, counts or GenerationCounts(), pool=group_id_prefix)
     slots = asyncio.Semaphore(max_in_flight)
     numbered = filter(lambda pair: pair[0] not in skip, enumerate(prompts))
     seed_key = group_id_prefix if seed_key is None else seed_key
@@ -173,6 +173,7 @@ class GroupMaker:
         workflow, sampling, reward: see `generate_groups`.
         counts: what groups wait for, and the seconds of generation and rewards, are noted here.
         started: where those seconds begin, by the clock of the event loop.
+        pool: see `expect_group`.
     """
 
     workflow: Workflow
@@ -180,11 +181,19 @@ class GroupMaker:
     reward: RewardFunction | None
     counts: GenerationCounts
     started: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    pool: str = ""
 
     async def make(
         self, group_id: str, prompt: Prompt, seed_key: str, *, generated: Callable[[], None] = lambda: None
     ) -> GroupResult:
         """Generate and score one group. `generated` is called between the two, also when generation fails."""
+        expect_group(self.reward, group_id, self.pool)
+        try:
+            return await self._make(group_id, prompt, seed_key, generated)
+        finally:
+            expect_group(self.reward, group_id, None)
+
+    async def _make(self, group_id: str, prompt: Prompt, seed_key: str, generated: Callable[[], None]) -> GroupResult:
         now = asyncio.get_running_loop().time
         sampling = self.sampling
         if sampling.seed is not None:

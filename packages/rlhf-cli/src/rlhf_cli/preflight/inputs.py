@@ -99,7 +99,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     notices = [*adapter_notices, *notices, *reward_notices, *mask_notices]
     notices += unread_tools((rows, *held_out_rows.values()), config.data)
     notices += data_notices(config, prompts, held_out)
-    notices += try_rewards(config, sources, prompts.prompts[:4])
+    notices += try_rewards(config, sources, prompts.prompts)
     if agent is not None:
         notices += try_agent(config, agent, tokenizer)
     return Inputs(

@@ -132,7 +132,7 @@ def check_reward_models(
 
 
 def try_rewards(config: PpoConfig, sources: Sequence[RewardSource], prompts: Sequence[Prompt]) -> list[str]:
-    """Call every reward function and server once, with a few prompts.
+    """Call every reward function and server once.
 
     Returns:
         A notice for each one that failed, which may still work for other prompts.
@@ -141,9 +141,11 @@ def try_rewards(config: PpoConfig, sources: Sequence[RewardSource], prompts: Seq
         ConfigError: a function or server that cannot work at all.
     """
     notices = []
+    rollout = config.rollout
+    calls = config.reward.calls(rollout.rollout_batch_size, rollout.n_samples_per_prompt)
     for source in sources:
         try:
-            problem = check_reward(source, prompts, config.reward.calls())
+            problem = check_reward(source, prompts, calls)
         except RewardError as error:
             raise ConfigError(str(error)) from error
         if problem:

@@ -32,10 +32,10 @@ from rlhf_rollout.generator import GenerationCounts, generate_groups
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.records_io import RolloutWriter
 from rlhf_rollout.rewards.mix import check_reward
+from rlhf_rollout.rewards.sources import CallOptions
 from rlhf_rollout.router import EngineRouter
 
 _NUM_SHOWN_FAILURES = 3
-_NUM_TRIED = 4  # prompts of the trial call of a reward
 _CLOCK = "template_clock"  # the key of a record
 
 
@@ -128,15 +128,16 @@ def run(job: GenerateJob) -> int:
         check_new_file(path, replace=output.overwrite or output.resume, hint=hint)
     with TERMINAL.progress.doing("reading the prompts"):
         task = _prepare(job)
+    calls = job.reward.options.calls(len(task.prompts), job.sampling.num_samples)
     for source in job.reward.sources:
         with TERMINAL.progress.doing(f"trying the reward {source.kind}"):
-            problem = check_reward(source, task.prompts[:_NUM_TRIED], job.reward.options.calls())
+            problem = check_reward(source, task.prompts, calls)
         if problem:
             TERMINAL.say(f"warning: the reward {source.kind} failed a trial call: {problem}")
     if job.agent is not None:
         with TERMINAL.progress.doing("importing the agent"):
             check_agent(job.agent)
-    status = asyncio.run(_write_rollouts(task)) if len(task.done) < len(task.prompts) else 0
+    status = asyncio.run(_write_rollouts(task, calls)) if len(task.done) < len(task.prompts) else 0
     if job.rollouts_path != output.path:
         rows = training_rows(job.rollouts_path, output.post_processor, **matching(training_rows, output))
         num_rows = write_rows(output.path, rows)
@@ -231,7 +232,7 @@ def take_up(path: Path, digest: str, num_samples: int) -> frozenset[int]:
     return frozenset(done)
 
 
-async def _write_rollouts(task: _Task) -> int:
+async def _write_rollouts(task: _Task, calls: CallOptions) -> int:
     job = task.job
     counts = GenerationCounts()
     failures: list[str] = []
@@ -239,7 +240,7 @@ async def _write_rollouts(task: _Task) -> int:
     num_cut = 0
     started = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
-        reward = job.reward.open(task.tokenizer, stack) if job.reward.sources else None
+        reward = job.reward.open(task.tokenizer, stack, calls) if job.reward.sources else None
         with TERMINAL.progress.doing("starting the engine"):
             engine = build_engine(job.engine.kind, job.engine.masked_spec(task.tokenizer))
         stack.push_async_callback(engine.close)

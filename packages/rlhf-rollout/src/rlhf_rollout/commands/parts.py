@@ -25,7 +25,7 @@ from rlhf_rollout.engines.model_files import read_config, resolve_model_dir
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.mix import build_reward
 from rlhf_rollout.rewards.model import LocalScorer, ModelReward
-from rlhf_rollout.rewards.sources import RewardSource, model_paths
+from rlhf_rollout.rewards.sources import CallOptions, RewardSource, model_paths
 
 _WITH_MODEL = ("transformers", "vllm")  # kinds of engines that load a model
 
@@ -113,13 +113,13 @@ class RewardJob:
             return ByteTokenizer()
         return load_tokenizer(name or self.models[0])
 
-    def open(self, tokenizer: Tokenizer, stack: AsyncExitStack) -> RewardFunction:
-        """Return the reward function; `stack` closes it.
+    def open(self, tokenizer: Tokenizer, stack: AsyncExitStack, calls: CallOptions | None = None) -> RewardFunction:
+        """Return the reward function; `stack` closes it. `calls` takes the place of what the options say.
 
         Raises ConfigError for a reward model that cannot be loaded or whose tokenizer differs from `tokenizer`.
         """
         models = []
-        calls = self.options.calls()
+        calls = calls or self.options.calls()
         for number, path in enumerate(self.models):
             # Each loads for seconds to minutes, and the first one imports torch as well.
             TERMINAL.progress.show("loading the reward models", done=number, total=len(self.models))

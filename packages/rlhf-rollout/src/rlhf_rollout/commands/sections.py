@@ -23,7 +23,7 @@ from rlhf_rollout.rewards.sources import (
     parse_sources,
     parse_weights,
 )
-from rlhf_rollout.rewards.user_function import BUILTIN, EXTRAS, SAMPLE_ARGUMENTS
+from rlhf_rollout.rewards.user_function import EXTRAS, SAMPLE_ARGUMENTS, is_builtin
 
 FUNCTION_OPTIONS = ("reward_start_timeout_s", "reward_env")
 PROCESS_OPTIONS = ("reward_num_workers", "reward_memory_gb")
@@ -268,7 +268,12 @@ class RewardSection(Section, title="reward"):
         "lowest score of the first source that accuracy and pass@k count as right, unless the source says which"
         " responses are right, as a function does that returns `verdicts`",
     )
-    reward_batch_size: int = flag(64, "responses per call of a reward server or model", ge=1)
+    reward_batch_size: int = flag(
+        64,
+        "responses per call of a reward function, server or model, at most; a function gets all responses to a prompt"
+        " in one call, together with those to as many prompts as are complete",
+        ge=1,
+    )
     judge_url: str | None = flag(
         None,
         "address of the judges' OpenAI-compatible API, such as https://host/v1; its key is read from the environment"
@@ -293,8 +298,16 @@ class RewardSection(Section, title="reward"):
             raise ConfigError(message, hint="give the column of the rows another name")
         return names
 
-    def calls(self) -> CallOptions:
-        """Return how the sources are called. Raises ConfigError for a bad name of an environment variable."""
+    def calls(self, step_prompts: int | None = None, num_samples: int = 1) -> CallOptions:
+        """Return how the sources are called.
+
+        Args:
+            step_prompts: prompts that are scored together; None if nobody knows.
+            num_samples: responses per prompt.
+
+        Raises:
+            ConfigError: a bad name of an environment variable.
+        """
         names = tuple(name.strip() for name in (self.reward_env or "").split(",") if name.strip())
         limits = {"start_timeout_s": self.reward_start_timeout_s, "memory_gb": self.reward_memory_gb}
         limits["extra_keys"] = self.extra_names
@@ -302,6 +315,8 @@ class RewardSection(Section, title="reward"):
             timeout_s=self.reward_timeout_s,
             num_workers=self.reward_num_workers,
             batch_size=self.reward_batch_size,
+            step_prompts=step_prompts,
+            num_samples=num_samples,
             worker=WorkerOptions(env=names, **limits),
             failed_reward=self.failed_reward,
             success_threshold=self.success_threshold,
@@ -345,10 +360,8 @@ class RewardSection(Section, title="reward"):
             message = "a pairwise judge compares the responses to a prompt, and here there is one"
             raise ConfigError(message, hint="with ppo and generate, give --n_samples_per_prompt 4; or use judge:FILE")
         self.calls()
-        takes = "server" in kinds or any(
-            source.kind == "function" and source.targets[0].partition(":")[0] not in BUILTIN
-            for source in self.sources()
-        )
+        calls_own = any(source.kind == "function" and not is_builtin(source.targets[0]) for source in self.sources())
+        takes = "server" in kinds or calls_own
         return without_effect(
             given,
             (not takes, ["extra_keys"], "no reward function or server of yours scores"),
@@ -357,7 +370,11 @@ class RewardSection(Section, title="reward"):
             (not kinds & {"function", "code"}, PROCESS_OPTIONS, "no reward function scores"),
             ("code" not in kinds, CODE_OPTIONS, "--remote_rm_url does not name code"),
             (not kinds & set(JUDGE_KINDS), JUDGE_OPTIONS, "no judge scores"),
-            (not kinds & {"server", "model"}, ["reward_batch_size"], "no reward server or model scores"),
+            (
+                not kinds & {"server", "model"} and not calls_own,
+                ["reward_batch_size"],
+                "no own function, server or model scores",
+            ),
             ("model" not in kinds, ["normalize_reward"], "there is no --reward_pretrain"),
         )
 

@@ -1,10 +1,16 @@
-"""Joins the items of concurrent callers into batches: items that arrive within milliseconds share one call."""
+"""Joins the items of concurrent callers into batches: by time, or by what is still to come."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Generic, TypeVar
 
 from rlhf_data.errors import ConfigError, RewardError
+from rlhf_data.records import Prompt, Rollout, Verdict
+
+Sample = tuple[Prompt, Rollout]
+
+# Turns of the event loop that a waiting group leaves to tasks that are about to expect or submit others.
+_TURNS = 8
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -46,10 +52,7 @@ class Batcher(Generic[Item, Result]):
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Result] = loop.create_future()
         self._waiting[result] = item
-        if len(self._waiting) == self._max_batch:
-            self._send()
-        elif self._timer is None:
-            self._timer = loop.call_later(self._max_wait_s, self._send)
+        self._consider()
         try:
             return await result
         finally:
@@ -66,9 +69,19 @@ class Batcher(Generic[Item, Result]):
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
-    def _send(self) -> None:
+    def _consider(self) -> None:
+        """Decide, when an item has come, whether a batch goes out."""
+        if len(self._waiting) == self._max_batch:
+            self._send_all()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._max_wait_s, self._send_all)
+
+    def _send_all(self) -> None:
         self._stop_timer()
-        batch, self._waiting = self._waiting, {}
+        self._send(list(self._waiting))
+
+    def _send(self, results: Iterable[asyncio.Future[Result]]) -> None:
+        batch = {result: self._waiting.pop(result) for result in results}
         task = asyncio.get_running_loop().create_task(self._run(batch))
         self._running.add(task)  # the event loop itself keeps only a weak reference to a task
         task.add_done_callback(self._running.discard)
@@ -95,3 +108,81 @@ class Batcher(Generic[Item, Result]):
         for waiter, result in zip(batch, results, strict=True):
             if not waiter.done():  # its caller may have given up
                 waiter.set_result(result)
+
+
+class GroupBatcher(Batcher[list[Sample], list[Verdict]]):
+    """Gathers groups, the samples of one prompt each, into batches of as many groups as are complete.
+
+    A full batch goes out at once, unless a single sample would be left for the next one: scorers compare what a call
+    holds. When no further group is expected, what waits is divided evenly into as few batches as it takes.
+
+    Args:
+        call: takes the samples of a batch and returns one verdict per sample, in order.
+        max_batch: samples per batch at most. The samples of a group stay together, also if they are more.
+    """
+
+    def __init__(self, call: Callable[[list[Sample]], Awaitable[list[Verdict]]], *, max_batch: int) -> None:
+        super().__init__(self._judge, max_batch=max_batch)
+        self._call_scorer = call
+        self._expected: set[str] = set()
+        self._pause: asyncio.Task[None] | None = None
+
+    def expect(self, group_id: str) -> None:
+        """Note that a group is being generated."""
+        self._expected.add(group_id)
+
+    def forget(self, group_id: str) -> None:
+        """Note that a group has come, or will not come."""
+        self._expected.discard(group_id)
+        self._consider()
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error for the groups that wait for a batch."""
+        for result in self._waiting:
+            if not result.done():
+                result.set_exception(error)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is expected or waits."""
+        return not self._expected and not self._waiting
+
+    def _consider(self) -> None:
+        while self._num_waiting >= self._max_batch and self._expected:
+            first = self._first(self._max_batch)
+            num_sent = sum(len(self._waiting[result]) for result in first)
+            # Groups that are expected will be as large as the last one that has come.
+            size = len(next(reversed(self._waiting.values())))
+            num_left = self._num_waiting - num_sent + size * len(self._expected)
+            if num_left == 1 < self._max_batch:
+                return
+            self._send(first)
+        if self._waiting and not self._expected and self._pause is None:
+            self._pause = asyncio.get_running_loop().create_task(self._send_rest())
+
+    @property
+    def _num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    async def _send_rest(self) -> None:
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
+        self._pause = None
+        while self._waiting and not self._expected:
+            num_batches = -(-self._num_waiting // self._max_batch)
+            self._send(self._first(self._num_waiting / num_batches))
+
+    def _first(self, target: float) -> list[asyncio.Future[list[Verdict]]]:
+        """Return the groups of the next batch: `target` samples or somewhat more, but at most `max_batch`."""
+        chosen: list[asyncio.Future[list[Verdict]]] = []
+        count = 0
+        for result, group in self._waiting.items():
+            if count >= target or (chosen and count + len(group) > self._max_batch):
+                break
+            chosen.append(result)
+            count += len(group)
+        return chosen
+
+    async def _judge(self, groups: list[list[Sample]]) -> list[list[Verdict]]:
+        verdicts = iter(await self._call_scorer([sample for group in groups for sample in group]))
+        return [[next(verdicts) for _ in group] for group in groups]

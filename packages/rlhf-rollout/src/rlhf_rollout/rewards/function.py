@@ -1,6 +1,7 @@
 """Rewards from a user's Python function: scoring in worker processes, and a trial call before a run starts."""
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -12,11 +13,12 @@ from typing import Any
 
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
+from rlhf_rollout.rewards.batcher import GroupBatcher, Sample
 from rlhf_rollout.rewards.breaker import Breaker
 from rlhf_rollout.rewards.outcomes import Failure, judge
 from rlhf_rollout.rewards.process import Samples, WorkerProcess
 from rlhf_rollout.rewards.sources import DEFAULT_WORKER, WorkerOptions
-from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored, parse_reward, verdict_of
+from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored, is_builtin, parse_reward, verdict_of
 
 _LOGGER = logging.getLogger(__name__)
 _START_ATTEMPTS = 3
@@ -27,16 +29,19 @@ _CLOSED = "the reward function's workers have been shut down"
 class FunctionReward:
     """A `RewardFunction` that calls a user's function in worker processes. Failures become verdicts.
 
-    The rollouts of a prompt are scored in one call. If it fails, each rollout is scored in a call of its own, so that
-    only the rollouts at fault get a failed verdict. A function that hangs, kills its worker or fails slowly many times
-    in a row, for several prompts, is held back by a `Breaker`: rollouts then fail at once, with the last error. May be
-    used from several event loops.
+    A call holds the rollouts of several prompts, because a function may compare what it gets; see `GroupBatcher`. If a
+    call fails, each rollout is scored in a call of its own, and those that do not fail once more together, so that only
+    the rollouts at fault get a failed verdict. A function that hangs, kills its worker or fails slowly many times in a
+    row, for several prompts, is held back by a `Breaker`: rollouts then fail at once, with the last error. May be used
+    from several event loops; a call holds rollouts from one.
 
     Args:
         reward: `FILE.py` (its `reward_func`), `FILE.py:function`, `module` or `module:function`.
         timeout_s: time limit for one rollout in seconds, from the moment that a worker has it. A call for several gets
             more time by the longest time per rollout that a successful call has taken so far.
         num_workers: concurrent calls, each in its own process; further calls wait.
+        batch_size: rollouts per call at most, except for a prompt that has more. A built-in reward compares nothing and
+            is called for each prompt by itself.
         worker: how the processes run.
         max_failures: costly failures in a row after which the function is held back; at most half for one prompt.
         success_threshold: see `verdict_of`.
@@ -56,12 +61,14 @@ class FunctionReward:
         *,
         timeout_s: float = 30.0,
         num_workers: int = 2,
+        batch_size: int = 64,
         worker: WorkerOptions = DEFAULT_WORKER,
         max_failures: int = 8,
         success_threshold: float = SUCCESS_THRESHOLD,
         log_path: str | Path | None = None,
     ) -> None:
         numbers = {"timeout_s": timeout_s, "num_workers": num_workers, "max_failures": max_failures}
+        numbers["batch_size"] = batch_size
         for name, value in numbers.items():
             if value <= 0:
                 raise ConfigError(f"the reward's {name} must be positive, got {value}")
@@ -70,6 +77,10 @@ class FunctionReward:
         self._worker_options = worker
         self._breaker = Breaker(max_failures)
         self._success_threshold = success_threshold
+        self._batch_size = 1 if is_builtin(reward) else batch_size
+        # By event loop, and by what is scored together.
+        self._batchers: dict[tuple[asyncio.AbstractEventLoop, str], GroupBatcher] = {}
+        self._pools: dict[str, str] = {}  # of the groups that are expected
         self._pace_s = 0.0  # the longest time per rollout of a successful call
         self._log_path = None if log_path is None else Path(log_path)
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
@@ -92,19 +103,52 @@ class FunctionReward:
         after `close`.
         """
 
-        async def ask(part: Sequence[Rollout], _: Failure | None) -> Scored | Failure:
-            if self._closed:
-                raise RewardError(_CLOSED)
-            loop = asyncio.get_running_loop()
-            samples = reward_arguments(prompt, [rollout.text for rollout in part])
-            extras = extra_arguments([(prompt, rollout) for rollout in part])
-            return await loop.run_in_executor(self._executor, self._call, prompt.prompt_id, samples, extras)
+        if not rollouts:
+            return []
+        if self._closed:
+            raise RewardError(_CLOSED)
+        group_id = rollouts[0].group_id
+        key = asyncio.get_running_loop(), self._pools.pop(group_id, "")
+        batcher = self._batcher(key)
+        batcher.forget(group_id)
+        try:
+            return await batcher.submit([(prompt, rollout) for rollout in rollouts])
+        finally:
+            if batcher.is_idle:
+                self._batchers.pop(key, None)
 
-        return await judge(rollouts, ask, self._success_threshold)
+    def expect(self, group_id: str, pool: str | None) -> None:
+        """See `expect_group`."""
+        if pool is not None and not self._closed:
+            self._pools[group_id] = pool
+            self._batcher((asyncio.get_running_loop(), pool)).expect(group_id)
+        elif (known := self._pools.pop(group_id, None)) is not None:
+            self._batcher((asyncio.get_running_loop(), known)).forget(group_id)
 
     async def close(self) -> None:
-        """End the workers, also those that hang or are starting."""
+        """End the workers, also those that hang or are starting. Groups that wait for a call raise RewardError."""
+        self._closed = True
+        for (loop, _), batcher in list(self._batchers.items()):
+            with contextlib.suppress(RuntimeError):  # a loop that has ended has nobody who waits
+                loop.call_soon_threadsafe(batcher.fail, RewardError(_CLOSED))
         await asyncio.to_thread(self._shutdown)
+
+    def _batcher(self, key: tuple[asyncio.AbstractEventLoop, str]) -> GroupBatcher:
+        if key not in self._batchers:
+            self._batchers[key] = GroupBatcher(self._judge, max_batch=self._batch_size)
+        return self._batchers[key]
+
+    async def _judge(self, samples: list[Sample]) -> list[Verdict]:
+        return await judge(samples, self._ask, self._success_threshold, together=self._batch_size > 1)
+
+    async def _ask(self, samples: Sequence[Sample], _: Failure | None) -> Scored | Failure:
+        if self._closed:
+            raise RewardError(_CLOSED)
+        prompt_ids = {prompt.prompt_id for prompt, _ in samples}
+        prompt_id = prompt_ids.pop() if len(prompt_ids) == 1 else None
+        extras = extra_arguments(samples)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, self._call, prompt_id, reward_arguments(samples), extras)
 
     def _shutdown(self) -> None:
         with self._lock:
@@ -117,7 +161,7 @@ class FunctionReward:
         for worker in workers:
             worker.close()
 
-    def _call(self, prompt_id: str, samples: Samples, extras: dict[str, list[Any]]) -> Scored | Failure:
+    def _call(self, prompt_id: str | None, samples: Samples, extras: dict[str, list[Any]]) -> Scored | Failure:
         if refusal := self._breaker.refusal():
             return refusal
         worker = self._slots.get()
@@ -137,7 +181,7 @@ class FunctionReward:
         finally:
             self._slots.put(worker if worker is None or worker.alive else self._retire(worker))
 
-    def _note(self, outcome: Scored | Failure, seconds: float, *, costly: bool, prompt_id: str) -> None:
+    def _note(self, outcome: Scored | Failure, seconds: float, *, costly: bool, prompt_id: str | None) -> None:
         failure = outcome if isinstance(outcome, Failure) else None
         opens = self._breaker.note(failure, seconds, costly=costly, prompt_id=prompt_id)
         if opens and not self._closed:
@@ -179,13 +223,14 @@ def check_reward_function(
     reward: str,
     prompts: Sequence[Prompt] = (),
     *,
+    num_samples: int = 2,
     timeout_s: float = 30.0,
     worker: WorkerOptions = DEFAULT_WORKER,
 ) -> str | None:
     """Import a reward function and call it once in a worker process, before anything expensive starts.
 
-    The call holds each of the first four `prompts` twice: with its label and with an empty text as the response.
-    The other arguments are those of `FunctionReward`.
+    The call holds each of the `prompts` `num_samples` times, in turn with its label and with an empty text as the
+    response. The other arguments are those of `FunctionReward`.
 
     Returns:
         The reason when the call raised or hung, which a run would count as failed verdicts; None when it gave rewards.
@@ -197,12 +242,13 @@ def check_reward_function(
     """
     target = parse_reward(reward)
     process = WorkerProcess(target, worker)
+    samples = trial_samples(prompts, num_samples)
     try:
         process.start()
-        if not prompts:
+        if not samples:
             return None
-        samples = [(prompt, _trial_rollout(prompt, text)) for prompt in prompts[:4] for text in _trial_texts(prompt)]
-        outcome = process.call(trial_arguments(prompts), extra_arguments(samples), timeout_s)
+        extras = extra_arguments(samples)
+        outcome = process.call(reward_arguments(samples), extras, timeout_s)
     finally:
         process.close()
     name = f"{target.module}:{target.function}"
@@ -211,13 +257,14 @@ def check_reward_function(
         return None
     if outcome.is_invalid:
         raise RewardError(f"{name}: {outcome.detail}")
-    return outcome.detail
+    late = f" for a call with {len(samples)} responses" if outcome.kind is VerdictKind.TIMEOUT else ""
+    return outcome.detail + late
 
 
-def reward_arguments(prompt: Prompt, responses: Sequence[str]) -> Samples:
-    """Return the queries, prompts and labels that a reward function receives for responses to one prompt."""
-    queries = [prompt.text + response for response in responses]
-    return queries, [prompt.text] * len(queries), [prompt.label or ""] * len(queries)
+def reward_arguments(samples: Sequence[Sample]) -> Samples:
+    """Return the queries, prompts and labels that a reward function receives."""
+    queries = [prompt.text + rollout.text for prompt, rollout in samples]
+    return queries, [prompt.text for prompt, _ in samples], [prompt.label or "" for prompt, _ in samples]
 
 
 def extra_arguments(samples: Sequence[tuple[Prompt, Rollout]]) -> dict[str, list[Any]]:
@@ -233,26 +280,19 @@ def extra_arguments(samples: Sequence[tuple[Prompt, Rollout]]) -> dict[str, list
 
 
 def extra_cells(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """Return the lists of the prompts' extra cells by their keys, which are those of the first prompt."""
-    keys = prompts[0].extra if prompts else ()
-    return {key: [prompt.extra[key] for prompt in prompts] for key in keys}
+    """Return the lists of the prompts' extra cells by their keys, which a server gets from several callers."""
+    keys = dict.fromkeys(key for prompt in prompts for key in prompt.extra)
+    return {key: [prompt.extra.get(key) for prompt in prompts] for key in keys}
 
 
-def _trial_texts(prompt: Prompt) -> tuple[str, str]:
-    return prompt.label or "", ""
-
-
-def _trial_rollout(prompt: Prompt, text: str) -> Rollout:
-    return Rollout("trial", "trial", (Span(SpanSource.PROMPT, prompt.token_ids),), FinishReason.STOP, text)
-
-
-def trial_arguments(prompts: Sequence[Prompt]) -> Samples:
-    """Return the queries, prompts and labels of a trial: the first four prompts, with their labels and with no text."""
-    trial: Samples = ([], [], [])
-    for prompt in prompts[:4]:
-        for texts, more in zip(trial, reward_arguments(prompt, _trial_texts(prompt)), strict=True):
-            texts += more
-    return trial
+def trial_samples(prompts: Sequence[Prompt], num_samples: int = 2) -> list[Sample]:
+    """Return the samples of a trial: `num_samples` per prompt, in turn with its label and with an empty text."""
+    samples = []
+    for number, prompt in enumerate(prompt for prompt in prompts for _ in range(num_samples)):
+        text = "" if number % 2 else prompt.label or ""
+        spans = (Span(SpanSource.PROMPT, prompt.token_ids),)
+        samples.append((prompt, Rollout("trial", "trial", spans, FinishReason.STOP, text)))
+    return samples
 
 
 def check_finite(name: str, scored: Scored) -> None:
@@ -261,4 +301,7 @@ def check_finite(name: str, scored: Scored) -> None:
         verdict = verdict_of(scored, index)
         if verdict.kind is VerdictKind.CRASH and scored.verdicts[index] != VerdictKind.CRASH:
             message = f"{name}: {verdict.detail} in the trial call (sample {index})"
-            raise RewardError(message, hint="return a finite number for every response, an empty one included")
+            hint = "return a finite number for every response, an empty one included"
+            if len(scored.rewards) == 1:
+                hint += "; this call holds one response, which has no deviation to divide by"
+            raise RewardError(message, hint=hint)

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 
 from rlhf_data.errors import ConfigError, RewardError
@@ -22,7 +23,9 @@ from rlhf_rollout.rewards.sources import (
     metric_names,
     model_paths,
 )
-from rlhf_rollout.rewards.user_function import is_usable, one_line
+from rlhf_rollout.rewards.user_function import is_builtin, is_usable, one_line
+
+_NUM_TRIED = 4  # prompts in the trial of a source whose calls need not be as large as those of the run
 
 
 class MixedReward:
@@ -56,6 +59,11 @@ class MixedReward:
         """Return one verdict per rollout, in order. Raises RewardError when a source cannot run at all."""
         calls = [score_each(reward, prompt, rollouts) for _, _, reward in self._sources]
         return [self._sum(verdicts) for verdicts in zip(*await asyncio.gather(*calls), strict=True)]
+
+    def expect(self, group_id: str, pool: str | None) -> None:
+        """See `expect_group`."""
+        for _, _, reward in self._sources:
+            expect_group(reward, group_id, pool)
 
     async def close(self) -> None:
         """Close every source, also if closing one of them fails, and raise the first failure."""
@@ -137,9 +145,23 @@ class ScoredFailures:
         given = {"reward": self._value, "score": self._value}
         return [replace(verdict, **given) if verdict.kind.failed else verdict for verdict in verdicts]
 
+    def expect(self, group_id: str, pool: str | None) -> None:
+        """See `expect_group`."""
+        expect_group(self._reward, group_id, pool)
+
     async def close(self) -> None:
         """Close the other reward."""
         await self._reward.close()
+
+
+def expect_group(reward: RewardFunction | None, group_id: str, pool: str | None) -> None:
+    """Tell a reward that a group is being generated, if it gathers groups into calls as `FunctionReward` does.
+
+    A call holds groups of the same `pool`. None says that the group will not come, if it has not yet.
+    """
+    expect = getattr(reward, "expect", None)
+    if expect is not None:
+        expect(group_id, pool)
 
 
 async def score_each(reward: RewardFunction, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
@@ -189,7 +211,9 @@ def build_reward(
     rewards: list[RewardFunction] = []
     for source in sources:
         if source.kind == "function":
+            num_prompts, num_samples = calls.function_shape
             options = {"num_workers": calls.num_workers, "worker": calls.worker, "log_path": log_path}
+            options["batch_size"] = num_prompts * num_samples
             rewards.append(FunctionReward(source.targets[0], **options, **common))
         elif source.kind == "code":
             limits = {"timeout_s": calls.timeout_s, "num_workers": calls.num_workers}
@@ -216,21 +240,27 @@ def build_reward(
 def check_reward(
     source: RewardSource, prompts: Sequence[Prompt] = (), calls: CallOptions = DEFAULT_CALLS
 ) -> str | None:
-    """Try a source before anything expensive starts.
+    """Try a source before anything expensive starts; a function in a call as large as those of the run.
 
     See `check_reward_function`, `remote.check_reward_server` and `judge.check_judge`. A reward model is not tried,
     since that means loading it. Returns the reason of a failed trial, None without one.
     """
+    first = prompts[:_NUM_TRIED]
     if source.kind == "function":
-        return check_reward_function(source.targets[0], prompts, timeout_s=calls.timeout_s, worker=calls.worker)
+        target = source.targets[0]
+        options = {"timeout_s": calls.timeout_s, "worker": calls.worker}
+        if is_builtin(target):
+            return check_reward_function(target, first, **options)
+        num_prompts, options["num_samples"] = calls.function_shape
+        return check_reward_function(target, list(islice(cycle(prompts), num_prompts)), **options)
     if source.kind == "code":
-        return check_code(prompts, calls.code_sandbox)
+        return check_code(first, calls.code_sandbox)
     if source.kind == "server":
         from rlhf_rollout.rewards.remote import check_reward_server  # imports httpx
 
-        return check_reward_server(source.targets, prompts, timeout_s=calls.timeout_s)
+        return check_reward_server(source.targets, first, timeout_s=calls.timeout_s)
     if source.kind in JUDGE_KINDS:
         from rlhf_rollout.rewards.judge import check_judge  # imports httpx
 
-        return check_judge(source, prompts, calls)
+        return check_judge(source, first, calls)
     return None

@@ -33,31 +33,39 @@ async def judge(
     samples: Sequence[Sample],
     ask: Callable[[Sequence[Sample], Failure | None], Awaitable[Scored | Failure]],
     success_threshold: float = SUCCESS_THRESHOLD,
+    *,
+    together: bool = False,
 ) -> list[Verdict]:
     """Return one verdict per sample, from one call for all of them or, if that fails, from one call per sample.
 
     For `success_threshold` see `verdict_of`. `ask` calls the scorer. Its second argument is None in the call for all
-    samples, and the failure of that call in the calls for single samples. A verdict's `seconds` run from the start of
-    this function to the end of the call that gave the verdict, so they include a failed call for all.
+    samples, and the failure of that call in later ones. With `together`, the samples that succeed by themselves are
+    scored once more in one call, since the scorer may compare them; what they got alone counts only if that fails. A
+    verdict's `seconds` run from the start of this function to the end of the call that gave the verdict, so they
+    include a failed call for all.
     """
     if not samples:
         return []
     started = time.monotonic()
 
-    async def timed(part: Sequence[Sample], failure: Failure | None) -> tuple[Scored | Failure, float]:
+    async def verdicts_of(part: Sequence[Sample], failure: Failure | None) -> tuple[Scored | Failure, list[Verdict]]:
         outcome = await ask(part, failure)
-        return outcome, time.monotonic() - started
-
-    outcomes = [await timed(samples, None)]
-    if isinstance(failure := outcomes[0][0], Failure):
-        outcomes *= len(samples)
-        if failure.of_sample and len(samples) > 1:
-            outcomes = await asyncio.gather(*[timed([sample], failure) for sample in samples])
-    verdicts = []
-    for outcome, seconds in outcomes:
+        seconds = time.monotonic() - started
         if isinstance(outcome, Failure):
-            verdicts.append(Verdict(outcome.kind, detail=one_line(outcome.detail), seconds=seconds))
-        else:
-            for index in range(len(outcome.rewards)):
-                verdicts.append(replace(verdict_of(outcome, index, success_threshold), seconds=seconds))
+            verdict = Verdict(outcome.kind, detail=one_line(outcome.detail), seconds=seconds)
+            return outcome, [verdict] * len(part)
+        indices = range(len(outcome.rewards))
+        return outcome, [replace(verdict_of(outcome, index, success_threshold), seconds=seconds) for index in indices]
+
+    failure, verdicts = await verdicts_of(samples, None)
+    if not isinstance(failure, Failure) or not failure.of_sample or len(samples) == 1:
+        return verdicts
+    alone = await asyncio.gather(*[verdicts_of([sample], failure) for sample in samples])
+    verdicts = [verdict for _, [verdict] in alone]
+    passed = [index for index, (outcome, _) in enumerate(alone) if isinstance(outcome, Scored)]
+    if together and len(passed) > 1:
+        outcome, compared = await verdicts_of([samples[index] for index in passed], failure)
+        if isinstance(outcome, Scored):
+            for index, verdict in zip(passed, compared, strict=True):
+                verdicts[index] = verdict
     return verdicts

@@ -21,9 +21,9 @@ from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_data.safety import MASK, without_secrets
 from rlhf_rollout import answers
-from rlhf_rollout.rewards.batcher import Batcher
+from rlhf_rollout.rewards.batcher import Batcher, Sample
 from rlhf_rollout.rewards.breaker import Breaker
-from rlhf_rollout.rewards.function import check_finite, reward_arguments, trial_arguments
+from rlhf_rollout.rewards.function import check_finite, extra_cells, reward_arguments, trial_samples
 from rlhf_rollout.rewards.outcomes import Failure, judge
 from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored, read_result
 from rlhf_rollout.tokens import TOKEN_VARIABLE, tokens_of, unproxied
@@ -35,8 +35,6 @@ _MAX_FAILURES = 4  # slow failures in a row after which a server is asked only n
 _MAX_RETRY_WAIT_S = 30.0
 _CONNECT_TIMEOUT_S = 10.0
 _SKELETON = 'answer {"rewards": [one number per query]}'
-
-Sample = tuple[str, str, str, Mapping[str, Any]]  # query, prompt, label, extra cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +115,7 @@ class RemoteReward:
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
         """Return one verdict per rollout, in order."""
-        samples = zip(*reward_arguments(prompt, [rollout.text for rollout in rollouts]), strict=True)
-        return await asyncio.gather(*[self._batcher.submit((*sample, prompt.extra)) for sample in samples])
+        return await asyncio.gather(*[self._batcher.submit((prompt, rollout)) for rollout in rollouts])
 
     async def close(self) -> None:
         """Cancel the requests in flight and close the connections."""
@@ -157,9 +154,9 @@ class RemoteReward:
 
     async def ask_server(self, url: str, samples: Sequence[Sample]) -> Scored | RequestFailure:
         """Send one request to one server."""
-        queries, prompts, labels, extras = map(list, zip(*samples, strict=True))
+        queries, prompts, labels = reward_arguments(samples)
         body = {"query": queries, "prompts": prompts, "labels": labels}
-        body |= {key: [extra[key] for extra in extras] for key in extras[0]}
+        body |= extra_cells([prompt for prompt, _ in samples])
         token = self._tokens.get(url)
         response = await send(self._client, url, body, token, self._timeout_s)
         if isinstance(response, RequestFailure):
@@ -228,8 +225,7 @@ def check_reward_server(
         RewardError: a server refuses the request, or its answer has no `rewards`, another number of rewards than
             queries, or a reward that is not finite.
     """
-    extras = [prompt.extra for prompt in prompts[:4] for _ in range(2)]
-    samples = list(zip(*trial_arguments(prompts), extras, strict=True))
+    samples = trial_samples(prompts)
 
     async def ask_all() -> list[Scored | RequestFailure]:
         reward = RemoteReward(urls, timeout_s=timeout_s, transport=transport)

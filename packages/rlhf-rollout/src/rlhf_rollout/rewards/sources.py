@@ -107,7 +107,9 @@ class CallOptions:
         timeout_s: time limit of one call of a function or a server, of all tests of a program, and of one question to a
             judge, in seconds.
         num_workers: processes per function, and programs, which run at the same time.
-        batch_size: rollouts per call of a server or a reward model.
+        batch_size: rollouts per call of a function, a server or a reward model, at most.
+        step_prompts: prompts that are scored together, per step or in all; None if nobody knows.
+        num_samples: rollouts per prompt.
         worker: how the processes of functions run.
         failed_reward: reward and score of rollouts whose scorer failed; None leaves them without, so that they are
             masked in training.
@@ -120,12 +122,26 @@ class CallOptions:
     timeout_s: float = 30.0
     num_workers: int = 1
     batch_size: int = 64
+    step_prompts: int | None = None
+    num_samples: int = 1
     worker: WorkerOptions = DEFAULT_WORKER
     failed_reward: float | None = None
     success_threshold: float = SUCCESS_THRESHOLD
     code_sandbox: str | None = None
     code_partial: bool = False
     judge: JudgeOptions = JudgeOptions()
+
+    @property
+    def function_shape(self) -> tuple[int, int]:
+        """Prompts per full call of a function, and rollouts per prompt: the calls divide the prompts of a step evenly.
+
+        The rollouts of a prompt stay together, so a call holds at least one prompt.
+        """
+        num_prompts = max(self.batch_size // self.num_samples, 1)
+        if self.step_prompts is not None:
+            num_calls = math.ceil(self.step_prompts / num_prompts)
+            num_prompts = math.ceil(self.step_prompts / num_calls)
+        return num_prompts, self.num_samples
 
 
 DEFAULT_CALLS = CallOptions()

@@ -2,7 +2,8 @@
 
     def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict
 
-It receives, per sample, prompt and response as one text, the prompt alone, and the reference answer ("" without one).
+It receives, per sample, prompt and response as one text, the prompt alone, and the reference answer ("" without one). A
+call holds samples of several prompts, all samples of a prompt among them.
 If it has further parameters with the names of `EXTRAS`, or `**kwargs`, it receives these lists, too. It must have
 parameters for the run's extra keys, which are lists of cells of the rows. It may be `async`.
 It returns a dictionary with `rewards` (one number per sample) and optionally `scores` (raw scores; the rewards if left
@@ -108,6 +109,12 @@ def parse_reward(reward: str) -> RewardTarget:
         message = f"reward `{reward}` is neither a Python file nor a module"
         raise ConfigError(message, hint="give path/to/file.py or module:function")
     return RewardTarget(module, function)
+
+
+def is_builtin(reward: str) -> bool:
+    """Return whether a name, or the module of a target, is a reward of this package, which compares no responses."""
+    name = reward.partition(":")[0]
+    return name in BUILTIN or name in [module for module, _, _ in BUILTIN.values()]
 
 
 def load_function(target: RewardTarget, extra_keys: Sequence[str] = ()) -> Callable[..., Any]:

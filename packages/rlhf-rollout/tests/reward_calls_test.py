@@ -1,0 +1,363 @@
+"""What one call of a reward function holds: groups of several prompts, as many as are complete; and who is charged."""
+
+import asyncio
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from record_testing import make_prompt, make_rollout
+from rlhf_data.errors import RewardError
+from rlhf_data.records import FinishReason, Verdict, VerdictKind
+from rlhf_data.testing import EOS_ID
+from rlhf_rollout.agents import SingleTurn
+from rlhf_rollout.generator import GenerationCounts, GroupMaker, generate_groups
+from rlhf_rollout.protocols import Completion, SamplingParams
+from rlhf_rollout.rewards.batcher import GroupBatcher
+from rlhf_rollout.rewards.function import FunctionReward
+from rlhf_rollout.rewards.mix import MixedReward, ScoredFailures, build_reward, check_reward
+from rlhf_rollout.rewards.outcomes import Failure, judge
+from rlhf_rollout.rewards.process import WorkerProcess
+from rlhf_rollout.rewards.sources import CallOptions, RewardSource
+from rlhf_rollout.rewards.user_function import Scored
+from rlhf_rollout.router import EngineRouter
+from simulated import simulate
+
+# As reward functions for OpenRLHF normalize and log; `torch.std` of a single number is NaN.
+NORMALIZING = """
+    import torch
+
+    def reward_func(queries, prompts, labels):
+        raw = torch.tensor([float(len(query) - len(prompt)) for query, prompt in zip(queries, prompts)])
+        rewards = (raw - raw.mean()) / (raw.std() + 1e-9)
+        logs = {"avg": raw.mean(), "max": raw.max(), "min": raw.min(), "size": len(queries)}
+        return {"rewards": rewards, "scores": raw, "extra_logs": logs}
+"""
+
+
+class Engine:
+    """Answers prompt i with i letters after i seconds, and fails for the prompts in `failing`."""
+
+    def __init__(self, failing=()):
+        self.failing = failing
+
+    async def generate(self, token_ids, sampling, *, timeout_s=None):
+        number = int("".join(map(chr, token_ids[1:])))
+        await asyncio.sleep(number)
+        if number in self.failing:
+            raise ValueError("no answer")
+        ids = np.array([*[97] * number, EOS_ID])
+        completion = Completion.single(ids, np.full(len(ids), -0.5), FinishReason.STOP, 0)
+        return [completion] * sampling.num_samples
+
+
+def generated(reward, count, *, num_samples=1, max_in_flight=64, failing=(), by=asyncio.run):
+    """Return the groups of `count` prompts, of which the i-th is answered with i letters."""
+    prompts = [make_prompt(str(number), prompt_id=f"p{number}") for number in range(count)]
+    text_of = lambda ids: "".join(chr(token) for token in ids if token != EOS_ID)  # noqa: E731
+    sampling = SamplingParams(num_samples=num_samples)
+
+    async def collect():
+        workflow = SingleTurn(EngineRouter([Engine(failing)]), text_of)
+        options = {"max_in_flight": max_in_flight, "group_id_prefix": "step1"}
+        return [item async for item in generate_groups(prompts, workflow, sampling, reward, **options)]
+
+    results = by(collect())
+    return sorted((result.group for result in results if result.group), key=lambda group: group.group_id)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Replace the calls of functions: note the number of responses in each, and give each response its length."""
+    sizes = []
+
+    async def ask(reward, samples, failure):
+        sizes.append(len(samples))
+        lengths = [float(len(rollout.text)) for _, rollout in samples]
+        return Scored(lengths, lengths, {}, [None] * len(lengths))
+
+    monkeypatch.setattr(FunctionReward, "_ask", ask)
+    return sizes
+
+
+@pytest.fixture
+def function(write):
+    return lambda size, **options: FunctionReward(
+        write('def reward_func(q, p, l): return {"rewards": []}'), batch_size=size, num_workers=1, **options
+    )
+
+
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_function_that_normalizes_its_call_works_as_printed_for_several_prompts(write, num_samples, monkeypatch):
+    monkeypatch.setattr(asyncio, "sleep", _at_once(asyncio.sleep))
+    reward = FunctionReward(write(NORMALIZING), num_workers=1, timeout_s=60.0)
+    groups = generated(reward, 4, num_samples=num_samples)
+    asyncio.run(reward.close())
+    verdicts = [rollout.verdict for group in groups for rollout in group.rollouts]
+    # Four prompts with answers of 0 to 3 letters: the mean is 1.5, the sum of squares around it 5 per sample.
+    deviation = (5 * num_samples / (4 * num_samples - 1)) ** 0.5
+    lengths = [number for number in range(4) for _ in range(num_samples)]
+    assert [verdict.reward for verdict in verdicts] == pytest.approx([(n - 1.5) / deviation for n in lengths])
+    assert [verdict.score for verdict in verdicts] == lengths
+    assert all(verdict.extra == {"avg": 1.5, "max": 3, "min": 0, "size": len(verdicts)} for verdict in verdicts)
+
+
+def _at_once(sleep):
+    return lambda seconds, *rest: sleep(seconds / 1000, *rest)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "sizes"),
+    [
+        (6, 64, [6]),
+        (6, 6, [6]),
+        (6, 3, [3, 3]),
+        (7, 3, [3, 2, 2]),  # a single one would be left: the last calls share
+        (5, 4, [3, 2]),
+        (1, 4, [1]),
+        (3, 1, [1, 1, 1]),
+    ],
+)
+def test_calls_hold_as_many_complete_groups_as_fit_and_leave_none_alone(calls, function, count, size, sizes):
+    assert len(generated(function(size), count, by=simulate)) == count
+    assert calls == sizes
+
+
+def test_calls_keep_the_responses_to_a_prompt_together(calls, function):
+    generated(function(4), 3, num_samples=3, by=simulate)
+    assert calls == [3, 3, 3]
+    calls.clear()
+    generated(function(2), 2, num_samples=3, by=simulate)
+    assert calls == [3, 3]
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_calls_wait_for_prompts_that_do_not_yet_generate(calls, function, max_in_flight):
+    generated(function(4), 4, max_in_flight=max_in_flight, by=simulate)
+    assert calls == [2, 2] if max_in_flight == 1 else calls == [4]
+
+
+def test_calls_do_not_wait_for_groups_that_failed(calls, function):
+    groups = generated(function(64), 5, failing=(2, 4), by=simulate)
+    assert [group.rollouts[0].verdict.reward for group in groups] == [0.0, 1.0, 3.0]
+    assert calls == [3]
+
+
+def test_full_calls_go_out_while_others_generate(function, calls):
+    async def run():
+        reward = function(2)
+        when = {}
+        for number in range(4):
+            reward.expect(f"g{number}", "")
+
+        async def score(number):
+            await asyncio.sleep(number)
+            prompt = make_prompt(str(number))
+            await reward.score(prompt, [make_rollout(prompt, "a", group_id=f"g{number}")])
+            when[number] = asyncio.get_running_loop().time() - began
+
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*map(score, range(4)))
+        return when
+
+    assert simulate(run()) == pytest.approx({0: 1, 1: 1, 2: 3, 3: 3}, abs=0.5)
+
+
+def test_sums_of_rewards_gather_the_same_calls(calls, write):
+    function = RewardSource(kind="function", targets=(write('def reward_func(q, p, l): return {"rewards": []}'),))
+    two = RewardSource(kind="function", targets=("math",))
+    reward = build_reward([function, two], CallOptions(failed_reward=0.0, num_workers=1))
+    assert isinstance(reward, ScoredFailures)
+    generated(reward, 5, by=simulate)
+    assert Counter(calls) == {5: 1, 1: 5}  # `math` compares nothing: its calls go out as groups become complete
+
+
+def test_built_in_rewards_are_called_for_each_prompt_as_it_becomes_complete(calls):
+    generated(FunctionReward("math", num_workers=1), 4, num_samples=2, by=simulate)
+    assert calls == [2] * 4
+
+
+def test_held_out_answers_are_not_scored_together_with_those_of_training(calls, function):
+    async def run():
+        reward = function(64)
+        workflow = SingleTurn(EngineRouter([Engine()]), lambda ids: "a")
+        counts = GenerationCounts()
+        made = []
+        for pool, numbers in (("", range(3)), ("eval1", range(2))):
+            maker = GroupMaker(workflow, SamplingParams(), reward, counts, pool=pool)
+            made += [maker.make(f"{pool}/{n}", make_prompt(str(n)), "seed") for n in numbers]
+        await asyncio.gather(*made)
+
+    simulate(run())
+    assert sorted(calls) == [2, 3]
+
+
+def test_callers_that_announce_nothing_share_calls_too(calls, function):
+    async def run():
+        reward = MixedReward([("one", 1.0, function(4))])
+        prompt = make_prompt()
+        answers = [reward.score(prompt, [make_rollout(prompt, "a", group_id=f"row{n}")]) for n in range(10)]
+        await asyncio.gather(*answers)
+        await reward.close()
+
+    asyncio.run(run())
+    assert calls == [4, 3, 3]
+
+
+def test_close_is_an_error_for_groups_that_wait_for_a_call(calls, function):
+    async def run():
+        reward = function(64)
+        prompt = make_prompt()
+        reward.expect("other", "")
+        waiting = asyncio.create_task(reward.score(prompt, [make_rollout(prompt, "4")]))
+        await asyncio.sleep(0.01)
+        await reward.close()
+        with pytest.raises(RewardError, match="have been shut down"):
+            await waiting
+
+    asyncio.run(run())
+    assert calls == []
+
+
+def test_caller_that_gives_up_leaves_its_group_out_of_the_call(calls, function):
+    async def run():
+        reward = function(64)
+        prompt = make_prompt()
+        reward.expect("other", "")
+        given_up, kept = (
+            asyncio.create_task(reward.score(prompt, [make_rollout(prompt, "4", group_id=name)])) for name in "ab"
+        )
+        await asyncio.sleep(0.01)
+        given_up.cancel()
+        await asyncio.sleep(0.01)
+        reward.expect("other", None)
+        assert (await kept)[0].reward == 1.0
+        await reward.close()
+
+    asyncio.run(run())
+    assert calls == [1]
+
+
+def test_error_of_a_call_reaches_every_group_in_it():
+    async def fail(samples):
+        raise RewardError("broken")
+
+    async def run():
+        batcher = GroupBatcher(fail, max_batch=8)
+        prompt = make_prompt()
+        groups = [batcher.submit([(prompt, make_rollout(prompt, "4"))]) for _ in range(3)]
+        return await asyncio.gather(*groups, return_exceptions=True)
+
+    assert [str(error) for error in asyncio.run(run())] == ["broken"] * 3
+
+
+def test_function_that_compares_charges_the_failing_response_alone(write):
+    reward = write("""
+        import statistics
+
+        def reward_func(queries, prompts, labels):
+            numbers = [float(query.removeprefix(prompt)) for query, prompt in zip(queries, prompts)]
+            mean = statistics.mean(numbers)
+            deviation = statistics.stdev(numbers) if len(numbers) > 1 else float("nan")
+            return {"rewards": [(number - mean) / deviation for number in numbers]}
+    """)
+
+    async def run():
+        function = FunctionReward(reward, num_workers=1)
+        prompts = [make_prompt(f"{number}=", prompt_id=str(number)) for number in range(4)]
+        texts = ["1", "2", "no number", "3"]
+        groups = [
+            function.score(prompt, [make_rollout(prompt, text, group_id=prompt.prompt_id)])
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        verdicts = await asyncio.gather(*groups)
+        await function.close()
+        return [verdict for [verdict] in verdicts]
+
+    verdicts = asyncio.run(run())
+    assert [verdict.reward for verdict in verdicts] == [-1.0, 0.0, None, 1.0]  # 1, 2 and 3 have the deviation 1
+    assert verdicts[2].kind is VerdictKind.CRASH
+    assert "could not convert string to float" in verdicts[2].detail
+
+
+def test_judge_together_falls_back_on_what_samples_got_alone():
+    parts = []
+
+    async def ask(samples, failure):
+        parts.append("".join(samples))
+        if len(samples) > 1 or samples[0] == "c":
+            return Failure(VerdictKind.CRASH, "boom")
+        return Scored([2.0], [2.0], {}, [None])
+
+    def kinds(together):
+        parts.clear()
+        return [verdict.kind.failed for verdict in asyncio.run(judge("abc", ask, together=together))]
+
+    assert kinds(True) == [False, False, True]
+    assert parts == ["abc", "a", "b", "c", "ab"]
+    assert kinds(False) == [False, False, True]
+    assert parts == ["abc", "a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "step_prompts", "num_samples", "shape"),
+    [
+        (64, None, 1, (64, 1)),
+        (64, 8, 1, (8, 1)),
+        (64, 96, 1, (48, 1)),  # two equal calls, not 64 and 32
+        (64, 9, 8, (5, 8)),
+        (64, 1024, 8, (8, 8)),
+        (64, 4, 100, (1, 100)),
+        (1, 4, 1, (1, 1)),
+    ],
+)
+def test_shape_of_a_call_divides_the_step_evenly(batch_size, step_prompts, num_samples, shape):
+    calls = CallOptions(batch_size=batch_size, step_prompts=step_prompts, num_samples=num_samples)
+    assert calls.function_shape == shape
+
+
+def test_trial_has_the_shape_of_the_runs_calls(write):
+    source = RewardSource(kind="function", targets=(write(NORMALIZING),))
+    calls = CallOptions(step_prompts=4, num_samples=1, timeout_s=60.0)
+    assert check_reward(source, [make_prompt()], calls) is None  # one row in the file, drawn four times a step
+    with pytest.raises(RewardError, match="the reward is nan in the trial call") as caught:
+        check_reward(source, [make_prompt(), make_prompt()], CallOptions(batch_size=1, timeout_s=60.0))
+    assert "this call holds one response, which has no deviation to divide by" in str(caught.value)
+
+
+def test_trial_has_the_prompts_and_samples_of_a_call(monkeypatch):
+    seen = []
+
+    def call(worker, samples, extras, timeout_s):
+        seen.append(samples)
+        return Scored([1.0] * len(samples[0]), [1.0] * len(samples[0]), {}, [None] * len(samples[0]))
+
+    monkeypatch.setattr(WorkerProcess, "start", lambda worker: None)
+    monkeypatch.setattr(WorkerProcess, "call", call)
+    prompts = [make_prompt(text, label) for text, label in (("a=", "1"), ("b=", "2"), ("c=", "3"))]
+    source = RewardSource(kind="function", targets=("rlhf_data.errors:nearest",))
+    check_reward(source, prompts, CallOptions(batch_size=6, step_prompts=100, num_samples=3))
+    assert seen.pop() == (
+        ["a=1", "a=", "a=1", "b=", "b=2", "b="],
+        ["a=", "a=", "a=", "b=", "b=", "b="],
+        ["1", "1", "1", "2", "2", "2"],
+    )
+    check_reward(RewardSource(kind="function", targets=("math",)), prompts * 2, CallOptions(step_prompts=100))
+    assert len(seen.pop()[0]) == 8  # four prompts twice: it compares nothing
+
+
+def test_verdicts_go_to_their_own_groups():
+    async def run():
+        async def call(samples):
+            return [Verdict(VerdictKind.OK, float(rollout.text)) for _, rollout in samples]
+
+        batcher = GroupBatcher(call, max_batch=3)
+        prompt = make_prompt()
+        sizes = (2, 1, 2)
+        groups = []
+        for number, size in enumerate(sizes):
+            texts = [f"{number}.{index}" for index in range(size)]
+            groups.append(batcher.submit([(prompt, make_rollout(prompt, text)) for text in texts]))
+        return [[verdict.reward for verdict in group] for group in await asyncio.gather(*groups)]
+
+    assert asyncio.run(run()) == [[0.0, 0.1], [1.0], [2.0, 2.1]]
