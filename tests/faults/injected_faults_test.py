@@ -278,7 +278,7 @@ def test_reward_server_that_hangs_teaches_nothing_and_ends_the_run_with_its_stat
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:  # accepts, and never answers
         source = RewardSource(kind="server", targets=(f"http://127.0.0.1:{server.getsockname()[1]}/",))
         run = make_run(reward=RewardSpec(sources=(source,), calls=CallOptions(timeout_s=0.3)), num_steps=9)
-        with pytest.raises(RewardError, match=r"3 step\(s\) in a row: no rollout has a reward; the last failure: "):
+        with pytest.raises(RewardError, match=r"3 step\(s\) in a row: no rollout has a reward; the last reason: "):
             train_and_save(run.job, run.parts, run.recorder)
     counts = accounted(run)
     assert (counts.requested - run.parts.rollouts.num_outstanding, counts.trained, counts.failed) == (192, 0, 192)

@@ -76,7 +76,13 @@ def test_span_arrays_are_read_only_and_the_callers_is_not():
     own[0] = 9
 
 
-@pytest.mark.parametrize("kind", list(VerdictKind))
+def test_verdict_of_a_scorer_that_abstained_has_no_reward():
+    assert (Verdict(VerdictKind.ABSTAINED).reward, VerdictKind.ABSTAINED.failed) == (None, False)
+    with pytest.raises(DataError, match="a verdict `abstained` has the reward"):
+        Verdict(VerdictKind.ABSTAINED, 0.0)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in VerdictKind if kind is not VerdictKind.ABSTAINED])
 def test_verdict_has_a_reward_unless_the_scorer_failed(kind):
     assert Verdict(kind, -1.0).reward == -1.0  # also for a failure: a user may have set a reward for it
     if kind.failed:

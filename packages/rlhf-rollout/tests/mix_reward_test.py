@@ -8,7 +8,7 @@ from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Verdict, VerdictKind
 from rlhf_rollout.rewards.function import FunctionReward
-from rlhf_rollout.rewards.mix import MixedReward, build_reward, check_reward, score_each
+from rlhf_rollout.rewards.mix import MixedReward, ScoredFailures, build_reward, check_reward, score_each
 from rlhf_rollout.rewards.remote import RemoteReward
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 
@@ -135,6 +135,17 @@ def test_mixed_reward_any_source_that_fails_fails_the_sum():
 def test_mixed_reward_source_that_breaks_its_protocol_is_a_crash(broken, detail):
     (verdict,) = score(MixedReward([("a", 1.0, ScriptedReward(Verdict(OK, 1.0))), ("b", 1.0, broken)]))
     assert (verdict.kind, verdict.detail) == (CRASH, detail)
+
+
+def test_mixed_reward_source_that_abstains_leaves_no_sum_and_no_failure():
+    abstains = ScriptedReward(Verdict(VerdictKind.ABSTAINED, detail="the scorer abstained"))
+    sources = [("a", 1.0, ScriptedReward(Verdict(OK, 1.0))), ("b", 1.0, abstains)]
+    (verdict,) = score(ScoredFailures(MixedReward(sources), -1.0))
+    assert (verdict.kind, verdict.reward) == (VerdictKind.ABSTAINED, None)
+    assert (verdict.detail, dict(verdict.extra)) == ("b: the scorer abstained", {"reward_a": 1.0})
+    crash = ScriptedReward(Verdict(VerdictKind.CRASH))
+    (verdict,) = score(MixedReward([("b", 1.0, abstains), ("c", 1.0, crash)]))
+    assert verdict.kind is VerdictKind.CRASH  # a failure is not hidden by a source that abstained
 
 
 def test_mixed_reward_source_that_cannot_run_at_all_is_raised():

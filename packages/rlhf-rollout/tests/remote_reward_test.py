@@ -105,6 +105,14 @@ def test_remote_reward_reads_scores_logs_and_verdicts(serve):
     assert (second.kind, dict(second.extra)) == (OK, {"length": 5.0, "load": 0.5})
 
 
+def test_remote_reward_null_abstains(serve):
+    server, url = serve()
+    server.answers = [(200, {"rewards": [None, 1.0], "extra_logs": {"length": [2, None]}})]
+    (verdicts,) = score([url], ["a", "b"])
+    assert [(verdict.kind.value, verdict.reward) for verdict in verdicts] == [("abstained", None), ("ok", 1.0)]
+    assert [dict(verdict.extra) for verdict in verdicts] == [{"length": 2.0}, {}]
+
+
 def test_remote_reward_no_rollouts_asks_nothing(serve):
     server, url = serve()
     assert score([url], []) == [[]]
@@ -282,9 +290,9 @@ def test_remote_reward_number_that_is_not_finite_charges_its_sample_alone(serve)
         ({"reward": [1.0]}, "the reward server's dictionary has no `rewards`: ['reward']"),
         ({"rewards": [1.0, 2.0]}, "`rewards` has 2 numbers for 1 samples"),
         ({"rewards": []}, "`rewards` has 0 numbers for 1 samples"),
-        ({"rewards": [None]}, "`rewards` must hold numbers, got None"),
+        ({"rewards": None}, "`rewards` must be a list of numbers, got None"),
         ({"rewards": ["1"]}, "`rewards` must hold numbers, got a value of type str"),
-        ({"rewards": [1.0], "verdicts": ["fine"]}, "unknown verdict `fine`; known: crash, ok, timeout"),
+        ({"rewards": [1.0], "verdicts": ["fine"]}, "unknown verdict `fine`; known: abstained, crash, ok, timeout"),
     ],
 )
 def test_remote_reward_unusable_answer_is_a_crash(serve, answer, says):

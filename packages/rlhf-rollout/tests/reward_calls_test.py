@@ -346,6 +346,28 @@ def test_trial_has_the_prompts_and_samples_of_a_call(monkeypatch):
     assert len(seen.pop()[0]) == 8  # four prompts twice: it compares nothing
 
 
+def test_function_may_abstain_of_some_responses_and_of_all_to_a_prompt(write):
+    reward = write("""
+        def reward_func(queries, prompts, labels):
+            kept = [query.endswith("x") for query in queries]
+            return {"rewards": [1.0 if each else None for each in kept], "extra_logs": {"n": [None] * len(queries)}}
+    """)
+
+    async def run():
+        function = ScoredFailures(FunctionReward(reward, num_workers=1, timeout_s=60.0), -1.0)
+        prompts = [make_prompt(f"{number}=", prompt_id=str(number)) for number in range(2)]
+        groups = []
+        for prompt, texts in zip(prompts, (["x", "a"], ["b", "c"]), strict=True):
+            rollouts = [make_rollout(prompt, text, group_id=prompt.prompt_id) for text in texts]
+            groups.append(function.score(prompt, rollouts))
+        verdicts = await asyncio.gather(*groups)
+        await function.close()
+        return verdicts
+
+    rewards = [[verdict.reward for verdict in group] for group in asyncio.run(run())]
+    assert rewards == [[1.0, None], [None, None]]
+
+
 def test_verdicts_go_to_their_own_groups():
     async def run():
         async def call(samples):

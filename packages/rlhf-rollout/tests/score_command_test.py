@@ -161,7 +161,7 @@ def test_failing_scorer_is_told_and_leaves_no_reward(tmp_path, capsys):
     assert [(row["reward"], row["verdict"]) for row in scored] == [(None, "crash"), (1.0, "ok")]
     assert scored[0]["detail"].startswith("ZeroDivisionError") and "detail" not in scored[1]
     told = capsys.readouterr().err
-    assert f"1 rows have no reward: the scorer failed; the last failure: {scored[0]['detail']}" in told
+    assert f"1 rows have no reward: the scorer failed or abstained; the last reason: {scored[0]['detail']}" in told
     assert status == 0
 
 
@@ -175,7 +175,7 @@ def test_scorer_that_fails_for_every_row_is_a_status_and_its_reason_is_that_of_t
     assert status == 1
     assert [(row["chosen_reward"], row["rejected_reward"]) for row in scored] == [(1.0, None)] * 2
     told = capsys.readouterr().err
-    assert "2 rows have no reward: the scorer failed; the last failure: ZeroDivisionError" in told
+    assert "2 rows have no reward: the scorer failed or abstained; the last reason: ZeroDivisionError" in told
 
 
 def test_failing_scorer_may_leave_a_fixed_reward_and_prints_to_a_log(tmp_path, capfd):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlhf_data.errors import ConfigError, RewardError
-from rlhf_data.records import VerdictKind
+from rlhf_data.records import Verdict, VerdictKind
 from rlhf_rollout.rewards.user_function import (
     RewardTarget,
     Scored,
@@ -194,7 +194,8 @@ def test_read_result_one_number_for_one_sample():
         ({"rewards": [1.0, 2.0, 3.0]}, "`rewards` has 3 numbers for 2 samples"),
         ({"rewards": 1.0}, "`rewards` is one number for 2 samples"),
         ({"rewards": "ab"}, "`rewards` must be a list of numbers, got a value of type str"),
-        ({"rewards": [1.0, None]}, "`rewards` must hold numbers, got None"),
+        ({"rewards": [1.0, "x"]}, "`rewards` must hold numbers, got a value of type str"),
+        ({"rewards": None}, "`rewards` must be a list of numbers, got None"),
         ({"rewards": [1.0, "2"]}, "must hold numbers, got a value of type str"),
         ({"rewards": [[1.0, 2.0], [3.0, 4.0]]}, "must hold numbers, got a value of type list"),
         ({"rewards": [1, 2], "scores": [1]}, "`scores` has 1 numbers for 2 samples"),
@@ -202,7 +203,7 @@ def test_read_result_one_number_for_one_sample():
         ({"rewards": [1, 2], "extra_logs": {"a": [1]}}, "`extra_logs['a']` has 1 numbers for 2 samples"),
         ({"rewards": [1, 2], "verdicts": ["ok"]}, "`verdicts` must be a list of 2 names"),
         ({"rewards": [1, 2], "verdicts": "ok"}, "`verdicts` must be a list of 2 names"),
-        ({"rewards": [1, 2], "verdicts": ["ok", "rong"]}, "unknown verdict `rong`; known: crash, ok,"),
+        ({"rewards": [1, 2], "verdicts": ["ok", "rong"]}, "unknown verdict `rong`; known: abstained, crash, ok,"),
     ],
 )
 def test_read_result_of_another_shape_is_refused(result, says):
@@ -252,6 +253,25 @@ def test_verdict_of_extra_log_not_finite_is_left_out_by_name():
 def test_verdict_of_failure_said_by_the_function_has_no_reward(said):
     verdict = verdict_of(scored(verdict=said), 0)
     assert (verdict.kind, verdict.reward) == (VerdictKind(said), None)
+
+
+@pytest.mark.parametrize("rewards", [[0.5, None], (0.5, None), np.array([0.5, None]), [[0.5], [None]]])
+def test_read_result_none_abstains_and_leaves_out_what_has_no_number(rewards):
+    result = {"rewards": rewards, "scores": [None, 2.0], "extra_logs": {"length": [None, 3]}, "verdicts": ["ok", "ok"]}
+    given, abstained = (verdict_of(read_result(result, 2), index) for index in range(2))
+    assert (given.kind, given.reward, given.score, dict(given.extra)) == (VerdictKind.OK, 0.5, 0.5, {})
+    assert (abstained.kind, abstained.reward, abstained.score) == (VerdictKind.ABSTAINED, None, None)
+    assert (dict(abstained.extra), abstained.detail) == ({"length": 3.0}, "the scorer abstained")
+
+
+def test_read_result_scores_follow_rewards_that_abstain():
+    verdicts = [verdict_of(read_result({"rewards": [None, 1]}, 2), index) for index in range(2)]
+    assert [(verdict.kind.value, verdict.reward) for verdict in verdicts] == [("abstained", None), ("ok", 1.0)]
+
+
+def test_verdict_of_failure_without_a_number_remains_a_failure():
+    assert verdict_of(scored(reward=None, score=None, verdict="crash"), 0).kind is VerdictKind.CRASH
+    assert verdict_of(scored(verdict="abstained"), 0) == Verdict(VerdictKind.ABSTAINED, detail="the scorer abstained")
 
 
 def test_reward_target_and_scored_pickle_round_trip():

@@ -38,7 +38,7 @@ class VerdictKind(StrEnum):
     UNSCORED means that the run has no scorer. The others say whose fault a bad outcome is. WRONG and UNPARSABLE are the
     policy's: the rollout is trained with its reward, whatever the policy wrote. TIMEOUT and CRASH are failures of the
     scorer or agent, which the policy must not cause: such a rollout has no reward and is not trained, or has a fixed
-    one.
+    one. ABSTAINED is the scorer's choice to give no reward; nobody is at fault, and the rollout is not trained.
     """
 
     OK = "ok"
@@ -47,6 +47,7 @@ class VerdictKind(StrEnum):
     UNSCORED = "unscored"
     TIMEOUT = "timeout"
     CRASH = "crash"
+    ABSTAINED = "abstained"
 
     @property
     def failed(self) -> bool:
@@ -142,7 +143,8 @@ class Verdict:
 
     Attributes:
         kind: the outcome.
-        reward: what the policy learns from. Only a failed verdict may have none, and then its rollout is not trained.
+        reward: what the policy learns from. A failed verdict may have none, and that of a scorer that abstained has
+            none; such a rollout is not trained.
         score: the raw score; equal to the reward unless the scorer returned both.
         detail: one line for people, such as the text of an exception.
         extra: further numbers to log.
@@ -171,8 +173,11 @@ class Verdict:
     earned_elsewhere: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
-        if self.reward is None and not self.kind.failed:
+        has_abstained = self.kind is VerdictKind.ABSTAINED
+        if self.reward is None and not (has_abstained or self.kind.failed):
             raise DataError(f"a verdict `{self.kind}` without a reward")
+        if self.reward is not None and has_abstained:
+            raise DataError(f"a verdict `{self.kind}` has the reward {self.reward}; it must have none")
         if self.reward is not None and not np.isfinite(self.reward):
             raise DataError(f"the reward is {self.reward}")
         if self.score is None:

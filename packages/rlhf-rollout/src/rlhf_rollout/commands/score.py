@@ -215,8 +215,8 @@ def _report(scored: Sequence[dict[str, Any]], *, pairs: bool) -> int:
     if len(whole) < len(scored):
         failed = [row for row in scored if any(row[name] is None for name in names)][-1]
         reason = next(failed.get(prefix + "detail") for prefix in prefixes if failed[prefix + "reward"] is None)
-        text = f"{len(scored) - len(whole)} rows have no reward: the scorer failed"
-        TERMINAL.say(f"{text}; the last failure: {reason}" if reason else text)
+        text = f"{len(scored) - len(whole)} rows have no reward: the scorer failed or abstained"
+        TERMINAL.say(f"{text}; the last reason: {reason}" if reason else text)
     for name in names if whole else ():
         values = np.array([row[name] for row in whole])
         TERMINAL.say(f"{name}: mean {values.mean():.4f}, deviation {values.std():.4f}")

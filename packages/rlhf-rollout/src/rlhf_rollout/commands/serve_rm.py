@@ -168,7 +168,7 @@ def _sample(
 
 
 def _answer(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Return the body of the answer. Failed verdicts have the reward 0.0, which clients ignore."""
+    """Return the body of the answer. Verdicts without a reward have 0.0, which clients ignore."""
     # Only numbers that every query has: a client expects one number per query.
     names = set.intersection(*(set(verdict.extra) for verdict in verdicts)) if verdicts else set()
     return {

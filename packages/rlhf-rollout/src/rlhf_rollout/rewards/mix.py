@@ -33,10 +33,10 @@ class MixedReward:
 
         reward = sum_i w_i reward_i        score = sum_i w_i score_i
 
-    The verdict has the kind that the first source gave. If any source fails there is no sum: the verdict then has the
-    kind of the first source that failed. Sources are called concurrently, so `seconds` are those of the slowest. With
-    several sources `extra` holds each source's reward as `reward_<name>` and its own extra numbers as
-    `<number>_<name>`.
+    The verdict has the kind that the first source gave. If any source fails or abstains there is no sum: the verdict
+    then has the kind of the first source that failed or, if none did, `abstained`. Sources are called concurrently, so
+    `seconds` are those of the slowest. With several sources `extra` holds each source's reward as `reward_<name>` and
+    its own extra numbers as `<number>_<name>`.
 
     Args:
         sources: name, weight and reward function of each source.
@@ -77,6 +77,7 @@ class MixedReward:
         names = [name for name, _, _ in self._sources]
         extra = self._extra(verdicts)
         failed = [(verdict, name) for verdict, name in zip(verdicts, names, strict=True) if verdict.kind.failed]
+        failed = failed or [pair for pair in zip(verdicts, names, strict=True) if pair[0].reward is None]  # abstained
         said = failed or [(verdict, name) for verdict, name in zip(verdicts, names, strict=True) if verdict.detail]
         detail = "; ".join(f"{name}: {verdict.detail}" for verdict, name in said)
         seconds = max(verdict.seconds for verdict in verdicts)

@@ -8,7 +8,8 @@ If it has further parameters with the names of `EXTRAS`, or `**kwargs`, it recei
 parameters for the run's extra keys, which are lists of cells of the rows. It may be `async`.
 It returns a dictionary with `rewards` (one number per sample) and optionally `scores` (raw scores; the rewards if left
 out), `extra_logs` (name -> one number, or one number per sample) and `verdicts` (one of `VerdictKind` per sample).
-Numbers may be in lists, tuples, numpy arrays or torch tensors.
+Numbers may be in lists, tuples, numpy arrays or torch tensors. A reward of None abstains: the sample has no reward and
+is not trained. A score of None is the reward, and a logged number of None is left out.
 """
 
 import ast
@@ -72,11 +73,14 @@ class RewardTarget:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The result of a reward function: every list has one entry per sample. Numbers may be non-finite."""
+    """The result of a reward function: every list has one entry per sample. Numbers may be non-finite.
 
-    rewards: list[float]
-    scores: list[float]
-    extra: dict[str, list[float]]
+    None is a reward of which the function abstains, a score equal to the reward, or a number that is not logged.
+    """
+
+    rewards: list[float | None]
+    scores: list[float | None]
+    extra: dict[str, list[float | None]]
     verdicts: list[str | None]
     token_rewards: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # empty: no sample has any
 
@@ -223,15 +227,19 @@ def verdict_of(scored: Scored, index: int, success_threshold: float = SUCCESS_TH
     It is what the scorer says or else, by its score, ok from `success_threshold` on and wrong below.
 
     A reward or score that is not finite, or beyond the range of float32, gives the verdict `crash`. Such an extra log
-    is left out and named in `detail`.
+    is left out and named in `detail`. Without a reward the verdict is `abstained`, unless the scorer says that
+    it failed.
     """
     reward, score, kind = scored.rewards[index], scored.scores[index], scored.verdicts[index]
-    extra = {name: values[index] for name, values in scored.extra.items()}
+    score = reward if score is None else score
+    extra = {name: values[index] for name, values in scored.extra.items() if values[index] is not None}
     lost = [f"{name} is {value}" for name, value in extra.items() if not is_usable(value)]
     detail = f"left out of the logs: {', '.join(lost)}" if lost else ""
     extra = {name: value for name, value in extra.items() if is_usable(value)}
     if kind is not None and VerdictKind(kind).failed:
         return Verdict(VerdictKind(kind), detail=detail or "reported by the scorer", extra=extra)
+    if reward is None or kind == VerdictKind.ABSTAINED:
+        return Verdict(VerdictKind.ABSTAINED, detail=detail or "the scorer abstained", extra=extra)
     for name, value in (("reward", reward), ("score", score)):
         if not is_usable(value):
             why = ", more than float32 can hold" if np.isfinite(value) else ""
@@ -306,8 +314,11 @@ def _no_function(target: RewardTarget, defined: Sequence[str]) -> str:
     return with_hint(message, _SKELETON if is_default else f"name one with {target.module}:NAME")
 
 
-def _numbers(name: str, values: Any, num_samples: int, *, spread: bool = False) -> list[float]:
-    """Return `num_samples` floats. With `spread`, or for one sample, a single number stands for all of them."""
+def _numbers(name: str, values: Any, num_samples: int, *, spread: bool = False) -> list[float | None]:
+    """Return `num_samples` floats, or None where a sample has none.
+
+    With `spread`, or for one sample, a single number stands for all of them.
+    """
     if hasattr(values, "tolist"):  # a torch tensor or a numpy array or number, without importing either
         values = (values.detach() if hasattr(values, "detach") else values).tolist()
     if _is_number(values):
@@ -324,9 +335,9 @@ def _numbers(name: str, values: Any, num_samples: int, *, spread: bool = False) 
             value = value.tolist()
         if isinstance(value, list) and len(value) == 1:  # a column of shape [N, 1]
             value = value[0]
-        if not _is_number(value):
+        if value is not None and not _is_number(value):
             raise RewardError(f"`{name}` must hold numbers, got {_kind(value)}")
-        numbers.append(_float(value))
+        numbers.append(None if value is None else _float(value))
     return numbers
 
 

@@ -148,7 +148,7 @@ def summarize_evaluation(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Return the metrics of held-out groups under `eval/`; with several data sources also under `eval/<source>/`.
 
     `pass@k` is computed for k = 1, 2, 4, ... and for the number of samples per prompt. An episode passes when its
-    verdict is ok; a failed reward counts as not passed. Without a scorer there is no pass@k. `failed` is the share of
+    verdict is ok; one without a reward does not. Without a scorer there is no pass@k. `failed` is the share of
     episodes whose reward failed.
     """
     metrics = summarize(groups, "eval") | _passes(groups, "eval")

@@ -42,9 +42,9 @@ class Patience:
         self._last_failure = state["last_failure"]
 
     def observe(self, groups: Sequence[RolloutGroup]) -> None:
-        """Remember why the last failed reward of a step failed."""
+        """Remember why the last rollout of a step that has no reward has none."""
         verdicts = [rollout.verdict for group in groups for rollout in group.rollouts if rollout.verdict]
-        self._last_failure = next((verdict.detail for verdict in reversed(verdicts) if verdict.kind.failed), "")
+        self._last_failure = next((verdict.detail for verdict in reversed(verdicts) if verdict.reward is None), "")
 
     def can_learn(self, groups: Sequence[RolloutGroup], counts: RolloutCounts) -> bool:
         """Return whether any rollout of `groups` has a reward.
@@ -66,7 +66,7 @@ class Patience:
         gives_up = self._num_barren_steps >= self._max_barren_steps
         message = "no rollout has a reward"
         if self._last_failure:
-            message += f"; the last failure: {self._last_failure}"
+            message += f"; the last reason: {self._last_failure}"
         if counts.stale:
             message += f"; {counts.stale} rollouts are too old for the batch (stale)"
         if counts.filtered > counts.failed:

@@ -22,7 +22,7 @@ def summarize(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
     """Return the mean reward, the verdicts and the lengths of `groups`, under names that begin with `prefix`.
 
     Means of rewards and scores are over the rollouts that have a reward. `accuracy` is the share of all episodes whose
-    verdict is ok; episodes with a failed reward count as not ok. Numbers that a reward function logs (`extra_logs`) are
+    verdict is ok; episodes without a reward count as not ok. Numbers that a reward function logs (`extra_logs`) are
     averaged under their own names. If such a name is taken by a metric of this function, it becomes `extra_<name>`. In
     a run without a scorer there are only lengths.
     """

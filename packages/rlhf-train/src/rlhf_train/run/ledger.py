@@ -15,7 +15,7 @@ class RolloutCounts:
         requested: requested from the engines.
         trained: used in updates; a fraction when only some epochs used a rollout.
         filtered: left out by dynamic sampling.
-        failed: not completed by an engine, or without a reward because of a time-out or crash.
+        failed: not completed by an engine, or without a reward: a time-out, a crash, or a scorer that abstained.
         stale: left out because an engine that missed an update of the weights wrote them.
     """
 
