@@ -14,6 +14,7 @@ import pytest
 from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import RewardError
 from rlhf_data.records import FinishReason, Rollout, VerdictKind
+from rlhf_rollout.rewards import process
 from rlhf_rollout.rewards.function import FunctionReward
 from rlhf_rollout.rewards.outcomes import Failure
 from rlhf_rollout.rewards.process import WorkerProcess
@@ -288,7 +289,8 @@ def test_time_limit_is_that_of_a_sample(write, monkeypatch):
         await function.close()
 
     asyncio.run(run())
-    assert sizes == [3, 1, 1, 1, 3]  # the second call for three may take as long as it needs
+    # Those that succeed alone are scored together again. A later call for three may take as long as it needs.
+    assert sizes == [3, 1, 1, 1, 3, 3]
 
 
 def test_files_of_the_working_folder_take_no_librarys_place(write, tmp_path, monkeypatch):
@@ -334,6 +336,40 @@ def test_worker_asks_this_machine_without_the_proxy_that_it_inherits(write, monk
     )
     [verdict] = score(reward, ["a"])
     assert "ValueError: .corp,localhost,127.0.0.1,::1" in verdict.detail
+
+
+def test_worker_inherits_proxies_and_the_hub_but_no_password_unless_named(write, monkeypatch, caplog):
+    process._tell_withheld.cache_clear()
+    for name in process._URLS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example")
+    monkeypatch.setenv("no_proxy", "localhost,.example")
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:pass@proxy:3128")
+    monkeypatch.setenv("http_proxy", "user:pass@proxy:3128")
+    monkeypatch.setenv("ALL_PROXY", "http://proxy:3128/?key=pass")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("LOGNAME", "user@domain")
+    reward = write("""
+        import os
+        def reward_func(queries, prompts, labels):
+            names = ("HF_ENDPOINT", "no_proxy", "HTTPS_PROXY", "http_proxy", "ALL_PROXY", "HF_TOKEN", "LOGNAME")
+            raise ValueError(" ".join(os.environ.get(name, "-") for name in names))
+    """)
+    hosts = "localhost,.example,127.0.0.1,::1"
+    told = score(reward, ["4"])[0].detail
+    assert told == f"ValueError: https://mirror.example {hosts} - - - - user@domain (reward.py:5)"
+    names = "ALL_PROXY,HTTPS_PROXY,http_proxy"
+    assert f"do not receive {names}, which holds a password, unless reward_env names it" in caplog.text
+    assert "user:pass" not in caplog.text
+    caplog.clear()
+    allowed = WorkerOptions(env=("HTTPS_PROXY", "http_proxy", "ALL_PROXY"))
+    assert "http://user:pass@proxy:3128 user:pass@proxy:3128 http://" in score(reward, ["4"], worker=allowed)[0].detail
+    assert not caplog.text
+
+
+def test_import_that_fails_names_the_option_for_environment_variables(write):
+    with pytest.raises(RewardError, match=r"KeyError: 'HF_TOKEN'.*\n\nhint: .*those that ``reward_env`` names"):
+        score(write("import os\nos.environ['HF_TOKEN']\ndef reward_func(q, p, l): ..."), ["4"])
 
 
 def test_async_function_with_extras_receives_lists_of_each_sample_on_one_event_loop(write):

@@ -245,7 +245,7 @@ class RewardSection(Section, title="reward"):
     reward_env: str | None = flag(
         None,
         "environment variables that reward functions receive, separated by commas, such as OPENAI_API_KEY; None: only"
-        " those that say where programs, caches and devices are",
+        " those that say where programs, caches, devices and proxies are",
     )
     extra_keys: str | None = flag(
         None,

@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import RewardError, nearest, with_hint
 from rlhf_data.records import VerdictKind
-from rlhf_data.safety import loopback_unproxied
+from rlhf_data.safety import loopback_unproxied, without_secrets
 from rlhf_rollout.rewards import guard, leftovers
 from rlhf_rollout.rewards.outcomes import Failure
 from rlhf_rollout.rewards.sources import WorkerOptions
@@ -31,8 +32,8 @@ _MAX_ANSWER_BYTES = 2**27
 _GIB = 2**30
 PROGRAM = "rlhf_rollout.rewards.worker"
 
-# What a worker inherits of the environment: where programs, libraries and caches are, languages, devices and threads.
-# Everything else may be a secret.
+# What a worker inherits of the environment: where programs, libraries and caches are, languages, devices, threads, and
+# the way to the network. Everything else may be a secret.
 _INHERITED = (
     "PATH HOME USER LOGNAME SHELL LANG LANGUAGE LC_ALL LC_CTYPE TZ TMPDIR TMP TEMP VIRTUAL_ENV CONDA_PREFIX PYTHONPATH"
     " PYTHONHOME PYTHONHASHSEED LD_LIBRARY_PATH DYLD_LIBRARY_PATH CUDA_HOME CUDA_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES"
@@ -40,8 +41,15 @@ _INHERITED = (
     " HF_DATASETS_CACHE HF_DATASETS_OFFLINE TRANSFORMERS_OFFLINE TORCH_HOME NLTK_DATA XDG_CACHE_HOME XDG_CONFIG_HOME"
     " XDG_DATA_HOME SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE"
 )
-INHERITED = frozenset(_INHERITED.split())
+# Proxies and the hub; these may hold a user and password.
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+_URLS = frozenset(["HF_ENDPOINT", *_PROXIES, *map(str.upper, _PROXIES)])
+INHERITED = frozenset(_INHERITED.split()) | _URLS
 
+_IMPORT_HINT = (
+    "it must import in a fresh interpreter; its own folder is on the import path, and of environment variables such as"
+    " HF_TOKEN it receives those that ``reward_env`` names"
+)
 Samples = tuple[list[str], list[str], list[str]]  # queries, prompts, labels
 
 
@@ -65,9 +73,7 @@ class GuardedProcess:
                 stdout=2,
                 stderr=2,
                 pass_fds=[theirs.fileno()],
-                env={name: os.environ[name] for name in INHERITED.union(options.env) & os.environ.keys()}
-                | loopback_unproxied(os.environ)  # an agent's clients ask the policy on this machine
-                | {leftovers.MARK: leftovers.own_mark()},
+                env=_environment(options.env) | {leftovers.MARK: leftovers.own_mark()},
                 start_new_session=True,  # Ctrl-C does not reach it
             )
 
@@ -186,6 +192,27 @@ class WorkerProcess(GuardedProcess):
         return line
 
 
+def _environment(named: Sequence[str]) -> dict[str, str]:
+    """Return the variables that a worker receives: those that it inherits, and those that the user has named."""
+    given = {name: os.environ[name] for name in INHERITED.union(named) & os.environ.keys()}
+    secret = [name for name in sorted(_URLS.difference(named) & given.keys()) if _holds_password(given[name])]
+    if secret:
+        _tell_withheld(",".join(secret))
+    kept = {name: value for name, value in given.items() if name not in secret}
+    return kept | loopback_unproxied(os.environ)  # an agent's clients ask the policy on this machine
+
+
+def _holds_password(value: str) -> bool:
+    # Programs also take a proxy without a scheme, such as user:password@host:3128.
+    return "@" in value or without_secrets(value) != value
+
+
+@cache
+def _tell_withheld(names: str) -> None:
+    text = "reward functions and agents do not receive %s, which holds a password, unless reward_env names it"
+    _LOGGER.warning(text, names)
+
+
 def _memory_bytes(memory_gb: float | None) -> int:
     if memory_gb is not None:
         return int(memory_gb * _GIB)
@@ -201,7 +228,7 @@ def _start_problem(target: RewardTarget, failure: Failure, timeout_s: float) -> 
     message = f"cannot import the reward function from {target.module}: {failure.detail}"
     if guess := nearest(target.module, BUILTIN):
         return with_hint(message, f"did you mean the built-in reward `{guess}`?")
-    return with_hint(message, "it must import in a fresh interpreter; its own folder is on the import path")
+    return with_hint(message, _IMPORT_HINT)
 
 
 def _ending(code: int | None) -> str:
