@@ -251,7 +251,7 @@ HANGS = """
 import time
 
 def reward_func(queries, prompts, labels):
-    if prompts[0] == "prompt 5":
+    if "prompt 5" in prompts:
         time.sleep(600)
     return {"rewards": [float(len(query) % 2) for query in queries]}
 """
@@ -260,7 +260,7 @@ def reward_func(queries, prompts, labels):
 def test_reward_that_hangs_on_one_prompt_costs_its_rollouts_only(make_run, tmp_path, monkeypatch):
     (tmp_path / "hangs.py").write_text(HANGS)
     source = RewardSource(kind="function", targets=(str(tmp_path / "hangs.py"),))
-    limit_only(monkeypatch, lambda queries: queries[0].startswith("prompt 5"))
+    limit_only(monkeypatch, lambda queries: any(query.startswith("prompt 5") for query in queries))
     run = make_run(reward=RewardSpec(sources=(source,), calls=CallOptions(timeout_s=1.0)), num_steps=1)
     started = time.monotonic()
     train_and_save(run.job, run.parts, run.recorder)

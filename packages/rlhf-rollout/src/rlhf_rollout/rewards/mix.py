@@ -259,7 +259,7 @@ def check_reward(
     if source.kind == "server":
         from rlhf_rollout.rewards.remote import check_reward_server  # imports httpx
 
-        return check_reward_server(source.targets, first, timeout_s=calls.timeout_s)
+        return check_reward_server(source.targets, prompts, timeout_s=calls.timeout_s)
     if source.kind in JUDGE_KINDS:
         from rlhf_rollout.rewards.judge import check_judge  # imports httpx
 
