@@ -1,11 +1,12 @@
 """The number after `####`: extraction, exact equality, LaTeX, and answers that are none."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from rlhf_data.records import VerdictKind
-from rlhf_rollout.rewards.math import clean_answer, extract_answer, grade, parse_number, reward_func
+from rlhf_rollout.rewards.math import clean_answer, extract_answer, grade, is_huge, parse_number, reward_func
 
 OK, WRONG, UNPARSABLE = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.UNPARSABLE
 
@@ -33,6 +34,16 @@ OK, WRONG, UNPARSABLE = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.UNPARSABL
         (r"\boxed{4 and the answer is 5", r"\boxed{4 and the answer is 5"),
         (r"\boxed{4}" + "\n#### 5", "5"),
         (r"#### \boxed{4}", "4"),
+        ("The answer is 4, so done", "4"),
+        ("the answer is 1,234; we are done.", "1234"),
+        ("The answer is 4 because 2 + 2 = 4", "4"),
+        (r"The answer is $\frac{1}{2}$, which is less than 1.", r"\frac{1}{2}"),
+        ("The answer is Paris, as everybody knows", "Paris, as everybody knows"),
+        ("The answer is Washington, DC.", "Washington, DC"),
+        ("The answer is 1, 2", "1, 2"),
+        ("The answer is (1, 2).", "(1, 2)"),
+        (r"\boxed{(1,234)}", "(1,234)"),
+        (r"\boxed{1,234}", "1234"),
         ("72", None),
         ("####", None),
         ("#### \n", None),
@@ -47,6 +58,10 @@ def test_extract_answer_takes_the_line_after_the_last_marker(text, answer):
 def test_clean_answer_removes_only_thousands_commas():
     assert clean_answer(" $12,345. ") == "12345"
     assert clean_answer("(1,2)") == "(1,2)"
+    assert clean_answer("1,234,567 m") == "1234567 m"
+    assert clean_answer("(1,234) + 2") == "(1234) + 2"
+    for text in ("(1,234)", "[1,200]", r"\{1,200\}", r"\left(1,234\right)", "1,2345", "1,2,345"):
+        assert clean_answer(text) == text
 
 
 @pytest.mark.parametrize(
@@ -119,6 +134,12 @@ def test_grade_tells_right_wrong_and_no_answer_apart(response, label, verdict):
         (r"#### \text{C}", "C", OK),
         ("#### (1,2)", "(1, 2)", OK),
         ("#### (2,1)", "(1, 2)", WRONG),
+        (r"\boxed{(1,234)}", "(1, 234)", OK),
+        ("#### (1, 234)", "(1,234)", OK),
+        ("#### (1,234)", "1234", WRONG),
+        (r"#### \{1,200\}", r"\{1, 200\}", OK),
+        (r"\boxed{\binom{5}{2}}", "10", OK),
+        (r"#### (x+1)^{2}", "x^2+2x+1", OK),
         ("#### x=4", "4", OK),
         ("#### 2+3x", "3x + 2", OK),
         ("#### abc", "cba", WRONG),
@@ -154,6 +175,63 @@ def test_grade_answer_that_takes_too_long_is_wrong_and_a_label_that_does_a_timeo
         monkeypatch.setattr("math_verify.grader.sympy_expr_eq", lambda *_, **__: time.sleep(60))
     given = reward_func([r"#### \sqrt{8}", "#### 4"], ["", ""], [r"2\sqrt{2}", "4"])
     assert given["verdicts"] == [verdict, "ok"]
+
+
+# Each takes seconds to hours to evaluate, and no signal ends it outside the main thread.
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"\binom{9999999}{4999999}",
+        r"\dbinom{99999}{3}",
+        r"(x+1)^{9999}",
+        r"(x+y+z)^{300}",
+        r"(((x+1)^{20}+1)^{20}+1)^{20}",
+        r"\exp(\exp(\exp(99)))",
+        "(99!)!",
+        "(" * 90 + "1" + ")" * 90,
+        "9^9^9^9",
+    ],
+)
+def test_answer_that_is_huge_is_wrong_without_being_evaluated_also_in_a_thread(answer, monkeypatch):
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr("math_verify.parse", lambda *_, **__: pytest.fail("evaluated"))
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(grade, f"#### {answer}", "x+2").result() is WRONG
+    assert grade("#### x+2", answer) is VerdictKind.TIMEOUT  # nobody can tell whether it is right
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(r"\binom{100}{50}", "999!", "2^{1000}", "x^{2024}", r"(x+1)^{20}", "(x+y)^{40}", r"\frac{x^2}{y^{2}}"),
+        *(r"\left(\frac{1}{2}\right)^{2024}", "e^{x^2}", "e^{-2x^{2}}", "x^2y^2", "(a+b)(a-b)", "2**10", r"\exp(2)"),
+        "(" * 20 + "1" + ")" * 20,
+    ],
+)
+def test_expressions_of_ordinary_size_are_evaluated(text):
+    assert not is_huge(text)
+
+
+def test_power_of_an_expression_is_compared():
+    pytest.importorskip("math_verify")
+    assert grade("#### e^{x^{2}}", "e^{x^2}") is OK
+    assert grade("#### 4", "e^{x^2}") is WRONG
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("the answer is " * 20000, "the answer is 4, " * 20000, "1,111" * 40000),
+        *("(" * 200000, r"\boxed{" * 30000, ", so" * 50000),
+    ],
+    ids=range(6),
+)
+def test_time_of_parsing_grows_with_the_length_alone(text):
+    began = time.process_time()
+    grade(text, "4")
+    grade(f"#### {text}", "4")
+    grade(f"The answer is {text}", "4")
+    assert time.process_time() - began < 2
 
 
 def test_grade_latex_without_math_verify_is_unparsable(monkeypatch):

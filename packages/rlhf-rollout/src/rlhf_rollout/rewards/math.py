@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
 from importlib.util import find_spec
+from math import comb, prod
 
 from rlhf_data.records import VerdictKind
 
@@ -24,11 +25,24 @@ _NUMBER = re.compile(
 )
 _BOX = "\\boxed{"
 _STATED = re.compile(r"\banswer\s+is\b:?", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"\.(?:\s|$)")
+# What may follow an answer in its sentence: "4, so I am done", "4 because 2 + 2 = 4".
+_REMARK = re.compile(r"[,;](?=\s+[A-Za-z]{2})|\s(?=(?:because|since|as|so|which)\b)")
+_THOUSANDS = re.compile(r"(?<![0-9,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])")
+_LIST = re.compile(r"(?:\\left)?(?:[(\[]|\\\{).*(?:[)\]]|\\\})", re.DOTALL)  # a tuple, an interval or a set
 # What math-verify compares: more than words, which it would take for products of letters.
 _EXPRESSION = re.compile(r"[0-9\\(\[{^+*/=]")
 _WORD = re.compile(r"[^\W\d_]{2,}")
-# A power of a power, or one with a huge exponent or factorial. Python cannot be interrupted while it computes them.
-_HUGE = re.compile(r"\^\s*\{?[^{}]{0,40}\^|\*\*[^*]{0,40}\*\*|(?:\^|\*\*)\s*[{(]?\s*-?[0-9]{5,}|[0-9]{4,}\s*!|!\s*!")
+# A number to a power to a power, or one with a huge exponent, factorial or binomial. Python cannot be interrupted while
+# it computes them, and the time limit of math-verify holds in the main thread alone.
+_HUGE = re.compile(
+    r"(?:\^|\*\*)[\s{(]*[0-9]+[\s)}]*(?:\^|\*\*)|\^\s*[{(][^{}()]{0,40}[0-9]\s*\^|(?:\^|\*\*)\s*[{(]?\s*-?[0-9]{5,}"
+    r"|[0-9]{4,}\s*!|![\s)}\]]*!|binom\s*\{?[^{}]{0,40}[0-9]{5}|\\exp\W{0,9}exp"
+)
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_POWER = re.compile(r"[)}\]]\s*(?:\^|\*\*)\s*[{(]?\s*-?([0-9]+)")  # of something in brackets
+_MAX_TERMS = 900  # of a power of a sum, when it is expanded
+_MAX_DEPTH = 20  # of brackets, with which the time of parsing grows
 
 
 def extract_answer(text: str) -> str | None:
@@ -45,7 +59,14 @@ def extract_answer(text: str) -> str | None:
         return _in_box(text)
     stated = list(_STATED.finditer(text))
     lines = text[stated[-1].end() :].strip().splitlines() if stated else []
-    return clean_answer(re.split(r"\.(?:\s|$)", lines[0])[0]) or None if lines else None
+    return clean_answer(_without_remark(_SENTENCE_END.split(lines[0])[0])) or None if lines else None
+
+
+def _without_remark(text: str) -> str:
+    """Return a sentence's answer without the words behind it, if what stands before them is a number or LaTeX."""
+    remark = _REMARK.search(text)
+    head = text[: remark.start()] if remark else text
+    return head if "\\" in head or parse_number(clean_answer(head)) is not None else text
 
 
 def _in_box(text: str) -> str | None:
@@ -64,10 +85,13 @@ def last_boxed(text: str) -> str | None:
 
 
 def clean_answer(text: str) -> str:
-    """Return an answer without thousands separators, `$`, Markdown's `**` around it, and a final period."""
+    """Return an answer without thousands separators, `$`, Markdown's `**` around it, and a final period.
+
+    The commas of a tuple, an interval or a set separate its elements.
+    """
     # `$` is a currency sign or delimits LaTeX; neither changes the value.
-    text = re.sub(r"(?<=[0-9]),(?=[0-9]{3})", "", text.replace("$", ""))
-    return text.strip().strip("*").strip().removesuffix(".").strip("*").strip()
+    text = text.replace("$", "").strip().strip("*").strip().removesuffix(".").strip("*").strip()
+    return text if _LIST.fullmatch(text) else _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -85,9 +109,9 @@ def parse_number(text: str) -> Fraction | None:
 def grade(response: str, label: str) -> VerdictKind:
     """Return ok or wrong by the response's answer (`extract_answer`); unparsable when there is none to compare.
 
-    An answer that cannot be evaluated within 5 s is wrong. Without a reward, it would let a policy avoid low ones. The
-    verdict is timeout when the label cannot be evaluated. The label is the answer alone, or a solution that ends in
-    `#### answer` or a box. Raises ValueError when the label has no answer.
+    An answer that `is_huge`, or cannot be evaluated within 5 s in the main thread, is wrong. Without a reward, it would
+    let a policy avoid low ones. The verdict is timeout when the label cannot be evaluated. The label is the answer
+    alone, or a solution that ends in `#### answer` or a box. Raises ValueError when the label has no answer.
     """
     expected = extract_answer(label) if MARKER in label or _BOX in label else clean_answer(label)
     if not expected:
@@ -130,11 +154,27 @@ def _are_expressions(*texts: str) -> bool:
     return "\\" in together or (_EXPRESSION.search(together) is not None and _WORD.search(together) is None)
 
 
+def is_huge(text: str) -> bool:
+    """Return whether evaluating an expression may take seconds or more, by the sizes that are written in it."""
+    if _HUGE.search(text):
+        return True
+    depth = deepest = 0
+    for char in text:
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(char, 0)
+        deepest = max(deepest, depth)
+    num_letters = len(set(filter(str.isalpha, _COMMAND.sub("", text))))
+    degree = prod(int(power) for power in _POWER.findall(text) if int(power))
+    # (a + b + ... + 1)^d with k letters has C(d + k, k) terms.
+    return deepest > _MAX_DEPTH or (num_letters > 0 and comb(degree + num_letters, num_letters) > _MAX_TERMS)
+
+
 def _compare_expressions(answer: str, expected: str) -> VerdictKind | None:
     """Return ok, wrong or timeout for two expressions; None when they cannot be read."""
     if not _has_math_verify() or max(len(answer), len(expected)) > _MAX_LENGTH:
         return None
-    if _HUGE.search(answer):
+    if is_huge(expected):
+        return VerdictKind.TIMEOUT
+    if is_huge(answer):
         return VerdictKind.WRONG
     from math_verify import parse, verify
     from math_verify.errors import TimeoutException
