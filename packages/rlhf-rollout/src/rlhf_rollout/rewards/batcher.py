@@ -130,6 +130,9 @@ class GroupBatcher(Batcher[list[Sample], list[Verdict]]):
     def expect(self, group_id: str) -> None:
         """Note that a group is being generated."""
         self._expected.add(group_id)
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
 
     def forget(self, group_id: str) -> None:
         """Note that a group has come, or will not come."""
