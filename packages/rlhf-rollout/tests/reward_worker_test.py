@@ -368,7 +368,7 @@ def test_worker_inherits_proxies_and_the_hub_but_no_password_unless_named(write,
 
 
 def test_import_that_fails_names_the_option_for_environment_variables(write):
-    with pytest.raises(RewardError, match=r"KeyError: 'HF_TOKEN'.*\n\nhint: .*those that ``reward_env`` names"):
+    with pytest.raises(RewardError, match=r"KeyError: 'HF_TOKEN'.*\n\nhint: .*those that ``WorkerOptions.env`` names"):
         score(write("import os\nos.environ['HF_TOKEN']\ndef reward_func(q, p, l): ..."), ["4"])
 
 

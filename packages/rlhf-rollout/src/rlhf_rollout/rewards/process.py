@@ -48,7 +48,7 @@ INHERITED = frozenset(_INHERITED.split()) | _URLS
 
 _IMPORT_HINT = (
     "it must import in a fresh interpreter; its own folder is on the import path, and of environment variables such as"
-    " HF_TOKEN it receives those that ``reward_env`` names"
+    " HF_TOKEN it receives those that ``WorkerOptions.env`` names"
 )
 Samples = tuple[list[str], list[str], list[str]]  # queries, prompts, labels
 
