@@ -280,7 +280,7 @@ def extra_arguments(samples: Sequence[tuple[Prompt, Rollout]]) -> dict[str, list
 
 
 def extra_cells(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """Return the lists of the prompts' extra cells by their keys, which a server gets from several callers."""
+    """Return the lists of the prompts' extra cells by their keys; None where a prompt has no such cell."""
     keys = dict.fromkeys(key for prompt in prompts for key in prompt.extra)
     return {key: [prompt.extra.get(key) for prompt in prompts] for key in keys}
 
