@@ -21,7 +21,7 @@ from rlhf_models.actor import Actor
 from rlhf_models.attention import check_shares_prompts
 from rlhf_models.batch import TokenBatch
 from rlhf_models.files import quiet_transformers
-from rlhf_models.loading import load_actor
+from rlhf_models.loading import load_actor, pin_frequencies
 from rlhf_models.testing import tiny_tokenizer
 from rlhf_models.weights import hf_named_weights, save_hf
 
@@ -52,7 +52,8 @@ _LINEAR |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "fu
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 16}
 _LATER_WINDOWS = {"use_sliding_window": True, "sliding_window": _WINDOW, "max_window_layers": 1}
 _GEMMA_N = {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8}
-_SHORT = {"rope_theta": 10000.0, "original_max_position_embeddings": 16}
+_LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+_LONG_ROPE |= {"long_factor": [4.0] * 16, "short_factor": [1.0] * 16}
 # By family, the type of its config, and fields beyond those that are made small in all of them.
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", _MAMBA | {"attn_layer_indices": [1], "mamba_d_head": 64}),
@@ -86,6 +87,7 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("ministral", {"head_dim": 32}),
     "mixtral, window": ("mixtral", {"sliding_window": _WINDOW}),
     "nemotron": ("nemotron", {"head_dim": 32, "num_key_value_heads": 2}),
+    "phi3, LongRoPE": ("phi3", {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 16}),
     "phi3, window": ("phi3", {"sliding_window": _WINDOW}),
     "phimoe, window": ("phimoe", {"sliding_window": _WINDOW}),
     "qwen2, window": ("qwen2", _LATER_WINDOWS),
@@ -117,6 +119,7 @@ def _sequences() -> list[list[int]]:
 
 
 SEQUENCES = _sequences()
+MAX_LENGTH = max(map(len, SEQUENCES))
 _PROMPT_LENGTHS = [9, 9]
 
 
@@ -165,8 +168,7 @@ def examine(family: str) -> Findings:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         write_tiny(family, folder)
-        with quiet_transformers():
-            expected = logprobs_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), SEQUENCES)
+        expected = logprobs_of(plain_model(folder)[0], SEQUENCES)
         checks: dict[str, Callable[[], str]] = {
             "padded": lambda: _compared(_load(folder), TokenBatch.padded(SEQUENCES, 0), expected),
             "packed": lambda: _packed(folder, expected, "auto"),
@@ -176,6 +178,17 @@ def examine(family: str) -> Findings:
             "sent": lambda: _sent(folder),
         }
         return Findings(**{field.name: _word(checks[field.name]) for field in fields(Findings)})
+
+
+def plain_model(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the model of a folder as plain transformers loads it, and what it says of the weights.
+
+    The frequencies of LongRoPE are those of a run with the longest of `SEQUENCES`.
+    """
+    with quiet_transformers():
+        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    pin_frequencies(model, MAX_LENGTH)
+    return model.eval(), report
 
 
 @torch.no_grad()
@@ -210,7 +223,7 @@ def _worst(words: Sequence[str]) -> str:
 
 
 def _load(folder: Path, **options: Any) -> Actor:
-    return load_actor(folder, dtype="float32", **options).eval()
+    return load_actor(folder, dtype="float32", max_length=MAX_LENGTH, **options).eval()
 
 
 @torch.no_grad()
@@ -233,7 +246,7 @@ def _shared(folder: Path, expected: Sequence[Tensor]) -> str:
 
 def _saved(folder: Path) -> str:
     """Make an update, save the model, and load it in plain transformers."""
-    actor = load_actor(folder, dtype="float32")
+    actor = load_actor(folder, dtype="float32", max_length=MAX_LENGTH)
     before = {name: weight.detach().clone() for name, weight in actor.named_parameters()}
     actor(TokenBatch.padded(SEQUENCES, 0)).logprobs.sum().neg().backward()
     with torch.no_grad():
@@ -245,14 +258,13 @@ def _saved(folder: Path) -> str:
         return f"{moved} of {len(before)} weights have a gradient"
     new = folder.with_name("new")
     save_hf(actor, None, None, new)
-    with quiet_transformers():
-        loaded, report = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32, output_loading_info=True)
+    loaded, report = plain_model(new)
     problems = {name: sorted(keys)[:3] for name, keys in report.items() if keys}
     if problems or type(loaded) is not type(actor.model):
         return f"{type(loaded).__name__}: {problems}"
     if _config(new) != _config(folder):
         return "another config"
-    gap = distance(logprobs_of(loaded.eval(), SEQUENCES), logprobs_of(actor.eval().model, SEQUENCES))
+    gap = distance(logprobs_of(loaded, SEQUENCES), logprobs_of(actor.eval().model, SEQUENCES))
     return "equal" if gap <= BOUND else f"off by {gap:.1e}"
 
 

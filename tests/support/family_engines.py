@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
-from families import distance, logprobs_of, write_tiny
+from families import distance, logprobs_of, plain_model, write_tiny
 from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
@@ -24,7 +23,7 @@ def gaps(family: str) -> list[float]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_tiny(family, folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model, _ = plain_model(folder)
         spec = EngineSpec(model=str(folder), max_model_len=128, max_num_seqs=4, max_num_batched_tokens=256)
         engine = build_engine("vllm", spec)
         try:

@@ -239,7 +239,7 @@ def test_model_whose_heads_processes_cannot_divide_is_refused(folder, monkeypatc
     monkeypatch.setattr(offline, "launch", lambda: Launch(num_ranks=2))
     argv = ["--pretrain", "TINY", "--dataset", "x.jsonl", "--max_len", "64", "--ds_tensor_parallel_size", "2"]
     config = CommandLine(config=COMMANDS["sft"].config, prog="").parse(argv).config
-    with pytest.raises(ConfigError, match="size 2 must divide the model's num_key_value_heads, which is 1"):
+    with pytest.raises(ConfigError, match="size=2`` must divide the model's num_key_value_heads, which is 1"):
         _prepare(COMMANDS["sft"], config, Path("/out"), Console())
 
 

@@ -5,9 +5,16 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Phi3Config,
+    PretrainedConfig,
+)
 
 from rlhf_data.errors import ConfigError
+from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import (
     check_critic,
     check_reward_model,
@@ -239,3 +246,46 @@ def test_load_actor_whose_attention_cannot_be_exchanged_is_not_packed(kind, shap
     load_actor(tmp_path, dtype="float32", attn_implementation="eager")
     with pytest.raises(ConfigError, match=rf"a {kind} model cannot be packed.*\n\nhint: turn packing off"):
         load_actor(tmp_path, dtype="float32", packing=True)
+
+
+@pytest.fixture
+def long_rope_dir(tmp_path):
+    """A model with LongRoPE, whose frequencies change beyond 8 tokens."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8}
+    rope |= {"long_factor": [4.0] * 8, "short_factor": [1.0] * 8}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    config = Phi3Config(**sizes, initializer_range=0.5, rope_parameters=rope, original_max_position_embeddings=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("max_length", "used"), [(8, "short_factor"), (9, "long_factor"), (64, "long_factor")])
+def test_frequencies_of_long_rope_are_those_of_the_longest_sequence_of_the_run(long_rope_dir, max_length, used):
+    # A model whose two sets of frequencies are equal has no choice.
+    plain = AutoModelForCausalLM.from_pretrained(long_rope_dir).eval()
+    for name in ("short_factor", "long_factor"):
+        plain.config.rope_parameters[name] = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}[used]
+    plain.model.rotary_emb = type(plain.model.rotary_emb)(plain.config)
+    actor = load_actor(long_rope_dir, dtype="float32", max_length=max_length).eval()
+    sequences = [[5, 6, 7], list(range(3, 3 + min(max_length, 20)))]
+    with torch.no_grad():
+        for batch in (sequences, sequences[:1], sequences[1:]):
+            found = TokenBatch.padded(batch, 0)
+            for sequence, values in zip(batch, found.split(actor(found).logprobs), strict=True):
+                ids = torch.tensor([sequence])
+                expected = plain(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+                torch.testing.assert_close(values[1:], expected, atol=1e-4, rtol=0)
+
+
+def test_dynamic_rope_is_refused_for_sequences_beyond_the_length_that_it_was_trained_for(tmp_path):
+    tiny_model_dir(
+        tmp_path,
+        architecture="llama",
+        max_position_embeddings=16,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    )
+    load_actor(tmp_path, dtype="float32", max_length=16)
+    with pytest.raises(ConfigError, match=r"dynamic beyond 16 tokens.*\n\nhint: use sequences of at most 16 tokens"):
+        load_actor(tmp_path, dtype="float32", max_length=17)

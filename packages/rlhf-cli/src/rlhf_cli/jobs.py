@@ -321,4 +321,5 @@ def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int, num_frozen
     # These give log-probs, which are compared with the engine's.
     for role in models.keys() - {"critic"}:
         models[role] = replace(models[role], masked_ids=inputs.masked_ids.get(models[role].path, ()))
-    return models
+    longest = longest_sequence(config)[0]
+    return {role: replace(spec, max_length=longest) for role, spec in models.items()}

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Required, TypedDict, Unpack
 
 import torch
+from torch import nn
 
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located_model
@@ -26,12 +27,15 @@ class LoadOptions(TypedDict, total=False):
         attn_implementation: "auto" (default) or a name that transformers knows.
         gradient_checkpointing: recompute each layer in the backward pass, to save the memory of its activations.
         packing: whether batches will be packed; see `attention.choose_attention`.
+        max_length: tokens of the longest sequence of the run, which decides the frequencies of LongRoPE; see
+            `pin_frequencies`. None leaves them to each batch.
     """
 
     dtype: Required[str | torch.dtype]
     attn_implementation: str
     gradient_checkpointing: bool
     packing: bool
+    max_length: int | None
 
 
 def load_config(path: str | Path) -> Any:
@@ -191,6 +195,7 @@ def _load_model(
     attn_implementation: str = "auto",
     gradient_checkpointing: bool = False,
     packing: bool = False,
+    max_length: int | None = None,
 ) -> Any:
     name, is_local = located_model(path)
     config = load_config(path)
@@ -219,6 +224,8 @@ def _load_model(
         raise ConfigError(message, hint="it may be the folder of another kind of model, such as a critic")
     if model.base_model is model and hasattr(model, "model"):
         model.base_model_prefix = "model"  # that of a Llama 4 for text is the name of the layers in a larger model
+    if max_length is not None:
+        pin_frequencies(model, max_length)
     if packing:
         check_packs(model)
     if gradient_checkpointing:
@@ -231,3 +238,35 @@ def _load_model(
 def _unexchangeable(config: Any) -> ConfigError:
     message = f"a {config.model_type} model cannot be packed: its attention cannot be replaced"
     return ConfigError(message, hint="turn packing off")
+
+
+def pin_frequencies(model: nn.Module, max_length: int) -> None:
+    """Give rotary embeddings whose frequencies depend on the longest sequence of a batch those of the whole run.
+
+    The log-probs of a sequence then do not depend on the others of its batch, and are the engine's. vLLM takes the long
+    frequencies of LongRoPE if the longest possible sequence exceeds the original length.
+
+    Args:
+        model: a model of transformers.
+        max_length: tokens of the longest sequence of the run, prompt and response together.
+
+    Raises:
+        ConfigError: the embedding is dynamic, and sequences may exceed the length that it was trained for.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if kind == "dynamic" and max_length > module.config.max_position_embeddings:
+            longest = module.config.max_position_embeddings
+            message = (
+                f"the rotary embedding of {model.config.model_type} is dynamic beyond {longest} tokens: each batch"
+            )
+            hint = f"use sequences of at most {longest} tokens, the run's may have {max_length}"
+            raise ConfigError(f"{message} has other frequencies, and the engine none of them", hint=hint)
+        if kind == "longrope":
+            original = module.config.rope_parameters["original_max_position_embeddings"]
+            pinned, _ = ROPE_INIT_FUNCTIONS[kind](module.config, seq_len=original + (max_length > original))
+            for name in ("inv_freq", "original_inv_freq"):
+                getattr(module, name).copy_(pinned)
+            module.long_inv_freq = pinned  # what a batch with a long sequence would take

@@ -72,6 +72,7 @@ class ModelSpec:
         routing_replay: whether tokens of rollouts go through the experts that the engine chose. Only for the actor.
         masked_ids: ids of a language model's vocabulary that get the probability 0, as in the engines that sample
             (`EngineSpec.masked_ids`). Offline runs mask none.
+        max_length: tokens of the longest sequence of the run; see `rlhf_models.loading.pin_frequencies`.
     """
 
     path: str
@@ -92,6 +93,7 @@ class ModelSpec:
     offload: bool = False
     routing_replay: bool = False
     masked_ids: tuple[range, ...] = ()
+    max_length: int | None = None
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raise ConfigError for what cannot be done on `num_ranks` processes, or not with this optimizer.
@@ -164,4 +166,5 @@ class ModelSpec:
     @property
     def load_options(self) -> dict[str, Any]:
         """The keyword arguments that all loaders of `rlhf_models` take."""
-        return {"dtype": self.dtype, "attn_implementation": self.attn_implementation, "packing": self.packing}
+        names = ("dtype", "attn_implementation", "packing", "max_length")
+        return {name: getattr(self, name) for name in names}

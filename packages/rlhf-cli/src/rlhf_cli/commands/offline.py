@@ -234,7 +234,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     optimizer = training.optimizer(training.learning_rate, schedule.num_updates(len(train)))
     job = OfflineJob(
         objective=objective,
-        model=model.spec(path, training.sharding, optimizer),
+        model=replace(model.spec(path, training.sharding, optimizer), max_length=config.data.max_len),
         reference=reference if objective.needs_reference or objective.needs_teacher else None,
         precompute_reference=objective.needs_reference and getattr(model, "precompute_reference", False),
         examples=train,
@@ -331,7 +331,7 @@ def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
         if (name := getattr(config.model, flag, None)) is not None:
             path = model_path(name)
             check_companion(flag, config.model, path, tokenizer)
-            return config.model.spec(path, config.training.sharding)
+            return replace(config.model.spec(path, config.training.sharding), max_length=config.data.max_len)
     return None
 
 
