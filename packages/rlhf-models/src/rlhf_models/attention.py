@@ -67,9 +67,14 @@ def choose_attention(config: Any, attn_implementation: str, *, packing: bool) ->
 
 
 def _has_plain_scores(config: Any) -> bool:
-    """Return whether transformers lets torch's scaled_dot_product_attention compute the attention of a family."""
+    """Return whether transformers lets torch's scaled_dot_product_attention compute the attention of a family.
+
+    Some versions do for scores with soft caps, and leave the cap out.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        return False
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
         kind = mapping.get(type(config), None)
         if kind is not None:
