@@ -95,7 +95,7 @@ async def measure_door(num_episodes: int, turns: int) -> dict[str, Any]:
     options = {"group_id": "g", "limits": EpisodeLimits(max_length=2**20), "decode": decode}
     recorders = [EpisodeRecorder(router, prompt, SAMPLING, name=f"e{i}", **options) for i in range(num_episodes)]
     with contextlib.ExitStack() as stack:
-        doors = [gateway.session(recorder, Activity(), max_tokens=64) for recorder in recorders]
+        doors = [gateway.session(recorder, Activity()) for recorder in recorders]
         urls = [stack.enter_context(door).url for door in doors]
         pipe = asyncio.subprocess.PIPE
         client = await asyncio.create_subprocess_exec(sys.executable, "-c", CLIENT, stdin=pipe, stdout=pipe)

@@ -67,7 +67,7 @@ async def measure_hangs(folder: Path, options: argparse.Namespace) -> dict[str, 
     (folder / "hang.py").write_text(HANG.format(path=str(pids)), encoding="utf-8")
     before = memory_mib()
     files_before = num_open_files()
-    shape = {"timeout_s": options.timeout_s, "num_workers": options.num_workers, "max_failures": 2**31}
+    shape = {"timeout_s": options.timeout_s, "num_workers": options.num_workers, "batch_size": 1, "max_failures": 2**31}
     reward = FunctionReward(str(folder / "hang.py"), log_path=folder / "log", **shape)
     started = time.monotonic()
     verdicts = await score(reward, NUM_WARM_UP, options.num_workers)
@@ -97,7 +97,7 @@ async def measure_held_back(folder: Path, options: argparse.Namespace) -> dict[s
     """Return what as many rewards cost when a function that keeps hanging is held back, as it is by default."""
     pids = folder / "held_back"
     (folder / "hang.py").write_text(HANG.format(path=str(pids)), encoding="utf-8")
-    shape = {"timeout_s": options.timeout_s, "num_workers": options.num_workers}
+    shape = {"timeout_s": options.timeout_s, "num_workers": options.num_workers, "batch_size": 1}
     reward = FunctionReward(str(folder / "hang.py"), log_path=folder / "log", **shape)
     started = time.monotonic()
     verdicts = await score(reward, options.count, options.num_workers)

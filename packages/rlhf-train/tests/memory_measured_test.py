@@ -76,7 +76,6 @@ def test_values_of_modules_that_import_torch_are_theirs() -> None:
     assert defaults.max_live_parameters == memory.MAX_LIVE_PARAMETERS
     assert defaults.sub_group_size == memory.SUB_GROUP_SIZE
     assert memory.MAX_LOGITS_BYTES == actor_module.MAX_LOGITS_BYTES
-    assert memory._TRANSFORMED == actor_module._LOGIT_TRANSFORMS
     assert memory.LOGITS_CHUNK_BYTES == policy_kernel.CHUNK_BYTES
     assert memory.SYNC_BUCKET_BYTES == source.DEFAULT_BUCKET_BYTES
     assert memory.UPDATE_CHUNK_SIZE == host_adamw.CHUNK_SIZE
