@@ -30,8 +30,8 @@ SPEC = EngineSpec(model="fake", request_timeout_s=3600.0, control_timeout_s=3600
 
 
 def write(prompt, seed):
-    """As many tokens as the prompt's first one says, and the stop token."""
-    return [*[7] * prompt[0], 0]
+    """As many tokens as the prompt's first one says, with those behind its two, and the stop token."""
+    return [*[7] * (prompt[0] - len(prompt) + 2), 0]
 
 
 def make_engine() -> FakeEngine:

@@ -146,7 +146,7 @@ async def stopped_amid(
 
     def take_and_stop(outputs: Any) -> None:
         take(outputs)
-        lengths = sorted((len(sample.token_ids) for sample in loop._samples.values()), reverse=True)
+        lengths = sorted((len(sample.draft.token_ids) for sample in loop._samples.values()), reverse=True)
         if not reached.is_set() and lengths[num_sequences - 1 :][:1] >= [num_tokens]:
             reached.set()
             may_go.wait(60)

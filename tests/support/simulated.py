@@ -1,14 +1,15 @@
 """Hours in seconds: an event loop whose clock jumps to the next timer, and engines that die, hang and start again."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import copy
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
 
 from rlhf_data.errors import EngineError
 from rlhf_rollout.engines.fake import FakeEngine
-from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams
+from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
@@ -47,6 +48,7 @@ class MortalEngine:
     Args:
         make: makes the engine, and another one at each restart.
         start_s: seconds that a restart takes.
+        report_s: seconds after which what is in flight is reported, as by `RayEngine`; None for each token.
 
     Attributes:
         engine: the present one.
@@ -54,8 +56,11 @@ class MortalEngine:
         num_restarts: how often it was restarted.
     """
 
-    def __init__(self, make: Callable[[], FakeEngine] = FakeEngine, start_s: float = 5.0) -> None:
+    def __init__(
+        self, make: Callable[[], FakeEngine] = FakeEngine, start_s: float = 5.0, report_s: float | None = None
+    ) -> None:
         self._make = make
+        self._report_s = report_s
         self._start_s = start_s
         self._death = asyncio.Event()
         self.engine = make()
@@ -94,9 +99,27 @@ class MortalEngine:
             await asyncio.wait([death, calling])
 
     async def generate(
-        self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
+        self,
+        token_ids: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        timeout_s: float | None = None,
+        drafts: Sequence[Draft] | None = None,
     ) -> list[Completion]:
-        return await self._call("generate", token_ids, sampling, timeout_s=timeout_s)
+        if self._report_s is None or drafts is None:
+            return await self._call("generate", token_ids, sampling, timeout_s=timeout_s, drafts=drafts)
+        written = copy.deepcopy(drafts)
+        reporting = asyncio.create_task(self._report(written, drafts))
+        try:
+            return await self._call("generate", token_ids, sampling, timeout_s=timeout_s, drafts=written)
+        finally:
+            reporting.cancel()
+
+    async def _report(self, written: Sequence[Draft], known: Sequence[Draft]) -> None:
+        while True:
+            await asyncio.sleep(self._report_s)
+            for there, here in zip(written, known, strict=True):
+                here.extend(there.after(len(here.token_ids), len(here.routes)))
 
     async def pause(self, mode: PauseMode) -> int:
         return await self._call("pause", mode)

@@ -7,7 +7,8 @@
   batches that the learner has finished. All samples of a prompt go to the engine with the least work.
 * The learner takes the oldest complete groups as soon as they fill a batch and leave time for all others: in no later
   batch must more groups reach the bound than it has places.
-* At a weight update, engines finish all requests that they have (drain), halt (keep), or begin them again (restart).
+* At a weight update, engines finish all requests that they have (drain) or halt (keep, and restart, which keeps what is
+  written).
 """
 
 import bisect
@@ -168,12 +169,9 @@ class _Engine:
         self._fill()
         return ended
 
-    def halt(self, now: float, until: float, *, restart: bool) -> None:
+    def halt(self, now: float, until: float) -> None:
         self._advance(now)
         self._halted_until = max(self._halted_until, until)
-        if restart:
-            self._running = [(self._clock + length, order, group, length) for _, order, group, length in self._running]
-            heapq.heapify(self._running)
         self.changes += 1
 
     def slow_down(self, now: float, factor: float) -> None:
@@ -338,9 +336,8 @@ class _Run:
     def _send_weights(self) -> None:
         self._is_draining = False
         until = self.now + self._sync_s
-        restart = self._layout.at_update == "restart"
         for number, engine in enumerate(self._engines):
-            engine.halt(self.now, until, restart=restart)
+            engine.halt(self.now, until)
             self._plan_end(number)
         self._plan(until, self._on_sent)
 

@@ -35,8 +35,8 @@ def test_synchronous_step_is_the_sum_of_its_phases():
         ("keep", [15, 20, 31, 36]),
         # Before the weights of the second batch come, the third group has to end, at 25; likewise the fourth at 36.
         ("drain", [15, 26, 37, 42]),
-        # The third group begins again at 20 and ends with the fourth at 30.
-        ("restart", [15, 20, 35, 40]),
+        # What is written is kept, too.
+        ("restart", [15, 20, 31, 36]),
     ],
 )
 def test_staleness_of_one_by_hand(at_update, ends):

@@ -34,7 +34,7 @@ def test_requests_have_seeds_and_prompts_by_their_number_and_warm_up_is_not_coun
     most = [0, 0]
 
     class Engine(FakeEngine):
-        async def generate(self, token_ids, sampling, *, timeout_s=None):
+        async def generate(self, token_ids, sampling, *, timeout_s=None, drafts=None):
             asked.append((len(token_ids) - 1, sampling.seed, sampling.min_tokens))  # without <bos>
             most[0] += 1
             most[1] = max(most)

@@ -24,7 +24,7 @@ from rlhf_data.records import FinishReason
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.engines.stopping import decoder
-from rlhf_rollout.protocols import RolloutEngine, SamplingParams
+from rlhf_rollout.protocols import Draft, RolloutEngine, SamplingParams
 from rollout_testing import shared_memory_bucket
 from simulated import now, simulate
 
@@ -166,6 +166,43 @@ def test_engines_without_a_seed_write_differently(model_dir: Path) -> None:
         [completion] = run(engine.generate(PROMPT, SamplingParams(max_tokens=16)))
         written.append(completion.token_ids.tolist())
     assert written[0] != written[1] and written[2] == written[3]
+
+
+def test_generate_goes_on_behind_what_another_engine_wrote(subject: Subject) -> None:
+    if subject.kind == "served":
+        pytest.skip("a server tells nothing before the end")
+    (whole,) = generate(subject, max_tokens=12, min_tokens=12, temperature=0.0)
+    draft = Draft(whole.token_ids[:5].tolist(), [-7.0] * 5, [(0, 1000)])
+
+    async def finish() -> Any:
+        sampling = SamplingParams(max_tokens=12, min_tokens=12, temperature=0.0)
+        return await subject.engine.generate(PROMPT, sampling, drafts=[draft])
+
+    [completion] = run(finish())
+    assert [(span.policy_version, len(span.token_ids)) for span in completion.spans] == [
+        (1000, 5), (whole.policy_version, 7)
+    ]  # fmt: skip
+    assert completion.logprobs[:5].tolist() == [-7.0] * 5
+    assert completion.finish_reason is FinishReason.LENGTH
+    if subject.has_model:  # the fake engine's script does not depend on the prompt as a model does
+        np.testing.assert_array_equal(completion.token_ids, whole.token_ids)
+        np.testing.assert_allclose(completion.logprobs[5:], whole.logprobs[5:], atol=1e-4)
+    assert draft.token_ids == completion.token_ids.tolist()
+
+
+def test_generate_finishes_the_samples_that_are_not_finished(subject: Subject) -> None:
+    if subject.kind == "served":
+        pytest.skip("a server tells nothing before the end")
+    drafts = [
+        Draft([1, 2, 3], [-1.0] * 3, [(0, 1000)], finish_reason=FinishReason.STOP),
+        Draft([4, 5], [-1.0] * 2, [(0, 1000)]),
+        Draft(),
+    ]
+    sampling = SamplingParams(num_samples=3, max_tokens=6, min_tokens=6, seed=3)
+    first, second, third = run(subject.engine.generate(PROMPT, sampling, drafts=drafts))
+    assert (first.token_ids.tolist(), first.finish_reason) == ([1, 2, 3], FinishReason.STOP)
+    assert second.token_ids[:2].tolist() == [4, 5]
+    assert [len(second.token_ids), len(third.token_ids)] == [6, 6]
 
 
 def test_generate_greedy_repeats(subject: Subject) -> None:

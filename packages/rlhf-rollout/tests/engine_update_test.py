@@ -211,7 +211,7 @@ def test_pause_request_that_lives_through_an_update(subject: Subject, mode: Any)
         await engine.finish_weight_update()
         return await task
 
-    expected = [80, 82] if mode == "keep" else [82]
+    expected = [80, 82]
     for _ in range(10):
         completions = run(scenario())
         assert [len(part) for one in completions for part in (one.token_ids, one.logprobs)] == [60] * 4

@@ -30,7 +30,7 @@ class ScriptedEngine:
         self.running = self.most_running = self.num_calls = 0
         self.seeds = []
 
-    async def generate(self, token_ids, sampling, *, timeout_s=None):
+    async def generate(self, token_ids, sampling, *, timeout_s=None, drafts=None):
         self.num_calls += 1
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -135,7 +135,7 @@ def test_generate_groups_every_prompt_once_and_counted():
 
 def test_generate_groups_results_come_as_they_finish():
     class BySize(ScriptedEngine):
-        async def generate(self, token_ids, sampling, *, timeout_s=None):
+        async def generate(self, token_ids, sampling, *, timeout_s=None, drafts=None):
             await asyncio.sleep(0.3 if token_ids[-1] == ord("0") else 0.0)
             return await super().generate(token_ids, sampling)
 
@@ -315,7 +315,7 @@ def test_generate_groups_closed_early_cancels_what_its_engines_do():
     cancelled = []
 
     class Slow(ScriptedEngine):
-        async def generate(self, token_ids, sampling, *, timeout_s=None):
+        async def generate(self, token_ids, sampling, *, timeout_s=None, drafts=None):
             if token_ids[-1] == ord("0"):
                 return await super().generate(token_ids, sampling)
             try:

@@ -26,7 +26,7 @@ class Engine:
         self.asked = []
         self.timeouts = []
 
-    async def generate(self, token_ids, sampling, *, timeout_s=None):
+    async def generate(self, token_ids, sampling, *, timeout_s=None, drafts=None):
         self.asked.append(sampling)
         self.timeouts.append(timeout_s)
         await asyncio.sleep(self.seconds)

@@ -28,10 +28,10 @@ class TellingEngine(FakeEngine):
         self.tells = list(tells)
         self.number = 0
 
-    async def _complete(self, token_ids, sampling):
+    async def _complete(self, token_ids, sampling, drafts):
         self.number += 1
         found = []
-        for completion in await super()._complete(token_ids, sampling):
+        for completion in await super()._complete(token_ids, sampling, drafts):
             tokens = np.concatenate([token_ids, completion.token_ids])[:-1]
             routes = np.stack([tokens, np.full_like(tokens, self.number)], axis=-1)[:, None]
             found.append(dataclasses.replace(completion, routes=routes if self.tells[self.number - 1] else None))

@@ -41,6 +41,14 @@ def test_the_token_that_completes_a_text_is_found_among_characters_of_several_to
     assert 100 < found < 450
 
 
+def test_a_text_may_begin_in_tokens_that_were_there_before():
+    tokens = list(b"abEN")
+    sampling = SamplingParams(stop=("END",), min_tokens=2)
+    assert [StopWatch(sampling, decoder(None), tokens).completes(byte) for byte in b"Dx"] == [False, False]
+    watch = StopWatch(SamplingParams(stop=("END",)), decoder(None), tokens)
+    assert [watch.completes(byte) for byte in b"D"] == [True]
+
+
 def test_bytes_that_are_no_character_do_not_hide_a_text():
     tokens = [0xE2] * 9 + list(b"END") + [65]
     assert watched(tokens, decoder(None), stop=("END",)) == 12

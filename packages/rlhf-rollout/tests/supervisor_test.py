@@ -37,7 +37,7 @@ class Engine:
         if not self.alive:
             raise EngineError("the process is gone")
 
-    async def generate(self, token_ids, sampling, *, timeout_s=None):
+    async def generate(self, token_ids, sampling, *, timeout_s=None, drafts=None):
         self._check()
         self.log.append("generate")
         if self.hangs:

@@ -8,6 +8,8 @@ import pytest
 
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
+from rlhf_rollout.engines.requests import sample_seeds
+from rlhf_rollout.protocols import Draft, SamplingParams
 from scripted_core import ScriptedCore, barrier, submit, wait_for_step
 
 pytest.importorskip("vllm")
@@ -75,6 +77,37 @@ def test_step_loop_gives_no_routes_when_vllm_left_some_out(core: ScriptedCore, l
         core.allowed.release()
     [completion] = job.future.result(60)
     assert completion.routes is None and completion.token_ids.tolist() == [1, 2, 3]
+
+
+def test_step_loop_goes_on_behind_drafts_of_another_engine(core: ScriptedCore, loop: StepLoop) -> None:
+    core.routes = lambda request, token: np.array(
+        [*range(10, 10 + len(request.prompt_token_ids))] if token == 1 else [100 + token], np.uint8
+    ).reshape(-1, 1, 1)
+    kept = np.array([50, 51, 52], np.uint8).reshape(-1, 1, 1)  # of the prompt and the first of its two tokens
+    drafts = [
+        Draft([31, 32], [-1.0, -2.0], [(0, 3)], [kept]),
+        Draft([33], [-3.0], [(0, 3)], finish_reason=FinishReason.STOP),
+        Draft(),
+    ]
+    sampling = SamplingParams(num_samples=3, max_tokens=4, min_tokens=3, seed=7)
+    loop.call(lambda core: loop.advance(5), drain=False)
+    job = loop.submit([5, 6], sampling, drafts=drafts)
+    for _ in range(4):
+        core.allowed.release()
+    begun, done, fresh = job.future.result(60)
+    assert [request.prompt_token_ids for request in core.added] == [[5, 6, 31, 32], [5, 6]]
+    params = [request.sampling_params for request in core.added]
+    assert [(one.max_tokens, one.min_tokens) for one in params] == [(2, 1), (4, 3)]
+    first, _, third = sample_seeds(7, 3)
+    assert params[1].seed == third
+    # With the sample's own seed, the rest would get the random numbers of its first tokens again.
+    assert params[0].seed not in (first, third)
+    assert [(span.policy_version, span.token_ids.tolist()) for span in begun.spans] == [(3, [31, 32]), (5, [1, 2])]
+    assert begun.logprobs.tolist() == [-1.0, -2.0, -0.5, -1.0]
+    # Those of the kept tokens are the old engine's, that of the last one the new engine's.
+    assert begun.routes[:, 0, 0].tolist() == [50, 51, 52, 13, 102]
+    assert (done.token_ids.tolist(), done.finish_reason) == ([33], FinishReason.STOP)
+    assert fresh.token_ids.tolist() == [1, 2, 3, 4]
 
 
 def test_step_loop_asks_for_end_tokens_logprobs_and_own_seeds(core: ScriptedCore, loop: StepLoop) -> None:

@@ -1,7 +1,7 @@
 """Protocols of engines and rewards: small, torch-free, with one contract suite for every implementation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
@@ -108,6 +108,80 @@ class Completion:
         return min(span.policy_version for span in self.spans)
 
 
+@dataclass(slots=True, eq=False)
+class Draft:
+    """One sample that is being written. It only grows, so that other threads may read it meanwhile.
+
+    Attributes:
+        token_ids, logprobs: what is written so far, [n], nats.
+        versions: where the tokens of each policy version begin, and the version.
+        routes: parts [n, layers, top_k] of the experts of prompt and sample, from the prompt's first token on.
+        num_cached_tokens: see `Completion`.
+        finish_reason: why it ended; None before. It is set after the last token.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+    finish_reason: FinishReason | None = None
+
+    def go_on(self, policy_version: int) -> None:
+        """Count the tokens from here on as those of `policy_version`."""
+        if not self.versions or self.versions[-1][1] != policy_version:
+            self.versions.append((len(self.token_ids), policy_version))
+
+    def completion(self, num_prompt_tokens: int) -> Completion:
+        """Return the finished sample of a prompt. It has routes if there is one for each token but the last."""
+        starts = [start for start, _ in self.versions]
+        ends = [*starts[1:], len(self.token_ids)]
+        spans = [
+            Span(SpanSource.POLICY, self.token_ids[start:end], self.logprobs[start:end], version)
+            for (start, version), end in zip(self.versions, ends, strict=True)
+            if start < end
+        ] or [Span(SpanSource.POLICY, [], [], self.versions[-1][1])]
+        is_told = sum(map(len, self.routes)) == num_prompt_tokens + len(self.token_ids) - 1
+        routes = np.concatenate(self.routes) if self.routes and is_told else None
+        return Completion(tuple(spans), self.finish_reason, self.num_cached_tokens, routes)
+
+    def reopen(self, num_prompt_tokens: int) -> None:
+        """Prepare a sample of a failed engine for another one, which writes the rest.
+
+        Experts of tokens that are not there any more are dropped, and so is an end that was no choice of the policy.
+        """
+        if self.finish_reason is FinishReason.ABORT:
+            self.finish_reason = None
+        num_routes = num_prompt_tokens + len(self.token_ids) - 1
+        if sum(map(len, self.routes)) > num_routes:
+            self.routes = [np.concatenate(self.routes)[:num_routes]]
+
+    def after(self, num_tokens: int, num_parts: int) -> "Draft":
+        """Return what came after the first `num_tokens` tokens and the first `num_parts` parts of the routes.
+
+        The last token is held back until the sample has ended or goes on: it may be an end of which nobody knows yet.
+        """
+        reason = self.finish_reason
+        size = min(len(self.token_ids), len(self.logprobs)) - (reason is None)
+        return Draft(
+            self.token_ids[num_tokens : max(size, 0)],
+            self.logprobs[num_tokens : max(size, 0)],
+            [(start, version) for start, version in self.versions if start <= size],
+            self.routes[num_parts:],
+            self.num_cached_tokens,
+            reason,
+        )
+
+    def extend(self, later: "Draft") -> None:
+        """Add what `after` has returned."""
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.versions = later.versions
+        self.routes += later.routes
+        self.num_cached_tokens = later.num_cached_tokens
+        self.finish_reason = later.finish_reason
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
     """The state that an engine reports.
@@ -135,9 +209,18 @@ class RolloutEngine(Protocol):
     """
 
     async def generate(
-        self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
+        self,
+        token_ids: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        timeout_s: float | None = None,
+        drafts: Sequence[Draft] | None = None,
     ) -> list[Completion]:
         """Return `sampling.num_samples` completions of one prompt [P] int32.
+
+        `drafts` are the samples, one each, which the engine writes and the caller may read at any time. The engine goes
+        on behind what they hold already, so that a failed engine's request can be finished by another one. `sampling`
+        is that of the whole samples. An engine behind HTTP, which tells nothing before the end, leaves them empty.
 
         `timeout_s` is the deadline of the request; None for the engine's own, if it has one. Raises EngineError when
         the request exceeds the engine's context or the deadline passes.
@@ -147,9 +230,10 @@ class RolloutEngine(Protocol):
         """Stop generating until `resume`; requests that arrive meanwhile wait. Their deadlines are put off as long.
 
         `mode` decides about the requests in flight. "drain" lets them finish first. "keep" freezes them and continues
-        them after `resume`, with the weights that are then in force. "restart" discards their tokens and starts them
-        again after `resume`. Returns the number of sequences that were in flight. Raises EngineError for a mode that
-        the engine does not support.
+        them after `resume`, with the weights that are then in force. "restart" ends them and starts them again after
+        `resume`, from their prompts and what was written, whose keys and values are computed again. No mode draws an
+        answer anew: longer ones meet more pauses, so those that are left would be too short. Returns the number of
+        sequences that were in flight. Raises EngineError for a mode that the engine does not support.
         """
 
     async def resume(self) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import getpass
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,10 +19,11 @@ from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.requests import Hold, deadline
 from rlhf_rollout.host import collection_paused, place_vllm_sockets, wait_passively
 from rlhf_rollout.mps import MpsDaemon
-from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams
+from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams
 from rlhf_rollout.rewards.model import LocalScorer
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 
+_REPORT_INTERVAL_S = 1.0
 _MAX_LATE = 2  # calls in a row that a reward model's process may leave without an answer
 
 
@@ -111,11 +113,27 @@ class EngineActor(_Actor):
     ) -> None:
         os.environ.update(environ or {})
         super().__init__(lambda: build_engine(kind, spec), gpus)
+        self._drafts: dict[str, Sequence[Draft]] = {}
 
     @ray.method(concurrency_group="requests")
-    async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
-        """See `RolloutEngine.generate`; the caller enforces the deadline."""
-        return await self.part.generate(token_ids, sampling)
+    async def generate(
+        self, token_ids: np.ndarray, sampling: SamplingParams, name: str, drafts: Sequence[Draft]
+    ) -> list[Completion]:
+        """See `RolloutEngine.generate`; the caller enforces the deadline. `written` knows the request by its name."""
+        self._drafts[name] = drafts
+        try:
+            return await self.part.generate(token_ids, sampling, drafts=drafts)
+        finally:
+            del self._drafts[name]
+
+    @ray.method(concurrency_group="control")
+    async def written(self, known: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, list[Draft]]:
+        """Return what requests in flight have written after what the caller knows of each draft; see `Draft.after`."""
+        return {
+            name: [draft.after(*seen) for draft, seen in zip(self._drafts[name], sizes, strict=True)]
+            for name, sizes in known.items()
+            if name in self._drafts
+        }
 
     @ray.method(concurrency_group="control")
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -176,6 +194,9 @@ def plain_errors(gone: type[RlhfError], process: str = "the engine's process") -
 class RayEngine:
     """A `RolloutEngine` in another process, called through its `EngineActor`. Every call has a deadline.
 
+    What the engine writes is read every second while requests are in flight, so that hardly more than a second of it is
+    lost when the process dies.
+
     Args:
         handle: Ray's handle of the actor.
         spec: gives the deadlines; None for the defaults of `EngineSpec`.
@@ -187,6 +208,8 @@ class RayEngine:
         self._spec = spec or EngineSpec(model="")
         self._start = start
         self._hold = Hold()
+        self._drafts: dict[str, Sequence[Draft]] = {}  # of the requests in flight
+        self._reading: asyncio.Task[None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayEngine, (self.handle, self._spec)  # only the process that started the actor can restart it
@@ -213,12 +236,43 @@ class RayEngine:
         await self._await(self.handle.ready.remote(), "the start", self._spec.start_timeout_s)
 
     async def generate(
-        self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
+        self,
+        token_ids: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        timeout_s: float | None = None,
+        drafts: Sequence[Draft] | None = None,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`. If the call is cancelled or late, the engine drops the request, too."""
-        reference = self.handle.generate.remote(token_ids, sampling)
+        name = secrets.token_hex(8)
+        drafts = drafts or [Draft() for _ in range(sampling.num_samples)]
+        reference = self.handle.generate.remote(token_ids, sampling, name, drafts)
         timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
-        return await self._await(reference, "a request", timeout_s, self._hold)
+        self._drafts[name] = drafts
+        if self._reading is None or self._reading.done():  # its event loop may have ended
+            self._reading = asyncio.create_task(self._read())
+        try:
+            return await self._await(reference, "a request", timeout_s, self._hold)
+        finally:
+            del self._drafts[name]
+            if not self._drafts:
+                self._reading.cancel()
+                self._reading = None
+
+    async def _read(self) -> None:
+        """Keep the drafts of the requests in flight up to date. A call that fails is made again: others tell why."""
+        while True:
+            await asyncio.sleep(_REPORT_INTERVAL_S)
+            known = {
+                name: [(len(draft.token_ids), len(draft.routes)) for draft in drafts]
+                for name, drafts in self._drafts.items()
+            }
+            with suppress(Exception):
+                call = self.handle.written.remote(known)
+                written = await self._await(call, "a report", self._spec.health_timeout_s)
+                for name, parts in written.items():
+                    for draft, part in zip(self._drafts.get(name, ()), parts, strict=False):
+                        draft.extend(part)
 
     async def pause(self, mode: PauseMode) -> int:
         """See `RolloutEngine.pause`."""

@@ -9,9 +9,10 @@ import numpy as np
 
 from rlhf_data.errors import ConfigError, EngineError, joined
 from rlhf_data.records import FinishReason
-from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
+from rlhf_rollout.protocols import Completion, Draft, RolloutEngine, SamplingParams
 
-_NUM_ATTEMPTS = 2  # per request
+_MAX_BARREN = 2  # attempts in a row in which no sample of a request grows
+_MAX_ATTEMPTS = 32  # per request: one that ends its engine each time must not end all of them for ever
 _MAX_CONVERSATIONS = 1 << 16
 
 
@@ -30,8 +31,9 @@ class EngineRouter:
     """Sends requests to the attached engines. Use it from one event loop.
 
     A request goes to the engine with the fewest completions in flight; engines whose last requests failed come last.
-    When an engine raises, aborts a completion, or returns too few completions, the request is sent once more, to
-    another engine if there is one. While all engines are suspended, requests wait.
+    When an engine raises, aborts a completion, or returns too few completions, the request is sent again, to another
+    engine if there is one, which goes on where the first one ended. A request fails when it gets no further in two
+    attempts in a row. While all engines are suspended, requests wait.
 
     Args:
         engines: engines to attach at once.
@@ -118,21 +120,33 @@ class EngineRouter:
         """
         errors: list[str] = []
         failed: _Place | None = None
-        for attempt in range(_NUM_ATTEMPTS):
-            if attempt:
+        drafts = [Draft() for _ in range(sampling.num_samples)]
+        num_written = 0
+        num_barren = 0
+        while num_barren < _MAX_BARREN and len(errors) < _MAX_ATTEMPTS:
+            if errors:
                 self.num_retries += 1
             place = await self._pick(failed, conversation)
             self._load(place, sampling.num_samples)
             try:
                 known = conversation is not None and getattr(place.engine, "takes_conversation", False)
                 more = {"conversation": conversation} if known else {}
-                completions = await place.engine.generate(token_ids, sampling, timeout_s=timeout_s, **more)
+                completions = await place.engine.generate(
+                    token_ids, sampling, timeout_s=timeout_s, drafts=drafts, **more
+                )
                 _check_complete(completions, sampling)
             except Exception as error:  # an engine in another process or on another machine may raise anything
                 place.num_failures += 1
                 errors.append(f"engine {place.number}: {type(error).__name__}: {error}")
                 failed = place
                 self._report(place, error)
+                for draft in drafts:
+                    draft.reopen(len(token_ids))
+                if all(draft.finish_reason for draft in drafts):  # it failed before it could answer
+                    return [draft.completion(len(token_ids)) for draft in drafts]
+                size = sum(len(draft.token_ids) for draft in drafts)
+                num_barren = 0 if size > num_written else num_barren + 1
+                num_written = size
             else:
                 place.num_failures = 0
                 self._report(place, None)

@@ -71,7 +71,7 @@ class EngineSupervisor:
 
     An engine gets new weights while no request is on its way: the router holds new ones back, without any deadline, and
     those in flight finish first, are kept, or are restarted, as `at_update` says. If the engine dies meanwhile, the
-    router sends them to another one.
+    router has another one go on with them.
 
     Args:
         engines: started engines, which lack the weights.

@@ -26,7 +26,7 @@ class AsyncSection(Section, title="asynchronous training"):
     at_update: AtUpdate = flag(
         "keep",
         "responses in flight when engines get new weights: keep continues them with the new weights, drain finishes"
-        " them first, restart begins them anew",
+        " them first, restart ends them and starts them again behind what they have written",
     )
 
     keep_kv: bool = flag(

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_data.records import FinishReason, Span, SpanSource
+from rlhf_data.records import FinishReason
 from rlhf_rollout.engines.gate import Gate, GatedEngine
+from rlhf_rollout.engines.requests import rest_of
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.stopping import StopWatch, decoder
-from rlhf_rollout.protocols import PAUSE_MODES, Completion, PauseMode, SamplingParams
+from rlhf_rollout.protocols import PAUSE_MODES, Completion, Draft, PauseMode, SamplingParams
 from rlhf_rollout.weight_sync.bucket import WeightBucket, verify_checksum
 from rlhf_rollout.weight_sync.shared_memory import map_segment
 
@@ -34,7 +35,8 @@ class FakeEngine(GatedEngine):
 
     Args:
         spec: the engine's settings. The model is not read.
-        script: returns the tokens that follow a prompt. Its second argument, the seed of a sample, differs between
+        script: returns the tokens that follow a prompt, or a prompt and what another engine wrote of the sample. Its
+            second argument, the seed of a sample, differs between
             samples, and between requests without a seed; it is 0 for greedy requests.
         latency_s: pause before the first token of each request.
         token_latency_s: pause before each token; the samples of a request are written concurrently. A function returns
@@ -59,7 +61,6 @@ class FakeEngine(GatedEngine):
         self._token_latency_s = token_latency_s
         self._fail_after = fail_after
         self._num_requests = 0
-        self._num_restarts = 0
         self._writing = Gate()  # closed while requests in flight are frozen
         self._arriving: dict[str, int] = {}
         self.num_updates = 0
@@ -69,7 +70,6 @@ class FakeEngine(GatedEngine):
         """See `RolloutEngine.pause`."""
         if mode in ("keep", "restart"):  # another one is refused below, and must not freeze anything
             self._writing.close()
-        self._num_restarts += mode == "restart"
         return await super().pause(mode)
 
     async def resume(self) -> None:
@@ -86,7 +86,9 @@ class FakeEngine(GatedEngine):
         await super().close()
         self._writing.open()
 
-    async def _complete(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
+    async def _complete(
+        self, token_ids: np.ndarray, sampling: SamplingParams, drafts: Sequence[Draft]
+    ) -> list[Completion]:
         number = self._num_requests
         self._num_requests += 1
         await asyncio.sleep(self._latency_s)
@@ -97,47 +99,39 @@ class FakeEngine(GatedEngine):
         if sampling.temperature > 0:
             # Wide apart, so that the samples of two requests have different seeds.
             base = (number if sampling.seed is None else sampling.seed) * 1009
-        samples = [self._write(prompt, base + index, sampling) for index in range(sampling.num_samples)]
-        return list(await asyncio.gather(*samples))
+        unfinished = [(index, draft) for index, draft in enumerate(drafts) if draft.finish_reason is None]
+        await asyncio.gather(*[self._write(prompt, base + index, sampling, draft) for index, draft in unfinished])
+        return [draft.completion(len(prompt)) for draft in drafts]
 
-    async def _write(self, prompt: list[int], sample_seed: int, sampling: SamplingParams) -> Completion:
-        """Return a completion whose tokens carry the policy version that was in force when each was written."""
+    async def _write(self, prompt: list[int], sample_seed: int, sampling: SamplingParams, draft: Draft) -> None:
+        """Finish a draft whose tokens carry the policy version that was in force when each was written."""
+        rest = rest_of(sampling, len(draft.token_ids), sample_seed)
         latency_s = self._token_latency_s
         if callable(latency_s):
             latency_s = latency_s(prompt, sample_seed)
-        # Each pass of the outer loop is one attempt; a restart discards what was written and begins the next one.
-        while True:
-            num_restarts = self._num_restarts
-            written: list[tuple[int, int]] = []
-            stopped = False
-            for token, is_last in self._tokens(self._script(prompt, sample_seed), sampling):
-                if latency_s:
-                    await asyncio.sleep(latency_s)
-                await self._writing.opened()
-                self._check_usable()
-                if num_restarts != self._num_restarts:
-                    break
-                written.append((token, self.policy_version))
-                stopped = is_last
-            else:
-                break
-        spans = []
-        for version, group in itertools.groupby(written, key=lambda pair: pair[1]):
-            token_ids = [token for token, _ in group]
-            spans.append(Span(SpanSource.POLICY, token_ids, np.full(len(token_ids), -np.log(VOCAB_SIZE)), version))
-        return Completion(tuple(spans), FinishReason.STOP if stopped else FinishReason.LENGTH)
+        is_last = False
+        for token, is_last in self._tokens(self._script([*prompt, *draft.token_ids], rest.seed), rest, draft):
+            if latency_s:
+                await asyncio.sleep(latency_s)
+            await self._writing.opened()
+            self._check_usable()
+            draft.go_on(self.policy_version)
+            draft.token_ids.append(token)
+            draft.logprobs.append(-np.log(VOCAB_SIZE))
+        draft.finish_reason = FinishReason.STOP if is_last else FinishReason.LENGTH
 
-    def _tokens(self, script: Sequence[int], sampling: SamplingParams) -> Iterator[tuple[int, bool]]:
+    def _tokens(self, script: Sequence[int], sampling: SamplingParams, draft: Draft) -> Iterator[tuple[int, bool]]:
         """Yield the script's tokens up to `max_tokens`, and whether each ends the completion; 255 fills a short one up.
 
-        Token 255 also replaces end tokens among the first `min_tokens`.
+        Token 255 also replaces end tokens among the first `min_tokens`. `sampling` is that of the rest of the draft.
         """
         ends = {0, *sampling.stop_token_ids}
         filler = VOCAB_SIZE - 1
         watch = None
         if sampling.stop:
             has_model = self._spec.model != _SPEC.model
-            watch = StopWatch(sampling, decoder(self._spec.tokenizer or (self._spec.model if has_model else None)))
+            decode = decoder(self._spec.tokenizer or (self._spec.model if has_model else None))
+            watch = StopWatch(sampling, decode, draft.token_ids)
         padded = itertools.chain(script, itertools.repeat(filler))
         for number, token in enumerate(itertools.islice(padded, sampling.max_tokens), 1):
             if token in ends and number <= sampling.min_tokens:

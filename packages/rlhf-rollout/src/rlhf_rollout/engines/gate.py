@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import ClassVar
@@ -13,7 +13,7 @@ import numpy as np
 from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_rollout.engines.requests import DROPPED, Hold, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
-from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
+from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 
 
 class Gate:
@@ -132,11 +132,18 @@ class GatedEngine(ABC):
         self.policy_version = 0
 
     @abstractmethod
-    async def _complete(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
-        """Return the completions of a request that has passed all checks."""
+    async def _complete(
+        self, token_ids: np.ndarray, sampling: SamplingParams, drafts: Sequence[Draft]
+    ) -> list[Completion]:
+        """Write the drafts of a request that has passed all checks, and return the completions."""
 
     async def generate(
-        self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
+        self,
+        token_ids: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        timeout_s: float | None = None,
+        drafts: Sequence[Draft] | None = None,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`."""
         self._check_awake()
@@ -151,7 +158,8 @@ class GatedEngine(ABC):
                 )
             self._num_sequences += sampling.num_samples
             try:
-                return await self._complete(token_ids, sampling)
+                drafts = drafts or [Draft() for _ in range(sampling.num_samples)]
+                return await self._complete(token_ids, sampling, drafts)
             finally:
                 self._num_sequences -= sampling.num_samples
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -16,7 +16,7 @@ from rlhf_data.safety import without_secrets
 from rlhf_rollout import answers
 from rlhf_rollout.engines.requests import Hold, check_request, deadline, sample_seeds, time_limit
 from rlhf_rollout.engines.spec import EngineSpec
-from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
+from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.tokens import ENGINE_TOKEN_VARIABLE, tokens_of, unproxied
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 from rlhf_rollout.weight_sync.shared_memory import map_segment
@@ -105,9 +105,10 @@ class HttpEngine:
         sampling: SamplingParams,
         *,
         timeout_s: float | None = None,
+        drafts: Sequence[Draft] | None = None,
         conversation: str | None = None,
     ) -> list[Completion]:
-        """See `RolloutEngine.generate`; `timeout_s` covers all attempts.
+        """See `RolloutEngine.generate`; `timeout_s` covers all attempts, and `drafts` stay empty.
 
         `conversation` is sent as the header X-Session-Id: a load balancer in front of several servers may send the
         requests of a conversation to the one that has its prefix in the cache, and servers count what it uses.

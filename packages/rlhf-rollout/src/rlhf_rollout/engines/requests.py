@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 
@@ -47,6 +48,22 @@ def sample_seeds(seed: int, num_samples: int) -> list[int]:
     """Return one 63-bit seed per sample. Requests with neighbouring seeds get independent samples, too."""
     state = np.random.SeedSequence(seed & (2**64 - 1)).generate_state(num_samples, np.uint64)
     return [int(value) >> 1 for value in state]
+
+
+def rest_of(sampling: SamplingParams, num_written: int, seed: int | None) -> SamplingParams:
+    """Return how the rest of one sample is drawn, of which `num_written` tokens are there; `seed` is the sample's.
+
+    The rest has a seed of its own: that of the sample would draw its first tokens with the same random numbers again.
+    """
+    if seed is not None and num_written:
+        [seed] = sample_seeds(seed + num_written, 1)
+    return replace(
+        sampling,
+        num_samples=1,
+        max_tokens=sampling.max_tokens - num_written,
+        min_tokens=max(sampling.min_tokens - num_written, 0),
+        seed=seed,
+    )
 
 
 class Hold:

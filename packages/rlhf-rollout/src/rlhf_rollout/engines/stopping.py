@@ -22,9 +22,10 @@ class StopWatch:
     Args:
         sampling: its `stop` texts, and `min_tokens`, within which no text ends a completion.
         decode: returns the text of token ids, special tokens included.
+        written: tokens of the completion that are there before; `min_tokens` are counted from their end.
     """
 
-    def __init__(self, sampling: SamplingParams, decode: Decode) -> None:
+    def __init__(self, sampling: SamplingParams, decode: Decode, written: Sequence[int] = ()) -> None:
         self._stop = sampling.stop
         self._min_tokens = sampling.min_tokens
         self._decode = decode
@@ -33,6 +34,9 @@ class StopWatch:
         self._token_ids: list[int] = []  # those decoded last, then those whose character is not complete
         self._num_decoded = 0  # of them
         self._before = ""  # the last characters of the text so far, in which a text of `stop` may begin
+        for token_id in written:
+            self.completes(token_id)
+        self._num_tokens = 0
 
     def completes(self, token_id: int) -> bool:
         """Add the next token; return whether it completes a text."""

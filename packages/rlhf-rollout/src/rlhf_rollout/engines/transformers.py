@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,10 @@ from rlhf_data.pretrained import clear_errors
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines.gate import GatedEngine
 from rlhf_rollout.engines.model_files import end_token_ids, resolve_model_dir
-from rlhf_rollout.engines.requests import sample_seeds
+from rlhf_rollout.engines.requests import rest_of, sample_seeds
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.stopping import StopWatch, decoder
-from rlhf_rollout.protocols import Completion, SamplingParams
+from rlhf_rollout.protocols import Completion, Draft, SamplingParams
 from rlhf_rollout.weight_sync.bucket import WeightBucket, check_tensor
 from rlhf_rollout.weight_sync.reader import BucketReader
 
@@ -52,58 +53,62 @@ class TransformersEngine(GatedEngine):
         self._received: set[str] = set()
         super().__init__(spec, vocab_size=self._model.config.vocab_size)
 
-    async def _complete(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
-        return await asyncio.to_thread(self._generate, token_ids, sampling)
+    async def _complete(
+        self, token_ids: np.ndarray, sampling: SamplingParams, drafts: Sequence[Draft]
+    ) -> list[Completion]:
+        return await asyncio.to_thread(self._generate, token_ids, sampling, drafts)
 
     @torch.inference_mode()
-    def _generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
+    def _generate(self, token_ids: np.ndarray, sampling: SamplingParams, drafts: Sequence[Draft]) -> list[Completion]:
         with self._lock:
             seed = sampling.seed if sampling.seed is not None else int(self._seeds.integers(1 << 62))
-            generators = [
-                torch.Generator(self._device).manual_seed(value) for value in sample_seeds(seed, sampling.num_samples)
-            ]
-            ends = torch.tensor([*self._end_token_ids, *sampling.stop_token_ids], device=self._device, dtype=torch.long)
-            # The first pass reads the prompt; each later one reads the tokens just drawn, and the cache.
-            step_ids = torch.as_tensor(np.asarray(token_ids), dtype=torch.long, device=self._device)
-            step_ids = step_ids.expand(sampling.num_samples, -1)
-            seen_ids = step_ids
-            running = torch.ones(sampling.num_samples, dtype=torch.bool, device=self._device)
-            cache: Any = None
-            tokens: list[torch.Tensor] = []
-            logprobs: list[torch.Tensor] = []
-            lengths = torch.zeros(sampling.num_samples, dtype=torch.long, device=self._device)
-            watches = []
-            if sampling.stop:
-                watches = [StopWatch(sampling, decoder(self._tokenizer_dir)) for _ in range(sampling.num_samples)]
-            while len(tokens) < sampling.max_tokens and bool(running.any()):
-                output = self._model(input_ids=step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                cache = output.past_key_values
-                logits = output.logits[:, -1].float()
-                for ids in self._spec.masked_ids:
-                    logits[:, ids.start : ids.stop] = -torch.inf
-                if len(tokens) < sampling.min_tokens:
-                    logits[:, ends] = -torch.inf
-                chosen, chosen_logprobs = _sample(logits, seen_ids, sampling, generators)
-                seen_ids = torch.cat([seen_ids, chosen[:, None]], 1)
-                tokens.append(chosen)
-                logprobs.append(chosen_logprobs)
-                # Rows that have ended are computed further with the others; `lengths` cuts their excess tokens off.
-                lengths += running
-                running = running & ~torch.isin(chosen, ends)
-                for row, watch in enumerate(watches):
-                    if running[row] and watch.completes(int(chosen[row])):
-                        running[row] = False
-                step_ids = chosen[:, None]
-            rows = [torch.stack(tokens, 1).cpu(), torch.stack(logprobs, 1).cpu(), lengths.tolist(), running.tolist()]
-            return [
-                Completion.single(
-                    row_tokens[:length],
-                    row_logprobs[:length],
-                    FinishReason.LENGTH if unfinished else FinishReason.STOP,
-                    self.policy_version,
-                )
-                for row_tokens, row_logprobs, length, unfinished in zip(*rows, strict=True)
-            ]
+            seeds = sample_seeds(seed, sampling.num_samples)
+            if not any(draft.token_ids for draft in drafts):
+                self._write(token_ids, sampling, seeds, drafts)
+            for draft, seed in zip(drafts, seeds, strict=True):
+                if draft.finish_reason is None:  # each has its own prompt from here on
+                    rest = rest_of(sampling, len(draft.token_ids), seed)
+                    self._write(np.append(token_ids, draft.token_ids), rest, [rest.seed], [draft])
+            return [draft.completion(len(token_ids)) for draft in drafts]
+
+    def _write(
+        self, token_ids: np.ndarray, sampling: SamplingParams, seeds: list[int], drafts: Sequence[Draft]
+    ) -> None:
+        """Write drafts that begin after the same tokens [P], each with its seed."""
+        generators = [torch.Generator(self._device).manual_seed(seed) for seed in seeds]
+        ends = torch.tensor([*self._end_token_ids, *sampling.stop_token_ids], device=self._device, dtype=torch.long)
+        # The first pass reads the prompt; each later one reads the tokens just drawn, and the cache.
+        step_ids = torch.as_tensor(np.asarray(token_ids), dtype=torch.long, device=self._device)
+        step_ids = step_ids.expand(len(drafts), -1)
+        seen_ids = step_ids
+        cache: Any = None
+        watches: list[StopWatch | None] = [None] * len(drafts)
+        if sampling.stop:
+            watches = [StopWatch(sampling, decoder(self._tokenizer_dir), draft.token_ids) for draft in drafts]
+        for draft in drafts:
+            draft.go_on(self.policy_version)
+        for number in range(sampling.max_tokens):
+            output = self._model(input_ids=step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = output.past_key_values
+            logits = output.logits[:, -1].float()
+            for ids in self._spec.masked_ids:
+                logits[:, ids.start : ids.stop] = -torch.inf
+            if number < sampling.min_tokens:
+                logits[:, ends] = -torch.inf
+            chosen, chosen_logprobs = _sample(logits, seen_ids, sampling, generators)
+            seen_ids = torch.cat([seen_ids, chosen[:, None]], 1)
+            drawn = (chosen, chosen_logprobs, torch.isin(chosen, ends))
+            for draft, watch, token, logprob, is_end in zip(drafts, watches, *map(torch.Tensor.tolist, drawn), strict=True):
+                if draft.finish_reason is None:  # the others are computed further, without effect
+                    draft.token_ids.append(token)
+                    draft.logprobs.append(logprob)
+                    has_stopped = watch is not None and watch.completes(token)
+                    draft.finish_reason = FinishReason.STOP if is_end or has_stopped else None
+            if all(draft.finish_reason for draft in drafts):
+                return
+            step_ids = chosen[:, None]
+        for draft in drafts:
+            draft.finish_reason = draft.finish_reason or FinishReason.LENGTH
 
     async def _drain(self) -> None:
         await super()._drain()

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from rlhf_rollout.engines.requests import DROPPED, Hold, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.stopping import decoder
 from rlhf_rollout.engines.vllm.core import build_core, check_visible_gpus, prepare_environment, start_hint
-from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
+from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 from rlhf_rollout.weight_sync.senders import Senders, merged
 
@@ -65,13 +65,18 @@ class VllmEngine:
             raise EngineError(f"vLLM does not start with {spec.model}: {error}", hint=start_hint(error)) from error
 
     async def generate(
-        self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
+        self,
+        token_ids: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        timeout_s: float | None = None,
+        drafts: Sequence[Draft] | None = None,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`. Raises EngineError also while the engine sleeps or lacks weights."""
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
         timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
         decode = await asyncio.to_thread(decoder, self._tokenizer_dir) if sampling.stop else None
-        job = self._loop.submit([int(token) for token in token_ids], sampling, decode)
+        job = self._loop.submit([int(token) for token in token_ids], sampling, decode, drafts)
         try:
             async with deadline(timeout_s, "a generation request", hold=self._hold):
                 return await asyncio.wrap_future(job.future)

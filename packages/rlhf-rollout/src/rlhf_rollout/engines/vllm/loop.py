@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
 from typing import Any
@@ -15,11 +15,11 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
-from rlhf_rollout.engines.requests import sample_seeds
-from rlhf_rollout.engines.stopping import Decode
+from rlhf_rollout.engines.requests import rest_of, sample_seeds
+from rlhf_rollout.engines.stopping import Decode, StopWatch
 from rlhf_rollout.engines.vllm.jobs import Job, Sample, uncancellable
 from rlhf_rollout.engines.vllm.warm_up import sampler_params
-from rlhf_rollout.protocols import Completion, SamplingParams
+from rlhf_rollout.protocols import Draft, SamplingParams
 
 _FINISH_REASONS = {
     VllmFinishReason.STOP: FinishReason.STOP,
@@ -94,12 +94,19 @@ class StepLoop:
         """Sequences that have started or wait. Only functions that run through `call` may read it."""
         return len(self._samples) + sum(job.sampling.num_samples for job in self._waiting)
 
-    def submit(self, prompt: list[int], sampling: SamplingParams, decode: Decode | None = None) -> Job:
+    def submit(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        decode: Decode | None = None,
+        drafts: Sequence[Draft] | None = None,
+    ) -> Job:
         """Queue a job and return it; its future resolves when all of its samples are done.
 
-        `decode` returns the text of tokens, and is needed for `sampling.stop`.
+        `decode` returns the text of tokens, and is needed for `sampling.stop`. `drafts` are the samples, which it goes
+        on with; None for new ones.
         """
-        job = Job(prompt, sampling, decode)
+        job = Job(prompt, sampling, drafts or [Draft() for _ in range(sampling.num_samples)], decode)
         self._send(lambda: self._take_job(job))
         return job
 
@@ -163,7 +170,7 @@ class StepLoop:
             self._take_outputs(core.get_output())
 
     def restart(self, core: Any) -> None:
-        """Stop stepping and queue the requests in flight again from their beginning. Finished samples are kept."""
+        """Stop stepping and queue the requests in flight again, with what they have written behind their prompts."""
         self.freeze(core)
         core.abort_requests(list(self._samples))
         jobs = list(dict.fromkeys(sample.job for sample in self._samples.values()))
@@ -183,8 +190,7 @@ class StepLoop:
     def advance(self, policy_version: int) -> None:
         """Count the tokens drawn from here on as those of `policy_version`."""
         for sample in self._samples.values():
-            if sample.token_ids:
-                sample.end_span(self.policy_version)
+            sample.draft.go_on(policy_version)
         self.policy_version = policy_version
 
     def forget_prefixes(self, core: Any) -> bool:
@@ -294,19 +300,23 @@ class StepLoop:
         elif self._seed_every_row and sampling.temperature > 0:
             seeds = self._rng.integers(1 << 62, size=num_samples).tolist()
         params = None
-        for index, seed in enumerate(seeds):
-            if index in job.completions:  # the job was restarted, and this sample had already finished
+        for draft, seed in zip(job.drafts, seeds, strict=True):
+            if draft.finish_reason is not None:  # the job was restarted, or another engine began it
                 continue
-            if params is None or seed is not None:  # samples without a seed share one object
+            num_written = len(draft.token_ids)
+            rest = rest_of(sampling, num_written, seed)
+            if params is None or seed is not None or num_written:  # whole samples without a seed share one object
                 stops = [*self._end_token_ids, *sampling.stop_token_ids]
-                params = sampler_params(sampling, seed=seed, stop_token_ids=stops)
+                params = sampler_params(rest, seed=rest.seed, stop_token_ids=stops)
             request_id = str(next(self._numbers))
             job.request_ids.append(request_id)
-            self._samples[request_id] = Sample(job, index)
+            draft.go_on(self.policy_version)
+            watch = StopWatch(rest, job.decode, draft.token_ids) if job.decode is not None else None
+            self._samples[request_id] = Sample(job, draft, sum(map(len, draft.routes)), watch)
             self._core.add_request(
                 EngineCoreRequest(
                     request_id=request_id,
-                    prompt_token_ids=job.prompt,
+                    prompt_token_ids=job.prompt + draft.token_ids,
                     mm_features=None,
                     sampling_params=params,
                     pooling_params=None,
@@ -324,13 +334,15 @@ class StepLoop:
             sample = samples.get(output.request_id)
             if sample is None:  # aborted, but its step was already in flight
                 continue
+            draft = sample.draft
+            prefilled = getattr(output, "prefill_stats", None)  # not every version of vLLM says
+            if prefilled is not None and not draft.token_ids:
+                draft.num_cached_tokens = prefilled.num_cached_tokens
             has_stopped = sample.add(output.new_token_ids)
-            if (prefilled := getattr(output, "prefill_stats", None)) is not None:  # not every version of vLLM says
-                sample.num_cached_tokens = prefilled.num_cached_tokens
-            if output.routed_experts is not None:  # of the prompt with the first token, then of the token before
-                sample.routes.append(output.routed_experts)
+            if output.routed_experts is not None:
+                sample.add_routes(output.routed_experts)
             if output.new_logprobs is not None:
-                sample.logprobs += output.new_logprobs  # a list, by `list_logprobs`
+                draft.logprobs += output.new_logprobs  # a list, by `list_logprobs`
             if has_stopped and output.finish_reason is None:
                 stopped.append(output.request_id)
             if has_stopped or output.finish_reason is not None:
@@ -345,12 +357,9 @@ class StepLoop:
             self._abort(job)
             _reject(job.future, EngineError(f"vLLM ended a request for the reason {reason}"))
             return
-        sample.end_span(self.policy_version)
-        job.completions[sample.index] = Completion(
-            tuple(sample.spans), _FINISH_REASONS[reason], sample.num_cached_tokens, sample.all_routes()
-        )
-        if len(job.completions) == job.sampling.num_samples and not job.future.done():
-            job.future.set_result([completion for _, completion in sorted(job.completions.items())])
+        sample.draft.finish_reason = _FINISH_REASONS[reason]
+        if all(draft.finish_reason for draft in job.drafts) and not job.future.done():
+            job.future.set_result([draft.completion(len(job.prompt)) for draft in job.drafts])
 
     def _abort(self, job: Job) -> None:
         if job in self._waiting:

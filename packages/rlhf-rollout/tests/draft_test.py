@@ -1,0 +1,150 @@
+"""Samples that are written, reported in parts, and finished by another engine."""
+
+import numpy as np
+import pytest
+
+from rlhf_data.errors import EngineError
+from rlhf_data.records import FinishReason
+from rlhf_rollout.engines.requests import rest_of
+from rlhf_rollout.protocols import Draft, SamplingParams
+from rlhf_rollout.router import _MAX_ATTEMPTS, EngineRouter
+from simulated import simulate
+
+
+def rows(*numbers):
+    return np.array(numbers, np.uint8).reshape(-1, 1, 1)
+
+
+def write(draft, version, *token_ids):
+    draft.go_on(version)
+    for token in token_ids:
+        draft.token_ids.append(token)
+        draft.logprobs.append(-token / 10)
+
+
+def spans(draft, num_prompt_tokens=2):
+    found = draft.completion(num_prompt_tokens).spans
+    return [(span.policy_version, span.token_ids.tolist(), span.logprobs.tolist()) for span in found]
+
+
+def test_spans_are_the_versions_that_wrote_something():
+    draft = Draft(finish_reason=FinishReason.STOP)
+    draft.go_on(1)
+    write(draft, 2, 5)
+    write(draft, 2, 10)
+    draft.go_on(3)
+    write(draft, 4, 20)
+    assert spans(draft) == [(2, [5, 10], [-0.5, -1.0]), (4, [20], [-2.0])]
+    empty = Draft(finish_reason=FinishReason.LENGTH)
+    empty.go_on(6)
+    assert spans(empty) == [(6, [], [])]
+
+
+def test_reports_hold_the_newest_token_back_until_it_is_known_not_to_be_the_last():
+    there, here = Draft(), Draft()
+    heard = []
+
+    def report():
+        here.extend(there.after(len(here.token_ids), len(here.routes)))
+        heard.append(list(here.token_ids))
+
+    report()
+    write(there, 3, 1, 2)
+    there.routes.append(rows(7, 8, 9))
+    report()
+    report()
+    write(there, 4, 3)
+    there.num_cached_tokens = 1
+    there.routes.append(rows(10))
+    report()
+    # The log-prob of a token may come after it.
+    there.token_ids.append(4)
+    report()
+    there.logprobs.append(-0.4)
+    there.routes.append(rows(11))
+    there.finish_reason = FinishReason.STOP
+    report()
+    assert heard == [[], [1], [1], [1, 2], [1, 2], [1, 2, 3, 4]]
+    found = here.completion(2)
+    assert spans(here) == [(3, [1, 2], pytest.approx([-0.1, -0.2])), (4, [3, 4], pytest.approx([-0.3, -0.4]))]
+    assert found.routes[:, 0, 0].tolist() == [7, 8, 9, 10, 11]
+    assert (found.finish_reason, found.num_cached_tokens) == (FinishReason.STOP, 1)
+
+
+def test_report_leaves_out_versions_of_which_no_token_is_known_yet():
+    there = Draft()
+    write(there, 3, 1, 2, 3)
+    write(there, 4, 4, 5)
+    assert there.after(0, 0).versions == [(0, 3), (3, 4)]
+    there = Draft([1, 2, 3], [-1.0] * 3, [(0, 3)])
+    write(there, 4, 4)
+    assert there.after(0, 0).versions == [(0, 3), (3, 4)] and there.after(0, 0).token_ids == [1, 2, 3]
+    there = Draft([1, 2, 3], [-1.0] * 3, [(0, 3), (3, 4)])
+    assert there.after(0, 0).versions == [(0, 3)] and there.after(0, 0).token_ids == [1, 2]
+
+
+def test_reopened_draft_has_no_routes_of_lost_tokens_and_no_end_by_an_abort():
+    draft = Draft([1, 2], [-1.0] * 2, [(0, 3)], [rows(7, 8), rows(9, 10, 11)], finish_reason=FinishReason.ABORT)
+    draft.reopen(2)
+    assert np.concatenate(draft.routes)[:, 0, 0].tolist() == [7, 8, 9]
+    assert draft.finish_reason is None
+    draft.finish_reason = FinishReason.LENGTH
+    draft.reopen(2)
+    assert np.concatenate(draft.routes)[:, 0, 0].tolist() == [7, 8, 9]
+    assert draft.finish_reason is FinishReason.LENGTH
+
+
+def test_rest_of_a_sample_has_the_rest_of_the_budget_and_other_random_numbers():
+    sampling = SamplingParams(num_samples=4, max_tokens=10, min_tokens=3, temperature=0.7, seed=1)
+    whole = rest_of(sampling, 0, 77)
+    assert (whole.num_samples, whole.max_tokens, whole.min_tokens, whole.seed) == (1, 10, 3, 77)
+    rests = [rest_of(sampling, size, 77) for size in (1, 2, 5)]
+    assert [(rest.max_tokens, rest.min_tokens, rest.temperature) for rest in rests] == [
+        (9, 2, 0.7),
+        (8, 1, 0.7),
+        (5, 0, 0.7),
+    ]
+    assert len({77, *(rest.seed for rest in rests)}) == 4
+    assert rest_of(sampling, 5, None).seed is None
+
+
+class Stumbling:
+    """Fails each time after as many tokens as `sizes` say."""
+
+    def __init__(self, sizes, finishes=False):
+        self.sizes = list(sizes)
+        self.finishes = finishes
+        self.begun = []
+
+    async def generate(self, token_ids, sampling, *, timeout_s=None, drafts=None):
+        self.begun.append([len(draft.token_ids) for draft in drafts])
+        size = self.sizes.pop(0) if self.sizes else 0
+        for draft in drafts:
+            write(draft, 1, *[9] * size)
+            draft.finish_reason = FinishReason.STOP if self.finishes else None
+        raise EngineError("gone")
+
+
+def ask(engine):
+    return simulate(EngineRouter([engine]).generate(np.array([4, 5]), SamplingParams(num_samples=2, max_tokens=999)))
+
+
+def test_router_asks_as_long_as_answers_grow_and_then_twice():
+    engine = Stumbling([3, 1, 2, 0, 4])
+    with pytest.raises(EngineError, match="gone"):
+        ask(engine)
+    assert engine.begun == [[0, 0], [3, 3], [4, 4], [6, 6], [6, 6], [10, 10], [10, 10]]
+
+
+def test_router_does_not_ask_for_ever():
+    engine = Stumbling([1] * 999)
+    with pytest.raises(EngineError, match="gone"):
+        ask(engine)
+    assert len(engine.begun) == _MAX_ATTEMPTS
+
+
+def test_router_takes_answers_that_were_finished_before_the_engine_failed():
+    engine = Stumbling([3], finishes=True)
+    completions = ask(engine)
+    assert [completion.token_ids.tolist() for completion in completions] == [[9, 9, 9]] * 2
+    assert len(engine.begun) == 1
