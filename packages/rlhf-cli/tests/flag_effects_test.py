@@ -224,6 +224,7 @@ REACHES = [
     ("vllm_max_num_seqs", "3", "", "engine.max_num_seqs", 3),
     ("vllm_quantization", "fp8", "--bf16", "engine.quantization", "fp8"),
     ("vllm_quantization", "fp8", "--bf16", "algorithm.correction.level", "token"),
+    ("engine_timeout_s", "60", "", "engine.request_timeout_s", 60.0),
     ("enforce_eager", "", "", "engine.enforce_eager", True),
     ("enable_prefix_caching", "false", "", "engine.enable_prefix_caching", False),
     ("vllm_enable_sleep", "", COLOCATED, "engine.enable_sleep", True),

@@ -1,11 +1,13 @@
 """Samples that are written, reported in parts, and finished by another engine."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
-from rlhf_rollout.engines.requests import rest_of
+from rlhf_rollout.engines.requests import StalledError, rest_of
 from rlhf_rollout.protocols import Draft, SamplingParams
 from rlhf_rollout.router import _MAX_ATTEMPTS, EngineRouter
 from simulated import simulate
@@ -148,3 +150,25 @@ def test_router_takes_answers_that_were_finished_before_the_engine_failed():
     completions = ask(engine)
     assert [completion.token_ids.tolist() for completion in completions] == [[9, 9, 9]] * 2
     assert len(engine.begun) == 1
+
+
+class Stalling(Stumbling):
+    """Writes nothing from some token on."""
+
+    async def generate(self, *arguments, **options):
+        with contextlib.suppress(EngineError):
+            await super().generate(*arguments, **options)
+        raise StalledError("a request took longer than 5 s without a new token")
+
+
+def test_answer_that_no_engine_gets_further_with_is_cut_by_its_length():
+    engine = Stalling([3, 2])
+    completions = ask(engine)
+    assert [completion.token_ids.tolist() for completion in completions] == [[9] * 5] * 2
+    assert {completion.finish_reason for completion in completions} == {FinishReason.LENGTH}
+    assert engine.begun == [[0, 0], [3, 3], [5, 5], [5, 5]]
+
+
+def test_answer_of_which_nothing_is_written_fails():
+    with pytest.raises(EngineError, match="without a new token"):
+        ask(Stalling([]))

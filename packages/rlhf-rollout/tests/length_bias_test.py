@@ -1,17 +1,19 @@
 """Lengths of answers whose engines die and get new weights are those that were asked for, by a simulated clock."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
 
 from rlhf_data.errors import EngineError
+from rlhf_data.records import FinishReason
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.supervisor import EngineSupervisor
-from simulated import MortalEngine, simulate
+from simulated import MortalEngine, now, simulate
 
 LONGEST = 200
 NUM_CLIENTS = 40
@@ -107,3 +109,33 @@ def test_lengths_of_answers_are_those_that_were_asked_for(at_update, death_s, up
     # A sample of that size is farther away in one of a hundred cases.
     assert distance(lengths) < 1.63 / np.sqrt(len(lengths))
     assert lengths.mean() == pytest.approx((LONGEST + 1) / 2, abs=4)
+
+
+def test_long_answers_are_whole_however_long_they_take():
+    """A token per 40 s, up to 200 of them, where an engine may write nothing for 60 s."""
+    spec = dataclasses.replace(SPEC, request_timeout_s=60.0, control_timeout_s=1.0)
+
+    async def scenario():
+        engine = FakeEngine(spec, script=lambda tokens, seed: [7] * (LONGEST - 1) + [0], token_latency_s=40.0)
+        asked = asyncio.create_task(EngineRouter([engine]).generate(np.array([3], np.int32), SAMPLING))
+        await asyncio.sleep(100)
+        await engine.pause("drain")  # which waits for them, with the same limit
+        return await asked
+
+    assert [len(completion.token_ids) for completion in simulate(scenario())] == [LONGEST] * 4
+
+
+def test_answers_that_stop_growing_are_cut_where_they_stopped():
+    spec = dataclasses.replace(SPEC, request_timeout_s=60.0)
+
+    async def scenario():
+        engine = FakeEngine(spec, script=lambda tokens, seed: [7] * LONGEST, token_latency_s=1.0)
+        asked = asyncio.create_task(EngineRouter([engine]).generate(np.array([3], np.int32), SAMPLING))
+        await asyncio.sleep(20.5)
+        engine._writing.close()
+        return await asked, now()
+
+    completions, ended = simulate(scenario())
+    assert [len(completion.token_ids) for completion in completions] == [20] * 4
+    assert {completion.finish_reason for completion in completions} == {FinishReason.LENGTH}
+    assert ended <= 20 + 3 * 68

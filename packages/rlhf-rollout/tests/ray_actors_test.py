@@ -258,7 +258,7 @@ def test_ray_engine_call_that_its_caller_leaves_is_given_up_in_the_actor(handle:
             with pytest.raises(asyncio.CancelledError):
                 await task
         else:
-            with pytest.raises(EngineError, match=r"a request of an engine's process took longer than 1 s\s+hint: "):
+            with pytest.raises(EngineError, match=r"process took longer than 1 s without [a-z ]+\s+hint: "):
                 await task
         # The update still holds requests back: only one that was given up is not in flight.
         while (await engine.health()).num_in_flight:
@@ -309,7 +309,7 @@ def test_ray_engine_control_call_that_hangs_ends_at_its_deadline(method: str, mo
     async def scenario() -> None:
         await getattr(RayEngine(HungHandle(), spec), method)(*arguments)
 
-    with pytest.raises(EngineError, match=r"of an engine's process took longer than 0\.\d+ s\s+hint: the engine hangs"):
+    with pytest.raises(EngineError, match=r"process took longer than 0\.\d+ s[ a-z]*\s+hint: the engine hangs"):
         run(scenario())
     assert len(cancelled) == 1
 

@@ -1,71 +1,85 @@
-"""How long a request may take when its engine is paused meanwhile: by a simulated clock, so to the millisecond."""
+"""How long a request may take: as long as its engine gets further. By a simulated clock, so to the millisecond."""
 
 import asyncio
 
 import pytest
 
 from rlhf_data.errors import EngineError
-from rlhf_rollout.engines.requests import Hold, deadline, time_limit
+from rlhf_rollout.engines.requests import Progress, StalledError, deadline, time_limit
 from simulated import now, simulate
 
 
-async def last(limit_s, pauses, lasts_s=10_000.0):
-    """Return how and when a limit ends a context that begins at 0; `pauses` are (start, end), seconds."""
-    hold = Hold()
+async def last(limit_s, events, lasts_s=10_000.0):
+    """Return how and when a limit ends a context that begins at 0; `events` are seconds and calls of `Progress`."""
+    progress = Progress()
 
-    async def pause():
-        for start, end in pauses:
-            await asyncio.sleep(start - now())
-            hold.start()
-            await asyncio.sleep(end - now())
-            hold.stop()
+    async def act():
+        for second, call in events:
+            await asyncio.sleep(second - now())
+            getattr(progress, call)()
 
-    pausing = asyncio.create_task(pause())
+    acting = asyncio.create_task(act())
     await asyncio.sleep(0)
     try:
-        async with deadline(limit_s, "it", hold=hold):
+        async with deadline(limit_s, "it", progress=progress):
             await asyncio.sleep(lasts_s)
-    except EngineError as error:
+    except StalledError as error:
         return str(error).partition("\n")[0], now()
     finally:
-        pausing.cancel()
+        acting.cancel()
     return "done", now()
 
 
+def paused(start, end):
+    return [(start, "pause"), (end, "resume")]
+
+
 @pytest.mark.parametrize(
-    ("pauses", "end"),
+    ("events", "last_sign"),
     [
-        ([], 10),
-        ([(2, 5)], 13),
-        ([(2, 5), (6, 16)], 23),
-        ([(0, 100)], 110),
-        ([(9, 200)], 201),
-        ([(10.5, 20)], 10),  # too late
-        ([(9, 12), (11.5, 100)], 101),
+        ([], 0),
+        ([(second, "advance") for second in range(1, 500, 9)], 496),
+        ([(9.9, "advance")], 9.9),
+        (paused(2, 5), 5),
+        ([*paused(2, 5), *paused(6, 16)], 16),
+        (paused(0, 100), 100),
+        ([*paused(9, 200), (203, "advance")], 203),
+        (paused(10.5, 20), 0),  # too late
     ],
 )
-def test_time_in_pauses_does_not_count(pauses, end):
-    message, found = simulate(last(10.0, pauses))
-    assert message == "it took longer than 10 s"
-    assert found == pytest.approx(end, abs=0.2)
+def test_limit_passes_when_nothing_has_happened_for_as_long(events, last_sign):
+    message, found = simulate(last(10.0, events))
+    assert message == "it took longer than 10 s without a new token"
+    assert last_sign + 10 <= found < last_sign + 10 + 10 / 8 + 0.01
 
 
-def test_pauses_before_it_do_not_put_it_off():
+def test_signs_before_it_do_not_put_it_off():
     async def scenario():
-        hold = Hold()
-        hold.start()
+        progress = Progress()
+        progress.pause()
         await asyncio.sleep(50)
-        hold.stop()
+        progress.resume()
         with pytest.raises(TimeoutError):
-            async with time_limit(3.0, hold):
+            async with time_limit(3.0, progress):
                 await asyncio.sleep(100)
         return now()
 
     assert simulate(scenario()) == pytest.approx(53)
 
 
+def test_deadline_without_progress_is_for_the_whole():
+    async def scenario():
+        with pytest.raises(EngineError, match=r"^it took longer than 3 s\n") as caught:
+            async with deadline(4, "it"), deadline(3, "it", grace_s=0.5):
+                await asyncio.sleep(100)
+        assert not isinstance(caught.value, StalledError)
+        return now()
+
+    assert simulate(scenario()) == pytest.approx(3.5)
+
+
 def test_context_that_is_done_in_time_leaves_no_timer():
-    assert simulate(last(10.0, [(3, 900)], lasts_s=800.0)) == ("done", 800.0)
+    assert simulate(last(10.0, paused(3, 900), lasts_s=800.0)) == ("done", 800.0)
 
     async def scenario():
         async with time_limit(10.0):
@@ -75,41 +89,6 @@ def test_context_that_is_done_in_time_leaves_no_timer():
         return [handle for handle in asyncio.get_running_loop()._scheduled if not handle.cancelled()]
 
     assert simulate(scenario()) == []
-
-
-def test_hold_counts_each_pause_once():
-    async def scenario():
-        hold = Hold()
-        found = [hold.seconds()]
-        for call in (hold.start, hold.start, hold.stop, hold.stop, hold.start):
-            call()
-            await asyncio.sleep(2)
-            found.append(hold.seconds())
-        return found
-
-    assert simulate(scenario()) == [0, 2, 4, 4, 4, 6]
-
-
-def test_limit_that_ends_just_after_the_start_of_a_pause_looks_rarely():
-    async def scenario():
-        hold = Hold()
-        loop = asyncio.get_running_loop()
-        num_looks = 0
-        seconds = hold.seconds
-
-        def look():
-            nonlocal num_looks
-            num_looks += 1
-            return seconds()
-
-        hold.seconds = look
-        loop.call_later(9.999999, hold.start)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(100), time_limit(10.0, hold):
-                await asyncio.sleep(1000)
-        return num_looks
-
-    assert simulate(scenario()) < 1000
 
 
 def test_timeout_from_within_passes_through():

@@ -17,7 +17,6 @@ pytest.importorskip("vllm")
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from rlhf_rollout.engines.vllm.loop import StepLoop
-from rlhf_rollout.protocols import SamplingParams
 
 
 def test_step_loop_joins_the_samples_of_a_job(core: ScriptedCore, loop: StepLoop) -> None:

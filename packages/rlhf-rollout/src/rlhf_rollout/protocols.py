@@ -222,12 +222,12 @@ class RolloutEngine(Protocol):
         on behind what they hold already, so that a failed engine's request can be finished by another one. `sampling`
         is that of the whole samples. An engine behind HTTP, which tells nothing before the end, leaves them empty.
 
-        `timeout_s` is the deadline of the request; None for the engine's own, if it has one. Raises EngineError when
-        the request exceeds the engine's context or the deadline passes.
+        `timeout_s` is for how long the engine may write nothing; None for its own limit. Raises EngineError when the
+        request exceeds the engine's context, and StalledError when the limit passes.
         """
 
     async def pause(self, mode: PauseMode) -> int:
-        """Stop generating until `resume`; requests that arrive meanwhile wait. Their deadlines are put off as long.
+        """Stop generating until `resume`; requests that arrive meanwhile wait. Their limits begin again after it.
 
         `mode` decides about the requests in flight. "drain" lets them finish first. "keep" freezes them and continues
         them after `resume`, with the weights that are then in force. "restart" ends them and starts them again after

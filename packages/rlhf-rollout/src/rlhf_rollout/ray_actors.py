@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from rlhf_data.errors import EngineError, RewardError, RlhfError
 from rlhf_rollout.engines import EngineSpec, build_engine
-from rlhf_rollout.engines.requests import Hold, deadline
+from rlhf_rollout.engines.requests import Progress, deadline
 from rlhf_rollout.host import collection_paused, place_vllm_sockets, wait_passively
 from rlhf_rollout.mps import MpsDaemon
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams
@@ -129,11 +129,11 @@ class EngineActor(_Actor):
     @ray.method(concurrency_group="control")
     async def written(self, known: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, list[Draft]]:
         """Return what requests in flight have written after what the caller knows of each draft; see `Draft.after`."""
-        return {
-            name: [draft.after(*seen) for draft, seen in zip(self._drafts[name], sizes, strict=True)]
-            for name, sizes in known.items()
-            if name in self._drafts
-        }
+        found = {}
+        for name, sizes in known.items():
+            drafts = self._drafts.get(name, ())  # requests end on another thread, and begin later than they are known
+            found[name] = [draft.after(*seen) for draft, seen in zip(drafts, sizes, strict=False)]
+        return found
 
     @ray.method(concurrency_group="control")
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -207,7 +207,7 @@ class RayEngine:
         self.handle = handle
         self._spec = spec or EngineSpec(model="")
         self._start = start
-        self._hold = Hold()
+        self._progress = Progress()
         self._drafts: dict[str, Sequence[Draft]] = {}  # of the requests in flight
         self._reading: asyncio.Task[None] | None = None
 
@@ -229,7 +229,7 @@ class RayEngine:
             raise EngineError("this process did not start the engine and cannot restart it")
         self.kill()
         self.handle = self._start()
-        self._hold = Hold()
+        self._progress = Progress()
 
     async def ready(self) -> None:
         """Wait until the process has started. Raises EngineError, or the error that kept the engine from starting."""
@@ -252,7 +252,7 @@ class RayEngine:
         if self._reading is None or self._reading.done():  # its event loop may have ended
             self._reading = asyncio.create_task(self._read())
         try:
-            return await self._await(reference, "a request", timeout_s, self._hold)
+            return await self._await(reference, "a request", timeout_s, self._progress)
         finally:
             del self._drafts[name]
             if not self._drafts:
@@ -273,16 +273,18 @@ class RayEngine:
                 for name, parts in written.items():
                     for draft, part in zip(self._drafts.get(name, ()), parts, strict=False):
                         draft.extend(part)
+                        if part.token_ids:
+                            self._progress.advance()
 
     async def pause(self, mode: PauseMode) -> int:
         """See `RolloutEngine.pause`."""
         num_found = await self._call("pause", mode, drains=mode == "drain")
-        self._hold.start()
+        self._progress.pause()
         return num_found
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
-        self._hold.stop()
+        self._progress.resume()
         await self._call("resume")
 
     async def health(self) -> EngineHealth:
@@ -317,13 +319,14 @@ class RayEngine:
             ray.kill(self.handle)
 
     async def _call(self, method: str, *arguments: Any, drains: bool = False) -> Any:
-        """Make a control call. One that `drains` waits for the requests in flight, so their deadline is added."""
+        """Make a control call. One that `drains` waits for the requests in flight, as long as they get further."""
         timeout_s = self._spec.control_timeout_s + (self._spec.request_timeout_s if drains else 0.0)
-        return await self._await(self.handle.call.remote(method, *arguments), f"`{method}`", timeout_s)
+        progress = self._progress if drains else None
+        return await self._await(self.handle.call.remote(method, *arguments), f"`{method}`", timeout_s, progress)
 
-    async def _await(self, reference: Any, what: str, timeout_s: float, hold: Hold | None = None) -> Any:
+    async def _await(self, reference: Any, what: str, timeout_s: float, progress: Progress | None = None) -> Any:
         """Return the result of a call; cancel it in the actor when the caller is cancelled or the call is late."""
-        async with deadline(timeout_s, f"{what} of an engine's process", hold=hold):
+        async with deadline(timeout_s, f"{what} of an engine's process", progress=progress):
             try:
                 with plain_errors(EngineError):
                     return await reference

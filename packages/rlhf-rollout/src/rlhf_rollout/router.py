@@ -9,6 +9,7 @@ import numpy as np
 
 from rlhf_data.errors import ConfigError, EngineError, joined
 from rlhf_data.records import FinishReason
+from rlhf_rollout.engines.requests import StalledError
 from rlhf_rollout.protocols import Completion, Draft, RolloutEngine, SamplingParams
 
 _MAX_BARREN = 2  # attempts in a row in which no sample of a request grows
@@ -33,7 +34,8 @@ class EngineRouter:
     A request goes to the engine with the fewest completions in flight; engines whose last requests failed come last.
     When an engine raises, aborts a completion, or returns too few completions, the request is sent again, to another
     engine if there is one, which goes on where the first one ended. A request fails when it gets no further in two
-    attempts in a row. While all engines are suspended, requests wait.
+    attempts in a row. If it is because engines write nothing, what they wrote so far is the answer, cut by its length.
+    While all engines are suspended, requests wait.
 
     Args:
         engines: engines to attach at once.
@@ -114,9 +116,9 @@ class EngineRouter:
     ) -> list[Completion]:
         """Return `sampling.num_samples` completions of one prompt [P] int32.
 
-        `timeout_s` is the deadline of each attempt. Requests with the same `conversation` go to the same engine, whose
-        cache holds their common prefix, as long as it is attached and does not fail. Raises EngineError when no engine
-        is attached or all attempts failed; the message names the failure of each attempt.
+        `timeout_s` is for how long an engine may write nothing. Requests with the same `conversation` go to the same
+        engine, whose cache holds their common prefix, as long as it is attached and does not fail. Raises EngineError
+        when no engine is attached or all attempts failed; the message names the failure of each attempt.
         """
         errors: list[str] = []
         failed: _Place | None = None
@@ -139,6 +141,7 @@ class EngineRouter:
                 place.num_failures += 1
                 errors.append(f"engine {place.number}: {type(error).__name__}: {error}")
                 failed = place
+                is_stalled = isinstance(error, StalledError)
                 self._report(place, error)
                 for draft in drafts:
                     draft.reopen(len(token_ids))
@@ -156,6 +159,10 @@ class EngineRouter:
                 return completions
             finally:
                 self._load(place, -sampling.num_samples)
+        if is_stalled and all(draft.token_ids for draft in drafts):
+            for draft in drafts:
+                draft.finish_reason = draft.finish_reason or FinishReason.LENGTH
+            return [draft.completion(len(token_ids)) for draft in drafts]
         raise EngineError(joined(errors, "; "))
 
     def _load(self, place: _Place, num_completions: int) -> None:

@@ -98,7 +98,7 @@ class EpisodeRecorder:
         limits: see `EpisodeLimits`.
         decode: returns the text of token ids [n].
         vocab_size: ids that an agent gives must lie below it.
-        timeout_s: deadline of each request; None for the engine's own.
+        timeout_s: for which an engine may write nothing; None for its own limit.
 
     Attributes:
         sampling: of every answer, where the agent asks for nothing else.

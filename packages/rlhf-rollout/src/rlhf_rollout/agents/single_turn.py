@@ -22,7 +22,7 @@ class SingleTurn:
     Args:
         router: answers the requests.
         decode: returns the text of an answer's token ids [n], which include a stop token.
-        timeout_s: deadline of each request; None for the engine's own.
+        timeout_s: for which an engine may write nothing; None for its own limit.
     """
 
     def __init__(self, router: EngineRouter, decode: Decode, *, timeout_s: float | None = None) -> None:

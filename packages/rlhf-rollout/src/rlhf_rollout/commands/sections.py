@@ -181,6 +181,13 @@ class EngineSection(Section, title="generation engine (vLLM)"):
         "fp8: engines round weights and activations of linear layers to FP8 while they load and at each weight update;"
         " needs --bf16 and an Ada, Hopper or newer GPU (on a CPU it works, slowly). None: no rounding",
     )
+    engine_timeout_s: float = flag(
+        1800.0,
+        "seconds for which an engine that has requests may write nothing before another one goes on with them; a"
+        " response that gets no further there either ends, cut by its length. Waiting for a place does not count."
+        " With --engine http: seconds of a whole request",
+        gt=0,
+    )
     enforce_eager: bool = flag(False, "no CUDA graphs: faster start, slower generation")
     enable_prefix_caching: bool = flag(
         True, "keep the KV cache of prefixes that prompts share, and of earlier turns, until the next weight update"
@@ -202,6 +209,7 @@ class EngineSection(Section, title="generation engine (vLLM)"):
             gpu_memory_utilization=self.vllm_gpu_memory_utilization or memory_share,
             tensor_parallel_size=self.vllm_tensor_parallel_size,
             quantization=self.vllm_quantization,
+            request_timeout_s=self.engine_timeout_s,
             enforce_eager=self.enforce_eager,
             enable_prefix_caching=self.enable_prefix_caching,
             **options,

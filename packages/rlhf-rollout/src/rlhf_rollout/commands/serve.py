@@ -56,7 +56,7 @@ class Generation(BaseModel, extra="forbid"):
         prompt, n, max_tokens ... stop: see `SamplingParams`; `n` is `num_samples`.
         seed: the request's seed.
         request_seed: comes before `seed`. `HttpEngine` sends both, because vLLM adds a sample's index to `seed`.
-        timeout_s: the request's deadline.
+        timeout_s: for which the engine may write nothing.
         model, logprobs, return_token_ids, add_special_tokens, skip_special_tokens: what OpenAI's and vLLM's clients
             send. Any model name is accepted, because there is one model.
     """

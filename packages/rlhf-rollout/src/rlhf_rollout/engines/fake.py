@@ -109,7 +109,7 @@ class FakeEngine(GatedEngine):
         latency_s = self._token_latency_s
         if callable(latency_s):
             latency_s = latency_s(prompt, sample_seed)
-        is_last = False
+        has_stopped = False
         for token, is_last in self._tokens(self._script([*prompt, *draft.token_ids], rest.seed), rest, draft):
             if latency_s:
                 await asyncio.sleep(latency_s)
@@ -118,7 +118,9 @@ class FakeEngine(GatedEngine):
             draft.go_on(self.policy_version)
             draft.token_ids.append(token)
             draft.logprobs.append(-np.log(VOCAB_SIZE))
-        draft.finish_reason = FinishReason.STOP if is_last else FinishReason.LENGTH
+            self._progress.advance()
+            has_stopped = is_last
+        draft.finish_reason = FinishReason.STOP if has_stopped else FinishReason.LENGTH
 
     def _tokens(self, script: Sequence[int], sampling: SamplingParams, draft: Draft) -> Iterator[tuple[int, bool]]:
         """Yield the script's tokens up to `max_tokens`, and whether each ends the completion; 255 fills a short one up.

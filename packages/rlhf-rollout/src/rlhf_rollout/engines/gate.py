@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_rollout.engines.requests import DROPPED, Hold, check_request, deadline
+from rlhf_rollout.engines.requests import DROPPED, Progress, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 
@@ -120,7 +120,7 @@ class GatedEngine(ABC):
         self._spec = spec
         self._vocab_size = vocab_size
         self._gate = Gate()
-        self._hold = Hold()
+        self._progress = Progress()
         self._num_sequences = 0  # of the requests inside the gate
         self._updating: int | None = None
         self._incomplete: str | None = None
@@ -149,7 +149,7 @@ class GatedEngine(ABC):
         self._check_awake()
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
         timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
-        async with deadline(timeout_s, "a generation request", hold=self._hold), self._gate.passing():
+        async with deadline(timeout_s, "a generation request", progress=self._progress), self._gate.passing():
             self._check_usable()
             self._check_awake()  # it may have fallen asleep since
             if self._incomplete:
@@ -180,14 +180,14 @@ class GatedEngine(ABC):
             if not self._awaits_resume and not self._num_pausing:
                 self._paused = False
                 self._open_unless_updating()
-        self._hold.start()
+        self._progress.pause()
         return num_found
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
         self._paused = False
         self._awaits_resume = False
-        self._hold.stop()
+        self._progress.resume()
         self._open_unless_updating()
 
     def _open_unless_updating(self) -> None:
@@ -244,7 +244,8 @@ class GatedEngine(ABC):
         await self._gate.emptied()
 
     async def _drain_in_time(self, what: str) -> None:
-        async with deadline(self._spec.control_timeout_s + self._spec.request_timeout_s, what):
+        timeout_s = self._spec.control_timeout_s + self._spec.request_timeout_s
+        async with deadline(timeout_s, what, progress=self._progress):
             await self._drain()
 
     def _check_usable(self) -> None:

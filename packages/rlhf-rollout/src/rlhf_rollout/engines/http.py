@@ -14,7 +14,7 @@ from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_data.records import FinishReason, Span, SpanSource
 from rlhf_data.safety import without_secrets
 from rlhf_rollout import answers
-from rlhf_rollout.engines.requests import Hold, check_request, deadline, sample_seeds, time_limit
+from rlhf_rollout.engines.requests import Progress, check_request, deadline, sample_seeds, time_limit
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.tokens import ENGINE_TOKEN_VARIABLE, tokens_of, unproxied
@@ -77,7 +77,7 @@ class HttpEngine:
         self._policy_version = policy_version
         self._transport = transport
         self._num_in_flight = 0
-        self._hold = Hold()
+        self._progress = Progress()
         self._updating: int | None = None
         self._is_closed = False
         self._clients: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
@@ -117,7 +117,7 @@ class HttpEngine:
         headers = {} if conversation is None else {"X-Session-Id": conversation}
         self._num_in_flight += 1
         try:
-            async with deadline(timeout_s, f"a request to {self._url}", grace_s=_GRACE_S, hold=self._hold):
+            async with deadline(timeout_s, f"a request to {self._url}", grace_s=_GRACE_S, progress=self._progress):
                 answer = await self._post(self._request(token_ids, sampling, timeout_s), headers)
         finally:
             self._num_in_flight -= 1
@@ -187,7 +187,7 @@ class HttpEngine:
                 await asyncio.sleep(min(self._retry_wait_s * 2 ** (attempt - 1), _MAX_RETRY_WAIT_S))
             try:
                 # httpx's timeout limits each read, not the request
-                async with time_limit(self._spec.request_timeout_s + _GRACE_S, self._hold):
+                async with time_limit(self._spec.request_timeout_s + _GRACE_S, self._progress):
                     where = self._address + "/v1/completions"
                     response = await answers.post(self._client, where, content=content, headers=headers)
             except TimeoutError:
@@ -227,14 +227,14 @@ class HttpEngine:
         """See `RolloutEngine.pause`."""
         check_pause_mode(mode)
         answer = await self._control("pause", json.dumps({"mode": mode}).encode(), drains=mode == "drain")
-        self._hold.start()
+        self._progress.pause()
         if not isinstance(answer, dict) or not isinstance(num_found := answer.get("num_in_flight"), int):
             raise EngineError(f"{self._url} paused without the number of its requests: {_excerpt(answer)}")
         return num_found
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
-        self._hold.stop()
+        self._progress.resume()
         await self._control("resume")
 
     async def health(self) -> EngineHealth:

@@ -11,7 +11,7 @@ from rlhf_data.errors import EngineError
 from rlhf_rollout.protocols import SamplingParams
 
 DROPPED = "they were dropped when it fell asleep"  # why weights are incomplete after `sleep(keep_weights=False)`
-_MIN_EXTENSION_S = 0.1  # a request that was due at the start of a pause is not looked at more often while it lasts
+_NUM_LOOKS = 8  # at an engine's progress in the time for which it may do nothing
 
 
 def check_request(
@@ -66,47 +66,62 @@ def rest_of(sampling: SamplingParams, num_written: int, seed: int | None) -> Sam
     )
 
 
-class Hold:
-    """Measures for how long an engine has been paused, by the clock of the event loop. Any thread may read it."""
+class StalledError(EngineError):
+    """An engine that has requests writes nothing."""
+
+
+class Progress:
+    """Tells whether an engine gets further, for time limits on doing nothing. Any thread may change and read it.
+
+    Attributes:
+        num_signs: how often something was written, or a pause ended.
+        is_paused: the engine was told to do nothing.
+    """
 
     def __init__(self) -> None:
-        # One attribute, so that a reader in another thread never sees half of a change.
-        self._ended_s_and_start: tuple[float, float | None] = (0.0, None)
+        self.num_signs = 0
+        self.is_paused = False
 
-    def start(self) -> None:
+    def advance(self) -> None:
+        """Something was written."""
+        self.num_signs += 1
+
+    def pause(self) -> None:
         """The engine is paused from now on."""
-        self._ended_s_and_start = self.seconds(), asyncio.get_running_loop().time()
+        self.is_paused = True
 
-    def stop(self) -> None:
+    def resume(self) -> None:
         """The engine goes on."""
-        self._ended_s_and_start = self.seconds(), None
-
-    def seconds(self) -> float:
-        """Return the seconds of all pauses, with those of the present one."""
-        ended_s, start = self._ended_s_and_start
-        return ended_s if start is None else ended_s + asyncio.get_running_loop().time() - start
+        self.is_paused = False
+        self.num_signs += 1
 
 
 @asynccontextmanager
-async def time_limit(limit_s: float | None, hold: Hold | None = None) -> AsyncIterator[asyncio.Timeout]:
-    """Do as `asyncio.timeout` does, but leave out the time for which the engine is paused; None is no limit."""
+async def time_limit(limit_s: float | None, progress: Progress | None = None) -> AsyncIterator[asyncio.Timeout]:
+    """Do as `asyncio.timeout` does; None is no limit.
+
+    With `progress`, the limit is for doing nothing: it passes when the engine was not paused and gave no sign for as
+    long, or for up to an eighth longer.
+    """
     loop = asyncio.get_running_loop()
-    hold = hold or Hold()
-    held_s = hold.seconds()
+    num_looks = 1 if progress is None else _NUM_LOOKS
+    num_seen = progress.num_signs if progress else 0
+    num_idle = 0
     waiting: asyncio.TimerHandle | None = None
 
-    def expire() -> None:
-        nonlocal held_s, waiting
-        more_s = hold.seconds() - held_s
-        if more_s > 0:
-            held_s += more_s
-            waiting = loop.call_later(max(more_s, _MIN_EXTENSION_S), expire)
-        else:
+    def look() -> None:
+        nonlocal num_seen, num_idle, waiting
+        is_idle = progress is None or (progress.num_signs == num_seen and not progress.is_paused)
+        num_seen = progress.num_signs if progress else 0
+        num_idle = num_idle + 1 if is_idle else 0
+        if num_idle == num_looks:
             timer.reschedule(loop.time())
+        else:
+            waiting = loop.call_later(limit_s / num_looks, look)
 
     async with asyncio.timeout(None) as timer:
         if limit_s is not None:
-            waiting = loop.call_later(limit_s, expire)
+            waiting = loop.call_later(limit_s / num_looks, look)
         try:
             yield timer
         finally:
@@ -116,20 +131,21 @@ async def time_limit(limit_s: float | None, hold: Hold | None = None) -> AsyncIt
 
 @asynccontextmanager
 async def deadline(
-    timeout_s: float | None, what: str, *, grace_s: float = 0.0, hold: Hold | None = None
+    timeout_s: float | None, what: str, *, grace_s: float = 0.0, progress: Progress | None = None
 ) -> AsyncIterator[None]:
     """End the context with EngineError when it lasts longer than `timeout_s`; None is no deadline.
 
-    `grace_s` comes on top, for a server that keeps the deadline itself and then has to say so. The time for which
-    `hold` finds the engine paused does not count.
+    `grace_s` comes on top, for a server that keeps the deadline itself and then has to say so. With `progress`, the
+    context ends with StalledError when the engine writes nothing for as long; see `time_limit`.
     """
     try:
-        async with time_limit(None if timeout_s is None else timeout_s + grace_s, hold) as timer:
+        async with time_limit(None if timeout_s is None else timeout_s + grace_s, progress) as timer:
             yield
     except TimeoutError as error:
         if not timer.expired():  # a TimeoutError from within the context
             raise
         message = f"{what} took longer than {timeout_s:g} s"
-        raise EngineError(
-            message, hint="the engine hangs or is overloaded; if it is only slow, raise the deadline"
-        ) from error
+        hint = "the engine hangs or is overloaded; if it is only slow, raise the deadline"
+        if progress is None:
+            raise EngineError(message, hint=hint) from error
+        raise StalledError(f"{message} without a new token", hint=hint) from error

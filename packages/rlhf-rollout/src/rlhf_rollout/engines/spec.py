@@ -51,9 +51,11 @@ class EngineSpec:
         weight_transfer: medium by which new weights arrive, one of `rlhf_rollout.weight_sync.MEDIA`. By "ipc", as many
             senders as the engine has GPUs make each call of an update, one on each GPU.
         base_url: address of the server, for "http" only.
-        request_timeout_s: deadline of one request, with all of its samples, unless the call has its own.
+        request_timeout_s: for which an engine with requests may write no token of any of them, pauses left out, unless
+            the call has its own limit. A server, which tells nothing before the end, has as long for a whole request.
         control_timeout_s: deadline of one control call, such as the transfer of one bucket of weights. A call that
-            waits until the requests in flight are done has `request_timeout_s` in addition.
+            waits until the requests in flight are done has as long, and `request_timeout_s` in addition, after each of
+            their tokens.
         health_timeout_s: deadline of a health check.
         start_timeout_s: deadline of the engine's start in another process; the trainers and reward models of an online
             run have as long.

@@ -97,8 +97,9 @@ class TransformersEngine(GatedEngine):
                 logits[:, ends] = -torch.inf
             chosen, chosen_logprobs = _sample(logits, seen_ids, sampling, generators)
             seen_ids = torch.cat([seen_ids, chosen[:, None]], 1)
-            drawn = (chosen, chosen_logprobs, torch.isin(chosen, ends))
-            for draft, watch, token, logprob, is_end in zip(drafts, watches, *map(torch.Tensor.tolist, drawn), strict=True):
+            self._progress.advance()
+            drawn = [column.tolist() for column in (chosen, chosen_logprobs, torch.isin(chosen, ends))]
+            for draft, watch, token, logprob, is_end in zip(drafts, watches, *drawn, strict=True):
                 if draft.finish_reason is None:  # the others are computed further, without effect
                     draft.token_ids.append(token)
                     draft.logprobs.append(logprob)

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError
 from rlhf_rollout.engines.model_files import end_token_ids, read_config, resolve_model_dir
-from rlhf_rollout.engines.requests import DROPPED, Hold, check_request, deadline
+from rlhf_rollout.engines.requests import DROPPED, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.stopping import decoder
 from rlhf_rollout.engines.vllm.core import build_core, check_visible_gpus, prepare_environment, start_hint
@@ -46,7 +46,6 @@ class VllmEngine:
         self._incomplete: str | None = None
         self._asleep = False
         self._paused = False
-        self._hold = Hold()
         self._senders = Senders(spec.tensor_parallel_size if spec.weight_transfer == "ipc" else 1)
         try:
             # Imports vLLM.
@@ -78,7 +77,7 @@ class VllmEngine:
         decode = await asyncio.to_thread(decoder, self._tokenizer_dir) if sampling.stop else None
         job = self._loop.submit([int(token) for token in token_ids], sampling, decode, drafts)
         try:
-            async with deadline(timeout_s, "a generation request", hold=self._hold):
+            async with deadline(timeout_s, "a generation request", progress=self._loop.progress):
                 return await asyncio.wrap_future(job.future)
         except (asyncio.CancelledError, EngineError):
             self._loop.abort(job)
@@ -92,12 +91,12 @@ class VllmEngine:
         check_pause_mode(mode)
         counted = self._loop.call(lambda core: self._loop.num_running, drain=False)
         await self._call("pause", lambda core: self._pause(core, mode), drain=mode == "drain")
-        self._hold.start()
+        self._loop.progress.pause()
         return counted.result()
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
-        self._hold.stop()
+        self._loop.progress.resume()
         await self._call("resume", self._resume)
 
     async def health(self) -> EngineHealth:
@@ -165,7 +164,7 @@ class VllmEngine:
 
         if timeout_s is None:
             timeout_s = self._spec.control_timeout_s + (self._spec.request_timeout_s if drain else 0.0)
-        async with deadline(timeout_s, f"`{name}`"):
+        async with deadline(timeout_s, f"`{name}`", progress=self._loop.progress if drain else None):
             try:
                 return await asyncio.wrap_future(self._loop.call(run, drain=drain))
             except asyncio.CancelledError:  # also of a deadline that passes

@@ -15,7 +15,7 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
-from rlhf_rollout.engines.requests import rest_of, sample_seeds
+from rlhf_rollout.engines.requests import Progress, rest_of, sample_seeds
 from rlhf_rollout.engines.stopping import Decode, StopWatch
 from rlhf_rollout.engines.vllm.jobs import Job, Sample, uncancellable
 from rlhf_rollout.engines.vllm.warm_up import sampler_params
@@ -48,6 +48,7 @@ class StepLoop:
         frozen: whether the requests in flight stand still.
         refusal: message and hint with which new requests are rejected at once; None while they are accepted.
         policy_version: version of the weights in force, which draw the next tokens.
+        progress: advances with each step that writes something.
 
     Only functions that run through `call` change `holding`, `frozen` and `refusal`.
     """
@@ -79,6 +80,7 @@ class StepLoop:
         self.frozen = False
         self.refusal: tuple[str, str] | None = None
         self.policy_version = 0
+        self.progress = Progress()
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(build, started), name="vllm-steps", daemon=True)
         self._thread.start()
@@ -330,6 +332,8 @@ class StepLoop:
     def _take_outputs(self, outputs: Any) -> None:
         samples = self._samples
         stopped = []
+        if outputs.outputs:
+            self.progress.advance()
         for output in outputs.outputs:
             sample = samples.get(output.request_id)
             if sample is None:  # aborted, but its step was already in flight
