@@ -68,7 +68,7 @@ def test_weight_update_wrong_checksum_raises(subject: Subject) -> None:
         with shared_memory_bucket(subject.weights, checksum=True) as bucket:
             await subject.engine.receive_weights(dataclasses.replace(bucket, checksum=(bucket.checksum or 0) ^ 1))
 
-    with pytest.raises(WeightSyncError, match="checksum"):
+    with pytest.raises(EngineError, match="checksum"):
         run(scenario())
     run(update(subject, 47))
 

@@ -158,7 +158,7 @@ def test_failed_weight_update_answers_the_requests_it_held(engine: Any, core: Co
 
     async def scenario() -> None:
         core.failing = {failing}
-        with pytest.raises(WeightSyncError):
+        with pytest.raises(EngineError):  # which says nothing about whether the weights fit
             await update(1)
         if held := getattr(update, "held", None):
             assert message in await held
@@ -200,17 +200,14 @@ def test_bucket_that_a_worker_could_not_load_raises_the_workers_error(
 
 
 @pytest.mark.parametrize("failing", ["start_weight_update", "rlhf_receive_weights", "finish_weight_update"])
-def test_update_that_fails_because_a_worker_has_died_is_a_failure_of_the_engine_alone(
-    engine: Any, core: Core, failing: str
-) -> None:
+def test_update_that_fails_in_vllm_is_a_failure_of_the_engine_alone(engine: Any, core: Core, failing: str) -> None:
     async def update() -> None:
         await engine.begin_weight_update(1)
         await engine.receive_weights(None)
         await engine.finish_weight_update()
 
-    core.engine_core.model_executor = SimpleNamespace(is_failed=True)
     core.failing = {failing}
-    with pytest.raises(EngineError, match=f"a worker of the engine is gone: vLLM .*{failing} failed"):
+    with pytest.raises(EngineError, match=f"vLLM could not .*{failing} failed"):
         asyncio.run(update())
 
 

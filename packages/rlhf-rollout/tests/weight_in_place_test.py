@@ -327,6 +327,8 @@ def test_worker_keeps_its_weights_until_an_update_has_been_recorded(has_record: 
     [
         (torch.OutOfMemoryError("3 GiB"), EngineError),
         (MemoryError(), EngineError),
+        (torch.AcceleratorError("an illegal memory access"), EngineError),
+        (torch.distributed.DistBackendError("NCCL error"), EngineError),
         (ConnectionResetError("by the sender"), EngineError),
         (EngineError("the node is gone"), EngineError),
         (RuntimeError("shapes"), WeightSyncError),

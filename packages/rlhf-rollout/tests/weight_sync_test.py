@@ -1,6 +1,7 @@
 """Buckets of weights: their layout, checksums, and shared memory."""
 
 import dataclasses
+import errno
 import pickle
 import zlib
 from importlib import import_module
@@ -8,7 +9,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from rlhf_data.errors import WeightSyncError
+from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_rollout.weight_sync import MEDIA
 from rlhf_rollout.weight_sync.bucket import (
     TensorSlot,
@@ -51,7 +52,7 @@ def test_verify_checksum_changed_byte_raises() -> None:
     bucket = WeightBucket("shared_memory", SPECS, "x", bucket_checksum(buffer, SPECS))
     verify_checksum(buffer, bucket)
     buffer[257] = 1
-    with pytest.raises(WeightSyncError, match=r"2 weights \(a, b"):
+    with pytest.raises(EngineError, match=r"2 weights \(a, b"):
         verify_checksum(buffer, bucket)
     verify_checksum(buffer, dataclasses.replace(bucket, checksum=None))
 
@@ -72,6 +73,16 @@ def test_map_segment_outlives_its_name() -> None:
 def test_map_segment_missing_raises_with_hint() -> None:
     with pytest.raises(WeightSyncError, match="hint: shared memory reaches only engines on the trainer's own host"):
         map_segment(("/proc/self/fd/999999", 0))
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EMFILE, errno.ENFILE])
+def test_map_segment_without_memory_or_descriptors_says_nothing_about_the_weights(number, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(number, "full")
+
+    monkeypatch.setattr(np, "memmap", full)
+    with pytest.raises(EngineError, match=r"cannot be opened: full\s+hint: end other programs"):
+        map_segment(("/proc/self/fd/0", 0))
 
 
 def reader():
@@ -157,11 +168,11 @@ def test_reader_another_medium_or_a_bucket_beyond_its_buffer_or_a_wrong_checksum
         with pytest.raises(WeightSyncError, match="arrived by ipc, but the engine was built for shared_memory"):
             reader().read(dataclasses.replace(bucket, medium="ipc"))
         slot = dataclasses.replace(bucket.tensors[0], size_bytes=257)
-        with pytest.raises(WeightSyncError, match="a bucket of 257 bytes arrived in a buffer of 256 bytes"):
+        with pytest.raises(EngineError, match="a bucket of 257 bytes arrived in a buffer of 256 bytes"):
             reader().read(dataclasses.replace(bucket, tensors=(slot,)))
         whole = dataclasses.replace(bucket.tensors[0], size_bytes=256, shape=(64,))
         reader().read(dataclasses.replace(bucket, tensors=(whole,), checksum=None))
-        with pytest.raises(WeightSyncError, match="checksum"):
+        with pytest.raises(EngineError, match="checksum"):
             reader().read(dataclasses.replace(bucket, checksum=1))
 
 
@@ -191,5 +202,5 @@ def test_slots_and_buckets_are_frozen() -> None:
 
 def test_verify_checksum_names_the_first_three_weights() -> None:
     slots = tuple(TensorSlot(name, "uint8", (1,), offset, 1) for offset, name in enumerate("abcd"))
-    with pytest.raises(WeightSyncError, match=r"a bucket of 4 weights \(a, b, c \.\.\.\) has checksum"):
+    with pytest.raises(EngineError, match=r"a bucket of 4 weights \(a, b, c \.\.\.\) has checksum"):
         verify_checksum(np.zeros(4, np.uint8), WeightBucket("shared_memory", slots, "x", 1))

@@ -249,7 +249,10 @@ class RolloutEngine(Protocol):
         """
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
-        """Load one bucket; the sender may reuse its buffer once this returns. Raises WeightSyncError."""
+        """Load one bucket; the sender may reuse its buffer once this returns.
+
+        Raises WeightSyncError for weights that do not fit the model, and EngineError for those that did not arrive.
+        """
 
     async def finish_weight_update(self) -> None:
         """Put the new weights and their version in force, and generate again unless paused.

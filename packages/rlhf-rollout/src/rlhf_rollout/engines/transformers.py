@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_data.errors import ConfigError, EngineError, WeightSyncError, installs
+from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError, installs
 from rlhf_data.pretrained import clear_errors
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines.gate import GatedEngine
@@ -136,7 +136,7 @@ class TransformersEngine(GatedEngine):
             for name, tensor in self._reader.read(bucket):
                 weights[name].data.copy_(tensor)
                 self._received.add(name)
-        except WeightSyncError as error:
+        except RlhfError as error:
             self._reader.end_update()
             self._end_update(str(error).partition("\n")[0])
             raise

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.errors import WeightSyncError, nearest
+from rlhf_data.errors import EngineError, WeightSyncError, nearest
 
 ALIGNMENT_BYTES = 256
 
@@ -85,13 +85,13 @@ def check_tensor(spec: TensorSlot, expected: tuple[int, ...] | None, known: Iter
 
 
 def verify_checksum(buffer: np.ndarray, bucket: WeightBucket) -> None:
-    """Raise WeightSyncError when the bucket carries a checksum and the buffer's bytes have another."""
+    """Raise EngineError when the bucket carries a checksum and the buffer's bytes have another."""
     if bucket.checksum is None:
         return
     found = bucket_checksum(buffer, bucket.tensors)
     if found != bucket.checksum:
         names = ", ".join(tensor.name for tensor in bucket.tensors[:3])
-        raise WeightSyncError(
+        raise EngineError(
             f"a bucket of {len(bucket.tensors)} weights ({names} ...) has checksum {found:#010x}, but the sender "
             f"computed {bucket.checksum:#010x}",
             hint="the sender changed the buffer before the engine had read it, or they share no memory",

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from rlhf_data.errors import WeightSyncError
+from rlhf_data.errors import EngineError, WeightSyncError
 
 
 def open_memory(handle: Sequence[tuple[str, tuple[Any, ...]]], device: torch.device) -> torch.Tensor:
@@ -18,6 +18,7 @@ def open_memory(handle: Sequence[tuple[str, tuple[Any, ...]]], device: torch.dev
 
     Raises:
         WeightSyncError: the worker runs on another GPU.
+        EngineError: CUDA cannot open it.
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
     own_uuid = str(torch.cuda.get_device_properties(index).uuid)
@@ -28,7 +29,10 @@ def open_memory(handle: Sequence[tuple[str, tuple[Any, ...]]], device: torch.dev
         hint = "use weight_transfer shared_memory when trainer and engine run on different GPUs"
         raise WeightSyncError(message, hint=hint)
     # The seventh argument is the sender's index of the device, which may differ in this process.
-    return rebuild_cuda_tensor(*(*arguments[:6], index, *arguments[7:]))
+    try:
+        return rebuild_cuda_tensor(*(*arguments[:6], index, *arguments[7:]))
+    except RuntimeError as error:
+        raise EngineError(f"CUDA cannot open the buffer of weights: {error}") from error
 
 
 def opener() -> Callable[[Any, torch.device], torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlhf_data.errors import WeightSyncError
+from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_rollout.weight_sync import Medium
 from rlhf_rollout.weight_sync.bucket import WeightBucket, verify_checksum
 
@@ -51,7 +51,8 @@ class BucketReader:
     def view(self, bucket: WeightBucket) -> torch.Tensor:
         """Return the used part of the bucket's buffer, [used_bytes] uint8. It may be the sender's own memory.
 
-        Raises WeightSyncError for another medium than the engine's, memory that cannot be opened, or a wrong checksum.
+        Raises WeightSyncError for another medium than the engine's, or memory that it can never open, and EngineError
+        for weights that did not arrive, or not as they were sent.
         """
         if bucket.medium != self.medium:
             raise WeightSyncError(f"a bucket arrived by {bucket.medium}, but the engine was built for {self.medium}")
@@ -62,9 +63,7 @@ class BucketReader:
         self._kept = bucket.kept
         source = self._opened[1]
         if bucket.used_bytes > source.numel():
-            raise WeightSyncError(
-                f"a bucket of {bucket.used_bytes} bytes arrived in a buffer of {source.numel()} bytes"
-            )
+            raise EngineError(f"a bucket of {bucket.used_bytes} bytes arrived in a buffer of {source.numel()} bytes")
         flat = source[: bucket.used_bytes]
         if bucket.checksum is not None:
             verify_checksum(flat.cpu().numpy(), bucket)

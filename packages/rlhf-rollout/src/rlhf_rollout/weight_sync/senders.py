@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlhf_data.errors import WeightSyncError
+from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 
 
@@ -36,7 +36,7 @@ class Senders:
         except asyncio.CancelledError:
             if self._joined is joined:
                 self._take()
-                joined.set_exception(WeightSyncError(f"one of {self._num} senders of weights gave up"))
+                joined.set_exception(EngineError(f"one of {self._num} senders of weights gave up"))
                 joined.exception()  # there may be nobody to read it
             raise
 

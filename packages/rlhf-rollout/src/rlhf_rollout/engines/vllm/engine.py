@@ -208,7 +208,7 @@ class VllmEngine:
             core.collective_rpc("start_weight_update")
         except Exception as error:
             self._end_update(core, f"an update could not begin: {error}")
-            raise _update_error(core, f"vLLM could not begin a weight update: {error}") from error
+            raise EngineError(f"vLLM could not begin a weight update: {error}") from error
         self._loop.refusal = None  # from here on requests wait for the update instead of being refused
 
     def _receive(self, core: Any, bucket: WeightBucket) -> None:
@@ -217,7 +217,7 @@ class VllmEngine:
             errors = core.collective_rpc("rlhf_receive_weights", kwargs={"bucket": bucket})
         except Exception as error:  # what happens to a worker that lives is in its answer
             self._end_update(core, f"the last update failed: {error}")
-            raise _update_error(core, f"vLLM could not load a bucket of weights: {error}") from error
+            raise EngineError(f"vLLM could not load a bucket of weights: {error}") from error
         # Weights that do not fit end the run, so they matter more than a worker that failed.
         errors = sorted(itertools.chain(*errors), key=lambda error: not isinstance(error, WeightSyncError))
         if errors:
@@ -234,7 +234,7 @@ class VllmEngine:
             missing = sorted({name for names in core.collective_rpc("rlhf_missing_weights") for name in names})
         except Exception as error:
             self._end_update(core, f"the last update failed: {error}")
-            raise _update_error(core, f"vLLM could not put the new weights in force: {error}") from error
+            raise EngineError(f"vLLM could not put the new weights in force: {error}") from error
         if missing:
             names = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
             self._end_update(core, f"{len(missing)} did not arrive in the last update ({names})")
@@ -242,7 +242,7 @@ class VllmEngine:
         self._loop.advance(version)
         self._end_update(core, None)
         if self._incomplete:
-            raise WeightSyncError(f"vLLM could not put the new weights in force: {self._incomplete}")
+            raise EngineError(f"vLLM could not put the new weights in force: {self._incomplete}")
 
     def _end_update(self, core: Any, incomplete: str | None) -> None:
         """End a weight update and let requests go on; they are refused if `incomplete` tells what is wrong."""
@@ -296,10 +296,3 @@ class VllmEngine:
         if self._updating is None:
             raise WeightSyncError("no weight update has begun")
         return self._updating
-
-
-def _update_error(core: Any, message: str) -> RlhfError:
-    """Return the error of a failed update: EngineError if a worker of an engine on several GPUs has died."""
-    executor = getattr(core.engine_core, "model_executor", None)
-    is_lost = getattr(executor, "is_failed", False)
-    return EngineError(f"a worker of the engine is gone: {message}") if is_lost else WeightSyncError(message)

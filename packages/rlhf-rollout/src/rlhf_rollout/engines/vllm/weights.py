@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -28,6 +29,9 @@ from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket, check_tens
 from rlhf_rollout.weight_sync.reader import BucketReader
 
 logger = logging.getLogger(__name__)
+
+# What says nothing about whether the weights fit: of the host, of CUDA and of NCCL.
+_TRANSIENT = (MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError, distributed.DistError)
 
 BACKENDS = {f"rlhf_{medium}": medium for medium in MEDIA}
 
@@ -370,7 +374,7 @@ class BucketWorkerExtension:
             self.update_weights({"bucket": bucket})
         except RlhfError as error:
             return [error]
-        except (MemoryError, OSError, torch.OutOfMemoryError) as error:
+        except _TRANSIENT as error:
             # The weights did not arrive, which says nothing about whether they fit. A restarted engine may get them.
             return [EngineError(f"a bucket of weights did not arrive: {type(error).__name__}: {error}")]
         except Exception as error:
