@@ -133,12 +133,12 @@ class SlowEngine(FakeEngine):
         self.num_running = 0
         self.max_running = 0
 
-    async def _complete(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
+    async def _complete(self, token_ids: np.ndarray, sampling: SamplingParams, drafts: Any) -> list[Completion]:
         self.num_running += 1
         self.max_running = max(self.max_running, self.num_running)
         await asyncio.sleep(self.mean_latency_s * self.random.uniform(0.5, 1.5))
         self.num_running -= 1
-        return await super()._complete(token_ids, sampling)
+        return await super()._complete(token_ids, sampling, drafts)
 
 
 class InLoop:

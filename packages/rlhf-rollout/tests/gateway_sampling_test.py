@@ -120,8 +120,8 @@ class Measured(FakeEngine):
         super().__init__(script=lambda prompt, seed: list(b"abc" * 60))
         self.num_drawn = 0
 
-    async def _complete(self, token_ids, sampling):
-        completions = await super()._complete(token_ids, sampling)
+    async def _complete(self, token_ids, sampling, drafts):
+        completions = await super()._complete(token_ids, sampling, drafts)
         self.num_drawn += sum(len(completion.token_ids) for completion in completions)
         return completions
 
