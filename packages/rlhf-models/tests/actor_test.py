@@ -1,3 +1,5 @@
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -391,7 +393,12 @@ def test_logits_that_are_more_than_the_heads_output_are_found(config, changes):
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
     for name, size in (sizes | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "pad_token_id": 0}).items():
         setattr(config, name, size)
-    assert changes_logits(AutoModelForCausalLM.from_config(config)) == changes
+    model = AutoModelForCausalLM.from_config(config)
+    assert changes_logits(model) == changes
+    # Otherwise the memory of a model that is dropped is freed only by the next collection of garbage.
+    layers = weakref.ref(model.base_model)
+    del model
+    assert layers() is None
 
 
 def test_actor_loss_is_fused_with_a_plain_head_of_large_logits_on_cuda_alone(model_dir, monkeypatch):

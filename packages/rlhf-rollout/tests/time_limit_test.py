@@ -2,10 +2,13 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from rlhf_data.errors import EngineError
+from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.engines.requests import Progress, StalledError, deadline, time_limit
+from rlhf_rollout.protocols import SamplingParams
 from simulated import now, simulate
 
 
@@ -98,3 +101,18 @@ def test_timeout_from_within_passes_through():
 
     with pytest.raises(TimeoutError, match="another"):
         simulate(scenario())
+
+
+def test_engine_that_goes_on_before_it_has_drained_has_its_limit():
+    async def scenario():
+        engine = FakeEngine(token_latency_s=lambda prompt, seed: prompt[0])
+        writing = asyncio.create_task(engine.generate(np.array([3]), SamplingParams()))
+        await asyncio.sleep(1)
+        pausing = asyncio.create_task(engine.pause("drain"))
+        await asyncio.sleep(1)
+        await engine.resume()
+        await asyncio.gather(writing, pausing)
+        with pytest.raises(StalledError):
+            await engine.generate(np.array([200]), SamplingParams(), timeout_s=10.0)
+
+    simulate(scenario())

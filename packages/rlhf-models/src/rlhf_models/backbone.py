@@ -111,14 +111,17 @@ def changes_logits(model: nn.Module) -> bool:
     # Large enough that a soft cap shows.
     hidden = torch.linspace(-100, 100, 2 * head.weight.shape[1]).view(1, 2, -1).to(head.weight)
     backbone = model.base_model
-    forward = backbone.forward
+    own = vars(backbone).get("forward")
     backbone.forward = lambda *args, **kwargs: _Layers(hidden)
     try:
         logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=hidden.device)).logits
     except (RuntimeError, ValueError, TypeError, AttributeError):  # of a family that reads more of its layers' output
         return True
     finally:
-        backbone.forward = forward
+        # Bound to the model as an attribute of it, the method of its class would keep the model's memory.
+        del backbone.forward
+        if own is not None:
+            backbone.forward = own
     return not torch.equal(logits.to(hidden.dtype), head(hidden))
 
 

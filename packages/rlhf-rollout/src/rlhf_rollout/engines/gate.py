@@ -180,7 +180,8 @@ class GatedEngine(ABC):
             if not self._awaits_resume and not self._num_pausing:
                 self._paused = False
                 self._open_unless_updating()
-        self._progress.pause()
+        if self._paused:
+            self._progress.pause()
         return num_found
 
     async def resume(self) -> None:
