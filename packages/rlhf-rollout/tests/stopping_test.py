@@ -53,6 +53,10 @@ def test_bytes_that_are_no_character_do_not_hide_a_text():
     tokens = [0xE2] * 9 + list(b"END") + [65]
     assert watched(tokens, decoder(None), stop=("END",)) == 12
     assert watched([0xE2] * 9, decoder(None), stop=("\ufffd",)) == 4
+    rng = random.Random(3)
+    for _ in range(500):
+        tokens = [*rng.choices(range(128, 256), k=rng.randrange(9)), *"\u0244\U0001f600".encode()]
+        assert watched(tokens, decoder(None), stop=("\u0244\U0001f600",)) == len(tokens), tokens
 
 
 def test_a_text_may_span_words_whose_spaces_depend_on_what_is_before_them():

@@ -1,6 +1,7 @@
 """Texts that end a completion: engines look for them token by token."""
 
 import functools
+import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class StopWatch:
         self._stop = sampling.stop
         self._min_tokens = sampling.min_tokens
         self._decode = decode
-        self._num_kept = max(map(len, sampling.stop)) - 1
+        self._num_kept = max(map(len, sampling.stop)) - 1 + _CHARACTER_BYTES
         self._num_tokens = 0
         self._token_ids: list[int] = []  # those decoded last, then those whose character is not complete
         self._num_decoded = 0  # of them
@@ -49,9 +50,11 @@ class StopWatch:
             return False
         self._token_ids = self._token_ids[self._num_decoded :]
         self._num_decoded = num_new
-        size = len(self._before)
-        whole = self._before + text[len(known) :]
-        self._before = whole[-self._num_kept :] if self._num_kept else ""
+        # Bytes at the end that were no character may be the beginning of one now.
+        num_same = len(os.path.commonprefix([known, text]))
+        size = max(len(self._before) - len(known) + num_same, 0)
+        whole = self._before[:size] + text[num_same:]
+        self._before = whole[-self._num_kept :]
         # A text that ended before this token did so within `min_tokens`.
         found = any(whole.find(one, max(0, size + 1 - len(one))) >= 0 for one in self._stop)
         return found and self._num_tokens > self._min_tokens
