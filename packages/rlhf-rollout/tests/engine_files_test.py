@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_data.errors import ConfigError
+from rlhf_data.stored_weights import check_tied_head
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.model_files import (
     checkpoint_shapes,
@@ -52,6 +53,25 @@ def test_end_token_ids_of_a_bare_folder_are_none(tmp_path: Path) -> None:
 def test_read_config_puts_the_text_model_on_top(tmp_path: Path) -> None:
     config = read_config(write(tmp_path, config={"model_type": "vision", "text_config": {"vocab_size": 11}}))
     assert (config["model_type"], config["vocab_size"]) == ("vision", 11)
+
+
+def test_read_config_has_what_a_family_has_by_default(tmp_path: Path) -> None:
+    stored = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 3}}
+    config = read_config(write(tmp_path, config=stored))
+    assert (config["vocab_size"], config["num_hidden_layers"]) == (262_208, 3)
+
+
+@pytest.mark.parametrize("text", ['{"vocab_size": 4, ', "[]", "\udcff"])
+def test_a_damaged_config_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    for read in (read_config, check_tied_head):
+        with pytest.raises(ConfigError, match=rf"^{tmp_path}/config.json (cannot be read: |holds no object: )"):
+            read(tmp_path)
+
+
+def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"cannot load the model {tmp_path}"):
+        read_config(tmp_path)
 
 
 def test_checkpoint_shapes_leave_a_tied_head_out(tmp_path: Path) -> None:

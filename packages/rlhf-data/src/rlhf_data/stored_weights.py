@@ -31,12 +31,25 @@ class StoredWeight(NamedTuple):
     stop: int
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file of a model folder; empty without the file. Raises ConfigError if it holds none."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", hint="copy the model again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no object: {str(found)[:40]}", hint="copy the model again")
+    return found
+
+
 def stored_weights(folder: Path) -> dict[str, StoredWeight]:
     """Return the weights of a model folder by their names, from the headers of its safetensors files.
 
-    Raises OSError, ValueError, KeyError or struct.error for a file that is none.
+    Raises OSError, ValueError, KeyError or struct.error for a file that is none, and ConfigError as `read_json`.
     """
-    index = _read_json(folder / "model.safetensors.index.json")
+    index = read_json(folder / "model.safetensors.index.json")
     files = {folder / name for name in index.get("weight_map", {}).values()} or set(folder.glob("*.safetensors"))
     found = {}
     for file in sorted(files):
@@ -60,10 +73,10 @@ def check_tied_head(path: str | Path) -> None:
     names.
 
     Raises:
-        ConfigError: the head differs from the embedding.
+        ConfigError: the head differs from the embedding, or as `read_json`.
     """
     folder = Path(path).expanduser()
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if not (config | (config.get("text_config") or {})).get("tie_word_embeddings"):
         return
     try:
@@ -85,7 +98,3 @@ def _same_values(one: StoredWeight, other: StoredWeight) -> bool:
     first, second = (np.memmap(weight.file, mode="r")[weight.start : weight.stop] for weight in (one, other))
     parts = range(0, len(first), _PART_BYTES)
     return all(np.array_equal(first[at : at + _PART_BYTES], second[at : at + _PART_BYTES]) for at in parts)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

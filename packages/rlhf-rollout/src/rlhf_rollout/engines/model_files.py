@@ -1,13 +1,12 @@
 """Reads from a Hugging Face model folder what engines need before they import heavy libraries."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import EngineError
-from rlhf_data.pretrained import located_model
-from rlhf_data.stored_weights import stored_weights
+from rlhf_data.pretrained import clear_errors, located_model
+from rlhf_data.stored_weights import read_json, stored_weights
 
 _MAX_CPU_KV_CACHE_BYTES = 1 << 30
 _MIN_CPU_KV_CACHE_BYTES = 16 << 20
@@ -32,28 +31,39 @@ def resolve_model_dir(name: str) -> Path:
         raise EngineError(message, hint="name a local folder") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """Return config.json. Fields of its `text_config`, where multimodal models describe the language model, win."""
-    config = _read_json(model_dir / "config.json")
-    return config | config.get("text_config", {})
+    """Return config.json. Fields of its `text_config`, where multimodal models describe the language model, win.
+
+    Raises ConfigError for a file that is missing or cannot be read.
+    """
+    config = _stored_config(model_dir)
+    if "vocab_size" in config:
+        return config
+    # The file leaves out what its family has by default, as those of Gemma 3 do.
+    from transformers import AutoConfig
+
+    with clear_errors("model", model_dir):
+        whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    return whole.get_text_config().to_dict() | config
+
+
+def _stored_config(model_dir: Path) -> dict[str, Any]:
+    config = read_json(model_dir / "config.json")
+    return config | (config.get("text_config") or {})
 
 
 def end_token_ids(model_dir: Path, tokenizer_dir: Path) -> tuple[int, ...]:
     """Return the ids of all end tokens, sorted: from config.json, generation_config.json and the tokenizer."""
     found: set[int] = set()
-    for source in (read_config(model_dir), _read_json(model_dir / "generation_config.json")):
+    for source in (_stored_config(model_dir), read_json(model_dir / "generation_config.json")):
         value = source.get("eos_token_id")
         if value is not None:
             found.update(value if isinstance(value, list) else [value])
-    token = _read_json(tokenizer_dir / "tokenizer_config.json").get("eos_token")
+    token = read_json(tokenizer_dir / "tokenizer_config.json").get("eos_token")
     if isinstance(token, Mapping):
         token = token.get("content")
     if token is not None:
-        added = _read_json(tokenizer_dir / "tokenizer.json").get("added_tokens", [])
+        added = read_json(tokenizer_dir / "tokenizer.json").get("added_tokens", [])
         found.update(entry["id"] for entry in added if entry.get("content") == token)
     return tuple(sorted(found))
 
@@ -66,7 +76,7 @@ def checkpoint_shapes(model_dir: Path) -> dict[str, tuple[int, ...]] | None:
     shapes = {name: weight.shape for name, weight in stored_weights(model_dir).items()}
     if not shapes:
         return None
-    if read_config(model_dir).get("tie_word_embeddings"):
+    if _stored_config(model_dir).get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
     return shapes
 

@@ -1,8 +1,8 @@
 """Texts that end a completion: engines look for them token by token."""
 
 import functools
-import os
 from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from rlhf_data.pretrained import load_tokenizer
@@ -51,7 +51,7 @@ class StopWatch:
         self._token_ids = self._token_ids[self._num_decoded :]
         self._num_decoded = num_new
         # Bytes at the end that were no character may be the beginning of one now.
-        num_same = len(os.path.commonprefix([known, text]))
+        num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(known, text, strict=False)))
         size = max(len(self._before) - len(known) + num_same, 0)
         whole = self._before[:size] + text[num_same:]
         self._before = whole[-self._num_kept :]
