@@ -84,3 +84,6 @@ def test_check_tied_head_leaves_hub_names_and_broken_files_to_others(tmp_path):
     for content in (b"", b"12345678", b"version https://git-lfs.github.com/spec/v1\n", b"\x02" + bytes(7) + b"{}{"):
         (tmp_path / "model.safetensors").write_bytes(content)
         check_tied_head(tmp_path)
+    for content in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+        check_tied_head(tmp_path)

@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import zlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -109,6 +111,46 @@ def test_lengths_of_answers_are_those_that_were_asked_for(at_update, death_s, up
     # A sample of that size is farther away in one of a hundred cases.
     assert distance(lengths) < 1.63 / np.sqrt(len(lengths))
     assert lengths.mean() == pytest.approx((LONGEST + 1) / 2, abs=4)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_tokens": 9}, {"stop": ("ab", "c")}, {"min_tokens": 4, "stop_token_ids": (5,)}]
+)
+@pytest.mark.parametrize("report_s", [None, 1.0])
+def test_answers_that_other_engines_finish_are_those_of_one_engine(options, report_s):
+    sampling = SamplingParams(**{"max_tokens": 40} | options)
+
+    def write(tokens, seed):
+        """Choose each token by those before it, and end tokens not among the first four."""
+        tokens = list(tokens)
+        for _ in range(40):
+            choice = zlib.crc32(bytes(tokens))
+            tokens.append(97 + choice % 5 if choice % 9 or len(tokens) < 6 else choice % 2 * 5)
+        return tokens[-40:]
+
+    async def scenario():
+        rng = np.random.default_rng(7)
+        make = partial(FakeEngine, SPEC, script=write, token_latency_s=1.0)
+        engines = [MortalEngine(make, report_s=report_s) for _ in range(2)]
+        router = EngineRouter(engines)
+
+        async def harm():
+            while True:
+                await asyncio.sleep(rng.exponential(8.0))
+                engines[rng.integers(2)].restart()
+
+        harming = asyncio.create_task(harm())
+        prompts = [np.array([number]) for number in range(60)]
+        found = await asyncio.gather(*[router.generate(prompt, sampling) for prompt in prompts])
+        harming.cancel()
+        engine = FakeEngine(SPEC, script=write)
+        return found, [await engine.generate(prompt, sampling) for prompt in prompts], router.num_retries
+
+    found, expected, num_retries = simulate(scenario())
+    assert num_retries >= 10
+    for [one], [other] in zip(found, expected, strict=True):
+        assert (one.token_ids.tolist(), one.finish_reason) == (other.token_ids.tolist(), other.finish_reason)
+        assert len(one.logprobs) == len(one.token_ids)
 
 
 def test_long_answers_are_whole_however_long_they_take():

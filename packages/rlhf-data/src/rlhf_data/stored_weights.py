@@ -12,6 +12,7 @@ from rlhf_data.errors import ConfigError
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")  # ends of names
 _PART_BYTES = 64 << 20
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error)  # what damaged files lead to
 
 
 class StoredWeight(NamedTuple):
@@ -47,7 +48,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def stored_weights(folder: Path) -> dict[str, StoredWeight]:
     """Return the weights of a model folder by their names, from the headers of its safetensors files.
 
-    Raises OSError, ValueError, KeyError or struct.error for a file that is none, and ConfigError as `read_json`.
+    Raises one of `_DAMAGED` for a file that is none.
     """
     index = read_json(folder / "model.safetensors.index.json")
     files = {folder / name for name in index.get("weight_map", {}).values()} or set(folder.glob("*.safetensors"))
@@ -81,7 +82,7 @@ def check_tied_head(path: str | Path) -> None:
         return
     try:
         weights = stored_weights(folder)
-    except (OSError, ValueError, KeyError, struct.error):  # who loads the weights says what is wrong with them
+    except _DAMAGED:  # who loads the weights says what is wrong with them
         return
     tables = [weight for name, weight in weights.items() if name.endswith(_EMBEDDINGS)]
     if _HEAD not in weights or len(tables) != 1 or _same_values(weights[_HEAD], tables[0]):

@@ -102,18 +102,8 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     notices += try_rewards(config, sources, prompts.prompts)
     if agent is not None:
         notices += try_agent(config, agent, tokenizer)
-    return Inputs(
-        model,
-        critic,
-        sources,
-        prompts,
-        held_out,
-        tuple(notices),
-        teacher,
-        process_models,
-        agent,
-        masked_ids=masked,
-    )
+    options = {"process_models": process_models, "agent": agent, "masked_ids": masked}
+    return Inputs(model, critic, sources, prompts, held_out, tuple(notices), teacher, **options)
 
 
 def _check_replay(config: PpoConfig, folder: Path) -> Inputs:

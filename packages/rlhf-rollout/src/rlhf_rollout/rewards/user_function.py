@@ -117,8 +117,7 @@ def parse_reward(reward: str) -> RewardTarget:
 
 def is_builtin(reward: str) -> bool:
     """Return whether a name, or the module of a target, is a reward of this package, which compares no responses."""
-    name = reward.partition(":")[0]
-    return name in BUILTIN or name in [module for module, _, _ in BUILTIN.values()]
+    return reward.partition(":")[0] in {*BUILTIN, *_BUILTIN_MODULES}
 
 
 def load_function(target: RewardTarget, extra_keys: Sequence[str] = ()) -> Callable[..., Any]:
