@@ -296,7 +296,7 @@ def test_door_forgets_the_conversations_of_delivered_requests():
         async with opened(engine) as door:
             await door.chat([HI])
             [[asked]] = door.session._asked.values()
-            return asked.is_delivered, asked.request, asked.draft
+            return asked.is_delivered, asked.request, asked.sampled
 
     assert asyncio.run(run()) == (True, None, None)
 

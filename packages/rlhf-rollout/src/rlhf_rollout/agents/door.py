@@ -13,7 +13,7 @@ from rlhf_rollout.agents.conversation import Conversations, History
 from rlhf_rollout.agents.dialect import Answer, Request, new_id
 from rlhf_rollout.agents.interface import BudgetSpentError
 from rlhf_rollout.agents.process import Activity
-from rlhf_rollout.agents.recorder import Draft, EpisodeRecorder
+from rlhf_rollout.agents.recorder import EpisodeRecorder, Sampled
 from rlhf_rollout.agents.tool_calls import ParseCalls
 from rlhf_rollout.engines.stopping import before_stop
 
@@ -36,14 +36,14 @@ class Asked:
     Attributes:
         request: what a client asks for; None when the answer is delivered, because requests hold whole conversations.
         task: samples the answer, and goes on when the client leaves.
-        draft: what is to be recorded when the answer is delivered; None for an answer without tokens.
+        sampled: what is to be recorded when the answer is delivered; None for an answer without tokens.
         has_client: a client waits for the answer, or has it.
         is_delivered: a client has the answer.
     """
 
     request: Request | None
     task: asyncio.Task[Answer] = field(init=False)
-    draft: Draft | None = None
+    sampled: Sampled | None = None
     has_client: bool = False
     is_delivered: bool = False
 
@@ -126,15 +126,15 @@ class DoorSession:
     def deliver(self, asked: Asked) -> None:
         """Record an answer that is sent now, and remember its tokens for the requests that continue it."""
         answer = asked.task.result()
-        request, draft = asked.request, asked.draft
-        asked.request = asked.draft = None
+        request, sampled = asked.request, asked.sampled
+        asked.request = asked.sampled = None
         asked.is_delivered = True
-        if request is None or draft is None:
+        if request is None or sampled is None:
             return
-        self._recorder.add(draft)
-        tokens = [*draft.token_ids, *draft.completion.token_ids.tolist()]
+        self._recorder.add(sampled)
+        tokens = [*sampled.token_ids, *sampled.completion.token_ids.tolist()]
         if request.messages:
-            is_ended = draft.completion.finish_reason is FinishReason.STOP
+            is_ended = sampled.completion.finish_reason is FinishReason.STOP
             self._conversations.add_chat(request.messages, request.tools, answer.message, tokens, is_ended=is_ended)
         elif isinstance(request.prompt, str):
             self._conversations.add_text(request.prompt + answer.text, tokens)
@@ -160,7 +160,7 @@ class DoorSession:
         longest = self._recorder.sampling.max_tokens
         shorter = {"max_tokens": min(request.max_tokens or longest, longest), "stop": self._stop(request)}
         try:
-            draft = await self._recorder.sample(token_ids, shorter)
+            sampled = await self._recorder.sample(token_ids, shorter)
         except BudgetSpentError:
             if self._is_spent:
                 self.is_refused = True
@@ -170,13 +170,13 @@ class DoorSession:
             self._is_spent = True
             size = len(token_ids)
             return Answer(text="", calls=[], is_cut=True, num_prompt_tokens=size, num_tokens=0, tokens=[])
-        answer = self._read(request, draft)
-        asked.draft = draft
+        answer = self._read(request, sampled)
+        asked.sampled = sampled
         return answer
 
-    def _read(self, request: Request, draft: Draft) -> Answer:
+    def _read(self, request: Request, sampled: Sampled) -> Answer:
         """Return an answer as text and tool calls."""
-        completion = draft.completion
+        completion = sampled.completion
         ids = completion.token_ids.tolist()
         stop = self._stop(request)
         text = before_stop(self._tokenizer.decode(ids, skip_special_tokens=True), stop)
@@ -193,7 +193,7 @@ class DoorSession:
             text=text,
             calls=[(new_id("call"), call) for call in calls],
             is_cut=completion.finish_reason is FinishReason.LENGTH,
-            num_prompt_tokens=len(draft.token_ids),
+            num_prompt_tokens=len(sampled.token_ids),
             num_tokens=len(ids),
             tokens=[(self._tokenizer.decode([token]), logprob) for token, logprob in logprobs],
         )

@@ -66,7 +66,7 @@ class _Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class Sampled:
     """An answer that is not recorded yet.
 
     Attributes:
@@ -147,11 +147,11 @@ class EpisodeRecorder:
 
     async def generate(self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None) -> Completion:
         """Return the policy's answer to a conversation and record both. See `sample` for arguments and errors."""
-        draft = await self.sample(token_ids, overrides)
-        self.add(draft)
-        return draft.completion
+        sampled = await self.sample(token_ids, overrides)
+        self.add(sampled)
+        return sampled.completion
 
-    async def sample(self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None) -> Draft:
+    async def sample(self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None) -> Sampled:
         """Return the policy's answer to a conversation. It is no part of the episode until `add` gets it.
 
         Args:
@@ -180,24 +180,24 @@ class EpisodeRecorder:
             raise
         is_own_limit = sampling.max_tokens < min(self.sampling.max_tokens, self._room(token_ids))
         is_truncated = completion.finish_reason is FinishReason.LENGTH and not is_own_limit
-        return Draft(token_ids, completion, request, is_truncated)
+        return Sampled(token_ids, completion, request, is_truncated)
 
-    def add(self, draft: Draft) -> None:
+    def add(self, sampled: Sampled) -> None:
         """Record a conversation and its answer, once."""
         # Looked for only now: another answer may have continued the same conversation meanwhile.
-        branch = self._branch_of(draft.token_ids)
-        completion = draft.completion
-        added = draft.token_ids[len(branch.tokens) :]
+        branch = self._branch_of(sampled.token_ids)
+        completion = sampled.completion
+        added = sampled.token_ids[len(branch.tokens) :]
         if added:
             branch.spans.append(Span(SpanSource.ENVIRONMENT if branch.spans else SpanSource.PROMPT, added))
         if branch not in self._branches:
             self._branches.append(branch)
         branch.spans += completion.spans
-        branch.tokens = [*draft.token_ids, *completion.token_ids.tolist()]
+        branch.tokens = [*sampled.token_ids, *completion.token_ids.tolist()]
         branch.add_routes(completion.routes)
         branch.ends.append(len(branch.tokens))
-        branch.requests.append(draft.request)
-        branch.finish_reason = FinishReason.LENGTH if draft.is_truncated else FinishReason.STOP
+        branch.requests.append(sampled.request)
+        branch.finish_reason = FinishReason.LENGTH if sampled.is_truncated else FinishReason.STOP
 
     def episode(self, turn_rewards: Sequence[float], verdict: Verdict | None, *, is_cut: bool = False) -> Episode:
         """Return what was recorded.
