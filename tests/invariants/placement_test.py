@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_models.process_reward import StepFormat, StepJudge, store_step_format
+from rlhf_models.files import write_fields
+from rlhf_models.process_reward import StepFormat, StepJudge
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.algorithms import make_algorithm
@@ -60,7 +61,7 @@ def runs(tmp_path_factory) -> dict[str, tuple[list[dict[str, float]], np.ndarray
     heads = {"num_key_value_heads": 2}
     model_path = str(tiny_model_dir(tmp_path_factory.mktemp("model"), **heads))
     teacher = str(tiny_model_dir(tmp_path_factory.mktemp("teacher"), seed=1, **heads))
-    store_step_format(Path(teacher), StepFormat(placeholder=0, good=10, bad=12))
+    write_fields(Path(teacher), StepFormat(placeholder=0, good=10, bad=12).fields)
     folders = {name: tmp_path_factory.mktemp("run") for name in PLACES}
     plans = {name: plan_of(groups, ENGINES[name]) for name, groups in PLACES.items()}
     with running_engine(broadcasting(tiny_job(model_path, folders["together"])), num_engines=2) as engines:

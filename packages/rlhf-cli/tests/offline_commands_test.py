@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_cli.commands.examples import COMMANDS
+from rlhf_cli.main import main as rlhf
 
 WORDS = ("one", "two", "three", "four")
 PAIRS = [
@@ -140,8 +141,15 @@ def test_rm_leaves_a_reward_model_that_orders_pairs_with_the_moments_of_its_scor
 
 
 def test_prm_leaves_a_model_that_says_how_it_is_asked_and_judges_steps(folder, models):
-    assert run("prm", flags("prm", models, max_epochs=12, eval_dataset="steps.jsonl")) == 0
+    saved = {"save_steps": 24, "save_hf_ckpt": ""}
+    assert run("prm", flags("prm", models, max_epochs=12, eval_dataset="steps.jsonl", **saved)) == 0
     assert measured(folder, "eval/accuracy")[-1] == 1.0
+    assert rlhf(["checkpoints", "out", "--export", "24", "--output_path", "exported"]) == 0
+    asked = [
+        json.loads((folder / path / "config.json").read_text())["process_reward"]
+        for path in ("out/model", "out/checkpoints/step-24/hf", "exported")
+    ]
+    assert asked == [asked[0]] * 3
 
     from transformers import AutoTokenizer
 
@@ -165,15 +173,22 @@ def test_dpo_with_adapters_a_reference_and_a_template_leaves_all_of_them_in_the_
     changes = {"lora_rank": 2, "ref_pretrain": models / "other", "best_metric_key": "eval/margin", "eval_steps": 1}
     changes |= {"tokenizer_chat_template": "template.jinja", "apply_chat_template": "", "prompt_key": "prompt"}
     changes |= {"chat_template_kwargs": '{"message":1}'}  # it is for this run, and not saved
+    changes |= {"save_steps": 1, "save_hf_ckpt": "", "max_ckpt_num": 1}
     data = {"dataset": "prompted.jsonl,prompted.jsonl", "dataset_probs": "1,3", "eval_dataset": "prompted.jsonl"}
     assert run("dpo", flags("dpo", models, **data, **changes)) == 0
     assert str(folder / "out" / "model" / "adapter") in capsys.readouterr().out
-    assert (folder / "out" / "best_model" / "config.json").exists()
+    (folder / "template.jinja").unlink()  # checkpoints have its text
+    [checkpoint] = (folder / "out" / "checkpoints").glob("step-*")
+    step = checkpoint.name.removeprefix("step-")
+    assert rlhf(["checkpoints", "out", "--export", step, "--output_path", "exported"]) == 0
+    merge = ["--lora_path", "out/model/adapter", "--output_path", "merged", "--bf16", "false"]
+    assert rlhf(["lora_combiner", "--model_path", str(models / "base"), *merge]) == 0
 
     from transformers import AutoTokenizer
 
-    for name in ("model", "best_model"):
-        assert AutoTokenizer.from_pretrained(folder / "out" / name).chat_template == template
+    for name in ("out/model", "out/best_model", f"out/checkpoints/step-{step}/hf", "exported", "merged"):
+        assert (folder / name / "config.json").exists()
+        assert AutoTokenizer.from_pretrained(folder / name).chat_template == template, name
 
 
 def test_config_that_a_run_leaves_runs_again_from_another_folder(folder, models, capsys, monkeypatch):

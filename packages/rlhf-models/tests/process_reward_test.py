@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from rlhf_data.errors import ConfigError, DataError
+from rlhf_models.files import write_fields
 from rlhf_models.loading import load_config
-from rlhf_models.process_reward import StepFormat, StepJudge, step_ends, store_step_format, stored_step_format
+from rlhf_models.process_reward import StepFormat, StepJudge, step_ends, stored_step_format
 from rlhf_models.testing import tiny_model_dir
 
 GOOD, BAD, PLACEHOLDER = 10, 12, 5
@@ -38,7 +39,7 @@ def test_steps_end_with_the_token_that_completes_the_separator(pieces, separator
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tiny_model_dir(tmp_path_factory.mktemp("model"))
-    store_step_format(path, StepFormat(PLACEHOLDER, GOOD, BAD))
+    write_fields(path, StepFormat(PLACEHOLDER, GOOD, BAD).fields)
     return path
 
 

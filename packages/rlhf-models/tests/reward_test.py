@@ -8,8 +8,9 @@ from transformers import AutoModelForSequenceClassification
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_models import reward
 from rlhf_models.batch import TokenBatch
+from rlhf_models.files import write_fields
 from rlhf_models.loading import load_reward_model
-from rlhf_models.reward import RewardModel, score_sequences, store_moments, stored_moments
+from rlhf_models.reward import RewardModel, moments_fields, score_sequences, stored_moments
 from rlhf_models.testing import tiny_reward_model_dir
 
 
@@ -124,9 +125,9 @@ def test_batches_hold_like_lengths_and_bounds(monkeypatch):
     assert list(reward.length_batches([7, 7, 7], 3)) == [[0, 1], [2]]
 
 
-def test_store_moments_replaces_earlier_ones_and_is_what_loading_reads(tmp_path):
+def test_moments_replace_earlier_ones_and_are_what_loading_reads(tmp_path):
     folder = tiny_reward_model_dir(tmp_path, mean=9.0, std=9.0)
-    store_moments(folder, 3.0, 5.0)
+    write_fields(folder, moments_fields(3.0, 5.0))
     assert load_reward_model(folder, dtype="float32", normalize=True).moments == (3.0, 5.0)
-    store_moments(folder, 3.0, 0.0)  # nothing can be divided by it
+    write_fields(folder, moments_fields(3.0, 0.0))  # nothing can be divided by it
     assert load_reward_model(folder, dtype="float32", normalize=True).moments is None

@@ -109,10 +109,11 @@ def test_process_reward_puts_each_steps_probability_at_its_end_and_scores_by_the
 
 
 def test_local_scorer_with_a_step_separator_judges_steps(tmp_path: Path) -> None:
-    from rlhf_models.process_reward import StepFormat, StepJudge, store_step_format
+    from rlhf_models.files import write_fields
+    from rlhf_models.process_reward import StepFormat, StepJudge
 
     folder = tiny_model_dir(tmp_path)
-    store_step_format(folder, StepFormat(5, 10, 12))
+    write_fields(folder, StepFormat(5, 10, 12).fields)
     options = {"dtype": "float32", "attn_implementation": "auto", "device": "cpu", "batch_size": 4}
     scorer = LocalScorer(str(folder), step_separator="", **options)
     [rollout] = rollouts([40, 41])
@@ -273,13 +274,14 @@ def test_local_scorer_gives_the_models_scores_in_order(reward_dir: Path) -> None
 def test_local_scorer_whose_weights_rest_between_calls_gives_the_same_answers(
     tmp_path: Path, judges_steps: bool
 ) -> None:
-    from rlhf_models.process_reward import StepFormat, store_step_format
+    from rlhf_models.files import write_fields
+    from rlhf_models.process_reward import StepFormat
 
     folder = (tiny_model_dir if judges_steps else tiny_reward_model_dir)(tmp_path)
     options: dict[str, Any] = {}
     sample: Any = np.arange(3, 9, dtype=np.int32)
     if judges_steps:
-        store_step_format(folder, StepFormat(5, 10, 12))
+        write_fields(folder, StepFormat(5, 10, 12).fields)
         options = {"step_separator": ""}
         sample = (sample, sample > 4)
     plain = LocalScorer(str(folder), **options)

@@ -2,14 +2,16 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.stored_weights import check_tied_head
 
 VALUE_HEAD_FILE = "value_head.safetensors"
+CONFIG_FIELDS_FILE = "config_fields.json"  # of an adapter: what the config of the merged model has beyond the base's
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # unsharded names, in transformers' order of preference
 
 
@@ -58,6 +60,14 @@ def read_index(index: Path) -> dict[str, str]:
         return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index} is not an index of weights: {error}") from None
+
+
+def write_fields(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Write fields into the config.json of a model folder. None removes a field."""
+    file = folder / "config.json"
+    merged = json.loads(file.read_text(encoding="utf-8")) | dict(fields)
+    present = {name: value for name, value in merged.items() if name not in fields or value is not None}
+    file.write_text(json.dumps(present, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Low-rank adapters (LoRA) for the linear layers of a model. The only file that imports peft."""
 
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from rlhf_data.errors import ConfigError, installs
 from rlhf_data.pretrained import clear_errors, load_tokenizer
 from rlhf_models.actor import Actor
-from rlhf_models.files import VALUE_HEAD_FILE, quiet_transformers
+from rlhf_models.files import CONFIG_FIELDS_FILE, VALUE_HEAD_FILE, quiet_transformers
 from rlhf_models.loading import load_actor, load_critic
 from rlhf_models.weights import save_hf, written
 
@@ -148,11 +149,23 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
         model.model.enable_adapters()
 
 
-def save_adapter(model: nn.Module, state_dict: Mapping[str, Tensor], path: str | Path) -> Path:
-    """Write the adapters of a model in peft's layout, with its value head in a file beside them.
+def save_adapter(
+    model: nn.Module,
+    state_dict: Mapping[str, Tensor],
+    path: str | Path,
+    tokenizer: Any | None = None,
+    fields: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the adapters of a model in peft's layout, and beside them what else `merge_adapter` saves with the model.
 
-    `state_dict` maps the model's own names to full (unsharded) weights. Frozen weights may be missing. Raises
-    CheckpointError when the folder `path` cannot be written.
+    Args:
+        model: an actor, critic or reward model with adapters. A value head gets a file of its own.
+        state_dict: full (unsharded) weights under the model's own names. Frozen ones may be missing.
+        path: the folder to write.
+        tokenizer, fields: as in `save_hf`.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
     """
     from safetensors.torch import save_file
 
@@ -168,6 +181,10 @@ def save_adapter(model: nn.Module, state_dict: Mapping[str, Tensor], path: str |
         model.model.peft_config["default"].save_pretrained(path)
         if "value_head.weight" in state_dict:
             save_file({"weight": state_dict["value_head.weight"].contiguous()}, path / VALUE_HEAD_FILE)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(path)
+        if fields:
+            (path / CONFIG_FIELDS_FILE).write_text(json.dumps(dict(fields), indent=2) + "\n", encoding="utf-8")
     return path
 
 
@@ -179,7 +196,9 @@ def merge_adapter(
     dtype: str,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
-    """Merge an adapter into its base model. Write a plain Hugging Face folder with the base's tokenizer.
+    """Merge an adapter into its base model. Write a plain Hugging Face folder.
+
+    The tokenizer is the adapter's if its folder has one, with the chat template of the training, else the base's.
 
     Args:
         base: a folder or hub name.
@@ -204,7 +223,9 @@ def merge_adapter(
         model.model = _merged(peft.PeftModel.from_pretrained(model.model, str(adapter)), report)
         if head.is_file():
             model.value_head.weight.data.copy_(load_file(head)["weight"])
-    return save_hf(model, None, load_tokenizer(base), out)
+    tokenizer = load_tokenizer(adapter if (adapter / "tokenizer_config.json").is_file() else base)
+    fields = adapter / CONFIG_FIELDS_FILE
+    return save_hf(model, None, tokenizer, out, json.loads(fields.read_text("utf-8")) if fields.is_file() else None)
 
 
 def _merged(model: Any, report: Callable[[int, int], None]) -> nn.Module:

@@ -1,10 +1,8 @@
 """Process reward models: a language model judges each step of a response at a placeholder that follows the step."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +41,11 @@ class StepFormat:
         if self.good == self.bad or not all(type(index) is int and index >= 0 for index in ids):
             raise ConfigError(f"{_KEY} of a model's config.json is {asdict(self)}; it must be token ids, two answers")
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The field of config.json that stores the format."""
+        return {_KEY: asdict(self)}
+
 
 def stored_step_format(config: Any) -> StepFormat | None:
     """Return the format stored in a model's config, or None for a model that judges no steps.
@@ -57,13 +60,6 @@ def stored_step_format(config: Any) -> StepFormat | None:
         message = f"{_KEY} of a model's config.json is {fields!r}"
         raise ConfigError(message, hint=f"it must have the token ids {', '.join(names)}")
     return StepFormat(**fields)
-
-
-def store_step_format(folder: Path, steps: StepFormat) -> None:
-    """Write a format into the config.json of a model folder."""
-    file = folder / "config.json"
-    fields = json.loads(file.read_text(encoding="utf-8")) | {_KEY: asdict(steps)}
-    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def step_ends(pieces: Sequence[str], separator: str) -> list[int]:

@@ -1,9 +1,7 @@
 """The reward model: one score per sequence."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,17 +66,14 @@ def stored_moments(config: Any) -> tuple[float, float] | None:
     return float(mean), float(std)
 
 
-def store_moments(folder: Path, mean: float, std: float) -> None:
-    """Write the moments of a reward model's scores into its config.json, replacing any earlier ones.
+def moments_fields(mean: float, std: float) -> dict[str, float | None]:
+    """Return the fields of config.json for the moments of a reward model's scores.
 
-    If all scores are equal, nothing is stored, because their deviation of 0 cannot divide anything.
+    They are None, which removes earlier ones, if all scores are equal: their deviation of 0 cannot divide anything.
     """
-    file = folder / "config.json"
-    fields = json.loads(file.read_text(encoding="utf-8"))
-    fields = {name: value for name, value in fields.items() if name not in ("mean", "std")}
     if std > 0 and math.isfinite(mean) and math.isfinite(std):
-        fields |= {"mean": mean, "std": std}
-    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        return {"mean": mean, "std": std}
+    return {"mean": None, "std": None}
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import CheckpointError, ConfigError
-from rlhf_models.files import VALUE_HEAD_FILE, quiet_transformers
+from rlhf_models.files import VALUE_HEAD_FILE, quiet_transformers, write_fields
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,13 @@ def _read(
                 yield name, tensor
 
 
-def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer: Any | None, path: str | Path) -> Path:
+def save_hf(
+    model: nn.Module,
+    state_dict: Mapping[str, Tensor] | None,
+    tokenizer: Any | None,
+    path: str | Path,
+    fields: Mapping[str, Any] | None = None,
+) -> Path:
     """Write a folder that plain transformers can load, and return its path.
 
     The folder is written under a temporary name and then renamed, so that `path` never holds an incomplete model. Its
@@ -74,6 +80,7 @@ def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer
             names of `model.state_dict()` or of the checkpoint, tied ones once or twice. None saves the model's own.
         tokenizer: saved in the same folder, unless None.
         path: the folder to write. An existing one is replaced.
+        fields: further fields of config.json, such as `reward.moments_fields`; None removes one that the model has.
 
     Raises:
         CheckpointError: a weight is missing, or the folder cannot be written.
@@ -84,6 +91,7 @@ def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
             new = Path(scratch) / "new"
             _write(model, state_dict, tokenizer, new)
+            write_fields(new, fields or {})
             if path.exists():
                 path.rename(Path(scratch) / "old")
             new.rename(path)

@@ -73,6 +73,7 @@ class ModelSpec:
         masked_ids: ids of a language model's vocabulary that get the probability 0, as in the engines that sample
             (`EngineSpec.masked_ids`). Offline runs mask none.
         max_length: tokens of the longest sequence of the run; see `rlhf_models.loading.pin_frequencies`.
+        chat_template: Jinja text that is saved with the model; None for that of its own tokenizer.
     """
 
     path: str
@@ -94,6 +95,7 @@ class ModelSpec:
     routing_replay: bool = False
     masked_ids: tuple[range, ...] = ()
     max_length: int | None = None
+    chat_template: str | None = None
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raise ConfigError for what cannot be done on `num_ranks` processes, or not with this optimizer.

@@ -186,8 +186,7 @@ def _export(run: Path, found: Sequence[Path], section: CheckpointsSection, *, dr
 
 
 def _write_model(options: dict[str, Any], checkpoint: "Checkpoint", role: str, out: Path) -> None:
-
-    from rlhf_data.pretrained import load_tokenizer, set_chat_template
+    from rlhf_models.reward import moments_fields
     from rlhf_train.engine.shards import ShardReader, load_weights
     from rlhf_train.offline.reward_models import score_moments
     from rlhf_train.run.models import load_model, write_model
@@ -202,14 +201,15 @@ def _write_model(options: dict[str, Any], checkpoint: "Checkpoint", role: str, o
         base = given.get("critic_pretrain") or next(iter(rewards), base)
     if base is None:
         raise ConfigError(f"the run's {CONFIG_FILE} names no model", hint="put the one of the run into its folder")
-    spec = replace(section.spec(model_path(base), {"zero_stage": 0}), lora=lora)
+    run = checkpoint.state().get("run", {})
+    spec = section.spec(model_path(base), {"zero_stage": 0})
+    spec = replace(spec, lora=lora, chat_template=run.get("chat_template"))
     model = load_model(role, spec)
     load_weights(model, ShardReader(sorted(checkpoint.path.glob(f"{role}-*-of-*.safetensors"))))
-    evaluated = checkpoint.state().get("run", {}).get("evaluated", {})
-    moments = score_moments(evaluated) if role == "reward" and evaluated else None
-    write_model(model, model.state_dict(), spec, out, moments)
-    template = options.get("data", {}).get("tokenizer_chat_template")
-    if template is not None:
-        tokenizer = load_tokenizer(spec.path)
-        set_chat_template(tokenizer, template, user_path)
-        tokenizer.save_pretrained(out)
+    fields = dict(run.get("saved_fields", {}))
+    if role == "reward" and run.get("evaluated"):
+        fields |= moments_fields(*score_moments(run["evaluated"]))
+    elif role == "reward":
+        fields |= {"mean": None, "std": None}  # those of the model that the run began with
+        TERMINAL.say("notice: the run evaluated nothing, so no mean and deviation of scores are stored with the model")
+    write_model(model, model.state_dict(), spec, out, fields)

@@ -150,7 +150,7 @@ class Command:
                 console.notice(notice)
             console.log(f"results will be in {folder}, messages of libraries in {LOG_FILE} there")
             console.working("checking model and data")
-        job, tokenizer = _prepare(self, parsed.config, folder, console)
+        job, _ = _prepare(self, parsed.config, folder, console)
 
         from rlhf_train.engine.process_group import leave_process_group
         from rlhf_train.offline.job import join_ranks
@@ -167,7 +167,7 @@ class Command:
             return
         for notice in changes:
             console.notice(notice)
-        _train(self, parsed, job, tokenizer, console)
+        _train(self, parsed, job, console)
 
     def _show(self, parsed: Parsed[OfflineConfig], folder: Path, console: "Console") -> None:
         """Show what a run would do. Models and data are checked if they are on this machine."""
@@ -215,8 +215,11 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     path = model_path(config.model.pretrain)
     model = config.model
     model_config, tokenizer = load_model_files(path)
-    variables = getattr(config.data, "chat_template_kwargs", None)
-    set_chat_template(tokenizer, getattr(config.data, "tokenizer_chat_template", None), user_path, variables)
+    template = getattr(config.data, "tokenizer_chat_template", None)
+    set_chat_template(tokenizer, template, user_path)
+    saved = {} if template is None else {"chat_template": tokenizer.chat_template}
+    # The template that is saved does not have the values of its variables.
+    set_chat_template(tokenizer, variables=getattr(config.data, "chat_template_kwargs", None))
     check_attention(model, model_config)
     check_experts(model, model_config)
     check_context(model_config, config.data.max_len, "--max_len")
@@ -234,7 +237,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     optimizer = training.optimizer(training.learning_rate, schedule.num_updates(len(train)))
     job = OfflineJob(
         objective=objective,
-        model=replace(model.spec(path, training.sharding, optimizer), max_length=config.data.max_len),
+        model=replace(model.spec(path, training.sharding, optimizer), max_length=config.data.max_len, **saved),
         reference=reference if objective.needs_reference or objective.needs_teacher else None,
         precompute_reference=objective.needs_reference and getattr(model, "precompute_reference", False),
         examples=train,
@@ -335,7 +338,7 @@ def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
     return None
 
 
-def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: Any, console: "Console") -> None:
+def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", console: "Console") -> None:
     """Run the job. Rank 0 records and shows it; the other ranks only take part in training."""
     from rlhf_cli.console import OfflineView, show_results
     from rlhf_train.engine.process_group import leave_process_group
@@ -361,12 +364,6 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
     kept = resumed_step(job.checkpoints, checkpoint)
     with Recorder(str(folder), to_toml(config), trackers, view, kept) as recorder:
         final = run_offline(job, view, recorder, checkpoint)
-        # The trainer saved the tokenizer of --pretrain with each model. Replace it, because it lacks the new template.
-        if (template := getattr(parsed.config.data, "tokenizer_chat_template", None)) is not None:
-            set_chat_template(tokenizer, template, user_path)  # without the values of its variables
-            for path in (recorder.path("final model"), recorder.path("best model")):
-                if path.exists():
-                    tokenizer.save_pretrained(path)
         summary = {"time/total": time.perf_counter() - started}
         recorder.metrics(max(job.num_updates, kept or 0), summary)  # a run that was made shorter may have done more
     leave_process_group()

@@ -11,6 +11,7 @@ import torch
 
 from rlhf_data.errors import CheckpointError, ConfigError, EngineError, RlhfError, unknown
 from rlhf_models.loading import load_config
+from rlhf_models.reward import moments_fields
 from rlhf_train.costs import pass_costs
 from rlhf_train.engine.accelerate import join_groups, start_engine, start_frozen
 from rlhf_train.engine.process_group import init_process_group
@@ -325,6 +326,9 @@ class _Run:
             "evaluated": self._eval_metrics,
             "evaluated_update": self.evaluated_update,
             "best": self._best and self._best.state(),
+            # What `rlhf checkpoints --export` saves with the weights.
+            "saved_fields": self._job.objective.saved_fields,
+            "chat_template": self._job.model.chat_template,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -364,14 +368,13 @@ class _Run:
     def _save(self, folder: Path) -> None:
         """Save the model with its current weights. Collective; rank 0 writes."""
         job = self._job
-        moments = None
+        fields = job.objective.saved_fields
         if job.objective.model_kind == "reward":
             # Without evaluation examples, take the moments of the scores of the training ones.
-            moments = score_moments(self._eval_metrics or self._measure(self.items))
+            fields |= moments_fields(*score_moments(self._eval_metrics or self._measure(self.items)))
         state = self.engine.state_dict(wanted=job.rank == 0)
         if job.rank == 0:
-            write_model(self.engine.module, state, job.model, folder, moments)
-            job.objective.finish(folder)
+            write_model(self.engine.module, state, job.model, folder, fields)
 
     def _measure(self, items: Sequence[Any]) -> dict[str, float]:
         metrics = evaluate(self.engine, self.objective, items, self._job.schedule)

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -72,8 +71,10 @@ class Objective(ABC, Generic[Item]):
         """Return the tokens that carry loss, without a sequence's first token, which nothing precedes to predict it."""
         return int(item.loss_mask[1:].sum())
 
-    def finish(self, folder: Path) -> None:
-        """Add to a saved model what its use needs. Called on rank 0, for every folder that is written."""
+    @property
+    def saved_fields(self) -> dict[str, Any]:
+        """Fields of the config.json of every saved model, which its use needs."""
+        return {}
 
     def for_batch(self, engine: TrainEngine, micro_batches: Sequence["MicroBatch[Item]"]) -> "Objective[Item]":
         """Return the objective with quantities set that need a pass over the whole mini-batch. Collective."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_models.loading import load_actor, load_critic, load_tokenizer
 from rlhf_models.lora import adapters_off, add_lora, merge_adapter, save_adapter
-from rlhf_models.reward import RewardModel, store_moments
+from rlhf_models.reward import RewardModel
 from rlhf_models.routing_replay import replay_routes
 from rlhf_models.weights import save_hf
 from rlhf_train.engine.protocol import TrainEngine
@@ -70,7 +70,7 @@ def write_model(
     state: Mapping[str, Tensor],
     spec: ModelSpec,
     folder: Path,
-    moments: tuple[float, float] | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a folder in the Hugging Face layout. An adapter is merged into the model, and also saved beside it.
 
@@ -79,15 +79,16 @@ def write_model(
         state: all its weights by name.
         spec: with which it was loaded.
         folder: an existing one is replaced.
-        moments: mean and standard deviation of a reward model's scores; None to store none.
+        fields: further fields of config.json; see `rlhf_models.weights.save_hf`.
     """
+    tokenizer = load_tokenizer(spec.path)
+    if spec.chat_template is not None:
+        tokenizer.chat_template = spec.chat_template
     if spec.lora is None:
-        save_hf(model, state, load_tokenizer(spec.path), folder)
-    else:
-        # New modules draw their first weights, which must not change what the training draws, such as dropout.
-        with TemporaryDirectory() as scratch, torch.random.fork_rng(devices=[]):
-            adapter = save_adapter(model, state, scratch)
-            merge_adapter(spec.path, adapter, folder, dtype=spec.dtype)
-        save_adapter(model, state, folder / ADAPTER_FOLDER)
-    if moments is not None:
-        store_moments(folder, *moments)
+        save_hf(model, state, tokenizer, folder, fields)
+        return
+    # New modules draw their first weights, which must not change what the training draws, such as dropout.
+    with TemporaryDirectory() as scratch, torch.random.fork_rng(devices=[]):
+        adapter = save_adapter(model, state, scratch, tokenizer, fields)
+        merge_adapter(spec.path, adapter, folder, dtype=spec.dtype)
+    save_adapter(model, state, folder / ADAPTER_FOLDER, tokenizer, fields)

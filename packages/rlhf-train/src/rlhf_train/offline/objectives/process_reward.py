@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.preference import ProcessExample
-from rlhf_models.process_reward import StepFormat, store_step_format
+from rlhf_models.process_reward import StepFormat
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.preference import process_reward_loss
@@ -33,10 +33,10 @@ class ProcessRewardObjective(Objective[ProcessExample]):
         if len(set(self.reward_tokens)) != 2:
             raise ConfigError(f"the reward tokens are {self.reward_tokens}; they must be two, of a good and a bad step")
 
-    def finish(self, folder: Path) -> None:
+    @property
+    def saved_fields(self) -> dict[str, Any]:
         """See `Objective`."""
-        if self.placeholder is not None:
-            store_step_format(folder, StepFormat(self.placeholder, *self.reward_tokens))
+        return {} if self.placeholder is None else StepFormat(self.placeholder, *self.reward_tokens).fields
 
     def num_trained_tokens(self, item: ProcessExample) -> int:
         return len(item.positions)
