@@ -1,6 +1,9 @@
 """Loading examples: by processes, from the cache, with bad rows: always the same, with an account of every row."""
 
 import os
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -210,3 +213,32 @@ def test_load_examples_refuses_rows_with_ids_that_the_model_lacks(tmp_path, num_
     )
     encoder = PreferenceEncoder(tokenizer=ByteTokenizer(), prompt_key="prompt")
     assert load_examples(open_sources(pairs), encoder, **options).counts.num_bad == 1
+
+
+@pytest.mark.parametrize(("encoder", "row", "change"), KINDS)
+def test_cached_examples_are_read_by_other_processes_in_another_folder(tmp_path, monkeypatch, encoder, row, change):
+    monkeypatch.chdir(tmp_path)
+    rows = open_sources(write_jsonl(tmp_path / "a.jsonl", [row, row | change]))
+    plain = load_examples(rows, encoder)
+    cached = load_examples(rows, encoder, cache_dir="c")
+    (tmp_path / "set.pickle").write_bytes(pickle.dumps(cached))
+    code = "import pickle, sys; print(*pickle.load(open(sys.argv[1], 'rb')).examples, sep='\\n')"
+    words = [sys.executable, "-c", code, str(tmp_path / "set.pickle")]
+    (tmp_path / "elsewhere").mkdir()
+    read = subprocess.run(words, cwd=tmp_path / "elsewhere", capture_output=True, text=True, check=True).stdout
+    assert read == "".join(f"{example}\n" for example in plain.examples)
+
+
+@pytest.mark.parametrize("file", ["items.bin", "counts.pickle", "starts.npy"])
+def test_cache_that_cannot_be_read_says_what_to_remove(tmp_path, file):
+    rows = open_sources(write(tmp_path / "a.jsonl", 3))
+    load_examples(rows, ENCODER, cache_dir=tmp_path / "c")
+    [folder] = (tmp_path / "c").iterdir()
+    # As a class that another version had: the text of its name changes, and not its length.
+    (folder / file).write_bytes(
+        (folder / file).read_bytes().replace(b"SftExample", b"OldExample").replace(b"Counts", b"Totals")
+    )
+    if file == "starts.npy":
+        (folder / file).write_bytes(b"")
+    with pytest.raises(DataError, match=rf"{folder} cannot be read: it is damaged.*\n\nhint: .*rm -r {folder}"):
+        _ = load_examples(rows, ENCODER, cache_dir=tmp_path / "c").examples[0]

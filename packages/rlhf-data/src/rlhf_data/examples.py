@@ -19,7 +19,7 @@ from rlhf_data.preference import PreferenceEncoder, PreferenceExample, ProcessEn
 from rlhf_data.rows import Counts, Row, RowErrors, unknown_id
 from rlhf_data.sft import SftEncoder
 from rlhf_data.sources import Rows
-from rlhf_data.store import Store, write_store
+from rlhf_data.store import Store, read_item, write_store
 
 _CHUNK = 256  # rows per task of a worker
 _FORMAT = 4  # version of the cache; raise it when rows give other tokens or the files have another layout
@@ -162,7 +162,7 @@ class _Work:
                 except OSError:  # another process may have written the same cache in the meantime
                     if not folder.exists():
                         raise
-        return Store(folder), pickle.loads((folder / "counts.pickle").read_bytes())
+        return Store(folder), read_item(folder / "counts.pickle")
 
     def _results(self, rows: Iterator[Row]) -> Iterator[Result]:
         if not self.num_workers:
