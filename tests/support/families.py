@@ -21,9 +21,9 @@ from rlhf_models.actor import Actor
 from rlhf_models.attention import check_shares_prompts
 from rlhf_models.batch import TokenBatch
 from rlhf_models.files import quiet_transformers
-from rlhf_models.loading import load_actor, pin_frequencies
+from rlhf_models.loading import load_actor, load_critic, pin_frequencies
 from rlhf_models.testing import tiny_tokenizer
-from rlhf_models.weights import hf_named_weights, save_hf
+from rlhf_models.weights import check_saves, hf_named_weights, save_hf
 
 VOCAB_SIZE = 512
 BOUND = 1e-5  # in nats and float32; the order of sums differs
@@ -247,6 +247,8 @@ def _shared(folder: Path, expected: Sequence[Tensor]) -> str:
 def _saved(folder: Path) -> str:
     """Make an update, save the model, and load it in plain transformers."""
     actor = load_actor(folder, dtype="float32", max_length=MAX_LENGTH)
+    for kind in (load_actor, load_critic):  # refused here is refused in the page
+        check_saves(kind(folder, dtype="bfloat16"))
     before = {name: weight.detach().clone() for name, weight in actor.named_parameters()}
     actor(TokenBatch.padded(SEQUENCES, 0)).logprobs.sum().neg().backward()
     with torch.no_grad():

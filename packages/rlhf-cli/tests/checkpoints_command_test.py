@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from rlhf_cli.console import OfflineView
 from rlhf_cli.main import main
 from rlhf_models.loading import load_actor, load_critic, load_reward_model
 from rlhf_models.lora import LoraSpec, add_lora
-from rlhf_models.testing import tiny_model_dir
+from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_train.engine.shards import Shards
 from rlhf_train.run.checkpoint import Checkpoints, write_receipt
 
@@ -252,6 +253,26 @@ def test_export_merges_adapters_that_the_critic_alone_has(tmp_path):
         elif "lora_" not in name:
             assert torch.equal(exported[name.replace(".base_layer", "")], weight), name
     assert len(merged) == 2  # layers of the model
+
+
+def test_export_of_a_reward_model_that_was_not_evaluated_has_no_moments_and_says_so(tmp_path, capsys):
+    run = tmp_path / "run"
+    base = tiny_reward_model_dir(tmp_path / "base", mean=9.0, std=9.0)
+    shards = Shards()
+    for name, weight in load_critic(base, dtype="float32").named_parameters():
+        shards.add(f"weight/{name}", weight.data.flatten(), 0)
+    checkpoints = Checkpoints(run / "checkpoints")
+    path = checkpoints.begin(1) / "reward-0-of-1.safetensors"
+    shards.write(path)
+    write_receipt(path)
+    saved = {"evaluated": {}, "saved_fields": {"note": 1}, "chat_template": "{{ messages }}"}
+    checkpoints.commit(1, {"run": saved}, [path.name], None)
+    (run / "config.toml").write_text(f'[model]\npretrain = "{base}"\n')
+    assert main(["checkpoints", str(run), "--export", "1", "--output_path", str(tmp_path / "rm")]) == 0
+    assert "notice: the run evaluated nothing, so no mean and deviation" in capsys.readouterr().err
+    config = json.loads((tmp_path / "rm/config.json").read_text())
+    assert config["note"] == 1 and not {"mean", "std"} & config.keys()
+    assert AutoTokenizer.from_pretrained(tmp_path / "rm").chat_template == "{{ messages }}"
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,26 @@ def test_check_inputs_ids_without_token_are_found_for_policy_and_teacher_and_tol
     assert not any("no token" in notice for notice in whole.notices)
 
 
+def test_check_inputs_models_that_lack_weights_or_could_not_be_saved_are_refused(folder, models, monkeypatch):
+    from safetensors.torch import load_file, save_file
+
+    from rlhf_models import weights
+
+    for name, lost in (("policy", "model.norm.weight"), ("judge", "model.layers.1.mlp.up_proj.weight")):
+        tensors = load_file(shutil.copytree(models / name, folder / name) / "model.safetensors")
+        del tensors[lost]
+        save_file(tensors, folder / name / "model.safetensors", {"format": "pt"})
+    said = refused(folder, folder, "--pretrain", "policy")
+    assert said.startswith("--pretrain: the model") and "policy lacks 1 weights of a Qwen2ForCausalLM, such as" in said
+    critic = ("--critic_pretrain", "judge", "--advantage_estimator", "gae")
+    said = refused(folder, models, *critic)
+    assert said.startswith("--critic_pretrain: the model") and "judge lacks 1 weights of a Qwen2Model, such as" in said
+    whole = weights._in_checkpoint
+    monkeypatch.setattr(weights, "_in_checkpoint", lambda *args: {"old." + name: x for name, x in whole(*args).items()})
+    said = refused(folder, models)
+    assert said.startswith("--pretrain: a trained qwen2 could not be saved so that transformers loads it (missing keys")
+
+
 def test_check_inputs_process_reward_model_is_known_by_its_config(folder, models):
     shutil.copytree(models / "policy", folder / "steps")
     config = json.loads((folder / "steps" / "config.json").read_text())

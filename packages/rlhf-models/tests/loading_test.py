@@ -19,6 +19,7 @@ from rlhf_models.loading import (
     check_critic,
     check_reward_model,
     check_tokenizer_fits,
+    check_trained_copy,
     check_weights,
     load_actor,
     load_config,
@@ -76,10 +77,26 @@ def test_quantized_model_is_refused_with_its_method(qwen2_dir, tmp_path, monkeyp
                 return PretrainedConfig(quantization_config={"quant_method": "gptq"})
 
         monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: Whole())
-    with pytest.raises(
-        ConfigError, match=r"copy is quantized \(gptq\), and trainers read whole weights only\n\nhint: "
-    ):
+    with pytest.raises(ConfigError, match=r"copy is quantized \(gptq\), and .* need whole weights\n\nhint: "):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "hint"),
+    [
+        ("Qwen/Qwen3-8B-FP8", "fp8", r"made from, by its name Qwen/Qwen3-8B; `python -m rlhf_models\.dequantize Qwen/"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "gptq", r"by its name Qwen/Qwen2\.5-7B-Instruct$"),
+        ("unsloth/Llama-3.2-1B-unsloth-bnb-4bit", "bitsandbytes", r"by its name unsloth/Llama-3\.2-1B$"),
+        ("openai/gpt-oss-20b", "mxfp4", r"such as unsloth/gpt-oss-20b-BF16; `python -m rlhf_models\.dequantize openai"),
+        ("deepseek-ai/DeepSeek-V3", "fp8", r"in bfloat16; `python -m rlhf_models\.dequantize deepseek-ai/DeepSeek-V3 "),
+        ("owner/name", "quark", r"a copy with its weights in bfloat16$"),
+    ],
+)
+def test_hint_for_a_quantized_model_names_a_copy_or_says_how_to_make_one(monkeypatch, name, method, hint):
+    config = PretrainedConfig(quantization_config={"quant_method": method})
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: config)
+    with pytest.raises(ConfigError, match=rf"{name} is quantized \({method}\).*\n\nhint: .*{hint}"):
+        load_config(name)
 
 
 def test_model_with_code_of_its_own_is_refused_and_nobody_is_asked(qwen2_dir, tmp_path, monkeypatch):
@@ -100,6 +117,40 @@ def test_critic_may_have_a_head_of_one_score_only(qwen2_dir, tmp_path):
     check_critic("some/name")
     with pytest.raises(ConfigError, match=r"score.weight of the model .*2 has the shape \[2, \d+\]; one score needs"):
         check_critic(tmp_path / "2")
+
+
+@pytest.mark.parametrize("has_values", [False, True])
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_check_trained_copy_reads_which_weights_a_folder_has_and_no_numbers(qwen2_dir, tmp_path, has_values, suffix):
+    check_trained_copy("some/name", "bfloat16", has_values=has_values)
+    folder = shutil.copytree(qwen2_dir, tmp_path / "copy")
+    weights = load_file(folder / "model.safetensors")
+    if suffix == "bin":
+        (folder / "model.safetensors").unlink()
+    write = {"safetensors": lambda: save_file(weights, folder / "model.safetensors", {"format": "pt"})}
+    write["bin"] = lambda: torch.save(weights, folder / "pytorch_model.bin")
+    write[suffix]()
+    check_trained_copy(folder, "bfloat16", has_values=has_values)
+    del weights["model.norm.weight"]
+    write[suffix]()
+    name = "norm.weight" if has_values else "model.norm.weight"
+    with pytest.raises(ConfigError, match=rf"copy lacks 1 weights of a Qwen2\w+, such as {name}\n\nhint: "):
+        check_trained_copy(folder, "bfloat16", has_values=has_values)
+
+
+def test_check_trained_copy_refuses_weights_of_other_shapes_than_the_config(qwen2_dir, tmp_path):
+    folder = edited(qwen2_dir, tmp_path, "config.json", intermediate_size=96)
+    with pytest.raises(ConfigError, match=r"copy has 6 weights of other shapes than its config, such as model\.layers"):
+        check_trained_copy(folder, "float32", has_values=False)
+
+
+def test_model_that_cannot_be_loaded_without_memory_is_left_to_loading_with_a_warning(qwen2_dir, monkeypatch, caplog):
+    def fail(*_, **__):
+        raise NotImplementedError("no such operator for meta tensors")
+
+    monkeypatch.setattr("transformers.Qwen2ForCausalLM.from_pretrained", fail)
+    check_trained_copy(qwen2_dir, "float32", has_values=False)
+    assert "a qwen2 cannot be loaded without memory, and is not checked: no such operator" in caplog.text
 
 
 def test_check_weights_whole_folder_and_hub_name_pass(model_dir):

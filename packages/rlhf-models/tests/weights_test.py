@@ -8,13 +8,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.core_model_loading import WeightRenaming
 
 from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_models import weights
 from rlhf_models.loading import load_actor, load_critic, load_reward_model, load_tokenizer
 from rlhf_models.reward import score_sequences
 from rlhf_models.testing import tiny_model_dir
-from rlhf_models.weights import hf_named_weights, save_hf
+from rlhf_models.weights import check_saves, hf_named_weights, save_hf
 
 
 def checkpoint_names(folder):
@@ -113,6 +114,44 @@ def test_save_hf_reward_model_gives_its_scores_in_plain_transformers(tmp_path, a
     if architecture in ("mixtral", "qwen3_moe"):  # experts are stored one by one, as in the base
         stored = {name for name in checkpoint_names(folder) if ".experts." in name}
         assert stored == {name for name in checkpoint_names(base) if ".experts." in name}
+
+
+def test_save_hf_reward_model_in_bfloat16_names_this_type(tmp_path):
+    critic = load_critic(tiny_model_dir(tmp_path / "base"), dtype="bfloat16")
+    plain = AutoModelForSequenceClassification.from_pretrained(save_hf(critic, None, None, tmp_path / "rm"))
+    assert plain.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("load", [load_actor, load_critic])
+@pytest.mark.parametrize("architecture", ["qwen2", "apertus", "qwen3_moe"])
+def test_check_saves_what_plain_transformers_loads(tmp_path, architecture, load):
+    check_saves(load(tiny_model_dir(tmp_path, architecture=architecture), dtype="bfloat16"))
+
+
+def saved_report(model, folder, auto_class=AutoModelForCausalLM):
+    """What plain transformers says of the names in a saved folder."""
+    return auto_class.from_pretrained(save_hf(model, None, None, folder), output_loading_info=True)[1]
+
+
+def test_check_saves_refuses_names_that_plain_transformers_would_not_load(model_dir, tmp_path, monkeypatch):
+    actor = load_actor(model_dir, dtype="float32")
+    actor.model._weight_conversions = [WeightRenaming("old_norm", "norm")]  # it was loaded under another name
+    report = saved_report(actor, tmp_path / "saved")
+    assert len(report["missing_keys"]) == len(report["unexpected_keys"]) == 5
+    says = r"missing keys: 5, such as model\.layers\.0\.input_layernorm\.weight; unexpected keys: 5, such as model\.lay"
+    with pytest.raises(ConfigError, match=rf"^a trained \w+ could not be saved .*\({says}.*\n\nhint: "):
+        check_saves(actor)
+
+
+def test_check_saves_refuses_shapes_and_types_that_the_config_does_not_have(model_dir, tmp_path):
+    critic = load_critic(model_dir, dtype="bfloat16")
+    critic.model.norm.float()
+    with pytest.raises(ConfigError, match=r"loads it \(other types: 1, such as model\.norm\.weight\)\n\nhint: "):
+        check_saves(critic)
+    actor = load_actor(model_dir, dtype="float32")
+    actor.model.config.intermediate_size += 2
+    with pytest.raises(ConfigError, match=r"loads it \(mismatched keys: 6, such as model\.layers\.0\.mlp\.down_proj"):
+        check_saves(actor)
 
 
 def test_save_hf_reward_model_whose_end_is_its_padding_names_no_padding(tmp_path):

@@ -24,7 +24,7 @@ def check_weights(path: str | Path) -> None:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return
-    files = _weight_files(folder)
+    files = weight_files(folder)
     hint = "download or copy the folder again, whole; with git, large files need `git lfs pull`"
     if files is None:
         raise ConfigError(f"the model folder {folder} has no weights, such as model.safetensors", hint=hint)
@@ -43,7 +43,7 @@ def check_weights(path: str | Path) -> None:
     check_tied_head(folder)
 
 
-def _weight_files(folder: Path) -> list[Path] | None:
+def weight_files(folder: Path) -> list[Path] | None:
     """Return the files that transformers would load the weights from, or None if there are none."""
     for name in WEIGHT_FILES:
         if (folder / name).is_file():

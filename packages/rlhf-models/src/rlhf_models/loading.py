@@ -1,5 +1,7 @@
 """Load configs and models from a folder or hub name, with errors that say what to do."""
 
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Required, TypedDict, Unpack
 
@@ -12,10 +14,18 @@ from rlhf_models.actor import Actor
 from rlhf_models.attention import PACKED_ATTENTIONS, choose_attention, packed_attention_here
 from rlhf_models.backbone import check_packs
 from rlhf_models.critic import Critic
+from rlhf_models.empty import load_empty, stored_tensors
 from rlhf_models.files import check_weights, quiet_transformers
 from rlhf_models.heads import load_head, require_head
 from rlhf_models.reward import RewardModel
+from rlhf_models.weights import check_saves
 
+# By method of quantization, the configuration with which transformers restores whole weights on any machine.
+DEQUANTIZABLE = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+# What the names of published quantized models have behind the name of the original.
+_QUANTIZED_NAME = re.compile(
+    r"(-(fp8|mxfp4|nvfp4|awq|gptq|int[48]|[48]bit|w\da\d+|bnb|unsloth|dynamic|block|quantized))+$", re.IGNORECASE
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -52,11 +62,24 @@ def load_config(path: str | Path) -> Any:
         if (quantization := getattr(part, "quantization_config", None)) is not None:
             options = quantization if isinstance(quantization, dict) else vars(quantization)
             method = str(options.get("quant_method", "a method without a name"))
-            hint = "use the model that it was made from, or a copy with its weights in bfloat16"
-            raise ConfigError(
-                f"the model {path} is quantized ({method}), and trainers read whole weights only", hint=hint
-            )
+            message = f"the model {path} is quantized ({method}), and training and scoring need whole weights"
+            raise ConfigError(message, hint=_whole_copy(str(path), method))
     return config
+
+
+def _whole_copy(path: str, method: str) -> str:
+    """Return a hint that says where there is a copy of a quantized model with whole weights, or how to make one."""
+    owner, _, name = path.rpartition("/")
+    original = _QUANTIZED_NAME.sub("", name)
+    if method == "mxfp4" and name in ("gpt-oss-20b", "gpt-oss-120b"):
+        hint = f"use a copy in bfloat16, such as unsloth/{name}-BF16"
+    elif original != name and not Path(path).expanduser().is_dir():
+        hint = f"use the model that it was made from, by its name {owner}/{original}"
+    else:
+        hint = "use the model that it was made from, or a copy with its weights in bfloat16"
+    if method in DEQUANTIZABLE:
+        hint += f"; `python -m rlhf_models.dequantize {path} FOLDER` writes a copy in bfloat16"
+    return hint
 
 
 _MAX_STRAYS = 64  # published models have a few, such as tokens for images; another model's tokenizer has thousands
@@ -106,6 +129,38 @@ def check_critic(path: str | Path) -> None:
     """
     if Path(located_model(path)[0]).is_dir():
         load_head(path, load_config(path))
+
+
+def check_trained_copy(path: str | Path, dtype: str | torch.dtype, *, has_values: bool) -> None:
+    """Check, before loading, that a model has all its weights, and that what training makes of it can be saved.
+
+    Reads the headers of files only, and nothing for hub names.
+
+    Args:
+        path: a folder or hub name.
+        dtype: of the weights in training.
+        has_values: whether it is trained as a critic or reward model, and not as a language model.
+
+    Raises:
+        ConfigError: a weight is missing or has another shape; and as `weights.check_saves`.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    folder = Path(located_model(path)[0])
+    if not folder.is_dir():
+        return
+    config = load_config(path)
+    with clear_errors("model", path):
+        tensors = stored_tensors(folder)
+    found = load_empty(AutoModel if has_values else AutoModelForCausalLM, config, tensors, resolve_dtype(dtype))
+    if found is None:
+        return
+    model, report = found
+    _check_complete(model, report["missing_keys"], path)
+    if others := report["mismatched_keys"]:
+        message = f"the model {path} has {len(others)} weights of other shapes than its config, such as {others[0]}"
+        raise ConfigError(message, hint="its config.json belongs to another model, or its weights are packed")
+    check_saves(Critic(model) if has_values else Actor(model))
 
 
 def check_same_tokenizer(path: str | Path, tokenizer: Any) -> None:
@@ -219,9 +274,7 @@ def _load_model(
             raise
     if packing and attention not in ("sdpa", "eager") and not model._supports_attention_backend:
         raise _unexchangeable(config)
-    if missing := sorted(report["missing_keys"]):
-        message = f"the model {path} lacks {len(missing)} weights of a {type(model).__name__}, such as {missing[0]}"
-        raise ConfigError(message, hint="it may be the folder of another kind of model, such as a critic")
+    _check_complete(model, report["missing_keys"], path)
     if model.base_model is model and hasattr(model, "model"):
         model.base_model_prefix = "model"  # that of a Llama 4 for text is the name of the layers in a larger model
     if max_length is not None:
@@ -233,6 +286,12 @@ def _load_model(
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model.train()
+
+
+def _check_complete(model: Any, missing: Collection[str], path: str | Path) -> None:
+    if missing:
+        message = f"the model {path} lacks {len(missing)} weights of a {type(model).__name__}, such as {min(missing)}"
+        raise ConfigError(message, hint="it may be the folder of another kind of model, such as a critic")
 
 
 def _unexchangeable(config: Any) -> ConfigError:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import CheckpointError, ConfigError
+from rlhf_data.pretrained import clear_errors
+from rlhf_models.empty import load_empty
 from rlhf_models.files import VALUE_HEAD_FILE, quiet_transformers, write_fields
 
 logger = logging.getLogger(__name__)
@@ -113,13 +115,7 @@ def written(path: Path) -> Iterator[None]:
 def _write(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer: Any | None, folder: Path) -> None:
     from safetensors.torch import save_file
 
-    inner = _unwrapped(model)
-    weights, head = _split_state(model, inner, model.state_dict() if state_dict is None else state_dict)
-    outer = _classifier(inner, tokenizer) if head else None
-    if outer is not None:
-        weights = {f"{outer.base_model_prefix}.{name}": weight for name, weight in weights.items()}
-        weights["score.weight"] = head.pop("weight")
-        inner = outer
+    inner, weights, head = _to_save(model, model.state_dict() if state_dict is None else state_dict, tokenizer)
     _make_generation_config_savable(inner)
     with quiet_transformers(), _naming_end(inner, tokenizer):
         inner.save_pretrained(folder, state_dict=weights)
@@ -131,6 +127,56 @@ def _write(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer:
     mode = stat.S_IMODE((folder / "config.json").stat().st_mode)
     for file in folder.glob("*.safetensors"):
         file.chmod(mode)
+
+
+def _to_save(
+    model: nn.Module, state: Mapping[str, Tensor], tokenizer: Any | None
+) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
+    """Return the transformers model that is saved, its weights, and a value head that gets a file of its own."""
+    inner = _unwrapped(model)
+    weights, head = _split_state(model, inner, state)
+    outer = _classifier(inner, tokenizer) if head else None
+    if outer is None:
+        return inner, weights, head
+    weights = {f"{outer.base_model_prefix}.{name}": weight for name, weight in weights.items()}
+    return outer, weights | {"score.weight": head["weight"]}, {}
+
+
+def check_saves(model: nn.Module) -> None:
+    """Check, before training, that plain transformers loads what `save_hf` will write of a model.
+
+    Names, shapes and types of the tensors to save are compared with what loading them by the saved config expects, all
+    without memory.
+
+    Args:
+        model: an `Actor`, a `Critic` or a `RewardModel` without adapters.
+
+    Raises:
+        ConfigError: a tensor would be missing, unknown, or loaded in another shape or type.
+    """
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    state = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
+    saved, weights, head = _to_save(model, state, None)
+    auto_class = AutoModelForSequenceClassification if hasattr(model, "value_head") else AutoModelForCausalLM
+    config = deepcopy(saved.config)
+    config.dtype = saved.dtype
+    with tempfile.TemporaryDirectory() as scratch, clear_errors("model", saved.config.name_or_path):
+        config.save_pretrained(scratch)
+        stored = AutoConfig.from_pretrained(scratch, local_files_only=True)
+        tensors = _in_checkpoint(saved, weights)
+    found = load_empty(AutoModel if head else auto_class, stored, tensors, "auto")
+    if found is None:
+        return
+    loaded, problems = found
+    plain = loaded.state_dict()
+    other = [name for name, weight in weights.items() if name in plain and plain[name].dtype != weight.dtype]
+    problems = {kind.replace("_", " "): names for kind, names in (problems | {"other_types": other}).items() if names}
+    if problems:
+        told = "; ".join(f"{kind}: {len(names)}, such as {names[0]}" for kind, names in problems.items())
+        message = f"a trained {saved.config.model_type} could not be saved so that transformers loads it ({told})"
+        hint = "use a copy that `save_pretrained` wrote, or another model; docs/models.md lists families"
+        raise ConfigError(message, hint=hint)
 
 
 def _classifier(backbone: Any, tokenizer: Any | None) -> Any | None:
@@ -150,7 +196,7 @@ def _classifier(backbone: Any, tokenizer: Any | None) -> Any | None:
     # would read the one before.
     config.pad_token_id = None if tokenizer is not None and pad == tokenizer.eos_token_id else pad
     with torch.device("meta"):
-        outer = kind(config)
+        outer = kind(config).to(backbone.dtype)
     expected = {f"{outer.base_model_prefix}.{name}" for name in backbone.state_dict()} | {"score.weight"}
     if outer.state_dict().keys() != expected:
         return None

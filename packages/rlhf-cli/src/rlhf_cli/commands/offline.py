@@ -202,7 +202,14 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
 
     import torch
 
-    from rlhf_cli.preflight.models import check_attention, check_context, check_experts, check_head, load_model_files
+    from rlhf_cli.preflight.models import (
+        check_attention,
+        check_context,
+        check_experts,
+        check_head,
+        check_saves,
+        load_model_files,
+    )
     from rlhf_data.keys import unread_tools
     from rlhf_models.loading import check_tokenizer_fits
     from rlhf_rollout.host import free_port
@@ -228,6 +235,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     objective = command.objective(config, tokenizer)
     if objective.model_kind == "reward":
         check_head("pretrain", path)
+    check_saves("pretrain", model, path, has_values=objective.model_kind == "reward")
     encoder = command.encoder(config, tokenizer)
     num_ids = check_tokenizer_fits(model_config, tokenizer)
     loaded = {flag: _load(config, flag, rows, encoder, num_ids, console, place.rank) for flag, rows in sources.items()}

@@ -12,6 +12,7 @@ from rlhf_cli.preflight.models import (
     check_attention,
     check_context,
     check_experts,
+    check_saves,
     check_teacher,
     choose_critic,
     load_model_files,
@@ -87,6 +88,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     set_chat_template(tokenizer, variables=config.data.chat_template_kwargs)
     check_attention(config.model, model_config)
     check_experts(config.model, model_config)
+    check_saves("pretrain", config.model, model)
     check_context(model_config, *longest_sequence(config))
     adapter_notices = check_adapters(config.model, model_config)
     process_models = tuple(filter(judges_steps, model_paths(sources)))
@@ -118,6 +120,7 @@ def _check_replay(config: PpoConfig, folder: Path) -> Inputs:
     model_config, tokenizer = load_model_files(model)
     check_attention(config.model, model_config)
     check_experts(config.model, model_config)
+    check_saves("pretrain", config.model, model)
     notices += check_adapters(config.model, model_config)
     critic, more = choose_critic(config, model, [model_path(path) for path in model_paths(sources)], tokenizer)
     teacher = check_teacher(config, tokenizer)

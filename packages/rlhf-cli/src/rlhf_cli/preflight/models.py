@@ -121,6 +121,8 @@ def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], t
     if critic != model:
         check_companion("critic_pretrain", config.model, critic, tokenizer)
         check_head("critic_pretrain", critic)
+    flag = "pretrain" if named is None and critic == model else "critic_pretrain"
+    check_saves(flag, config.model, critic, has_values=True)
     if config.model.critic_lora is not None:
         from rlhf_models.loading import load_config
         from rlhf_models.lora import check_lora
@@ -154,6 +156,19 @@ def check_head(flag: str, path: str) -> None:
 
     try:
         check_critic(path)
+    except ConfigError as error:
+        raise ConfigError(f"--{flag}: {error}") from None
+
+
+def check_saves(flag: str, section: ModelSection, path: str, *, has_values: bool = False) -> None:
+    """Raise ConfigError if what training makes of the model of a flag could not be saved for plain transformers.
+
+    With `has_values` it is trained as a critic or reward model.
+    """
+    from rlhf_models.loading import check_trained_copy
+
+    try:
+        check_trained_copy(path, section.dtype, has_values=has_values)
     except ConfigError as error:
         raise ConfigError(f"--{flag}: {error}") from None
 

@@ -13,7 +13,7 @@ from rlhf_models.loading import load_actor, load_critic, load_tokenizer
 from rlhf_models.lora import adapters_off, add_lora, merge_adapter, save_adapter
 from rlhf_models.reward import RewardModel
 from rlhf_models.routing_replay import replay_routes
-from rlhf_models.weights import save_hf
+from rlhf_models.weights import check_saves, save_hf
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.specs import ModelSpec
 
@@ -26,9 +26,13 @@ def load_model(kind: str, spec: ModelSpec) -> torch.nn.Module:
     Args:
         kind: "actor" for a language model, "reward" for a model that returns a score, "critic" for one with values.
         spec: its settings.
+
+    Raises:
+        ConfigError: it cannot be loaded, or what training makes of it could not be saved.
     """
     loaders = {"actor": load_actor, "reward": _load_reward_model, "critic": load_critic}
     model = loaders[kind](spec.path, gradient_checkpointing=spec.gradient_checkpointing, **spec.load_options)
+    check_saves(model)
     if kind == "actor":
         model.mask_ids(spec.masked_ids)
     if spec.lora is not None:
