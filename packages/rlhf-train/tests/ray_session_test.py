@@ -189,6 +189,12 @@ def test_own_cluster_has_a_token_of_its_own_and_the_environment_is_as_before(mon
     assert len(set(tokens)) == 2 and all(len(token) == 64 for token in tokens)
 
 
+def test_ray_that_would_end_the_run_at_sigterm_is_refused(monkeypatch):
+    monkeypatch.delattr(ray._private.utils, "set_sigterm_handler")
+    with pytest.raises(EngineError, match=r"Ray [\d.]+ would end the run at SIGTERM(.|\n)*hint: install ray==2.60.0"):
+        ray_session._prepare_environment()
+
+
 def test_start_that_never_succeeds_is_explained(monkeypatch):
     calls, processes = fake_init(monkeypatch, *[TIMED_OUT] * START_ATTEMPTS)
     with (

@@ -29,6 +29,7 @@ from rlhf_rollout.host import socket_folder
 from rlhf_rollout.ray_actors import plain_errors
 from rlhf_train.online.session_folders import LOCK, children, kill, locked, own_sessions, sessions_home, sweep
 
+TESTED_VERSIONS = ("2.56.1", "2.60.0")  # of Ray, whose private names stand here
 START_ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 2.0
 _DEATH_S = 5.0  # within which Ray notices that a process has died
@@ -325,7 +326,13 @@ def worker_environment(environ: Mapping[str, str], submitted: str | None) -> dic
 
 
 def _prepare_environment() -> None:
-    """Set environment variables for Ray and for the workers of a cluster that this process starts."""
+    """Set environment variables for Ray and for the workers of a cluster that this process starts.
+
+    Raises EngineError for a version of Ray that would end this process at SIGTERM.
+    """
+    if not hasattr(ray._private.utils, "set_sigterm_handler"):
+        message = f"Ray {ray.__version__} would end the run at SIGTERM before its state is saved"
+        raise EngineError(message, hint=f"install ray=={TESTED_VERSIONS[-1]}, which is tested")
     if not _is_installed():
         own = [path for path in sys.path if path and not path.startswith((sys.prefix, sys.base_prefix))]
         before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
