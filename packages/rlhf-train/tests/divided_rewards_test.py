@@ -73,7 +73,7 @@ class Reachable(RewardRank):
         return os.getpid()
 
     def weights_here(self) -> tuple[int, int]:
-        from rlhf_train.engine.deepspeed import frozen_parts
+        from rlhf_train.engine.deepspeed_internals import frozen_parts
 
         parts = sum(part.numel() for part in frozen_parts(self._model))
         return parts, sum(weight.ds_numel for weight in self._model.parameters())

@@ -97,7 +97,7 @@ def test_chunks_of_any_size_get_the_steps_of_pytorchs_adamw(monkeypatch, length,
         return [{"params": [one], "weight_decay": decay} for one, decay in zip(params, decays, strict=True)]
 
     ours = host_adamw.HostAdamW(groups(masters), fused=False, **options)
-    ours.take_over(held, 0, torch.float32)
+    ours.take_over(held, is_sharded=False, rank=0, dtype=torch.float32)
     theirs = torch.optim.AdamW(groups(plain), **options)
     for update in range(5):
         for group in (*ours.param_groups, *theirs.param_groups):

@@ -23,7 +23,7 @@ def two_updates(rank: int, num_ranks: int, master: Any, path: str) -> dict[int, 
     Returns by stage the actor's weights, the number of the reference's elements that the rank keeps, and the
     reference's log-probs before and after they were in host memory.
     """
-    from rlhf_train.engine.deepspeed import local_part
+    from rlhf_train.engine.deepspeed_internals import local_part
     from rlhf_train.online.worker import TrainWorker
 
     rollouts = random_rollouts(2, vocab_size=VOCAB_SIZE)

@@ -54,7 +54,8 @@ def num_copies(engine: Any) -> int:
 
 def trained(rank: int, num_ranks: int, folder: str, dtype: torch.dtype, zpg: int) -> dict[str, Any]:
     """Train, sync, save, go on in another engine, and write to the shards as a moving average does."""
-    from rlhf_train.engine.deepspeed import DeepSpeedEngine, frozen_parts, place_frozen
+    from rlhf_train.engine.deepspeed import DeepSpeedEngine, place_frozen
+    from rlhf_train.engine.deepspeed_internals import frozen_parts
 
     def new_engine() -> Any:
         return DeepSpeedEngine(Net(dtype), SPEC, zero_stage=3, dtype=dtype, device="cpu", zpg=zpg)

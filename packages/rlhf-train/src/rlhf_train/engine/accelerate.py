@@ -12,7 +12,8 @@ from rlhf_models.host_states import RestingModel
 from rlhf_models.loading import resolve_dtype
 from rlhf_models.reference import load_reference
 from rlhf_models.sequence_parallel import SequenceGroup
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, frozen_parts, place_frozen
+from rlhf_train.engine.deepspeed import DeepSpeedEngine, place_frozen
+from rlhf_train.engine.deepspeed_internals import frozen_parts
 from rlhf_train.engine.sequence_groups import join_sequence_group
 from rlhf_train.engine.tensor_parallel import TensorGroup, divide_weights, join_tensor_group
 from rlhf_train.engine.whole_layers import layers_taken_whole

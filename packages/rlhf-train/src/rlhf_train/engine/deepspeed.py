@@ -1,10 +1,11 @@
 """The `TrainEngine` on DeepSpeed: ZeRO stages 0 to 3, on CUDA with NCCL or on CPUs with gloo.
 
-No other file imports DeepSpeed, except `engine.process_group` and `engine.tensor_parallel`.
+No other file imports DeepSpeed, except `engine.deepspeed_internals`, `engine.process_group` and
+`engine.tensor_parallel`.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from typing import Any
@@ -12,13 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_data.errors import EngineError
+from rlhf_data.errors import CheckpointError, EngineError
 from rlhf_models.host_states import HostStates
 from rlhf_models.loading import resolve_dtype
 from rlhf_models.lora import adapters_by_weight
 from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.host import quick_collection
-from rlhf_train.engine.gradients import add_gradients_at_once, clip_whole_groups, float32_sums
+from rlhf_train.engine.deepspeed_internals import (
+    check_gradient_sums,
+    check_masters,
+    check_optimizer,
+    check_shards,
+    clip_whole_groups,
+    drop_copies,
+    flat_sums,
+    float32_sums,
+    group_of_copies,
+    local_part,
+    num_elements,
+    places,
+    reduce_buckets,
+)
+from rlhf_train.engine.gradients import add_gradients_at_once
 from rlhf_train.engine.optimizer import Muon, make_optimizer
 from rlhf_train.engine.process_group import import_deepspeed
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
@@ -32,7 +48,6 @@ from rlhf_train.engine.shards import (
     load_moments,
     load_weights,
     part_of,
-    places,
     save_moments,
 )
 from rlhf_train.engine.tensor_parallel import TensorGroup
@@ -69,7 +84,7 @@ class DeepSpeedEngine:
 
         Raises:
             ConfigError: nothing in the model is for Muon.
-            EngineError: DeepSpeed refuses the combination.
+            EngineError: DeepSpeed refuses the combination, or keeps its states in another way than the tested version.
         """
         self._deepspeed = import_deepspeed(device)
         if zero_stage == 0 and dtype == torch.bfloat16:
@@ -97,27 +112,32 @@ class DeepSpeedEngine:
         except (AssertionError, NotImplementedError, ValueError) as error:
             raise EngineError(f"DeepSpeed: {error}", hint="try another ``zero_stage``") from error
         self.module = self._engine.module
+        wrapper = self._engine.optimizer
+        check_optimizer(wrapper, optimizer)
+        self._inner_optimizer = optimizer  # PyTorch's, around which DeepSpeed puts its own
         self._trained = [(name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad]
         # Where this rank keeps master weights. Found here, because DeepSpeed forgets it while the states are offloaded.
-        everywhere = places(self.module, self._engine.optimizer)
+        everywhere = places(self.module, wrapper)
+        check_masters(self.module, everywhere, optimizer)
         self._places = [place for place in everywhere if place.size]
+        self._flats = {place.flat for place in everywhere}
         if isinstance(optimizer, Muon):
             optimizer.find(everywhere, num_ranks=self._num_ranks if zero_stage else 1)
         # The float32 sums of gradients by weight, in bfloat16 at stage 1; empty otherwise. CUDA graphs of a backward
         # pass add to them directly (`rlhf_models.backbone.replay_full_packs`).
         self.gradient_sums: dict[torch.nn.Parameter, Tensor] = {}
         self._host_states = HostStates()
-        # The memory in which gradients add up, where DeepSpeed keeps it between updates: all zeros, or not read.
-        self._sums: list[Tensor] = [self._engine.optimizer.grad_partitions_flat_buffer] if zero_stage == 3 else []
+        self._sums = flat_sums(wrapper)
         if self._engine.bfloat16_enabled() and zero_stage == 1:
-            self._sums = self._engine.optimizer.fp32_groups_gradients_flat
-            self.gradient_sums = float32_sums(self._engine.optimizer)
+            check_gradient_sums(wrapper, [weight for _, weight in self._trained])
+            self.gradient_sums = float32_sums(wrapper)
             add_gradients_at_once(self.gradient_sums)
-            clip_whole_groups(self._engine.optimizer, None if tensor_group is None else tensor_group.counts)
+            clip_whole_groups(wrapper, None if tensor_group is None else tensor_group.counts)
             # A single rank has nothing to reduce, yet DeepSpeed would copy the sums to a buffer and back.
             self._engine.enable_backward_allreduce = self._num_ranks > 1
         if spec.offload:
-            optimizer.take_over(self._engine.optimizer, self._rank, self._moment_dtype, spec.offload_path)
+            options = {"rank": self._rank, "dtype": self._moment_dtype, "folder": spec.offload_path}
+            optimizer.take_over(wrapper, is_sharded=zero_stage == 3, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See `TrainEngine`."""
@@ -183,7 +203,13 @@ class DeepSpeedEngine:
         return state
 
     def save_shards(self, shards: Shards) -> None:
-        """Copy this rank's part of the trained weights and of the optimizer's state to host memory."""
+        """Copy this rank's part of the trained weights and of the optimizer's state to host memory.
+
+        Raises CheckpointError when the optimizer has states of other tensors than the master weights.
+        """
+        if unknown := [tensor for tensor in self._inner_optimizer.state if tensor not in self._flats]:
+            message = f"the optimizer has states of {len(unknown)} tensors that are no master weights"
+            raise CheckpointError(message, hint="report it: the checkpoint would lack them")
         shards.numbers["num_updates"] = self._num_steps
         # Without ZeRO every rank has everything, and one copy is enough.
         if self._zero_stage > 0 or self._rank == 0:
@@ -200,7 +226,7 @@ class DeepSpeedEngine:
 
         Raises CheckpointError when the files belong to another model.
         """
-        reader.check({name: getattr(w, "ds_numel", w.numel()) * part_of(w).count for name, w in self._trained})
+        reader.check({name: num_elements(weight) * part_of(weight).count for name, weight in self._trained})
         reader.column_parts = column_parts(self.module)
         optimizer = self._inner_optimizer
         is_fused = optimizer.defaults["fused"]
@@ -215,11 +241,6 @@ class DeepSpeedEngine:
         for name, part in self.local_weights():
             start, size = ranges[name]
             part.view(-1)[:size].copy_(reader.read(f"{WEIGHT}/{name}", start, size))
-
-    @property
-    def _inner_optimizer(self) -> Any:
-        """PyTorch's optimizer, around which DeepSpeed puts its own."""
-        return getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
 
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and tensor of the trained weights that this rank keeps for the rank set; writing to them
@@ -243,9 +264,9 @@ class DeepSpeedEngine:
             return {name: (first_element(weight), weight.numel()) for name, weight in self._trained}
         ranges = {}
         for name, parameter in self._trained:
-            size = parameter.ds_tensor.numel()
+            size = local_part(parameter).numel()
             start = self._rank * size
-            ranges[name] = start, max(min(size, parameter.ds_numel - start), 0)
+            ranges[name] = start, max(min(size, num_elements(parameter) - start), 0)
         return ranges
 
     def offload(self) -> None:
@@ -254,17 +275,15 @@ class DeepSpeedEngine:
         The model's weights stay on the device, because the next weight sync reads them there. Their second copy goes.
         Call it between updates.
         """
-        _drop_copies(self.module.parameters())
+        drop_copies(self.module.parameters())
         states = [part for state in self._inner_optimizer.state.values() for part in state.values()]
         moments = [part for part in states if torch.is_tensor(part) and part.numel() > 1]
         # Some optimizers in float32 work on the weights themselves.
         weights = {local_part(weight).untyped_storage().data_ptr() for _, weight in self._trained}
         flats = {place.flat: place.flat.untyped_storage().data_ptr() for place in self._places}
         masters = [flat for flat, address in flats.items() if address not in weights]
-        # Buckets, in which ZeRO-3 collects gradients before it reduces them, hold nothing between updates.
-        buckets = self._engine.optimizer.ipg_buckets.values() if self._zero_stage == 3 else ()
         kept = [] if self._spec.offload else [*masters, *moments]
-        self._host_states.offload(kept, [*self._sums, *(bucket.buffer for bucket in buckets)])
+        self._host_states.offload(kept, [*self._sums, *reduce_buckets(self._engine.optimizer)])
 
     def reload(self) -> None:
         """Move back to the device what `offload` moved to the host."""
@@ -280,27 +299,7 @@ class DeepSpeedEngine:
         with self._deepspeed.zero.GatheredParameters(parameters, enabled=self._zero_stage == 3):
             yield
         # DeepSpeed has copied the weights, while a caller may write to their shards (`local_weights`).
-        _drop_copies(parameters)
-
-
-def local_part(weight: torch.nn.Parameter) -> Tensor:
-    """Return what this rank keeps of a weight: its shard with ZeRO stage 3, otherwise the whole."""
-    return getattr(weight, "ds_tensor", weight)
-
-
-def frozen_parts(model: torch.nn.Module) -> Iterator[Tensor]:
-    """Yield all that this rank keeps of the weights of a frozen model, with its part of their second copy."""
-    for weight in model.parameters():
-        yield local_part(weight)
-        if getattr(weight, "ds_secondary_tensor", None) is not None:
-            yield weight.ds_secondary_tensor
-
-
-def _drop_copies(weights: Iterable[torch.nn.Parameter]) -> None:
-    """Forget the second copy of weights (`ModelSpec.zpg`). The next pass gathers their shards, and copies them anew."""
-    for weight in weights:
-        if hasattr(weight, "ds_secondary_tensor"):
-            weight.ds_secondary_tensor = None
+        drop_copies(parameters)
 
 
 def place_frozen(model: torch.nn.Module, spec: ModelSpec, device: torch.device) -> torch.nn.Module:
@@ -343,12 +342,8 @@ def _wrapped(
         if config["zero_optimization"]["stage"] == 3:
             # By itself, DeepSpeed would move the whole model to the device before it shards it.
             # By itself, it would form the groups of ranks with copies for each model, and refuse to do so twice.
-            made = deepspeed.utils.groups._get_zero_param_intra_parallel_group()
-            copies = (
-                {"zero_param_parallel_group": made}
-                if config["zero_optimization"]["zero_hpz_partition_size"] > 1
-                else {}
-            )
+            has_copies = config["zero_optimization"]["zero_hpz_partition_size"] > 1
+            copies = {"zero_param_parallel_group": group_of_copies()} if has_copies else {}
             layers = layers_taken_whole(model)
             for layer in layers:
                 deepspeed.utils.set_z3_leaf_module(layer, True)
@@ -356,6 +351,8 @@ def _wrapped(
             unsharded = _Unsharded(model, dtype, device)
             deepspeed.zero.Init(module=unsharded, config_dict_or_path=config, dtype=dtype, **copies)
         engine, *_ = deepspeed.initialize(model=model.to(device), config=config, dist_init_required=False, **options)
+    if config["zero_optimization"]["stage"] == 3:
+        check_shards(engine.module)
     return engine
 
 

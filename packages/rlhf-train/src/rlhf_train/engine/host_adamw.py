@@ -9,6 +9,7 @@ from torch.optim.adamw import adamw
 
 from rlhf_models.host_states import HostStates, zeros_on_host
 from rlhf_train.engine import bf16_moments
+from rlhf_train.engine.deepspeed_internals import leave_stage_1, leave_stage_3
 
 CHUNK_SIZE = 1 << 23  # elements of master weights: with their two moments in float32, 96 MiB
 _MULTIPLE = 64  # elements, so that every place is aligned
@@ -36,17 +37,20 @@ class HostAdamW(torch.optim.AdamW):
     element as torch.optim.AdamW does, to the last bit, or with moments in bfloat16 as `Bf16MomentsAdamW`.
     """
 
-    def take_over(self, optimizer: Any, rank: int, dtype: torch.dtype, folder: str | None = None) -> None:
+    def take_over(
+        self, wrapper: Any, *, is_sharded: bool, rank: int, dtype: torch.dtype, folder: str | None = None
+    ) -> None:
         """Move the master weights of DeepSpeed's bfloat16 optimizer to host memory, and start moments of type `dtype`.
 
-        `optimizer` is that of ZeRO stage 1 or 3, and `rank` the number of this rank among those that share the weights
-        out. The memory may be a file in `folder`. DeepSpeed's step then reduces and clips gradients, and gathers
-        weights. The update between them is `step`.
+        `wrapper` is that of ZeRO stage 1, or of stage 3 if `is_sharded`, and `rank` the number of this rank among those
+        that share the weights out. The memory may be a file in `folder`. DeepSpeed's step then reduces and clips
+        gradients, and gathers weights. The update between them is `step`.
 
-        Raises EngineError when there is no place for the states.
+        Raises EngineError when there is no place for the states, or DeepSpeed's master weights are not those of the
+        weights.
         """
-        is_sharded = hasattr(optimizer, "fp32_partitioned_groups_flat")
-        self._parts = _leave_stage_3(optimizer) if is_sharded else _leave_stage_1(optimizer, rank)
+        parts = leave_stage_3(wrapper) if is_sharded else leave_stage_1(wrapper, rank)
+        self._parts = {known: _Part(*tensors) for known, tensors in parts.items()}
         masters = [part.master for part in self._parts.values()]
         pinned = any(master.is_cuda for master in masters)
         self._host_states = HostStates(folder=folder)
@@ -79,35 +83,6 @@ class HostAdamW(torch.optim.AdamW):
                     _update(group, places, num_updates, number * size, chunk[:3], *chunk[3:])
                 state["step"] += 1
         places.finish()
-
-
-def _leave_stage_1(optimizer: Any, rank: int) -> dict[Tensor, _Part]:
-    """Let DeepSpeed's optimizer of ZeRO stage 1 forget its master weights; return them by what it has in its groups."""
-    masters = optimizer.fp32_groups_flat_partition
-    gradients = optimizer.fp32_groups_gradient_flat_partition
-    weights = [parts[rank] for parts in optimizer.bf16_partitioned_groups]
-    # Without them, DeepSpeed neither gives them gradients, which are on another device, nor rounds them to weights.
-    optimizer.fp32_groups_flat_partition = []
-    optimizer._hp_optimizer_states_linked = True
-    return {parts[0]: _Part(*parts) for parts in zip(masters, weights, gradients, strict=True)}
-
-
-def _leave_stage_3(optimizer: Any) -> dict[Tensor, _Part]:
-    """Give DeepSpeed's optimizer of ZeRO stage 3 stand-ins for its master weights; return these by stand-in.
-
-    A stand-in has the size of the master weights and memory for one element. On the device, it takes the gradient.
-    """
-    parts = {}
-    for master, weight in zip(
-        optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True
-    ):
-        stand_in = master.detach().new_zeros(1).expand(len(master)).requires_grad_()
-        stand_in.ds_id = master.ds_id
-        parts[stand_in] = _Part(master, weight, None)
-    optimizer.fp32_partitioned_groups_flat = [*parts]
-    # After a group's update, DeepSpeed would round the stand-in to weights. `step` has done so with the masters.
-    optimizer._reassign_or_swap_out_partitioned_parameters = optimizer._unflatten_partitioned_parameters
-    return parts
 
 
 def _update(

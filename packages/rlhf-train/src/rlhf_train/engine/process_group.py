@@ -1,6 +1,6 @@
 """Rank sets: the processes that train a model together, and DeepSpeed in each of them.
 
-No file imports DeepSpeed but this one, `engine.deepspeed` and `engine.tensor_parallel`.
+No file imports DeepSpeed but this one, `engine.deepspeed`, `engine.deepspeed_internals` and `engine.tensor_parallel`.
 """
 
 import os

@@ -5,7 +5,7 @@ so that a run with other ranks or another ZeRO stage can read them, each rank on
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -204,44 +204,6 @@ class Place(NamedTuple):
     def cut(self, tensor: Tensor) -> Tensor:
         """Return the part of `tensor`, which is shaped like `flat`, as a view."""
         return tensor.detach().view(-1)[self.offset : self.offset + self.size]
-
-
-def places(module: torch.nn.Module, optimizer: Any) -> list[Place]:
-    """Return the parts of all trained weights that this rank keeps in an optimizer of DeepSpeed or PyTorch.
-
-    The weights come in the same order on all ranks. Without ZeRO all ranks keep all weights.
-    """
-    named = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return list(_stage_3_places(named, optimizer))
-    names = {id(weight): name for name, weight in named}
-    if hasattr(optimizer, "fp32_groups_flat_partition"):
-        groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True)
-    elif hasattr(optimizer, "single_partition_of_fp32_groups"):
-        groups = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True)
-    else:
-        return [Place(name, first_element(weight), weight.numel(), weight, 0) for name, weight in named]
-    found = []
-    for weights, flat in groups:
-        for weight in weights:
-            mapping = weight._hp_mapping
-            if mapping is None:
-                found.append(Place(names[id(weight)], 0, 0, flat, 0))
-                continue
-            address = mapping.hp_fragment_address
-            start = first_element(weight) + mapping.lp_fragment_address.start
-            found.append(Place(names[id(weight)], start, address.numel, flat, address.start))
-    return found
-
-
-def _stage_3_places(named: list[tuple[str, Any]], optimizer: Any) -> Iterator[Place]:
-    rank = torch.distributed.get_rank()
-    for name, weight in named:
-        group, offset, size = optimizer.grad_position[optimizer.get_param_id(weight)]
-        start = min(rank * size, weight.ds_numel)
-        # ZeRO-3 pads the last part of a weight.
-        rest = min(size, weight.ds_numel - start)
-        yield Place(name, start, rest, optimizer.fp32_partitioned_groups_flat[group], offset)
 
 
 def save_moments(shards: Shards, kept: list[Place], states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:

@@ -68,7 +68,8 @@ class RewardRank:
 
         from rlhf_models.host_states import RestingModel
         from rlhf_models.loading import load_reward_model
-        from rlhf_train.engine.deepspeed import frozen_parts, place_frozen
+        from rlhf_train.engine.deepspeed import place_frozen
+        from rlhf_train.engine.deepspeed_internals import frozen_parts
         from rlhf_train.engine.process_group import init_process_group
 
         started = time.perf_counter()

@@ -22,7 +22,8 @@ from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
 from rlhf_train.columns import RolloutColumns
 from rlhf_train.engine.accelerate import join_groups, start_engine, start_frozen
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, frozen_parts
+from rlhf_train.engine.deepspeed import DeepSpeedEngine
+from rlhf_train.engine.deepspeed_internals import frozen_parts
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.experience import MODEL_COLUMNS, Experience
 from rlhf_train.kl import kl_estimate
