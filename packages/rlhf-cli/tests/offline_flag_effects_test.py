@@ -234,6 +234,21 @@ def test_tools_that_no_option_names_are_a_notice(folder, monkeypatch, flags):
     assert len(told) == (not flags)
 
 
+def test_rows_of_math_shepherd_become_steps(folder, monkeypatch):
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
+    row = {"input": "2+2? Step 1: 4. ки\nStep 2: 5. ки", "label": "2+2? Step 1: 4. +\nStep 2: 5. -", "task": "MATH"}
+    (folder / "shepherd.jsonl").write_text(json.dumps(row))
+    argv = "--pretrain TINY --dataset shepherd.jsonl --preset_data math_shepherd --max_len 64"
+    parsed = CommandLine(config=COMMANDS["prm"].config, prog="").parse(argv.split())
+    assert not parsed.missing and parsed.config.data.placeholder_token == "ки"
+    argv += " --placeholder_token <|endoftext|>"
+    config = CommandLine(config=COMMANDS["prm"].config, prog="").parse(argv.split()).config
+    job, tokenizer = _prepare(COMMANDS["prm"], config, Path("/out"), Console())
+    [example] = job.examples
+    assert tokenizer.decode(example.token_ids) == row["input"].replace("ки", "<|endoftext|>")
+    assert example.labels.tolist() == [1.0, 0.0]
+
+
 def test_model_whose_heads_processes_cannot_divide_is_refused(folder, monkeypatch):
     monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
     monkeypatch.setattr(offline, "launch", lambda: Launch(num_ranks=2))

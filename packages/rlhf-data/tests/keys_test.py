@@ -20,8 +20,8 @@ def failure(tmp_path, row, keys, optional=()):
     [
         # The columns of GSM8K, beside what guides to it call them.
         ({"input_key": "question", "label_key": "answers"}, "label_key: data.jsonl:1: unknown key `answers`", "answer"),
-        ({"input_key": "input", "label_key": "answer"}, "input_key: data.jsonl:1: unknown key `input`", "question"),
-        ({"input_key": "question", "label_key": "label"}, "label_key: data.jsonl:1: unknown key `label`", "answer"),
+        ({"input_key": "inputs", "label_key": "answer"}, "input_key: data.jsonl:1: unknown key `inputs`", "question"),
+        ({"input_key": "question", "label_key": "target"}, "label_key: data.jsonl:1: unknown key `target`", "answer"),
         ({"prompt_key": "prompt"}, "prompt_key: data.jsonl:1: unknown key `prompt`", "question"),
     ],
 )
@@ -30,6 +30,21 @@ def test_missing_key_names_the_flag_to_type(tmp_path, keys, text, hint):
     row = {"question": "1 + 1?", "answer": "#### 2"}
     expected = (f"--{text}; known: answer, question", f"did you mean --{option} {hint}?")
     assert failure(tmp_path, row, keys) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "preset", "guess"),
+    [
+        ({"question": "1 + 1?", "answer": "#### 2"}, "gsm8k", "question"),
+        ({"prompt": "q", "completions": ["a"], "labels": [True]}, "stepwise", "prompt"),
+    ],
+)
+def test_missing_key_that_a_preset_gives_names_the_preset(tmp_path, row, preset, guess):
+    _, hint = failure(tmp_path, row, {"input_key": "input"})
+    assert hint == f"--preset_data {preset} reads rows of this form; or did you mean --input_key {guess}?"
+    with pytest.raises(DataError) as caught:  # another preset is given already
+        check_keys(open_sources(write_jsonl(tmp_path / "data.jsonl", [row]), preset=preset), {"input_key": "inputs"})
+    assert "preset_data" not in str(caught.value)
 
 
 def test_missing_key_without_a_guess_asks_for_one_and_may_be_none(tmp_path):

@@ -160,12 +160,25 @@ def test_process_encoder_finds_the_placeholders_and_their_labels():
     assert steps({"input": "a#", "label": [False]}).labels.tolist() == [0.0]
 
 
+def test_process_encoder_writes_a_placeholder_after_each_of_several_texts():
+    whole, parts = steps({"input": "q a#b#", "label": [1, 0]}), steps({"input": ["q a", "b"], "label": [1, 0]})
+    for name in ("token_ids", "positions", "labels"):
+        assert getattr(parts, name).tolist() == getattr(whole, name).tolist()
+    templated = steps({"input": ["a", "b"], "label": [1, 0]}, input_template="[{}]")
+    assert templated.token_ids.tolist() == [BOS_ID, *b"[a#b#]"]
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [
         ({"input": "a#b", "label": [1, 0]}, "1 placeholders '#' and 2 labels"),
         ({"input": "a", "label": []}, "0 placeholders '#' and 0 labels"),
+        ({"input": ["a", "b#c"], "label": [1, 0]}, "3 placeholders '#' and 2 labels"),
+        ({"input": ["a", {"b": 1}], "label": [1, 0]}, "`input` must be text, or a list of texts that end with a step"),
+        ({"input": [], "label": []}, "`input` is empty"),
         ({"input": "a#", "label": "+"}, "`label` must be a list of labels, got text"),
+        ({"input": "a#", "label": "a+"}, "hint: for rows in the form of Math-Shepherd, whose labels are text, use"),
+        ({"input": "a#", "label": 1}, "`label` must be a list of labels, got a number"),
         ({"input": "a#", "label": ["?"]}, "a label must be '+' or '-', or a number, got '?'"),
         ({"input": "a#", "label": [None]}, "`label` must be a number, got None"),
         ({"input": "a#", "label": [1.5]}, "the labels of steps must be from 0 to 1, got [1.5]"),

@@ -53,6 +53,45 @@ CALL = PROGRAM | {
     "starter_code": "def f(x):\n",
     "input_output": json.dumps({"fn_name": "f", "inputs": [[1]], "outputs": [2]}),
 }
+# A row of peiyi9979/Math-Shepherd: the label is the text again, with + or - in place of each placeholder.
+SHEPHERD = {
+    "input": "What is 2*3+1? Step 1: 2*3 = <<2*3=6>>6. ки\nStep 2: 6+1 = 8. The answer is: 8 ки",
+    "label": "What is 2*3+1? Step 1: 2*3 = <<2*3=6>>6. +\nStep 2: 6+1 = 8. The answer is: 8 -",
+    "task": "GSM8K",
+}
+
+
+def candidate(text, rating):
+    return {"text": text, "rating": rating, "flagged": None}
+
+
+def path_of(*steps, **question):
+    """A line of PRM800K. A step has its candidates, the number of the chosen one, and what a labeler wrote."""
+    named = [
+        {"completions": candidates, "human_completion": human, "chosen_completion": chosen}
+        for candidates, chosen, human in steps
+    ]
+    question = {"problem": "Factor $6$.", "ground_truth_answer": "2*3"} | question
+    return {"labeler": "x", "question": question, "label": {"steps": named, "finish_reason": "found_error"}}
+
+
+JUDGED = path_of(
+    ([candidate("Let me see.", 0)], 0, None),
+    ([candidate("It is odd.", -1), candidate("It is even.", 1)], 1, None),
+    ([candidate("So 2*4.", -1), candidate("So 6.", 0)], None, None),
+)
+WRITTEN = path_of(
+    ([candidate("No.", -1)], None, {"text": "By 2:", "rating": None}),
+    ([candidate("Hm.", None)], 0.0, None),  # as a table with nulls has it
+    ([candidate("2*3.", 1)], 0, None),
+    ([candidate("?", None)], 0, None),
+    (None, None, None),
+)
+STEPS = {
+    "prompt": "Blue light",
+    "completions": [" scatters more,", " so skies are\n", " red."],
+    "labels": [True, 0.5, 0],
+}
 
 
 def read(tmp_path, preset, *rows):
@@ -107,6 +146,32 @@ def answer(text):
             CALL,
             {"input": "Double it.\n\ndef f(x):\n", "label": {"fn_name": "f", "inputs": [[1]], "outputs": [2]}},
         ),
+        (
+            "math_shepherd",
+            SHEPHERD,
+            {
+                "input": [
+                    "What is 2*3+1? Step 1: 2*3 = <<2*3=6>>6. ",
+                    "\nStep 2: 6+1 = 8. The answer is: 8 ",
+                ],
+                "label": [1, 0],
+            },
+        ),
+        ("math_shepherd", {"input": "q ки\n", "label": "q -"}, {"input": ["q "], "label": [0]}),
+        (
+            "prm800k",
+            JUDGED,
+            {"input": ["Factor $6$.\nLet me see.\n", "It is even.\n", "So 2*4."], "label": [1, 1, 0]},
+        ),
+        # The third step is judged together with the one before, which has no rating.
+        ("prm800k", WRITTEN, {"input": ["Factor $6$.\nBy 2:\n", "Hm.\n2*3."], "label": [1, 1]}),
+        (
+            "stepwise",
+            STEPS,
+            {"input": ["Blue light scatters more,\n", " so skies are\n", " red."], "label": [1, 0.5, 0]},
+        ),
+        ("stepwise", {"prompt": "q\n", "completions": ["a"], "labels": [False]}, {"input": ["q\na"], "label": [0]}),
+        ("stepwise", {"prompt": "q", "completions": ["a"], "labels": [True]}, {"input": ["q\na"], "label": [1]}),
     ],
 )
 def test_preset_gives_rows_the_usual_keys(tmp_path, preset, row, expected):
@@ -153,6 +218,33 @@ def test_preset_gives_rows_the_usual_keys(tmp_path, preset, row, expected):
             "`input_output` must hold `inputs` and `outputs`, lists of the",
         ),
         ("apps", PROGRAM | {"solutions": '{"a": 1}'}, "`solutions` must be a list"),
+        (
+            "math_shepherd",
+            SHEPHERD | {"label": SHEPHERD["label"][:-1] + "?"},
+            "`label` is not the text of `input`",
+        ),
+        ("math_shepherd", SHEPHERD | {"label": SHEPHERD["label"] + "."}, "`label` is not the text of `input`"),
+        ("math_shepherd", SHEPHERD | {"label": "X" + SHEPHERD["label"][1:]}, "`label` is not the text of `input`"),
+        ("math_shepherd", {"input": "a", "label": "a"}, "`label` is not the text of `input`"),
+        ("math_shepherd", SHEPHERD | {"label": ["+", "-"]}, r"`label` is a list(.|\n)*need no preset"),
+        ("prm800k", JUDGED | {"question": "q"}, "`question` must hold `problem`"),
+        ("prm800k", path_of(problem=None), "`question` must hold `problem`"),
+        ("prm800k", JUDGED | {"label": {}}, "`question` must hold `problem`, a text, and `label` must hold `steps`"),
+        ("prm800k", JUDGED | {"label": {"steps": ["s"]}}, "a step of `label` must be an object with a list"),
+        ("prm800k", path_of(({"text": "x"}, 0, None)), "a step of `label` must be an object with a list"),
+        ("prm800k", path_of(([candidate("x", 2)], 0, None)), "`chosen_completion` must number a completion with"),
+        ("prm800k", path_of(([candidate("x", True)], 0, None)), "`chosen_completion` must number a completion with"),
+        ("prm800k", path_of(([candidate("x", 1)], 1, None)), "`chosen_completion` must number a completion with"),
+        ("prm800k", path_of(([candidate("x", 1)], -1, None)), "`chosen_completion` must number a completion with"),
+        ("prm800k", path_of((["x"], 0, None)), "`chosen_completion` must number a completion with"),
+        ("prm800k", path_of(([candidate("x", None)], 0, None)), "there must be at least one judged step"),
+        ("prm800k", path_of(), "there must be at least one judged step"),
+        ("prm800k", path_of(([candidate(None, 1)], 0, None)), "a step must be text, and not empty, got null"),
+        ("prm800k", path_of(([], None, {"rating": 1})), "a step must be text, and not empty, got null"),
+        ("stepwise", STEPS | {"labels": [True]}, "`completions` and `labels` must be lists of the same length"),
+        ("stepwise", STEPS | {"completions": "abc"}, "`completions` and `labels` must be lists of the same length"),
+        ("stepwise", STEPS | {"completions": ["a", " ", "b"]}, "a step must be text, and not empty, got text"),
+        ("stepwise", STEPS | {"completions": ["a", 1, "b"]}, "a step must be text, and not empty, got a number"),
     ],
 )
 def test_row_of_another_form_is_an_error_that_names_its_line(tmp_path, preset, row, says):
@@ -231,6 +323,39 @@ def test_presets_of_every_kind_become_prompts_or_examples(tmp_path):
         for side in (pair.chosen, pair.rejected):
             assert side.token_ids[: len(prompt.token_ids)].tolist() == prompt.token_ids.tolist()
             assert not side.loss_mask[: len(prompt.token_ids)].any()
+
+
+@pytest.mark.parametrize(
+    ("preset", "row", "text", "labels"),
+    [
+        # Math-Shepherd's own placeholder gives back its input.
+        ("math_shepherd", SHEPHERD, SHEPHERD["input"].replace("ки", "#"), [1, 0]),
+        ("prm800k", JUDGED, "Factor $6$.\nLet me see.\n#It is even.\n#So 2*4.#", [1, 1, 0]),
+        ("stepwise", STEPS, "Blue light scatters more,\n# so skies are\n# red.#", [1, 0.5, 0]),
+    ],
+)
+def test_presets_of_steps_become_examples_with_a_placeholder_after_each_step(tmp_path, preset, row, text, labels):
+    source = open_sources(write_jsonl(tmp_path / "data.jsonl", [row]), preset=preset)
+    section = type("Keys", (), {"placeholder_token": "#"})()
+    [example] = load_examples(source, make_encoder("process", section, ByteTokenizer())).examples
+    assert bytes(example.token_ids[1:].tolist()).decode() == text
+    assert example.positions.tolist() == [1 + at for at, letter in enumerate(text.encode()) if letter == ord("#")]
+    assert example.labels.tolist() == labels
+
+
+def test_placeholder_of_math_shepherd_is_that_of_its_inputs():
+    class Section(ExampleSection):
+        placeholder_token: str | None = None
+
+    assert Section(preset_data="math_shepherd").placeholder_token == "ки"
+    assert Section(preset_data="math_shepherd", placeholder_token="#").placeholder_token == "#"
+    assert Section(preset_data="prm800k").placeholder_token is None
+
+
+@pytest.mark.parametrize("preset", ["math_shepherd", "prm800k", "stepwise"])
+def test_judged_steps_are_for_commands_that_know_of_steps(preset):
+    with pytest.raises(ValueError, match=rf"rows of {preset} have judged steps(.|\n)*use `rlhf prm`"):
+        SampleSection(preset_data=preset)
 
 
 def test_inspect_shows_the_keys_of_a_preset(tmp_path, capsys):

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
 from rlhf_data.errors import DataError, nearest
+from rlhf_data.presets import PRESETS
 from rlhf_data.rows import Row, RowErrors
 from rlhf_data.sections import ChatSection
 from rlhf_data.sources import Rows
@@ -38,7 +39,10 @@ def check_keys(rows: Rows, keys: Mapping[str, str | None], optional: Collection[
             if key is not None and key not in row.values:
                 message = f"--{option}: {row.origin}: unknown key `{key}`; known: {', '.join(sorted(row.values))}"
                 taken = {other for name, other in keys.items() if name != option}
-                raise DataError(message, hint=_advice(option, key, row, taken, option in optional))
+                advice = _advice(option, key, row, taken, option in optional)
+                forms = [] if rows.preset else [name for name, form in PRESETS.items() if form.gives(key, row)]
+                preset = f"--preset_data {forms[0]} reads rows of this form; or " if forms else ""
+                raise DataError(message, hint=preset + advice)
 
 
 def check_extra_keys(rows: Rows, keys: Iterable[str]) -> None:

@@ -1,6 +1,6 @@
 """Preference data: pairs of answers, single answers with a verdict, and solutions with a verdict per step."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,9 @@ from rlhf_data.sft import SftEncoder, SftExample, completed
 
 _ANSWER_MARK = (
     "\n\nAssistant:"  # starts an answer in Anthropic's HH dialogues, which hold prompt and answer in one text
+)
+_TEXT_LABEL_HINT = (
+    "for rows in the form of Math-Shepherd, whose labels are text, use ``open_sources.preset=math_shepherd``"
 )
 _VERDICTS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
@@ -189,12 +192,15 @@ class UnpairedEncoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessEncoder:
-    """Turns a row into steps with labels. The row has a text with a placeholder after each step, and a list of labels.
+    """Turns a row into steps with labels.
+
+    The row has a text with a placeholder after each step, or a list of texts that each end with a step, and a list of
+    labels.
 
     Attributes:
         tokenizer: the model's tokenizer, loaded.
         placeholder: a text that is one token, such as a special token or "ки".
-        input_key: the key of the text with the problem and its solution.
+        input_key: the key of the text with the problem and its solution, or of its parts.
         label_key: the key of the labels: numbers from 0 to 1, booleans, or the two `reward_tokens`.
         reward_tokens: the labels of a good and of a bad step.
         input_template: text with one `{}` for the input; everything else in it is literal.
@@ -220,11 +226,12 @@ class ProcessEncoder:
 
     def __call__(self, row: Row) -> ProcessExample:
         """Return the steps of a row with their labels."""
-        text = self._template().render(row, self.input_key)
+        text = self._template().render(self._joined(row), self.input_key)
         head, *steps = text.split(self.placeholder)
         labels = row.cell(self.label_key)
         if not isinstance(labels, list):
-            raise DataError(f"{row.origin}: `{self.label_key}` must be a list of labels, got {kind_of(labels)}")
+            message = f"{row.origin}: `{self.label_key}` must be a list of labels, got {kind_of(labels)}"
+            raise DataError(message, hint=_TEXT_LABEL_HINT if isinstance(labels, str) else None)
         if len(labels) != len(steps) or not steps:
             raise DataError(f"{row.origin}: {len(steps)} placeholders {self.placeholder!r} and {len(labels)} labels")
         [ids, whole] = encode_prompts([head, text], self.tokenizer, has_special_tokens=False)
@@ -242,6 +249,16 @@ class ProcessEncoder:
 
     def _template(self) -> InputTemplate:
         return InputTemplate(tokenizer=self.tokenizer, input_template=self.input_template)
+
+    def _joined(self, row: Row) -> Row:
+        """Return the row with a placeholder after each of several texts."""
+        parts = row.cell(self.input_key)
+        if not isinstance(parts, list):
+            return row
+        if not all(isinstance(part, str) for part in parts):
+            raise DataError(f"{row.origin}: `{self.input_key}` must be text, or a list of texts that end with a step")
+        text = "".join(part + self.placeholder for part in parts)
+        return replace(row, values={**row.values, self.input_key: text})
 
     def _bare(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -8,6 +8,12 @@
 | `ultrafeedback` | HuggingFaceH4/ultrafeedback_binarized | as `hh`, and `margin`, the difference of the scores |
 | `humaneval` | openai/openai_humaneval | `input`; `output`, the solution; `label` with `test` and `entry_point` |
 | `apps` | codeparrot/apps | `input`; `output`, the first solution; `label` with `inputs`, `outputs`, `fn_name` |
+| `math_shepherd` | peiyi9979/Math-Shepherd | `input`, the parts of problem and solution that end with a step; `label` |
+| `prm800k` | OpenAI's PRM800K | as `math_shepherd`, for the labelled path: a chosen step, or the first that ends it |
+| `stepwise` | TRL's stepwise supervision: `prompt`, `completions`, `labels` | as `math_shepherd` |
+
+Labels of steps are 1 or 0, or any number from 0 to 1 in `stepwise`. In `prm800k`, a neutral step counts as good, a step
+without a rating is a part of the step that follows, and candidates beside the path are left out.
 
 The other keys of a row stay. Without numpy, because options name the presets.
 """
@@ -22,6 +28,7 @@ from rlhf_data.errors import DataError
 from rlhf_data.rows import Row, kind_of
 
 _MARKER = "####"
+_STEP = "ки"  # ends each step of Math-Shepherd's inputs
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s{}$]))")
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -34,14 +41,23 @@ class Preset:
     Attributes:
         values: returns the keys that a row gets. Raises DataError for a row of another form.
         options: values of options that the user does not set.
+        has_steps: whether rows are solutions with judged steps.
     """
 
     values: Callable[[Row], Mapping[str, Any]]
     options: Mapping[str, Any]
+    has_steps: bool = False
 
     def convert(self, row: Row) -> Row:
         """Return the row with its new keys. Raises DataError for a row of another form."""
         return replace(row, values={**row.values, **self.values(row)})
+
+    def gives(self, key: str, row: Row) -> bool:
+        """Return whether a row has the preset's form, and gets `key`."""
+        try:
+            return key in self.values(row)
+        except DataError:
+            return False
 
 
 def boxed(text: str) -> str | None:
@@ -133,6 +149,96 @@ def _apps(row: Row) -> Mapping[str, Any]:
     }
 
 
+def _math_shepherd(row: Row) -> Mapping[str, Any]:
+    """The label is the input with + or - in place of each placeholder."""
+    if isinstance(row.cell("label"), list):
+        hint = "rows with a list of labels need no preset, but ``ProcessEncoder.placeholder``"
+        raise DataError(f"{row.origin}: `label` is a list, where Math-Shepherd has a text", hint=hint)
+    *parts, rest = row.filled("input").split(_STEP)
+    judged = row.filled("label")
+    signs = []
+    start = 0
+    for part in parts:
+        start += len(part)
+        signs.append(judged[start : start + 1])
+        start += 1
+    whole = "".join(part + sign for part, sign in zip(parts, signs, strict=True)) + rest
+    if not parts or whole.rstrip() != judged.rstrip() or not set(signs) <= {"+", "-"}:
+        raise DataError(f"{row.origin}: `label` is not the text of `input` with + or - in place of each `{_STEP}`")
+    return {"input": parts, "label": [int(sign == "+") for sign in signs]}
+
+
+def _prm800k(row: Row) -> Mapping[str, Any]:
+    question, judged = (row.cell(key) for key in ("question", "label"))
+    problem = question.get("problem") if isinstance(question, Mapping) else None
+    steps = judged.get("steps") if isinstance(judged, Mapping) else None
+    if not isinstance(problem, str) or not isinstance(steps, list):
+        raise DataError(f"{row.origin}: `question` must hold `problem`, a text, and `label` must hold `steps`, a list")
+    texts: list[str] = []
+    labels: list[int] = []
+    unrated = ""
+    for step in steps:
+        found = _labelled_step(row, step)
+        if found is None:
+            break
+        text = unrated + _step_text(row, found["text"])
+        if found["rating"] is None:
+            unrated = f"{text}\n"
+        else:
+            texts.append(text)
+            labels.append(int(found["rating"] >= 0))
+            unrated = ""
+    return {"input": _step_parts(row, problem, texts), "label": labels}
+
+
+def _labelled_step(row: Row, step: Any) -> Mapping[str, Any] | None:
+    """Return the `text` of a path's step and its `rating`: -1, 0, 1 or None. Without a step, the path has ended.
+
+    A labeler who found every candidate wrong could write the step. A path that ends with an error has nothing chosen:
+    its first candidate is the one that the model generated.
+    """
+    candidates = (step.get("completions") or []) if isinstance(step, Mapping) else None
+    if not isinstance(candidates, list):
+        raise DataError(f"{row.origin}: a step of `label` must be an object with a list `completions`")
+    chosen = step.get("chosen_completion")
+    human = step.get("human_completion")
+    if chosen is None and human is not None:
+        return {"text": human.get("text") if isinstance(human, Mapping) else human, "rating": 1}
+    if not candidates:
+        return None
+    number = 0 if chosen is None else chosen
+    found = candidates[int(number)] if number in range(len(candidates)) else None
+    rating = found.get("rating") if isinstance(found, Mapping) else None
+    if not isinstance(found, Mapping) or isinstance(rating, bool) or rating not in (-1, 0, 1, None):
+        raise DataError(f"{row.origin}: `chosen_completion` must number a completion with `rating` -1, 0, 1 or null")
+    return {"text": found.get("text"), "rating": rating}
+
+
+def _stepwise(row: Row) -> Mapping[str, Any]:
+    steps, labels = (row.cell(key) for key in ("completions", "labels"))
+    if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels):
+        raise DataError(f"{row.origin}: `completions` and `labels` must be lists of the same length")
+    numbers = [int(label) if isinstance(label, bool) else label for label in labels]
+    return {"input": _step_parts(row, row.filled("prompt"), steps), "label": numbers}
+
+
+def _step_parts(row: Row, problem: str, steps: list[Any]) -> list[str]:
+    """Return the parts of a text that each end with a step, the first with the problem. A line break ends each step but
+    the last, and the problem if no white space divides it from the first step."""
+    texts = [_step_text(row, step) for step in steps]
+    if not texts:
+        raise DataError(f"{row.origin}: there must be at least one judged step")
+    parts = [*(text.removesuffix("\n") + "\n" for text in texts[:-1]), texts[-1]]
+    is_divided = problem[-1:].isspace() or parts[0][0].isspace()
+    return [problem + ("" if is_divided else "\n") + parts[0], *parts[1:]]
+
+
+def _step_text(row: Row, step: Any) -> str:
+    if not isinstance(step, str) or not step.strip():
+        raise DataError(f"{row.origin}: a step must be text, and not empty, got {kind_of(step)}")
+    return row.checked("step", step)
+
+
 _LABEL = {"label_key": "label"}
 _PAIR = {"apply_chat_template": True, "chosen_key": "chosen"}
 
@@ -144,5 +250,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "ultrafeedback": Preset(_ultrafeedback, _PAIR),
         "humaneval": Preset(_humaneval, _LABEL),
         "apps": Preset(_apps, _LABEL),
+        "math_shepherd": Preset(_math_shepherd, _LABEL | {"placeholder_token": _STEP}, has_steps=True),
+        "prm800k": Preset(_prm800k, _LABEL, has_steps=True),
+        "stepwise": Preset(_stepwise, _LABEL, has_steps=True),
     }
 )

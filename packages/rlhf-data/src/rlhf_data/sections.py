@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, field_validator, model_validator
 
 from rlhf_data.checks import lacking, without_effect
 from rlhf_data.errors import ConfigError, with_hint
@@ -60,7 +60,8 @@ class SampleSection(TemplateSection):
     preset_data: PresetName | None = flag(
         None,
         "the known data set whose form the rows have: they get the keys input, output, label, chosen and rejected, and"
-        " the options of keys and --apply_chat_template fit them; None: any rows, whose keys the options name",
+        " the options of keys and --apply_chat_template fit them; the last three are for prm; None: any rows, with the"
+        " keys that the options name",
     )
 
     @model_validator(mode="before")
@@ -71,6 +72,14 @@ class SampleSection(TemplateSection):
         preset = PRESETS.get(name) if isinstance(name, str) else None
         options = {} if preset is None else preset.options
         return {name: value for name, value in options.items() if name in cls.model_fields} | values
+
+    @field_validator("preset_data")
+    @classmethod
+    def _check_steps(cls, name: str | None) -> str | None:
+        if name is not None and PRESETS[name].has_steps and "placeholder_token" not in cls.model_fields:
+            message = f"rows of {name} have judged steps, which train process reward models"
+            raise ValueError(with_hint(message, "use `rlhf prm`, or `rlhf-data inspect --kind process`"))
+        return name
 
 
 class RowSection(SampleSection):

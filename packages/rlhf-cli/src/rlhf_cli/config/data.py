@@ -68,6 +68,10 @@ class VerdictSection(AnswerKeySection, InputSection, ChatTemplateSection, Exampl
 class StepSection(PlaceholderSection, ExampleSection):
     """Solutions whose steps were judged."""
 
-    input_key: str = flag("input", "key of the text with problem and solution, and a placeholder after each step")
+    input_key: str = flag(
+        "input",
+        "key of the text with problem and solution, and a placeholder after each step; or of a list of texts that each"
+        " end with a step",
+    )
     label_key: str = flag("label", "key of the list of labels, one per step: numbers from 0 to 1, or --reward_tokens")
     reward_tokens: tuple[str, str] = flag(("+", "-"), "texts of one token each that stand for a good and a bad step")
