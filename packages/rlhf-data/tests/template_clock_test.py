@@ -1,11 +1,16 @@
 """Chat templates that write the time or the date."""
 
+import pickle
 from datetime import datetime
 
 import pytest
 
-from rlhf_data.chat import encode_conversation, render_chat, template_clock
+from record_testing import write_jsonl
+from rlhf_data.chat import encode_conversation, render_chat, template_clock, template_dates
+from rlhf_data.examples import load_examples
 from rlhf_data.rows import Row
+from rlhf_data.sft import SftEncoder
+from rlhf_data.sources import open_sources
 from rlhf_data.testing import ByteTokenizer
 
 TEMPLATE = (
@@ -55,5 +60,35 @@ def test_prompt_and_answer_have_the_same_time(tokenizer):
     assert len(ids)
 
 
+def test_processes_that_encode_have_the_same_time(tokenizer):
+    """Workers get a pickled tokenizer."""
+    now = template_clock(tokenizer, datetime(2025, 1, 2))
+    assert template_clock(pickle.loads(pickle.dumps(tokenizer))) == now
+
+
+def test_cached_examples_are_those_of_the_same_date(tokenizer, tmp_path):
+    data = write_jsonl(tmp_path / "a.jsonl", [{"input": "2+2?", "output": "?"}])
+    tokenizer.chat_template = TEMPLATE.replace(" %f", "")
+
+    def is_read_again(*when):
+        template_clock(tokenizer, datetime(*when))
+        calls = []
+        encoder = SftEncoder(tokenizer=tokenizer, apply_chat_template=True)
+        load_examples(open_sources(data), encoder, cache_dir=tmp_path / "cache", progress=calls.append)
+        return not calls
+
+    assert not is_read_again(2025, 12, 31, 8)
+    assert is_read_again(2025, 12, 31, 23)
+    assert not is_read_again(2026, 1, 1)
+    assert is_read_again(2025, 12, 31, 9)
+
+
+def test_dates_are_those_that_the_template_writes_in_its_order(tokenizer):
+    template_clock(tokenizer, datetime(2025, 1, 2))
+    tokenizer.chat_template += '{{ strftime_now("%Y") }}'
+    assert template_dates(tokenizer) == ["02 Jan 2025 000000", "2025"]
+
+
 def test_templates_without_a_time_have_no_clock():
     assert template_clock(ByteTokenizer(), datetime(2025, 1, 2)) is None
+    assert template_dates(ByteTokenizer()) == []

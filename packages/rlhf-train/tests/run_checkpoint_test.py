@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import time
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,11 +22,16 @@ from rlhf_train.run.checkpoint import (
     RECEIPT,
     Checkpoint,
     Checkpoints,
+    CheckpointSpec,
     folders,
     read_checkpoint,
+    recorded_clock,
     superfluous,
     write_receipt,
 )
+from rlhf_train.run.checkpointing import Checkpointer
+from rlhf_train.run.observer import Observer
+from rlhf_train.run.timeline import Timeline
 
 
 def save(checkpoints: Checkpoints, step: int, metric: float | None = None, size: int = 10):
@@ -362,3 +368,52 @@ def test_broken_manifest_or_state_is_refused_and_the_checkpoint_before_is_used(t
     said = []
     assert checkpoints.newest_whole(said.append) == older
     assert len(said) == 1
+
+
+def test_clock_is_that_of_the_newest_checkpoint_that_can_be_read(tmp_path):
+    def save_at(step: int, **state: str) -> Path:
+        checkpoints.begin(step)
+        return checkpoints.commit(step, {"step": step, **state}, [], None).path
+
+    checkpoints = Checkpoints(tmp_path, max_num=9)
+    assert recorded_clock(tmp_path) is recorded_clock(tmp_path / "nothing") is None
+    save_at(9)  # by a template that writes no time
+    assert recorded_clock(tmp_path) is None
+    save_at(10, template_clock="2025-12-31T23:59:59.000007")
+    (save_at(11, template_clock="2026-01-01T00:00:00") / "state.json").write_text("{")
+    (save_at(12, template_clock="2026-01-01T00:00:00") / MANIFEST).unlink()
+    save_at(13, template_clock="noon")
+    (tmp_path / "step-14").write_text("no folder")
+    assert recorded_clock(tmp_path) == datetime(2025, 12, 31, 23, 59, 59, 7)
+
+
+class FakeModels:
+    def save_state(self, folder: str) -> list[str]:
+        return []
+
+    def load_state(self, folder: str) -> None: ...
+
+    def finish_state(self) -> None: ...
+
+
+class Count:
+    def state(self) -> int:
+        return 5
+
+    def restore(self, state: int) -> None:
+        assert state == 5
+
+
+@pytest.mark.parametrize("clock", [None, datetime(2025, 12, 31, 23, 59)])
+def test_every_checkpoint_keeps_the_clock(tmp_path, clock):
+    spec = CheckpointSpec(every=1, template_clock=clock)
+    checkpoints = Checkpoints(tmp_path)
+    args = spec, checkpoints, {"count": Count()}, FakeModels(), None, Timeline(), Observer()
+    first = Checkpointer(*args)
+    first.after_step(1, None)
+    first.close()
+    told = {} if clock is None else {"template_clock": "2025-12-31T23:59:00"}
+    [saved] = checkpoints.all()
+    assert saved.state() == {"step": 1, "is_recorded": True, "count": 5, **told}
+    assert recorded_clock(tmp_path) == clock
+    assert Checkpointer(*args).restore(saved) == 1

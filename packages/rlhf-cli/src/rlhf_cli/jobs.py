@@ -157,7 +157,9 @@ def make_job(
         ema_beta=training.ema_beta if training.enable_ema else None,
         save_critic=config.output.save_value_network and spec.row.uses_critic,
         best_metric=None if inputs.recording else evaluation.best_metric_key,
-        checkpoints=replace(full.checkpoint.spec(), resume=config.checkpoint.continues),
+        checkpoints=replace(
+            full.checkpoint.spec(), resume=config.checkpoint.continues, template_clock=inputs.template_clock
+        ),
         trackers=full.output.trackers("ppo", folder.name),
         asynchronous=config.asynchrony.spec(),
         early_forwards=config.asynchrony.early_forwards,

@@ -369,6 +369,12 @@ def template_clock(tokenizer: Tokenizer, now: datetime | None = None) -> datetim
     return getattr(tokenizer, _CLOCK)
 
 
+def template_dates(tokenizer: Tokenizer) -> list[str]:
+    """Return the dates and times that the chat template writes, in the order in which it has them."""
+    now = template_clock(tokenizer)
+    return [] if now is None else [now.strftime(found[2]) for found in _DATE.finditer(_template_text(tokenizer))]
+
+
 def _template_text(tokenizer: Tokenizer) -> str:
     template = tokenizer.chat_template
     if isinstance(template, Mapping):  # a tokenizer with several named templates

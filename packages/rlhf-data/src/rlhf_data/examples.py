@@ -13,6 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from rlhf_data.chat import template_dates
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.options import Section, matching
 from rlhf_data.preference import PreferenceEncoder, PreferenceExample, ProcessEncoder, UnpairedEncoder
@@ -245,7 +246,7 @@ def _key(data: str, encoder: Any, max_len: int) -> str:
     # Pickles of a Hugging Face tokenizer differ between processes; the text form of its Rust part does not.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = pickle.dumps(tokenizer) if backend is None else backend.to_str().encode()
-    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template)
+    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template, *template_dates(tokenizer))
     # The repr of an encoder has all of its options except the tokenizer.
     parts = repr((_FORMAT, data, encoder, max_len, ends)).encode()
     return hashlib.sha256(parts + words).hexdigest()[:24]

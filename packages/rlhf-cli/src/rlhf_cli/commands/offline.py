@@ -31,6 +31,7 @@ from rlhf_cli.preflight.resume import (
     changed_options,
     check_can_continue,
     check_run_folders,
+    keep_clock,
     nothing_is_left,
     run_folder,
     saying_how_to_resume,
@@ -227,6 +228,8 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     saved = {} if template is None else {"chat_template": tokenizer.chat_template}
     # The template that is saved does not have the values of its variables.
     set_chat_template(tokenizer, variables=getattr(config.data, "chat_template_kwargs", None))
+    clock = keep_clock(tokenizer, config.checkpoint, folder)
+    checkpoints = with_full_paths(config).checkpoint.spec()
     check_attention(model, model_config)
     check_experts(model, model_config)
     check_context(model_config, config.data.max_len, "--max_len")
@@ -256,7 +259,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         schedule=schedule,
         model_path=folder / "model",
         best_path=folder / "best_model" if best else None,
-        checkpoints=replace(with_full_paths(config).checkpoint.spec(), resume=config.checkpoint.continues),
+        checkpoints=replace(checkpoints, resume=config.checkpoint.continues, template_clock=clock),
         rank=place.rank,
         num_ranks=place.num_ranks,
         master=place.master or ("127.0.0.1", free_port()),

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 from rlhf_cli.config.ppo import PpoConfig
@@ -19,7 +20,7 @@ from rlhf_cli.preflight.models import (
     longest_sequence,
     masked_ids,
 )
-from rlhf_cli.preflight.resume import check_run_folders
+from rlhf_cli.preflight.resume import check_run_folders, keep_clock
 from rlhf_cli.preflight.rewards import (
     check_reward_models,
     judges_steps,
@@ -50,6 +51,7 @@ class Inputs:
         agent: the agent, with an absolute path; None for single turns.
         recording: the rollouts to train on; None for a run that generates its own. With it there are no prompts.
         masked_ids: ids without a token, by the folder or hub name of the policy and of the teacher.
+        template_clock: the time that the chat template writes; None for a template that writes none.
     """
 
     model: str
@@ -63,6 +65,7 @@ class Inputs:
     agent: str | None = None
     recording: Recording | None = None
     masked_ids: Mapping[str, tuple[range, ...]] = field(default_factory=dict)
+    template_clock: datetime | None = None
 
 
 def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
@@ -86,6 +89,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     model = model_path(config.model.pretrain)
     model_config, tokenizer = load_model_files(model)
     set_chat_template(tokenizer, variables=config.data.chat_template_kwargs)
+    clock = keep_clock(tokenizer, config.checkpoint, folder)
     check_attention(config.model, model_config)
     check_experts(config.model, model_config)
     check_saves("pretrain", config.model, model)
@@ -104,7 +108,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     notices += try_rewards(config, sources, prompts.prompts)
     if agent is not None:
         notices += try_agent(config, agent, tokenizer)
-    options = {"process_models": process_models, "agent": agent, "masked_ids": masked}
+    options = {"process_models": process_models, "agent": agent, "masked_ids": masked, "template_clock": clock}
     return Inputs(model, critic, sources, prompts, held_out, tuple(notices), teacher, **options)
 
 

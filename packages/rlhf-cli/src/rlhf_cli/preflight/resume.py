@@ -4,6 +4,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,15 @@ def to_store(config: Any) -> Any:
     the run to another folder."""
     checkpoint = config.checkpoint.model_copy(update={"resume": None})
     return with_full_paths(config.model_copy(update={"checkpoint": checkpoint}))
+
+
+def keep_clock(tokenizer: Any, section: CheckpointSection, folder: Path) -> datetime | None:
+    """Make the tokenizer's chat template write the time that it wrote at the start of the run that continues in
+    `folder`, or in a new run the present. Return that time; None for a template that writes none."""
+    from rlhf_data.chat import template_clock
+    from rlhf_train.run.checkpoint import recorded_clock
+
+    return template_clock(tokenizer, recorded_clock(_home(section, folder)) if section.continues else None)
 
 
 def changed_options(config: Any, folder: Path) -> list[str]:

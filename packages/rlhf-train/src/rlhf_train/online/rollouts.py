@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from rlhf_data.chat import template_clock
 from rlhf_data.errors import EngineError
 from rlhf_data.pretrained import set_chat_template
 from rlhf_data.progress import duration
@@ -84,6 +85,7 @@ class Rollouts:
         tokenizer_path = job.engine.tokenizer or job.engine.model
         tokenizer = load_tokenizer(tokenizer_path)
         set_chat_template(tokenizer, variables=job.agent and job.agent.chat_template_kwargs)
+        template_clock(tokenizer, job.checkpoints.template_clock)
         self._workflow = make_workflow(
             job.agent,
             router,

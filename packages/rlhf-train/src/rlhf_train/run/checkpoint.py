@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class CheckpointSpec:
         hf_model: save the policy, or the model of an offline run, as a Hugging Face folder in each checkpoint.
         resume: continue from the newest checkpoint in the folder, if there is one.
         before: continue only from a checkpoint of an earlier step than this.
+        template_clock: the time that the chat template writes, which a run that continues keeps; see `recorded_clock`.
     """
 
     folder: str = ""
@@ -54,6 +56,7 @@ class CheckpointSpec:
     hf_model: bool = False
     resume: bool = False
     before: float = math.inf
+    template_clock: datetime | None = None
 
     def home(self, run_folder: str | Path) -> Path:
         """Return the folder of all checkpoints of the run in `run_folder`."""
@@ -256,6 +259,20 @@ def superfluous(found: Sequence[Checkpoint], max_num: int, max_bytes: float = ma
 def folders(home: Path) -> list[Path]:
     """Return the folders of all checkpoints in `home`, whole or not, the oldest first."""
     return sorted((path for path in home.glob("step-*") if _step_of(path) >= 0), key=_step_of)
+
+
+def recorded_clock(folder: Path) -> datetime | None:
+    """Return the time that the chat template writes in the run whose checkpoints are in `folder`.
+
+    None if the template writes no time, or no checkpoint can be read.
+    """
+    for path in sorted(folder.glob("step-*"), key=_step_of, reverse=True):
+        try:
+            text = read_checkpoint(path).state().get("template_clock")
+            return None if text is None else datetime.fromisoformat(text)
+        except (CheckpointError, ValueError, TypeError):
+            continue
+    return None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

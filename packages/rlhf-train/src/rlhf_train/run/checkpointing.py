@@ -134,7 +134,9 @@ class Checkpointer:
                 continues does both otherwise.
         """
         parts = {name: part.state() for name, part in self._parts.items()}
-        self._state = {"step": step, "is_recorded": is_recorded, **parts}
+        clock = self._spec.template_clock
+        told = {} if clock is None else {"template_clock": clock.isoformat()}
+        self._state = {"step": step, "is_recorded": is_recorded, **told, **parts}
         self._metric = metric
 
     def after_step(self, step: int, metric: float | None) -> None:
