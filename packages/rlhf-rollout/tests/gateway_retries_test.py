@@ -251,8 +251,9 @@ def test_failure_after_the_headers_reaches_the_client(monkeypatch, is_stream):
     assert isinstance(asyncio.run(run()), openai.InternalServerError) is not is_stream
 
 
-def test_retry_that_arrives_with_the_end_of_its_first_connection_gets_the_first_answer():
-    engine = Counting(latency_s=0.3)
+@pytest.mark.parametrize("late_s", [0.0, 0.15])
+def test_retry_that_arrives_with_the_end_of_its_first_connection_or_before_it_gets_the_first_answer(late_s):
+    engine = Counting(latency_s=0.3 + late_s)
 
     async def run():
         async with opened(engine) as door:
@@ -266,6 +267,8 @@ def test_retry_that_arrives_with_the_end_of_its_first_connection_gets_the_first_
                     await asyncio.sleep(0.005)
             # Without `await`: the server, in this event loop, reads all of it at once.
             second.sendall(head.encode() + b"X-Stainless-Retry-Count: 1\r\n\r\n" + content)
+            if late_s:
+                await asyncio.sleep(late_s)
             first.close()
             async with asyncio.timeout(60):
                 while not door.recorder.num_answers:

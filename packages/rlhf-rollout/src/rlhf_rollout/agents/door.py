@@ -113,6 +113,11 @@ class DoorSession:
         equal.append(asked)
         return asked
 
+    def is_waited_for(self, request: Request) -> bool:
+        """Return whether there are equal requests, and clients that wait for the answer to each of them."""
+        equal = self._asked.get(request.digest(), ())
+        return bool(equal) and all(asked.has_client and not asked.is_delivered for asked in equal)
+
     @contextlib.contextmanager
     def waiting(self, asked: Asked) -> Iterator[None]:
         """Return a context in which a client waits for an answer. It has left if the answer is not delivered then."""

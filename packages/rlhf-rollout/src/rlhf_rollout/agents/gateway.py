@@ -51,6 +51,7 @@ DIALECTS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": R
 READ_TIMEOUT_S = 60.0  # for the body of a request
 KEEP_ALIVE_S = 5.0  # clients stop reading, some after 10 s, when nothing arrives
 _LEAVING_S = 0.02  # until a connection that was closed before a retry is noticed, when both are read at once
+_NUM_LOOKS = 50  # for a connection whose end comes behind the retry
 _BACKLOG = 2048
 _EXIT_TIMEOUT_S = 5.0
 _PATH = re.compile(r"/session/([\w-]+)/(?:v1/)?(chat/completions|completions|responses|messages|models)/?")
@@ -164,8 +165,10 @@ class Gateway:
         try:
             request = dialect.read(await _read_body(receive))
             is_retry = _is_retry(scope)
-            if is_retry:
+            for _ in range(_NUM_LOOKS if is_retry else 0):
                 await asyncio.sleep(_LEAVING_S)
+                if not session.is_waited_for(request):
+                    break
             asked = session.ask(request, is_retry=is_retry)
         except (DataError, RecursionError) as error:
             raise RefusedError(400, "invalid_request_error", str(error)) from None
