@@ -255,6 +255,8 @@ def test_check_inputs_models_that_lack_weights_or_could_not_be_saved_are_refused
     critic = ("--critic_pretrain", "judge", "--advantage_estimator", "gae")
     said = refused(folder, models, *critic)
     assert said.startswith("--critic_pretrain: the model") and "judge lacks 1 weights of a Qwen2Model, such as" in said
+    said = refused(folder, models, "--reward_pretrain", "judge", "--advantage_estimator", "gae")
+    assert said.startswith("--reward_pretrain: the model") and "judge lacks 1 weights" in said
     whole = weights._in_checkpoint
     monkeypatch.setattr(weights, "_in_checkpoint", lambda *args: {"old." + name: x for name, x in whole(*args).items()})
     said = refused(folder, models)

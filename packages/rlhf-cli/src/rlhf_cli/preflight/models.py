@@ -121,8 +121,8 @@ def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], t
     if critic != model:
         check_companion("critic_pretrain", config.model, critic, tokenizer)
         check_head("critic_pretrain", critic)
-    flag = "pretrain" if named is None and critic == model else "critic_pretrain"
-    check_saves(flag, config.model, critic, has_values=True)
+    unnamed = "reward_pretrain" if reward_models else "pretrain"
+    check_saves(unnamed if named is None else "critic_pretrain", config.model, critic, has_values=True)
     if config.model.critic_lora is not None:
         from rlhf_models.loading import load_config
         from rlhf_models.lora import check_lora
