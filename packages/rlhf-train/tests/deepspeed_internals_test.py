@@ -151,6 +151,11 @@ def copy_first(name):
     return change
 
 
+def drop_last(name):
+    """Have a list by parameter group lack the last group."""
+    return lambda _, wrapper: getattr(wrapper, name).pop()
+
+
 def copy_fragment(module, _):
     mapping = module.layers[2].bias._hp_mapping
     mapping.hp_fragment = mapping.hp_fragment.clone()
@@ -190,6 +195,10 @@ def other_optimizer(_, wrapper):
         (1, copy_first("fp32_groups_flat_partition"), "updates other tensors than the master weights"),
         (2, copy_first("single_partition_of_fp32_groups"), "updates other tensors than the master weights"),
         (1, forget_weight, "no master weight of layers.2.weight"),
+        (1, drop_last("bf16_groups"), "updates other tensors than the master weights"),
+        (1, drop_last("fp32_groups_flat_partition"), "updates other tensors than the master weights"),
+        (2, drop_last("single_partition_of_fp32_groups"), "updates other tensors than the master weights"),
+        (1, drop_last("fp32_groups_gradients"), "2 weights have no sum of gradients"),
         (1, shift_mapping, "found for layers.0.weight has other values"),
         (2, shift_mapping, "found for layers.0.weight has other values"),
         (3, shift_shard, "found for layers.0.weight has other values"),

@@ -89,9 +89,10 @@ def places(module: nn.Module, wrapper: Any) -> list[Place]:
     if kind == "DeepSpeedZeroOptimizer_Stage3":
         return list(_stage_3_places(named, wrapper))
     if kind == "BF16_Optimizer":
-        groups = zip(wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, strict=True)
+        # `check_masters` says what a list that is too short lacks.
+        groups = zip(wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, strict=False)
     elif kind == "DeepSpeedZeroOptimizer":
-        groups = zip(wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups, strict=True)
+        groups = zip(wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups, strict=False)
     else:
         return [Place(name, first_element(weight), weight.numel(), weight, 0) for name, weight in named]
     names = {id(weight): name for name, weight in named}
@@ -177,8 +178,8 @@ def _master_of(weight: Any) -> Tensor:
 
 def float32_sums(wrapper: Any) -> dict[nn.Parameter, Tensor]:
     """Return DeepSpeed's float32 sum of the gradients of each bfloat16 weight, at stage 1."""
-    groups = zip(wrapper.bf16_groups, wrapper.fp32_groups_gradients, strict=True)
-    return {weight: total for weights, totals in groups for weight, total in zip(weights, totals, strict=True)}
+    groups = zip(wrapper.bf16_groups, wrapper.fp32_groups_gradients, strict=False)
+    return {weight: total for weights, totals in groups for weight, total in zip(weights, totals, strict=False)}
 
 
 def flat_sums(wrapper: Any) -> list[Tensor]:
