@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rlhf_data.errors import RlhfError
 from rlhf_models.actor import Actor
@@ -54,7 +54,12 @@ _LATER_WINDOWS = {"use_sliding_window": True, "sliding_window": _WINDOW, "max_wi
 _GEMMA_N = {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8}
 _LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
 _LONG_ROPE |= {"long_factor": [4.0] * 16, "short_factor": [1.0] * 16}
-# By family, the type of its config, and fields beyond those that are made small in all of them.
+_SIGLIP = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_SIGLIP |= {"image_size": 28, "patch_size": 14}
+_QWEN_EYE = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128}
+_QWEN_EYE |= {"num_position_embeddings": 16, "deepstack_visual_indexes": []}
+# By family, the type of its config, and fields beyond those that are made small in all of them. A family with a config
+# for text within its own has the fields of that in `text_config`.
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", _MAMBA | {"attn_layer_indices": [1], "mamba_d_head": 64}),
     "deepseek_v2": ("deepseek_v2", _LATENT | {"num_experts_per_tok": 2}),
@@ -67,6 +72,7 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon, ALiBi": ("falcon", {"alibi": True}),
     "falcon, new decoder": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon_h1": ("falcon_h1", _MAMBA | {"mamba_d_ssm": 128, "mamba_d_head": 32}),
+    "gemma3": ("gemma3", {"vision_config": _SIGLIP, "mm_tokens_per_image": 4}),
     "gemma3n_text": (
         "gemma3n_text",
         _GEMMA_N
@@ -92,6 +98,7 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe, window": ("phimoe", {"sliding_window": _WINDOW}),
     "qwen2, window": ("qwen2", _LATER_WINDOWS),
     "qwen2_moe, window": ("qwen2_moe", _LATER_WINDOWS),
+    "qwen3_5": ("qwen3_5", {"text_config": _LINEAR, "vision_config": _QWEN_EYE}),
     "qwen3_5_text": ("qwen3_5_text", _LINEAR),
     "qwen3_next": ("qwen3_next", _LINEAR),
     "starcoder2, window": ("starcoder2", {"sliding_window": _WINDOW}),
@@ -143,16 +150,29 @@ class Findings:
     sent: str
 
 
+def _tiny_config(kind: str, own: dict[str, Any]) -> Any:
+    default = AutoConfig.for_model(kind)
+    fields = default.get_text_config().to_dict()
+    small = {name: value for name, value in _SMALL.items() if fields.get(name) is not None}
+    small |= _ENDS | {"initializer_range": 0.1}
+    if default.get_text_config() is default:
+        return AutoConfig.for_model(kind, **(small | own))
+    return AutoConfig.for_model(kind, **(own | {"text_config": small | own.get("text_config", {})}))
+
+
+def text_type(family: str) -> str:
+    """Return the type of the config for text of a family."""
+    return AutoConfig.for_model(FAMILIES[family][0]).get_text_config().model_type
+
+
 def write_tiny(family: str, folder: Path) -> None:
     """Write a random model of a family, with a tokenizer."""
-    kind, own = FAMILIES[family]
-    defaults = AutoConfig.for_model(kind).to_dict()
-    small = {name: value for name, value in _SMALL.items() if defaults.get(name) is not None}
-    config = AutoConfig.for_model(kind, **(small | _ENDS | {"initializer_range": 0.1} | own))
+    config = _tiny_config(*FAMILIES[family])
+    is_text = config.get_text_config() is config
     generator = torch.Generator().manual_seed(1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).float()
+        model = (AutoModelForCausalLM if is_text else AutoModelForImageTextToText).from_config(config).float()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # Biases and norms are made as zeros and ones, which would hide that one is missing.
@@ -264,6 +284,8 @@ def _saved(folder: Path) -> str:
     problems = {name: sorted(keys)[:3] for name, keys in report.items() if keys}
     if problems or type(loaded) is not type(actor.model):
         return f"{type(loaded).__name__}: {problems}"
+    if differing := _names(new) ^ _names(folder):
+        return f"{', '.join(sorted(differing)[:2])}"
     if _config(new) != _config(folder):
         return "another config"
     gap = distance(logprobs_of(loaded, SEQUENCES), logprobs_of(actor.eval().model, SEQUENCES))
@@ -278,9 +300,16 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _sent(folder: Path) -> str:
+    actor = _load(folder)
+    sent = {name for name, _ in hf_named_weights(actor)}
+    left_out = getattr(actor.model, "left_out", None)
+    names = _names(folder) - set(left_out.files if left_out else ())
+    return "equal" if names == sent else f"{', '.join(sorted(names ^ sent)[:2])}"
+
+
+def _names(folder: Path) -> set[str]:
     names = set()
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as stored:
             names |= set(stored.keys())
-    sent = {name for name, _ in hf_named_weights(_load(folder))}
-    return "equal" if names == sent else f"{', '.join(sorted(names ^ sent)[:2])}"
+    return names

@@ -210,6 +210,28 @@ def test_check_inputs_critic_with_a_head_of_two_labels_is_refused(folder, models
     assert text.startswith(f"--critic_pretrain: the head score.weight of the model {folder / 'two'} has the shape [2, ")
 
 
+@pytest.mark.parametrize("flag", ["pretrain", "critic_pretrain"])
+def test_check_inputs_critic_with_a_head_of_an_unknown_name_is_refused(folder, models, flag):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = shutil.copytree(models / "policy", folder / "own") / "model.safetensors"
+    save_file(load_file(file) | {"critic.weight": torch.ones(1, 64)}, file, {"format": "pt"})
+    text = refused(folder, models, "--advantage_estimator", "gae", f"--{flag}", "own")
+    assert text.startswith(f"--{flag}: the model {folder / 'own'} has the weight critic.weight of shape [1, 64]")
+
+
+def test_check_inputs_reward_model_is_not_concerned_by_the_attention_of_the_policy(folder, models):
+    from transformers import AutoModelForSequenceClassification, Gemma2Config
+
+    shutil.copytree(models / "judge", folder / "capped")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = Gemma2Config(**sizes, num_key_value_heads=1, head_dim=32, vocab_size=512, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "capped")
+    argv = ["--remote_rm_url", "None", "--reward_pretrain", "capped", "--attn_implementation", "sdpa"]
+    check(folder, models, *argv, "--advantage_estimator", "group_norm", "--n_samples_per_prompt", "2")
+
+
 def test_check_inputs_teacher_with_the_policys_tokens_is_accepted_alone_and_one_with_a_short_context_is_not(
     folder, models
 ):

@@ -1,14 +1,17 @@
 import json
+import re
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForTokenClassification
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
 from rlhf_models.heads import HEAD_NAMES, load_head
 from rlhf_models.loading import (
+    check_critic,
     check_reward_model,
     check_same_tokenizer,
     load_config,
@@ -113,10 +116,59 @@ def test_head_of_two_labels_is_refused_with_both_shapes(tmp_path, load):
         load(folder, dtype="float32")
 
 
-def test_head_with_a_bias_is_refused(reward_dir, tmp_path):
-    folder = with_weights(reward_dir, tmp_path, lambda old: old | {"score.bias": torch.ones(1)})
-    with pytest.raises(ConfigError, match=r"score\.weight .* has a bias[^\n]*\n\nhint: .*``RemoteReward"):
-        check_reward_model(folder)
+@pytest.mark.parametrize("file", ["model.safetensors", "value_head.safetensors", "value_head.bin"])
+def test_head_of_trl_with_its_bias_keeps_both_when_saved(model_dir, tmp_path, sequences, file):
+    # TRL's AutoModelForCausalLMWithValueHead; LLaMA-Factory writes its head into a file beside the language model.
+    head = {"v_head.summary.weight": torch.linspace(-1, 1, 64)[None], "v_head.summary.bias": torch.tensor([2.5])}
+    folder = shutil.copytree(model_dir, tmp_path / "trl")
+    if file == "model.safetensors":
+        save_file(load_file(folder / file) | head, folder / file, {"format": "pt"})
+    elif file.endswith(".bin"):
+        torch.save(head, folder / file)
+    else:
+        save_file(head, folder / file, {"format": "pt"})
+    check_critic(folder)
+    check_reward_model(folder)
+    with torch.no_grad():
+        hidden = AutoModel.from_pretrained(folder)(torch.from_numpy(sequences[0])[None]).last_hidden_state[0, -1]
+    expected = float(hidden.double() @ torch.linspace(-1, 1, 64).double() + 2.5)
+    batch = TokenBatch.padded([sequences[0]], 0)
+    critic = load_critic(folder, dtype="float32")
+    assert float(load_reward_model(folder, dtype="float32")(batch)) == pytest.approx(expected, abs=1e-5)
+    assert float(final_values(critic, [sequences[0]])) == pytest.approx(expected, abs=1e-5)
+    with torch.no_grad():
+        critic.value_head.bias.add_(1.0)
+    saved = save_hf(critic, None, None, tmp_path / "saved")
+    assert float(load_reward_model(saved, dtype="float32")(batch)) == pytest.approx(expected + 1.0, abs=1e-5)
+
+
+def test_head_of_a_token_classifier_gives_its_scores(reward_dir, tmp_path, sequences):
+    """verl's critics are ...ForTokenClassification with one label."""
+    config = AutoConfig.from_pretrained(reward_dir, num_labels=1)
+    theirs = AutoModelForTokenClassification.from_config(config).eval()
+    torch.nn.init.constant_(theirs.score.bias, 3.0)
+    theirs.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(sequences[0])[None]).logits[0, -1, 0]
+    score = load_reward_model(tmp_path, dtype="float32")(TokenBatch.padded([sequences[0]], 0))[0]
+    torch.testing.assert_close(score, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (64,), (1, 32)])
+def test_unused_weight_that_may_be_a_head_is_refused_by_name(model_dir, tmp_path, shape):
+    folder = with_weights(model_dir, tmp_path, lambda old: old | {"critic.2.weight": torch.ones(shape)})
+    message = rf"has the weight critic\.2\.weight of shape {re.escape(str(list(shape)))}[^\n]*\n\nhint: rename"
+    for load in (check_critic, lambda path: load_critic(path, dtype="float32")):
+        with pytest.raises(ConfigError, match=message):
+            load(folder)
+
+
+def test_weights_of_a_language_model_are_no_heads(tmp_path):
+    folder = tiny_model_dir(tmp_path / "untied", tied=False)
+    changed = with_weights(folder, tmp_path, lambda old: old | {"other.weight": torch.ones(3, 64)})
+    assert load_head(changed, load_config(changed)) == {}
+    check_critic(changed)
+    assert not load_critic(changed, dtype="float32").value_head.weight.any()
 
 
 def test_check_reward_model_missing_folder_and_broken_weights_are_named(reward_dir, tmp_path):

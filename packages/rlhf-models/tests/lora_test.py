@@ -96,6 +96,18 @@ def test_adapter_that_cannot_be_written_is_an_error_with_the_folder(model_dir, t
         save_adapter(critic, critic.state_dict(), folder)
 
 
+def test_adapter_keeps_the_bias_of_a_head(model_dir, tmp_path):
+    critic = load_critic(model_dir, dtype="float32")
+    critic.value_head.take({"weight": torch.linspace(-1, 1, 64)[None], "bias": torch.tensor([2.5])})
+    add_lora(critic, LoraSpec(rank=2))
+    adapter = save_adapter(critic, critic.state_dict(), tmp_path / "adapter")
+    head = load_critic(
+        merge_adapter(model_dir, adapter, tmp_path / "merged", dtype="float32"), dtype="float32"
+    ).value_head
+    assert head.bias.tolist() == [2.5]
+    assert torch.equal(head.weight, critic.value_head.weight)
+
+
 def merged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     adapters = adapters_by_weight(model)
     weights = hf_named_weights(model)

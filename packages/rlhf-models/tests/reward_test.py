@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, Gemma2Config
 
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_models import reward
@@ -78,6 +78,18 @@ def test_reward_model_gives_the_scores_of_transformers(reward_dir, sequences):
     scores = load_reward_model(reward_dir, dtype="float32")(batch)
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
     assert scores.std() > 0.1
+
+
+def test_reward_model_with_soft_caps_gives_the_scores_of_transformers(tmp_path, sequences):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512, "sliding_window": 8}
+    config = Gemma2Config(**sizes, attn_logit_softcapping=0.5, num_labels=1, initializer_range=0.3)
+    theirs = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
+    theirs.save_pretrained(tmp_path)
+    batch = TokenBatch.padded(sequences, theirs.config.pad_token_id)
+    with torch.no_grad():
+        expected = theirs(input_ids=batch.input_ids, attention_mask=batch.padding_mask.long()).logits[:, 0]
+    torch.testing.assert_close(load_reward_model(tmp_path, dtype="float32")(batch), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_reward_model_packed_equals_padded(reward_dir, sequences):

@@ -1,5 +1,7 @@
 """The critic: the expected return of a sequence from each token on."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -10,7 +12,10 @@ from rlhf_models.sequence_parallel import SequenceGroup
 
 
 class ValueHead(nn.Linear):
-    """A linear layer to one scalar per token, initialized with zeros and computed in float32 for any weight dtype."""
+    """A linear layer to one scalar per token, initialized with zeros and computed in float32 for any weight dtype.
+
+    It has a bias only if a trained head with one is taken.
+    """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__(hidden_size, 1, bias=False, dtype=dtype)
@@ -19,9 +24,15 @@ class ValueHead(nn.Linear):
         """Set the weight to zero: a random head would add noise to the first advantages."""
         nn.init.zeros_(self.weight)
 
+    def take(self, head: Mapping[str, Tensor]) -> None:
+        """Take the `weight` [1, D] and, if there is one, the `bias` [1] of a trained head."""
+        if "bias" in head:
+            self.bias = nn.Parameter(torch.zeros_like(self.weight[0, :1]))
+        self.load_state_dict(head)
+
     def forward(self, hidden: Tensor) -> Tensor:
         """Return values [..., 1] float32 of hidden states [..., D]."""
-        return linear(hidden.float(), self.weight.float())
+        return linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 class Critic(nn.Module):

@@ -2,16 +2,21 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from rlhf_data.errors import ConfigError
+from rlhf_data.pretrained import located
 from rlhf_data.stored_weights import check_tied_head
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 CONFIG_FIELDS_FILE = "config_fields.json"  # of an adapter: what the config of the merged model has beyond the base's
+_HEAD_FILES = (VALUE_HEAD_FILE, "value_head.bin")  # LLaMA-Factory writes either, with TRL's names
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # unsharded names, in transformers' order of preference
 
 
@@ -68,6 +73,45 @@ def write_fields(folder: Path, fields: Mapping[str, Any]) -> None:
     merged = json.loads(file.read_text(encoding="utf-8")) | dict(fields)
     present = {name: value for name, value in merged.items() if name not in fields or value is not None}
     file.write_text(json.dumps(present, indent=2) + "\n", encoding="utf-8")
+
+
+def tensor_files(path: str | Path) -> dict[str, str]:
+    """Return the file name of each tensor of a model folder or hub name, those of a head in a file of its own too."""
+    files: dict[str, str] = {}
+    for stem in WEIGHT_FILES:
+        if whole := model_file(path, stem):
+            files = dict.fromkeys(opened(whole)[0], stem)
+            break
+        if index := model_file(path, f"{stem}.index.json"):
+            files = read_index(index)
+            break
+    for stem in _HEAD_FILES:
+        if head := model_file(path, stem):
+            return files | dict.fromkeys(opened(head)[0], stem)
+    return files
+
+
+def model_file(path: str | Path, name: str) -> Path | None:
+    """Return the path of a file of a folder or hub repository, or None if there is no such file."""
+    from transformers.utils import cached_file
+
+    model, is_local = located(path)
+    try:
+        found = cached_file(model, name, local_files_only=is_local)
+    except OSError:
+        return None
+    return Path(found) if found else None
+
+
+def opened(file: Path) -> tuple[list[str], Callable[[str], Tensor]]:
+    """Return the names of the tensors in a file, and the function that reads one of them."""
+    if file.suffix != ".safetensors":
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return list(tensors), tensors.__getitem__
+    from safetensors import safe_open
+
+    stored = safe_open(file, "pt")
+    return list(stored.keys()), stored.get_tensor
 
 
 @contextmanager

@@ -1,91 +1,87 @@
 """The scalar head of a model folder, under the names that different trainers save it with."""
 
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlhf_data.errors import ConfigError
-from rlhf_data.pretrained import clear_errors, located
-from rlhf_models.files import VALUE_HEAD_FILE, WEIGHT_FILES, read_index
+from rlhf_data.pretrained import clear_errors
+from rlhf_models.files import model_file, opened, tensor_files
 
-# transformers' ...ForSequenceClassification saves `score`; the others come from trainers with their own model class.
-HEAD_NAMES = ("score", "value_head", "reward_head", "v_head")
+# transformers' ...ForSequenceClassification and ...ForTokenClassification, which verl's critics are, save `score` or
+# `classifier`; TRL's critics `v_head.summary`; the others come from trainers with their own model class. Some save the
+# head in the place of the LM head, which has one row then.
+HEAD_NAMES = ("score", "value_head", "reward_head", "v_head", "v_head.summary", "rm_head", "classifier", "lm_head")
+_LM_HEAD = "lm_head.weight"
 _WEIGHTS = ("weight", *(f"{name}.weight" for name in HEAD_NAMES))  # `VALUE_HEAD_FILE` uses the first name
 _SERVE = "serve a model of another kind with its own code behind ``RemoteReward.urls=http://...``"
 
 
-def load_head(path: str | Path, config: Any) -> Tensor | None:
-    """Return the weight [1, D] of a model's scalar head, or None if it has none. Reads no other weights.
+def load_head(path: str | Path, config: Any) -> dict[str, Tensor]:
+    """Return the `weight` [1, D] of a model's scalar head, and its `bias` [1] if it has one. Reads no other weights.
 
     The head is in the folder's `value_head.safetensors`, which `save_hf` writes for a critic, or under the first of
-    `HEAD_NAMES` that is among the model's weights.
+    `HEAD_NAMES` that is among the model's weights. A model without a head gives an empty dict.
 
     Raises:
-        ConfigError: a head with more than one output, with a bias, or with a width other than the hidden size D.
+        ConfigError: a head with more than one output, or with a width other than the hidden size D.
     """
     with clear_errors("model", path):
-        files = _files_by_tensor(path)
-        name = next((name for name in _WEIGHTS if name in files), None)
-        if name is None:
-            return None
-        if name.removesuffix("weight") + "bias" in files:
-            message = f"the head {name} of the model {path} has a bias; only heads without bias are supported"
-            raise ConfigError(message, hint=_SERVE)
-        file = _file(path, files[name])
-        if file is None:
-            raise ConfigError(f"the model {path} has no file {files[name]}, which its index names for {name}")
-        weight = _opened(file)[1](name)
+        files = tensor_files(path)
+        names = [name for name in _WEIGHTS if name in files]
+        if _LM_HEAD in names and len(_read(path, files, _LM_HEAD)) > 1:
+            names.remove(_LM_HEAD)
+        if not names:
+            return {}
+        bias = names[0].removesuffix("weight") + "bias"
+        head = {"weight": _read(path, files, names[0])}
+        if bias in files:
+            head["bias"] = _read(path, files, bias)
     expected = [1, config.get_text_config().hidden_size]
-    if list(weight.shape) != expected:
-        message = f"the head {name} of the model {path} has the shape {list(weight.shape)}; one score needs {expected}"
+    if list(head["weight"].shape) != expected:
+        shape = list(head["weight"].shape)
+        message = f"the head {names[0]} of the model {path} has the shape {shape}; one score needs {expected}"
         raise ConfigError(message, hint=f"use a model that was trained with one label, or {_SERVE}")
-    return weight
+    return head
 
 
-def require_head(path: str | Path, config: Any) -> Tensor:
-    """Return the weight [1, D] of a model's scalar head. Raises ConfigError as `load_head`, and if there is none."""
-    weight = load_head(path, config)
-    if weight is None:
+def check_no_head(path: str | Path, config: Any, unused: Iterable[str]) -> None:
+    """Check that no tensor of a model that gets a new head may be a head of an unknown name.
+
+    Args:
+        path: the model's folder or hub name.
+        config: its config.
+        unused: the names of tensors that its backbone does not have.
+
+    Raises:
+        ConfigError: an unused tensor has one row, or is a vector of the hidden size.
+    """
+    files = tensor_files(path)
+    for name in sorted(set(unused) & set(files)):
+        shape = list(_read(path, files, name).shape)
+        if shape[:-1] == [1] or shape == [config.get_text_config().hidden_size]:
+            message = f"the model {path} has the weight {name} of shape {shape}, which is no part of a backbone and may"
+            known = ", ".join(f"{head}.weight" for head in HEAD_NAMES)
+            hint = f"rename the weight of the head to one of {known}, or use a model without a head"
+            raise ConfigError(f"{message} be a scalar head; the run would begin with a head of zeros", hint=hint)
+
+
+def require_head(path: str | Path, config: Any) -> dict[str, Tensor]:
+    """Return a model's scalar head as `load_head` does. Raises ConfigError as `load_head`, and if there is none."""
+    head = load_head(path, config)
+    if not head:
         names = ", ".join(f"{name}.weight" for name in HEAD_NAMES)
         message = f"the model {path} has no scalar head: none of {names} is among its weights"
         hint = f"use a reward model, such as a ...ForSequenceClassification with one label, or {_SERVE}"
         raise ConfigError(message, hint=hint)
-    return weight
+    return head
 
 
-def _files_by_tensor(path: str | Path) -> dict[str, str]:
-    """Return the file name of each tensor of a model, or only of the head if it has a file of its own."""
-    if _file(path, VALUE_HEAD_FILE):
-        return {"weight": VALUE_HEAD_FILE}
-    for stem in WEIGHT_FILES:
-        if whole := _file(path, stem):
-            return dict.fromkeys(_opened(whole)[0], stem)
-        if index := _file(path, f"{stem}.index.json"):
-            return read_index(index)
-    return {}
-
-
-def _file(path: str | Path, name: str) -> Path | None:
-    """Return the path of a file of a folder or hub repository, or None if there is no such file."""
-    from transformers.utils import cached_file
-
-    model, is_local = located(path)
-    try:
-        found = cached_file(model, name, local_files_only=is_local)
-    except OSError:
-        return None
-    return Path(found) if found else None
-
-
-def _opened(file: Path) -> tuple[list[str], Callable[[str], Tensor]]:
-    """Return the names of the tensors in a file, and the function that reads one of them."""
-    if file.suffix != ".safetensors":
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        return list(tensors), tensors.__getitem__
-    from safetensors import safe_open
-
-    opened = safe_open(file, "pt")
-    return list(opened.keys()), opened.get_tensor
+def _read(path: str | Path, files: Mapping[str, str], name: str) -> Tensor:
+    """Return one tensor of a model, from the file that `tensor_files` names for it."""
+    file = model_file(path, files[name])
+    if file is None:
+        raise ConfigError(f"the model {path} has no file {files[name]}, which its index names for {name}")
+    return opened(file)[1](name)

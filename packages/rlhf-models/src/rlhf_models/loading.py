@@ -13,10 +13,11 @@ from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, locate
 from rlhf_models.actor import Actor
 from rlhf_models.attention import PACKED_ATTENTIONS, choose_attention, packed_attention_here
 from rlhf_models.backbone import check_packs
+from rlhf_models.beyond_text import freeze_beyond_text, note_left_out
 from rlhf_models.critic import Critic
 from rlhf_models.empty import load_empty, stored_tensors
 from rlhf_models.files import check_weights, quiet_transformers
-from rlhf_models.heads import load_head, require_head
+from rlhf_models.heads import check_no_head, load_head, require_head
 from rlhf_models.reward import RewardModel
 from rlhf_models.weights import check_saves
 
@@ -82,6 +83,21 @@ def _whole_copy(path: str, method: str) -> str:
     return hint
 
 
+def check_generates(path: str | Path, config: Any) -> None:
+    """Raise ConfigError unless transformers has a class of language models for a model with this config."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    text = config.get_text_config()
+    kind = type(config).__name__.removesuffix("Config")
+    message = f"the model {path} is a {config.model_type} ({kind}), of which transformers has no language model"
+    if text is config:
+        raise ConfigError(message, hint="use a model of a family that generates text, such as those in docs/models.md")
+    hint = "use a text model of the same family, or a family with images from docs/models.md, such as gemma3 or qwen3_5"
+    raise ConfigError(f"{message}: it also reads images, videos or sounds, and has no class for text alone", hint=hint)
+
+
 _MAX_STRAYS = 64  # published models have a few, such as tokens for images; another model's tokenizer has thousands
 
 
@@ -127,8 +143,18 @@ def check_critic(path: str | Path) -> None:
     Raises:
         ConfigError: as in `load_critic`, for example for a classifier of two labels.
     """
-    if Path(located_model(path)[0]).is_dir():
-        load_head(path, load_config(path))
+    name, is_local = located_model(path)
+    if not Path(name).is_dir():
+        return
+    config = load_config(path)
+    if load_head(path, config):
+        return
+    from transformers import AutoModel
+
+    with clear_errors("model", path), quiet_transformers():
+        options = {"device_map": "meta", "output_loading_info": True, "local_files_only": is_local}  # reads names only
+        _, report = AutoModel.from_pretrained(name, config=config, trust_remote_code=False, **options)
+    check_no_head(path, config, report["unexpected_keys"])
 
 
 def check_trained_copy(path: str | Path, dtype: str | torch.dtype, *, has_values: bool) -> None:
@@ -209,14 +235,14 @@ def load_critic(path: str | Path, **options: Unpack[LoadOptions]) -> Critic:
     reward model's raw scores, without the stored mean and deviation. A causal language model gets a head of zeros.
 
     Raises:
-        ConfigError: as in `load_actor`, or a head with more than one output.
+        ConfigError: as in `load_actor`, or a head with more than one output or under an unknown name.
     """
     from transformers import AutoModel
 
     head = load_head(path, load_config(path))
-    critic = Critic(_load_model(AutoModel, path, **options))
-    if head is not None:
-        critic.value_head.weight.data.copy_(head)
+    critic = Critic(_load_model(AutoModel, path, needs_head=not head, **options))
+    if head:
+        critic.value_head.take(head)
     return critic
 
 
@@ -238,7 +264,7 @@ def load_reward_model(path: str | Path, *, normalize: bool = False, **options: U
 
     head = require_head(path, load_config(path))
     model = RewardModel(_load_model(AutoModel, path, **options), normalize=normalize)
-    model.value_head.weight.data.copy_(head)
+    model.value_head.take(head)
     return model.eval().requires_grad_(False)
 
 
@@ -251,9 +277,12 @@ def _load_model(
     gradient_checkpointing: bool = False,
     packing: bool = False,
     max_length: int | None = None,
+    needs_head: bool = False,
 ) -> Any:
     name, is_local = located_model(path)
     config = load_config(path)
+    if getattr(auto_class, "__name__", None) == "AutoModelForCausalLM":
+        check_generates(path, config)
     attention = choose_attention(config, attn_implementation, packing=packing)
     if attention in PACKED_ATTENTIONS:
         attention = packed_attention_here(config, attn_implementation, resolve_dtype(dtype))
@@ -275,6 +304,10 @@ def _load_model(
     if packing and attention not in ("sdpa", "eager") and not model._supports_attention_backend:
         raise _unexchangeable(config)
     _check_complete(model, report["missing_keys"], path)
+    if needs_head:
+        check_no_head(path, config, report["unexpected_keys"])
+    note_left_out(model, path, config, report["unexpected_keys"])
+    freeze_beyond_text(model)
     if model.base_model is model and hasattr(model, "model"):
         model.base_model_prefix = "model"  # that of a Llama 4 for text is the name of the layers in a larger model
     if max_length is not None:

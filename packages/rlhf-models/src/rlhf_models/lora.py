@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from rlhf_data.errors import ConfigError, installs
 from rlhf_data.pretrained import clear_errors, load_tokenizer
 from rlhf_models.actor import Actor
+from rlhf_models.beyond_text import linear_layers_beyond_text
 from rlhf_models.files import CONFIG_FIELDS_FILE, VALUE_HEAD_FILE, quiet_transformers
 from rlhf_models.loading import load_actor, load_critic
-from rlhf_models.weights import save_hf, written
+from rlhf_models.weights import HEAD_PREFIX, save_hf, written
 
 _PREFIX = "model."  # name of the transformers model inside an `Actor`, `Critic` or `RewardModel`
 
@@ -30,7 +31,7 @@ class LoraSpec:
         alpha: > 0; the adapter's output is scaled by alpha / rank.
         dropout: probability, applied to the input of A, in [0, 1).
         target_modules: names of the linear layers that get an adapter; "all-linear" means all except the LM head. The
-            experts of a mixture are no linear layers.
+            experts of a mixture are no linear layers, and layers that text does not reach get none.
 
     Raises:
         ConfigError: an attribute out of its range.
@@ -58,9 +59,15 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
     """
     peft = _import_peft()
     hint = "target_modules takes all-linear, or names of layers such as q_proj,v_proj"
-    targets = _targets(model.model, spec)
+    beyond_text = linear_layers_beyond_text(model.model)
+    targets = _targets(model.model, spec, beyond_text)
     config = peft.LoraConfig(
-        r=spec.rank, lora_alpha=spec.alpha, lora_dropout=spec.dropout, target_modules=targets, bias="none"
+        r=spec.rank,
+        lora_alpha=spec.alpha,
+        lora_dropout=spec.dropout,
+        target_modules=targets,
+        exclude_modules=beyond_text or None,
+        bias="none",
     )
     try:
         model.model.add_adapter(config)
@@ -79,7 +86,7 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
         raise ConfigError("LoRA: target_modules names the embedding, or an LM head with the same weight", hint=hint)
 
 
-def _targets(model: Any, spec: LoraSpec) -> str | list[str]:
+def _targets(model: Any, spec: LoraSpec, excluded: Collection[str]) -> str | list[str]:
     """Return the layers that get an adapter, as peft takes them."""
     if spec.target_modules != "all-linear":
         return spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules)
@@ -87,7 +94,8 @@ def _targets(model: Any, spec: LoraSpec) -> str | list[str]:
         return "all-linear"
     # By "all-linear", peft means the experts of a mixture, too.
     head = model.get_output_embeddings()
-    return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    return [name for name, layer in layers if layer is not head and name not in excluded]
 
 
 def check_lora(config: Any, spec: LoraSpec) -> float:
@@ -179,8 +187,9 @@ def save_adapter(
         path.mkdir(parents=True, exist_ok=True)
         save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
         model.model.peft_config["default"].save_pretrained(path)
-        if "value_head.weight" in state_dict:
-            save_file({"weight": state_dict["value_head.weight"].contiguous()}, path / VALUE_HEAD_FILE)
+        head = {name.removeprefix(HEAD_PREFIX): state_dict[name] for name in state_dict if name.startswith(HEAD_PREFIX)}
+        if head:
+            save_file({name: tensor.contiguous() for name, tensor in head.items()}, path / VALUE_HEAD_FILE)
         if tokenizer is not None:
             tokenizer.save_pretrained(path)
         if fields:
@@ -222,7 +231,7 @@ def merge_adapter(
     with clear_errors("adapter", adapter):
         model.model = _merged(peft.PeftModel.from_pretrained(model.model, str(adapter)), report)
         if head.is_file():
-            model.value_head.weight.data.copy_(load_file(head)["weight"])
+            model.value_head.take(load_file(head))
     tokenizer = load_tokenizer(adapter if (adapter / "tokenizer_config.json").is_file() else base)
     fields = adapter / CONFIG_FIELDS_FILE
     return save_hf(model, None, tokenizer, out, json.loads(fields.read_text("utf-8")) if fields.is_file() else None)

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_data.pretrained import clear_errors
+from rlhf_models.beyond_text import save_left_out
 from rlhf_models.empty import load_empty
 from rlhf_models.files import VALUE_HEAD_FILE, quiet_transformers, write_fields
 
 logger = logging.getLogger(__name__)
 
 _WRAPPER_PREFIX = "model."
-_HEAD_PREFIX = "value_head."
+HEAD_PREFIX = "value_head."
 
 
 def hf_named_weights(
@@ -71,10 +72,12 @@ def save_hf(
 ) -> Path:
     """Write a folder that plain transformers can load, and return its path.
 
+    A language model also gets what it left in the folder that it was loaded from, such as the weights of images.
     The folder is written under a temporary name and then renamed, so that `path` never holds an incomplete model. Its
     generation config and config name the end token of `tokenizer`, which training has taught. A `Critic` or
     `RewardModel` becomes a ...ForSequenceClassification with one label. If transformers has no such class for the
-    family, its head is in a file of its own, `value_head.safetensors`, beside the backbone.
+    family, or the head has a bias, which that class has not, the head is in a file of its own,
+    `value_head.safetensors`, beside the backbone.
 
     Args:
         model: an `Actor`, a `Critic`, a `RewardModel`, or a transformers model.
@@ -121,6 +124,8 @@ def _write(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer:
         inner.save_pretrained(folder, state_dict=weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        if not head:  # a critic or reward model writes no text, and its file has the backbone's names
+            save_left_out(inner, folder)
     if head:
         save_file({name: tensor.contiguous() for name, tensor in head.items()}, folder / VALUE_HEAD_FILE)
     # safetensors creates files that only the owner can read. Give them the mode of the config, which follows the umask.
@@ -135,7 +140,7 @@ def _to_save(
     """Return the transformers model that is saved, its weights, and a value head that gets a file of its own."""
     inner = _unwrapped(model)
     weights, head = _split_state(model, inner, state)
-    outer = _classifier(inner, tokenizer) if head else None
+    outer = _classifier(inner, tokenizer) if head and "bias" not in head else None
     if outer is None:
         return inner, weights, head
     weights = {f"{outer.base_model_prefix}.{name}": weight for name, weight in weights.items()}
@@ -231,7 +236,7 @@ def _split_state(
     model: nn.Module, inner: nn.Module, state: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the transformers model's weights, tied ones once, and the value head's, from either kind of names."""
-    head = {name.removeprefix(_HEAD_PREFIX): value for name, value in state.items() if name.startswith(_HEAD_PREFIX)}
+    head = {name.removeprefix(HEAD_PREFIX): value for name, value in state.items() if name.startswith(HEAD_PREFIX)}
     parameters = {name for name, _ in inner.named_parameters()}
     # The state has the names of the transformers model, or those of the actor or critic around it.
     prefix = "" if parameters <= set(state) else _WRAPPER_PREFIX
@@ -240,7 +245,7 @@ def _split_state(
     needed = sorted(set(inner.state_dict()) - tied)
     missing = [name for name in needed if prefix + name not in state]
     if hasattr(model, "value_head") and not head:
-        missing.append(_HEAD_PREFIX + "weight")
+        missing.append(HEAD_PREFIX + "weight")
     if missing:
         raise CheckpointError(f"the state to save lacks {len(missing)} weights, such as {missing[0]}")
     weights = {name: state[prefix + name].detach() for name in needed}

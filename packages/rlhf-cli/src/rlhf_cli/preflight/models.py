@@ -11,10 +11,14 @@ from rlhf_data.pretrained import ids_without_token, masked_ids_notice
 
 
 def load_model_files(path: str) -> tuple[Any, Any]:
-    """Return config and tokenizer of a model folder or hub name. Raises ConfigError if they do not fit together."""
-    from rlhf_models.loading import check_tokenizer_fits, check_weights, load_config, load_tokenizer
+    """Return config and tokenizer of a language model's folder or hub name.
+
+    Raises ConfigError if it is another kind of model, or if they do not fit together.
+    """
+    from rlhf_models.loading import check_generates, check_tokenizer_fits, check_weights, load_config, load_tokenizer
 
     config = load_config(path)
+    check_generates(path, config)
     tokenizer = load_tokenizer(path)
     check_tokenizer_fits(config, tokenizer)
     check_weights(path)
@@ -120,9 +124,10 @@ def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], t
         notices.append(f"the critic starts from the reward model {critic}; use --critic_pretrain for another model")
     if critic != model:
         check_companion("critic_pretrain", config.model, critic, tokenizer)
-        check_head("critic_pretrain", critic)
     unnamed = "reward_pretrain" if reward_models else "pretrain"
-    check_saves(unnamed if named is None else "critic_pretrain", config.model, critic, has_values=True)
+    flag = unnamed if named is None else "critic_pretrain"
+    check_head(flag, critic)
+    check_saves(flag, config.model, critic, has_values=True)
     if config.model.critic_lora is not None:
         from rlhf_models.loading import load_config
         from rlhf_models.lora import check_lora

@@ -116,8 +116,9 @@ def check_reward_models(
             model_config = load_config(path)
             check_same_tokenizer(path, tokenizer)
             check_tokenizer_fits(model_config, tokenizer)
-            # A reward model scores whole padded batches in one process: what is packed or divided does not concern it.
-            alone = {"packing_samples": False, "share_prompts": False}
+            # A reward model scores whole padded batches in one process: what is packed or divided does not concern it,
+            # and its attention is always "auto".
+            alone = {"packing_samples": False, "share_prompts": False, "attn_implementation": "auto"}
             alone |= {"sequence_parallel_size": 1, "ds_tensor_parallel_size": 1}
             check_attention(config.model.model_copy(update=alone), model_config)
             check_context(model_config, *longest_sequence(config))
