@@ -220,7 +220,7 @@ def packed_attention(
         if kwargs.get(name) is not None:
             raise ConfigError(f"attention with {what} cannot be packed", hint="turn packing off")
     if not sliding_window and not torch.compiler.is_compiling() and _window_of(module):
-        message = f"{type(module).__name__} has its sliding window in a mask, which packed sequences do not have"
+        message = f"{type(module).__name__} has its sliding window in a mask, and packed sequences have no mask"
         raise ConfigError(message, hint="turn packing off for this model")
     if prompt_bounds is not None:
         layout = {
@@ -235,7 +235,7 @@ def packed_attention(
 
 
 def _window_of(module: nn.Module) -> int | None:
-    """Return the sliding window that the config of an attention layer tells; None if it tells none."""
+    """Return the sliding window of an attention layer in tokens, as its config has it; None without a window."""
     text = module.config.get_text_config() if hasattr(module, "config") else None
     layers = getattr(text, "layer_types", None)
     has_window = not layers or layers[module.layer_idx] == "sliding_attention"

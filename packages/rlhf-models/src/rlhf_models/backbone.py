@@ -70,7 +70,10 @@ def last_hidden_state(backbone: nn.Module, batch: TokenBatch, sequence_group: Se
 def check_packs(model: nn.Module) -> None:
     """Check that a loaded model keeps packed sequences apart, by a pass over two short ones.
 
-    The families of `PACKED_FAMILIES` are known to. A model with an attention that needs a GPU is not run here.
+    Models of `PACKED_FAMILIES`, which are known to keep them apart, and those whose attention needs a GPU are not run.
+
+    Args:
+        model: of transformers, with or without its head, on the CPU.
 
     Raises:
         ConfigError: the model mixes packed sequences, or cannot run them.
@@ -103,8 +106,11 @@ def check_packs(model: nn.Module) -> None:
 
 @torch.no_grad()
 def changes_logits(model: nn.Module) -> bool:
-    """Return whether the logits of a causal language model are more than its LM head's output for the hidden states,
-    such as with a soft cap or a scale. The model's layers do not run. False for a model on the meta device."""
+    """Return whether a causal language model changes its LM head's output, for example by a soft cap or a scale.
+
+    Only the head and what follows it run, on hidden states [1, 2, D] from -100 to 100. A model on the meta device has
+    no values to compare and gives False.
+    """
     head = model.get_output_embeddings()
     if head.weight.is_meta:
         return False
