@@ -1,6 +1,8 @@
 """What the actor's loss is told of a shard, the mismatch that is measured and corrected, and tokens that drop out."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_kernels import packed_policy_loss
 from rlhf_train.algorithms import AlgorithmSpec, CorrectionSpec, make_algorithm
-from rlhf_train.batching import Denominators
+from rlhf_train.batching import Denominators, MiniBatch
 from rlhf_train.columns import RolloutColumns
 from rlhf_train.experience import Experience
 from rlhf_train.kl import kl_estimate
@@ -21,6 +23,7 @@ from rlhf_train.online.terms import (
     limit_staleness,
     policy_metrics,
     policy_stream,
+    recounted,
     reference_kl_metrics,
 )
 from rlhf_train.run.metrics import Metric, Sum, results
@@ -136,6 +139,16 @@ def test_tokens_that_are_older_than_every_kept_step_count_as_old_as_the_first():
     assert (metrics["async/staleness_steps"], metrics["policy/staleness"]) == (2.0, 7.0)
 
 
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Let this process be the only rank, for the time of a `with` block."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def mismatched() -> Experience:
     # Weights trainer / engine: 2, 1/4, 1 and 8.
     rollout = torch.where(MASK, -2.0, 0.0)
@@ -224,6 +237,37 @@ def test_truncated_weights_of_a_loss_without_a_ratio_are_bounded():
     correct_mismatch(experience, make_algorithm(policy_loss="reinforce", old_logprobs="rollout", correction=correction))
     assert experience.columns["weights"][MASK].tolist() == pytest.approx([2, 0.5, 1, 4], rel=1e-5)
     assert experience.policy_mask.sum(dim=1).tolist() == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "drops_masked", "divisors"),
+    [
+        # Weights by rollout are 2, 1/4, 1 and 8, of which 1/4 and 8 are masked. Advantages are 1, 2, 3 and -4.
+        ("token_mean", False, [4, 4]),  # all trained tokens, as in eq. 1 of INTELLECT-3 (arXiv:2512.16144)
+        ("token_mean", True, [2, 2]),
+        ("seq_mean_token_mean", False, [2 * 3, 2]),  # two rollouts, whose own tokens are three and one
+        ("seq_mean_token_mean", True, [1 * 2, 1]),  # the second has no token left
+        ("seq_mean_token_sum", False, [2, 2]),
+        ("seq_mean_token_sum", True, [1, 1]),
+    ],
+)
+def test_masked_tokens_count_in_what_the_loss_is_divided_by_unless_they_are_dropped(reduction, drops_masked, divisors):
+    experience = mismatched()
+    experience.set_column("advantages", ADVANTAGES)
+    correction = CorrectionSpec(level="token", mode="mask", low=0.5, high=4, drops_masked=drops_masked)
+    spec = make_algorithm(estimator="reinforce", kl_coef=0, reduction=reduction, correction=correction)
+    correct_mismatch(experience, spec)
+    with one_rank():
+        (batch,) = recounted([MiniBatch(((0, 1),), COUNTS)], experience.policy_mask, "cpu")
+    stream = policy_stream(experience, [0, 1], spec, batch.denominators, "cpu")
+    logprobs = experience.columns["old_logprobs"].clone().requires_grad_()  # on policy: each ratio is 1
+    loss, _ = packed_policy_loss(logprobs[experience.policy_mask], stream, spec.objective)
+    loss.backward()
+    first, second = divisors
+    assert loss.item() == pytest.approx(-(2 * 1 + 1 * 3) / first)
+    # Each kept token adds -weight x advantage x ratio; the derivative of a ratio of 1 by the log-prob is 1.
+    expected = [[0, -2 * 1 / first, 0, -1 * 3 / first], [0, 0 / second, 0, 0]]
+    assert torch.allclose(logprobs.grad, torch.tensor(expected))
 
 
 # One rollout that lived through an update, and one of the new weights. By token: the version that drew it, and its
