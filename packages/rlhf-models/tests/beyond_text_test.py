@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     GPTNeoXConfig,
+    Llama4Config,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
     T5Config,
@@ -24,7 +25,7 @@ from rlhf_models.files import tensor_files
 from rlhf_models.loading import check_generates, load_actor, load_config, load_critic, load_tokenizer
 from rlhf_models.lora import LoraSpec, add_lora, merge_adapter, save_adapter
 from rlhf_models.testing import tiny_tokenizer
-from rlhf_models.weights import save_hf
+from rlhf_models.weights import hf_named_weights, save_hf
 
 TEXT = {
     **dict.fromkeys(("hidden_size", "intermediate_size"), 64),
@@ -49,6 +50,12 @@ CONFIGS = {
         | {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
         | {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
         vision_config=EYE | {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 4},
+    ),
+    "llama4": lambda: Llama4Config(
+        text_config=TEXT | {"intermediate_size_mlp": 64, "num_local_experts": 2, "moe_layers": []},
+        vision_config=EYE
+        | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+        | {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32},
     ),
 }
 IMAGES = ("vision", "visual", "multi_modal")
@@ -97,7 +104,8 @@ def test_saved_model_has_the_untrained_weights_of_images(folder, tmp_path, seque
     assert not any(report.values())
     text = dict(whole.named_parameters())
     for name, weight in actor.model.named_parameters():
-        found = text.get(name, text.get(name.replace("model.", "model.language_model.", 1)))
+        inner = text.get(f"language_model.{name}", text.get(name.replace("model.", "model.language_model.", 1)))
+        found = text.get(name, inner)
         assert torch.equal(found, weight)
     assert (saved / "preprocessor_config.json").read_text() == '{"size": 28}'
 
@@ -106,7 +114,8 @@ def test_saved_model_loads_for_text_as_before_and_has_the_config_of_the_whole(fo
     actor = load_actor(folder, dtype="float32").eval()
     saved = save_hf(actor, None, None, tmp_path / "saved")
     again, report = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
-    assert type(again) is type(actor.model) and not any(report.values())
+    _, before = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert type(again) is type(actor.model) and report == before
     batch = TokenBatch.padded(sequences, 0)
     with torch.no_grad():
         assert torch.equal(load_actor(saved, dtype="float32").eval()(batch).logprobs, actor(batch).logprobs)
@@ -115,6 +124,12 @@ def test_saved_model_loads_for_text_as_before_and_has_the_config_of_the_whole(fo
         return json.loads((path / "config.json").read_text(), object_hook=lambda one: one | {"dtype": None})
 
     assert fields(saved) == fields(folder)
+
+
+def test_an_engine_of_the_whole_model_knows_the_names_of_the_weights_that_it_is_sent(folder):
+    model = load_actor(folder, dtype="float32").model
+    sent = {name: tuple(weight.shape) for name, weight in hf_named_weights(model)}
+    assert sent and sent.items() <= {name: tuple(weight.shape) for name, weight in stored(folder).items()}.items()
 
 
 def test_folder_that_has_gone_leaves_a_model_for_text_and_a_warning(folder, tmp_path, caplog):
@@ -127,6 +142,16 @@ def test_folder_that_has_gone_leaves_a_model_for_text_and_a_warning(folder, tmp_
     assert not any(report.values())
     count = len(actor.model.left_out.files)
     assert f"lacks what was not trained: {count} weights of {copy}" in caplog.text
+
+
+def test_file_that_has_gone_leaves_a_model_for_text_and_a_warning(folder, tmp_path, caplog):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    actor = load_actor(copy, dtype="float32")
+    (copy / "model.safetensors").unlink()
+    with caplog.at_level(logging.WARNING):
+        saved = save_hf(actor, None, None, tmp_path / "saved")
+    load_actor(saved, dtype="float32")
+    assert (f"{copy} has no file model.safetensors" in caplog.text) == bool(actor.model.left_out.files)
 
 
 def test_left_out_weights_join_a_model_of_several_files(tmp_path_factory, tmp_path):

@@ -16,7 +16,7 @@ from rlhf_models.backbone import check_packs
 from rlhf_models.beyond_text import freeze_beyond_text, note_left_out
 from rlhf_models.critic import Critic
 from rlhf_models.empty import load_empty, stored_tensors
-from rlhf_models.files import check_weights, quiet_transformers
+from rlhf_models.files import check_weights, quiet_transformers, tensor_files
 from rlhf_models.heads import check_no_head, load_head, require_head
 from rlhf_models.reward import RewardModel
 from rlhf_models.weights import check_saves
@@ -309,7 +309,7 @@ def _load_model(
     note_left_out(model, path, config, report["unexpected_keys"])
     freeze_beyond_text(model)
     if model.base_model is model and hasattr(model, "model"):
-        model.base_model_prefix = "model"  # that of a Llama 4 for text is the name of the layers in a larger model
+        _leave_larger_model(model, path)
     if max_length is not None:
         pin_frequencies(model, max_length)
     if packing:
@@ -319,6 +319,19 @@ def _load_model(
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model.train()
+
+
+def _leave_larger_model(model: Any, path: str | Path) -> None:
+    """Give a Llama 4 for text, whose prefix is its name within a model for images, the prefix of its own layers.
+
+    Transformers takes the name within the larger model off when it loads, and does not put it on when it saves.
+    """
+    outer = model.base_model_prefix
+    model.base_model_prefix = "model"
+    if any(name.startswith(f"{outer}.") for name in tensor_files(path)):
+        from transformers.core_model_loading import PrefixChange
+
+        model._weight_conversions = [*(model._weight_conversions or ()), PrefixChange(prefix_to_remove=outer)]
 
 
 def _check_complete(model: Any, missing: Collection[str], path: str | Path) -> None:
