@@ -1,6 +1,8 @@
 """What one call of a reward function holds: groups of several prompts, as many as are complete; and who is charged."""
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -161,6 +163,39 @@ def test_full_calls_go_out_while_others_generate(function, calls):
         return when
 
     assert simulate(run()) == pytest.approx({0: 1, 1: 1, 2: 3, 3: 3}, abs=0.5)
+
+
+def test_full_calls_of_groups_of_two_go_out_while_others_generate(function, calls):
+    async def run():
+        reward = function(4)
+        for number in range(4):
+            reward.expect(f"g{number}", "")
+
+        async def score(number):
+            await asyncio.sleep(number)
+            prompt = make_prompt(str(number))
+            rollouts = [make_rollout(prompt, "a", group_id=f"g{number}") for _ in range(2)]
+            await reward.score(prompt, rollouts)
+            return asyncio.get_running_loop().time() - began
+
+        began = asyncio.get_running_loop().time()
+        return await asyncio.gather(*map(score, range(4)))
+
+    assert simulate(run()) == pytest.approx([1, 1, 3, 3], abs=0.5)
+    assert calls == [4, 4]
+
+
+def test_reward_keeps_no_event_loop_that_has_ended(function, calls):
+    reward = function(4)
+    loop = asyncio.new_event_loop()
+    prompt = make_prompt()
+    verdicts = loop.run_until_complete(reward.score(prompt, [make_rollout(prompt, "4")]))
+    assert [verdict.reward for verdict in verdicts] == [1.0]
+    loop.close()
+    ended = weakref.ref(loop)
+    del loop
+    gc.collect()
+    assert ended() is None
 
 
 def test_sums_of_rewards_gather_the_same_calls(calls, write):

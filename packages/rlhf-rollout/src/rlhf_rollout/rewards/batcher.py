@@ -171,7 +171,7 @@ class GroupBatcher(Batcher[list[Sample], list[Verdict]]):
         for _ in range(_TURNS):
             await asyncio.sleep(0)
         self._pause = None
-        while self._waiting and not self._expected:
+        while self._waiting:
             num_batches = -(-self._num_waiting // self._max_batch)
             self._send(self._first(self._num_waiting / num_batches))
 
