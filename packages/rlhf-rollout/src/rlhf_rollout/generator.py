@@ -192,6 +192,7 @@ class GroupMaker:
             return await self._make(group_id, prompt, seed_key, generated)
         finally:
             expect_group(self.reward, group_id, None)
+            self.workflow.router.unfinished.forget(group_id)
 
     async def _make(self, group_id: str, prompt: Prompt, seed_key: str, generated: Callable[[], None]) -> GroupResult:
         now = asyncio.get_running_loop().time

@@ -61,7 +61,7 @@ def rollout_record(group: RolloutGroup, episode: Episode, rollout: Rollout) -> d
             {"source": str(span.source), "num_tokens": len(span.token_ids), "policy_version": span.policy_version}
             for span in rollout.spans
         ],
-        "routes": _packed(rollout.routes),
+        "routes": pack_array(rollout.routes),
         "finish_reason": str(rollout.finish_reason),
         "policy_version": rollout.policy_version,
         "reward": verdict.reward if verdict else None,
@@ -234,19 +234,20 @@ def _rollout(record: Mapping[str, Any]) -> Rollout:
             earned_elsewhere=tuple(record["earned_elsewhere"]),
         )
     reason = FinishReason(record["finish_reason"])
-    routes = _unpacked(record["routes"])
+    routes = unpack_array(record["routes"])
     return Rollout(record["rollout_id"], record["group_id"], tuple(spans), reason, record["text"], verdict, routes)
 
 
-def _packed(routes: np.ndarray | None) -> dict[str, Any] | None:
-    """Return routes as JSON. As lists of numbers, those of a model with many layers would be most of a record."""
-    if routes is None:
+def pack_array(array: np.ndarray | None) -> dict[str, Any] | None:
+    """Return an array as JSON. As lists of numbers, routes of a model with many layers would be most of a record."""
+    if array is None:
         return None
-    data = base64.b64encode(routes.astype(routes.dtype.newbyteorder("<")).tobytes()).decode()
-    return {"shape": list(routes.shape), "dtype": routes.dtype.name, "data": data}
+    data = base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()
+    return {"shape": list(array.shape), "dtype": array.dtype.name, "data": data}
 
 
-def _unpacked(packed: Mapping[str, Any] | None) -> np.ndarray | None:
+def unpack_array(packed: Mapping[str, Any] | None) -> np.ndarray | None:
+    """Return what `pack_array` has packed."""
     if packed is None:
         return None
     dtype = np.dtype(packed["dtype"]).newbyteorder("<")

@@ -10,7 +10,8 @@ import numpy as np
 from rlhf_data.errors import ConfigError, EngineError, joined
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines.requests import StalledError
-from rlhf_rollout.protocols import Completion, Draft, RolloutEngine, SamplingParams
+from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
+from rlhf_rollout.unfinished import UnfinishedGroups
 
 _MAX_BARREN = 2  # attempts in a row in which no sample of a request grows
 _MAX_ATTEMPTS = 32  # per request: one that ends its engine each time must not end all of them for ever
@@ -42,6 +43,7 @@ class EngineRouter:
 
     Attributes:
         num_retries: how many requests were sent again so far.
+        unfinished: what is written of groups that are not complete.
         prompt_tokens: prompt tokens so far of completions whose engine says how many of them were cached, and these.
         busy_s: seconds, summed over the engines, in which an engine had a completion in flight, by the clock of the
             event loop. Read it in the loop.
@@ -54,6 +56,7 @@ class EngineRouter:
         self._num_attached = 0
         self._change = asyncio.Event()  # an engine can be used again, or is gone for good
         self.num_retries = 0
+        self.unfinished = UnfinishedGroups()
         self.prompt_tokens = np.zeros(2, np.int64)
         self._num_busy = 0  # engines with a completion in flight
         self._busy_s = 0.0  # ends of busy times less their beginnings
@@ -113,16 +116,20 @@ class EngineRouter:
         *,
         timeout_s: float | None = None,
         conversation: str | None = None,
+        group_id: str | None = None,
     ) -> list[Completion]:
         """Return `sampling.num_samples` completions of one prompt [P] int32.
 
         `timeout_s` is for how long an engine may write nothing. Requests with the same `conversation` go to the same
-        engine, whose cache holds their common prefix, as long as it is attached and does not fail. Raises EngineError
-        when no engine is attached or all attempts failed; the message names the failure of each attempt.
+        engine, whose cache holds their common prefix, as long as it is attached and does not fail. What is written for
+        a group is kept in `unfinished` until its `forget`. Raises EngineError when no engine is attached or all
+        attempts failed; the message names the failure of each attempt.
         """
         errors: list[str] = []
         failed: _Place | None = None
-        drafts = [Draft() for _ in range(sampling.num_samples)]
+        drafts = self.unfinished.drafts(group_id, conversation, token_ids, sampling)
+        if all(draft.finish_reason for draft in drafts):  # before the run was interrupted
+            return [draft.completion(len(token_ids)) for draft in drafts]
         num_written = 0
         num_barren = 0
         while num_barren < _MAX_BARREN and len(errors) < _MAX_ATTEMPTS:

@@ -173,7 +173,11 @@ class EpisodeRecorder:
         request = self.num_turns
         try:
             [completion] = await self._router.generate(
-                np.array(token_ids, np.int32), sampling, timeout_s=self._timeout_s, conversation=self.name
+                np.array(token_ids, np.int32),
+                sampling,
+                timeout_s=self._timeout_s,
+                conversation=self.name,
+                group_id=self._group_id,
             )
         except EngineError as error:
             self.error = error

@@ -32,7 +32,9 @@ class SingleTurn:
 
     async def run(self, prompt: Prompt, sampling: SamplingParams, group_id: str) -> tuple[Episode, ...]:
         """See `Workflow.run`: episode and rollout `<group_id>/<number>` for each sample."""
-        completions = await self.router.generate(prompt.token_ids, sampling, timeout_s=self._timeout_s)
+        completions = await self.router.generate(
+            prompt.token_ids, sampling, timeout_s=self._timeout_s, group_id=group_id
+        )
         asked = Span(SpanSource.PROMPT, prompt.token_ids)
         episodes = []
         for index, completion in enumerate(completions):

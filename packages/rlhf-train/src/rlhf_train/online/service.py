@@ -188,6 +188,9 @@ class GenerationService:
             "order": self._sampler.state_dict(),
             "prompts": self._job.prompts_digest,
             "stream": self._stream.state(),
+            "unfinished": self._workflow.router.unfinished.state(
+                ticket.group_id for ticket in self._stream.in_flight()
+            ),
             "num_requested": self._num_requested,
             "num_failed": self._num_failed,
             "failure": self._failure,
@@ -203,6 +206,7 @@ class GenerationService:
             for *rest, records in state["stream"]["tickets"]
         ]
         self._stream.restore(state["stream"], tickets)
+        self._workflow.router.unfinished.restore(state.get("unfinished", {}))
         self._num_requested = state["num_requested"]
         self._num_failed = state["num_failed"]
         self._failure = state["failure"]
