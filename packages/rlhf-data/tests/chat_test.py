@@ -125,6 +125,19 @@ def test_input_template_tools_need_a_chat_template_that_writes_them():
             encode_conversation(Row({}, "o", 1), TALK, word_tokenizer(template), tools=[TOOL])
 
 
+@pytest.mark.parametrize("calls_of", [1, 3])
+def test_tool_calls_that_a_template_does_not_write_are_refused(calls_of):
+    # Left out, the model would learn to answer with nothing where it should call.
+    messages = row_messages(Row({"q": [*CALLED, {"role": "assistant", "content": "it is four"}]}, "o", 1), "q")
+    says = r"^o:1: the chat template does not write the call of 'add'\n\nhint: .*, or write calls into the content"
+    for template in (PLAIN, MARKED.replace("INSIDE", "+ ' </s>'").replace("OUTSIDE", "")):
+        with pytest.raises(DataError, match=says):
+            encode_conversation(Row({}, "o", 1), messages[: 1 + calls_of], word_tokenizer(template))
+    written = word_tokenizer(PLAIN.replace("m.content", "m.content + (m.tool_calls or '')|string"))
+    ids, _ = encode_conversation(Row({}, "o", 1), messages[: 1 + calls_of], written)
+    assert len(ids)
+
+
 def test_row_messages_beside_tool_calls_read_null_content_and_arguments_in_json():
     function = {"name": "add", "arguments": '{"a": 2}'}
     for content in ({"content": None}, {}, {"content": ""}):

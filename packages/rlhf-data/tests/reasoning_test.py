@@ -144,7 +144,9 @@ def test_reasoning_beside_the_content_is_never_dropped(template, key):
     assert encode(template, answered("It is 3.", earlier)) == "U:1+1?A:2</s>U:+1?A:[It is 3.</s>]"
 
 
-def test_tool_calls_that_a_template_rewrites_are_refused():
+def test_tool_calls_that_a_template_leaves_out_or_rewrites_are_refused():
     calls = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
-    with pytest.raises(ConfigError, match="rewrites message 1"):
+    with pytest.raises(DataError, match="does not write the call of 'add'"):
         encode(R1_OPENS, answered("", tool_calls=calls))
+    with pytest.raises(ConfigError, match="rewrites message 1"):
+        encode("{{ messages[-1].tool_calls }}" + R1_OPENS, answered("", tool_calls=calls))

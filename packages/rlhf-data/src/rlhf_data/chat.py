@@ -6,7 +6,7 @@ A tokenizer is a loaded Hugging Face tokenizer, or an object with the same metho
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -157,22 +157,32 @@ def render_chat(
         add_generation_prompt: end with what precedes an answer.
         is_continued: end with the content of the last message.
         tools: JSON schemas of functions in OpenAI's form, which the template writes where its model expects them.
-        must_write_tools: whether the text must have the name of each tool, by the template or in a message.
+        must_write_tools: whether the text must have the name of each tool and of each function that the assistant
+            calls, by the template or in a message.
 
     Raises:
-        DataError: the template refuses the messages, or a tool is not in the text.
+        DataError: the template refuses the messages, or a tool or a call is not in the text.
     """
     # return_dict=False, because transformers 5 returns a dictionary by default.
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "return_dict": False}
     if is_continued:
         options["continue_final_message"] = True
     text = _apply_template(messages, tokenizer, origin, tools, **options)
-    for tool in tools if must_write_tools else ():
-        name = tool.get("function", tool).get("name")
-        if isinstance(name, str) and name not in text:
-            hint = "use a model whose template knows tools, or describe them in the system message"
-            raise DataError(f"{origin}: the chat template does not write the tool {name!r}", hint=hint)
+    if must_write_tools:
+        _check_written("tool", tools, text, origin, "describe them in the system message")
+        calls = [call for message in messages for call in message.get("tool_calls") or ()]
+        _check_written("call of", calls, text, origin, "write calls into the content of their messages")
     return text
+
+
+def _check_written(what: str, of_functions: Iterable[Any], text: str, origin: str, otherwise: str) -> None:
+    """Raise DataError unless a rendered conversation has the name of each function of tools or calls."""
+    for one in of_functions:
+        function = one.get("function", one) if isinstance(one, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(name, str) and name not in text:
+            hint = f"use a model whose template knows tools, or {otherwise}"
+            raise DataError(f"{origin}: the chat template does not write the {what} {name!r}", hint=hint)
 
 
 def render_follow_up(
