@@ -49,6 +49,16 @@ def test_generate_samples_only_ids_with_a_token(prompts, padded, tmp_path, capsy
     assert capsys.readouterr().err.count("no token for 600 of the 900 ids") == 1
 
 
+@pytest.mark.parametrize("flag", ["--tokenizer", "--pretrain"])
+def test_fake_engine_answers_prompts_in_the_tokens_of_any_tokenizer(padded, tmp_path, flag):
+    # Ids from 256 on are whole words of this tokenizer.
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"q": "the sum of the numbers"}])
+    assert generate(prompts, tmp_path / "out.jsonl", flag, padded, "--generate_max_len", "8", "--seed", "1") == 0
+    [record] = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    num_prompt = record["spans"][0]["num_tokens"]
+    assert max(record["token_ids"][:num_prompt]) >= 256 > max(record["token_ids"][num_prompt:])
+
+
 def test_serve_masks_ids_without_token_and_serves_a_model_that_has_no_tokenizer(padded, tmp_path, capsys, monkeypatch):
     specs = []
     monkeypatch.setattr(

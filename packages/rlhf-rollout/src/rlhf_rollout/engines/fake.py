@@ -55,7 +55,8 @@ class FakeEngine(GatedEngine):
         token_latency_s: float | Pace = 0.0,
         fail_after: int | None = None,
     ) -> None:
-        super().__init__(spec, vocab_size=VOCAB_SIZE)
+        # Prompts hold bytes, or any ids of the tokenizer that the settings name.
+        super().__init__(spec, vocab_size=VOCAB_SIZE if spec.tokenizer is None else None)
         self._script = script
         self._latency_s = latency_s
         self._token_latency_s = token_latency_s

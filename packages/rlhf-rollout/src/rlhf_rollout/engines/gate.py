@@ -107,7 +107,7 @@ class GatedEngine(ABC):
 
     Args:
         spec: the engine's settings.
-        vocab_size: token ids lie below it.
+        vocab_size: token ids lie below it; None leaves them unchecked.
 
     Attributes:
         pause_modes: the modes of `pause` that the engine supports.
@@ -116,7 +116,7 @@ class GatedEngine(ABC):
 
     pause_modes: ClassVar[tuple[PauseMode, ...]] = ("drain",)
 
-    def __init__(self, spec: EngineSpec, *, vocab_size: int) -> None:
+    def __init__(self, spec: EngineSpec, *, vocab_size: int | None) -> None:
         self._spec = spec
         self._vocab_size = vocab_size
         self._gate = Gate()
