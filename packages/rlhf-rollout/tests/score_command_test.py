@@ -134,6 +134,37 @@ def test_reward_model_scores_pairs_and_is_mixed_with_a_function(tmp_path, model_
         assert written["chosen_reward"] == pytest.approx(mixed, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("row", "flags", "hint"),
+    [
+        ({"question": "2+2", "response": "4"}, [], "did you mean --input_key question?"),
+        (
+            {"input": "2+2", "response": "4"},
+            [],
+            "did you mean --output_key response?",
+        ),
+        (
+            {"input": "2+2", "output": "4", "answer": 4},
+            ["--label_key", "lab"],
+            "did you mean --label_key answer, or --l",
+        ),
+        (
+            {"prompt": "q", "chosen": "4", "bad": "5"},
+            ["--chosen_key", "chosen"],
+            "name one of these keys with --reject",
+        ),
+    ],
+)
+def test_a_key_that_rows_lack_is_refused_with_the_flag_to_type(tmp_path, capsys, length, row, flags, hint):
+    assert score(tmp_path, [row], "--remote_rm_url", length, *flags) == (2, None)
+    assert f"hint: {hint}" in capsys.readouterr().err
+
+
+def test_one_answer_beside_a_pair_is_scored(tmp_path, length):
+    status, [row] = score(tmp_path, [{"input": "a", "output": "bcd", **PAIRS[0]}], "--remote_rm_url", length)
+    assert (status, row["output"]) == (0, "bcd")
+
+
 def test_pairs_without_their_keys_are_told_which_to_give(tmp_path, capsys, length):
     assert score(tmp_path, PAIRS, "--remote_rm_url", length) == (2, None)
     told = capsys.readouterr().err

@@ -15,7 +15,7 @@ from rlhf_data.checks import missing
 from rlhf_data.errors import ConfigError, DataError, unknown
 from rlhf_data.examples import ExampleSet, load_examples, make_encoder
 from rlhf_data.exits import with_flags
-from rlhf_data.keys import unread_tools
+from rlhf_data.keys import check_section_keys, unread_tools
 from rlhf_data.options import Config, Section, flag, one_of
 from rlhf_data.preference import PreferenceExample, ProcessExample
 from rlhf_data.pretrained import load_tokenizer, set_chat_template
@@ -112,7 +112,7 @@ def run(config: InspectConfig) -> int:
 
     Raises:
         ConfigError: files that do not exist, a tokenizer that cannot be loaded, or options that exclude each other.
-        DataError: there is no row of that number.
+        DataError: there is no row of that number, or rows lack a key.
     """
     number = config.inspection.row
     data = config.data
@@ -131,6 +131,7 @@ def run(config: InspectConfig) -> int:
     for notice in notices:
         print(f"notice: {notice}", file=sys.stderr)
     if encoder is not None:
+        check_section_keys(data, rows, [name for name in _KINDS[config.inspection.kind] if name.endswith("_key")])
         with progress.doing("tokenizing the rows"):
             examples = load_examples(rows, encoder, max_len=_NO_LIMIT, skip_bad_rows=True)
         _print_examples(examples, data.max_len)

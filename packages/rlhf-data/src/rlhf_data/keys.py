@@ -6,7 +6,7 @@ from itertools import islice
 from rlhf_data.errors import DataError, nearest
 from rlhf_data.presets import PRESETS
 from rlhf_data.rows import Row, RowErrors
-from rlhf_data.sections import ChatSection
+from rlhf_data.sections import ChatSection, RowSection
 from rlhf_data.sources import Rows
 
 _PROMPTS = ("problem", "query", "instruction", "messages", "conversations", "text")
@@ -43,6 +43,14 @@ def check_keys(rows: Rows, keys: Mapping[str, str | None], optional: Collection[
                 forms = [] if rows.preset else [name for name, form in PRESETS.items() if form.gives(key, row)]
                 preset = f"--preset_data {forms[0]} reads rows of this form; or " if forms else ""
                 raise DataError(message, hint=preset + advice)
+
+
+def check_section_keys(section: RowSection, rows: Rows, names: Iterable[str]) -> None:
+    """Raise DataError, as `check_keys` does, for the keys that the options `names` of a section hold."""
+    names = list(names)
+    fields = type(section).model_fields
+    optional = [name for name in names if fields[name].annotation == str | None]
+    check_keys(rows, {name: getattr(section, name) for name in names}, optional)
 
 
 def check_extra_keys(rows: Rows, keys: Iterable[str]) -> None:

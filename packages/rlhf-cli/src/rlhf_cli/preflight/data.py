@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ from rlhf_data.options import matching
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import Prompt
 from rlhf_data.rows import Counts
-from rlhf_data.sections import RowSection
 from rlhf_data.sources import SUFFIXES, Rows, open_sources, parse_probs
 
 _METRICS = ("accuracy", "reward", "score", "response_tokens", "truncated", "failed")
@@ -43,7 +42,7 @@ def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
     common = {"max_samples": data.max_samples, "preset": data.preset_data}
     options = {"probs": probs, "seed": config.training.seed, "split": data.prompt_split}
     training = open_sources(source_names(data.prompt_data), **options, **common)
-    check_keys(data, training, ("input_key", "label_key", "tools_key"))
+    keys.check_section_keys(data, training, ("input_key", "label_key", "tools_key"))
     extra_keys = config.reward.extra_names
     keys.check_extra_keys(training, extra_keys)
     for name, path in zip(names, files, strict=True):
@@ -51,16 +50,9 @@ def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
             message = f"--eval_data: {missing_file('data file', path).partition(chr(10))[0]}"
             raise DataError(message, hint="give a .jsonl or .json file; names on the hub are for --prompt_data")
         held_out[name] = open_sources(path, **common)
-        check_keys(data, held_out[name], ("input_key", "label_key", "tools_key", "source_key"))
+        keys.check_section_keys(data, held_out[name], ("input_key", "label_key", "tools_key", "source_key"))
         keys.check_extra_keys(held_out[name], extra_keys)
     return training, held_out
-
-
-def check_keys(section: RowSection, rows: Rows, names: Iterable[str]) -> None:
-    """Raise DataError unless the first readable row of every source has the keys that the options `names` hold."""
-    fields = type(section).model_fields
-    optional = [name for name in names if fields[name].annotation == str | None]
-    keys.check_keys(rows, {name: getattr(section, name) for name in names}, optional)
 
 
 def load_all(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rlhf_data.chat import Tokenizer
 from rlhf_data.checks import check_stays
 from rlhf_data.errors import ConfigError, installs
-from rlhf_data.keys import check_extra_keys, check_keys, unread_tools
+from rlhf_data.keys import check_extra_keys, check_section_keys, unread_tools
 from rlhf_data.pretrained import ids_without_token, load_tokenizer, located, masked_ids_notice, set_chat_template
 from rlhf_data.sections import TemplateVariableSection
 from rlhf_data.sources import Rows, open_sources, parse_probs
@@ -159,16 +159,17 @@ def make_engine(model: EngineModelSection, engine: OneEngineSection, max_model_l
 
     `options` are further fields of `EngineSpec`.
     """
+    tokenizer = model.tokenizer or model.pretrain
     spec = engine.spec(
         model.pretrain or "fake",
         max_model_len,
         SHARE_ALONE,
-        tokenizer=model.tokenizer,
+        tokenizer=tokenizer if engine.engine == "fake" else model.tokenizer,
         dtype=model.dtype,
         base_url=engine.base_url if engine.engine == "http" else None,
         **options,
     )
-    return EngineJob(kind=engine.engine, spec=spec, tokenizer=model.tokenizer or model.pretrain)
+    return EngineJob(kind=engine.engine, spec=spec, tokenizer=tokenizer)
 
 
 def open_prompts(data: PromptSourceSection, seed: int, extra_keys: Sequence[str] = ()) -> Rows:
@@ -180,7 +181,7 @@ def open_prompts(data: PromptSourceSection, seed: int, extra_keys: Sequence[str]
     options = {"probs": probs, "seed": seed, "split": data.prompt_split, "max_samples": data.max_samples}
     rows = open_sources(data.prompt_data, preset=data.preset_data, **options)
     names = ("input_key", "label_key", "tools_key")
-    check_keys(rows, {name: getattr(data, name) for name in names if hasattr(data, name)}, names[1:])
+    check_section_keys(data, rows, [name for name in names if hasattr(data, name)])
     check_extra_keys(rows, extra_keys)
     for notice in unread_tools([rows], data):
         TERMINAL.say(f"notice: {notice}")

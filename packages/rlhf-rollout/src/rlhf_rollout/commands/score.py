@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.keys import check_extra_keys, unread_tools
+from rlhf_data.keys import check_extra_keys, check_section_keys, unread_tools
 from rlhf_data.options import matching
 from rlhf_data.preference import PreferenceEncoder
 from rlhf_data.pretrained import set_chat_template
@@ -70,6 +70,7 @@ def run(job: ScoreJob) -> int:
             TERMINAL.say(f"notice: {notice}")
         tokenizer = job.reward.load_tokenizer(job.tokenizer)
         set_chat_template(tokenizer, variables=data.chat_template_kwargs)
+        _check_keys(data, rows)
         check_extra_keys(rows, extra_keys := job.reward.options.extra_names)
         reader = _Reader(job.data, rows, tokenizer, extra_keys)
         num_rows = sum(1 for _ in rows.read(RowErrors(skip_bad_rows=True)))
@@ -81,6 +82,19 @@ def run(job: ScoreJob) -> int:
     made = "" if kind == "rows" else f"{kind}: "
     TERMINAL.say(f"{made}{num_written} rows written to {job.output.path}")
     return 1 if scored and not num_whole else 0
+
+
+def _check_keys(data: AnswerSection, rows: Rows) -> None:
+    """Raise DataError for a key that rows lack, and ConfigError for pairs of answers where one answer is expected."""
+    is_paired = data.chosen_key is not None
+    row = next(rows.read(RowErrors(skip_bad_rows=True)), None)
+    is_pair = row is not None and {"chosen", "rejected"} <= row.values.keys()
+    if is_pair and not is_paired and data.input_key not in row.values:
+        hint = "give " + " ".join(f"--{key}_key {key}" for key in ("chosen", "rejected", "prompt") if key in row.values)
+        problem = f"{row.origin} holds a pair of answers, not one answer: {', '.join(row.values)}"
+        raise ConfigError(problem, hint=hint)
+    names = ("prompt_key", "chosen_key", "rejected_key") if is_paired else ("input_key", "output_key")
+    check_section_keys(data, rows, (*names, "label_key", "tools_key"))
 
 
 class _Reader:
@@ -105,7 +119,6 @@ class _Reader:
                 label = None if self._data.label_key is None else row.label(self._data.label_key)
                 extra = {key: row.plain(key) for key in self._extra_keys}
             except DataError as error:
-                self._check_no_pair(row)
                 self._errors.add(error)
                 self.num_left_out += 1
                 continue
@@ -117,16 +130,6 @@ class _Reader:
             else:
                 yield row, [self._sample(answer, label, extra) for answer in answers]
         self._errors.check(self._num_rows + self._errors.num_bad)
-
-    def _check_no_pair(self, row: Row) -> None:
-        """Raise ConfigError for a pair of answers where one is expected: all other rows are then pairs, too."""
-        keys = [key for key in ("chosen", "rejected") if key in row.values]
-        if self._data.chosen_key is None and len(keys) == 2:
-            keys += ["prompt"] if "prompt" in row.values else []
-            hint = "give " + " ".join(f"--{key}_key {key}" for key in keys)
-            raise ConfigError(
-                f"{row.origin} holds a pair of answers, not one answer: {', '.join(row.values)}", hint=hint
-            )
 
     def report(self) -> None:
         """Tell how many rows were left out, and why."""
