@@ -194,12 +194,18 @@ TABLE = [
     ("replay nowhere --step 1", "error: there is no run in .*nowhere", "name the folder of a run"),
     (f"{SFT} --apply_chat_template --dataset empty", "error: data set .*empty cannot be opened", "name .jsonl"),
     ("kto --pretrain builtin --dataset rows.jsonl --label_key output", "error: 1 of 1 rows", "repair them, or check"),
-    (f"{SCORE} o.jsonl --output_key outptu", "error: 1 of 1 rows cannot be used", "did you mean `output`"),
+    (
+        f"{SCORE} o.jsonl --output_key outptu",
+        "error: --output_key: .* key `outptu`",
+        "did you mean --output_key output",
+    ),
     ("chat --pretrain empty", "error: .*empty has no tokenizer", "tokenizer.json"),
     ("serve", "error: --pretrain is missing", "add --pretrain"),
     ("lora_combiner --lora_path x", "error: --model_path is missing: it names the model", "add --model_path"),
     ("dpo --pretrain builtin --dataset none.jsonl", "error: .*none.jsonl does not exist", ""),
     ("dpo --pretrain builtin --dataset binary.jsonl", "error: ", ""),
+    ("kto --pretrain builtin --dataset judged.jsonl --dry_run", "error: KTO needs at least two examples", "more rows"),
+    ("sft --pretrain builtin --dataset *.jsonl", "error: data source .* is a pattern", "name its files, separated"),
     ("kto --pretrain builtin --dataset deep.jsonl", "error: ", ""),
     ("prm --pretrain builtin --dataset rows.jsonl --placeholder_token x", "error: ", ""),
     ("kd --pretrain builtin --dataset rows.jsonl", "error: ", ""),
@@ -213,6 +219,7 @@ TABLE = [
 def here(tmp_path, monkeypatch):
     """A folder with rows, a reward and broken files."""
     write_jsonl(tmp_path / "rows.jsonl", [{"input": "one", "output": "two"}])
+    write_jsonl(tmp_path / "judged.jsonl", [{"input": "one", "output": "two", "label": True}])
     (tmp_path / "reward.py").write_text(REWARD, encoding="utf-8")
     (tmp_path / "syntax.py").write_text("def reward_func(queries, prompts, labels)\n    return 1\n", encoding="utf-8")
     (tmp_path / "empty").mkdir()

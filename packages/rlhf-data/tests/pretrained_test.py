@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_data import pretrained
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.pretrained import ids_without_token, load_tokenizer, masked_ids_notice, set_chat_template
+from rlhf_data.pretrained import ids_without_token, load_tokenizer, located_model, masked_ids_notice, set_chat_template
 from rlhf_data.sources import open_sources
 from sentencepiece_testing import make_tokenizer
 
@@ -212,3 +212,10 @@ def test_template_variables_that_have_no_effect_are_refused(template, name, says
     with pytest.raises(ConfigError, match=r"^chat_template_kwargs: ") as caught:
         set_chat_template(tokenizer, variables=json.dumps({name: 1}))
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(("file", "hint"), [("x", "a model folder holds"), ("adapter_config.json", "it holds an ada")])
+def test_located_model_without_a_config_says_what_the_folder_is(tmp_path, file, hint):
+    (tmp_path / file).touch()
+    with pytest.raises(ConfigError, match=f"the model folder {tmp_path} has no config.json\n\nhint: {hint}"):
+        located_model(tmp_path)

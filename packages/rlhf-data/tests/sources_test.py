@@ -87,6 +87,18 @@ def test_read_rows_missing_file_suggests_the_nearest(tmp_path):
         read_rows(tmp_path / "nowhere" / "train.jsonl")
 
 
+@pytest.mark.parametrize("pattern", ["*.jsonl", "train-?.jsonl", "[ab].jsonl", "*"])
+def test_open_sources_pattern_does_not_lead_to_one_of_its_files(tmp_path, monkeypatch, pattern):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "train-1.jsonl", [{"q": 1}])
+    with pytest.raises(DataError, match="is a pattern, and patterns are not read\n\nhint: name its files") as caught:
+        open_sources(f"data/{pattern}")
+    assert f"data source data/{pattern} " in str(caught.value)
+    write_jsonl(tmp_path / "data" / "[b].jsonl", [{"q": 2}])
+    assert [row.values["q"] for row in open_sources("data/[b].jsonl")] == [2]
+
+
 def test_read_rows_unknown_type_lists_the_known(tmp_path):
     path = tmp_path / "train.tsv"
     path.write_text("q\n1\n")
@@ -192,6 +204,17 @@ def test_open_sources_csv_cells_are_text_and_know_their_line(tmp_path):
         (2, {"q": "two\nlines", "a": "1"}),
         (5, {"q": "last", "a": 'say "hi"'}),
     ]
+
+
+@pytest.mark.parametrize("sign", [";", "\t", "|"])
+def test_open_sources_csv_with_another_separator_is_refused(tmp_path, sign):
+    (tmp_path / "a.csv").write_text(f"\nq{sign}a\n1{sign}2\n")
+    says = f"a.csv:2: the header of the table has one column, {f'q{sign}a'!r}\n\nhint: write commas in the place of "
+    with pytest.raises(DataError) as caught:
+        read_rows(tmp_path / "a.csv")
+    assert f"{says}{sign!r} between its columns" in str(caught.value)
+    (tmp_path / "b.csv").write_text(f"q\n1{sign}2\n")
+    assert [row.values for row in open_sources(tmp_path / "b.csv")] == [{"q": f"1{sign}2"}]
 
 
 @pytest.mark.parametrize(

@@ -109,10 +109,13 @@ def test_reward_model_of_a_causal_language_model_is_refused_with_a_hint(model_di
         check(model_dir)
 
 
-@pytest.mark.parametrize("load", [load_reward_model, load_critic])
-def test_head_of_two_labels_is_refused_with_both_shapes(tmp_path, load):
+@pytest.mark.parametrize(
+    ("load", "else_"), [(load_reward_model, "serve a model of another kind "), (load_critic, "one without a head")]
+)
+def test_head_of_two_labels_is_refused_with_both_shapes(tmp_path, load, else_):
     folder = tiny_reward_model_dir(tmp_path, num_labels=2)
-    with pytest.raises(ConfigError, match=r"score\.weight .* the shape \[2, 64\]; one score needs \[1, 64\]\n\nhint: "):
+    says = r"score\.weight .* the shape \[2, 64\]; one score needs \[1, 64\]\n\nhint: use a model .* one label, or "
+    with pytest.raises(ConfigError, match=says + else_):
         load(folder, dtype="float32")
 
 

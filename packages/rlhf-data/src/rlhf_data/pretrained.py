@@ -163,6 +163,8 @@ def located_model(path: str | Path) -> tuple[str, bool]:
     name, is_local = located(path)
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         hint = "a model folder holds config.json, *.safetensors and the tokenizer, as `save_pretrained` writes them"
+        if (Path(name) / "adapter_config.json").is_file():
+            hint = "it holds an adapter: `rlhf lora_combiner` merges it into its model"
         raise ConfigError(f"the model folder {name} has no config.json", hint=hint)
     return name, is_local
 

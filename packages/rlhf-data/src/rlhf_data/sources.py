@@ -23,6 +23,8 @@ from rlhf_data.presets import PRESETS
 from rlhf_data.rows import Row, RowErrors, json_value, kind_of
 from rlhf_data.safety import is_utf8
 
+_PATTERN_SIGNS = "*?["
+_SEPARATOR = re.compile(r"[;\t|]")  # of columns, in tables whose name says .csv
 SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet", ".arrow", ".py")
 _ONE_A_LINE = "a .jsonl file has one whole JSON object per line, with names and text in double quotes"
 
@@ -229,6 +231,9 @@ def _open(name: str | Path, streaming: bool, split: str) -> Source:
         path = Path(name)
     is_known = path.name.lower().endswith(SUFFIXES)
     is_path = isinstance(name, Path) or path.exists() or is_known or str(name)[0] in "./~"
+    if not path.exists() and any(sign in str(name) for sign in _PATTERN_SIGNS):
+        hint = "name its files, separated by commas, or the folder that holds them alone"
+        raise DataError(f"data source {name} is a pattern, and patterns are not read", hint=hint)
     if is_path and not path.exists():
         raise DataError(missing_file("data file", path))
     if path.is_file() and not is_known:
@@ -301,6 +306,9 @@ def _csv_values(path: Path) -> Iterator[tuple[int, Any]]:
             problem = DataError(f"{len(values)} cells in a table of {len(header)} columns")
         if header is None and problem:
             raise DataError(f"{path}:{line}: the header of the table cannot be read: {problem}")
+        if header is None and len(values) == 1 and (found := _SEPARATOR.search(values[0])):
+            hint = f"write commas in the place of {found[0]!r} between its columns, or convert it to .jsonl"
+            raise DataError(f"{path}:{line}: the header of the table has one column, {values[0]!r}", hint=hint)
         if header and (values or problem):
             yield line, problem or dict(zip(header, values, strict=True))
         header = header or values or None

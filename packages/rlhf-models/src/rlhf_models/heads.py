@@ -16,14 +16,17 @@ from rlhf_models.files import model_file, opened, tensor_files
 HEAD_NAMES = ("score", "value_head", "reward_head", "v_head", "v_head.summary", "rm_head", "classifier", "lm_head")
 _LM_HEAD = "lm_head.weight"
 _WEIGHTS = ("weight", *(f"{name}.weight" for name in HEAD_NAMES))  # `VALUE_HEAD_FILE` uses the first name
+_ONE_LABEL = "use a model that was trained with one label"
+_NO_HEAD = f"{_ONE_LABEL}, or one without a head"
 _SERVE = "serve a model of another kind with its own code behind ``RemoteReward.urls=http://...``"
 
 
-def load_head(path: str | Path, config: Any) -> dict[str, Tensor]:
+def load_head(path: str | Path, config: Any, *, hint: str = _NO_HEAD) -> dict[str, Tensor]:
     """Return the `weight` [1, D] of a model's scalar head, and its `bias` [1] if it has one. Reads no other weights.
 
     The head is in the folder's `value_head.safetensors`, which `save_hf` writes for a critic, or under the first of
-    `HEAD_NAMES` that is among the model's weights. A model without a head gives an empty dict.
+    `HEAD_NAMES` that is among the model's weights. A model without a head gives an empty dict. `hint` is that of an
+    error.
 
     Raises:
         ConfigError: a head with more than one output, or with a width other than the hidden size D.
@@ -43,7 +46,7 @@ def load_head(path: str | Path, config: Any) -> dict[str, Tensor]:
     if list(head["weight"].shape) != expected:
         shape = list(head["weight"].shape)
         message = f"the head {names[0]} of the model {path} has the shape {shape}; one score needs {expected}"
-        raise ConfigError(message, hint=f"use a model that was trained with one label, or {_SERVE}")
+        raise ConfigError(message, hint=hint)
     return head
 
 
@@ -70,7 +73,7 @@ def check_no_head(path: str | Path, config: Any, unused: Iterable[str]) -> None:
 
 def require_head(path: str | Path, config: Any) -> dict[str, Tensor]:
     """Return a model's scalar head as `load_head` does. Raises ConfigError as `load_head`, and if there is none."""
-    head = load_head(path, config)
+    head = load_head(path, config, hint=f"{_ONE_LABEL}, or {_SERVE}")
     if not head:
         names = ", ".join(f"{name}.weight" for name in HEAD_NAMES)
         message = f"the model {path} has no scalar head: none of {names} is among its weights"

@@ -242,6 +242,8 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     encoder = command.encoder(config, tokenizer)
     num_ids = check_tokenizer_fits(model_config, tokenizer)
     loaded = {flag: _load(config, flag, rows, encoder, num_ids, console, place.rank) for flag, rows in sources.items()}
+    for held in loaded.values():
+        objective.items(held.examples[:2])  # refuses, before the run, examples that are too few
     schedule = OfflineSchedule(**matching(OfflineSchedule, training))
     train = loaded["--dataset"].examples
     best = config.evaluation.best_metric_key
@@ -291,7 +293,7 @@ def _open(config: OfflineConfig) -> dict[str, "Rows"]:
     Raises:
         DataError: the first row of a source lacks a key.
     """
-    from rlhf_cli.preflight.data import check_keys
+    from rlhf_data.keys import check_section_keys
     from rlhf_data.sources import open_sources, parse_probs
 
     data = config.data
@@ -308,7 +310,7 @@ def _open(config: OfflineConfig) -> dict[str, "Rows"]:
     # A row may lack the margin, which is only read with --margin_loss.
     keys = [name for name in type(data).model_fields if name.endswith("_key") and name != "margin_key"]
     for rows in sources.values():
-        check_keys(data, rows, keys)
+        check_section_keys(data, rows, keys)
     return sources
 
 

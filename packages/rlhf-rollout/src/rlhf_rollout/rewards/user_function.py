@@ -325,7 +325,7 @@ def _numbers(name: str, values: Any, num_samples: int, *, spread: bool = False) 
             raise RewardError(f"`{name}` is one number for {num_samples} samples", hint=_SKELETON)
         return [_float(values)] * num_samples
     if not isinstance(values, list | tuple):
-        raise RewardError(f"`{name}` must be a list of numbers, got {_kind(values)}")
+        raise RewardError(f"`{name}` must be a list of numbers, got {_kind(values)}", hint="return one per query")
     if len(values) != num_samples:
         raise RewardError(f"`{name}` has {len(values)} numbers for {num_samples} samples", hint="return one per query")
     numbers = []
@@ -335,7 +335,10 @@ def _numbers(name: str, values: Any, num_samples: int, *, spread: bool = False) 
         if isinstance(value, list) and len(value) == 1:  # a column of shape [N, 1]
             value = value[0]
         if value is not None and not _is_number(value):
-            raise RewardError(f"`{name}` must hold numbers, got {_kind(value)}")
+            hint = (
+                "give float(...) of it" if isinstance(value, str) else "return a number per query, or None to abstain"
+            )
+            raise RewardError(f"`{name}` must hold numbers, got {_kind(value)}", hint=hint)
         numbers.append(None if value is None else _float(value))
     return numbers
 

@@ -53,7 +53,8 @@ class KtoObjective(Objective[Compared]):
         The latter sequence is cut to the length of the longest example. Raises DataError for fewer than two examples.
         """
         if len(examples) < 2:
-            raise DataError("KTO needs at least two examples, to pair prompts with answers to other prompts")
+            message = "KTO needs at least two examples, to pair prompts with answers to other prompts"
+            raise DataError(message, hint="give more rows")
         longest = max(example.num_tokens for example in examples)
         # A random cycle through all examples: each one's partner is another example, and is used exactly once.
         order = np.random.default_rng(0).permutation(len(examples))
