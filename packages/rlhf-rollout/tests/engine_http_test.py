@@ -212,12 +212,12 @@ def test_http_engine_answer_that_trickles_ends_at_the_second_timeout() -> None:
                 yield b" "
 
     def answer(request: httpx.Request) -> httpx.Response:
-        requests.append(request)
+        requests.append(request.url.path)
         return httpx.Response(200, stream=Trickle())
 
     with pytest.raises(EngineError, match=r"failed 2 times; last: no answer within 0\.1 s"):
         ask("http://engine", timeout_s=0.1, num_retries=9, transport=httpx.MockTransport(answer))
-    assert len(requests) == 2
+    assert requests.count("/v1/completions") == 2
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ class EngineSection(Section, title="generation engine (vLLM)"):
         1800.0,
         "seconds for which an engine that has requests may write nothing before another one goes on with them; a"
         " response that gets no further there either ends, cut by its length. Waiting for a place does not count."
-        " With --engine http: seconds of a whole request",
+        " With --engine http, the server's /metrics tell whether it writes; without them: seconds of a whole request",
         gt=0,
     )
     enforce_eager: bool = flag(False, "no CUDA graphs: faster start, slower generation")

@@ -34,7 +34,7 @@ from rlhf_rollout.commands.parts import EngineJob, make_engine
 from rlhf_rollout.commands.sessions import Sessions, cached_tokens
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import build_engine
-from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
+from rlhf_rollout.protocols import Completion, Draft, RolloutEngine, SamplingParams
 from rlhf_rollout.tokens import ENGINE_TOKEN_VARIABLE
 from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket
 
@@ -159,6 +159,7 @@ class _Metrics:
         self.prompt_tokens = Counter("prompt_tokens", "tokens of prompts, once per request", **own)
         self.cached_tokens = Counter("cached_prompt_tokens", "those of them that were in the engine's cache", **own)
         self.generated_tokens = Counter("generated_tokens", "tokens of completions", **own)
+        self.unfinished_tokens = Gauge("unfinished_tokens", "tokens so far of requests that have not ended", **own)
         self.seconds = Histogram("request_seconds", "time to completion", buckets=_LATENCIES_S, **own)
         self.in_flight = Gauge("requests_in_flight", "requests that have not ended", **own)
         self.sessions = Gauge("sessions", "sessions of the last hour that were not ended", **own)
@@ -195,6 +196,8 @@ class EngineDoor:
         self._metrics = _Metrics()
         self._sessions = Sessions()
         self._metrics.sessions.set_function(lambda: len(self._sessions))
+        self._drafts: dict[int, list[Draft]] = {}  # of the requests in flight
+        self._metrics.unfinished_tokens.set_function(self._num_unfinished)
 
     async def complete(self, request: Request) -> JSONResponse:
         """Generate."""
@@ -205,14 +208,22 @@ class EngineDoor:
         # An engine of `engines/http.py` hands the session on to the server behind it.
         more = {"conversation": name} if getattr(self._engine, "takes_conversation", False) else {}
         with self._metrics.measured():
-            generating = self._engine.generate(token_ids, sampling, timeout_s=asked.timeout_s, **more)
+            drafts = [Draft() for _ in range(sampling.num_samples)]
+            self._drafts[id(drafts)] = drafts
+            generating = self._engine.generate(token_ids, sampling, timeout_s=asked.timeout_s, drafts=drafts, **more)
             call = asyncio.ensure_future(generating)
-            with self._sessions.calling(name, call, len(token_ids)):
-                completions = await _while_connected(request, call)
+            try:
+                with self._sessions.calling(name, call, len(token_ids)):
+                    completions = await _while_connected(request, call)
+            finally:
+                del self._drafts[id(drafts)]
         self._metrics.prompt_tokens.inc(len(token_ids))
         self._metrics.cached_tokens.inc(cached_tokens(completions))
         self._metrics.generated_tokens.inc(sum(len(completion.token_ids) for completion in completions))
         return JSONResponse({"choices": [_choice(*numbered) for numbered in enumerate(completions)]})
+
+    def _num_unfinished(self) -> int:
+        return sum(len(draft.token_ids) for drafts in list(self._drafts.values()) for draft in drafts)
 
     async def session(self, request: Request, name: str) -> dict[str, int]:
         """Tell what a session has used; DELETE also cancels its requests and forgets it."""

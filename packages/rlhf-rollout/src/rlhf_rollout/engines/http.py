@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Sequence
+import re
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import astuple
 from typing import Any
 
@@ -27,6 +29,12 @@ _MAX_TIMEOUTS = 2
 _GRACE_S = 1.0  # for the answer of a server that has ended a request at its deadline
 _KEEPALIVE_S = 2.0  # less than uvicorn's 5 s, so that no call meets a connection that the server is closing
 _PIECE_BYTES = 2**20
+_LOOKS = 16  # at a server's metrics in the time for which it may write nothing
+# Lines of its metrics that change with each token.
+_WRITTEN = re.compile(
+    r"^(?:vllm:generation_tokens_total|rlhf_rollout_generated_tokens_total|rlhf_rollout_unfinished_tokens)\b.*",
+    re.MULTILINE,
+)
 _ERRORS = {"WeightSyncError": WeightSyncError}  # the classes of a server's errors; others are EngineError
 
 
@@ -38,8 +46,9 @@ class HttpEngine:
 
     Args:
         spec: `base_url`, such as "http://host:8000" or "http://host:8000/v1", and `model`, its name on the server.
-            `max_model_len` is checked before a request goes out. `request_timeout_s` is the deadline of one attempt at
-            a request, with all of its samples.
+            `max_model_len` is checked before a request goes out. `request_timeout_s` is for how long the
+            server may write nothing during an attempt at a request, by the counters of its `/metrics`. For a server
+            without them, it is the deadline of an attempt, with all of its samples.
         num_retries: further attempts at a request after a temporary error: no connection, a timeout, or status 408, 429
             or 5xx. A second timeout ends the attempts. Control calls are not repeated.
         retry_wait_s: pause before the first retry; it doubles with each further one, to at most 30 s.
@@ -78,6 +87,7 @@ class HttpEngine:
         self._transport = transport
         self._num_in_flight = 0
         self._progress = Progress()
+        self._listening: asyncio.Task[None] | None = None
         self._updating: int | None = None
         self._is_closed = False
         self._clients: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
@@ -115,16 +125,43 @@ class HttpEngine:
         """
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len)
         headers = {} if conversation is None else {"X-Session-Id": conversation}
-        self._num_in_flight += 1
-        try:
+        with self._listened():
             async with deadline(timeout_s, f"a request to {self._url}", grace_s=_GRACE_S, progress=self._progress):
                 answer = await self._post(self._request(token_ids, sampling, timeout_s), headers)
-        finally:
-            self._num_in_flight -= 1
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != sampling.num_samples:
             raise EngineError(f"{self._url} answered without {sampling.num_samples} choices: {_excerpt(answer)}")
         return [self._completion(choice) for choice in sorted(choices, key=lambda choice: choice.get("index", 0))]
+
+    @contextmanager
+    def _listened(self) -> Iterator[None]:
+        """Count a request as in flight, and watch meanwhile whether the server gets further."""
+        self._num_in_flight += 1
+        if self._listening is None or self._listening.done():
+            self._listening = asyncio.create_task(self._listen())
+        try:
+            yield
+        finally:
+            self._num_in_flight -= 1
+            if not self._num_in_flight:
+                self._listening.cancel()
+
+    async def _listen(self) -> None:
+        """Give a sign of progress when the server's counters have values that they have not had before.
+
+        Behind one address there may be several servers, each with values of its own: only new ones are a sign.
+        """
+        interval_s = self._spec.request_timeout_s / _LOOKS
+        known: set[tuple[str, ...]] = set()
+        while True:
+            await asyncio.sleep(interval_s)
+            with suppress(httpx.HTTPError, asyncio.TimeoutError):
+                async with asyncio.timeout(self._spec.health_timeout_s):
+                    response = await self._client.get(self._address + "/metrics")
+                found = tuple(_WRITTEN.findall(response.text))
+                if known and found not in known:
+                    self._progress.advance()
+                known.add(found)
 
     def _request(self, token_ids: np.ndarray, sampling: SamplingParams, timeout_s: float | None) -> dict[str, Any]:
         limit_s = self._spec.request_timeout_s
