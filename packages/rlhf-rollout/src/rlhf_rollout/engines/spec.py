@@ -52,7 +52,8 @@ class EngineSpec:
             senders as the engine has GPUs make each call of an update, one on each GPU.
         base_url: address of the server, for "http" only.
         request_timeout_s: for which an engine with requests may write no token of any of them, pauses left out, unless
-            the call has its own limit. A server whose `/metrics` do not tell what it writes has as long for a whole request.
+            the call has its own limit. A server whose `/metrics` do not tell what it writes has as long for a whole
+            request.
         control_timeout_s: deadline of one control call, such as the transfer of one bucket of weights. A call that
             waits until the requests in flight are done has as long, and `request_timeout_s` in addition, after each of
             their tokens.
