@@ -15,6 +15,8 @@ from transformers import (
     PhimoeConfig,
     Qwen2Config,
     Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
 )
 
 from rlhf_data.errors import ConfigError
@@ -305,3 +307,15 @@ def test_family_that_is_not_known_is_compared_when_it_is_loaded(model_dir, monke
     monkeypatch.setattr(backbone, "run_backbone", mixed)
     with pytest.raises(ConfigError, match=r"cannot be packed: it mixes packed sequences\n\nhint: turn packing off"):
         load_actor(model_dir, dtype="bfloat16", packing=True)
+
+
+@pytest.mark.parametrize("name", ["auto", "sdpa"])
+def test_model_with_convolutions_over_the_sequence_is_refused_however_little_they_add(tmp_path, name, monkeypatch):
+    config = RecurrentGemmaConfig(
+        hidden_size=64, num_attention_heads=2, num_hidden_layers=3, intermediate_size=64, vocab_size=40, lru_width=64
+    )
+    RecurrentGemmaForCausalLM(config).save_pretrained(tmp_path)
+    # The config of some versions of transformers does not say that these layers pass state on.
+    monkeypatch.setattr(attention, "_PACKABLE_LAYERS", {"linear_attention", "sliding_attention"})
+    with pytest.raises(ConfigError, match=r"cannot be packed: its convolutions cross sequences\n\nhint: turn packing"):
+        load_actor(tmp_path, dtype="bfloat16", packing=True, attn_implementation=name)

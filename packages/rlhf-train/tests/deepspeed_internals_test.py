@@ -33,6 +33,7 @@ MODULES = {
 }
 # A stage and a type of weights that each optimizer of DeepSpeed is for.
 USES = {"BF16_Optimizer": (1, BF16), "DeepSpeedZeroOptimizer": (2, BF16), "DeepSpeedZeroOptimizer_Stage3": (3, BF16)}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL = [(stage, dtype, False) for stage in range(4) for dtype in (FP32, BF16)]
 ALL += [(stage, BF16, True) for stage in (0, 1, 3)]  # what can be kept in host memory
 
@@ -51,20 +52,20 @@ class Net(nn.Module):
 
 
 def new_engine(stage, dtype, **changes):
-    init_process_group(rank=0, world_size=1, master=("127.0.0.1", free_port()), device="cpu")
+    init_process_group(rank=0, world_size=1, master=("127.0.0.1", free_port()), device=DEVICE)
     spec = dataclasses.replace(SPEC, **changes)
-    return DeepSpeedEngine(Net().to(dtype), spec, zero_stage=stage, dtype=dtype, device="cpu")
+    return DeepSpeedEngine(Net().to(dtype), spec, zero_stage=stage, dtype=dtype, device=DEVICE)
 
 
 def train(engine, dtype):
-    rows = torch.randn(8, 5, generator=torch.Generator().manual_seed(3)).to(dtype)
+    rows = torch.randn(8, 5, generator=torch.Generator().manual_seed(3)).to(DEVICE, dtype)
     engine.backward(engine.forward(rows).float().square().sum(), is_last=True)
     return engine.step().grad_norm
 
 
 def rename(monkeypatch, kind, name):
     """Have DeepSpeed's file of a class call an attribute otherwise, as another version might."""
-    deepspeed = import_deepspeed("cpu")
+    deepspeed = import_deepspeed(DEVICE)
     module = importlib.import_module(MODULES[kind])
     source = re.sub(rf"\b{name}\b", f"{name}_of_tomorrow", inspect.getsource(module))
     scope = {"__name__": module.__name__, "__file__": module.__file__}
@@ -75,7 +76,7 @@ def rename(monkeypatch, kind, name):
 
 def tamper(monkeypatch, change):
     """Have `change(module, DeepSpeed's optimizer)` done to what DeepSpeed makes."""
-    deepspeed = import_deepspeed("cpu")
+    deepspeed = import_deepspeed(DEVICE)
     initialize = deepspeed.initialize
 
     def changed(**options):
@@ -232,14 +233,14 @@ def test_moments_of_unknown_tensors_are_not_left_out_of_a_checkpoint(stage, dtyp
     engine = new_engine(stage, dtype)
     train(engine, dtype)
     engine.save_shards(Shards())
-    engine._inner_optimizer.state[torch.zeros(3)] = {"exp_avg": torch.zeros(3)}
+    engine._inner_optimizer.state[torch.zeros(3, device=DEVICE)] = {"exp_avg": torch.zeros(3)}
     with pytest.raises(CheckpointError, match="states of 1 tensors that are no master weights"):
         engine.save_shards(Shards())
 
 
 def start(rank, num_ranks, master):
     """What a rank says whose DeepSpeed alone is another one, rank 1."""
-    init_process_group(rank=rank, world_size=num_ranks, master=master, device="cpu")
+    init_process_group(rank=rank, world_size=num_ranks, master=master, device="cpu")  # ranks share no GPU
     said = []
     for stage, change in ((1, copy_fragment_of_any), (3, copy_local)):
         with pytest.MonkeyPatch.context() as monkeypatch:

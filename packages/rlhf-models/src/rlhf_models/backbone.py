@@ -80,11 +80,15 @@ def check_packs(model: nn.Module) -> None:
     """
     attention = model.config._attn_implementation
     kind = model.config.get_text_config().model_type
-    if attention not in (*PACKED_ATTENTIONS, "sdpa", "eager"):
-        return
     if attention in PACKED_ATTENTIONS and kind in PACKED_FAMILIES:
         return
     backbone = getattr(model, "base_model", model)
+    if any(isinstance(module, nn.Conv1d) for module in backbone.modules()):
+        # Its part of the output may be smaller than the bound below.
+        message = f"a {kind} model cannot be packed: its convolutions cross sequences"
+        raise ConfigError(message, hint="turn packing off")
+    if attention not in (*PACKED_ATTENTIONS, "sdpa", "eager"):
+        return
     sequences = [[1, 2, 3], [4, 5, 6]]
     reason = "it mixes packed sequences"
     is_training = model.training

@@ -52,7 +52,7 @@ SHARD_NAMES = ("ds_id", "ds_numel", "ds_secondary_tensor", "ds_shape", "ds_tenso
 def _unknown(what: str) -> EngineError:
     import deepspeed
 
-    message = f"DeepSpeed {deepspeed.__version__} keeps its states in a way that is not known: {what}"
+    message = f"DeepSpeed {deepspeed.__version__.strip()} keeps its states in a way that is not known: {what}"
     return EngineError(message, hint=f"install deepspeed=={TESTED_VERSION}, which is tested")
 
 
