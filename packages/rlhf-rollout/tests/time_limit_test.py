@@ -47,6 +47,7 @@ def paused(start, end):
         ([*paused(2, 5), *paused(6, 16)], 16),
         (paused(0, 100), 100),
         ([*paused(9, 200), (203, "advance")], 203),
+        ([*paused(2.6, 2.7), (2.8, "advance")], 2.8),  # between two looks
         (paused(10.5, 20), 0),  # too late
     ],
 )
@@ -62,6 +63,7 @@ def test_signs_before_it_do_not_put_it_off():
         progress.pause()
         await asyncio.sleep(50)
         progress.resume()
+        assert progress.num_signs == 1
         with pytest.raises(TimeoutError):
             async with time_limit(3.0, progress):
                 await asyncio.sleep(100)

@@ -36,8 +36,8 @@ class FakeEngine(GatedEngine):
     Args:
         spec: the engine's settings. The model is not read.
         script: returns the tokens that follow a prompt, or a prompt and what another engine wrote of the sample. Its
-            second argument, the seed of a sample, differs between
-            samples, and between requests without a seed; it is 0 for greedy requests.
+            second argument, the seed of a sample, differs between samples, and between requests without a seed; it is
+            0 for greedy requests.
         latency_s: pause before the first token of each request.
         token_latency_s: pause before each token; the samples of a request are written concurrently. A function returns
             it for a prompt and the seed of a sample, as `script` gets them.

@@ -105,14 +105,15 @@ async def time_limit(limit_s: float | None, progress: Progress | None = None) ->
     """
     loop = asyncio.get_running_loop()
     num_looks = 1 if progress is None else _NUM_LOOKS
-    num_seen = progress.num_signs if progress else 0
+    progress = progress or Progress()
+    num_seen = progress.num_signs
     num_idle = 0
     waiting: asyncio.TimerHandle | None = None
 
     def look() -> None:
         nonlocal num_seen, num_idle, waiting
-        is_idle = progress is None or (progress.num_signs == num_seen and not progress.is_paused)
-        num_seen = progress.num_signs if progress else 0
+        is_idle = progress.num_signs == num_seen and not progress.is_paused
+        num_seen = progress.num_signs
         num_idle = num_idle + 1 if is_idle else 0
         if num_idle == num_looks:
             timer.reschedule(loop.time())
