@@ -99,18 +99,44 @@ def test_generate_text_of_stop_ends_it_at_the_token_that_completes_it(subject: S
     assert run(subject.engine.health()).num_in_flight == 0
 
 
-@pytest.mark.parametrize(("temperature", "min_p", "penalty"), [(0.7, 0.05, 1.3), (1.0, 0.0, 0.6), (0.0, 0.0, 1.5)])
-def test_generate_logprobs_are_those_after_min_p_and_penalty(
-    subject: Subject, model_dir: Path, temperature: float, min_p: float, penalty: float
+def filtered(logits: np.ndarray, seen: set[int], sampling: SamplingParams) -> np.ndarray:
+    """Return the probabilities [V] of the next token after all filters, which keep the most likely token."""
+    for token in seen:
+        factor = sampling.repetition_penalty
+        logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+    probs = np.exp((logits - logits.max()) / (sampling.temperature or 1.0))
+    probs[probs < sampling.min_p * probs.max()] = 0
+    order = np.argsort(-probs)
+    if sampling.top_k > 0:
+        probs[order[sampling.top_k :]] = 0
+    # The nucleus is the fewest tokens that have `top_p` of what the other filters leave.
+    before = np.cumsum(probs[order]) - probs[order]
+    probs[order[before >= sampling.top_p * probs.sum()]] = 0
+    return probs / probs.sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"temperature": 0.7, "min_p": 0.05, "repetition_penalty": 1.3}, None),
+        ({"temperature": 1.0, "repetition_penalty": 0.6}, None),
+        ({"temperature": 0.0, "repetition_penalty": 1.5}, None),
+        ({"temperature": 1.3, "top_k": 5}, 5),
+        ({"temperature": 0.7, "top_p": 0.5}, None),
+        ({"temperature": 0.8, "min_p": 0.1, "top_k": 20, "top_p": 0.8}, 20),
+    ],
+)
+def test_generate_logprobs_are_those_after_all_filters(
+    subject: Subject, model_dir: Path, options: dict[str, Any], most: int | None
 ) -> None:
     if not subject.has_model:
         pytest.skip("no model behind it")
     import torch
     from transformers import AutoModelForCausalLM
 
-    sampling = {"temperature": temperature, "min_p": min_p, "repetition_penalty": penalty}
-    num_samples = 1 if temperature == 0 else 3
-    completions = generate(subject, num_samples=num_samples, max_tokens=24, seed=5, **sampling)
+    num_samples = 1 if options["temperature"] == 0 else 3
+    sampling = SamplingParams(num_samples=num_samples, max_tokens=24, seed=5, **options)
+    completions = run(subject.engine.generate(PROMPT, sampling))
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     kept = []
     for completion in completions:
@@ -119,15 +145,14 @@ def test_generate_logprobs_are_those_after_min_p_and_penalty(
             rows = model(torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1].double().numpy()
         rows[:, MASKED] = -np.inf
         for number, logits in enumerate(rows):
-            for token in set(ids[: len(PROMPT) + number]):
-                logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
-            probs = np.exp((logits - logits.max()) / (temperature or 1.0))
-            probs[probs < min_p * probs.max()] = 0
+            probs = filtered(logits, set(ids[: len(PROMPT) + number]), sampling)
             kept.append(np.count_nonzero(probs))
             chosen = ids[len(PROMPT) + number]
-            assert temperature > 0 or chosen == int(np.argmax(logits))
-            assert np.log(probs[chosen] / probs.sum()) == pytest.approx(float(completion.logprobs[number]), abs=2e-4)
-    assert (min(kept) < subject.vocab_size - len(MASKED)) == (min_p > 0)
+            assert sampling.temperature > 0 or chosen == int(np.argmax(logits))
+            assert np.log(probs[chosen]) == pytest.approx(float(completion.logprobs[number]), abs=2e-4)
+    has_filter = options.keys() & {"min_p", "top_k", "top_p"}
+    assert (min(kept) < subject.vocab_size - len(MASKED)) == bool(has_filter)
+    assert max(kept) <= (most or subject.vocab_size)
 
 
 def test_generate_min_tokens_holds_stop_tokens_back(subject: Subject) -> None:
