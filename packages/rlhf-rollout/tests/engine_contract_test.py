@@ -332,6 +332,14 @@ def test_generate_deadline_that_passes_raises_and_gives_the_request_up(subject: 
     run(update(subject, 62))
 
 
+def test_each_pass_that_writes_tokens_puts_the_deadline_off(model_dir: Path) -> None:
+    for kind, num_passes in (("transformers", 3), ("fake", 6)):  # the fake engine writes each sample apart
+        engine = build_engine(kind, EngineSpec(model=str(model_dir), max_model_len=MAX_MODEL_LEN))
+        run(engine.generate(PROMPT, SamplingParams(num_samples=2, max_tokens=3, min_tokens=3)))
+        assert engine._progress.num_signs == num_passes
+        run(engine.close())
+
+
 def test_deadline_of_a_request_is_put_off_by_a_pause_and_counts_before_and_after(subject: Subject) -> None:
     async def scenario() -> Any:
         assert await subject.engine.pause("drain") == 0
