@@ -1,6 +1,7 @@
 import json
 import logging
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -97,6 +98,15 @@ def test_hint_for_a_quantized_model_names_a_copy_or_says_how_to_make_one(monkeyp
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: config)
     with pytest.raises(ConfigError, match=rf"{name} is quantized \({method}\).*\n\nhint: .*{hint}"):
         load_config(name)
+
+
+def test_hint_for_a_folder_of_a_quantized_model_takes_its_name_for_no_hub_name(qwen2_dir, tmp_path):
+    folder = edited(qwen2_dir, tmp_path, "config.json", quantization_config={"quant_method": "gptq"})
+    folder = folder.rename(tmp_path / "Qwen3-8B-GPTQ")
+    with pytest.raises(
+        ConfigError, match=r"GPTQ is quantized [^\n]*\n\nhint: use the model that it was made from, or a"
+    ):
+        load_config(folder)
 
 
 def test_model_with_code_of_its_own_is_refused_and_nobody_is_asked(qwen2_dir, tmp_path, monkeypatch):
@@ -224,6 +234,21 @@ def test_check_tokenizer_fits_with_a_few_special_tokens_beyond_the_embedding_say
     assert check_tokenizer_fits(load_config(model_dir), tokenizer) == 512
     tokenizer.add_tokens(["text"])
     with pytest.raises(ConfigError, match="token ids up to 513, but the model's embedding ends at 511"):
+        check_tokenizer_fits(load_config(model_dir), tokenizer)
+
+
+@pytest.mark.parametrize("num_special", [64, 65])
+def test_check_tokenizer_fits_with_at_most_64_special_tokens_beyond_the_embedding(model_dir, num_special):
+    tokenizer = load_tokenizer(model_dir)
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<image_{n}>" for n in range(num_special)]})
+    with pytest.raises(ConfigError, match="ids up to 576") if num_special > 64 else nullcontext():
+        assert check_tokenizer_fits(load_config(model_dir), tokenizer) == 512
+
+
+def test_check_tokenizer_fits_refuses_an_end_token_beyond_the_embedding(model_dir):
+    tokenizer = load_tokenizer(model_dir)
+    tokenizer.add_special_tokens({"eos_token": "<new_end>"})
+    with pytest.raises(ConfigError, match="token ids up to 512, but the model's embedding ends at 511"):
         check_tokenizer_fits(load_config(model_dir), tokenizer)
 
 
