@@ -1,5 +1,6 @@
 """Requests in the stepping thread around vLLM, on a core whose steps are scripted: no model is loaded."""
 
+import copy
 import time
 from typing import Any
 
@@ -191,6 +192,22 @@ def test_step_loop_without_seed_every_row_leaves_unseeded_requests_unseeded(core
     assert seeds[1] is not None
     for _ in range(5):
         core.allowed.release()
+    loop.close()
+
+
+def test_step_loop_gives_whole_samples_all_tokens_beside_one_that_has_begun(core: ScriptedCore) -> None:
+    loop = StepLoop(lambda: core, end_token_ids=(), seed=0, seed_every_row=False)
+    drafts = [Draft(), Draft([31, 32], [-1.0, -2.0], [(0, 0)]), Draft(), Draft([33], [-3.0], [(0, 0)])]
+    for given in (drafts, drafts[1:]):
+        sampling = SamplingParams(num_samples=len(given), max_tokens=4, min_tokens=3)
+        job = loop.submit([5, 6], sampling, drafts=copy.deepcopy(given))
+        for _ in range(4):
+            core.allowed.release()
+        assert [len(completion.token_ids) for completion in job.future.result(60)] == [4] * len(given)
+    params = [request.sampling_params for request in core.added]
+    bounds = [(4, 3), (2, 1), (4, 3), (3, 2)]
+    assert [(one.max_tokens, one.min_tokens) for one in params] == bounds + bounds[1:]
+    assert params[0] is params[2]  # thousands of them are the same
     loop.close()
 
 

@@ -301,15 +301,19 @@ class StepLoop:
             seeds = list(sample_seeds(sampling.seed, num_samples))
         elif self._seed_every_row and sampling.temperature > 0:
             seeds = self._rng.integers(1 << 62, size=num_samples).tolist()
-        params = None
+        shared = None
         for draft, seed in zip(job.drafts, seeds, strict=True):
             if draft.finish_reason is not None:  # the job was restarted, or another engine began it
                 continue
             num_written = len(draft.token_ids)
             rest = rest_of(sampling, num_written, seed)
-            if params is None or seed is not None or num_written:  # whole samples without a seed share one object
+            is_shared = seed is None and not num_written  # whole samples without a seed share one object
+            params = shared if is_shared else None
+            if params is None:
                 stops = [*self._end_token_ids, *sampling.stop_token_ids]
                 params = sampler_params(rest, seed=rest.seed, stop_token_ids=stops)
+            if is_shared:
+                shared = params
             request_id = str(next(self._numbers))
             job.request_ids.append(request_id)
             draft.go_on(self.policy_version)
