@@ -80,10 +80,11 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"activation_sparsity_pattern": [0.0, 0.0], "intermediate_size": 128},
     ),
     "gemma4_text": ("gemma4_text", _GEMMA_N | {"global_head_dim": 32, "num_global_key_value_heads": 2}),
+    "glm4_moe": ("glm4_moe", {"head_dim": 32}),
     "glm4_moe_lite": ("glm4_moe_lite", _LATENT),
     "glm_moe_dsa": ("glm_moe_dsa", _INDEXED),
     "gptj": ("gptj", {"rotary_dim": 8}),
-    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 32}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 32, "use_qk_norm": True}),
     "jamba": ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
@@ -93,6 +94,7 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("ministral", {"head_dim": 32}),
     "mixtral, window": ("mixtral", {"sliding_window": _WINDOW}),
     "nemotron": ("nemotron", {"head_dim": 32, "num_key_value_heads": 2}),
+    "phi": ("phi", {"num_key_value_heads": 4}),
     "phi3, LongRoPE": ("phi3", {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 16}),
     "phi3, window": ("phi3", {"sliding_window": _WINDOW}),
     "phimoe, window": ("phimoe", {"sliding_window": _WINDOW}),
@@ -111,8 +113,8 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _PLAIN = """
 afmoe apertus arcee bitnet bloom cohere cohere2 cwm diffllama doge ernie4_5 ernie4_5_moe exaone4 falcon gemma gemma2
-gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss granite granitemoe helium hy_v3 internlm3 llama mamba
-mimo_v2_flash minimax_m2 ministral3 mistral mixtral mpt nanochat nemotron_h olmo olmo2 olmo3 olmoe opt phi phi3 phimoe
+gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neox gpt_oss granite granitemoe helium hy_v3 internlm3 llama mamba
+mimo_v2_flash minimax_m2 ministral3 mistral mixtral mpt nanochat nemotron_h olmo olmo2 olmo3 olmoe opt phi3 phimoe
 qwen2 qwen2_moe qwen3 qwen3_moe recurrent_gemma seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
 """
 FAMILIES = dict(sorted({**{name: (name, {}) for name in _PLAIN.split()}, **_OTHERS}.items()))
@@ -176,7 +178,7 @@ def write_tiny(family: str, folder: Path) -> None:
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # Biases and norms are made as zeros and ones, which would hide that one is missing.
-            if tensor.dim() == 1 and (isinstance(tensor, torch.nn.Parameter) or name.endswith("_bias")):
+            if name.endswith("_bias") or (tensor.dim() == 1 and isinstance(tensor, torch.nn.Parameter)):
                 tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.05)
     with quiet_transformers():
         model.save_pretrained(folder)

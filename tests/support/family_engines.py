@@ -3,11 +3,14 @@
 import asyncio
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from families import distance, logprobs_of, plain_model, write_tiny
 from rlhf_models.weights import hf_named_weights
@@ -16,6 +19,9 @@ from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 from rlhf_train.weight_sync.source import WeightSource
 
 _PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
+_CHANGES = (0.0, 0.0, 0.05)  # of the weights: none at the start, the same weights are sent, then others
+
+Answers = list[tuple[list[int], Tensor]]  # each prompt with its answer, and the log-probs of the answer
 
 
 def gaps(family: str) -> list[float]:
@@ -23,19 +29,40 @@ def gaps(family: str) -> list[float]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_tiny(family, folder)
-        model, _ = plain_model(folder)
-        spec = EngineSpec(model=str(folder), max_model_len=128, max_num_seqs=4, max_num_batched_tokens=256)
-        engine = build_engine("vllm", spec)
-        try:
-            found = [_gap(engine, model)]
-            sender = WeightSource("shared_memory", bucket_bytes=100_000)
-            for version, size in ((1, 0.0), (2, 0.05)):
-                _change(model, size)
+        answers = _answers(folder)
+        # In a process of its own, because vLLM may change the classes of transformers in this one.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as others:
+            return others.submit(_distances, folder, answers).result()
+
+
+def _answers(folder: Path) -> list[Answers]:
+    """Return what vLLM answers after each of the changes."""
+    model, _ = plain_model(folder)
+    spec = EngineSpec(model=str(folder), max_model_len=128, max_num_seqs=4, max_num_batched_tokens=256)
+    engine = build_engine("vllm", spec)
+    try:
+        sender = WeightSource("shared_memory", bucket_bytes=100_000)
+        found = []
+        for version, size in enumerate(_CHANGES):
+            _change(model, size)
+            if version:
                 sender.send(hf_named_weights(model), [engine], version, ["the engine"])
-                found.append(_gap(engine, model))
-            return found
-        finally:
-            asyncio.run(engine.close())
+            found.append(_ask(engine))
+        return found
+    finally:
+        asyncio.run(engine.close())
+
+
+def _ask(engine: RolloutEngine) -> Answers:
+    async def all_at_once() -> Any:
+        params = SamplingParams(max_tokens=16, seed=3)
+        return await asyncio.gather(*(engine.generate(prompt, params) for prompt in _PROMPTS))
+
+    pairs = [(prompt, group[0]) for prompt, group in zip(_PROMPTS, asyncio.run(all_at_once()), strict=True)]
+    return [
+        (np.concatenate([prompt, completion.token_ids]).tolist(), torch.tensor(completion.logprobs))
+        for prompt, completion in pairs
+    ]
 
 
 @torch.no_grad()
@@ -45,16 +72,15 @@ def _change(model: Any, size: float) -> None:
         weight.add_(torch.randn(weight.shape, generator=generator), alpha=size)
 
 
-def _gap(engine: RolloutEngine, model: Any) -> float:
-    async def all_at_once() -> Any:
-        params = SamplingParams(max_tokens=16, seed=3)
-        return await asyncio.gather(*(engine.generate(prompt, params) for prompt in _PROMPTS))
-
-    pairs = [(prompt, group[0]) for prompt, group in zip(_PROMPTS, asyncio.run(all_at_once()), strict=True)]
-    sequences = [np.concatenate([prompt, completion.token_ids]).tolist() for prompt, completion in pairs]
-    own = [torch.tensor(completion.logprobs) for _, completion in pairs]
-    plain = logprobs_of(model, sequences)
-    return distance(own, [values[-len(found) :] for values, found in zip(plain, own, strict=True)])
+def _distances(folder: Path, answers: list[Answers]) -> list[float]:
+    model, _ = plain_model(folder)
+    found = []
+    for size, answered in zip(_CHANGES, answers, strict=True):
+        _change(model, size)
+        plain = logprobs_of(model, [sequence for sequence, _ in answered])
+        own = [logprobs for _, logprobs in answered]
+        found.append(distance(own, [values[-len(few) :] for values, few in zip(plain, own, strict=True)]))
+    return found
 
 
 if __name__ == "__main__":

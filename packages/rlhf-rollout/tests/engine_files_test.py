@@ -61,6 +61,26 @@ def test_read_config_has_what_a_family_has_by_default(tmp_path: Path) -> None:
     assert (config["vocab_size"], config["num_hidden_layers"]) == (262_208, 3)
 
 
+@pytest.mark.parametrize(
+    ("kind", "own", "sizes"),
+    [
+        ("gpt2", {"n_head": 2, "n_layer": 3, "n_embd": 8}, (2, 3, 8)),
+        ("mpt", {"n_heads": 2, "n_layers": 3, "d_model": 8}, (2, 3, 8)),
+        ("bloom", {"n_head": 2, "n_layer": 3, "hidden_size": 8}, (2, 3, 8)),
+        ("nemotron_h", {"num_attention_heads": 2, "layers_block_type": ["mamba", "attention"]}, (2, 2, 4096)),
+        ("a_kind_that_only_vllm_knows", {"n_head": 2}, (None, None, None)),
+    ],
+)
+def test_read_config_has_sizes_by_the_names_of_llama(tmp_path: Path, kind, own, sizes) -> None:
+    config = read_config(write(tmp_path, config={"model_type": kind, "vocab_size": 40} | own))
+    names = ("num_attention_heads", "num_hidden_layers", "hidden_size")
+    assert tuple(config.get(name) for name in names) == sizes
+    assert config["vocab_size"] == 40
+    assert cpu_kv_cache_bytes(config, max_num_seqs=1, max_model_len=8, item_bytes=2) == (
+        16 << 20 if sizes[0] else 1 << 30
+    )
+
+
 @pytest.mark.parametrize("text", ['{"vocab_size": 4, ', "[]", "\udcff"])
 def test_a_damaged_config_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
@@ -96,13 +116,14 @@ def test_checkpoint_shapes_without_safetensors_are_unknown(tmp_path: Path) -> No
 
 def test_cpu_kv_cache_bytes_hold_every_sequence() -> None:
     config = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+    config |= {"vocab_size": 40}
     # head 512 / 8 = 64; tokens: 16 sequences of 2 + 1 pages of 128; 2 * 4 * 2 * 64 * 4 bytes each.
     found = cpu_kv_cache_bytes(config, max_num_seqs=16, max_model_len=256, item_bytes=4)
     assert found == 2 * 4 * 2 * 64 * 4 * 16 * 3 * 128
 
 
 def test_cpu_kv_cache_bytes_stay_within_bounds() -> None:
-    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8}
+    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "vocab_size": 40}
     assert cpu_kv_cache_bytes(config, max_num_seqs=1, max_model_len=8, item_bytes=2) == 16 << 20
     assert cpu_kv_cache_bytes(config, max_num_seqs=1 << 20, max_model_len=1 << 10, item_bytes=4) == 1 << 30
 

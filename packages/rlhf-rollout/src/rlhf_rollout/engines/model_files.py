@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import EngineError
+from rlhf_data.errors import ConfigError, EngineError
 from rlhf_data.pretrained import clear_errors, located_model
 from rlhf_data.stored_weights import read_json, stored_weights
 
 _MAX_CPU_KV_CACHE_BYTES = 1 << 30
 _MIN_CPU_KV_CACHE_BYTES = 16 << 20
 _PAGE_TOKENS = 128  # per block of vLLM's KV cache on a CPU
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")  # what memory estimates read
 
 
 def resolve_model_dir(name: str) -> Path:
@@ -34,17 +35,25 @@ def resolve_model_dir(name: str) -> Path:
 def read_config(model_dir: Path) -> dict[str, Any]:
     """Return config.json. Fields of its `text_config`, where multimodal models describe the language model, win.
 
+    Sizes have the names of Llama's config, also those that a family calls otherwise, as GPT-2 calls its heads `n_head`.
+
     Raises ConfigError for a file that is missing or cannot be read.
     """
     config = _stored_config(model_dir)
-    if "vocab_size" in config:
+    if all(name in config for name in _SIZES):
         return config
     # The file leaves out what its family has by default, as those of Gemma 3 do.
     from transformers import AutoConfig
 
-    with clear_errors("model", model_dir):
-        whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
-    return whole.get_text_config().to_dict() | config
+    try:
+        with clear_errors("model", model_dir):
+            whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    except ConfigError:
+        if "vocab_size" in config:  # a family that vLLM knows and transformers does not
+            return config
+        raise
+    text = whole.get_text_config()
+    return text.to_dict() | {name: getattr(text, name) for name in _SIZES if hasattr(text, name)} | config
 
 
 def _stored_config(model_dir: Path) -> dict[str, Any]:
@@ -85,7 +94,11 @@ def cpu_kv_cache_bytes(config: Mapping[str, Any], *, max_num_seqs: int, max_mode
     """Return the bytes of KV cache that `max_num_seqs` full sequences need, between 16 MiB and 1 GiB.
 
     2 (keys, values) * layers * key-value heads * head size * item size * sequences * tokens
+
+    It is 1 GiB for a config without these sizes.
     """
+    if not all(config.get(name) for name in _SIZES):  # a family without attention, or with other names
+        return _MAX_CPU_KV_CACHE_BYTES
     num_heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     num_kv_heads = config.get("num_key_value_heads") or num_heads

@@ -13,6 +13,7 @@ from rlhf_train.run.recorder import ARTIFACTS, Recorder
 from rlhf_train.run.timeline import STEP, Timeline
 
 NUM_SHOWN = 3  # sample rollouts shown on the terminal before and after training
+LARGE_GAP = 0.3  # nats per token; rounding in bfloat16 gives below 0.1
 
 
 class Report:
@@ -39,6 +40,7 @@ class Report:
         self._unwritten: tuple[int, Drawn] | None = None  # rollouts of the current step
         self._seconds: dict[str, float] = {}  # of the current step, up to the last `state`
         self._final: dict[str, float] = {}
+        self._has_compared = False  # the engine's log-probs with the trainer's
         self._earlier_s = 0.0  # of processes whose run this one continues
         self._parts = {"startup": 0.0, "first_evaluation": 0.0, "steps": 0.0, "final_save": 0.0}  # seconds
 
@@ -104,7 +106,15 @@ class Report:
         self._observer.warning(text)
 
     def step(self, step: int, num_steps: int) -> None:
-        """End the step: write and show its metrics, and start the clock of the next step."""
+        """End the step: write and show its metrics, and start the clock of the next step.
+
+        The first step that trains warns of an engine that computes another model than the trainer.
+        """
+        gap = self._metrics.get("mismatch/logprob_gap_mean")
+        if gap is not None and not self._has_compared:
+            self._has_compared = True
+            if not gap <= LARGE_GAP:
+                self.warning(_of_another_model(gap))
         seconds = self._take_seconds()
         self._seconds = {}
         self._parts["steps"] += seconds[STEP]
@@ -162,3 +172,11 @@ class Report:
         for name, value in self._timeline.take().items():
             self._seconds[name] = self._seconds.get(name, 0.0) + value
         return self._seconds
+
+
+def _of_another_model(gap: float) -> str:
+    return (
+        f"the engine's log-probs differ from the trainer's by {gap:.2g} nats per token, where rounding in bfloat16 "
+        "gives below 0.1: they compute this model in different ways, and training on such samples is biased\n"
+        "hint: docs/models.md says which families vLLM and transformers compute alike; try another version of vLLM"
+    )

@@ -93,7 +93,7 @@ def gpu_work_bytes(spec: EngineSpec, config: Mapping[str, Any]) -> int:
 
     It is a bound because activations and logits have their peaks at different times.
     """
-    hidden = config.get("hidden_size") or config.get("n_embd", 0)
+    hidden = config.get("hidden_size", 0)
     # A token goes through several experts of a mixture.
     experts = (config.get("num_experts_per_tok") or 1) * (config.get("moe_intermediate_size") or 0)
     widths = config.get("intermediate_size") or 4 * hidden
