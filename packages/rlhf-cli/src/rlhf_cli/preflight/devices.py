@@ -54,12 +54,21 @@ def find_gpus() -> tuple[list[int], str | None]:
 
 
 def cluster_notices(address: str | None) -> list[str]:
-    """Return a notice if the run joins a cluster that was found, and not named by RAY_ADDRESS, or starts its own."""
+    """Return a notice if the run joins a cluster that was found, and not named by RAY_ADDRESS, or starts its own.
+
+    Another one says that machines cannot join the cluster at `address` if its head named all of its addresses.
+    """
     if address is None:
         return ["this run starts its own Ray, without a dashboard; `ray start --head` before a run starts one with it"]
+    notices = []
+    if address.startswith("0.0.0.0:"):
+        notices.append(
+            f"the Ray cluster says that it is at {address}, where no other machine finds it; for several machines, type"
+            " `ray start --head` without --node-ip-address 0.0.0.0"
+        )
     if os.environ.get("RAY_ADDRESS"):
-        return []
-    return [f"joining the Ray cluster at {address}; set RAY_ADDRESS=local to start one for this run instead"]
+        return notices
+    return [*notices, f"joining the Ray cluster at {address}; set RAY_ADDRESS=local to start one for this run instead"]
 
 
 def check_device(config: PpoConfig, given: Collection[str], num_gpus: int) -> list[str]:
