@@ -128,7 +128,7 @@ def test_packed_attention_window_of_three_sees_two_tokens_back(kernel, function)
 def test_packed_attention_kernel_without_windows_refuses_one_that_matters(kernel):
     kernel(oldest)
     torch.testing.assert_close(call(sliding_window=9), expected(None), atol=1e-6, rtol=0)
-    with pytest.raises(ConfigError, match="no sliding window\n\nhint: turn packing off"):
+    with pytest.raises(ConfigError, match="no sliding window\n\nhint: turn packing off, with ``packing=false``"):
         call(sliding_window=3)
 
 

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION, PACKED_ATTENTION_4 = "rlhf_packed", "rlhf_packed_4"
 PACKED_ATTENTIONS = (PACKED_ATTENTION, PACKED_ATTENTION_4)
+UNPACKED = "turn packing off, with ``packing=false``"  # a hint
 # Passed in place of a mask: without one, transformers searches the positions for sequences and waits for the device.
 NO_MASK = torch.empty(1, 1, 0, 0)
 _UNEQUAL_HEADS = "its heads of keys and values must have the same size"
@@ -51,7 +52,7 @@ def choose_attention(config: Any, attn_implementation: str, *, packing: bool) ->
     if packing and layers:
         kinds = ", ".join(sorted(layers))
         message = f"a {config.model_type} model cannot be packed: its layers of kind {kinds} cross sequences"
-        raise ConfigError(message, hint="turn packing off")
+        raise ConfigError(message, hint=UNPACKED)
     if attn_implementation not in ("auto", "sdpa", *PACKED_ATTENTIONS):
         return attn_implementation
     has_plain_scores = _has_plain_scores(config)
@@ -59,7 +60,7 @@ def choose_attention(config: Any, attn_implementation: str, *, packing: bool) ->
         return {"auto": PACKED_ATTENTION if packing else "sdpa"}.get(attn_implementation, attn_implementation)
     reason = "its attention is more than scaled_dot_product_attention computes, such as soft caps or sinks"
     if packing:
-        raise ConfigError(f"a {config.model_type} model cannot be packed: {reason}", hint="turn packing off")
+        raise ConfigError(f"a {config.model_type} model cannot be packed: {reason}", hint=UNPACKED)
     if attn_implementation != "auto":
         message = f"a {config.model_type} model cannot use the attention {attn_implementation}: {reason}"
         raise ConfigError(message, hint="use auto or eager")
@@ -218,10 +219,10 @@ def packed_attention(
         return _unpacked_attention(module, query, key, value, attention_mask, **kwargs)
     for name, what in (("softcap", "a soft cap"), ("s_aux", "sinks")):
         if kwargs.get(name) is not None:
-            raise ConfigError(f"attention with {what} cannot be packed", hint="turn packing off")
+            raise ConfigError(f"attention with {what} cannot be packed", hint=UNPACKED)
     if not sliding_window and not torch.compiler.is_compiling() and _window_of(module):
         message = f"{type(module).__name__} has its sliding window in a mask, and packed sequences have no mask"
-        raise ConfigError(message, hint="turn packing off for this model")
+        raise ConfigError(message, hint=UNPACKED)
     if prompt_bounds is not None:
         layout = {
             name: kwargs[name] for name in ("group_bounds", "num_prompt_tokens", "longest_prompt", "longest_group")
@@ -329,7 +330,7 @@ def _log_fallback_once(reason: str, level: int) -> None:
 def _unpacked_attention(module: nn.Module, *tensors: Any, **kwargs: Any) -> tuple[Tensor, None]:
     if _forwarding_packed.get():
         message = f"{type(module).__name__} does not receive the bounds of packed sequences and would mix them"
-        raise ConfigError(message, hint="turn packing off for this model")
+        raise ConfigError(message, hint=UNPACKED)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward(module, *tensors, **kwargs)
@@ -351,7 +352,7 @@ def _varlen(
     if "window_size" in parameters:
         options["window_size"] = (sliding_window - 1 if sliding_window else -1, 0)
     elif sliding_window and longest is not None and longest > sliding_window:
-        hint = "turn packing off, or use a newer torch"
+        hint = f"{UNPACKED}, or use a newer torch"
         raise ConfigError(f"varlen attention of torch {torch.__version__} has no sliding window", hint=hint)
     else:
         options["is_causal"] = True

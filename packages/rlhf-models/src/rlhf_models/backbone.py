@@ -11,6 +11,7 @@ from rlhf_models.attention import (
     NO_MASK,
     PACKED_ATTENTION,
     PACKED_ATTENTIONS,
+    UNPACKED,
     bounds_arguments,
     forwarding,
     packed_arguments,
@@ -104,7 +105,7 @@ def check_packs(model: nn.Module) -> None:
         model.train(is_training)
     if not is_same:
         message = f"a {kind} model with the attention {attention} cannot be packed: {reason}"
-        hint = "turn packing off" if attention in PACKED_ATTENTIONS else "leave ``attn_implementation`` at auto"
+        hint = UNPACKED if attention in PACKED_ATTENTIONS else "leave ``attn_implementation`` at auto"
         raise ConfigError(message, hint=hint)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located_model
 from rlhf_models.actor import Actor
-from rlhf_models.attention import PACKED_ATTENTIONS, choose_attention, packed_attention_here
+from rlhf_models.attention import PACKED_ATTENTIONS, UNPACKED, choose_attention, packed_attention_here
 from rlhf_models.backbone import check_packs
 from rlhf_models.beyond_text import freeze_beyond_text, note_left_out
 from rlhf_models.critic import Critic
@@ -342,7 +342,7 @@ def _check_complete(model: Any, missing: Collection[str], path: str | Path) -> N
 
 def _unexchangeable(config: Any) -> ConfigError:
     message = f"a {config.model_type} model cannot be packed: its attention cannot be replaced"
-    return ConfigError(message, hint="turn packing off")
+    return ConfigError(message, hint=UNPACKED)
 
 
 def pin_frequencies(model: nn.Module, max_length: int) -> None:
