@@ -137,12 +137,18 @@ def test_mixed_reward_source_that_breaks_its_protocol_is_a_crash(broken, detail)
     assert (verdict.kind, verdict.detail) == (CRASH, detail)
 
 
-def test_mixed_reward_source_that_abstains_leaves_no_sum_and_no_failure():
-    abstains = ScriptedReward(Verdict(VerdictKind.ABSTAINED, detail="the scorer abstained"))
-    sources = [("a", 1.0, ScriptedReward(Verdict(OK, 1.0))), ("b", 1.0, abstains)]
-    (verdict,) = score(ScoredFailures(MixedReward(sources), -1.0))
-    assert (verdict.kind, verdict.reward) == (VerdictKind.ABSTAINED, None)
-    assert (verdict.detail, dict(verdict.extra)) == ("b: the scorer abstained", {"reward_a": 1.0})
+def test_mixed_reward_is_the_sum_of_the_sources_that_do_not_abstain():
+    # Each source knows its own prompts, and the third response is for none of them.
+    none = Verdict(VerdictKind.ABSTAINED, detail="the scorer abstained")
+    sums = Verdict(VerdictKind.WRONG, 0.0, turn_rewards=(0.5, -0.5))
+    sources = [("a", 2.0, ScriptedReward(Verdict(OK, 1.0), none, none)), ("b", 3.0, ScriptedReward(none, sums, none))]
+    first, second, third = score(ScoredFailures(MixedReward(sources), -1.0), 3)
+    assert (first.kind, first.reward, first.score, first.source_rewards) == (OK, 2.0, 2.0, (1.0, None))
+    assert (first.detail, dict(first.extra)) == ("b: the scorer abstained", {"reward_a": 1.0})
+    assert (second.kind, second.reward, second.turn_rewards) == (VerdictKind.WRONG, 0.0, (1.5, -1.5))
+    assert (third.kind, third.reward, third.source_rewards) == (VerdictKind.ABSTAINED, None, ())
+    assert third.detail == "a: the scorer abstained; b: the scorer abstained"
+    abstains = ScriptedReward(none)
     crash = ScriptedReward(Verdict(VerdictKind.CRASH))
     (verdict,) = score(MixedReward([("b", 1.0, abstains), ("c", 1.0, crash)]))
     assert verdict.kind is VerdictKind.CRASH  # a failure is not hidden by a source that abstained

@@ -20,6 +20,14 @@ def test_decoupled_rewards_match_hand_values():
     assert np.allclose(weighed, [-0.5, -1, 0.5, 1], atol=1e-5)
 
 
+def test_decoupled_rewards_compare_the_rewards_of_those_that_have_one():
+    # The first source scores group a and one of b, the second b. A reward alone in its group is compared with nothing.
+    none = float("nan")
+    rewards = np.array([[0.0, none], [2.0, none], [5.0, 1.0], [none, 3.0], [none, 5.0]])
+    found = decoupled_rewards(rewards, [1.0, 10.0], ["a", "a", "b", "b", "b"], over_batch=False)
+    assert np.allclose(found, [-1, 1, -10 * 1.5**0.5, 0, 10 * 1.5**0.5], atol=1e-4)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_decoupled_rewards_match_the_formula_written_out(seed):
     rng = random.Random(seed)

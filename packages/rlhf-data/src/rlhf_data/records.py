@@ -155,7 +155,7 @@ class Verdict:
             earned, such as the last tokens of reasoning steps. Positions are those in the rollout's `token_ids`. The
             rest of `reward` is for the rollout as a whole. Not together with `turn_rewards`.
         source_rewards: the reward of each source whose weighted sum is `reward`, without its weight, in the order of
-            the sources. Empty when the reward is no such sum.
+            the sources; None for one that abstained. Empty when the reward is no such sum.
         earned_elsewhere: the parts of `reward` that turns in other rollouts of the episode earned, before this
             rollout's first turn and later. Zeros without `turn_rewards`.
     """
@@ -169,7 +169,7 @@ class Verdict:
     seconds: float = field(default=0.0, compare=False)
     turn_rewards: tuple[float, ...] = ()
     token_rewards: tuple[tuple[int, float], ...] = ()
-    source_rewards: tuple[float, ...] = ()
+    source_rewards: tuple[float | None, ...] = ()
     earned_elsewhere: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:

@@ -153,14 +153,18 @@ def decoupled_rewards(
     in their groups, and a reward of a larger scale hides the others.
 
     Args:
-        source_rewards: [B, K] float, the K rewards of each rollout.
+        source_rewards: [B, K] float, the K rewards of each rollout; NaN for one of which its source abstained, which is
+            left out of its group, with z = 0.
         weights: K numbers w.
         over_batch: False returns S, for estimators that whiten advantages over the batch anyway.
 
     Source: Liu et al. 2026 (GDPO), arXiv:2601.05242, eq. 4 to 6.
     """
     _, shares = _shares(group_ids, episode_ids)
-    columns = [group_normalized(column, group_ids, weights=shares) for column in np.asarray(source_rewards, float).T]
+    columns = np.zeros_like(source_rewards, dtype=np.float64).T
+    for column, rewards in zip(columns, np.asarray(source_rewards, np.float64).T, strict=True):
+        has = ~np.isnan(rewards)
+        column[has] = group_normalized(rewards[has], np.asarray(group_ids)[has], weights=shares[has])
     total = sum(weight * column for weight, column in zip(weights, columns, strict=True))
     return group_normalized(total, [""] * len(group_ids), weights=shares) if over_batch else total
 

@@ -33,10 +33,11 @@ class MixedReward:
 
         reward = sum_i w_i reward_i        score = sum_i w_i score_i
 
-    The verdict has the kind that the first source gave. If any source fails or abstains there is no sum: the verdict
-    then has the kind of the first source that failed or, if none did, `abstained`. Sources are called concurrently, so
-    `seconds` are those of the slowest. With several sources `extra` holds each source's reward as `reward_<name>` and
-    its own extra numbers as `<number>_<name>`.
+    Sources that abstain are no part of the sum, so that each may score the prompts that it knows. The verdict has the
+    kind that the first of the others gave, and is `abstained` if there are none. If any source fails there is no sum:
+    the verdict then has the kind of the first source that failed. Sources are called concurrently, so `seconds` are
+    those of the slowest. With several sources `extra` holds each source's reward as `reward_<name>` and its own extra
+    numbers as `<number>_<name>`.
 
     Args:
         sources: name, weight and reward function of each source.
@@ -77,22 +78,28 @@ class MixedReward:
         names = [name for name, _, _ in self._sources]
         extra = self._extra(verdicts)
         failed = [(verdict, name) for verdict, name in zip(verdicts, names, strict=True) if verdict.kind.failed]
-        failed = failed or [pair for pair in zip(verdicts, names, strict=True) if pair[0].reward is None]  # abstained
+        given = [
+            (weight, verdict)
+            for (_, weight, _), verdict in zip(self._sources, verdicts, strict=True)
+            if verdict.reward is not None
+        ]
         said = failed or [(verdict, name) for verdict, name in zip(verdicts, names, strict=True) if verdict.detail]
         detail = "; ".join(f"{name}: {verdict.detail}" for verdict, name in said)
         seconds = max(verdict.seconds for verdict in verdicts)
         if failed:
             return Verdict(failed[0][0].kind, detail=detail, extra=extra, seconds=seconds)
-        weights = [weight for _, weight, _ in self._sources]
+        if not given:
+            return Verdict(VerdictKind.ABSTAINED, detail=detail, extra=extra, seconds=seconds)
         rewards = tuple(verdict.reward for verdict in verdicts)
-        reward = sum(weight * each for weight, each in zip(weights, rewards, strict=True))
-        score = sum(weight * verdict.score for weight, verdict in zip(weights, verdicts, strict=True))
+        reward = sum(weight * verdict.reward for weight, verdict in given)
+        score = sum(weight * verdict.score for weight, verdict in given)
         if not is_usable(reward) or not is_usable(score):
             message = f"the weighted sum is {reward} (score {score})"
             return Verdict(VerdictKind.CRASH, detail=message, extra=extra, seconds=seconds)
-        token_rewards = _token_rewards(weights, verdicts)
-        turn_rewards = () if token_rewards else _turn_rewards(weights, verdicts)
-        return Verdict(verdicts[0].kind, reward, score, detail, extra, seconds, turn_rewards, token_rewards, rewards)
+        weights, scored = zip(*given, strict=True)
+        token_rewards = _token_rewards(weights, scored)
+        turn_rewards = () if token_rewards else _turn_rewards(weights, scored)
+        return Verdict(scored[0].kind, reward, score, detail, extra, seconds, turn_rewards, token_rewards, rewards)
 
     def _extra(self, verdicts: Sequence[Verdict]) -> dict[str, float]:
         if len(verdicts) == 1:

@@ -130,7 +130,7 @@ def compared_rewards(
     if reward.normalize == "each":
         # A failed reward that has a fixed value has it from every source.
         parts = [verdict.source_rewards or (verdict.reward,) * len(reward.sources) for verdict in verdicts]
-        parts = np.reshape(parts, (-1, len(reward.sources)))
+        parts = np.array(parts, np.float64).reshape(-1, len(reward.sources))  # None becomes NaN
         factors = [source.weight for source in reward.sources]
         options = {"over_batch": not algorithm.row.whiten, "episode_ids": episode_ids}
         return decoupled_rewards(parts, factors, group_ids, **options).tolist(), [[] for _ in rollouts]
