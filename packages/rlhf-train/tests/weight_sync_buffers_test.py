@@ -7,6 +7,7 @@ from importlib import import_module
 from inspect import signature
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ import rlhf_rollout.weight_sync
 import rlhf_train.weight_sync
 from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_rollout.weight_sync import MEDIA
-from rlhf_rollout.weight_sync.bucket import WeightBucket
+from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket, bucket_checksum
 from rlhf_rollout.weight_sync.reader import BucketReader
 from rlhf_rollout.weight_sync.shared_memory import map_segment
 from rlhf_rollout.weight_sync.tcp import open_memory
@@ -212,3 +213,38 @@ def test_shared_memory_buffer_has_no_name_that_a_killed_process_could_leave_behi
     buffer = SharedMemoryBuffer(4096, engines=["one"])
     assert os.readlink(buffer.handles[0][0]).startswith("/memfd:")
     buffer.close()
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_weights_that_do_not_arrive_are_read_again_where_a_second_try_is_safe(medium, num_failures, monkeypatch):
+    monkeypatch.setattr("rlhf_rollout.weight_sync.bucket._PAUSE_S", 0.0)
+    reader = BucketReader(medium, torch.device("cpu"))
+    failures = [EngineError("reset by peer")] * num_failures
+    opened = []
+
+    def open_unsteady(handle, device):
+        opened.append(handle)
+        if failures:
+            raise failures.pop()
+        return torch.arange(256, dtype=torch.uint8)
+
+    reader._open_memory = open_unsteady
+    bucket = WeightBucket(medium, (TensorSlot("a", "uint8", (3,), 0, 3),), handle=7)
+    if num_failures == 1 and medium in ("tcp", "shared_memory"):
+        assert reader.read(bucket)[0][1].tolist() == [0, 1, 2]
+        assert opened == [7, 7]
+        return
+    with pytest.raises(EngineError, match="reset by peer"):
+        reader.read(bucket)
+    assert len(opened) == (2 if medium in ("tcp", "shared_memory") else 1)
+
+
+def test_weights_that_arrived_wrong_are_read_from_the_sender_again(monkeypatch):
+    monkeypatch.setattr("rlhf_rollout.weight_sync.bucket._PAUSE_S", 0.0)
+    reader = BucketReader("tcp", torch.device("cpu"))
+    arrivals = iter([torch.tensor([1, 2, 9], dtype=torch.uint8), torch.tensor([1, 2, 3], dtype=torch.uint8)])
+    reader._open_memory = lambda handle, device: next(arrivals)
+    slots = (TensorSlot("a", "uint8", (3,), 0, 3),)
+    bucket = WeightBucket("tcp", slots, handle=7, checksum=bucket_checksum(np.array([1, 2, 3], np.uint8), slots))
+    assert reader.view(bucket).tolist() == [1, 2, 3]

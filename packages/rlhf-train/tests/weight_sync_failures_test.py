@@ -33,6 +33,30 @@ def bytes_are_wrong(monkeypatch, bucket):
     return dataclasses.replace(bucket, checksum=bucket.checksum ^ 1)
 
 
+def descriptor_is_missing_once(monkeypatch, bucket):
+    outcomes = iter([OSError(errno.EMFILE, "Too many open files")])
+    read = np.memmap
+
+    def open_(*arguments):
+        for error in outcomes:
+            raise error
+        return read(*arguments)
+
+    monkeypatch.setattr(np, "memmap", open_)
+    return bucket
+
+
+def bytes_are_wrong_once(monkeypatch, bucket):
+    found = iter([bucket.checksum ^ 1, bucket.checksum])
+    monkeypatch.setattr("rlhf_rollout.weight_sync.bucket.bucket_checksum", lambda *arguments: next(found))
+    return bucket
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr("rlhf_rollout.weight_sync.bucket._PAUSE_S", 0.0)
+
+
 class Engine(FakeEngine):
     """An engine in a process of its own, as far as the supervisor sees; `fault` is what befalls its next update."""
 
@@ -133,6 +157,15 @@ def test_run_goes_on_after_an_update_that_did_not_reach_one_engine(fault, reason
     failed, back = said
     assert f"engine {BROKEN} failed: " in failed and reason in failed and "restarted (1 of 3)" in failed
     assert back == f"engine {BROKEN} is back, with weights of version 2"
+
+
+@pytest.mark.parametrize("fault", [descriptor_is_missing_once, bytes_are_wrong_once])
+def test_engine_goes_on_after_weights_that_arrive_at_the_second_try(fault):
+    versions, engines, said = asyncio.run(run_with(("change", fault)))
+    assert versions == [{1}, {2}, {3}, {4}]
+    assert [engine.num_restarts for engine in engines] == [0, 0, 0]
+    assert [engine.policy_version for engine in engines] == [4, 4, 4]
+    assert said == []
 
 
 def test_run_ends_when_weights_do_not_fit():

@@ -14,7 +14,7 @@ from rlhf_rollout.engines.requests import rest_of
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.stopping import StopWatch, decoder
 from rlhf_rollout.protocols import PAUSE_MODES, Completion, Draft, PauseMode, SamplingParams
-from rlhf_rollout.weight_sync.bucket import WeightBucket, verify_checksum
+from rlhf_rollout.weight_sync.bucket import WeightBucket, read_in_two_tries, verify_checksum
 from rlhf_rollout.weight_sync.shared_memory import map_segment
 
 Script = Callable[[Sequence[int], int], Sequence[int]]
@@ -154,8 +154,13 @@ class FakeEngine(GatedEngine):
         self._check_updating()
         if bucket.medium != "shared_memory":
             raise WeightSyncError(f"the fake engine reads shared_memory buckets, not {bucket.medium}")
-        buffer = map_segment(bucket.handle)
-        verify_checksum(buffer, bucket)
+
+        def read() -> np.ndarray:
+            buffer = map_segment(bucket.handle)
+            verify_checksum(buffer, bucket)
+            return buffer
+
+        buffer = read_in_two_tries(read)
         for slot in bucket.tensors:
             self._arriving[slot.name] = zlib.crc32(buffer[slot.place])
 

@@ -1,15 +1,21 @@
 """Buckets of weights: their description and their checks. Without torch."""
 
+import logging
+import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rlhf_data.errors import EngineError, WeightSyncError, nearest
 
 ALIGNMENT_BYTES = 256
+_PAUSE_S = 1.0  # between two tries
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,20 @@ def check_tensor(spec: TensorSlot, expected: tuple[int, ...] | None, known: Iter
     if tuple(spec.shape) != expected:
         message = f"the weight {spec.name!r} arrived with shape {tuple(spec.shape)}; the engine's model has {expected}"
         raise WeightSyncError(message)
+
+
+def read_in_two_tries(read: Callable[[], T], between: Callable[[], None] = lambda: None) -> T:
+    """Return what `read` returns. If it fails because weights did not arrive, call `between`, and try once more.
+
+    A lost connection, or a moment without memory or descriptors, then costs a second and not an engine's restart.
+    """
+    try:
+        return read()
+    except (EngineError, MemoryError, OSError) as error:
+        logger.warning("a bucket of weights did not arrive, and is read again: %s", error)
+    between()
+    time.sleep(_PAUSE_S)
+    return read()
 
 
 def verify_checksum(buffer: np.ndarray, bucket: WeightBucket) -> None:

@@ -9,9 +9,11 @@ import torch
 
 from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_rollout.weight_sync import Medium
-from rlhf_rollout.weight_sync.bucket import WeightBucket, verify_checksum
+from rlhf_rollout.weight_sync.bucket import WeightBucket, read_in_two_tries, verify_checksum
 
 PART_BYTES = 256 << 20
+# The others are CUDA's or collective: after a failure, what a second try would find or wait for is not known.
+_MEDIA_OF_TWO_TRIES = ("shared_memory", "tcp")
 
 
 class BucketReader:
@@ -52,10 +54,16 @@ class BucketReader:
         """Return the used part of the bucket's buffer, [used_bytes] uint8. It may be the sender's own memory.
 
         Raises WeightSyncError for another medium than the engine's, or memory that it can never open, and EngineError
-        for weights that did not arrive, or not as they were sent.
+        for weights that did not arrive, or not as they were sent. What may be transient, by "shared_memory" and "tcp",
+        is tried twice.
         """
         if bucket.medium != self.medium:
             raise WeightSyncError(f"a bucket arrived by {bucket.medium}, but the engine was built for {self.medium}")
+        if self.medium not in _MEDIA_OF_TWO_TRIES:
+            return self._view(bucket)
+        return read_in_two_tries(lambda: self._view(bucket), between=self.close)
+
+    def _view(self, bucket: WeightBucket) -> torch.Tensor:
         # torch counts one release per export, so an export is opened once for all buckets that it carries.
         if self._opened is None or self._opened[0] != bucket.handle:
             self.close()
