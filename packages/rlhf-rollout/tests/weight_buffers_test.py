@@ -1,0 +1,74 @@
+"""Layers that vLLM loads anew in an update: which buffers keep their values, and what a layer still waits for."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from torch import nn  # noqa: E402
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding  # noqa: E402
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: E402
+
+from rlhf_rollout.engines.vllm.weights import _incomplete, _keep_buffers  # noqa: E402
+
+OLD = {
+    "kept": torch.tensor([1.0, 2.0]),
+    "computed": torch.tensor([3.0, 4.0]),
+    "longer": torch.tensor([5.0, 6.0]),
+    "wider": torch.tensor([7.0, 8.0]),
+    "there": torch.tensor([9.0, 10.0]),
+    "gone": torch.tensor([11.0]),
+}
+
+
+def reloaded() -> nn.Module:
+    """A layer as vLLM leaves it when an update begins: on the meta device, with the old tensors noted apart."""
+    layer = nn.Module()
+    layer.register_buffer("kept", torch.empty(2, device="meta"))
+    layer.register_buffer("computed", torch.empty(2, device="meta"), persistent=False)
+    layer.register_buffer("longer", torch.empty(3, device="meta"))
+    layer.register_buffer("wider", torch.empty(2, device="meta", dtype=torch.float64))
+    layer.register_buffer("there", torch.zeros(2))
+    layer.kept.weight_loader = "loader"
+    get_layerwise_info(layer).kernel_tensors = ({}, dict(OLD))
+    return layer
+
+
+def test_persistent_buffers_of_the_same_form_keep_their_values_and_their_loader() -> None:
+    model = nn.Module()
+    model.layer = reloaded()
+    model.other = nn.Linear(2, 2)  # vLLM does not load it anew
+    _keep_buffers(model)
+    assert model.layer.kept.tolist() == [1.0, 2.0] and model.layer.kept.weight_loader == "loader"
+    model.layer.kept.zero_()
+    assert OLD["kept"].tolist() == [1.0, 2.0]  # the engine computes with the old one until the layer is complete
+    assert {name for name, buffer in model.layer.named_buffers() if buffer.is_meta} == {"computed", "longer", "wider"}
+    assert model.layer.there.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "num_loaded", "waits"),
+    [([], 8, True), ([], 9, False), (["bias_correction"], 9, True), (["weight", "bias_correction"], 11, False)],
+)
+def test_layer_waits_for_its_parameters_and_the_buffers_that_have_begun_to_arrive(loaded, num_loaded, waits) -> None:
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.zeros(3, 3))
+    layer.register_buffer("bias_correction", torch.zeros(2))
+    layer.inner = nn.Linear(5, 5)  # a layer of its own
+    info = get_layerwise_info(layer)
+    assert not _incomplete(layer)  # it is not being loaded
+    info.load_numel_total = 11
+    info.load_numel = num_loaded
+    info.loaded_weights = [(name, None) for name in loaded]
+    assert _incomplete(layer) == waits
+
+
+def test_embedding_whose_vocabulary_is_padded_waits_for_its_first_element() -> None:
+    layer = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+    nn.Module.__init__(layer)
+    layer.weight = nn.Parameter(torch.zeros(4, 2))
+    info = get_layerwise_info(layer)
+    info.load_numel_total = 8
+    assert _incomplete(layer)
+    info.load_numel = 1
+    assert not _incomplete(layer)
