@@ -1,4 +1,5 @@
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -394,6 +395,10 @@ def test_logits_that_are_more_than_the_heads_output_are_found(config, changes):
     for name, size in (sizes | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "pad_token_id": 0}).items():
         setattr(config, name, size)
     model = AutoModelForCausalLM.from_config(config)
+    own = model.base_model.forward = partial(model.base_model.forward)  # as of layers that were wrapped
+    assert changes_logits(model) == changes
+    assert vars(model.base_model).pop("forward") is own
+    del own
     assert changes_logits(model) == changes
     # Otherwise the memory of a model that is dropped is freed only by the next collection of garbage.
     layers = weakref.ref(model.base_model)

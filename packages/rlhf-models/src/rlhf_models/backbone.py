@@ -74,7 +74,7 @@ def check_packs(model: nn.Module) -> None:
     Models of `PACKED_FAMILIES`, which are known to keep them apart, and those whose attention needs a GPU are not run.
 
     Args:
-        model: of transformers, with or without its head, on the CPU.
+        model: of transformers, with or without its head, on the CPU and in eval mode.
 
     Raises:
         ConfigError: the model mixes packed sequences, or cannot run them.
@@ -92,8 +92,6 @@ def check_packs(model: nn.Module) -> None:
         return
     sequences = [[1, 2, 3], [4, 5, 6]]
     reason = "it mixes packed sequences"
-    is_training = model.training
-    model.eval()
     try:
         apart = [last_hidden_state(backbone, TokenBatch.padded([sequence], 0)) for sequence in sequences]
         together = last_hidden_state(backbone, TokenBatch.packed(sequences))
@@ -101,8 +99,6 @@ def check_packs(model: nn.Module) -> None:
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of code that expects another mask
         is_same = False
         reason = f"{type(error).__name__}: {error}"
-    finally:
-        model.train(is_training)
     if not is_same:
         message = f"a {kind} model with the attention {attention} cannot be packed: {reason}"
         hint = UNPACKED if attention in PACKED_ATTENTIONS else "leave ``attn_implementation`` at auto"
