@@ -13,7 +13,7 @@ from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.algorithms import make_algorithm
 from rlhf_train.online.job import AsyncSpec, DynamicSampling, RewardSpec
 from rlhf_train.online.placement import PlacementRequest, plan_placement
-from rlhf_train.online.recorded import Recording, find_recording
+from rlhf_train.online.recorded import RecordedRollouts, Recording, find_recording
 from rlhf_train.online.rewards import RewardShaper
 from rlhf_train.online.run import train_and_save
 from rlhf_train.run.checkpoint import Checkpoints, CheckpointSpec
@@ -151,9 +151,29 @@ def test_smaller_batches_than_the_recorded_ones_are_refused(make_run):
     run = finished(make_run, SpreadReward())
     again = replayed(make_run, run, batch=tiny_batch(8))
     with pytest.raises(
-        ConfigError, match=r"step 1 was trained on 16 prompts.*is 8\n\nhint: use ``rollout_batch_size=16``"
+        ConfigError, match=r"step 1 was trained on 16 prompts.*is 8\n\nhint: name ``rollout_batch_size=16``"
     ):
         again.controller.generate(1)
+
+
+def test_recorded_token_that_the_policy_masks_is_refused_with_its_rollout(make_run):
+    run = finished(make_run, SpreadReward())
+    path = run.recorder.path("rollouts")
+    run.recorder.close()
+    (_, second, *_) = list(read_batches(path))
+    rollout = second.groups[0].rollouts[-1]
+    prompt, answer = rollout.spans[0].token_ids, rollout.spans[1].token_ids
+    masked = int(answer[-1])
+    for step in (1, 2):  # ids of prompts are not sampled: a policy may read what it cannot write
+        RecordedRollouts(path, 100, [range(masked + 1, masked + 1)]).next_batch(step)
+    unsampled = {int(token) for token in prompt} - {
+        int(token) for batch in read_batches(path) for group in batch.groups for each in group.rollouts
+        for token in each.spans[1].token_ids
+    }  # fmt: skip
+    RecordedRollouts(path, 100, [range(token, token + 1) for token in unsampled]).next_batch(2)
+    message = rf"rollouts\.jsonl, step 2, rollout \S+: the policy sampled the id {masked}, for which .*\n\nhint: name"
+    with pytest.raises(DataError, match=message):
+        RecordedRollouts(path, 100, [range(0), range(masked, masked + 1)]).next_batch(2)
 
 
 def test_run_without_a_record_writes_no_rollouts_and_cannot_be_replayed(make_run):

@@ -2,13 +2,14 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
 
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.records import RolloutGroup
+from rlhf_data.records import RolloutGroup, SpanSource
 from rlhf_rollout.records_io import NUM_LEFT, parse_batches
 from rlhf_train.online.service import Drawn
 from rlhf_train.run.recorder import ARTIFACTS
@@ -82,12 +83,14 @@ class RecordedRollouts:
     Args:
         path: the record. It is read step by step, and what comes before the first step that is asked for is skipped.
         batch_size: the largest number of groups per batch.
+        masked_ids: ids to which the policy gives the probability 0, see `ModelSpec`.
     """
 
     num_outstanding = 0
 
-    def __init__(self, path: Path, batch_size: int) -> None:
+    def __init__(self, path: Path, batch_size: int, masked_ids: Sequence[range] = ()) -> None:
         self._path = path
+        self._masked_ids = masked_ids
         self._batch_size = batch_size
         self._file = path.open("rb")
         # One line is read ahead of a step, and not parsed: what comes after the last step may be damaged.
@@ -98,7 +101,8 @@ class RecordedRollouts:
     def next_batch(self, step: int) -> Drawn:
         """Return the batch of `step`, and what was left out of it.
 
-        Raises DataError for a damaged record, and ConfigError for a batch that is larger than this run's.
+        Raises DataError for a damaged record and for a trained token that the policy masks, and ConfigError for a batch
+        that is larger than this run's.
         """
         lines = next((lines for found, lines in self._steps if found >= step), iter(()))
         batches = list(parse_batches(self._path, lines))
@@ -113,8 +117,23 @@ class RecordedRollouts:
                 f"step {step} was trained on {len(kept)} prompts, and ``rollout_batch_size`` is {self._batch_size}"
             )
             raise ConfigError(message, hint=f"use ``rollout_batch_size={len(kept)}``")
+        for group in kept:
+            self._check_ids(step, group)
         num_episodes = sum(len(group.episodes) for group in (*kept, *dropped))
         return Drawn(tuple(kept), (), tuple(dropped), num_requested=num_episodes, num_failed=0)
+
+    def _check_ids(self, step: int, group: RolloutGroup) -> None:
+        """Raise DataError for a token of the policy that it masks: the log-prob is -inf, and no gradient is finite."""
+        for rollout in group.rollouts:
+            spans = [span.token_ids for span in rollout.spans if span.source is SpanSource.POLICY]
+            sampled = {token for ids in spans for token in ids.tolist()}
+            masked = sorted(token for token in sampled if any(token in ids for ids in self._masked_ids))
+            if masked:
+                message = (
+                    f"{self._path}, step {step}, rollout {rollout.rollout_id}: the policy sampled the id {masked[0]}"
+                )
+                message += ", for which the tokenizer of ``pretrain`` has no token"
+                raise DataError(message, hint="name the model of the recorded run by ``pretrain``, with its tokenizer")
 
     def synchronize(self, policy_version: int) -> int:
         """Note the version of the trainers' weights, which nobody else needs; return 0 bytes."""

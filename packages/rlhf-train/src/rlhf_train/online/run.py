@@ -180,7 +180,7 @@ def assemble(
     learner = Learner(job, rank_sets, costs)
     rollouts: Rollouts | RecordedRollouts
     if job.replay:
-        rollouts = RecordedRollouts(Path(job.replay), job.batch.rollout_batch_size)
+        rollouts = RecordedRollouts(Path(job.replay), job.batch.rollout_batch_size, job.models["actor"].masked_ids)
     else:
         stream = SampleStream(job.batch.rollout_batch_size, job.num_steps, job.max_staleness)
         agent_log = recorder.folder / "agent.log"
