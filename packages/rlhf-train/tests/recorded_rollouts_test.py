@@ -151,7 +151,7 @@ def test_smaller_batches_than_the_recorded_ones_are_refused(make_run):
     run = finished(make_run, SpreadReward())
     again = replayed(make_run, run, batch=tiny_batch(8))
     with pytest.raises(
-        ConfigError, match=r"step 1 was trained on 16 prompts.*is 8\n\nhint: name ``rollout_batch_size=16``"
+        ConfigError, match=r"step 1 was trained on 16 prompts.*is 8\n\nhint: use ``rollout_batch_size=16``"
     ):
         again.controller.generate(1)
 
