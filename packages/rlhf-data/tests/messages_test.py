@@ -209,3 +209,13 @@ def test_continuations_with_a_hugging_face_tokenizer():
     ids, mask = sft({"q": [QUESTION, BEGUN], "a": "4."}, tokenizer)
     assert tokenizer.decode([token for token, flag in zip(ids, mask, strict=True) if not flag]) == prompt
     assert tokenizer.decode([token for token, flag in zip(ids, mask, strict=True) if flag]) == "4.<|im_end|>"
+
+
+def test_row_messages_leave_out_keys_that_are_null():
+    """Tables fill the keys of other rows' messages with null, and templates ask `'tool_calls' in message`."""
+    nulls = {"tool_calls": None, "name": None, "from": None, "value": None}
+    assert row_messages(row_of(q=[{**QUESTION, **nulls}, {**BEGUN, **nulls}]), "q") == [QUESTION, BEGUN]
+    told = {"from": "human", "value": "2+2?", "role": None, "content": None, "weight": 0}
+    assert row_messages(row_of(q=[told]), "q") == [{**QUESTION, "weight": 0}]
+    with pytest.raises(DataError, match="needs a text `role` and a text `content`"):
+        row_messages(row_of(q=[{"role": "user", "content": None, "name": None}]), "q")
