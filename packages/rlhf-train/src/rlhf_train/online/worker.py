@@ -51,6 +51,7 @@ from rlhf_train.run.load_balance import LoadBalance, load_balance
 from rlhf_train.run.metrics import METRIC_PREFIXES, Mean, Metric, merge_metrics, on_host
 from rlhf_train.run.models import load_model, own_base, write_model
 from rlhf_train.run.rank_state import StateWriter
+from rlhf_train.run.utilization import watch_gpu
 from rlhf_train.specs import ModelSpec
 
 
@@ -118,6 +119,7 @@ class TrainWorker:
         is_averaged = ema_beta is not None and "actor" in self.engines
         self._average = WeightAverage(ema_beta, self.engines["actor"].local_weights()) if is_averaged else None
         self._writer = StateWriter(rank, num_ranks)
+        self._utilization = watch_gpu(self._device)
         self._experience = Experience.from_columns(RolloutColumns.of([], []))
         self._plan = RankPlan((), (), ())
         self._step_versions: Sequence[int] = (0,)
@@ -247,7 +249,8 @@ class TrainWorker:
             EngineError: a gradient is not finite.
         """
         with self._in_turn(role):
-            return self._update(role, max_epochs=max_epochs, seed=seed, kl_coef=kl_coef)
+            metrics = self._update(role, max_epochs=max_epochs, seed=seed, kl_coef=kl_coef)
+        return metrics | (self._utilization.take() if self._utilization else {})
 
     def _update(self, role: str, *, max_epochs: int, seed: int, kl_coef: float) -> dict[str, Metric]:
         objective = self._algorithm.objective
