@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import json
 import socket
 import urllib.parse
@@ -278,6 +279,23 @@ def test_retry_that_arrives_with_the_end_of_its_first_connection_or_before_it_ge
 
     assert asyncio.run(run()) == ["answer 1<eos>"]
     assert engine.asked == 1
+
+
+def test_error_of_an_answer_that_nobody_waits_for_is_no_noise():
+    engine = Counting(latency_s=0.6, fail_after=0)
+    noise = []
+
+    async def run():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: noise.append(context["message"]))
+        async with opened(engine) as door:
+            await leave(door, engine)
+            async with asyncio.timeout(60):
+                while door.recorder.error is None:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    gc.collect()
+    assert noise == []
 
 
 def test_equal_requests_at_the_same_time_are_draws_of_their_own_also_when_both_are_sent_again():

@@ -247,8 +247,10 @@ def test_close_is_an_error_for_groups_that_wait_for_a_call(calls, function):
         waiting = asyncio.create_task(reward.score(prompt, [make_rollout(prompt, "4")]))
         await asyncio.sleep(0.01)
         await reward.close()
-        with pytest.raises(RewardError, match="have been shut down"):
-            await waiting
+        late = reward.score(prompt, [make_rollout(prompt, "4")])
+        for asked in (waiting, asyncio.wait_for(late, 60)):
+            with pytest.raises(RewardError, match="have been shut down"):
+                await asked
 
     asyncio.run(run())
     assert calls == []
@@ -313,6 +315,29 @@ def test_function_that_compares_charges_the_failing_response_alone(write):
     assert [verdict.reward for verdict in verdicts] == [-1.0, 0.0, None, 1.0]  # 1, 2 and 3 have the deviation 1
     assert verdicts[2].kind is VerdictKind.CRASH
     assert "could not convert string to float" in verdicts[2].detail
+
+
+@pytest.mark.parametrize(("batch_size", "num_prompts", "num_samples"), [(2, 2, 1), (1, 1, 3)])
+def test_responses_that_a_failing_call_held_are_compared_again(
+    monkeypatch, function, batch_size, num_prompts, num_samples
+):
+    sizes = []
+
+    async def ask(reward, samples, failure):
+        sizes.append(len(samples))
+        if len(sizes) == 1:
+            return Failure(VerdictKind.CRASH, "boom")
+        return Scored([float(len(samples))] * len(samples), [1.0] * len(samples), {}, [None] * len(samples))
+
+    monkeypatch.setattr(FunctionReward, "_ask", ask)
+    groups = generated(function(batch_size), num_prompts, num_samples=num_samples, by=simulate)
+    size = num_prompts * num_samples
+    assert sizes == [size, *[1] * size, size]
+    assert {rollout.verdict.reward for group in groups for rollout in group.rollouts} == {size}
+
+
+def test_no_responses_have_no_verdicts(function, calls):
+    assert asyncio.run(function(4).score(make_prompt(), [])) == []
 
 
 def test_judge_together_falls_back_on_what_samples_got_alone():

@@ -109,7 +109,6 @@ class DoorSession:
             return delivered[-1]
         asked = Asked(request)
         asked.task = asyncio.create_task(self._answer(asked, request))
-        asked.task.add_done_callback(_look_at)
         equal.append(asked)
         return asked
 
@@ -149,7 +148,7 @@ class DoorSession:
         self._is_closed = True
         for equal in self._asked.values():
             for asked in equal:
-                asked.task.cancel()
+                asked.task.cancel()  # also if it has failed and no client asked: asyncio would report its error
 
     async def _answer(self, asked: Asked, request: Request) -> Answer:
         """Return the policy's answer, and keep what is to be recorded of it.
@@ -206,12 +205,6 @@ class DoorSession:
     def _stop(self, request: Request) -> tuple[str, ...]:
         """Return the texts that end an answer: the run's and the request's."""
         return (*self._recorder.sampling.stop, *request.stop)
-
-
-def _look_at(task: asyncio.Task[Answer]) -> None:
-    """Look at the error of a task that no client may ask for; otherwise asyncio reports it."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _without_end(token_ids: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -77,7 +77,8 @@ class FunctionReward:
         self._worker_options = worker
         self._breaker = Breaker(max_failures)
         self._success_threshold = success_threshold
-        self._batch_size = 1 if is_builtin(reward) else batch_size
+        self._compares = not is_builtin(reward)
+        self._batch_size = batch_size if self._compares else 1
         # By event loop, and by what is scored together.
         self._batchers: dict[tuple[asyncio.AbstractEventLoop, str], GroupBatcher] = {}
         self._pools: dict[str, str] = {}  # of the groups that are expected
@@ -139,7 +140,7 @@ class FunctionReward:
         return self._batchers[key]
 
     async def _judge(self, samples: list[Sample]) -> list[Verdict]:
-        return await judge(samples, self._ask, self._success_threshold, together=self._batch_size > 1)
+        return await judge(samples, self._ask, self._success_threshold, together=self._compares)
 
     async def _ask(self, samples: Sequence[Sample], _: Failure | None) -> Scored | Failure:
         if self._closed:
