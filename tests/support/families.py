@@ -52,12 +52,18 @@ _LINEAR |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "fu
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 16}
 _LATER_WINDOWS = {"use_sliding_window": True, "sliding_window": _WINDOW, "max_window_layers": 1}
 _GEMMA_N = {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8}
+_GEMMA_4 = _GEMMA_N | {"global_head_dim": 32, "num_global_key_value_heads": 2}
 _LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
 _LONG_ROPE |= {"long_factor": [4.0] * 16, "short_factor": [1.0] * 16}
-_SIGLIP = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-_SIGLIP |= {"image_size": 28, "patch_size": 14}
+_SMALL_PART = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_SIGLIP = _SMALL_PART | {"intermediate_size": 32, "image_size": 28, "patch_size": 14}
 _QWEN_EYE = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128}
 _QWEN_EYE |= {"num_position_embeddings": 16, "deepstack_visual_indexes": []}
+_LLAMA_EYE = _SIGLIP | {"intermediate_size": 64}
+_LLAMA_EYE |= dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 64)
+_GEMMA_EYE = _SIGLIP | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}
+_GEMMA_EYE |= {"pooling_kernel_size": 1}
+_GEMMA_EAR = _SMALL_PART | {"output_proj_dims": 32, "subsampling_conv_channels": [8, 4]}
 # By family, the type of its config, and fields beyond those that are made small in all of them. A family with a config
 # for text within its own has the fields of that in `text_config`.
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -79,7 +85,8 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "laurel_rank": 4}
         | {"activation_sparsity_pattern": [0.0, 0.0], "intermediate_size": 128},
     ),
-    "gemma4_text": ("gemma4_text", _GEMMA_N | {"global_head_dim": 32, "num_global_key_value_heads": 2}),
+    "gemma4": ("gemma4", {"text_config": _GEMMA_4, "vision_config": _GEMMA_EYE, "audio_config": _GEMMA_EAR}),
+    "gemma4_text": ("gemma4_text", _GEMMA_4),
     "glm4_moe": ("glm4_moe", {"head_dim": 32}),
     "glm4_moe_lite": ("glm4_moe_lite", _LATENT),
     "glm_moe_dsa": ("glm_moe_dsa", _INDEXED),
@@ -88,6 +95,17 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama4": (
+        "llama4",
+        {
+            "text_config": {
+                "attention_chunk_size": _WINDOW,
+                "interleave_moe_layer_step": 2,
+                "intermediate_size_mlp": 128,
+            },
+            "vision_config": _LLAMA_EYE,
+        },
+    ),
     "llama4_text": ("llama4_text", {"attention_chunk_size": _WINDOW}),
     "mamba2": ("mamba2", {"num_heads": 16, "head_dim": 16, "state_size": 16, "n_groups": 1}),
     "minicpm3": ("minicpm3", _LATENT),
@@ -283,7 +301,8 @@ def _saved(folder: Path) -> str:
     new = folder.with_name("new")
     save_hf(actor, None, None, new)
     loaded, report = plain_model(new)
-    problems = {name: sorted(keys)[:3] for name, keys in report.items() if keys}
+    _, original = plain_model(folder)  # of a class for text alone, which says what else the folder has
+    problems = {name: sorted(keys)[:3] for name, keys in report.items() if keys and keys != original[name]}
     if problems or type(loaded) is not type(actor.model):
         return f"{type(loaded).__name__}: {problems}"
     if differing := _names(new) ^ _names(folder):
