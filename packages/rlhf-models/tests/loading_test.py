@@ -337,7 +337,10 @@ def long_rope_dir(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(("max_length", "used"), [(8, "short_factor"), (9, "long_factor"), (64, "long_factor")])
+@pytest.mark.parametrize(
+    ("max_length", "used"),
+    [(8, "short_factor"), (9, "long_factor"), (64, "long_factor"), (None, "long_factor")],  # None: the context, 64
+)
 def test_frequencies_of_long_rope_are_those_of_the_longest_sequence_of_the_run(long_rope_dir, max_length, used):
     # A model whose two sets of frequencies are equal has no choice.
     plain = AutoModelForCausalLM.from_pretrained(long_rope_dir).eval()
@@ -345,7 +348,7 @@ def test_frequencies_of_long_rope_are_those_of_the_longest_sequence_of_the_run(l
         plain.config.rope_parameters[name] = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}[used]
     plain.model.rotary_emb = type(plain.model.rotary_emb)(plain.config)
     actor = load_actor(long_rope_dir, dtype="float32", max_length=max_length).eval()
-    sequences = [[5, 6, 7], list(range(3, 3 + min(max_length, 20)))]
+    sequences = [[5, 6, 7], list(range(3, 3 + min(max_length or 64, 20)))]
     with torch.no_grad():
         for batch in (sequences, sequences[:1], sequences[1:]):
             found = TokenBatch.padded(batch, 0)
@@ -362,6 +365,7 @@ def test_dynamic_rope_is_refused_for_sequences_beyond_the_length_that_it_was_tra
         max_position_embeddings=16,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
     )
-    load_actor(tmp_path, dtype="float32", max_length=16)
+    for max_length in (16, None):
+        load_actor(tmp_path, dtype="float32", max_length=max_length)
     with pytest.raises(ConfigError, match=r"dynamic beyond 16 tokens.*\n\nhint: use sequences of at most 16 tokens"):
         load_actor(tmp_path, dtype="float32", max_length=17)

@@ -126,3 +126,15 @@ def test_format_that_cannot_work_is_refused(folder, tmp_path, fields):
     (tmp_path / "config.json").write_text(json.dumps(config | {"process_reward": fields}))
     with pytest.raises(ConfigError, match=r"process_reward of a model's config\.json is"):
         stored_step_format(load_config(tmp_path))
+
+
+def test_placeholders_count_among_the_tokens_that_the_model_can_read(tmp_path):
+    path = tiny_model_dir(tmp_path, max_position_embeddings=4)
+    write_fields(path, StepFormat(PLACEHOLDER, GOOD, BAD).fields)
+    asked = judge(path, "")
+    three = np.array([40, 41, 42], np.int32)
+    [[(end, _)]] = asked([(three, three > 40)])
+    assert end == 2
+    four = np.array([40, 41, 42, 43], np.int32)
+    with pytest.raises(DataError, match="the process reward model has a context of 4 tokens and got a sequence of 5"):
+        asked([(four, four > 40)])

@@ -123,6 +123,13 @@ def test_score_sequences_gives_each_its_score_whatever_the_order(reward_dir, seq
     assert score_sequences(model, [], batch_size=2) == []
 
 
+def test_score_sequences_beyond_the_context_is_refused(tmp_path):
+    model = load_reward_model(tiny_reward_model_dir(tmp_path, max_position_embeddings=4), dtype="float32")
+    assert len(score_sequences(model, [[5, 6, 7, 8]], batch_size=2)) == 1
+    with pytest.raises(DataError, match="the reward model has a context of 4 tokens and got a sequence of 5"):
+        score_sequences(model, [[5], [5, 6, 7, 8, 9]], batch_size=2)
+
+
 def test_score_sequences_token_without_embedding_is_refused(reward_dir):
     model = load_reward_model(reward_dir, dtype="float32")
     with pytest.raises(DataError, match="512 embedding rows and got the token id 512"):

@@ -364,6 +364,7 @@ def test_generate_job_holds_what_the_flags_say():
                 normalize_reward=True,
             ),
             dtype="bfloat16",
+            max_length=30,
         ),
         output=GenerateFileSection(
             output_path="o.jsonl",

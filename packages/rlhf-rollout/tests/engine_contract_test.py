@@ -474,3 +474,22 @@ def test_fake_engine_fails_after_the_requests_that_it_was_told() -> None:
         run(engine.generate(PROMPT, SamplingParams()))
     with pytest.raises(EngineError, match="told to fail after 2 requests"):
         run(engine.generate(PROMPT, SamplingParams()))
+
+
+def test_transformers_engine_has_the_frequencies_of_its_longest_request(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from rlhf_models.testing import tiny_model_dir
+
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8, "attention_factor": 1.0}
+    rope |= {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+    folder = tiny_model_dir(tmp_path, architecture="llama", rope_parameters=rope, initializer_range=0.5)
+    engine = build_engine("transformers", EngineSpec(model=str(folder), max_model_len=9))
+    [completion] = run(engine.generate(PROMPT[:3], SamplingParams(max_tokens=6, min_tokens=6, seed=1)))
+    # LongRoPE with one factor for all frequencies is linear scaling by it.
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    plain = AutoModelForCausalLM.from_pretrained(folder, rope_parameters=linear)
+    ids = torch.tensor([[*PROMPT[:3], *completion.token_ids]])
+    logprobs = plain(ids).logits[0].log_softmax(-1)[2:-1].gather(1, ids[0, 3:, None])[:, 0]
+    np.testing.assert_allclose(completion.logprobs, logprobs.detach(), atol=5e-3)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, VerdictKind
@@ -268,6 +269,40 @@ def test_local_scorer_gives_the_models_scores_in_order(reward_dir: Path) -> None
     np.testing.assert_allclose(run(normalized.score(sequences)), (expected - 2.0) / 0.5, atol=1e-5)
     assert normalized.has_moments and not raw.has_moments
     raw.close()
+
+
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8, "attention_factor": 1.0}
+LONG_ROPE |= {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+
+
+@pytest.mark.parametrize("judges_steps", [False, True])
+@pytest.mark.parametrize(("max_length", "factor"), [(8, 1.0), (9, 4.0), (None, 4.0)])  # None: the model's context, 64
+def test_local_scorer_has_the_frequencies_of_the_longest_sequence_of_the_run(
+    tmp_path: Path, judges_steps: bool, max_length: int | None, factor: float
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from rlhf_models.files import write_fields
+    from rlhf_models.process_reward import StepFormat
+
+    make = tiny_model_dir if judges_steps else tiny_reward_model_dir
+    sizes = {"max_position_embeddings": 64, "initializer_range": 0.5}
+    folder = make(tmp_path, architecture="llama", rope_parameters=LONG_ROPE, **sizes)
+    write_fields(folder, StepFormat(5, 10, 12).fields)
+    options: dict[str, Any] = {"step_separator": ""} if judges_steps else {}
+    scorer = LocalScorer(str(folder), max_length=max_length, **options)
+    short = np.array([40, 41, 42], np.int32)
+    long = np.arange(20, 40, dtype=np.int32)
+    found = [run(scorer.score([(ids, ids > 20) if judges_steps else ids]))[0] for ids in (long, short)]
+    # LongRoPE with one factor for all frequencies is linear scaling by it.
+    write_fields(folder, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": factor}})
+    for ids, answer in zip((long, short), found, strict=True):
+        asked = torch.tensor([[*ids, 5] if judges_steps else ids.tolist()])
+        plain: Any = AutoModelForCausalLM if judges_steps else AutoModelForSequenceClassification
+        with torch.no_grad():
+            expected = plain.from_pretrained(folder)(asked).logits[0]
+        expected = expected[-1, [10, 12]].softmax(-1)[0] if judges_steps else expected[0]
+        assert (answer[0][1] if judges_steps else answer) == pytest.approx(float(expected), abs=1e-5)
 
 
 @pytest.mark.parametrize("judges_steps", [False, True])

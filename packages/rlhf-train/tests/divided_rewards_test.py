@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import ray
+import torch
+from transformers import AutoModelForSequenceClassification
 
 from rlhf_data.errors import ConfigError, DataError, EngineError, RewardError
 from rlhf_data.records import Prompt
@@ -16,9 +18,10 @@ from rlhf_models.loading import load_reward_model
 from rlhf_models.reward import score_sequences
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
-from rlhf_rollout.ray_actors import plain_errors
+from rlhf_rollout.ray_actors import RewardModelActor, plain_errors
 from rlhf_rollout.rewards.model import ModelReward
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
+from rlhf_train.online import cluster as online_cluster
 from rlhf_train.online import divided_rewards
 from rlhf_train.online.cluster import placed_bundles, start_scorers
 from rlhf_train.online.divided_rewards import DividedScorer, RewardRank, _all_answers, _even_batches, _ProcessGoneError
@@ -277,6 +280,37 @@ def test_processes_that_hang_end_after_two_late_calls_and_start_again(folder):
 
     assert asyncio.run(calls()) == pytest.approx(expected(folder, wanted), abs=1e-5)
     assert len(started) == 4
+
+
+def test_reward_models_of_a_run_have_the_frequencies_of_its_longest_sequence(monkeypatch):
+    started = []
+    monkeypatch.setattr(online_cluster, "_start_one", lambda *args, **kwargs: started.append((args[0], kwargs)))
+    monkeypatch.setattr(online_cluster, "DividedScorer", lambda starts, **_: [start() for start in starts])
+    monkeypatch.setattr(online_cluster.ray, "remote", lambda *args, **_: args[0] if args else lambda kind: kind)
+    reward = RewardSpec(
+        sources=tuple(RewardSource(kind="model", targets=(path,)) for path in ("one", "other", "steps")),
+        divided_models=("one",),
+        process_models=frozenset({"steps"}),
+    )
+    plan = plan_placement(PlacementRequest(ranks={"actor": 1}, reward_ranks=1), [])
+    engine = EngineSpec(model="none", max_model_len=77)
+    start_scorers(SimpleNamespace(replay=None, plan=plan, reward=reward, engine=engine), None)
+    assert [kind for kind, _ in started] == [RewardRank, RewardModelActor, RewardModelActor]
+    assert [options["max_length"] for _, options in started] == [77, 77, 77]
+
+
+def test_a_divided_model_has_the_frequencies_of_the_longest_sequence_of_the_run(tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8, "attention_factor": 1.0}
+    rope |= {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+    folder = tiny_reward_model_dir(tmp_path, architecture="llama", rope_parameters=rope, initializer_range=0.5)
+    wanted = [np.arange(20, 30, dtype=np.int32)]
+    for max_length, factor in ((8, 1.0), (9, 4.0)):
+        divided = DividedScorer(starts_of(str(folder), num_ranks=1, max_length=max_length), batch_size=4)
+        found = asyncio.run(divided.score(wanted))
+        plain = AutoModelForSequenceClassification.from_pretrained(
+            folder, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": factor}
+        )
+        assert found == pytest.approx(plain(torch.tensor(np.array(wanted))).logits[0].tolist(), abs=1e-5)
 
 
 def test_a_run_starts_one_scorer_of_a_divided_model_and_replicas_of_another(folder, tmp_path):

@@ -39,7 +39,7 @@ class LoadOptions(TypedDict, total=False):
         gradient_checkpointing: recompute each layer in the backward pass, to save the memory of its activations.
         packing: whether batches will be packed; see `attention.choose_attention`.
         max_length: tokens of the longest sequence of the run, which decides the frequencies of LongRoPE; see
-            `pin_frequencies`. None leaves them to each batch.
+            `pin_frequencies`. None is the model's own context.
     """
 
     dtype: Required[str | torch.dtype]
@@ -292,7 +292,7 @@ def _load_model(
                 name,
                 config=config,
                 dtype=resolve_dtype(dtype),
-                attn_implementation=attention,
+                attn_implementation=_attention_of_parts(config, attention),
                 output_loading_info=True,
                 local_files_only=is_local,
                 trust_remote_code=False,
@@ -310,8 +310,7 @@ def _load_model(
     freeze_beyond_text(model)
     if model.base_model is model and hasattr(model, "model"):
         _leave_larger_model(model, path)
-    if max_length is not None:
-        pin_frequencies(model, max_length)
+    pin_frequencies(model, max_length)
     if packing:
         check_packs(model)
     if gradient_checkpointing:
@@ -334,6 +333,18 @@ def _leave_larger_model(model: Any, path: str | Path) -> None:
         model._weight_conversions = [*(model._weight_conversions or ()), PrefixChange(prefix_to_remove=outer)]
 
 
+def _attention_of_parts(config: Any, attention: str) -> str | dict[str, str]:
+    """Return the attention of each part of a model: that for images or sounds, which text does not reach, has its own.
+
+    Not every such part has another one than "eager".
+    """
+    text = config.get_text_config()
+    if text is config:
+        return attention
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    return {"": attention} | {name: attention if part is text else "eager" for name, part in parts.items()}
+
+
 def _check_complete(model: Any, missing: Collection[str], path: str | Path) -> None:
     if missing:
         message = f"the model {path} lacks {len(missing)} weights of a {type(model).__name__}, such as {min(missing)}"
@@ -345,7 +356,7 @@ def _unexchangeable(config: Any) -> ConfigError:
     return ConfigError(message, hint=UNPACKED)
 
 
-def pin_frequencies(model: nn.Module, max_length: int) -> None:
+def pin_frequencies(model: nn.Module, max_length: int | None) -> None:
     """Give rotary embeddings whose frequencies depend on the longest sequence of a batch those of the whole run.
 
     The log-probs of a sequence then do not depend on the others of its batch, and are the engine's. vLLM takes the long
@@ -353,7 +364,8 @@ def pin_frequencies(model: nn.Module, max_length: int) -> None:
 
     Args:
         model: a model of transformers.
-        max_length: tokens of the longest sequence of the run, prompt and response together.
+        max_length: tokens of the longest sequence of the run, prompt and response together. None is the model's own
+            context, which is what vLLM takes then.
 
     Raises:
         ConfigError: the embedding is dynamic, and sequences may exceed the length that it was trained for.
@@ -362,16 +374,19 @@ def pin_frequencies(model: nn.Module, max_length: int) -> None:
 
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
-        if kind == "dynamic" and max_length > module.config.max_position_embeddings:
-            longest = module.config.max_position_embeddings
+        if kind not in ("dynamic", "longrope"):
+            continue
+        context = module.config.max_position_embeddings
+        longest = context if max_length is None else max_length
+        if kind == "dynamic" and longest > context:
             message = (
-                f"the rotary embedding of {model.config.model_type} is dynamic beyond {longest} tokens: each batch"
+                f"the rotary embedding of {model.config.model_type} is dynamic beyond {context} tokens: each batch"
             )
-            hint = f"use sequences of at most {longest} tokens, the run's may have {max_length}"
+            hint = f"use sequences of at most {context} tokens, the run's may have {longest}"
             raise ConfigError(f"{message} has other frequencies, and the engine none of them", hint=hint)
         if kind == "longrope":
             original = module.config.rope_parameters["original_max_position_embeddings"]
-            pinned, _ = ROPE_INIT_FUNCTIONS[kind](module.config, seq_len=original + (max_length > original))
+            pinned, _ = ROPE_INIT_FUNCTIONS[kind](module.config, seq_len=original + (longest > original))
             for name in ("inv_freq", "original_inv_freq"):
                 getattr(module, name).copy_(pinned)
             module.long_inv_freq = pinned  # what a batch with a long sequence would take

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
-from rlhf_models.loading import load_config, load_tokenizer
+from rlhf_models.loading import LoadOptions, load_config, load_tokenizer
 from rlhf_models.reference import load_reference
-from rlhf_models.reward import check_token_ids, length_batches
+from rlhf_models.reward import InputLimits, check_sequences, length_batches
 
 Sample = tuple[np.ndarray, np.ndarray]  # token ids [L] int32, and which of them the policy wrote, [L] bool
 Steps = list[tuple[int, float]]  # position of a step's last token, and the probability that the step is good
@@ -96,10 +96,9 @@ class StepJudge:
     Args:
         path: a folder or hub name of a language model whose config has a `StepFormat`.
         separator: the text that ends a step; see `step_ends`.
-        dtype: "float32" or "bfloat16".
-        attn_implementation: "auto", or a name that transformers knows.
         device: torch's name of the device.
         batch_size: sequences per forward pass at most. A CPU runs each by itself, as in `score_sequences`.
+        options: see `LoadOptions`.
 
     Attributes:
         model: the language model.
@@ -109,7 +108,7 @@ class StepJudge:
     """
 
     def __init__(
-        self, path: str, separator: str, *, dtype: str, attn_implementation: str, device: str, batch_size: int
+        self, path: str, separator: str, *, device: str, batch_size: int, **options: Unpack[LoadOptions]
     ) -> None:
         steps = stored_step_format(load_config(path))
         if steps is None:
@@ -117,7 +116,8 @@ class StepJudge:
             raise ConfigError(message, hint="`rlhf prm` trains such models")
         self._steps = steps
         self._separator = separator
-        self.model = load_reference(path, dtype=dtype, attn_implementation=attn_implementation).to(device)
+        self.model = load_reference(path, **options).to(device)
+        self._limits = InputLimits.of(self.model.model)
         self._tokenizer = load_tokenizer(path)
         self._device = torch.device(device)
         self._batch_size = 1 if self._device.type == "cpu" else batch_size
@@ -129,11 +129,10 @@ class StepJudge:
             samples: token ids [L] int32, and which of them the policy wrote, [L] bool. A run of these ends with a step.
 
         Raises:
-            DataError: a token id outside the model's embedding.
+            DataError: as `check_sequences`. Placeholders count.
         """
-        num_rows = self.model.model.get_input_embeddings().weight.shape[0]
-        check_token_ids([ids for ids, _ in samples], num_rows, "the process reward model")
         asked = [self._with_placeholders(ids, mask) for ids, mask in samples]
+        check_sequences([tokens for tokens, _ in asked], self._limits, "the process reward model")
         found: list[Steps] = [[] for _ in samples]
         for batch in length_batches([len(tokens) for tokens, _ in asked], self._batch_size):
             rows = [row for row in batch if asked[row][1]]

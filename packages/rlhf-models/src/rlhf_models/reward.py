@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -85,9 +86,9 @@ def score_sequences(model: RewardModel, sequences: Sequence[Any], *, batch_size:
     last bit.
 
     Raises:
-        DataError: an empty sequence, or a token id outside the model's embedding.
+        DataError: as `check_sequences`.
     """
-    check_token_ids(sequences, model.model.get_input_embeddings().weight.shape[0], "the reward model")
+    check_sequences(sequences, InputLimits.of(model.model), "the reward model")
     device = model.value_head.weight.device
     scores = [0.0] * len(sequences)
     for rows in length_batches([len(sequence) for sequence in sequences], 1 if device.type == "cpu" else batch_size):
@@ -97,13 +98,33 @@ def score_sequences(model: RewardModel, sequences: Sequence[Any], *, batch_size:
     return scores
 
 
-def check_token_ids(sequences: Sequence[Any], num_rows: int, model: str) -> None:
-    """Raise DataError for a token id outside of an embedding with `num_rows` rows; `model` names its model."""
+@dataclass(frozen=True, slots=True)
+class InputLimits:
+    """What a model can read: the rows of its embedding, and its context in tokens, which is infinite for some."""
+
+    num_rows: int
+    context: float
+
+    @classmethod
+    def of(cls, model: Any) -> "InputLimits":
+        """Return the limits of a transformers model with whole weights."""
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        return cls(model.get_input_embeddings().weight.shape[0], context or math.inf)
+
+
+def check_sequences(sequences: Sequence[Any], limits: InputLimits, name: str) -> None:
+    """Check that a model can read token sequences; `name` is what errors call the model.
+
+    Raises:
+        DataError: a token id outside of its embedding, or a sequence that is longer than its context.
+    """
     for sequence in sequences:
+        if len(sequence) > limits.context:
+            raise DataError(f"{name} has a context of {limits.context} tokens and got a sequence of {len(sequence)}")
         # Check on the host: an index out of bounds on CUDA aborts the process.
-        strays = [index for index in np.unique(sequence).tolist() if not 0 <= index < num_rows]
+        strays = [index for index in np.unique(sequence).tolist() if not 0 <= index < limits.num_rows]
         if strays:
-            raise DataError(f"{model} has {num_rows} embedding rows and got the token id {strays[0]}")
+            raise DataError(f"{name} has {limits.num_rows} embedding rows and got the token id {strays[0]}")
 
 
 def length_batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:

@@ -298,10 +298,22 @@ class ServerSection(Section, title="server"):
     port: int = flag(5000, "port to listen on", ge=1, le=65535)
 
 
+class QuerySection(Section, title="data"):
+    """What `serve_rm` scores."""
+
+    max_len: int | None = flag(
+        None,
+        "tokens per query at most; longer ones are refused. Models with LongRoPE compute by this number, as a run does"
+        " by that of its longest sequence. None: the context of the reward model",
+        ge=2,
+    )
+
+
 class ServeConfig(Config):
     """All options of `serve_rm`."""
 
     model: TokenizerSection = TokenizerSection()
+    data: QuerySection = QuerySection()
     reward: RewardSection = RewardSection()
     server: ServerSection = ServerSection()
 

@@ -109,7 +109,7 @@ def make_job(config: GenerateConfig) -> GenerateJob:
         engine=make_engine(config.model, config.engine, max_len, expected_sampling=sampling),
         sampling=sampling,
         agent=None if agent is None else config.agent.spec(agent, max_len, calls, config.data),
-        reward=RewardJob(config.reward, config.model.dtype),
+        reward=RewardJob(config.reward, config.model.dtype, max_len),
         output=config.output,
     )
 

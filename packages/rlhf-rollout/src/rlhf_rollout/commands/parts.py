@@ -82,10 +82,12 @@ class RewardJob:
     Attributes:
         options: the options of rewards; they may name no source.
         dtype: data type of reward models.
+        max_length: tokens of the longest sequence, as for `LocalScorer`.
     """
 
     options: RewardSection
     dtype: Literal["float32", "bfloat16"]
+    max_length: int | None = None
 
     @property
     def sources(self) -> tuple[RewardSource, ...]:
@@ -145,6 +147,7 @@ class RewardJob:
         scorer = LocalScorer(
             path,
             dtype=self.dtype,
+            max_length=self.max_length,
             device="cuda" if torch.cuda.is_available() else "cpu",
             batch_size=self.options.reward_batch_size,
             normalize=self.options.normalize_reward,

@@ -49,7 +49,7 @@ class ScoreJob:
 
 def make_job(config: ScoreConfig) -> ScoreJob:
     """Return the job of a configuration."""
-    reward = RewardJob(config.reward, config.model.dtype)
+    reward = RewardJob(config.reward, config.model.dtype, config.data.max_len)
     return ScoreJob(data=config.data, tokenizer=config.model.tokenizer, reward=reward, output=config.output)
 
 

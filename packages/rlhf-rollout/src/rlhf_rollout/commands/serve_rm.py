@@ -65,7 +65,7 @@ class ServeJob:
 
 def make_job(config: ServeConfig) -> ServeJob:
     """Return the job of a configuration."""
-    reward = RewardJob(config.reward, config.model.dtype)
+    reward = RewardJob(config.reward, config.model.dtype, config.data.max_len)
     return ServeJob(server=config.server, tokenizer=config.model.tokenizer, reward=reward)
 
 
@@ -81,8 +81,8 @@ def run(job: ServeJob) -> int:
     # Opened before the server starts: an error within the server's start would not reach the caller.
     reward = job.reward.open(tokenizer, resources)
     TERMINAL.say(f"POST to http://{job.server.host}:{job.server.port}/get_reward")
-    extra_keys = job.reward.options.extra_names
-    listen(create_app(reward, tokenizer, resources, token=token, extra_keys=extra_keys), job.server)
+    limits = {"extra_keys": job.reward.options.extra_names, "max_len": job.reward.max_length}
+    listen(create_app(reward, tokenizer, resources, token=token, **limits), job.server)
     return 0
 
 
@@ -93,6 +93,7 @@ def create_app(
     *,
     token: str = "",
     extra_keys: Sequence[str] = (),
+    max_len: int | None = None,
 ) -> FastAPI:
     """Return the server's application.
 
@@ -103,6 +104,7 @@ def create_app(
         resources: closed when the server ends.
         token: the bearer token that requests must carry; empty if they need none.
         extra_keys: names of further lists that a request must have, for reward functions.
+        max_len: tokens per query at most; None for any number.
     """
 
     @contextlib.asynccontextmanager
@@ -133,6 +135,7 @@ def create_app(
             cells = _extra_cells(query.model_extra or {}, extra_keys, count)
             texts = zip(query.query, prompts, labels, cells, strict=True)
             samples = [_sample(tokenizer, *parts) for parts in texts]
+            _check_lengths([rollout.num_tokens for _, rollout in samples], max_len)
         except DataError as error:
             raise HTTPException(422, str(error)) from None
         calls = [score_each(reward, prompt, [rollout]) for prompt, rollout in samples]
@@ -151,6 +154,13 @@ def _extra_cells(given: Mapping[str, Any], keys: Sequence[str], count: int) -> l
         if not isinstance(given.get(key), list) or len(given[key]) != count:
             raise DataError(f"`{key}` must be a list with an entry for each of the {count} queries")
     return [{key: given[key][index] for key in keys} for index in range(count)]
+
+
+def _check_lengths(lengths: Sequence[int], max_len: int | None) -> None:
+    """Raise DataError for a query of more than `max_len` tokens."""
+    for number, length in enumerate(lengths):
+        if max_len is not None and length > max_len:
+            raise DataError(f"query {number} has {length} tokens, more than --max_len {max_len} of the server")
 
 
 def _sample(

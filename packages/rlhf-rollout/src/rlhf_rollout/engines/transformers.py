@@ -27,6 +27,8 @@ class TransformersEngine(GatedEngine):
     def __init__(self, spec: EngineSpec) -> None:
         try:
             from transformers import AutoModelForCausalLM
+
+            from rlhf_models.loading import pin_frequencies
         except ImportError as error:
             raise EngineError("transformers is not installed", hint=installs("rlhf-rollout[models]")) from error
         if spec.weight_transfer == "ipc" and not torch.cuda.is_available():
@@ -43,6 +45,7 @@ class TransformersEngine(GatedEngine):
             self._model: Any = AutoModelForCausalLM.from_pretrained(
                 model_dir, dtype=getattr(torch, spec.dtype), trust_remote_code=False
             )
+        pin_frequencies(self._model, spec.max_model_len)
         self._model.to(self._device).eval().requires_grad_(False)
         self._tokenizer_dir = tokenizer_dir
         self._end_token_ids = end_token_ids(model_dir, tokenizer_dir)

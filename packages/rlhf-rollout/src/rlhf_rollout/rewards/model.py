@@ -160,6 +160,8 @@ class LocalScorer:
         path: a folder or hub name, see `rlhf_models.load_reward_model`.
         dtype: "float32" or "bfloat16".
         attn_implementation: "auto", or a name that transformers knows.
+        max_length: tokens of the longest sequence of the run, which decides the frequencies of LongRoPE. None is the
+            model's own context.
         device: torch's name of the device.
         batch_size: sequences per forward pass at most.
         normalize: shift and scale scores by the moments that the model's config holds, if any.
@@ -177,6 +179,7 @@ class LocalScorer:
         *,
         dtype: str = "float32",
         attn_implementation: str = "auto",
+        max_length: int | None = None,
         device: str = "cpu",
         batch_size: int = 64,
         normalize: bool = False,
@@ -190,7 +193,7 @@ class LocalScorer:
             from rlhf_models.reward import score_sequences
         except ImportError as error:
             raise ConfigError("reward models need rlhf-models", hint=installs("rlhf-rollout[models]")) from error
-        options = {"dtype": dtype, "attn_implementation": attn_implementation}
+        options = {"dtype": dtype, "attn_implementation": attn_implementation, "max_length": max_length}
         self._path = path
         self.has_moments = False  # whether scores are normalised by moments that are stored with the model
         if step_separator is None:

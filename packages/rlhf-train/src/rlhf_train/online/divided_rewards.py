@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from rlhf_data.errors import DataError, EngineError, RewardError, RlhfError, fir
 from rlhf_rollout.host import collection_paused, free_port
 from rlhf_rollout.ray_actors import end_actors, node_address, plain_errors, prepare_process
 from rlhf_train.specs import ModelSpec
+
+if TYPE_CHECKING:
+    from rlhf_models.reward import InputLimits
 
 _MAX_LATE = 2  # calls in a row that may pass their deadline before the processes are ended
 _MAX_STARTS = 3  # of processes, without an answer in between
@@ -32,6 +35,7 @@ class RewardRank:
         path: a folder or hub name, see `rlhf_models.load_reward_model`.
         dtype: "float32" or "bfloat16".
         attn_implementation: "auto", or a name that transformers knows.
+        max_length: tokens of the longest sequence of the run; see `rlhf_models.loading.pin_frequencies`.
         device: "cuda" or "cpu".
         normalize: shift and scale scores by the moments that the model's config holds, if any.
         offload: keep the weights in host memory, pinned, between calls. Without effect on a CPU.
@@ -44,15 +48,15 @@ class RewardRank:
         *,
         dtype: str,
         attn_implementation: str = "auto",
+        max_length: int | None = None,
         device: str = "cpu",
         normalize: bool = False,
         offload: bool = False,
         gpus: Sequence[str] = (),
     ) -> None:
         prepare_process(gpus)
-        self._spec = ModelSpec(
-            path=path, dtype=dtype, attn_implementation=attn_implementation, zero_stage=3, offload=offload
-        )
+        loading = {"dtype": dtype, "attn_implementation": attn_implementation, "max_length": max_length}
+        self._spec = ModelSpec(path=path, zero_stage=3, offload=offload, **loading)
         self._device, self._normalize = device, normalize
         self._error: RlhfError | None = EngineError(f"the reward model {path} is not loaded")
         self._seconds = 0.0
@@ -68,6 +72,7 @@ class RewardRank:
 
         from rlhf_models.host_states import RestingModel
         from rlhf_models.loading import load_reward_model
+        from rlhf_models.reward import InputLimits
         from rlhf_train.engine.deepspeed import place_frozen
         from rlhf_train.engine.deepspeed_internals import frozen_parts
         from rlhf_train.engine.process_group import init_process_group
@@ -76,7 +81,7 @@ class RewardRank:
         try:
             init_process_group(rank=rank, world_size=num_ranks, master=master, device=self._device)
             model = load_reward_model(self._spec.path, normalize=self._normalize, **self._spec.load_options)
-            self._num_rows = model.model.get_input_embeddings().weight.shape[0]
+            self._limits = InputLimits.of(model.model)
             placed = place_frozen(model, self._spec, torch.device(self._device))
             rests = self._spec.offload and self._device == "cuda"
             self._model = RestingModel(placed, frozen_parts(placed)) if rests else placed
@@ -95,10 +100,10 @@ class RewardRank:
             raise self._error
         return self._seconds
 
-    def num_rows(self) -> int:
-        """Return the rows of the model's embedding. Raises as `ready`."""
+    def limits(self) -> "InputLimits":
+        """Return what the model can read. Raises as `ready`."""
         self.ready()
-        return self._num_rows
+        return self._limits
 
     def score(self, passes: Passes) -> list[list[float]]:
         """Return the scores of each pass. Collective.
@@ -152,7 +157,7 @@ class DividedScorer:
         self._most_at_once = batch_size * len(self._starts)
         self._waiting: list[_Request] = []
         self._runner: asyncio.Task[None] | None = None
-        self._num_rows: int | None = None
+        self._limits: InputLimits | None = None
         self._num_late = 0  # calls to these processes since their last answer
         self._num_starts = 0  # since the last answer
         self._num_alone = 0  # of the next requests, which do not share a call
@@ -162,7 +167,7 @@ class DividedScorer:
     async def score(self, token_ids: list[np.ndarray]) -> list[float]:
         """Return one score per sequence, in order.
 
-        Raises DataError for a token id outside of the vocabulary and for an empty sequence, RewardError for failures.
+        Raises DataError for an empty sequence and as `check_sequences`, RewardError for failures.
         """
         await self._check(token_ids)
         request = _Request(token_ids)
@@ -179,19 +184,19 @@ class DividedScorer:
             raise
 
     async def _check(self, token_ids: Sequence[np.ndarray]) -> None:
-        from rlhf_models.reward import check_token_ids
+        from rlhf_models.reward import check_sequences
 
-        if self._num_rows is None:
+        if self._limits is None:
             handles = self._live()
             try:
                 with plain_errors(RewardError, _WHAT):
-                    self._num_rows = await handles[0].num_rows.remote()
+                    self._limits = await handles[0].limits.remote()
             except RewardError:
                 self._end(handles)
                 raise
         if any(len(sequence) == 0 for sequence in token_ids):
             raise DataError("the reward model got an empty sequence")
-        check_token_ids(token_ids, self._num_rows, "the reward model")
+        check_sequences(token_ids, self._limits, "the reward model")
 
     async def _answer_all(self) -> None:
         while requests := self._next():
