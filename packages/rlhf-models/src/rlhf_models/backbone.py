@@ -84,7 +84,9 @@ def check_packs(model: nn.Module) -> None:
     if attention in PACKED_ATTENTIONS and kind in PACKED_FAMILIES:
         return
     backbone = getattr(model, "base_model", model)
-    if any(isinstance(module, nn.Conv1d) for module in backbone.modules()):
+    has_parts = model.config.get_text_config() is not model.config  # such as one for sounds, which text does not reach
+    layers = backbone.get_decoder() if has_parts else backbone
+    if any(isinstance(module, nn.Conv1d) for module in layers.modules()):
         # Its part of the output may be smaller than the bound below.
         message = f"a {kind} model cannot be packed: its convolutions cross sequences"
         raise ConfigError(message, hint="turn packing off")
