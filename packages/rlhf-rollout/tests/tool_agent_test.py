@@ -300,7 +300,7 @@ def test_program_at_the_door_may_describe_its_tools_itself():
     assert chats.encode_chat(messages, [schema]) == expected
     answer = {"role": "assistant", "content": "4"}
     start = [*expected, *b"4", EOS_ID]
-    chats.add_chat(messages, [schema], answer, start, is_ended=True)
+    chats.add_chat([*messages, answer], [schema], start, is_ended=True)
     more = plain("\nuser: why?<eos>\nassistant: ", add_special_tokens=False)["input_ids"]
     asked = [*messages, answer, {"role": "user", "content": "why?"}]
     assert chats.encode_chat(asked, [schema]) == [*start, *more]

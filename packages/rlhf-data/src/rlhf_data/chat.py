@@ -129,13 +129,19 @@ def render_prompt(
     """
     last = messages[-1]
     is_begun = last["role"] == "assistant"
-    if is_begun and last.get("tool_calls"):
-        hint = "add their results as messages of role `tool`, or leave the message out"
-        raise DataError(f"{origin}: the last message calls tools, so no answer can follow it", hint=hint)
-    if is_begun and not last["content"].strip():
-        raise DataError(f"{origin}: the last message is the assistant's and empty", hint="leave the message out")
+    if is_begun:
+        check_begun(last, origin)
     options = {"origin": origin, "tools": tools, "add_generation_prompt": not is_begun}
     return render_chat(messages, tokenizer, is_continued=is_begun, **options)
+
+
+def check_begun(last: Mapping[str, Any], origin: str) -> None:
+    """Raise DataError unless a last message of the assistant can be the beginning of an answer."""
+    if last.get("tool_calls"):
+        hint = "add their results as messages of role `tool`, or leave the message out"
+        raise DataError(f"{origin}: the last message calls tools, so no answer can follow it", hint=hint)
+    if not last["content"].strip():
+        raise DataError(f"{origin}: the last message is the assistant's and empty", hint="leave the message out")
 
 
 def render_chat(
@@ -186,11 +192,17 @@ def _check_written(what: str, of_functions: Iterable[Any], text: str, origin: st
 
 
 def render_follow_up(
-    messages: Messages, tokenizer: Tokenizer, *, origin: str, tools: Sequence[Mapping[str, Any]] = ()
+    messages: Messages,
+    tokenizer: Tokenizer,
+    *,
+    origin: str,
+    tools: Sequence[Mapping[str, Any]] = (),
+    is_continued: bool = False,
 ) -> str:
     """Return what the chat template writes after the text of an assistant's answer, when messages follow it.
 
-    That is the end of the answer, the messages, and the generation prompt. It does not depend on what precedes the
+    That is the end of the answer, the messages, and the generation prompt, or with `is_continued` no more than the text
+    of the last message. It does not depend on what precedes the
     answer, so that a conversation is continued without rendering it again.
 
     Raises:
@@ -199,7 +211,8 @@ def render_follow_up(
     base = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     # Tools may be described in a message that precedes the answer.
     options = {"origin": origin, "tools": tools, "must_write_tools": False}
-    text = render_chat([*base, *messages], tokenizer, add_generation_prompt=True, **options)
+    options |= {"add_generation_prompt": not is_continued, "is_continued": is_continued}
+    text = render_chat([*base, *messages], tokenizer, **options)
     if text.count(_ANSWER) != 1:
         raise DataError(f"{origin}: the chat template does not write an answer as it is once messages follow it")
     return text.partition(_ANSWER)[2]

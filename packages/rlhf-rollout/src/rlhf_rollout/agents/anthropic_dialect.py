@@ -33,6 +33,7 @@ def _read_messages(body: Mapping[str, Any]) -> Request:
     choice = body.get("tool_choice")
     if not (isinstance(choice, Mapping) and choice.get("type") == "none"):
         request.tools = [read_tool(tool, "input_schema") for tool in list_of(body, "tools")]
+    request.begin_answer()
     return request
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf_data.chat import Tokenizer, encode_continuation, encode_prompts, render_chat, render_follow_up
+from rlhf_data.chat import Tokenizer, check_begun, encode_continuation, encode_prompts, render_chat, render_follow_up
 from rlhf_data.errors import DataError
 
 _ORIGIN = "a request"
@@ -44,25 +44,31 @@ class Conversations:
         self._chats: dict[bytes, _Recorded] = {}
         self._texts: list[tuple[str, list[int]]] = []
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[int]:
-        """Return the tokens of messages with the generation prompt. Raises DataError if the template refuses them."""
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], *, is_continued: bool = False
+    ) -> list[int]:
+        """Return the tokens of messages with the generation prompt, or with `is_continued` up to the last text.
+
+        Raises DataError if the template refuses the messages, or the last one cannot be continued.
+        """
+        if is_continued:
+            check_begun(messages[-1], _ORIGIN)
         for count, digest in reversed(list(enumerate(_digests(messages, tools), 1))):
             recorded = self._chats.get(digest)
             if recorded is not None:
-                return self._continued(recorded, messages, count, tools)
-        return self._encode(self._render(messages, tools))
+                return self._continued(recorded, messages, count, tools, is_continued)
+        return self._encode(self._render(messages, tools, is_continued))
 
     def add_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any],
-        answer: Mapping[str, Any],
         token_ids: list[int],
         *,
         is_ended: bool,
     ) -> None:
-        """Remember the tokens of a request and its answer, which is a message of the assistant."""
-        self._chats[_digests([*messages, answer], tools)[-1]] = _Recorded(token_ids, is_ended)
+        """Remember the tokens of messages, of which the last is an answer of the assistant."""
+        self._chats[_digests(messages, tools)[-1]] = _Recorded(token_ids, is_ended)
 
     def encode_text(self, text: str) -> list[int]:
         """Return the tokens of a prompt for completion."""
@@ -78,31 +84,41 @@ class Conversations:
         self._texts.append((text, token_ids))
 
     def _continued(
-        self, recorded: _Recorded, messages: Sequence[Mapping[str, Any]], count: int, tools: Sequence[Any]
+        self,
+        recorded: _Recorded,
+        messages: Sequence[Mapping[str, Any]],
+        count: int,
+        tools: Sequence[Any],
+        is_continued: bool,
     ) -> list[int]:
         """Return the recorded tokens of the first `count` messages and those of what follows them."""
         following = [dict(message) for message in messages[count:]]
+        if is_continued and not following and not recorded.is_ended:
+            return recorded.token_ids
+        if is_continued and not following:
+            return self._encode(self._render(messages, tools, is_continued))
         try:
-            text = render_follow_up(following, self._tokenizer, origin=_ORIGIN, tools=tools)
+            text = render_follow_up(following, self._tokenizer, origin=_ORIGIN, tools=tools, is_continued=is_continued)
         except DataError:  # a template may ask for the tool call that a tool's message answers
-            return self._encode(self._render(messages, tools))
+            return self._encode(self._render(messages, tools, is_continued))
         added = encode_continuation(text, self._tokenizer)
         if recorded.is_ended and added[:1] == recorded.token_ids[-1:]:
             added = added[1:]
         token_ids = [*recorded.token_ids, *added]
         if self._history == "split":
-            rendered = self._render(messages, tools)
+            rendered = self._render(messages, tools, is_continued)
             if self._tokenizer.decode(token_ids, skip_special_tokens=False) != rendered:
                 return self._encode(rendered)
         return token_ids
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], is_continued: bool) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise DataError("the tokenizer has no chat template", hint="ask for a completion of text instead")
         plain = [dict(message) for message in messages]
         # A program may describe its tools in its own words, or parse calls itself.
         options = {"origin": _ORIGIN, "tools": tools, "must_write_tools": False}
-        return render_chat(plain, self._tokenizer, add_generation_prompt=True, **options)
+        begin = {"add_generation_prompt": not is_continued, "is_continued": is_continued}
+        return render_chat(plain, self._tokenizer, **begin, **options)
 
     def _encode(self, text: str) -> list[int]:
         return encode_continuation(text, self._tokenizer, "")

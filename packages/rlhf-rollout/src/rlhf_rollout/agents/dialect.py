@@ -32,6 +32,7 @@ class Request:
 
     Attributes:
         messages: of the conversation, each with `role` and a text `content`; a chat template gets them as they are.
+        is_continued: the last message is the beginning of the answer.
         prompt: text or token ids that are continued, in place of messages.
         tools: functions in OpenAI's form.
         max_tokens: of the answer; None for the run's.
@@ -44,6 +45,7 @@ class Request:
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
+    is_continued: bool = False
     prompt: str | list[int] | None = None
     tools: list[Any] = field(default_factory=list)
     max_tokens: int | None = None
@@ -54,9 +56,23 @@ class Request:
     ignored: list[str] = field(default_factory=list)
     model: str = "policy"
 
+    def begin_answer(self, wanted: bool | None = None) -> None:
+        """Decide whether the last message is the beginning of the answer: if `wanted`, or it is the assistant's."""
+        is_assistant = bool(self.messages) and self.messages[-1]["role"] == "assistant"
+        self.is_continued = is_assistant if wanted is None else wanted
+        if self.is_continued and not is_assistant:
+            raise DataError("the last message is not the assistant's, so that no answer continues it")
+
+    def conversation_with(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the messages with the message of the answer, which a message that it continues becomes a part of."""
+        if not self.is_continued:
+            return [*self.messages, answer]
+        *before, begun = self.messages
+        return [*before, answer | {"content": begun["content"] + answer["content"]}]
+
     def digest(self) -> bytes:
         """Return a digest of all that the answer depends on: equal requests have equal ones."""
-        parts = [self.messages, self.prompt, self.tools, self.max_tokens, self.stop, self.logprobs]
+        parts = [self.messages, self.is_continued, self.prompt, self.tools, self.max_tokens, self.stop, self.logprobs]
         return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).digest()
 
 
@@ -140,6 +156,8 @@ def read_common(body: Mapping[str, Any], lengths: Sequence[str], stop: str) -> R
 
 def _ignored(body: Mapping[str, Any]) -> list[str]:
     names = [name for name in _SAMPLING if body.get(name) is not None]
+    if body.get("top_logprobs") == 0:
+        names.remove("top_logprobs")
     choice = body.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     return names if kind in _FREE_CHOICES else [*names, "tool_choice"]

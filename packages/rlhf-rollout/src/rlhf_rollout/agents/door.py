@@ -139,7 +139,8 @@ class DoorSession:
         tokens = [*sampled.token_ids, *sampled.completion.token_ids.tolist()]
         if request.messages:
             is_ended = sampled.completion.finish_reason is FinishReason.STOP
-            self._conversations.add_chat(request.messages, request.tools, answer.message, tokens, is_ended=is_ended)
+            messages = request.conversation_with(answer.message)
+            self._conversations.add_chat(messages, request.tools, tokens, is_ended=is_ended)
         elif isinstance(request.prompt, str):
             self._conversations.add_text(request.prompt + answer.text, tokens)
 
@@ -158,11 +159,12 @@ class DoorSession:
         """
         given = request.prompt
         if request.messages:
-            token_ids = self._conversations.encode_chat(request.messages, request.tools)
+            token_ids = self._conversations.encode_chat(
+                request.messages, request.tools, is_continued=request.is_continued
+            )
         else:
             token_ids = self._conversations.encode_text(given) if isinstance(given, str) else list(given or [])
-        longest = self._recorder.sampling.max_tokens
-        shorter = {"max_tokens": min(request.max_tokens or longest, longest), "stop": self._stop(request)}
+        shorter = {"max_tokens": request.max_tokens, "stop": self._stop(request)}
         try:
             sampled = await self._recorder.sample(token_ids, shorter)
         except BudgetSpentError:

@@ -8,8 +8,9 @@ The id is random and is the authorization; keys in headers are not read. The ser
 
 - Answers are recorded token by token; `conversation.py` says how requests become tokens.
 - Sampling is the run's. A request may shorten its answer by `max_tokens` and `stop`. Other sampling parameters are
-  ignored, because the policy learns as it was sampled, and so is a `tool_choice` that demands a call: the header
-  `x-ignored-parameters` names them.
+  ignored, because the policy learns as it was sampled. So are a `tool_choice` that demands a call, and a number of
+  alternatives to each token. The header `x-ignored-parameters` names them, and a warning does so once each.
+- A last message of the assistant is the beginning of the answer, unless `add_generation_prompt` is true.
 - A text of `stop`, of the run or the request, ends the answer at the token that completes it. This token is recorded,
   and the engine draws none after it.
 - A request whose client leaves is answered all the same, and the same request again gets that answer. An answer that no
@@ -200,7 +201,10 @@ class Gateway:
         new = [name for name in request.ignored if name not in self._ignored]
         if new:
             self._ignored.update(new)
-            _LOGGER.warning("agents ask for %s, which is ignored: answers are sampled as the run says", ", ".join(new))
+            _LOGGER.warning(
+                "agents ask for %s, which is ignored: answers are sampled as the run says, without alternatives",
+                ", ".join(new),
+            )
         return {"x-ignored-parameters": ", ".join(request.ignored)}
 
 

@@ -88,8 +88,8 @@ class Session:
     async def reply(self, text: str = "", *, sampling: Mapping[str, Any] | None = None) -> Reply:
         """Return the policy's answer after `text` is added to the conversation, which begins with the prompt.
 
-        `sampling` may override `max_tokens`, `stop_token_ids` and `stop`, texts that end the answer and are not part of
-        its text. Raises BudgetSpentError or PolicyError.
+        `sampling` may override `max_tokens`, of which the run's is the limit, `stop_token_ids` and `stop`, texts that
+        end the answer and are not part of its text. Raises BudgetSpentError or PolicyError.
         """
         return await self._request({"text": text}, sampling)
 

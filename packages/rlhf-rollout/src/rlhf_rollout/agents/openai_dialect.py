@@ -29,7 +29,20 @@ def _read_chat(body: Mapping[str, Any]) -> Request:
         raise DataError("`messages` is empty")
     if body.get("tool_choice") != "none":
         request.tools = list_of(body, "tools")
+    has_header, is_continued = (_flag(body, name) for name in ("add_generation_prompt", "continue_final_message"))
+    if has_header and is_continued:
+        raise DataError("`add_generation_prompt` and `continue_final_message` exclude each other")
+    request.begin_answer(False if has_header and is_continued is None else is_continued)
+    if has_header is False and not request.is_continued:
+        raise DataError("without `add_generation_prompt`, the last message must be the beginning of the answer")
     return request
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool | None:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise DataError(f"`{name}` must be true or false, got {value!r:.40}")
+    return value
 
 
 def _write_chat(request: Request, answer: Answer) -> dict[str, Any]:
@@ -109,7 +122,10 @@ def _read_completion(body: Mapping[str, Any]) -> Request:
     if not prompt or not (isinstance(prompt, str) or is_tokens):
         raise DataError("`prompt` must be one text or one list of token ids")
     # A number of alternatives to each token, of which 0 still asks for those that were chosen.
-    request.logprobs = not (body.get("logprobs") is None or body.get("logprobs") is False)
+    number = body.get("logprobs")
+    request.logprobs = not (number is None or number is False)
+    if request.logprobs and number is not True and number != 0:
+        request.ignored.append("logprobs")  # the alternatives
     request.prompt = prompt if is_tokens else string_of(prompt, "prompt")
     return request
 

@@ -1,6 +1,8 @@
 """Records an episode as token spans while an agent asks the policy for one answer after another."""
 
 import dataclasses
+import functools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from rlhf_rollout.router import EngineRouter
 
 # `min_tokens` is not among them: an engine takes end tokens out of the distribution until then, and a trainer does not.
 _OVERRIDES = ("max_tokens", "stop_token_ids", "stop")
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +159,8 @@ class EpisodeRecorder:
 
         Args:
             token_ids: the whole conversation.
-            overrides: sampling of this answer that differs: `max_tokens`, `stop_token_ids` or `stop`.
+            overrides: sampling of this answer that differs: `max_tokens`, which may be lower than the run's,
+                `stop_token_ids` or `stop`.
 
         Raises:
             BudgetSpentError: the episode has reached one of its limits.
@@ -262,7 +266,11 @@ class EpisodeRecorder:
                 hint = f"an agent may set {', '.join(_OVERRIDES)}"
                 raise DataError(f"an agent asked for {name} = {value!r}, and the policy learns as sampled", hint=hint)
         chosen = {name: value for name, value in overrides.items() if name in _OVERRIDES and value is not None}
-        wanted = min(int(chosen.get("max_tokens", self.sampling.max_tokens)), room)
+        longest = self.sampling.max_tokens
+        asked = int(chosen.get("max_tokens", longest))
+        if asked > longest:
+            _say_that_answers_are_no_longer(longest)
+        wanted = min(asked, longest, room)
         stops = tuple(int(token) for token in chosen.get("stop_token_ids", self.sampling.stop_token_ids))
         seed = self.sampling.seed
         return dataclasses.replace(
@@ -288,3 +296,8 @@ class EpisodeRecorder:
             if len(best.tokens) < size <= len(token_ids) and token_ids[:size] == branch.tokens:
                 best = branch
         return best
+
+
+@functools.cache  # once
+def _say_that_answers_are_no_longer(longest: int) -> None:
+    _LOGGER.warning("agents ask for answers longer than those of the run, which have at most %d tokens", longest)

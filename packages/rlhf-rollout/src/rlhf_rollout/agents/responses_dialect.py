@@ -48,6 +48,7 @@ def _read(body: Mapping[str, Any]) -> Request:
         _add(request.messages, item)
     if body.get("tool_choice") != "none":
         request.tools = [_tool(tool) for tool in list_of(body, "tools")]
+    request.begin_answer()
     return request
 
 
