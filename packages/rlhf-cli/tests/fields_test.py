@@ -15,7 +15,7 @@ from rlhf_data.options import options
 # By library, the modules of its own commands, which may name flags.
 COMMAND_CODE = {
     "rlhf_data": ["checks", "command_line", "exits", "flags", "inspection", "keys", "main", "options", "sections"],
-    "rlhf_models": [],
+    "rlhf_models": ["dequantize"],
     "rlhf_rollout": ["commands"],
     "rlhf_train": [],
 }

@@ -284,6 +284,7 @@ READ_BEFORE = {
     "plan_gpu_memory",
     "pretrain",
     "critic_pretrain",
+    "trust_remote_code",
     "prompt_data",
     "prompt_data_probs",
     "prompt_split",

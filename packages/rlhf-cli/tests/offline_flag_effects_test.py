@@ -15,6 +15,7 @@ from rlhf_cli.launcher import Launch
 from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import options
+from rlhf_data.own_code import TrustedModel
 
 PAIR = {"chosen": "\n\nHuman: a\n\nAssistant: good", "rejected": "\n\nHuman: a\n\nAssistant: bad", "margin": 0.5}
 STEP = {
@@ -44,6 +45,8 @@ TURNED = f"{CHAT} --input_key turns --output_key None"
 REACHES = [
     ("sft", "pretrain", "OTHER", "", "model.path", "OTHER"),
     ("sft", "bf16", "", "", "model.dtype", "bfloat16"),
+    ("sft", "trust_remote_code", "", "", "model.path.__class__", TrustedModel),
+    ("dpo", "trust_remote_code", "", "--ref_pretrain OTHER", "reference.path.__class__", TrustedModel),
     ("sft", "attn_implementation", "sdpa", "", "model.attn_implementation", "sdpa"),
     ("sft", "gradient_checkpointing", "", "", "model.gradient_checkpointing", True),
     ("sft", "packing_samples", "", "", "model.packing", True),

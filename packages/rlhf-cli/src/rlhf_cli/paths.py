@@ -6,14 +6,13 @@ import shlex
 import tempfile
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import urlsplit
-
-from pydantic import BaseModel
 
 from rlhf_cli.builtin import BUILTIN, HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
 from rlhf_data.checks import check_stays
 from rlhf_data.errors import ConfigError
+from rlhf_data.options import AnyConfig, Config, options
+from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.pretrained import is_template_file
 from rlhf_data.sources import SUFFIXES, split_sources
 from rlhf_rollout.agents.user_agent import is_program
@@ -23,7 +22,6 @@ from rlhf_rollout.rewards.user_function import BUILTIN as BUILTIN_REWARDS
 CONFIG_FILE = "config.toml"  # the configuration of a run, in its folder
 LOG_FILE = "log.txt"  # output of libraries, in the folder of a run
 _MODEL_FILES = ("config.json", "adapter_config.json")
-Config = TypeVar("Config", bound=BaseModel)
 
 
 def user_folder() -> Path:
@@ -38,7 +36,7 @@ def user_path(text: str | Path) -> Path:
 
 def parts(texts: str) -> list[str]:
     """Return the entries of a comma-separated list."""
-    return [part.strip() for part in texts.split(",") if part.strip()]
+    return [trusted(part.strip(), is_trusted(texts)) for part in texts.split(",") if part.strip()]
 
 
 def data_paths(texts: str | None, *, held_out: bool = False) -> list[Path]:
@@ -69,14 +67,15 @@ def is_data_path(text: str) -> bool:
 
 
 def model_path(text: str) -> str:
-    """Return the path of a model folder, or a hub name unchanged.
+    """Return the path of a model folder, or a hub name unchanged, as trusted as `text`.
 
     `builtin` stands for the model that ships, and the folder of a run for the model that it saved.
     """
     if text == BUILTIN:
         return str(MODEL_DIR)
     path = user_path(text)
-    return str(model_of_run(path)) if text.startswith((".", "/", "~")) or path.is_dir() else text
+    found = str(model_of_run(path)) if text.startswith((".", "/", "~")) or path.is_dir() else text
+    return trusted(found, is_trusted(text))
 
 
 def model_of_run(folder: Path) -> Path:
@@ -111,10 +110,8 @@ def agent_path(text: str) -> str:
     return shlex.join([program, *(str(user_path(word)) if user_path(word).is_file() else word for word in words)])
 
 
-_MODELS = ("pretrain", "critic_pretrain", "reward_pretrain", "ref_pretrain", "teacher_model", "tokenizer")
-# By option, how its value is resolved.
+# By option, how its value is resolved. Names of models (`Option.names_model`) are resolved by `model_path`.
 _RESOLVE = {
-    **dict.fromkeys(_MODELS, model_path),
     **dict.fromkeys(("prompt_data", "dataset", "eval_dataset"), source_names),
     **dict.fromkeys(("eval_data", "data_cache", "output_path", "ckpt_path", "replay", "adam_offload_path"), user_path),
     "remote_rm_url": reward_path,
@@ -127,38 +124,37 @@ _RESOLVE = {
 _LISTS = ("reward_pretrain", "prompt_data", "dataset", "eval_dataset", "eval_data", "remote_rm_url")
 
 
-def with_full_paths(config: Config, *, keep_builtin: bool = True) -> Config:
+def with_full_paths(config: AnyConfig, *, keep_builtin: bool = True) -> AnyConfig:
     """Return a configuration with absolute paths, which names the same files from every working folder.
 
     Args:
         config: the configuration of a command.
         keep_builtin: keep the word `builtin`; otherwise replace it by the files that it stands for.
     """
-    sections = {}
-    for section in type(config).model_fields:
-        options = getattr(config, section)
-        full = {}
-        for name in _RESOLVE.keys() & type(options).model_fields:
-            if (text := getattr(options, name)) is not None:
-                entries = parts(text) if name in _LISTS else [text]
-                full[name] = ",".join(
-                    entry if entry == BUILTIN and keep_builtin else str(_RESOLVE[name](entry)) for entry in entries
-                )
-        sections[section] = options.model_copy(update=full)
-    return config.model_copy(update=sections)
+    full: dict[str, dict[str, str]] = {}
+    for option in options(type(config)):
+        name = option.name
+        resolve = model_path if option.names_model else _RESOLVE.get(name)
+        text = getattr(getattr(config, option.section), name)
+        if resolve is None or text is None:
+            continue
+        entries = parts(text) if name in _LISTS else [text]
+        found = (entry if entry == BUILTIN and keep_builtin else str(resolve(entry)) for entry in entries)
+        full.setdefault(option.section, {})[name] = trusted(",".join(found), is_trusted(text))
+    return config.model_copy(
+        update={section: getattr(config, section).model_copy(update=values) for section, values in full.items()}
+    )
 
 
-def run_folder_notices(config: BaseModel) -> list[str]:
+def run_folder_notices(config: Config) -> list[str]:
     """Return a notice for each model or adapter that the options name by the folder of a run."""
     notices: dict[str, None] = {}  # in order, each once
-    for section in type(config).model_fields:
-        options = getattr(config, section)
-        for name in (*_MODELS, "model_path", "lora_path"):
-            text = getattr(options, name, None)
-            for entry in parts(text or "") if name in _LISTS else [text] if text else []:
-                folder = user_path(entry)
-                if (model := model_of_run(folder)) != folder:
-                    notices[f"--{name} {folder} is the folder of a run; its model is {model}"] = None
+    for option in options(type(config)):
+        text = getattr(getattr(config, option.section), option.name) if option.names_model else None
+        for entry in parts(text or "") if option.name in _LISTS else [text] if text else []:
+            folder = user_path(entry)
+            if (model := model_of_run(folder)) != folder:
+                notices[f"--{option.name} {folder} is the folder of a run; its model is {model}"] = None
     return list(notices)
 
 

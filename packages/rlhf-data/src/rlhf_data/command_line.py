@@ -9,16 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from pydantic import ValidationError
 
 from rlhf_data.errors import ConfigError, FeatureError, missing_file, nearest, unknown, with_hint
 from rlhf_data.flags import Foreign, Parser, Values, add_foreign, add_option, read_flags
-from rlhf_data.options import Config, Option, options
+from rlhf_data.options import AnyConfig, Config, Option, options, with_trust
 from rlhf_data.safety import MASK, is_utf8, without_secrets
-
-AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 # The word for "no value" on the command line and in TOML files, because TOML has no null.
 NONE = "None"
@@ -107,7 +105,7 @@ class CommandLine(Generic[AnyConfig]):
                 message = f"`{self.prog}` cannot take the options of {path.parent}: {error}".partition("\n\nhint: ")[0]
                 raise ConfigError(message, hint=f"name the folder of a run of `{self.prog}`") from None
             values = _over(recipe, values, known)
-        config = _validate(self.config, known, values, self.prog)
+        config = with_trust(_validate(self.config, known, values, self.prog))
         given = frozenset(name for name in named if not _is_default(known[name], config))
         # A flag beside --preset overrides it on purpose. A file may do so unnoticed: the run is then not the paper's.
         left = _over(in_preset, in_file, known)

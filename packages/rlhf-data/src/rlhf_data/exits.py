@@ -60,6 +60,7 @@ FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
         "trainer_sleep": "--deepspeed_enable_sleep",
         "use_margins": "--margin_loss",
         "wandb": "--use_wandb",
+        "TrustedModel": "--trust_remote_code",
         "WorkerOptions.env": "--reward_env",
         "weight_transfer=shared_memory": "--vllm_sync_backend host",
     }

@@ -16,7 +16,7 @@ from rlhf_data.errors import ConfigError, DataError, unknown
 from rlhf_data.examples import ExampleSet, load_examples, make_encoder
 from rlhf_data.exits import with_flags
 from rlhf_data.keys import check_section_keys, unread_tools
-from rlhf_data.options import Config, Section, flag, one_of
+from rlhf_data.options import Config, flag, one_of
 from rlhf_data.preference import PreferenceExample, ProcessExample
 from rlhf_data.pretrained import load_tokenizer, set_chat_template
 from rlhf_data.progress import Progress
@@ -29,6 +29,7 @@ from rlhf_data.sections import (
     PlaceholderSection,
     SampleSection,
     SourceSection,
+    TrustSection,
 )
 from rlhf_data.sources import open_sources
 
@@ -61,11 +62,13 @@ class InspectRows(
     label_key: str = flag("label", "key of the verdict of an answer, or of the list of labels of a solution's steps")
 
 
-class InspectionSection(Section, title="inspection"):
+class InspectionSection(TrustSection, title="inspection"):
     """What is shown."""
 
     kind: Kind = flag("sft", "the kind of example that a row becomes, named after what is trained on it")
-    tokenizer: str | None = flag(None, "folder or hub name of the tokenizer; None: rows are only counted")
+    tokenizer: str | None = flag(
+        None, "folder or hub name of the tokenizer; None: rows are only counted", names_model=True
+    )
     row: int = flag(1, "number of the row to show, counted from 1", ge=1)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from rlhf_data.command_line import CommandLine, show_parsed
 from rlhf_data.exits import SUCCESS, run_command
 from rlhf_data.inspection import InspectConfig, run
+from rlhf_data.pretrained import check_code
 
 COMMANDS = {"inspect": "count, measure and show the rows of data files"}
 COMMAND_LINE = CommandLine(
@@ -23,7 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _inspect(words: Sequence[str]) -> int:
     parsed = COMMAND_LINE.parse(words)
     show_parsed(parsed)
-    return SUCCESS if parsed.dry_run else run(parsed.config)
+    if not parsed.dry_run:
+        return run(parsed.config)
+    check_code(parsed.config.inspection.tokenizer or "")
+    return SUCCESS
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_m
 from pydantic.fields import FieldInfo
 
 from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.own_code import TrustedModel
 
 
 # Validators are built at their first use (`defer_build`): --help needs none of them.
@@ -19,6 +20,7 @@ class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, prote
 
 
 AnySection = TypeVar("AnySection", bound=Section)
+AnyConfig = TypeVar("AnyConfig", bound="Config")
 
 
 class Config(BaseModel, frozen=True, extra="forbid", protected_namespaces=(), defer_build=True):
@@ -44,7 +46,13 @@ class Config(BaseModel, frozen=True, extra="forbid", protected_namespaces=(), de
 
 
 def flag(
-    default: Any, text: str, *, aliases: Sequence[str] = (), instead_of: Sequence[str] = (), **bounds: float
+    default: Any,
+    text: str,
+    *,
+    aliases: Sequence[str] = (),
+    instead_of: Sequence[str] = (),
+    names_model: bool = False,
+    **bounds: float,
 ) -> Any:
     """Return an option: a field of a section.
 
@@ -54,9 +62,10 @@ def flag(
         aliases: further spellings of the flag.
         instead_of: other options that set the same thing. If this one is set in a higher layer, such as a flag, values
             of the others in a lower layer, such as a file, are dropped.
+        names_model: whether the value is the folder or hub name of a model, an adapter or a tokenizer, or several.
         bounds: pydantic's `ge`, `gt`, `le` and `lt`.
     """
-    extra = {"aliases": list(aliases), "instead_of": list(instead_of)}
+    extra = {"aliases": list(aliases), "instead_of": list(instead_of), "names_model": names_model}
     return Field(default, description=text, json_schema_extra=extra, **bounds)
 
 
@@ -159,6 +168,11 @@ class Option:
         return self.info.json_schema_extra["instead_of"]
 
     @property
+    def names_model(self) -> bool:
+        """Whether the value is the name of a model; see `flag`."""
+        return self.info.json_schema_extra["names_model"]
+
+    @property
     def is_switch(self) -> bool:
         """Whether the option is either on or off."""
         return self.info.annotation is bool
@@ -183,3 +197,15 @@ def options(config_class: type[Config]) -> Iterator[Option]:
     for section, info in config_class.model_fields.items():
         for name, field in info.annotation.model_fields.items():
             yield Option(section, name, field)
+
+
+def with_trust(config: AnyConfig) -> AnyConfig:
+    """Return a configuration in which the names of models are `TrustedModel`s if --trust_remote_code is on."""
+    sections = {name: getattr(config, name) for name in type(config).model_fields}
+    if not any(getattr(section, "trust_remote_code", False) for section in sections.values()):
+        return config
+    for option in options(type(config)):
+        section = sections[option.section]
+        if option.names_model and (name := getattr(section, option.name)) is not None:
+            sections[option.section] = section.model_copy(update={option.name: TrustedModel(name)})
+    return config.model_copy(update=sections)

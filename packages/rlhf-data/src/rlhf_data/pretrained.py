@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError, RlhfError, installs, missing_file
+from rlhf_data.own_code import admit_code, is_trusted, trusted
+from rlhf_data.stored_weights import read_json
 
 _HUB_TIMEOUT_S = 5.0
-_CUSTOM_CODE = "contains custom code"  # in transformers' error about a model that it has no class for
+_CUSTOM_CODE = "trust_remote_code=True"  # in transformers' error about a class that it may not load
 _SET_BY_RENDERING = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,10 @@ def load_tokenizer(path: str | Path) -> Any:
     if Path(name).is_dir() and not any(Path(name).iterdir()):
         raise useless
     with clear_errors("tokenizer", path):
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_local, trust_remote_code=False)
+        may_run = admit_code(name, is_local=is_local)
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_local, trust_remote_code=may_run)
+    if not may_run:
+        tokenizer.init_kwargs.pop("auto_map", None)  # the tokenizer is one of transformers' own, as which it is saved
     if not tokenizer.encode("text", add_special_tokens=False):  # transformers loads this for a folder without tokenizer
         raise useless
     check_eos(tokenizer, path)
@@ -142,15 +147,16 @@ def check_eos(tokenizer: Any, name: str | Path) -> None:
 def located(path: str | Path) -> tuple[str, bool]:
     """Return the name by which transformers finds a model, and whether to look only on this machine.
 
-    It looks only on this machine for a folder, and for a hub name if the hub does not answer.
+    The name is as trusted as `path`. It is looked for only on this machine if it is a folder, or a hub name and the hub
+    does not answer.
 
     Raises:
         ConfigError: the text is neither an existing folder nor of the form `owner/name`. The hub is not asked.
     """
     folder = Path(path).expanduser()
-    text = str(path)
+    text = trusted(str(path), is_trusted(path))
     if folder.is_dir():
-        return str(folder), True
+        return trusted(str(folder), is_trusted(path)), True
     is_name = isinstance(path, str) and not text.startswith((".", "/", "~")) and text.count("/") == 1
     if not is_name:
         hint = "give an existing folder, or a hub name as `owner/name`"
@@ -167,6 +173,23 @@ def located_model(path: str | Path) -> tuple[str, bool]:
             hint = "it holds an adapter: `rlhf lora_combiner` merges it into its model"
         raise ConfigError(f"the model folder {name} has no config.json", hint=hint)
     return name, is_local
+
+
+def check_code(names: str) -> None:
+    """Check that no model or tokenizer among comma-separated folders needs code that may not run. Runs none of it.
+
+    Raises ConfigError for one that does. Folders that do not exist, and hub names, are not looked at.
+    """
+    for name in filter(None, map(str.strip, names.split(","))):
+        folder = Path(name).expanduser()
+        for kind, file in (("model", "config.json"), ("tokenizer", "tokenizer_config.json")):
+            if is_trusted(names) or not read_json(folder / file).get("auto_map"):
+                continue
+            with clear_errors(kind, folder):
+                import transformers
+
+                auto_class = transformers.AutoConfig if kind == "model" else transformers.AutoTokenizer
+                auto_class.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 @functools.cache
@@ -203,8 +226,9 @@ def clear_errors(kind: str, path: str | Path) -> Iterator[None]:
         first, *others = str(error).strip().split("\n")
         said = f"{first} {others[0].strip()}" if first.endswith(":") and others else first
         if _CUSTOM_CODE in str(error):
-            message = f"the {kind} {path} needs Python code of its own, which comes with its files and is never run"
-            hint = "use a model of a family that transformers knows, or a copy that was converted to one"
+            message = f"the {kind} {path} needs Python code of its own, which comes with its files and was not run"
+            hint = "use a model of a family that transformers knows; or read the code and, if you trust it, use"
+            hint += " ``TrustedModel``"
             raise ConfigError(message, hint=hint) from error
         raise ConfigError(f"cannot load the {kind} {path}: {said}", hint=_load_hint(error)) from error
 

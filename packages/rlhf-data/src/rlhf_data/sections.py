@@ -168,6 +168,17 @@ class PlaceholderSection(Section, title="data"):
     placeholder_token: str | None = flag(None, "the placeholder after each step: one token, such as a special token")
 
 
+class TrustSection(Section, title="model"):
+    """Whether code runs that comes with the files of models."""
+
+    trust_remote_code: bool = flag(
+        False,
+        "run the Python code that comes with the files of models and tokenizers (`auto_map` in config.json), for those"
+        " that transformers has no class for, in every process that loads them: read it before. Without this flag such"
+        " models are refused",
+    )
+
+
 class SourceSection(Section, title="data"):
     """Where rows come from, and how long they may be."""
 

@@ -8,6 +8,7 @@ import torch
 
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.exits import SUCCESS, exit_status
+from rlhf_data.own_code import admit_code, entrust, trusted
 from rlhf_data.pretrained import clear_errors, load_tokenizer, located_model
 from rlhf_models.actor import Actor
 from rlhf_models.files import quiet_transformers
@@ -32,8 +33,8 @@ def dequantize(path: str | Path, folder: str | Path) -> Path:
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not an empty folder", hint="name a new folder for the copy")
     name, is_local = located_model(path)
-    options = {"local_files_only": is_local, "trust_remote_code": False}
     with clear_errors("model", path), quiet_transformers():
+        options = {"local_files_only": is_local, "trust_remote_code": admit_code(name, is_local=is_local)}
         config = transformers.AutoConfig.from_pretrained(name, **options)
         method = str(dict(getattr(config, "quantization_config", None) or {}).get("quant_method"))
         if method not in DEQUANTIZABLE:
@@ -42,6 +43,7 @@ def dequantize(path: str | Path, folder: str | Path) -> Path:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             name, dtype=torch.bfloat16, quantization_config=whole, **options
         )
+    entrust(model.config, name)
     # Transformers would save the weights under the names of the quantized ones, and not load them again.
     model._weight_conversions = None
     check_saves(Actor(model))
@@ -53,10 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m rlhf_models.dequantize", description=__doc__)
     parser.add_argument("model", help=f"folder or hub name of a model quantized by {' or '.join(DEQUANTIZABLE)}")
     parser.add_argument("folder", help="new folder for the copy")
+    text = "run the Python code that comes with the files of the model; read it before"
+    parser.add_argument("--trust_remote_code", action="store_true", help=text)
     words = parser.parse_args(argv)
 
     def run() -> int:
-        print(f"written to {dequantize(words.model, words.folder)}")
+        print(f"written to {dequantize(trusted(words.model, words.trust_remote_code), words.folder)}")
         return SUCCESS
 
     return exit_status(run)

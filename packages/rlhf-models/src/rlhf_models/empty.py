@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, device
 
+from rlhf_data.own_code import entrust, is_trusted
 from rlhf_models.files import quiet_transformers, weight_files
 
 logger = logging.getLogger(__name__)
@@ -38,9 +39,10 @@ def load_empty(
     Returns:
         The model, and what did not fit by kind, such as "missing_keys": names of tensors.
     """
+    name = config.name_or_path  # which loading without a folder forgets
     try:
         with device("meta"), quiet_transformers():
-            made = auto_class.from_config(config)
+            made = auto_class.from_config(config, trust_remote_code=is_trusted(name))
         with quiet_transformers():
             model, report = type(made).from_pretrained(
                 None,
@@ -54,6 +56,7 @@ def load_empty(
     except Exception as error:  # what cannot be looked at here may well load with its numbers, which has its own errors
         logger.warning("a %s cannot be loaded without memory, and is not checked: %s", config.model_type, error)
         return None
+    entrust(model.config, name)
     # Tensors of another shape come with both shapes.
     names = {kind: sorted({key if isinstance(key, str) else key[0] for key in found}) for kind, found in report.items()}
     return model, names

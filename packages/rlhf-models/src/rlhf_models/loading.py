@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.own_code import admit_code, entrust, is_trusted
 from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located_model
 from rlhf_models.actor import Actor
 from rlhf_models.attention import PACKED_ATTENTIONS, UNPACKED, choose_attention, packed_attention_here
@@ -58,7 +59,11 @@ def load_config(path: str | Path) -> Any:
     from transformers import AutoConfig
 
     with clear_errors("model", path):
-        config = AutoConfig.from_pretrained(name, local_files_only=is_local, trust_remote_code=False)
+        may_run = admit_code(name, is_local=is_local)
+        config = AutoConfig.from_pretrained(name, local_files_only=is_local, trust_remote_code=may_run)
+    if not may_run and hasattr(config, "auto_map"):
+        del config.auto_map  # transformers has a class for the model, as which it is saved
+    entrust(config, name)
     for part in (config, config.get_text_config()):
         if (quantization := getattr(part, "quantization_config", None)) is not None:
             options = quantization if isinstance(quantization, dict) else vars(quantization)
@@ -87,7 +92,7 @@ def check_generates(path: str | Path, config: Any) -> None:
     """Raise ConfigError unless transformers has a class of language models for a model with this config."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
         return
     text = config.get_text_config()
     kind = type(config).__name__.removesuffix("Config")
@@ -96,6 +101,17 @@ def check_generates(path: str | Path, config: Any) -> None:
         raise ConfigError(message, hint="use a model of a family that generates text, such as those in docs/models.md")
     hint = "use a text model of the same family, or a family with images from docs/models.md, such as gemma3 or qwen3_5"
     raise ConfigError(f"{message}: it also reads images, videos or sounds, and has no class for text alone", hint=hint)
+
+
+def _check_backbone(path: str | Path, config: Any) -> None:
+    """Raise ConfigError if a model's own code has no class of its layers without the LM head, for a critic."""
+    from transformers import MODEL_MAPPING
+
+    own = getattr(config, "auto_map", None)
+    if own and "AutoModel" not in own and type(config) not in MODEL_MAPPING:
+        message = f"the code of the model {path} has no `AutoModel`, on which critics and reward models are built"
+        hint = 'add "AutoModel": "FILE.CLASS" to auto_map in its config.json, a class of the layers without the LM head'
+        raise ConfigError(message, hint=hint)
 
 
 _MAX_STRAYS = 64  # published models have a few, such as tokens for images; another model's tokenizer has thousands
@@ -134,7 +150,9 @@ def check_reward_model(path: str | Path) -> None:
     """
     if Path(located_model(path)[0]).is_dir():
         check_weights(path)
-        require_head(path, load_config(path))
+        config = load_config(path)
+        _check_backbone(path, config)
+        require_head(path, config)
 
 
 def check_critic(path: str | Path) -> None:
@@ -147,13 +165,14 @@ def check_critic(path: str | Path) -> None:
     if not Path(name).is_dir():
         return
     config = load_config(path)
+    _check_backbone(path, config)
     if load_head(path, config):
         return
     from transformers import AutoModel
 
     with clear_errors("model", path), quiet_transformers():
         options = {"device_map": "meta", "output_loading_info": True, "local_files_only": is_local}  # reads names only
-        _, report = AutoModel.from_pretrained(name, config=config, trust_remote_code=False, **options)
+        _, report = AutoModel.from_pretrained(name, config=config, trust_remote_code=is_trusted(name), **options)
     check_no_head(path, config, report["unexpected_keys"])
 
 
@@ -283,6 +302,8 @@ def _load_model(
     config = load_config(path)
     if getattr(auto_class, "__name__", None) == "AutoModelForCausalLM":
         check_generates(path, config)
+    else:
+        _check_backbone(path, config)
     attention = choose_attention(config, attn_implementation, packing=packing)
     if attention in PACKED_ATTENTIONS:
         attention = packed_attention_here(config, attn_implementation, resolve_dtype(dtype))
@@ -295,7 +316,7 @@ def _load_model(
                 attn_implementation=_attention_of_parts(config, attention),
                 output_loading_info=True,
                 local_files_only=is_local,
-                trust_remote_code=False,
+                trust_remote_code=is_trusted(name),
             )
         except KeyError as error:  # raised by models that accept only their own attention implementations
             if attention in error.args:
@@ -303,6 +324,7 @@ def _load_model(
             raise
     if packing and attention not in ("sdpa", "eager") and not model._supports_attention_backend:
         raise _unexchangeable(config)
+    entrust(model.config, name)
     _check_complete(model, report["missing_keys"], path)
     if needs_head:
         check_no_head(path, config, report["unexpected_keys"])

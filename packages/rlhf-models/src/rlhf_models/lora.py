@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError, installs
+from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.pretrained import clear_errors, load_tokenizer
 from rlhf_models.actor import Actor
 from rlhf_models.beyond_text import linear_layers_beyond_text
@@ -107,7 +108,7 @@ def check_lora(config: Any, spec: LoraSpec) -> float:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"), quiet_transformers():
-        actor = Actor(AutoModelForCausalLM.from_config(config))
+        actor = Actor(AutoModelForCausalLM.from_config(config, trust_remote_code=is_trusted(config.name_or_path)))
         num_weights = sum(weight.numel() for weight in actor.parameters())
         add_lora(actor, spec)
     return sum(weight.numel() for weight in actor.parameters() if weight.requires_grad) / num_weights
@@ -232,7 +233,8 @@ def merge_adapter(
         model.model = _merged(peft.PeftModel.from_pretrained(model.model, str(adapter)), report)
         if head.is_file():
             model.value_head.take(load_file(head))
-    tokenizer = load_tokenizer(adapter if (adapter / "tokenizer_config.json").is_file() else base)
+    has_tokenizer = (adapter / "tokenizer_config.json").is_file()
+    tokenizer = load_tokenizer(trusted(str(adapter), is_trusted(base)) if has_tokenizer else base)
     fields = adapter / CONFIG_FIELDS_FILE
     return save_hf(model, None, tokenizer, out, json.loads(fields.read_text("utf-8")) if fields.is_file() else None)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import CheckpointError, ConfigError
+from rlhf_data.own_code import copy_code, entrust, is_trusted
 from rlhf_data.pretrained import clear_errors
 from rlhf_models.beyond_text import save_left_out
 from rlhf_models.empty import load_empty
@@ -124,6 +125,7 @@ def _write(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer:
         inner.save_pretrained(folder, state_dict=weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        copy_code(inner.config, folder)
         if not head:  # a critic or reward model writes no text, and its file has the backbone's names
             save_left_out(inner, folder)
     if head:
@@ -168,7 +170,10 @@ def check_saves(model: nn.Module) -> None:
     config.dtype = saved.dtype
     with tempfile.TemporaryDirectory() as scratch, clear_errors("model", saved.config.name_or_path):
         config.save_pretrained(scratch)
-        stored = AutoConfig.from_pretrained(scratch, local_files_only=True)
+        # The class of a model with code of its own is the one that is loaded.
+        reader = type(config) if is_trusted(config.name_or_path) else AutoConfig
+        stored = reader.from_pretrained(scratch, local_files_only=True)
+        entrust(stored, saved.config.name_or_path)
         tensors = _in_checkpoint(saved, weights)
     found = load_empty(AutoModel if head else auto_class, stored, tensors, "auto")
     if found is None:
@@ -187,10 +192,12 @@ def check_saves(model: nn.Module) -> None:
 def _classifier(backbone: Any, tokenizer: Any | None) -> Any | None:
     """Return a ...ForSequenceClassification with one label, without weights, around a backbone of the same names.
 
-    None if transformers has no such class for the family, or one with other names.
+    None if transformers has no such class for the family, or one with other names, or the model has code of its own.
     """
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
+    if backbone.is_remote_code():
+        return None  # transformers' class computes something else
     config = deepcopy(backbone.config)
     kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if kind is None:

@@ -15,7 +15,9 @@ from rlhf_data.checks import lacking, without_effect
 from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_data.exits import FAILURE
-from rlhf_data.options import Config, Section, flag, one_of
+from rlhf_data.options import Config, flag, one_of
+from rlhf_data.own_code import trusted
+from rlhf_data.sections import TrustSection
 from rlhf_rollout.commands.terminal import TERMINAL, log_file
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ _ROLES = ("actor", "critic", "reward")
 Role = one_of(_ROLES)
 
 
-class CheckpointsSection(Section, title="checkpoints"):
+class CheckpointsSection(TrustSection, title="checkpoints"):
     """What to do with the checkpoints of a run."""
 
     run: str | None = flag(None, "the same as RUN_DIR")
@@ -59,7 +61,9 @@ class CheckpointsConfig(Config):
         section = self.checkpoints
         if section.export is not None and section.prune is not None:
             raise ConfigError("--export and --prune are two tasks", hint="export first, then prune")
-        return without_effect(given, (section.export is None, ["role", "output_path"], "there is no --export"))
+        return without_effect(
+            given, (section.export is None, ["role", "output_path", "trust_remote_code"], "there is no --export")
+        )
 
 
 COMMAND_LINE = CommandLine(
@@ -181,11 +185,11 @@ def _export(run: Path, found: Sequence[Path], section: CheckpointsSection, *, dr
     print(f"{'would write' if dry_run else 'writing'} the {role} of {path} to {out}")
     if not dry_run:
         with TERMINAL.captured(log_file("checkpoints", str(out))), TERMINAL.progress.doing(f"loading {role}"):
-            _write_model(_options(run), checkpoint, role, out)
+            _write_model(_options(run), checkpoint, role, out, section.trust_remote_code)
         print(f"written to {out}")
 
 
-def _write_model(options: dict[str, Any], checkpoint: "Checkpoint", role: str, out: Path) -> None:
+def _write_model(options: dict[str, Any], checkpoint: "Checkpoint", role: str, out: Path, may_run: bool) -> None:
     from rlhf_models.reward import moments_fields
     from rlhf_train.engine.shards import ShardReader, load_weights
     from rlhf_train.offline.reward_models import score_moments
@@ -202,7 +206,7 @@ def _write_model(options: dict[str, Any], checkpoint: "Checkpoint", role: str, o
     if base is None:
         raise ConfigError(f"the run's {CONFIG_FILE} names no model", hint="put the one of the run into its folder")
     run = checkpoint.state().get("run", {})
-    spec = section.spec(model_path(base), {"zero_stage": 0})
+    spec = section.spec(model_path(trusted(base, may_run)), {"zero_stage": 0})
     spec = replace(spec, lora=lora, chat_template=run.get("chat_template"))
     model = load_model(role, spec)
     load_weights(model, ShardReader(sorted(checkpoint.path.glob(f"{role}-*-of-*.safetensors"))))

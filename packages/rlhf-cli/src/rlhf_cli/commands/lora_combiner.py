@@ -10,17 +10,23 @@ from rlhf_data.checks import lacking
 from rlhf_data.command_line import CommandLine, show_parsed
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Config, flag, with_defaults
+from rlhf_data.pretrained import check_code
+from rlhf_data.sections import TrustSection
 from rlhf_rollout.commands.sections import PrecisionSection
 from rlhf_rollout.commands.terminal import TERMINAL, log_file
 
 DESCRIPTION = "Merge a low-rank adapter into its model, or reward model, and write a plain Hugging Face model folder."
 
 
-class MergeSection(with_defaults(PrecisionSection, bf16=True), title="merge"):
+class MergeSection(with_defaults(PrecisionSection, bf16=True), TrustSection, title="merge"):
     """The adapter, its model and the output folder."""
 
-    model_path: str | None = flag(None, "the model that the adapter was trained on: a folder or hub name")
-    lora_path: str | None = flag(None, "folder of the adapter; for a reward model it also contains the score head")
+    model_path: str | None = flag(
+        None, "the model that the adapter was trained on: a folder or hub name", names_model=True
+    )
+    lora_path: str | None = flag(
+        None, "folder of the adapter; for a reward model it also contains the score head", names_model=True
+    )
     output_path: str | None = flag(None, "new or empty folder for the merged model")
 
 
@@ -61,6 +67,7 @@ def _run(argv: Sequence[str]) -> int:
     merge = parsed.config.merge
     show_parsed(parsed)
     if parsed.dry_run:
+        check_code(model_path(merge.model_path) if merge.model_path else "")
         return SUCCESS
     out = user_path(merge.output_path)
     check_output_folder(out, "--output_path")

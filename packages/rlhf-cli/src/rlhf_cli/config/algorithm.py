@@ -160,6 +160,7 @@ class AlgorithmSection(Section, title="algorithm"):
         None,
         "on-policy distillation: a model folder or hub name with the same tokenizer, towards which the policy's own"
         " responses are trained; with a reward beside it, or without",
+        names_model=True,
     )
     teacher_coef: float = flag(
         1.0, "weight of the log-ratio teacher / policy in a token's advantage, in reward per nat", gt=0

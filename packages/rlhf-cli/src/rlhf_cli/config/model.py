@@ -145,6 +145,7 @@ class PpoModelSection(ModelSection, FrozenSection):
         None,
         "model from which the critic starts; None: the first of --reward_pretrain, or else --pretrain, with a value"
         " head of zeros",
+        names_model=True,
     )
     critic_lora_rank: int | None = flag(
         None, "rank of the critic's LoRA adapters; 0: train all of its weights; None: that of --lora_rank", ge=0
@@ -185,7 +186,7 @@ class OfflineModelSection(ModelSection):
 class ComparedModelSection(OfflineModelSection, FrozenSection):
     """Adds the reference."""
 
-    ref_pretrain: str | None = flag(None, "the reference model; None: a frozen copy of --pretrain")
+    ref_pretrain: str | None = flag(None, "the reference model; None: a frozen copy of --pretrain", names_model=True)
     precompute_reference: bool = flag(
         False, "compute the reference's log-probs of all examples once before training, not at every update"
     )
@@ -204,4 +205,6 @@ class ComparedModelSection(OfflineModelSection, FrozenSection):
 class TaughtModelSection(OfflineModelSection, FrozenSection):
     """Adds the teacher."""
 
-    teacher_model: str | None = flag(None, "the teacher: a model folder or hub name with the same tokenizer")
+    teacher_model: str | None = flag(
+        None, "the teacher: a model folder or hub name with the same tokenizer", names_model=True
+    )

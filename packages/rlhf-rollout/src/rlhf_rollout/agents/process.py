@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_data.errors import EngineError, RewardError, with_hint
+from rlhf_data.own_code import is_trusted
 from rlhf_rollout.agents.interface import BudgetSpentError
 from rlhf_rollout.rewards.process import GuardedProcess, import_path
 from rlhf_rollout.rewards.sources import WorkerOptions
@@ -133,7 +134,13 @@ class AgentProcess(GuardedProcess):
         Raises RewardError when that fails or takes too long. It then must still be shut down.
         """
         self._reader, self._writer = await asyncio.open_connection(sock=self._connection, limit=_MAX_LINE_BYTES)
-        first = {"path": import_path(), "program": PROGRAM, "target": asdict(self._target), "tokenizer": tokenizer}
+        first = {
+            "path": import_path(),
+            "program": PROGRAM,
+            "target": asdict(self._target),
+            "tokenizer": tokenizer,
+            "trust_remote_code": is_trusted(tokenizer),
+        }
         self._send(first)
         try:
             async with asyncio.timeout(self._start_timeout_s):

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError, RewardError, missing_file
+from rlhf_data.own_code import is_trusted
 from rlhf_rollout.agents import interface
 from rlhf_rollout.agents.interface import PolicyEngine, Session, constructed, number, run_turns, sampling_params
 from rlhf_rollout.agents.program import AgentProgram
@@ -218,7 +219,7 @@ class LazyTokenizer:
                 raise RuntimeError("this run has no tokenizer that agents can load")
             from transformers import AutoTokenizer
 
-            self._loaded = AutoTokenizer.from_pretrained(self._name, trust_remote_code=False)
+            self._loaded = AutoTokenizer.from_pretrained(self._name, trust_remote_code=is_trusted(self._name))
         return self._loaded
 
     def __getattr__(self, name: str) -> Any:

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 from rlhf_data.errors import RewardError
+from rlhf_data.own_code import trusted
 from rlhf_rollout.agents.interface import PolicyError, Session
 from rlhf_rollout.agents.thread import num_hanging
 from rlhf_rollout.agents.user_agent import load_agent
@@ -40,7 +41,10 @@ def serve(stream: IO[bytes], first: Mapping[str, Any]) -> None:
         stream.flush()
 
     try:
-        run_episode = load_agent(target, first.get("tokenizer"))
+        tokenizer = first.get("tokenizer")
+        if tokenizer is not None:
+            tokenizer = trusted(tokenizer, first["trust_remote_code"])
+        run_episode = load_agent(target, tokenizer)
         make_loop = functools.partial(asyncio.SelectorEventLoop, _OwnSelector())
         with contextlib.suppress(ConnectionError), asyncio.Runner(loop_factory=make_loop) as runner:
             runner.run(_Server(target, run_episode).serve(first["descriptor"], tell))

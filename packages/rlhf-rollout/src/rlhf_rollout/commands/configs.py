@@ -36,6 +36,7 @@ from rlhf_rollout.commands.sections import (
 from rlhf_rollout.engines import ENGINE_KINDS
 
 EngineKind = one_of(ENGINE_KINDS)
+WITH_MODEL = ("transformers", "vllm")  # kinds of engines that load a model
 PostProcessor = one_of(POST_PROCESSORS)
 Selector = one_of(SELECTORS)
 
@@ -106,7 +107,7 @@ class OneEngineSection(EngineSection):
     def check(self, given: Collection[str]) -> list[str]:
         """Return notices for options that this kind of engine ignores."""
         kind = f"--engine is {self.engine}"
-        computes = self.engine in ("vllm", "transformers")
+        computes = self.engine in WITH_MODEL
         return without_effect(
             given,
             (self.engine != "http", ["base_url"], kind),

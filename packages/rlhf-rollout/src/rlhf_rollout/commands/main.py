@@ -10,8 +10,10 @@ from typing import Any
 from rlhf_data.command_line import CommandLine, show_parsed
 from rlhf_data.errors import ConfigError, installs
 from rlhf_data.exits import SUCCESS, run_command
-from rlhf_data.options import Config
+from rlhf_data.options import Config, options
+from rlhf_data.pretrained import check_code
 from rlhf_rollout.commands.configs import (
+    WITH_MODEL,
     BenchConfig,
     ChatConfig,
     EngineServerConfig,
@@ -59,6 +61,7 @@ class RolloutCommand:
         config = complete(parsed.config)
         if parsed.dry_run:
             self._module().make_job(config)
+            self._check_code(config)
             return SUCCESS
         output_path = config.output.output_path if "output" in type(config).model_fields else None
         # Captured from here on, because importing the command's module loads libraries that write to the terminal.
@@ -67,6 +70,15 @@ class RolloutCommand:
                 module = self._module()
                 job = module.make_job(config)
             return module.run(job)
+
+    def _check_code(self, config: Config) -> None:
+        """Raise ConfigError if a model in a folder needs code of its own, which may not run."""
+        kind = config.engine.engine if "engine" in type(config).model_fields else "vllm"
+        for option in options(type(config)):
+            name = getattr(getattr(config, option.section), option.name)
+            # The other kinds of engines load no model.
+            if option.names_model and name and (option.name != "pretrain" or kind in WITH_MODEL):
+                check_code(name)
 
     def _module(self) -> Any:
         try:

@@ -12,12 +12,13 @@ from rlhf_data.chat import Tokenizer
 from rlhf_data.checks import check_stays
 from rlhf_data.errors import ConfigError, installs
 from rlhf_data.keys import check_extra_keys, check_section_keys, unread_tools
+from rlhf_data.own_code import is_trusted
 from rlhf_data.pretrained import ids_without_token, load_tokenizer, located, masked_ids_notice, set_chat_template
 from rlhf_data.sections import TemplateVariableSection
 from rlhf_data.sources import Rows, open_sources, parse_probs
 from rlhf_data.stored_weights import check_tied_head
 from rlhf_data.testing import ByteTokenizer
-from rlhf_rollout.commands.configs import OneEngineSection
+from rlhf_rollout.commands.configs import WITH_MODEL, OneEngineSection
 from rlhf_rollout.commands.sections import SHARE_ALONE, EngineModelSection, PromptSourceSection, RewardSection
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import EngineSpec
@@ -26,8 +27,6 @@ from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.mix import build_reward
 from rlhf_rollout.rewards.model import LocalScorer, ModelReward
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource, model_paths
-
-_WITH_MODEL = ("transformers", "vllm")  # kinds of engines that load a model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +45,7 @@ class EngineJob:
 
     def check_model(self) -> None:
         """Raise ConfigError for a model that does not exist, and as `check_tied_head`."""
-        if self.kind in _WITH_MODEL:
+        if self.kind in WITH_MODEL:
             check_tied_head(located(self.spec.model)[0])
 
     def masked_spec(self, tokenizer: Tokenizer | None = None) -> EngineSpec:
@@ -54,11 +53,12 @@ class EngineJob:
 
         Engines without a model of their own mask none. `tokenizer` None loads it. Raises as `load_tokenizer` does.
         """
-        if self.kind not in _WITH_MODEL:
+        if self.kind not in WITH_MODEL:
             return self.spec
         if tokenizer is None:
             tokenizer = load_tokenizer(self.tokenizer or self.spec.model)
-        num_ids = int(read_config(resolve_model_dir(self.spec.model))["vocab_size"])
+        config = read_config(resolve_model_dir(self.spec.model), may_run=is_trusted(self.spec.model))
+        num_ids = int(config["vocab_size"])
         masked = ids_without_token(tokenizer, num_ids)
         if notice := masked_ids_notice(masked, num_ids):
             TERMINAL.say(f"notice: {notice}")

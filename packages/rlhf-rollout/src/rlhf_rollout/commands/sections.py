@@ -8,7 +8,7 @@ from pydantic import BeforeValidator
 from rlhf_data.checks import lacking, missing, without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Section, flag, matching, one_of
-from rlhf_data.sections import SOURCES, SPLIT, ChatSection, InputSection, RowSection, TemplateText
+from rlhf_data.sections import SOURCES, SPLIT, ChatSection, InputSection, RowSection, TemplateText, TrustSection
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.agents.spec import AgentSpec
 from rlhf_rollout.engines import EngineSpec
@@ -63,18 +63,20 @@ class PrecisionSection(Section, title="model"):
         return "bfloat16" if self.bf16 else "float32"
 
 
-class ModelSection(PrecisionSection):
+class ModelSection(PrecisionSection, TrustSection):
     """Adds the model."""
 
     pretrain: str | None = flag(
-        None, "the model: a Hugging Face folder or hub name; with `rlhf` also `builtin`, a tiny model that ships"
+        None,
+        "the model: a Hugging Face folder or hub name; with `rlhf` also `builtin`, a tiny model that ships",
+        names_model=True,
     )
 
 
-class TokenizerSection(PrecisionSection):
+class TokenizerSection(PrecisionSection, TrustSection):
     """Adds a tokenizer."""
 
-    tokenizer: str | None = flag(None, "folder or hub name of the tokenizer; None: the model's own")
+    tokenizer: str | None = flag(None, "folder or hub name of the tokenizer; None: the model's own", names_model=True)
 
 
 class EngineModelSection(TokenizerSection, ModelSection):
@@ -227,7 +229,9 @@ class RewardSection(Section, title="reward"):
         " sandbox), or a judge (judge:RUBRIC_FILE, pairwise:RUBRIC_FILE)",
     )
     reward_pretrain: str | None = flag(
-        None, "reward models, separated by commas: Hugging Face folders or hub names of models with a scalar head"
+        None,
+        "reward models, separated by commas: Hugging Face folders or hub names of models with a scalar head",
+        names_model=True,
     )
     reward_weights: str | None = flag(
         None,

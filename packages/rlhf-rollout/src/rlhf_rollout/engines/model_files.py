@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError, EngineError
+from rlhf_data.own_code import admit_code, is_trusted
 from rlhf_data.pretrained import clear_errors, located_model
 from rlhf_data.stored_weights import read_json, stored_weights
 
@@ -21,8 +22,10 @@ def resolve_model_dir(name: str) -> Path:
     """
     found, is_local = located_model(name)
     if (path := Path(found)).is_dir():
+        with clear_errors("model", name):
+            admit_code(found, is_local=True)
         return path
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", *(["*.py"] if is_trusted(name) else [])]
     try:
         from huggingface_hub import snapshot_download
 
@@ -32,12 +35,12 @@ def resolve_model_dir(name: str) -> Path:
         raise EngineError(message, hint="name a local folder") from error
 
 
-def read_config(model_dir: Path) -> dict[str, Any]:
+def read_config(model_dir: Path, *, may_run: bool = False) -> dict[str, Any]:
     """Return config.json. Fields of its `text_config`, where multimodal models describe the language model, win.
 
     Sizes have the names of Llama's config, also those that a family calls otherwise, as GPT-2 calls its heads `n_head`.
 
-    Raises ConfigError for a file that is missing or cannot be read.
+    With `may_run`, the model's own code may run. Raises ConfigError for a file that is missing or cannot be read.
     """
     config = _stored_config(model_dir)
     if all(name in config for name in _SIZES):
@@ -47,7 +50,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 
     try:
         with clear_errors("model", model_dir):
-            whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+            whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=may_run)
     except ConfigError:
         if "vocab_size" in config:  # a family that vLLM knows and transformers does not
             return config

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError, installs
+from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.pretrained import clear_errors
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines.gate import GatedEngine
@@ -43,11 +44,11 @@ class TransformersEngine(GatedEngine):
         )
         with clear_errors("model", spec.model):
             self._model: Any = AutoModelForCausalLM.from_pretrained(
-                model_dir, dtype=getattr(torch, spec.dtype), trust_remote_code=False
+                model_dir, dtype=getattr(torch, spec.dtype), trust_remote_code=is_trusted(spec.model)
             )
         pin_frequencies(self._model, spec.max_model_len)
         self._model.to(self._device).eval().requires_grad_(False)
-        self._tokenizer_dir = tokenizer_dir
+        self._tokenizer_dir = trusted(str(tokenizer_dir), is_trusted(spec.tokenizer or spec.model))
         self._end_token_ids = end_token_ids(model_dir, tokenizer_dir)
         self._seeds = np.random.default_rng(spec.seed)
         self._reader = BucketReader(spec.weight_transfer, self._device)

@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import Literal, get_args
 
 from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.safety import without_secrets
 from rlhf_rollout.rewards.user_function import BUILTIN, SUCCESS_THRESHOLD
 
@@ -222,7 +223,7 @@ def _names(text: str) -> Iterator[str]:
     """Yield the names in a comma-separated list."""
     seen: set[str] = set()
     for name in text.split(",") if text.strip() else ():
-        name = name.strip()
+        name = trusted(name.strip(), is_trusted(text))
         if not name:
             raise ConfigError(f"`{text}` names nothing between two commas")
         if name in seen:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from rlhf_data.errors import ConfigError
+from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.pretrained import located_model
 from rlhf_models.attention import PACKED_ATTENTION
 from rlhf_models.backbone import last_hidden_state
@@ -67,11 +68,12 @@ def run_part(
         ConfigError: a model is not in a folder of this machine, or its config does not say how many layers it has.
     """
     paths = dict.fromkeys(spec.path for spec in models.values())
-    shallow = {path: one_layer(path, folder / str(number)) for number, path in enumerate(paths)}
+    folders = {path: str(one_layer(path, folder / str(number))) for number, path in enumerate(paths)}
+    shallow = {path: trusted(there, is_trusted(path)) for path, there in folders.items()}
     options: dict[str, Any] = {"torch_compile": "off"}
     if part == "passes":
         options["attn_implementation"] = PACKED_ATTENTION
-    specs = {role: replace(spec, path=str(shallow[spec.path]), **options) for role, spec in models.items()}
+    specs = {role: replace(spec, path=shallow[spec.path], **options) for role, spec in models.items()}
     worker = OneLayerWorker(
         specs,
         job.algorithm,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError, installs
+from rlhf_data.own_code import is_trusted
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.memory import kv_cache_bytes, limit_config
 from rlhf_rollout.host import place_vllm_sockets
@@ -128,6 +129,7 @@ def _engine_config(
         model=str(model_dir),
         # Requests and completions are tokens, so a tokenizer would only cost time.
         skip_tokenizer_init=True,
+        trust_remote_code=is_trusted(spec.model),
         dtype=spec.dtype,
         quantization=_QUANTIZATIONS[spec.quantization],
         max_model_len=spec.max_model_len,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError
+from rlhf_data.own_code import is_trusted, trusted
 from rlhf_rollout.engines.model_files import end_token_ids, read_config, resolve_model_dir
 from rlhf_rollout.engines.requests import DROPPED, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
@@ -27,7 +28,7 @@ class VllmEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         model_dir = resolve_model_dir(spec.model)
-        config = read_config(model_dir)
+        config = read_config(model_dir, may_run=is_trusted(spec.model))
         self._on_gpu = prepare_environment()
         if spec.weight_transfer == "ipc" and not self._on_gpu:
             raise ConfigError("weight_transfer ipc needs a GPU", hint="use weight_transfer shared_memory")
@@ -40,7 +41,7 @@ class VllmEngine:
             spec = replace(spec, seed=secrets.randbits(31))
         tokenizer_dir = resolve_model_dir(spec.tokenizer) if spec.tokenizer else model_dir
         self._spec = spec
-        self._tokenizer_dir = tokenizer_dir
+        self._tokenizer_dir = trusted(str(tokenizer_dir), is_trusted(spec.tokenizer or spec.model))
         self._vocab_size = int(config["vocab_size"])
         self._updating: int | None = None
         self._incomplete: str | None = None

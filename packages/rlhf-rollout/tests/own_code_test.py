@@ -1,0 +1,81 @@
+"""Engines and agents run the code of a model only if its name says that it is trusted."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from rlhf_data.errors import ConfigError
+from rlhf_data.own_code import TrustedModel, is_trusted
+from rlhf_models.testing import own_code_model_dir
+from rlhf_rollout.engines.model_files import read_config, resolve_model_dir
+from rlhf_rollout.engines.spec import EngineSpec
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_vllm_gets_whether_code_may_run(monkeypatch, tmp_path, trust):
+    arg_utils = pytest.importorskip("vllm.engine.arg_utils")
+    from rlhf_rollout.engines.vllm import core
+
+    monkeypatch.setattr(arg_utils, "EngineArgs", lambda **given: SimpleNamespace(create_engine_config=lambda: given))
+    monkeypatch.setattr(core, "kv_cache_bytes", lambda *_, **__: 1)
+    spec = EngineSpec(model=TrustedModel(tmp_path) if trust else str(tmp_path))
+    given = core._engine_config(spec, tmp_path, {}, is_eager=True, on_gpu=False)
+    assert given["trust_remote_code"] is trust
+
+
+def test_config_that_leaves_fields_to_the_code_is_read_only_with_trust(tmp_path):
+    folder = own_code_model_dir(tmp_path / "mine", tmp_path / "was-run")
+    content = json.loads((folder / "config.json").read_text())
+    del content["vocab_size"]
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="needs Python code of its own"):
+        read_config(resolve_model_dir(str(folder)))
+    assert not (tmp_path / "was-run").exists()
+    assert read_config(resolve_model_dir(TrustedModel(folder)), may_run=True)["vocab_size"] == 151936
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_hub_model_is_downloaded_with_its_code_only_if_that_may_run(monkeypatch, tmp_path, trust):
+    asked = {}
+
+    def download(name, *, allow_patterns, **_):
+        asked["patterns"] = allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("rlhf_data.pretrained.hub_answers", lambda: False)
+    assert resolve_model_dir(TrustedModel("owner/name") if trust else "owner/name") == tmp_path
+    assert ("*.py" in asked["patterns"]) is trust
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_an_agents_process_learns_whether_the_tokenizers_code_may_run(monkeypatch, tmp_path, trust):
+    from rlhf_rollout.agents import worker
+
+    seen = []
+
+    def stop(target, tokenizer):
+        seen.append(tokenizer)
+        raise SystemExit
+
+    monkeypatch.setattr(worker, "load_agent", stop)
+    first = {"target": {"module": "m", "function": "f"}, "tokenizer": "a", "trust_remote_code": trust}
+    with open(tmp_path / "answer", "wb") as stream:
+        worker.serve(stream, first)
+    assert seen == ["a"]
+    assert is_trusted(seen[0]) is trust
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_agents_load_the_tokenizer_of_a_trusted_model(tmp_path, trust):
+    from rlhf_rollout.agents.user_agent import LazyTokenizer
+
+    folder = own_code_model_dir(tmp_path / "mine", tmp_path / "was-run")
+    tokenizer = LazyTokenizer(TrustedModel(folder) if trust else str(folder))
+    if trust:
+        assert type(tokenizer._load()).__name__ == "MineTokenizer"
+    else:
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            len(tokenizer)
+    assert (tmp_path / "was-run").exists() is trust
