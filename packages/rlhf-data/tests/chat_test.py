@@ -125,6 +125,20 @@ def test_input_template_tools_need_a_chat_template_that_writes_them():
             encode_conversation(Row({}, "o", 1), TALK, word_tokenizer(template), tools=[TOOL])
 
 
+@pytest.mark.parametrize("role", ["system", "developer", "tool"])
+def test_messages_that_a_template_does_not_write_are_refused(role):
+    question = {"role": "user", "content": "2+2?"}
+    messages = [question, {"role": "assistant", "content": "it"}, {"role": role, "content": " <b>4 "}, question]
+    only = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
+    with pytest.raises(DataError, match=rf"^o:1: the chat template does not write message 2, of role `{role}`\n\nhint"):
+        render_chat(messages, word_tokenizer(only), origin="o:1", add_generation_prompt=False)
+    changed = word_tokenizer("{% for m in messages %}{{ m.content|trim|escape }}{% endfor %}")
+    text = render_chat(messages, changed, origin="o:1", add_generation_prompt=False)
+    assert text == "2+2?it&lt;b&gt;42+2?"
+    short = render_chat(messages, word_tokenizer(only), origin="o", add_generation_prompt=False, must_write_all=False)
+    assert short == "2+2?it2+2?"
+
+
 @pytest.mark.parametrize("calls_of", [1, 3])
 def test_tool_calls_that_a_template_does_not_write_are_refused(calls_of):
     # Left out, the model would learn to answer with nothing where it should call.

@@ -152,7 +152,7 @@ def render_chat(
     add_generation_prompt: bool,
     is_continued: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
-    must_write_tools: bool = True,
+    must_write_all: bool = True,
 ) -> str:
     """Return a conversation as text rendered by the tokenizer's chat template, including special tokens.
 
@@ -163,22 +163,33 @@ def render_chat(
         add_generation_prompt: end with what precedes an answer.
         is_continued: end with the content of the last message.
         tools: JSON schemas of functions in OpenAI's form, which the template writes where its model expects them.
-        must_write_tools: whether the text must have the name of each tool and of each function that the assistant
-            calls, by the template or in a message.
+        must_write_all: whether the text must have each message that is not the assistant's, and the name of each tool
+            and of each function that the assistant calls, by the template or in a message.
 
     Raises:
-        DataError: the template refuses the messages, or a tool or a call is not in the text.
+        DataError: the template refuses the messages, or a message, a tool or a call is not in the text.
     """
     # return_dict=False, because transformers 5 returns a dictionary by default.
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "return_dict": False}
     if is_continued:
         options["continue_final_message"] = True
     text = _apply_template(messages, tokenizer, origin, tools, **options)
-    if must_write_tools:
+    if must_write_all:
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" and str(message["content"]).strip() not in text:
+                marked = [*messages[:index], {**message, "content": _ANSWER}, *messages[index + 1 :]]
+                _check_message(index, message, _apply_template(marked, tokenizer, origin, tools, **options), origin)
         _check_written("tool", tools, text, origin, "describe them in the system message")
         calls = [call for message in messages for call in message.get("tool_calls") or ()]
         _check_written("call of", calls, text, origin, "write calls into the content of their messages")
     return text
+
+
+def _check_message(index: int, message: Mapping[str, Any], text: str, origin: str) -> None:
+    """Raise DataError unless a message with `_ANSWER` as content is in its rendered conversation `text`."""
+    if _ANSWER not in text:
+        problem = f"{origin}: the chat template does not write message {index}, of role `{message['role']}`"
+        raise DataError(problem, hint="use another template, leave it out, or write it into a message of another role")
 
 
 def _check_written(what: str, of_functions: Iterable[Any], text: str, origin: str, otherwise: str) -> None:
@@ -210,7 +221,7 @@ def render_follow_up(
     """
     base = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     # Tools may be described in a message that precedes the answer.
-    options = {"origin": origin, "tools": tools, "must_write_tools": False}
+    options = {"origin": origin, "tools": tools, "must_write_all": False}
     options |= {"add_generation_prompt": not is_continued, "is_continued": is_continued}
     text = render_chat([*base, *messages], tokenizer, **options)
     if text.count(_ANSWER) != 1:

@@ -116,7 +116,7 @@ class Conversations:
             raise DataError("the tokenizer has no chat template", hint="ask for a completion of text instead")
         plain = [dict(message) for message in messages]
         # A program may describe its tools in its own words, or parse calls itself.
-        options = {"origin": _ORIGIN, "tools": tools, "must_write_tools": False}
+        options = {"origin": _ORIGIN, "tools": tools, "must_write_all": False}
         begin = {"add_generation_prompt": not is_continued, "is_continued": is_continued}
         return render_chat(plain, self._tokenizer, **begin, **options)
 
