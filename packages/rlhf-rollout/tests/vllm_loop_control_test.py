@@ -54,6 +54,15 @@ def test_step_loop_that_nobody_closes_does_not_keep_the_process_alive(loop: Step
     assert threads and all(thread.daemon for thread in threads)
 
 
+def test_step_loop_survives_waiters_that_give_up(core: ScriptedCore, loop: StepLoop) -> None:
+    job = submit(loop, max_tokens=1)
+    wait_for_step(core)
+    called = loop.call(lambda core: 3, drain=False)
+    assert not job.future.cancel() and not called.cancel()
+    core.allowed.release()
+    assert job.future.result(60)[0].token_ids.tolist() == [1] and called.result(60) == 3
+
+
 def test_step_loop_failed_call_reaches_its_caller_only(core: ScriptedCore, loop: StepLoop) -> None:
     with pytest.raises(ZeroDivisionError):
         loop.call(lambda core: 1 // 0, drain=False).result(60)

@@ -17,6 +17,8 @@ pytest.importorskip("vllm")
 
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
+from rlhf_rollout.engines.stopping import StopWatch
+from rlhf_rollout.engines.vllm.jobs import Job, Sample
 from rlhf_rollout.engines.vllm.loop import StepLoop
 
 
@@ -48,6 +50,14 @@ def test_step_loop_text_at_the_last_token_has_stopped_the_sample(core: ScriptedC
     core.allowed.release()
     [completion] = job.future.result(60)
     assert (completion.finish_reason, core.aborted) == (FinishReason.STOP, [])
+
+
+def test_sample_of_several_new_tokens_ends_at_the_one_that_completes_a_text() -> None:
+    sampling = SamplingParams(stop=("23",))
+    watch = StopWatch(sampling, lambda ids: "".join(map(str, ids)))
+    sample = Sample(Job([5], sampling, []), Draft(), 0, watch)
+    assert [sample.add([1]), sample.add([2, 3, 4])] == [False, True]
+    assert sample.draft.token_ids == [1, 2, 3]
 
 
 def told(request: Any, token: int) -> np.ndarray:

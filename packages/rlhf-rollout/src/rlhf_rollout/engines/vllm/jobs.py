@@ -68,5 +68,4 @@ class Sample:
         """Add experts, which vLLM tells of the prompt with the first token, and then of the token before."""
         skipped = min(self.num_skipped, len(routes))
         self.num_skipped -= skipped
-        if skipped < len(routes):
-            self.draft.routes.append(routes[skipped:])
+        self.draft.routes.append(routes[skipped:])
