@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_data.errors import EngineError, WeightSyncError
+from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 
@@ -119,6 +119,12 @@ def test_engines_without_a_seed_draw_one_each(engine: Any, monkeypatch: pytest.M
         asyncio.run(other.close())
     first, second, seeded = (spec.seed for spec in built)
     assert first is not None and first != second and seeded == 5
+
+
+def test_quantization_of_another_type_than_bfloat16_is_refused(engine: Any) -> None:
+    spec = dataclasses.replace(engine._spec, quantization="fp8", dtype="float32")
+    with pytest.raises(ConfigError, match=r"and the engine's dtype is float32\n\nhint: add ``dtype=bfloat16``"):
+        vllm_engine.VllmEngine(spec)
 
 
 def generate(engine: Any) -> Any:
@@ -245,6 +251,39 @@ def test_abandoned_update_ends_also_where_a_worker_had_loaded_its_bucket() -> No
         worker.rlhf_abandon_weight_update()
         assert worker.calls == [expected]
         assert not worker._weight_update_active
+
+
+def test_time_limits_of_requests_and_of_calls_that_drain_are_on_doing_nothing(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress = engine._loop.progress
+    plain = vllm_engine.deadline
+    limits = []
+
+    def noted(timeout_s: float, what: str, *, progress: Any = None) -> Any:
+        limits.append((what, timeout_s, progress))
+        return plain(timeout_s, what, progress=progress)
+
+    async def scenario() -> None:
+        await generate(engine)
+        await engine.pause("drain")
+        assert progress.is_paused
+        await engine.resume()
+        assert not progress.is_paused
+        await engine.pause("keep")
+        await engine.health()
+
+    monkeypatch.setattr(vllm_engine, "deadline", noted)
+    asyncio.run(scenario())
+    spec = engine._spec
+    control_s = spec.control_timeout_s
+    assert limits == [
+        ("a generation request", spec.request_timeout_s, progress),
+        ("`pause`", control_s + spec.request_timeout_s, progress),
+        ("`resume`", control_s, None),
+        ("`pause`", control_s, None),
+        ("`health`", spec.health_timeout_s, None),
+    ]
 
 
 @pytest.mark.parametrize("keep_kv", [False, True])

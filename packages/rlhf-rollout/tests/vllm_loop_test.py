@@ -30,6 +30,7 @@ def test_step_loop_joins_the_samples_of_a_job(core: ScriptedCore, loop: StepLoop
     assert [completion.token_ids.tolist() for completion in completions] == [[1, 2, 3]] * 2
     assert [completion.logprobs.tolist() for completion in completions] == [[-0.5, -1.0, -1.5]] * 2
     assert completions[0].finish_reason is FinishReason.LENGTH
+    assert loop.progress.num_signs == 3  # one per step
 
 
 def test_step_loop_ends_a_sample_at_the_token_that_completes_a_text(core: ScriptedCore, loop: StepLoop) -> None:
