@@ -9,6 +9,7 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPTNeoConfig,
     LlamaConfig,
     RecurrentGemmaConfig,
 )
@@ -382,6 +383,7 @@ def test_actor_policy_loss_needs_a_stream_and_an_objective_and_the_streams_token
     ("config", "changes"),
     [
         (LlamaConfig(), False),
+        (GPTNeoConfig(num_layers=3, attention_types=[[["global"], 3]]), False),  # reads its layers' output by number
         (Gemma2Config(), True),
         (Gemma2Config(final_logit_softcapping=None), False),
         (CohereConfig(logit_scale=0.5), True),

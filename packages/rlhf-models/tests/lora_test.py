@@ -7,7 +7,8 @@ import torch
 
 from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_models.batch import TokenBatch
-from rlhf_models.loading import load_actor, load_config, load_critic, load_reward_model
+from rlhf_models.files import write_fields
+from rlhf_models.loading import load_actor, load_config, load_critic, load_reward_model, load_tokenizer
 from rlhf_models.lora import (
     LoraSpec,
     adapters_by_weight,
@@ -17,6 +18,7 @@ from rlhf_models.lora import (
     merge_adapter,
     save_adapter,
 )
+from rlhf_models.testing import tiny_model_dir
 from rlhf_models.weights import hf_named_weights
 
 pytest.importorskip("peft")
@@ -106,6 +108,24 @@ def test_adapter_keeps_the_bias_of_a_head(model_dir, tmp_path):
     ).value_head
     assert head.bias.tolist() == [2.5]
     assert torch.equal(head.weight, critic.value_head.weight)
+
+
+def test_merged_model_has_the_template_and_the_fields_that_its_adapter_was_saved_with(tmp_path):
+    base = tiny_model_dir(tmp_path / "base")
+    write_fields(base, {"mean": 9.0, "std": 4.0})
+    critic = load_critic(base, dtype="float32")
+    add_lora(critic, LoraSpec(rank=2))
+    tokenizer = load_tokenizer(base)
+    tokenizer.chat_template = "trained"
+    fields = {"mean": None, "std": 2.0}
+    adapter = save_adapter(critic, critic.state_dict(), tmp_path / "adapter", tokenizer, fields)
+    config = json.loads((merge_adapter(base, adapter, tmp_path / "m", dtype="float32") / "config.json").read_text())
+    assert "mean" not in config and config["std"] == 2.0
+    assert load_tokenizer(tmp_path / "m").chat_template == "trained"
+    plain = save_adapter(critic, critic.state_dict(), tmp_path / "plain")
+    config = json.loads((merge_adapter(base, plain, tmp_path / "n", dtype="float32") / "config.json").read_text())
+    assert (config["mean"], config["std"]) == (9.0, 4.0)
+    assert load_tokenizer(tmp_path / "n").chat_template == load_tokenizer(base).chat_template
 
 
 def merged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
