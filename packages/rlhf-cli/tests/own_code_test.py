@@ -75,6 +75,13 @@ def test_dry_run_refuses_code_without_the_flag_and_runs_none(folder, capsys, wor
     assert not (folder / "was-run").exists()
 
 
+@pytest.mark.parametrize("name", ["ppo", "ppo, critic", "ppo, teacher", "rm", "dpo, reference", "kto", "kd, teacher"])
+def test_dry_run_with_the_flag_checks_the_model_by_its_code(folder, capsys, name):
+    words = NAMING[name].format(out=folder / "out").split()
+    assert main([*words, "--dry_run", "--trust_remote_code"]) == 0, capsys.readouterr().err
+    assert (folder / "was-run").exists()
+
+
 def test_every_command_that_names_a_model_has_the_flag():
     names = {"pretrain", "critic_pretrain", "reward_pretrain", "ref_pretrain", "teacher_model", "tokenizer"}
     names |= {"model_path", "lora_path"}

@@ -172,7 +172,7 @@ def check_saves(model: nn.Module) -> None:
         config.save_pretrained(scratch)
         # The class of a model with code of its own is the one that is loaded.
         reader = type(config) if is_trusted(config.name_or_path) else AutoConfig
-        stored = reader.from_pretrained(scratch, local_files_only=True)
+        stored = reader.from_pretrained(scratch, local_files_only=True, trust_remote_code=False)
         entrust(stored, saved.config.name_or_path)
         tensors = _in_checkpoint(saved, weights)
     found = load_empty(AutoModel if head else auto_class, stored, tensors, "auto")
