@@ -279,3 +279,16 @@ def test_code_is_copied_to_the_cache_by_one_process_at_a_time(model, monkeypatch
     assert admit_code(model, is_local=True)
     assert set(copied) == FILES
     assert not admit_code(str(model), is_local=True)
+
+
+@pytest.mark.parametrize("words", [[], ["--trust_remote_code"]])
+def test_dequantize_trusts_a_model_only_with_its_flag(monkeypatch, tmp_path, words):
+    named = []
+    monkeypatch.setattr(dequantize, "dequantize", lambda path, folder: named.append(path))
+    assert dequantize.main(["owner/name", str(tmp_path / "new"), *words]) == 0
+    assert isinstance(named[0], TrustedModel) is bool(words)
+
+
+def test_dequantize_reads_a_trusted_model_by_its_code(model, tmp_path):
+    with pytest.raises(ConfigError, match="unknown quant_method `None`"):
+        dequantize.dequantize(model, tmp_path / "new")

@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.own_code import TrustedModel, is_trusted
-from rlhf_models.testing import own_code_model_dir
+from rlhf_models.testing import own_code_model_dir, tiny_model_dir
 from rlhf_rollout.engines.model_files import read_config, resolve_model_dir
 from rlhf_rollout.engines.spec import EngineSpec
 
@@ -79,3 +79,31 @@ def test_agents_load_the_tokenizer_of_a_trusted_model(tmp_path, trust):
         with pytest.raises(ValueError, match="trust_remote_code"):
             len(tokenizer)
     assert (tmp_path / "was-run").exists() is trust
+
+
+@pytest.mark.parametrize("tokenizer", ["", "mine", "plain"])
+def test_transformers_engine_decodes_with_a_tokenizer_as_trusted_as_its_name(tmp_path, tokenizer):
+    from rlhf_rollout.engines.stopping import decoder
+    from rlhf_rollout.engines.transformers import TransformersEngine
+
+    mine = TrustedModel(own_code_model_dir(tmp_path / "mine", tmp_path / "was-run"))
+    names = {"": None, "mine": mine, "plain": str(tiny_model_dir(tmp_path / "plain"))}
+    engine = TransformersEngine(EngineSpec(model=mine, tokenizer=names[tokenizer]))
+    assert type(engine._model).__name__ == "MineForCausalLM"
+    assert is_trusted(engine._tokenizer_dir) is (tokenizer != "plain")
+    assert decoder(engine._tokenizer_dir)([70, 71])
+
+
+def test_engine_of_a_command_reads_the_config_by_the_code_of_a_trusted_model(tmp_path):
+    from rlhf_rollout.commands.parts import EngineJob
+
+    folder = own_code_model_dir(tmp_path / "mine", tmp_path / "was-run")
+    content = json.loads((folder / "config.json").read_text())
+    del content["num_key_value_heads"]
+    del content["vocab_size"]
+    (folder / "config.json").write_text(json.dumps(content))
+    job = EngineJob(kind="transformers", spec=EngineSpec(model=TrustedModel(folder)), tokenizer=None)
+    [masked] = job.masked_spec().masked_ids
+    assert masked.stop == 151936
+    with pytest.raises(ConfigError, match="needs Python code of its own"):
+        EngineJob(kind="transformers", spec=EngineSpec(model=str(folder)), tokenizer=None).masked_spec()

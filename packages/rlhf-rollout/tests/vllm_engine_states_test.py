@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
+from rlhf_data.own_code import TrustedModel, is_trusted
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 
@@ -101,13 +102,24 @@ def core() -> Core:
 @pytest.fixture
 def engine(core: Core, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(vllm_engine, "resolve_model_dir", Path)
-    monkeypatch.setattr(vllm_engine, "read_config", lambda path: {"vocab_size": 512})
+    monkeypatch.setattr(vllm_engine, "read_config", lambda path, **options: {"vocab_size": 512})
     monkeypatch.setattr(vllm_engine, "end_token_ids", lambda *paths: (0,))
     monkeypatch.setattr(vllm_engine, "build_core", lambda *args, **options: core)
     engine = vllm_engine.VllmEngine(EngineSpec(model="x", max_model_len=64, enable_sleep=True))
     yield engine
     core.may_step.set()
     asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_code_of_the_model_runs_only_with_a_trusted_name(engine: Any, monkeypatch: pytest.MonkeyPatch, trust) -> None:
+    asked = []
+    monkeypatch.setattr(vllm_engine, "read_config", lambda path, **options: asked.append(options) or {"vocab_size": 9})
+    name = TrustedModel("x") if trust else "x"
+    other = vllm_engine.VllmEngine(EngineSpec(model=name))
+    asyncio.run(other.close())
+    assert asked == [{"may_run": trust}]
+    assert is_trusted(other._tokenizer_dir) is trust
 
 
 def test_engines_without_a_seed_draw_one_each(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
