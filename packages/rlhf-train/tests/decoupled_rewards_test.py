@@ -26,6 +26,10 @@ def test_decoupled_rewards_compare_the_rewards_of_those_that_have_one():
     rewards = np.array([[0.0, none], [2.0, none], [5.0, 1.0], [none, 3.0], [none, 5.0]])
     found = decoupled_rewards(rewards, [1.0, 10.0], ["a", "a", "b", "b", "b"], over_batch=False)
     assert np.allclose(found, [-1, 1, -10 * 1.5**0.5, 0, 10 * 1.5**0.5], atol=1e-4)
+    # The two rollouts of the first episode weigh as much as the one of the second: mean and deviation 1.5.
+    options = {"over_batch": False, "episode_ids": ["e", "e", "f", "g"]}
+    found = decoupled_rewards(np.array([[0.0], [0.0], [3.0], [none]]), [1.0], ["a"] * 4, **options)
+    assert np.allclose(found, [-1, -1, 1, 0], atol=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -109,11 +109,11 @@ def calls_as_text(messages: Messages) -> Messages:
 def _plain(message: Any) -> Any:
     """Return a message with `role`, in lower case, and `content`, as text where it is a list of text parts.
 
-    Other keys are left out where they are null, because many templates ask whether a message has a key.
+    Keys are left out where they are null, because many templates ask whether a message has a key.
     """
     if not isinstance(message, dict):
         return message
-    message = {name: value for name, value in message.items() if value is not None or name == "content"}
+    message = {name: value for name, value in message.items() if value is not None}
     if message.get("role") is None and "from" in message:
         rest = {name: value for name, value in message.items() if name not in ("from", "value")}
         message = rest | {"role": message["from"], "content": message.get("value")}
