@@ -76,6 +76,18 @@ def test_load_head_shard_that_is_missing_is_named(reward_dir, tmp_path):
         load_head(folder, load_config(folder))
 
 
+def test_code_in_a_pickled_head_is_not_run(model_dir, tmp_path):
+    class Code:
+        def __reduce__(self):
+            return open, (str(tmp_path / "was_run"), "w")
+
+    folder = shutil.copytree(model_dir, tmp_path / "copy")
+    torch.save({"v_head.weight": Code()}, folder / "value_head.bin")
+    with pytest.raises(ConfigError, match="cannot load the model"):
+        load_head(folder, load_config(folder))
+    assert not (tmp_path / "was_run").exists()
+
+
 def test_critic_saved_is_a_reward_model_and_a_critic(model_dir, tmp_path, sequences):
     critic = load_critic(model_dir, dtype="float32")
     torch.nn.init.normal_(critic.value_head.weight)
