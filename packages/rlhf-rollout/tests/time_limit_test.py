@@ -8,6 +8,7 @@ import pytest
 from rlhf_data.errors import EngineError
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.engines.requests import Progress, StalledError, deadline, time_limit
+from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 from simulated import now, simulate
 
@@ -118,3 +119,17 @@ def test_engine_that_goes_on_before_it_has_drained_has_its_limit():
             await engine.generate(np.array([200]), SamplingParams(), timeout_s=10.0)
 
     simulate(scenario())
+
+
+@pytest.mark.parametrize("call", [lambda engine: engine.pause("drain"), lambda engine: engine.begin_weight_update(1)])
+def test_call_that_drains_waits_as_long_as_tokens_are_written(call):
+    async def scenario():
+        spec = EngineSpec(model="fake", request_timeout_s=8.0, control_timeout_s=2.0)
+        engine = FakeEngine(spec, script=lambda *_: [5] * 12, token_latency_s=5.0)
+        writing = asyncio.create_task(engine.generate(np.array([3]), SamplingParams(max_tokens=12)))
+        await asyncio.sleep(1)
+        await call(engine)
+        assert writing.done()
+        return now()
+
+    assert simulate(scenario()) == pytest.approx(60)
