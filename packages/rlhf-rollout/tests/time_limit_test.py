@@ -133,3 +133,16 @@ def test_call_that_drains_waits_as_long_as_tokens_are_written(call):
         return now()
 
     assert simulate(scenario()) == pytest.approx(60)
+
+
+def test_request_waits_while_its_engine_is_paused():
+    async def scenario():
+        engine = FakeEngine(token_latency_s=1.0)
+        await engine.pause("keep")
+        writing = asyncio.create_task(engine.generate(np.array([3]), SamplingParams(max_tokens=2), timeout_s=10.0))
+        await asyncio.sleep(100)
+        await engine.resume()
+        await writing
+        return now()
+
+    assert simulate(scenario()) == pytest.approx(102)
