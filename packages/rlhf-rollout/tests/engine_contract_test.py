@@ -425,6 +425,14 @@ def test_built_fake_engine_has_the_deadlines_of_its_spec() -> None:
     assert engine._spec.control_timeout_s == 0.02
 
 
+def test_fake_engine_takes_the_ids_of_its_tokenizer_or_256() -> None:
+    prompt = np.array([256], np.int32)
+    with pytest.raises(EngineError, match="token id 256 is outside the model's vocabulary of 256"):
+        run(FakeEngine().generate(prompt, SamplingParams(max_tokens=1)))
+    spec = EngineSpec(model="fake", tokenizer="its/own")
+    assert len(run(FakeEngine(spec).generate(prompt, SamplingParams(max_tokens=1)))) == 1
+
+
 def test_fake_engine_scripts_get_a_seed_per_request_and_sample() -> None:
     seeds: list[int] = []
     engine = FakeEngine(script=lambda prompt, seed: seeds.append(seed) or [0])
