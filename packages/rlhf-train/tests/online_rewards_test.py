@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import ray
 
@@ -11,8 +12,9 @@ from record_testing import make_group
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.ray_actors import RayScorer
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
+from rlhf_train.algorithms import make_algorithm
 from rlhf_train.online.job import DynamicSampling, RewardSpec
-from rlhf_train.online.rewards import RewardShaper, is_worth_training, make_reward
+from rlhf_train.online.rewards import RewardShaper, compared_rewards, is_worth_training, make_reward
 from rlhf_train.online.summaries import scored
 
 
@@ -123,6 +125,18 @@ def test_groups_are_compared_by_the_rewards_of_each_source(sources, worth):
         rollouts.append(replace(made, verdict=replace(made.verdict, source_rewards=rewards)))
     assert is_worth_training(group(*rollouts), DynamicSampling(by_source=True)) is worth
     assert not is_worth_training(group(*rollouts), DynamicSampling())
+
+
+def test_source_that_abstains_is_no_part_of_rewards_that_are_compared_one_by_one():
+    rollouts = []
+    # The second source knows two of the four responses; the last one has the fixed reward of a failure from both.
+    for name, rewards in (("a", (0.0, None)), ("a", (2.0, None)), ("b", (1.0, 4.0)), ("b", ())):
+        made = rollout(1.0)
+        rollouts.append(replace(made, group_id=name, verdict=replace(made.verdict, source_rewards=rewards)))
+    sources = tuple(RewardSource(kind="function", targets=(name,)) for name in ("a.py", "b.py"))
+    algorithm = make_algorithm("reinforce_baseline", kl_coef=0.0)
+    found, _ = compared_rewards(rollouts, np.ones(4), algorithm, RewardSpec(sources=sources, normalize="each"))
+    assert found == pytest.approx([-1.0, 1.0, 1.0, -1.0], abs=1e-5)
 
 
 def test_reward_model_of_a_job_has_its_deadline(monkeypatch, tmp_path):
