@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from rlhf_data.errors import EngineError
-from rlhf_data.records import FinishReason
+from rlhf_data.records import FinishReason, Span, SpanSource
 from rlhf_rollout.engines.requests import StalledError, rest_of
-from rlhf_rollout.protocols import Draft, SamplingParams
+from rlhf_rollout.protocols import Completion, Draft, SamplingParams
 from rlhf_rollout.router import _MAX_ATTEMPTS, EngineRouter
 from simulated import simulate
 
@@ -83,6 +83,19 @@ def test_report_leaves_out_versions_of_which_no_token_is_known_yet():
     assert there.after(0, 0).versions == [(0, 3), (3, 4)] and there.after(0, 0).token_ids == [1, 2, 3]
     there = Draft([1, 2, 3], [-1.0] * 3, [(0, 3), (3, 4)])
     assert there.after(0, 0).versions == [(0, 3)] and there.after(0, 0).token_ids == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "found"), [([7, 8, 9], [7, 8, 9]), ([7, 8], None), ([7, 8, 9, 10], None), ([], None)]
+)
+def test_completion_has_routes_if_there_is_one_for_each_token_but_the_last(numbers, found):
+    draft = Draft([1, 2], [-1.0] * 2, [(0, 3)], [rows(number) for number in numbers], finish_reason=FinishReason.STOP)
+    routes = draft.completion(2).routes
+    assert (None if routes is None else routes[:, 0, 0].tolist()) == found
+
+
+def test_answer_without_a_token_has_no_routes():
+    assert Draft(versions=[(0, 3)], finish_reason=FinishReason.LENGTH).completion(1).routes is None
 
 
 def test_reopened_draft_has_no_routes_of_lost_tokens_and_no_end_by_an_abort():
@@ -172,3 +185,61 @@ def test_answer_that_no_engine_gets_further_with_is_cut_by_its_length():
 def test_answer_of_which_nothing_is_written_fails():
     with pytest.raises(EngineError, match="without a new token"):
         ask(Stalling([]))
+
+
+class Uneven:
+    """Writes one token of the first sample, which ends by `reason`, and after `late` attempts one of the second."""
+
+    def __init__(self, reason, error, late=99):
+        self.reason = reason
+        self.error = error
+        self.late = late
+        self.num_asked = 0
+
+    async def generate(self, token_ids, sampling, *, timeout_s=None, drafts=None):
+        first, second = drafts
+        if not first.token_ids:
+            write(first, 1, 7)
+            first.finish_reason = self.reason
+        if self.num_asked == self.late:
+            write(second, 1, 8)
+        self.num_asked += 1
+        raise self.error
+
+
+GONE, STALLED = EngineError("gone"), StalledError("no new token")
+
+
+@pytest.mark.parametrize("error", [GONE, STALLED])
+def test_request_fails_when_nothing_is_written_of_one_of_its_answers(error):
+    engine = Uneven(FinishReason.STOP, error)
+    with pytest.raises(EngineError, match=str(error)):
+        ask(engine)
+    assert engine.num_asked == 3  # one that gets further, and two that do not
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"), [(FinishReason.STOP, FinishReason.STOP), (FinishReason.ABORT, FinishReason.LENGTH)]
+)
+def test_answers_that_are_cut_keep_the_end_that_the_policy_chose(reason, told):
+    engine = Uneven(reason, STALLED, late=1)
+    completions = ask(engine)
+    assert engine.num_asked == 4  # the two attempts that get further, and two that do not
+    assert [completion.token_ids.tolist() for completion in completions] == [[7], [8]]
+    assert [completion.finish_reason for completion in completions] == [told, FinishReason.LENGTH]
+
+
+def test_engines_that_know_conversations_are_told_theirs_and_others_are_not():
+    class Knowing:
+        takes_conversation = True
+
+        async def generate(self, token_ids, sampling, **options):
+            told.append(options.get("conversation"))
+            return [Completion((Span(SpanSource.POLICY, [9], [-1.0], 1),), FinishReason.STOP, num_cached_tokens=1)]
+
+    told = []
+    router = EngineRouter([Knowing()])
+    for conversation in ("c", None):
+        simulate(router.generate(np.array([4, 5, 6]), SamplingParams(), conversation=conversation))
+    assert told == ["c", None]
+    assert router.prompt_tokens.tolist() == [6, 2]  # two prompts of three tokens, one of which was cached

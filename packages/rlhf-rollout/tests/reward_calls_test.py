@@ -357,6 +357,9 @@ def test_judge_together_falls_back_on_what_samples_got_alone():
     assert parts == ["abc", "a", "b", "c", "ab"]
     assert kinds(False) == [False, False, True]
     assert parts == ["abc", "a", "b", "c"]
+    parts.clear()
+    asyncio.run(judge("ac", ask, together=True))
+    assert parts == ["ac", "a", "c"]  # a single one has nothing to be compared with
 
 
 @pytest.mark.parametrize(
