@@ -17,7 +17,7 @@ os.environ.setdefault("HF_MODULES_CACHE", tempfile.mkdtemp())
 from transformers import AutoModelForCausalLM
 
 from rlhf_data.errors import ConfigError
-from rlhf_data.own_code import TrustedModel, trusted
+from rlhf_data.own_code import TrustedModel, admit_code, trusted
 from rlhf_models import dequantize
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import (
@@ -251,7 +251,7 @@ def test_model_of_a_known_family_runs_its_own_code_only_with_trust(model, marker
     assert ("auto_map" in json.loads((saved / "tokenizer_config.json").read_text())) is trust
 
 
-def test_code_is_copied_to_the_cache_by_one_process_at_a_time(model, monkeypatch):
+def test_code_is_copied_to_the_cache_by_one_process_at_a_time(model, monkeypatch, tmp_path):
     from contextlib import contextmanager
 
     from transformers import dynamic_module_utils
@@ -265,20 +265,22 @@ def test_code_is_copied_to_the_cache_by_one_process_at_a_time(model, monkeypatch
         yield
         held.pop()
 
-    copy = dynamic_module_utils.get_cached_module_file
+    def copy(name, file, **options):
+        assert [path.parent for path in held] == [cache]
+        copied.append((name, file, options))
 
-    def copying(name, file, **options):
-        copied.append(file)
-        assert held
-        return copy(name, file, **options)
-
+    cache = tmp_path / "home" / "modules"
     monkeypatch.setattr("huggingface_hub.utils.WeakFileLock", lock)
-    monkeypatch.setattr(dynamic_module_utils, "get_cached_module_file", copying)
-    from rlhf_data.own_code import admit_code
-
-    assert admit_code(model, is_local=True)
-    assert set(copied) == FILES
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(cache))
+    monkeypatch.setattr(dynamic_module_utils, "get_cached_module_file", copy)
+    for _ in range(2):
+        copied.clear()
+        assert admit_code(model, is_local=True)
+        assert sorted(copied, key=str) == sorted(((model, file, {"local_files_only": True}) for file in FILES), key=str)
+    assert cache.is_dir()
+    copied.clear()
     assert not admit_code(str(model), is_local=True)
+    assert copied == []
 
 
 @pytest.mark.parametrize("words", [[], ["--trust_remote_code"]])
