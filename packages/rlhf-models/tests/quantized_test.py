@@ -1,6 +1,7 @@
 """Quantized models: what transformers makes of them cannot be saved, which is noticed before training."""
 
 import json
+import runpy
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config, GptOssConfig
 
 from rlhf_data.errors import ConfigError
+from rlhf_models import dequantize as dequantize_module
 from rlhf_models.actor import Actor
 from rlhf_models.dequantize import dequantize, main
 from rlhf_models.testing import tiny_model_dir, tiny_tokenizer
@@ -95,6 +97,28 @@ def test_dequantized_copy_has_the_whole_weights_in_plain_transformers(tmp_path, 
     assert not any(report.values()) and model.dtype == torch.bfloat16
     assert not hasattr(model.config, "quantization_config")
     assert AutoTokenizer.from_pretrained(tmp_path / "copy").chat_template
+
+
+def test_dequantize_asks_for_whole_weights_also_where_a_gpu_could_compute_with_quantized_ones(tmp_path, monkeypatch):
+    folder, _ = fp8_dir(tmp_path / "quantized")
+    plain = AutoModelForCausalLM.from_pretrained
+    asked = []
+
+    def noted(*args, quantization_config, **options):
+        asked.append(quantization_config.dequantize)
+        return plain(*args, quantization_config=quantization_config, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
+    dequantize(folder, tmp_path / "copy")
+    assert asked == [True]
+
+
+def test_module_is_a_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["dequantize", str(tmp_path / "nothing"), str(tmp_path / "copy")])
+    with pytest.raises(SystemExit) as exited:
+        runpy.run_path(dequantize_module.__file__, run_name="__main__")
+    assert exited.value.code not in (0, None)
+    assert f"no model folder {tmp_path / 'nothing'}" in capsys.readouterr().err
 
 
 def test_dequantize_refuses_other_models_and_folders_with_files(tmp_path):
