@@ -253,3 +253,14 @@ def test_reward_func_scores_the_response_and_not_the_prompt():
         "rewards": [1.0, 0.0, 0.0],
         "verdicts": ["ok", "wrong", "unparsable"],
     }
+
+
+def test_power_of_a_sum_may_have_900_terms_and_a_power_of_0_hides_no_other():
+    assert not is_huge("(x+1)^{899}")  # 900 terms
+    assert is_huge("(x+1)^{900}")
+    assert is_huge("(x+1)^{0} + (x+y+z+1)^{99}")
+
+
+def test_latex_in_which_nothing_can_be_read_is_no_answer():
+    pytest.importorskip("math_verify")
+    assert grade(r"#### \text{}", "5") is UNPARSABLE

@@ -207,6 +207,13 @@ def test_sums_of_rewards_gather_the_same_calls(calls, write):
     assert Counter(calls) == {5: 1, 1: 5}  # `math` compares nothing: its calls go out as groups become complete
 
 
+def test_calls_of_a_run_hold_the_samples_of_its_prompts(calls, write):
+    source = RewardSource(kind="function", targets=(write('def reward_func(q, p, l): return {"rewards": []}'),))
+    reward = build_reward([source], CallOptions(batch_size=8, step_prompts=4, num_samples=2, num_workers=1))
+    generated(reward, 4, num_samples=2, by=simulate)
+    assert calls == [8]
+
+
 def test_built_in_rewards_are_called_for_each_prompt_as_it_becomes_complete(calls):
     generated(FunctionReward("math", num_workers=1), 4, num_samples=2, by=simulate)
     assert calls == [2] * 4
