@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,14 @@ from rlhf_models import reward
 from rlhf_models.batch import TokenBatch
 from rlhf_models.files import write_fields
 from rlhf_models.loading import load_reward_model
-from rlhf_models.reward import RewardModel, moments_fields, score_sequences, stored_moments
+from rlhf_models.reward import (
+    InputLimits,
+    RewardModel,
+    check_sequences,
+    moments_fields,
+    score_sequences,
+    stored_moments,
+)
 from rlhf_models.testing import tiny_reward_model_dir
 
 
@@ -150,3 +158,18 @@ def test_moments_replace_earlier_ones_and_are_what_loading_reads(tmp_path):
     assert load_reward_model(folder, dtype="float32", normalize=True).moments == (3.0, 5.0)
     write_fields(folder, moments_fields(3.0, 0.0))  # nothing can be divided by it
     assert load_reward_model(folder, dtype="float32", normalize=True).moments is None
+
+
+@pytest.mark.parametrize(
+    ("sequence", "message"),
+    [
+        ([0, 5, 9], None),
+        ([1, 2, 3, 4], None),
+        ([-1, 5], r"it has 10 embedding rows and got the token id -1$"),
+        ([5, 10], r"it has 10 embedding rows and got the token id 10$"),
+        ([1, 2, 3, 4, 5], r"it has a context of 4 tokens and got a sequence of 5$"),
+    ],
+)
+def test_ids_below_the_number_of_rows_and_sequences_up_to_the_context_can_be_read(sequence, message):
+    with pytest.raises(DataError, match=message) if message else nullcontext():
+        check_sequences([[1], sequence], InputLimits(num_rows=10, context=4), "it")
