@@ -96,8 +96,8 @@ from .configuration_mine import MineConfig
 class MineModel(Qwen2Model):
     config_class = MineConfig
 
-    def forward(self, *arguments, **options):
-        output = super().forward(*arguments, **options)
+    def forward(self, input_ids=None, **options):
+        output = super().forward(input_ids, **options)
         output.last_hidden_state = -output.last_hidden_state
         return output
 
