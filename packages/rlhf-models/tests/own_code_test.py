@@ -198,8 +198,8 @@ def test_critic_needs_a_class_without_the_lm_head(model, load):
 
 def test_model_that_mixes_packed_sequences_is_refused(model):
     modeling = Path(model) / "modeling_mine.py"
-    mixed = "output.last_hidden_state.mean(1, keepdim=True)"
-    modeling.write_text(modeling.read_text().replace("-output.last_hidden_state", mixed))
+    mixed = "output.last_hidden_state = output.last_hidden_state.mean(1, keepdim=True)"
+    modeling.write_text(modeling.read_text().replace("output[0].neg_()", mixed))
     load_actor(model, dtype="float32")
     with pytest.raises(ConfigError, match="pack"):
         load_actor(model, dtype="float32", packing=True)

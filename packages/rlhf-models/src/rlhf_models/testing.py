@@ -96,9 +96,10 @@ from .configuration_mine import MineConfig
 class MineModel(Qwen2Model):
     config_class = MineConfig
 
-    def forward(self, input_ids=None, **options):
+    def forward(self, input_ids=None, position_ids=None, inputs_embeds=None, **options):
+        options |= {"position_ids": position_ids, "inputs_embeds": inputs_embeds}
         output = super().forward(input_ids, **options)
-        output.last_hidden_state = -output.last_hidden_state
+        output[0].neg_()  # in place, because vLLM takes a tuple
         return output
 
 class MineForCausalLM(Qwen2ForCausalLM):
