@@ -108,10 +108,11 @@ def test_wrong_key_of_generate_names_the_flag_to_type(tmp_path, capsys):
 
 def test_one_name_has_one_declaration_in_all_commands():
     """Options of one name have one type in every command, but for keys of rows, which differ by what rows hold, and
-    for `resume`: a run continues in a folder, and a file is continued where it is."""
+    for `resume`: a run continues in a folder, and a file is continued where it is. A server may leave `max_len` to its
+    model's context."""
     kinds: dict[str, set[str]] = {}
     for name in COMMANDS:
         for option in options(command_line(name).config):
             kinds.setdefault(option.name, set()).add(str(option.info.annotation))
     several = {name for name, found in kinds.items() if len(found) > 1}
-    assert several == {"chosen_key", "label_key", "output_key", "resume", "seed"}
+    assert several == {"chosen_key", "label_key", "max_len", "output_key", "resume", "seed"}
