@@ -16,13 +16,13 @@ import pytest
 
 from online_fakes import SpreadReward
 from rlhf_data.errors import CheckpointError, EngineError, RewardError, RlhfError
-from rlhf_data.exits import with_flags
+from rlhf_data.options.exits import with_flags
 from rlhf_data.records import FinishReason
 from rlhf_rollout.agents import AgentSpec, EpisodeLimits
 from rlhf_rollout.protocols import Completion
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
-from rlhf_train.online.job import AsyncSpec, CheckpointSpec, RewardSpec
-from rlhf_train.online.run import train_and_save
+from rlhf_train.online import train_and_save
+from rlhf_train.online_job import AsyncSpec, CheckpointSpec, RewardSpec
 from rlhf_train.run.checkpoint import RECEIPT, Checkpoints, write_receipt
 from rlhf_train.run.rank_state import file_name
 from rollout_testing import limit_only

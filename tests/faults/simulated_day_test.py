@@ -16,8 +16,8 @@ from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.supervisor import EngineSupervisor
-from rlhf_train.online.service import GenerationService
-from rlhf_train.online.stream import SampleStream
+from rlhf_train.generation.service import GenerationService
+from rlhf_train.generation.stream import SampleStream
 from rlhf_train.run.ledger import Ledger
 from simulated import MortalEngine, now, simulate
 

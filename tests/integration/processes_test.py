@@ -21,8 +21,10 @@ from rlhf_models.testing import tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.host import free_port
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
-from rlhf_train.online import cluster as cluster_module
-from rlhf_train.online.cluster import (
+from rlhf_train import processes as cluster_module
+from rlhf_train.cluster.placement import PlacementRequest, plan_placement
+from rlhf_train.online_job import RewardSpec
+from rlhf_train.processes import (
     Reserved,
     check_files,
     placed_bundles,
@@ -31,21 +33,19 @@ from rlhf_train.online.cluster import (
     start_scorers,
     wait,
 )
-from rlhf_train.online.job import RewardSpec
-from rlhf_train.online.placement import PlacementRequest, plan_placement
 
 JOIN = """
 import json, os, sys
 from rlhf_cli.preflight.devices import find_gpus
-from rlhf_train.online.cluster import _start_one, placed_bundles, ray_cluster, wait
-from rlhf_train.online.placement import PlacementRequest, plan_placement
+from rlhf_train.processes import _start_one, placed_bundles, ray_cluster, wait
+from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_data.errors import EngineError
 
 nodes, address = find_gpus()
 import ray
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.ray_actors import EngineActor
-from rlhf_train.online.ray_actors import RankActor
+from rlhf_train.ray_actors import RankActor
 
 class Looks:
     def look(self):
@@ -158,9 +158,9 @@ def test_own_cluster_listens_on_the_loopback_address_only_and_asks_for_its_token
 
 SIGNALLED = """
 import sys, time
-from rlhf_data.exits import exit_status
-from rlhf_train.online.cluster import placed_bundles, ray_cluster
-from rlhf_train.online.placement import PlacementRequest, plan_placement
+from rlhf_data.options.exits import exit_status
+from rlhf_train.processes import placed_bundles, ray_cluster
+from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.run.interrupts import Interrupts
 
 plan = plan_placement(PlacementRequest(ranks={"actor": 1}), [])

@@ -13,12 +13,12 @@ import pytest
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.host import free_port, local_gpus
-from rlhf_train import algorithms as tables
-from rlhf_train.algorithms import AlgorithmSpec, make_algorithm
-from rlhf_train.algorithms import CorrectionSpec as Correction
-from rlhf_train.baselines import relative_rewards
+from rlhf_train.algorithms import table as tables
+from rlhf_train.algorithms.group import relative_rewards
+from rlhf_train.algorithms.table import AlgorithmSpec, make_algorithm
+from rlhf_train.algorithms.table import CorrectionSpec as Correction
 from rlhf_train.batching import Denominators, plan_batches
-from rlhf_train.columns import RolloutColumns
+from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts, run_ranks
 
@@ -135,7 +135,7 @@ class Trainer:
     master: Any
 
     def __post_init__(self) -> None:
-        from rlhf_train.online.worker import TrainWorker
+        from rlhf_train.learning.worker import TrainWorker
 
         spec = self.case.algorithm
         self.roles = ["actor", *(["critic"] if spec.row.uses_critic else [])]

@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import local_gpus
-from rlhf_train.online.run import run_online
+from rlhf_train.online import run_online
 from rlhf_train.run.observer import Observer
 from trainer_testing import running_engine, tiny_job
 
@@ -123,7 +123,7 @@ def test_sync_makes_the_weights_the_trainers_and_reverting_gives_the_same_tokens
     import ray
 
     from rlhf_rollout.protocols import SamplingParams
-    from rlhf_train.online import cluster
+    from rlhf_train import processes as cluster
 
     other_path = str(tiny_model_dir(tmp_path / "other", seed=1))
     job = masked_job(model_path, tmp_path, trainer_sleep=False)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rlhf_rollout.host import free_port
-from rlhf_train.algorithms import make_algorithm
+from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.batching import plan_batches
-from rlhf_train.columns import RolloutColumns
+from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec
 from split_cases import (
     NUM_ROLLOUTS,
@@ -113,7 +113,7 @@ def ratio_of_first_update(path: str, case: Case) -> float:
     """Return the largest ratio that the first update sees, or its inverse if that is farther from 1."""
     import torch
 
-    from rlhf_train.online.worker import TrainWorker
+    from rlhf_train.learning.worker import TrainWorker
 
     spec = ModelSpec(path=path, zero_stage=0, optimizer=OPTIMIZER)
     frozen = ModelSpec(path=path)

@@ -11,12 +11,12 @@ import torch
 
 from rlhf_kernels import PolicyObjective, PolicyStream, packed_policy_loss
 from rlhf_kernels.ops.packed_policy_loss.reference import packed_policy_loss_reference
-from rlhf_train.advantages import generalized_advantages, moments, placed_rewards, token_rewards, whiten
-from rlhf_train.algorithms import CORRECTION_LEVELS, CORRECTION_MODES, REDUCTIONS
-from rlhf_train.baselines import group_normalized, leave_one_out
+from rlhf_train.algorithms.correction import bounded_weights, importance_weights
+from rlhf_train.algorithms.gae import generalized_advantages, moments, placed_rewards, token_rewards, whiten
+from rlhf_train.algorithms.group import group_normalized, leave_one_out
+from rlhf_train.algorithms.kl import adapted_kl_coef, kl_estimate
+from rlhf_train.algorithms.table import CORRECTION_LEVELS, CORRECTION_MODES, REDUCTIONS
 from rlhf_train.batching import Denominators
-from rlhf_train.corrections import bounded_weights, importance_weights
-from rlhf_train.kl import adapted_kl_coef, kl_estimate
 from rlhf_train.losses.aggregate import token_mean
 from rlhf_train.losses.value import clipped_value_loss
 

@@ -14,11 +14,11 @@ import torch
 
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
-from rlhf_train import algorithms as tables
-from rlhf_train.algorithms import AlgorithmSpec, CorrectionSpec, make_algorithm
-from rlhf_train.baselines import relative_rewards
+from rlhf_train.algorithms import table as tables
+from rlhf_train.algorithms.group import relative_rewards
+from rlhf_train.algorithms.table import AlgorithmSpec, CorrectionSpec, make_algorithm
 from rlhf_train.batching import RankPlan, plan_batches
-from rlhf_train.columns import RolloutColumns
+from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from tiny_qwen2 import TinyQwen2
 from trainer_testing import random_rollouts, run_ranks
@@ -63,7 +63,7 @@ def run_worker(
     rank: int, num_ranks: int, master: Any, cases: dict[str, Case], paths: dict[str, str], batches: dict[str, Any]
 ) -> dict[str, Any]:
     """Run one update of each case on this rank; return columns by rollout, weights and metrics."""
-    from rlhf_train.online.worker import TrainWorker
+    from rlhf_train.learning.worker import TrainWorker
     from rlhf_train.run.metrics import merge_metrics, results
 
     outcomes = {}

@@ -15,11 +15,11 @@ from rlhf_data.sft import SftExample
 from rlhf_kernels import PolicyStream, packed_policy_loss
 from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
-from rlhf_train.advantages import generalized_advantages
-from rlhf_train.baselines import group_normalized
+from rlhf_train.algorithms.gae import generalized_advantages
+from rlhf_train.algorithms.group import group_normalized
+from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.batching import Denominators
-from rlhf_train.kl import kl_estimate
-from rlhf_train.offline.objectives.preference import PreferenceObjective
+from rlhf_train.offline.objectives.dpo import PreferenceObjective
 
 GIVEN = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "r.py", "--n_samples_per_prompt", "4")
 

@@ -16,9 +16,9 @@ from rlhf_cli.main import COMMANDS as RLHF_COMMANDS
 from rlhf_cli.main import command_line
 from rlhf_cli.main import main as rlhf
 from rlhf_cli.openrlhf import main as openrlhf
-from rlhf_data.command_line import CommandLine
 from rlhf_data.main import COMMAND_LINE as INSPECT
-from rlhf_data.options import options
+from rlhf_data.options.command_line import CommandLine
+from rlhf_data.options.declare import options
 from rlhf_rollout.agents import AgentSpec, EpisodeLimits, check_agent
 from rlhf_rollout.commands.main import COMMANDS
 from rlhf_rollout.rewards.rubric import load_rubric

@@ -12,8 +12,8 @@ import numpy as np
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason, Prompt, Verdict, VerdictKind
 from rlhf_rollout.protocols import Completion, EngineHealth
-from rlhf_train.online.job import BatchSizes
-from rlhf_train.online.ranks import RankSet
+from rlhf_train.learning.ranks import RankSet
+from rlhf_train.online_job import BatchSizes
 from rlhf_train.run.checkpoint import write_receipt
 from rlhf_train.run.metrics import Mean, Sum
 from rlhf_train.run.observer import Observer

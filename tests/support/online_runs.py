@@ -18,15 +18,15 @@ def model_path(tmp_path_factory):
 def make_run(tmp_path, model_path, monkeypatch):
     """Return a function that makes a run of sixteen prompts per step, eight of them even, four samples each."""
     from online_fakes import FakeRanks, Listener, Run, World
-    from rlhf_train.online.job import RewardSpec
-    from rlhf_train.online.rewards import make_reward
-    from rlhf_train.online.run import assemble
+    from rlhf_train.generation.scoring import make_reward
+    from rlhf_train.online import assemble
+    from rlhf_train.online_job import RewardSpec
     from rlhf_train.run.recorder import Recorder
     from rlhf_train.run.timeline import Timeline
     from trainer_testing import tiny_job
 
     for module in ("forwards", "learner", "ranks"):
-        monkeypatch.setattr(f"rlhf_train.online.{module}.wait", lambda references, **_: list(references))
+        monkeypatch.setattr(f"rlhf_train.learning.{module}.wait", lambda references, **_: list(references))
     runs = []
 
     def make(reward=None, zero_stage=0, enable_sleep=False, **changes):

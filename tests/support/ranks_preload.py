@@ -2,7 +2,7 @@
 
 import transformers.models.qwen2.modeling_qwen2
 
-import rlhf_train.online.worker
+import rlhf_train.learning.worker
 from rlhf_rollout.host import local_gpus
 from rlhf_train.engine.process_group import import_deepspeed
 

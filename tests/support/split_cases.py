@@ -11,9 +11,9 @@ import numpy as np
 from rlhf_data.records import Rollout
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import local_gpus
-from rlhf_train.algorithms import AlgorithmSpec, make_algorithm
+from rlhf_train.algorithms.table import AlgorithmSpec, make_algorithm
 from rlhf_train.batching import RankPlan, plan_batches
-from rlhf_train.columns import RolloutColumns
+from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts
 
@@ -112,7 +112,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
 
     from rlhf_models.lora import LoraSpec
     from rlhf_train.engine.shards import part_of
-    from rlhf_train.online.worker import TrainWorker
+    from rlhf_train.learning.worker import TrainWorker
     from rlhf_train.run.metrics import merge_metrics, results
 
     spec = ModelSpec(

@@ -22,9 +22,9 @@ from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.host import free_port, local_gpus
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
-from rlhf_train.algorithms import make_algorithm
-from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
-from rlhf_train.online.placement import PlacementRequest, plan_placement
+from rlhf_train.algorithms.table import make_algorithm
+from rlhf_train.cluster.placement import PlacementRequest, plan_placement
+from rlhf_train.online_job import BatchSizes, OnlineJob, RewardSpec
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 RANK_TIMEOUT_S = 300.0
@@ -228,8 +228,8 @@ def running_engine(job: OnlineJob, num_engines: int = 1) -> Iterator[list[Any]]:
     longer to start than a short run takes. A run's first weight sync gives the engines the weights of that run.
     """
     from rlhf_rollout.ray_actors import RayEngine, RemoteEngine
-    from rlhf_train.online import cluster
-    from rlhf_train.online.ray_session import started_cluster
+    from rlhf_train import processes as cluster
+    from rlhf_train.cluster.ray_session import started_cluster
 
     with started_cluster(NUM_CLUSTER_CPUS, 0):
         handles = [RemoteEngine.options(num_cpus=1).remote("vllm", job.engine) for _ in range(num_engines)]

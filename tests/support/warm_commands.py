@@ -20,7 +20,7 @@ from collections.abc import Iterator
 # command that uses it, because it reads the environment when it is imported.
 LIBRARIES = {
     "engine": ("rlhf_rollout.engines.vllm.loop", "vllm.engine.arg_utils", "vllm.v1.engine.core_client"),
-    "trainer": ("peft", "rlhf_train.offline.loop"),
+    "trainer": ("peft", "rlhf_train.offline.epochs"),
 }
 ENGINE_COMMANDS = ("chat", "generate")
 

@@ -24,10 +24,10 @@ from environment import OWN_CLUSTER, command_line, environment
 from rlhf_cli.commands.ppo import COMMAND_LINE
 from rlhf_cli.jobs import make_job, make_plan
 from rlhf_cli.preflight.inputs import check_inputs
-from rlhf_train.online.cluster import placed_bundles, ray_cluster, start_engines
-from rlhf_train.online.job import OnlineJob
-from rlhf_train.online.ray_session import wait
-from rlhf_train.online.run import run_online
+from rlhf_train.cluster.ray_session import wait
+from rlhf_train.online import run_online
+from rlhf_train.online_job import OnlineJob
+from rlhf_train.processes import placed_bundles, ray_cluster, start_engines
 from rlhf_train.run.observer import Observer
 
 GOAL_S = 5.0

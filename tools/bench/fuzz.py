@@ -31,8 +31,8 @@ import torch
 from environment import command_line as typed
 from environment import environment
 from rlhf_cli.main import command_line
-from rlhf_data.command_line import to_toml
 from rlhf_data.errors import RlhfError
+from rlhf_data.options.command_line import to_toml
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_data.rows import RowErrors
 from rlhf_data.sft import SftEncoder

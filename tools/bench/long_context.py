@@ -38,8 +38,8 @@ def train(rank: int, num_ranks: int, options: argparse.Namespace, model: str, po
     import torch
 
     from rlhf_data.sft import SftExample
+    from rlhf_train.offline.epochs import OfflineSchedule
     from rlhf_train.offline.job import OfflineJob, run_offline
-    from rlhf_train.offline.loop import OfflineSchedule
     from rlhf_train.offline.objectives.supervised import SupervisedObjective
     from rlhf_train.run.observer import Observer
     from rlhf_train.specs import ModelSpec, OptimizerSpec

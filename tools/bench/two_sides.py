@@ -27,8 +27,8 @@ from environment import OWN_CLUSTER, command_line, environment
 from rlhf_cli.commands.ppo import COMMAND_LINE
 from rlhf_cli.jobs import make_job, make_plan
 from rlhf_cli.preflight.inputs import check_inputs
-from rlhf_train.online.cluster import ray_cluster
-from rlhf_train.online.run import run_online
+from rlhf_train.online import run_online
+from rlhf_train.processes import ray_cluster
 from rlhf_train.run.observer import Observer
 
 PERIOD_S = 0.02

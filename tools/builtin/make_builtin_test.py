@@ -127,7 +127,7 @@ def test_shipped_model_writes_clean_steps_and_mostly_forgets_the_carry(tokenizer
 
 def test_make_prints_a_command_that_sft_understands(tmp_path):
     from rlhf_cli.config.offline import SftConfig
-    from rlhf_data.command_line import CommandLine
+    from rlhf_data.options.command_line import CommandLine
 
     flags = make.sft_flags(tmp_path / "initial", tmp_path / "demonstrations.jsonl", tmp_path / "sft")
     parsed = CommandLine(config=SftConfig, prog="rlhf sft").parse(shlex.split(shlex.join(flags)))

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args, get_origin
 
 from openrlhf_page import commands_text, written
 from rlhf_cli.main import COMMANDS, command_line
-from rlhf_data.options import Option, options
+from rlhf_data.options.declare import Option, options
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 TOP = """# Options

@@ -5,10 +5,10 @@ import pytest
 from rlhf_cli.commands.ppo import lowest_layer
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.preflight.devices import on_cpu
-from rlhf_data.command_line import CommandLine, Parsed
 from rlhf_data.errors import ConfigError
-from rlhf_data.exits import with_flags
-from rlhf_train.algorithms import ALGORITHMS
+from rlhf_data.options.command_line import CommandLine, Parsed
+from rlhf_data.options.exits import with_flags
+from rlhf_train.algorithms.table import ALGORITHMS
 
 FP8 = ("--vllm_quantization", "fp8", "--bf16")
 GRPO = ("--advantage_estimator", "group_norm")

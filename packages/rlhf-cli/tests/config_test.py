@@ -7,11 +7,11 @@ from rlhf_cli.commands.ppo import lowest_layer
 from rlhf_cli.config.offline import DpoConfig, KdConfig, KtoConfig, PrmConfig, RmConfig, SftConfig
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.preflight.devices import on_cpu
-from rlhf_data.command_line import CommandLine, Parsed, read_toml, to_toml
 from rlhf_data.errors import ConfigError
-from rlhf_data.exits import with_flags
-from rlhf_data.options import options
-from rlhf_train.algorithms import ALGORITHMS
+from rlhf_data.options.command_line import CommandLine, Parsed, read_toml, to_toml
+from rlhf_data.options.declare import options
+from rlhf_data.options.exits import with_flags
+from rlhf_train.algorithms.table import ALGORITHMS
 
 GIVEN = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "r.py")
 

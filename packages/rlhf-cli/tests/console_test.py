@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_cli.console import DOING, PPO_COLUMNS, Console, OfflineView, RunView, StepTable, show_results
 from rlhf_data.errors import EngineError
-from rlhf_data.progress import Progress
+from rlhf_data.options.progress import Progress
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_train.run.timeline import PHASES
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli.main import COMMANDS, command_line, main
-from rlhf_data.exits import FLAGS_OF_FIELDS, with_flags
-from rlhf_data.options import options
+from rlhf_data.options.declare import options
+from rlhf_data.options.exits import FLAGS_OF_FIELDS, with_flags
 
 # By library, the modules of its own commands, which may name flags.
 COMMAND_CODE = {

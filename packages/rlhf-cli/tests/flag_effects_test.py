@@ -11,13 +11,13 @@ from rlhf_cli.commands.ppo import lowest_layer
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.jobs import make_job, make_plan
 from rlhf_cli.preflight.inputs import Inputs
-from rlhf_data.command_line import CommandLine
-from rlhf_data.options import options
+from rlhf_data.options.command_line import CommandLine
+from rlhf_data.options.declare import options
 from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
 from rlhf_data.rows import Counts
-from rlhf_train.algorithms import CorrectionSpec
-from rlhf_train.online.job import AsyncSpec, DynamicSampling
+from rlhf_train.algorithms.table import CorrectionSpec
+from rlhf_train.online_job import AsyncSpec, DynamicSampling
 
 CPU, MANY_GPUS = 0, 8
 AGENT = "--agent_func_path agents "

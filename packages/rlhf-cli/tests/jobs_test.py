@@ -12,9 +12,9 @@ from rlhf_cli.jobs import count_steps, describe_batches, make_job, make_plan
 from rlhf_cli.preflight.data import data_notices
 from rlhf_cli.preflight.devices import check_device, find_gpus
 from rlhf_cli.preflight.inputs import Inputs
-from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import ConfigError
-from rlhf_data.exits import with_flags
+from rlhf_data.options.command_line import CommandLine
+from rlhf_data.options.exits import with_flags
 from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
 from rlhf_data.rows import Counts
@@ -334,7 +334,7 @@ def test_find_gpus_counts_those_of_each_node_that_lives(monkeypatch):
     found = [{"Alive": state == "Alive", "Resources": {"GPU": gpus, "CPU": 9.0}} for state, gpus in nodes]
     monkeypatch.setattr("ray.nodes", lambda: [*found, {"Alive": True, "Resources": {}}])
     for name, value in (("find_cluster", "127.0.0.1:6379"), ("join", None)):
-        monkeypatch.setattr(f"rlhf_train.online.ray_session.{name}", lambda *words, value=value: value)
+        monkeypatch.setattr(f"rlhf_train.cluster.ray_session.{name}", lambda *words, value=value: value)
     assert find_gpus() == ([2, 4, 0], "127.0.0.1:6379")
 
 

@@ -11,7 +11,7 @@ from rlhf_cli.builtin import BUILTIN, MODEL_DIR, TRAIN_FILE
 from rlhf_cli.commands import rollout
 from rlhf_cli.main import COMMANDS, GROUPS, command_line, main
 from rlhf_cli.paths import with_full_paths
-from rlhf_data.options import options
+from rlhf_data.options.declare import options
 
 GENERATE = ("--engine", "fake", "--prompt_data", BUILTIN, "--input_key", "prompt")
 

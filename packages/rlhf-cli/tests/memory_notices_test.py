@@ -29,7 +29,7 @@ def gpu(tmp_path, monkeypatch):
     programs = tmp_path / "bin"
     programs.mkdir()
     monkeypatch.setenv("PATH", str(programs), prepend=":")
-    monkeypatch.setattr("rlhf_train.online.run.run_online", started)
+    monkeypatch.setattr("rlhf_train.online.run_online", started)
 
     def make(said: str, devices: str = "0") -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)

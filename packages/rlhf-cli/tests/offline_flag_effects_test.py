@@ -12,9 +12,9 @@ from rlhf_cli.commands.offline import _prepare
 from rlhf_cli.config.output import OutputSection
 from rlhf_cli.console import Console
 from rlhf_cli.launcher import Launch
-from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import options
+from rlhf_data.options.command_line import CommandLine
+from rlhf_data.options.declare import options
 from rlhf_data.own_code import TrustedModel
 
 PAIR = {"chosen": "\n\nHuman: a\n\nAssistant: good", "rejected": "\n\nHuman: a\n\nAssistant: bad", "margin": 0.5}

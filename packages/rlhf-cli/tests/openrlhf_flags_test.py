@@ -9,8 +9,8 @@ from rlhf_cli.commands.lora_combiner import COMMAND_LINE as LORA_COMBINER
 from rlhf_cli.commands.ppo import COMMAND_LINE as PPO
 from rlhf_cli.commands.rollout import command_line
 from rlhf_cli.config.openrlhf import INFERENCE, flags_of, table
-from rlhf_data.command_line import CommandLine, Parsed
 from rlhf_data.errors import ConfigError, FeatureError
+from rlhf_data.options.command_line import CommandLine, Parsed
 
 HERE = Path(__file__).parent
 MODEL = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "r.py")

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_cli.main import COMMANDS, command_line
-from rlhf_data.options import options
+from rlhf_data.options.declare import options
 
 TABLE = Path(__file__).parent / "option_table.txt"
 

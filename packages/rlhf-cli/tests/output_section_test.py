@@ -12,8 +12,8 @@ from rlhf_cli.config.output import OutputSection
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import with_full_paths
 from rlhf_cli.secrets import restart_without_key
-from rlhf_data.command_line import CommandLine, to_toml
 from rlhf_data.errors import ConfigError
+from rlhf_data.options.command_line import CommandLine, to_toml
 from rlhf_train.run.trackers.spec import TrackerSpec
 
 KEY = "0123456789abcdef0123456789abcdef01234567"

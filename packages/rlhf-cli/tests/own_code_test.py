@@ -13,7 +13,7 @@ os.environ.setdefault("HF_MODULES_CACHE", tempfile.mkdtemp())
 
 from rlhf_cli.main import COMMANDS, command_line, main
 from rlhf_data.main import main as data_main
-from rlhf_data.options import options
+from rlhf_data.options.declare import options
 from rlhf_data.own_code import TrustedModel
 from rlhf_models.loading import load_critic, load_tokenizer
 from rlhf_models.testing import own_code_model_dir, tiny_model_dir

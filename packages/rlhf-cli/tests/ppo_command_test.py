@@ -19,7 +19,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("rlhf_train.online.run.run_online", lambda job, view: pytest.fail("a run was started"))
+    monkeypatch.setattr("rlhf_train.online.run_online", lambda job, view: pytest.fail("a run was started"))
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "reward.py").write_text(REWARD)
     return tmp_path

@@ -16,11 +16,11 @@ from rlhf_cli.builtin import MODEL_DIR
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.preflight.data import load_all, metric_names, open_prompts
 from rlhf_cli.preflight.inputs import Inputs, check_inputs
-from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.options.command_line import CommandLine
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_data.testing import ByteTokenizer
-from rlhf_train.online.evaluation import summarize_evaluation
+from rlhf_train.evaluation import summarize_evaluation
 
 REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0] * len(queries)}\n"
 

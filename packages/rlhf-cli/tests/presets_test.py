@@ -5,8 +5,8 @@ import pytest
 from rlhf_cli.commands.ppo import lowest_layer
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.presets import PRESETS
-from rlhf_data.command_line import CommandLine, Parsed
 from rlhf_data.errors import ConfigError
+from rlhf_data.options.command_line import CommandLine, Parsed
 
 GIVEN = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "r.py")
 

@@ -12,10 +12,10 @@ from rlhf_cli.builtin import MODEL_DIR
 from rlhf_cli.commands import ppo
 from rlhf_cli.commands.replay import compare
 from rlhf_cli.main import main
-from rlhf_data.command_line import to_toml
+from rlhf_data.options.command_line import to_toml
 from rlhf_data.records import Verdict, VerdictKind
 from rlhf_rollout.records_io import RolloutWriter
-from rlhf_train.online.job import RunSummary
+from rlhf_train.online_job import RunSummary
 from rlhf_train.run.checkpoint import Checkpoints
 
 METRICS = {"policy/loss": 0.25, "rollout/reward": 0.5, "kl/reference": None, "time/step": 3.0, "throughput/x": 1.0}
@@ -56,7 +56,7 @@ def jobs(monkeypatch):
         Path(job.save_path, "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return RunSummary(save_path=job.save_path, artifacts={}, metrics={})
 
-    monkeypatch.setattr("rlhf_train.online.run.run_online", run_online)
+    monkeypatch.setattr("rlhf_train.online.run_online", run_online)
     return found
 
 

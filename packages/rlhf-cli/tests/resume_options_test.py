@@ -21,8 +21,8 @@ from rlhf_cli.preflight.resume import (
     saying_how_to_resume,
     steps_of_ended_run,
 )
-from rlhf_data.command_line import to_toml
 from rlhf_data.errors import ConfigError
+from rlhf_data.options.command_line import to_toml
 
 
 def parse(*argv):
@@ -91,7 +91,7 @@ def ended_run(tmp_path, *argv, summary='{"step": 7, "time/total": 9.5}\n', step=
 
 
 def test_run_that_has_done_all_its_steps_ends_at_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("rlhf_train.online.run.run_online", lambda job, view: pytest.fail("a run was started"))
+    monkeypatch.setattr("rlhf_train.online.run_online", lambda job, view: pytest.fail("a run was started"))
     run = ended_run(tmp_path, "--train_steps", "7")
     for flags in ([], ["--train_steps", "5"]):
         assert main(["--resume", str(run), *flags]) == 0
@@ -128,7 +128,7 @@ def test_rank_0_decides_for_all_ranks_that_an_offline_run_has_ended(tmp_path, mo
     section = parse("--resume", str(ended_run(tmp_path))).config.checkpoint
     job = {"num_ranks": 2, "has_order_of": lambda path: True, "checkpoints": section.spec()}
     told = []
-    monkeypatch.setattr("rlhf_train.offline.ranks.of_all_ranks", lambda own: [*told, own])
+    monkeypatch.setattr("rlhf_train.offline.collectives.of_all_ranks", lambda own: [*told, own])
     first = SimpleNamespace(rank=0, model_path=tmp_path / "run/model", **job)
     second = SimpleNamespace(rank=1, model_path=tmp_path / "empty/model", **job)
     told.append(_updates_of_ended_run(section, first))

@@ -12,7 +12,7 @@ from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.console import Console
 from rlhf_cli.jobs import make_job, make_plan
 from rlhf_cli.preflight.inputs import check_inputs
-from rlhf_data.command_line import CommandLine
+from rlhf_data.options.command_line import CommandLine
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.run.checkpoint import Checkpoints
 

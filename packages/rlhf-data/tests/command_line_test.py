@@ -3,10 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
-from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import ConfigError, FeatureError
-from rlhf_data.flags import absent, mapped, moot, renamed, sets
-from rlhf_data.options import Config, Section, flag, one_of
+from rlhf_data.options.command_line import CommandLine
+from rlhf_data.options.declare import Config, Section, flag, one_of
+from rlhf_data.options.flags import absent, mapped, moot, renamed, sets
 
 
 class _Optimizer(Section, title="optimizer"):

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from record_testing import ManualClock
-from rlhf_data.progress import Progress, duration
+from rlhf_data.options.progress import Progress, duration
 
 
 class Terminal(io.StringIO):

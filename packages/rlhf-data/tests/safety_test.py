@@ -5,10 +5,10 @@ import urllib.request
 import pytest
 
 from record_testing import write_jsonl
-from rlhf_data.command_line import CommandLine, to_toml
 from rlhf_data.errors import ConfigError
 from rlhf_data.main import main
-from rlhf_data.options import Config, Section, flag
+from rlhf_data.options.command_line import CommandLine, to_toml
+from rlhf_data.options.declare import Config, Section, flag
 from rlhf_data.safety import is_loopback, is_utf8, loopback_unproxied, visible, without_secrets
 
 

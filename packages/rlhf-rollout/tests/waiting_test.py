@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from record_testing import write_jsonl
-from rlhf_data.progress import Progress
+from rlhf_data.options.progress import Progress
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.commands import generate as generate_command
 from rlhf_rollout.commands import parts

@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_train.advantages import (
+from rlhf_train.algorithms.gae import (
     distilled_advantages,
     generalized_advantages,
     moments,
     placed_rewards,
+    rewards_to_go,
     token_rewards,
     turn_starts,
     whiten,
 )
-from rlhf_train.baselines import (
+from rlhf_train.algorithms.group import (
     group_normalized,
     leave_one_out,
     relative_rewards,
@@ -104,6 +105,20 @@ def test_generalized_advantages_match_hand_values():
     )
     assert torch.allclose(advantages, torch.tensor([[0.004, 0.32, 0.4]]))
     assert torch.allclose(returns, torch.tensor([[0.504, 0.72, 1.0]]))
+
+
+def test_rewards_to_go_are_sums_of_what_follows():
+    # Row 0 has its reward at the end, which every token gets. Row 1 earns 1 at token 0 and 4 at token 3, the first of a
+    # turn; token 2 is the environment's.
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 2.0], [1.0, 0.0, 9.0, 4.0]])
+    mask = torch.tensor([[True, True, True, True], [True, True, False, True]])
+    whole = rewards_to_go(rewards.masked_fill(~mask, 0.0), mask, gamma=1.0)
+    assert whole.tolist() == [[2.0, 2.0, 2.0, 2.0], [5.0, 4.0, 0.0, 4.0]]
+    halved = rewards_to_go(rewards.masked_fill(~mask, 0.0), mask, gamma=0.5)
+    assert halved.tolist() == [[0.25, 0.5, 1.0, 2.0], [2.0, 2.0, 0.0, 4.0]]
+    starts = torch.tensor([[True, False, False, False], [True, False, False, True]])
+    apart = rewards_to_go(rewards.masked_fill(~mask, 0.0), mask, gamma=1.0, starts=starts, turn_gamma=0.0)
+    assert apart.tolist() == [[2.0, 2.0, 2.0, 2.0], [1.0, 0.0, 0.0, 4.0]]
 
 
 def test_generalized_advantages_skip_environment_tokens_as_if_they_were_not_there():

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import ray
 
 from rlhf_rollout.engines import EngineSpec
-from rlhf_train.online import cluster
-from rlhf_train.online.placement import PlacementRequest, plan_placement
+from rlhf_train import processes as cluster
+from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 
 
 def test_engines_of_a_run_get_seeds_of_their_own_and_are_alike_otherwise(monkeypatch):

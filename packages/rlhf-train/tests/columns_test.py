@@ -7,8 +7,8 @@ import pytest
 
 from rlhf_data.errors import DataError
 from rlhf_data.records import FinishReason
-from rlhf_train.columns import RolloutColumns
-from rlhf_train.experience import Experience
+from rlhf_train.learning.columns import RolloutColumns
+from rlhf_train.learning.experience import Experience
 from trainer_testing import random_rollouts, with_routes
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from online_fakes import BrokenReward, CrashingReward, SpreadReward, by_step, held_out, tiny_batch
 from rlhf_data.errors import CheckpointError, ConfigError, EngineError, RewardError, RlhfError
-from rlhf_train.algorithms import make_algorithm
-from rlhf_train.online.rewards import RewardShaper
-from rlhf_train.online.run import train_and_save
+from rlhf_train.algorithms.table import make_algorithm
+from rlhf_train.generation.scoring import RewardShaper
+from rlhf_train.online import train_and_save
 from rlhf_train.run.checkpoint import Checkpoints, CheckpointSpec
 from trainer_testing import tiny_job
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_train.corrections import bounded_weights, importance_weights
-from rlhf_train.kl import MAX_LOG_RATIO
+from rlhf_train.algorithms.correction import bounded_weights, importance_weights
+from rlhf_train.algorithms.kl import MAX_LOG_RATIO
 
 # Ratios of trainer to engine: 2 and 8 are trained in the first rollout, 0.5 in the second, nothing in the third.
 RATIOS = torch.tensor([[2.0, 8.0, 77.0], [0.5, 77.0, 77.0], [77.0, 77.0, 77.0]])

@@ -14,13 +14,13 @@ from rlhf_data.packing import split_balanced
 from rlhf_data.preference import PreferenceExample, UnpairedExample
 from rlhf_data.sft import SftExample
 from rlhf_train.costs import PassCosts, pass_costs
-from rlhf_train.offline.loop import Objective, OfflineSchedule, this_ranks_part
+from rlhf_train.learning.learner import Learner
+from rlhf_train.learning.ranks import RankSet
+from rlhf_train.offline.epochs import Objective, OfflineSchedule, this_ranks_part
+from rlhf_train.offline.objectives.dpo import PreferenceObjective
 from rlhf_train.offline.objectives.kto import KtoObjective
-from rlhf_train.offline.objectives.preference import PreferenceObjective
 from rlhf_train.offline.objectives.reward_model import RewardModelObjective
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
-from rlhf_train.online.learner import Learner
-from rlhf_train.online.ranks import RankSet
 from trainer_testing import random_rollouts, tiny_job
 
 FIELDS = {
@@ -156,7 +156,7 @@ class Shards(RankSet):
 
 
 def test_online_ranks_get_what_costs_equally_much_for_the_models_they_hold(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("rlhf_train.online.learner.wait", list)
+    monkeypatch.setattr("rlhf_train.learning.learner.wait", list)
     job = tiny_job("model", tmp_path)
     job = dataclasses.replace(job, batch=dataclasses.replace(job.batch, train_batch_size=job.batch.num_rollouts))
     rollouts = random_rollouts(job.batch.num_rollouts, vocab_size=64)

@@ -6,7 +6,7 @@ import statistics
 import numpy as np
 import pytest
 
-from rlhf_train.baselines import decoupled_rewards
+from rlhf_train.algorithms.group import decoupled_rewards
 
 
 def test_decoupled_rewards_match_hand_values():

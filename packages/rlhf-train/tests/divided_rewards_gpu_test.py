@@ -11,8 +11,8 @@ import torch
 from rlhf_models.loading import load_reward_model
 from rlhf_models.reward import score_sequences
 from rlhf_models.testing import tiny_reward_model_dir
-from rlhf_train.online.divided_rewards import DividedScorer, RewardRank
-from rlhf_train.online.ray_session import started_cluster
+from rlhf_train.cluster.ray_session import started_cluster
+from rlhf_train.generation.divided_rewards import DividedScorer, RewardRank
 
 DEVICE = "cuda"
 SIZES = {"vocab_size": 1003, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}

@@ -21,13 +21,19 @@ from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.ray_actors import RewardModelActor, plain_errors
 from rlhf_rollout.rewards.model import ModelReward
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
-from rlhf_train.online import cluster as online_cluster
-from rlhf_train.online import divided_rewards
-from rlhf_train.online.cluster import placed_bundles, start_scorers
-from rlhf_train.online.divided_rewards import DividedScorer, RewardRank, _all_answers, _even_batches, _ProcessGoneError
-from rlhf_train.online.job import RewardSpec
-from rlhf_train.online.placement import PlacementRequest, plan_placement
-from rlhf_train.online.ray_session import started_cluster
+from rlhf_train import processes as online_cluster
+from rlhf_train.cluster.placement import PlacementRequest, plan_placement
+from rlhf_train.cluster.ray_session import started_cluster
+from rlhf_train.generation import divided_rewards
+from rlhf_train.generation.divided_rewards import (
+    DividedScorer,
+    RewardRank,
+    _all_answers,
+    _even_batches,
+    _ProcessGoneError,
+)
+from rlhf_train.online_job import RewardSpec
+from rlhf_train.processes import placed_bundles, start_scorers
 from trainer_testing import random_rollouts
 
 VOCAB_SIZE = 512
@@ -136,7 +142,7 @@ def test_requests_that_wait_share_a_call_up_to_its_limit():
     scorer._most_at_once, scorer._waiting, scorer._num_alone = 6, [], 0
 
     async def taken() -> list[list[int]]:
-        from rlhf_train.online.divided_rewards import _Request
+        from rlhf_train.generation.divided_rewards import _Request
 
         scorer._waiting = [_Request([np.zeros(1)] * count) for count in (9, 4, 1, 1, 1, 3)]
         scorer._waiting[2].answer.cancel()

@@ -16,8 +16,8 @@ from rlhf_data.records import (
     Verdict,
     VerdictKind,
 )
-from rlhf_train.online.forwards import BlockForwards
-from rlhf_train.online.ranks import RankSet
+from rlhf_train.learning.forwards import BlockForwards
+from rlhf_train.learning.ranks import RankSet
 from trainer_testing import tiny_job, with_routes
 
 

@@ -13,16 +13,16 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.records import Episode, FinishReason, Prompt, RolloutGroup, Verdict, VerdictKind
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.host import free_port
-from rlhf_train.algorithms import make_algorithm
+from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.batching import RankPlan
-from rlhf_train.columns import RolloutColumns
-from rlhf_train.online.forwards import BlockForwards
-from rlhf_train.online.job import AsyncSpec, DynamicSampling
-from rlhf_train.online.learner import Learner
-from rlhf_train.online.placement import PlacementRequest, plan_placement
-from rlhf_train.online.ranks import RankSet
-from rlhf_train.online.ray_actors import RankActor
-from rlhf_train.online.run import train_and_save
+from rlhf_train.cluster.placement import PlacementRequest, plan_placement
+from rlhf_train.learning.columns import RolloutColumns
+from rlhf_train.learning.forwards import BlockForwards
+from rlhf_train.learning.learner import Learner
+from rlhf_train.learning.ranks import RankSet
+from rlhf_train.online import train_and_save
+from rlhf_train.online_job import AsyncSpec, DynamicSampling
+from rlhf_train.ray_actors import RankActor
 from trainer_testing import random_rollouts, tiny_job
 
 NUM_GROUPS = 8
@@ -57,7 +57,7 @@ class LocalRanks(RankSet):
 @pytest.fixture(autouse=True)
 def results_stand_for_references(monkeypatch):
     for module in ("forwards", "learner", "ranks"):
-        monkeypatch.setattr(f"rlhf_train.online.{module}.wait", lambda references, **_: list(references))
+        monkeypatch.setattr(f"rlhf_train.learning.{module}.wait", lambda references, **_: list(references))
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def job(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def worker(job):
-    from rlhf_train.online.worker import TrainWorker
+    from rlhf_train.learning.worker import TrainWorker
 
     return TrainWorker(
         job.models, job.algorithm, temperature=TEMPERATURE, rank=0, num_ranks=1, master=("127.0.0.1", free_port()),

@@ -6,7 +6,7 @@ import statistics
 import numpy as np
 import pytest
 
-from rlhf_train.baselines import (
+from rlhf_train.algorithms.group import (
     decoupled_rewards,
     leave_one_out,
     relative_rewards,

@@ -7,7 +7,7 @@ import pytest
 
 from record_testing import make_group
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
-from rlhf_train.online.evaluation import pass_at_k, summarize_evaluation
+from rlhf_train.evaluation import pass_at_k, summarize_evaluation
 from rlhf_train.run.best_model import STATE_FILE, BestModel
 
 OK, WRONG, CRASH = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rlhf_train.online.event_loop import EventLoopThread
+from rlhf_train.generation.event_loop import EventLoopThread
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ import pytest
 from rlhf_data.sft import SftExample
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
-from rlhf_train.algorithms import make_algorithm
+from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.batching import plan_batches
-from rlhf_train.columns import RolloutColumns
+from rlhf_train.learning.columns import RolloutColumns
+from rlhf_train.offline.epochs import OfflineSchedule
 from rlhf_train.offline.job import OfflineJob, run_offline
-from rlhf_train.offline.loop import OfflineSchedule
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
 from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -77,7 +77,7 @@ TWO_RANKS = {
 
 def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> dict[str, Any]:
     """Run a step of two updates of the actor; return its weights, what a sync sends, and the metrics."""
-    from rlhf_train.online.worker import TrainWorker
+    from rlhf_train.learning.worker import TrainWorker
     from rlhf_train.run.metrics import merge_metrics
 
     names = ("zero_stage", "packing", "optimizer", "gradient_checkpointing", "sequence_parallel_size", "routing_replay")

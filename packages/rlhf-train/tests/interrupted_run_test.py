@@ -7,9 +7,9 @@ import signal
 import pytest
 
 from online_fakes import SpreadReward, held_out
-from rlhf_train.online.job import CheckpointSpec
-from rlhf_train.online.loop import train
-from rlhf_train.online.run import train_and_save
+from rlhf_train.loop import train
+from rlhf_train.online import train_and_save
+from rlhf_train.online_job import CheckpointSpec
 from rlhf_train.run.checkpoint import Checkpoints
 from rlhf_train.run.interrupts import Interrupted
 

@@ -18,8 +18,8 @@ from rlhf_data.errors import ConfigError
 from rlhf_models.loading import load_actor
 from rlhf_models.lora import LoraSpec
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
-from rlhf_train.online import kernels_ahead, one_layer
-from rlhf_train.online.kernels_ahead import compiled_ahead, is_worth_it
+from rlhf_train.learning import kernels_ahead, one_layer
+from rlhf_train.learning.kernels_ahead import compiled_ahead, is_worth_it
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import tiny_job
 
@@ -169,7 +169,7 @@ def test_each_part_has_a_process_that_gets_the_models_and_the_job_and_ends_with_
     [folder] = {environ["TMPDIR"] for _, _, environ in started}
     assert not Path(folder).exists()
     for part, (command, given, environ) in zip(("attention", "passes"), started, strict=True):
-        assert command == [sys.executable, "-P", "-m", "rlhf_train.online.one_layer"]
+        assert command == [sys.executable, "-P", "-m", "rlhf_train.learning.one_layer"]
         assert given[:2] == (part, {"actor": job.models["actor"]}) and given[3] == os.getpid()
         assert given[2].sampling == job.sampling and not given[2].prompts and not given[2].eval_prompts
         assert set(filter(None, sys.path)) == set(environ["PYTHONPATH"].split(os.pathsep))
@@ -195,7 +195,7 @@ def test_a_process_that_cannot_start_is_none_and_ends_those_that_did(job, monkey
 
 PROGRAM = """
 import torch
-from rlhf_train.online import one_layer
+from rlhf_train.learning import one_layer
 
 torch.cuda.set_per_process_memory_fraction = lambda share: None
 run = one_layer.run_passes

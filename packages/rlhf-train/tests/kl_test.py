@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_kernels.ops.packed_policy_loss.reference import kl_loss
-from rlhf_train.kl import BOUNDS, MAX_LOG_RATIO, adapted_kl_coef, kl_estimate
+from rlhf_train.algorithms.kl import BOUNDS, MAX_LOG_RATIO, adapted_kl_coef, kl_estimate
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from rlhf_data.records import Span, SpanSource
-from rlhf_train.columns import RolloutColumns
-from rlhf_train.experience import Experience
-from rlhf_train.online.learner import Learner
-from rlhf_train.online.ranks import RankSet
+from rlhf_train.learning.columns import RolloutColumns
+from rlhf_train.learning.experience import Experience
+from rlhf_train.learning.learner import Learner
+from rlhf_train.learning.ranks import RankSet
 from trainer_testing import random_rollouts, tiny_job
 
 
@@ -37,7 +37,7 @@ def rollouts_of_three_prompts():
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_rollouts_of_a_prompt_stay_together_if_they_share_it(tmp_path, monkeypatch, is_shared):
-    monkeypatch.setattr("rlhf_train.online.learner.wait", list)
+    monkeypatch.setattr("rlhf_train.learning.learner.wait", list)
     job = tiny_job("model", tmp_path)
     models = {
         role: dataclasses.replace(spec, packing=True, share_prompts=is_shared) for role, spec in job.models.items()

@@ -9,11 +9,11 @@ import torch
 from online_fakes import LoggedRanks
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.rewards.sources import RewardSource
-from rlhf_train.advantages import generalized_advantages, placed_rewards, turn_starts
-from rlhf_train.algorithms import make_algorithm
-from rlhf_train.experience import Experience
-from rlhf_train.online.learner import Learner
-from rlhf_train.online.places import Place, PlacementPlan, ProcessPlan
+from rlhf_train.algorithms.gae import generalized_advantages, placed_rewards, turn_starts
+from rlhf_train.algorithms.table import make_algorithm
+from rlhf_train.cluster.places import Place, PlacementPlan, ProcessPlan
+from rlhf_train.learning.experience import Experience
+from rlhf_train.learning.learner import Learner
 from trainer_testing import random_rollouts, tiny_job
 
 
@@ -25,7 +25,7 @@ def job(tmp_path):
 @pytest.fixture(autouse=True)
 def results_stand_for_references(monkeypatch):
     for module in ("learner", "ranks"):
-        monkeypatch.setattr(f"rlhf_train.online.{module}.wait", list)
+        monkeypatch.setattr(f"rlhf_train.learning.{module}.wait", list)
 
 
 def judged(name: str, steps: tuple[tuple[int, float], ...], rest: float) -> Rollout:

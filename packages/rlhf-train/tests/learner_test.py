@@ -6,10 +6,10 @@ import pytest
 
 from online_fakes import FakeRanks, LoggedRanks, World
 from rlhf_data.errors import ConfigError
-from rlhf_train.algorithms import CorrectionSpec
-from rlhf_train.online.job import AsyncSpec
-from rlhf_train.online.learner import Learner
-from rlhf_train.online.places import Place, PlacementPlan, ProcessPlan
+from rlhf_train.algorithms.table import CorrectionSpec
+from rlhf_train.cluster.places import Place, PlacementPlan, ProcessPlan
+from rlhf_train.learning.learner import Learner
+from rlhf_train.online_job import AsyncSpec
 from rlhf_train.run.metrics import Sum
 from trainer_testing import random_rollouts, tiny_job
 
@@ -22,7 +22,7 @@ def job(tmp_path):
 @pytest.fixture(autouse=True)
 def results_stand_for_references(monkeypatch):
     for module in ("learner", "ranks"):
-        monkeypatch.setattr(f"rlhf_train.online.{module}.wait", list)
+        monkeypatch.setattr(f"rlhf_train.learning.{module}.wait", list)
 
 
 def test_columns_go_between_models_in_processes_apart(job):

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.batching import Denominators
-from rlhf_train.kl import kl_estimate
 from rlhf_train.losses.aggregate import token_mean
 from rlhf_train.losses.value import clipped_value_loss
 

@@ -11,12 +11,12 @@ from ray.exceptions import RayTaskError
 
 from online_fakes import Listener, SpreadReward, World
 from rlhf_data.errors import EngineError
-from rlhf_train.online import cluster
-from rlhf_train.online import run as online_run
-from rlhf_train.online.job import CheckpointSpec
-from rlhf_train.online.placement import PlacementRequest, plan_placement
-from rlhf_train.online.ray_session import DeviceMemoryError, LostProcessError
-from rlhf_train.online.run import LostTrainerError, run_online
+from rlhf_train import online as online_run
+from rlhf_train import processes as cluster
+from rlhf_train.cluster.placement import PlacementRequest, plan_placement
+from rlhf_train.cluster.ray_session import DeviceMemoryError, LostProcessError
+from rlhf_train.online import LostTrainerError, run_online
+from rlhf_train.online_job import CheckpointSpec
 from rlhf_train.run.checkpoint import Checkpoints
 from rlhf_train.run.interrupts import Interrupted
 from trainer_testing import tiny_job

@@ -18,11 +18,11 @@ from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor, load_reward_model
 from rlhf_models.lora import LoraSpec
 from rlhf_models.testing import tiny_model_dir
+from rlhf_train.offline.epochs import MicroBatch, OfflineSchedule
 from rlhf_train.offline.job import OfflineJob, run_offline
-from rlhf_train.offline.loop import MicroBatch, OfflineSchedule
 from rlhf_train.offline.objectives.distillation import DistillationObjective
+from rlhf_train.offline.objectives.dpo import PreferenceObjective
 from rlhf_train.offline.objectives.kto import KtoObjective
-from rlhf_train.offline.objectives.preference import PreferenceObjective
 from rlhf_train.offline.objectives.process_reward import ProcessRewardObjective
 from rlhf_train.offline.objectives.reward_model import RewardModelObjective
 from rlhf_train.offline.objectives.supervised import SupervisedObjective

@@ -9,7 +9,7 @@ import torch
 
 from rlhf_data.errors import ConfigError
 from rlhf_train.engine.protocol import StepStats
-from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, learn_once, this_ranks_part, train_offline
+from rlhf_train.offline.epochs import Objective, OfflineSchedule, evaluate, learn_once, this_ranks_part, train_offline
 from rlhf_train.run.metrics import Mean, Sum
 from trainer_testing import run_ranks
 

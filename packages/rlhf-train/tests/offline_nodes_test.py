@@ -14,12 +14,12 @@ import torch
 from rlhf_data.errors import ConfigError, DataError, EngineError
 from rlhf_data.sft import SftExample
 from rlhf_train.engine.process_group import init_process_group
-from rlhf_train.offline import ranks
+from rlhf_train.offline import collectives as ranks
+from rlhf_train.offline.collectives import check_shared
+from rlhf_train.offline.epochs import OfflineSchedule
 from rlhf_train.offline.job import OfflineJob, run_offline
-from rlhf_train.offline.loop import OfflineSchedule
 from rlhf_train.offline.meeting import failing_together, meet
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
-from rlhf_train.offline.ranks import check_shared
 from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import run_ranks

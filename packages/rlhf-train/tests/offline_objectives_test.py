@@ -15,10 +15,10 @@ from rlhf_data.preference import PreferenceExample, ProcessExample, UnpairedExam
 from rlhf_data.sft import SftExample
 from rlhf_models.batch import TokenBatch
 from rlhf_train.batching import Denominators
-from rlhf_train.offline.loop import MicroBatch
+from rlhf_train.offline.epochs import MicroBatch
 from rlhf_train.offline.objectives.distillation import DistillationObjective
+from rlhf_train.offline.objectives.dpo import PreferenceObjective
 from rlhf_train.offline.objectives.kto import KtoObjective
-from rlhf_train.offline.objectives.preference import PreferenceObjective
 from rlhf_train.offline.objectives.process_reward import ProcessRewardObjective
 from rlhf_train.offline.objectives.reward_model import RewardModelObjective
 from rlhf_train.offline.objectives.supervised import SupervisedObjective

@@ -11,8 +11,8 @@ from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.batching import Denominators
+from rlhf_train.offline.epochs import OfflineSchedule
 from rlhf_train.offline.job import OfflineJob, run_offline
-from rlhf_train.offline.loop import OfflineSchedule
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
 from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec

@@ -7,9 +7,9 @@ import pytest
 
 from online_fakes import BrokenReward, Run, SpreadReward, by_step, tiny_batch
 from rlhf_data.errors import RewardError
-from rlhf_train.online.job import DynamicSampling
-from rlhf_train.online.rewards import RewardShaper
-from rlhf_train.online.run import train_and_save
+from rlhf_train.generation.scoring import RewardShaper
+from rlhf_train.online import train_and_save
+from rlhf_train.online_job import DynamicSampling
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 
 from online_fakes import SpreadReward, by_step, held_out, tiny_batch
 from rlhf_data.errors import ConfigError
-from rlhf_train.algorithms import make_algorithm
-from rlhf_train.online.job import AsyncSpec, CheckpointSpec
-from rlhf_train.online.run import train_and_save
+from rlhf_train.algorithms.table import make_algorithm
+from rlhf_train.online import train_and_save
+from rlhf_train.online_job import AsyncSpec, CheckpointSpec
 from rlhf_train.run.checkpoint import Checkpoints
 
 OVERLAP = AsyncSpec(max_staleness=1)

@@ -12,10 +12,10 @@ from record_testing import make_group
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.ray_actors import RayScorer
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
-from rlhf_train.algorithms import make_algorithm
-from rlhf_train.online.job import DynamicSampling, RewardSpec
-from rlhf_train.online.rewards import RewardShaper, compared_rewards, is_worth_training, make_reward
-from rlhf_train.online.summaries import scored
+from rlhf_train.algorithms.table import make_algorithm
+from rlhf_train.generation.scoring import RewardShaper, compared_rewards, is_worth_training, make_reward
+from rlhf_train.generation.summaries import scored
+from rlhf_train.online_job import DynamicSampling, RewardSpec
 
 
 def rollout(reward: float | None, *, length: int = 1, truncated: bool = False, score: float | None = None) -> Rollout:
@@ -154,9 +154,11 @@ def test_reward_model_of_a_job_has_its_deadline(monkeypatch, tmp_path):
 
 def test_reward_models_score_by_turn_if_the_job_says_so_except_those_that_judge_steps(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr("rlhf_train.online.rewards.ModelReward", lambda replicas, **options: made.append(options))
-    monkeypatch.setattr("rlhf_train.online.rewards.ProcessReward", lambda replicas, **options: made.append(options))
-    monkeypatch.setattr("rlhf_train.online.rewards.build_reward", lambda sources, calls, **options: options["models"])
+    monkeypatch.setattr("rlhf_train.generation.scoring.ModelReward", lambda replicas, **options: made.append(options))
+    monkeypatch.setattr("rlhf_train.generation.scoring.ProcessReward", lambda replicas, **options: made.append(options))
+    monkeypatch.setattr(
+        "rlhf_train.generation.scoring.build_reward", lambda sources, calls, **options: options["models"]
+    )
     sources = tuple(RewardSource(kind="model", targets=(name,)) for name in ("scores", "steps"))
     spec = RewardSpec(sources=sources, by_turn=True, process_models=("steps",))
     make_reward(SimpleNamespace(replay=None, reward=spec), [[None], [None]], tmp_path / "reward.log")

@@ -13,9 +13,9 @@ from rlhf_data.errors import CheckpointError, EngineError, RewardError
 from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
-from rlhf_train.online.job import DynamicSampling
-from rlhf_train.online.service import GenerationService
-from rlhf_train.online.stream import SampleStream
+from rlhf_train.generation.service import GenerationService
+from rlhf_train.generation.stream import SampleStream
+from rlhf_train.online_job import DynamicSampling
 from rlhf_train.run.checkpoint import encode_state
 from simulated import now, simulate
 

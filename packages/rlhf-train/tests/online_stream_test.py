@@ -5,7 +5,7 @@ import pytest
 
 from record_testing import make_group
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource
-from rlhf_train.online.stream import SampleStream, Ticket
+from rlhf_train.generation.stream import SampleStream, Ticket
 
 
 def group(ticket: Ticket, *versions: int):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_train.online.turns import Turns
+from rlhf_train.generation.turns import Turns
 from rlhf_train.run.timeline import Timeline
 
 

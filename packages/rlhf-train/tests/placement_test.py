@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from rlhf_data.errors import ConfigError
-from rlhf_train.online.placement import PlacementRequest, plan_anywhere, plan_placement
-from rlhf_train.online.places import Place
+from rlhf_train.cluster.placement import PlacementRequest, plan_anywhere, plan_placement
+from rlhf_train.cluster.places import Place
 
 PPO = {"actor": 1, "critic": 1, "reference": 1}
 EIGHT = dict.fromkeys(PPO, 8)

@@ -4,7 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-from rlhf_train.online.ranks import RankSet
+from rlhf_train.learning.ranks import RankSet
 
 
 def test_call_reaches_all_ranks_before_the_call_of_another_thread_reaches_any():

@@ -3,8 +3,8 @@
 import os
 from types import SimpleNamespace
 
-from rlhf_train.online import worker
-from rlhf_train.online.ray_actors import RankActor
+from rlhf_train.learning import worker
+from rlhf_train.ray_actors import RankActor
 from rlhf_train.weight_sync import source
 
 

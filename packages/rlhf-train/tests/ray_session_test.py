@@ -18,8 +18,8 @@ from ray.exceptions import AuthenticationError, ObjectLostError, RayActorError, 
 
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_rollout.host import socket_folder
-from rlhf_train.online import ray_session
-from rlhf_train.online.ray_session import (
+from rlhf_train.cluster import ray_session
+from rlhf_train.cluster.ray_session import (
     START_ATTEMPTS,
     LostProcessError,
     check_resources,
@@ -30,7 +30,7 @@ from rlhf_train.online.ray_session import (
     wait,
     worker_environment,
 )
-from rlhf_train.online.session_folders import sweep
+from rlhf_train.cluster.session_folders import sweep
 from rlhf_train.run.interrupts import Interrupted
 
 TIMED_OUT = Exception("The current node timed out during startup.")

@@ -10,12 +10,12 @@ from online_fakes import BrokenReward, SpreadReward, by_step, held_out, tiny_bat
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_rollout.records_io import read_batches
 from rlhf_rollout.rewards.sources import RewardSource
-from rlhf_train.algorithms import make_algorithm
-from rlhf_train.online.job import AsyncSpec, DynamicSampling, RewardSpec
-from rlhf_train.online.placement import PlacementRequest, plan_placement
-from rlhf_train.online.recorded import RecordedRollouts, Recording, find_recording
-from rlhf_train.online.rewards import RewardShaper
-from rlhf_train.online.run import train_and_save
+from rlhf_train.algorithms.table import make_algorithm
+from rlhf_train.cluster.placement import PlacementRequest, plan_placement
+from rlhf_train.generation.recorded import RecordedRollouts, Recording, find_recording
+from rlhf_train.generation.scoring import RewardShaper
+from rlhf_train.online import train_and_save
+from rlhf_train.online_job import AsyncSpec, DynamicSampling, RewardSpec
 from rlhf_train.run.checkpoint import Checkpoints, CheckpointSpec
 from rlhf_train.run.checkpointing import find_checkpoint
 

@@ -15,13 +15,13 @@ from rlhf_kernels import PolicyObjective
 from rlhf_kernels.objective import PolicyLossName
 from rlhf_rollout.host import local_gpus
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_train.algorithms import POLICY_LOSSES, AlgorithmSpec, CorrectionSpec, make_algorithm
-from rlhf_train.columns import RolloutColumns
+from rlhf_train.algorithms.table import POLICY_LOSSES, AlgorithmSpec, CorrectionSpec, make_algorithm
+from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.engine.protocol import learning_rate_at
-from rlhf_train.experience import Experience
-from rlhf_train.online.job import BatchSizes, DynamicSampling, RewardSpec
-from rlhf_train.online.placement import PlacementRequest, plan_placement
-from rlhf_train.online.summaries import scored, summarize
+from rlhf_train.generation.summaries import scored, summarize
+from rlhf_train.learning.columns import RolloutColumns
+from rlhf_train.learning.experience import Experience
+from rlhf_train.online_job import BatchSizes, DynamicSampling, RewardSpec
 from rlhf_train.run.ledger import Ledger
 from rlhf_train.run.metrics import Max, Mean, Sum, merge_metrics, on_host, results
 from rlhf_train.specs import OptimizerSpec

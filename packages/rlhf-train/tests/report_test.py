@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_train.online.report import Report
+from rlhf_train.report import Report
 from rlhf_train.run.timeline import STEP
 
 

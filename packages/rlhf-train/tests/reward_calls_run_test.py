@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
-from rlhf_train.online.job import AsyncSpec, RewardSpec
-from rlhf_train.online.run import train_and_save
+from rlhf_train.online import train_and_save
+from rlhf_train.online_job import AsyncSpec, RewardSpec
 
 COUNTING = """
 def reward_func(queries, prompts, labels):

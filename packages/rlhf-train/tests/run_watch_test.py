@@ -8,8 +8,8 @@ import pytest
 from online_fakes import Listener
 from record_testing import ManualClock
 from rlhf_data.errors import EngineError
-from rlhf_train.online import ray_actors
-from rlhf_train.online.ray_actors import RankActor
+from rlhf_train import ray_actors
+from rlhf_train.ray_actors import RankActor
 from rlhf_train.run.timeline import PHASES, Timeline
 from rlhf_train.run.watch import Watch, stacks_written
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from rlhf_train.baselines import relative_token_rewards
+from rlhf_train.algorithms.group import relative_token_rewards
 
 STEPS = [np.array([0.9, 0.5]), np.array([0.2]), np.zeros(0), np.array([0.1]), np.array([0.3, 0.4])]
 STEP_GROUPS = ["a", "b", "a", "a", "b"]

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_kernels import packed_policy_loss
-from rlhf_train.algorithms import AlgorithmSpec, CorrectionSpec, make_algorithm
+from rlhf_train.algorithms.kl import kl_estimate
+from rlhf_train.algorithms.table import AlgorithmSpec, CorrectionSpec, make_algorithm
 from rlhf_train.batching import Denominators, MiniBatch
-from rlhf_train.columns import RolloutColumns
-from rlhf_train.experience import Experience
-from rlhf_train.kl import kl_estimate
-from rlhf_train.online.terms import (
+from rlhf_train.learning.columns import RolloutColumns
+from rlhf_train.learning.experience import Experience
+from rlhf_train.learning.terms import (
     correct_mismatch,
     critic_loss,
     drop_nonfinite,

@@ -18,8 +18,8 @@ from rlhf_models.loading import load_actor, load_tokenizer
 from rlhf_models.reference import load_reference
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.batching import Denominators
-from rlhf_train.offline.loop import Objective
-from rlhf_train.offline.objectives.preference import PreferenceObjective
+from rlhf_train.offline.epochs import Objective
+from rlhf_train.offline.objectives.dpo import PreferenceObjective
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
 
 

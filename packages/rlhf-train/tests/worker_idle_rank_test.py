@@ -8,9 +8,9 @@ import pytest
 from rlhf_models.host_states import RestingModel
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
-from rlhf_train.algorithms import make_algorithm
+from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.batching import plan_batches
-from rlhf_train.columns import RolloutColumns
+from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts, run_ranks
 
@@ -24,7 +24,7 @@ def two_updates(rank: int, num_ranks: int, master: Any, path: str) -> dict[int, 
     reference's log-probs before and after they were in host memory.
     """
     from rlhf_train.engine.deepspeed_internals import local_part
-    from rlhf_train.online.worker import TrainWorker
+    from rlhf_train.learning.worker import TrainWorker
 
     rollouts = random_rollouts(2, vocab_size=VOCAB_SIZE)
     plan = plan_batches(

@@ -10,11 +10,11 @@ from rlhf_models.lora import LoraSpec
 from rlhf_models.reference import load_reference
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
-from rlhf_train.algorithms import make_algorithm
+from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.batching import plan_batches
-from rlhf_train.columns import RolloutColumns
 from rlhf_train.engine.shards import ShardReader
-from rlhf_train.online.worker import TrainWorker
+from rlhf_train.learning.columns import RolloutColumns
+from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts
 

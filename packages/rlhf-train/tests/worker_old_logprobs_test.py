@@ -10,10 +10,10 @@ import pytest
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.host import free_port
-from rlhf_train.algorithms import POLICY_LOSSES, AlgorithmSpec, CorrectionSpec, make_algorithm
-from rlhf_train.baselines import relative_rewards
+from rlhf_train.algorithms.group import relative_rewards
+from rlhf_train.algorithms.table import POLICY_LOSSES, AlgorithmSpec, CorrectionSpec, make_algorithm
 from rlhf_train.batching import plan_batches
-from rlhf_train.columns import RolloutColumns
+from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts
 
@@ -47,7 +47,7 @@ def trained(
         step_versions: of the weights at the start of the last steps; the rollouts are of version 0.
         spoil: called with the experience once all models have been run.
     """
-    from rlhf_train.online.worker import TrainWorker
+    from rlhf_train.learning.worker import TrainWorker
     from rlhf_train.run.metrics import merge_metrics, results
 
     roles = ["actor", *(["critic"] if spec.row.uses_critic else [])]

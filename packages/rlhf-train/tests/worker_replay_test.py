@@ -15,13 +15,13 @@ from rlhf_models.lora import LoraSpec
 from rlhf_models.routing_replay import replay_routes
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
-from rlhf_train.algorithms import make_algorithm
+from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.batching import RankPlan, plan_batches
-from rlhf_train.columns import RolloutColumns
 from rlhf_train.engine import accelerate
-from rlhf_train.online.learner import Learner, _replayed_share
-from rlhf_train.online.ranks import RankSet
-from rlhf_train.online.worker import TrainWorker
+from rlhf_train.learning.columns import RolloutColumns
+from rlhf_train.learning.learner import Learner, _replayed_share
+from rlhf_train.learning.ranks import RankSet
+from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts, tiny_job, with_routes

@@ -14,13 +14,12 @@ from rlhf_models.host_states import RestingModel
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.host import free_port
-from rlhf_train.algorithms import make_algorithm
+from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.batching import plan_batches
-from rlhf_train.columns import RolloutColumns
-from rlhf_train.online import rehearsal
-from rlhf_train.online.placement import PlacementRequest, plan_placement
-from rlhf_train.online.ray_actors import RankActor
-from rlhf_train.online.rehearsal import (
+from rlhf_train.cluster.placement import PlacementRequest, plan_placement
+from rlhf_train.learning import rehearsal
+from rlhf_train.learning.columns import RolloutColumns
+from rlhf_train.learning.rehearsal import (
     made_up_step,
     memory_share,
     rehearse,
@@ -28,7 +27,8 @@ from rlhf_train.online.rehearsal import (
     share_beside_engines,
     without_trace,
 )
-from rlhf_train.online.worker import TrainWorker
+from rlhf_train.learning.worker import TrainWorker
+from rlhf_train.ray_actors import RankActor
 from rlhf_train.run.metrics import Mean, results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts, tiny_job
@@ -369,7 +369,7 @@ def out_of_memory(*_, **__):
 
 
 def test_models_that_do_not_fit_beside_engines_end_with_a_hint(job, monkeypatch):
-    monkeypatch.setattr("rlhf_train.online.worker.TrainWorker", out_of_memory)
+    monkeypatch.setattr("rlhf_train.learning.worker.TrainWorker", out_of_memory)
     actor = RankActor.__new__(RankActor)
     with pytest.raises(EngineError) as caught:
         actor.load(0, 1, {role: job.models[role] for role in ("actor", "critic")}, job, None)

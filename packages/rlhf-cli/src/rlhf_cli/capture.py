@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TextIO
 
 from rlhf_cli.paths import LOG_FILE
-from rlhf_data import capture
 from rlhf_data.errors import RlhfError
+from rlhf_data.options import capture
 
 
 @contextmanager
 def captured(folder: Path) -> Iterator[tuple[TextIO, TextIO]]:
-    """Send what this process and its children write to `folder`/log.txt; see `rlhf_data.capture.captured`.
+    """Send what this process and its children write to `folder`/log.txt; see `rlhf_data.options.capture.captured`.
 
     Several ranks append to one file. The log is removed at the end when nothing else lies in the folder, and so is the
     folder if it is new; after an unexpected error both stay.

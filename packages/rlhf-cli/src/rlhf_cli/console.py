@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TextIO
 from rich.console import Console as RichConsole
 from rich.text import Text
 
-from rlhf_data.exits import with_flags
-from rlhf_data.progress import Progress
+from rlhf_data.options.exits import with_flags
+from rlhf_data.options.progress import Progress
 from rlhf_data.records import Prompt, Rollout
 from rlhf_data.safety import visible
 

@@ -3,14 +3,14 @@
 import sys
 from collections.abc import Callable, Sequence
 
-from rlhf_data import exits
+from rlhf_data.options import exits
 from rlhf_rollout.host import wait_passively
 
 SUCCESS, BAD_INPUT = exits.SUCCESS, exits.BAD_INPUT
 
 
 def exit_status(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:
-    """Run `command` and return its exit status; see `rlhf_data.exits.exit_status`.
+    """Run `command` and return its exit status; see `rlhf_data.options.exits.exit_status`.
 
     Args:
         command: takes the words of the command line; returns an exit status.

@@ -10,18 +10,18 @@ from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.preflight.inputs import Inputs
 from rlhf_cli.preflight.models import longest_sequence
 from rlhf_cli.preflight.resume import to_store
-from rlhf_data.command_line import to_toml
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import matching
+from rlhf_data.options.command_line import to_toml
+from rlhf_data.options.declare import matching
 from rlhf_rollout.agents import AgentSpec
 from rlhf_rollout.commands.sections import SHARE_ALONE
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.rewards.sources import model_paths
+from rlhf_train.cluster.placement import PlacementRequest, plan_placement
+from rlhf_train.cluster.places import PlacementPlan
+from rlhf_train.generation.recorded import Recording
 from rlhf_train.memory import ITEM_BYTES, count_parameters
-from rlhf_train.online.job import DynamicSampling, OnlineJob, RewardSpec
-from rlhf_train.online.placement import PlacementRequest, plan_placement
-from rlhf_train.online.places import PlacementPlan
-from rlhf_train.online.recorded import Recording
+from rlhf_train.online_job import DynamicSampling, OnlineJob, RewardSpec
 from rlhf_train.specs import ModelSpec
 
 # Shares of a GPU's memory for the engines on a GPU that they share with training.

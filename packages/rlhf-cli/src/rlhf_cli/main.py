@@ -12,9 +12,9 @@ from typing import Any
 
 from rlhf_cli.exits import BAD_INPUT, SUCCESS, exit_status
 from rlhf_cli.launcher import check_launched_once
-from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import ConfigError, unknown
-from rlhf_data.options import options
+from rlhf_data.options.command_line import CommandLine
+from rlhf_data.options.declare import options
 from rlhf_data.safety import visible
 from rlhf_rollout.commands.main import COMMANDS as ROLLOUT_COMMANDS
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rlhf_cli.builtin import BUILTIN, HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
-from rlhf_data.checks import check_stays
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import AnyConfig, Config, options
+from rlhf_data.options.checks import check_stays
+from rlhf_data.options.declare import AnyConfig, Config, options
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.pretrained import is_template_file
 from rlhf_data.sources import SUFFIXES, split_sources

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rlhf_data.chat import template_dates
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.options import Section, matching
+from rlhf_data.options.declare import Section, matching
 from rlhf_data.preference import PreferenceEncoder, PreferenceExample, ProcessEncoder, UnpairedEncoder
 from rlhf_data.rows import Counts, Row, RowErrors, unknown_id
 from rlhf_data.sft import SftEncoder

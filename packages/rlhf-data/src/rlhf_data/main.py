@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Sequence
 
-from rlhf_data.command_line import CommandLine, show_parsed
-from rlhf_data.exits import SUCCESS, run_command
 from rlhf_data.inspection import InspectConfig, run
+from rlhf_data.options.command_line import CommandLine, show_parsed
+from rlhf_data.options.exits import SUCCESS, run_command
 from rlhf_data.pretrained import check_code
 
 COMMANDS = {"inspect": "count, measure and show the rows of data files"}

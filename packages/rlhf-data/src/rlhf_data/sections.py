@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, field_validator, model_validator
 
-from rlhf_data.checks import lacking, without_effect
 from rlhf_data.errors import ConfigError, with_hint
-from rlhf_data.options import Section, flag, one_of
+from rlhf_data.options.checks import lacking, without_effect
+from rlhf_data.options.declare import Section, flag, one_of
 from rlhf_data.presets import PRESETS
 
 SOURCES = (

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from rlhf_data.errors import ConfigError, unknown
-from rlhf_data.exits import SUCCESS, exit_status
+from rlhf_data.options.exits import SUCCESS, exit_status
 from rlhf_data.own_code import admit_code, entrust, trusted
 from rlhf_data.pretrained import clear_errors, load_tokenizer, located_model
 from rlhf_models.actor import Actor

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from rlhf_cli.config.model import OfflineModelSection
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import CONFIG_FILE, check_output_folder, model_path, parts, user_path
-from rlhf_data.checks import lacking, without_effect
-from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import CheckpointError, ConfigError
-from rlhf_data.exits import FAILURE
-from rlhf_data.options import Config, flag, one_of
+from rlhf_data.options.checks import lacking, without_effect
+from rlhf_data.options.command_line import CommandLine
+from rlhf_data.options.declare import Config, flag, one_of
+from rlhf_data.options.exits import FAILURE
 from rlhf_data.own_code import trusted
 from rlhf_data.sections import TrustSection
 from rlhf_rollout.commands.terminal import TERMINAL, log_file

@@ -22,11 +22,11 @@ from rlhf_cli.preflight.models import (
     longest_sequence,
 )
 from rlhf_cli.preflight.resume import check_run_folders
-from rlhf_data.checks import once
-from rlhf_data.command_line import Parsed, to_toml
 from rlhf_data.errors import ConfigError
-from rlhf_train.online.placement import plan_anywhere
-from rlhf_train.online.places import PlacementPlan
+from rlhf_data.options.checks import once
+from rlhf_data.options.command_line import Parsed, to_toml
+from rlhf_train.cluster.placement import plan_anywhere
+from rlhf_train.cluster.places import PlacementPlan
 
 _GPUS_OF_A_NODE = 8  # assumed where the machine is not known; more if a model asks for more GPUs per node
 

@@ -46,7 +46,7 @@ def _scores(config: RmConfig, tokenizer: Any) -> Any:
 
 
 def _preferences(config: DpoConfig, tokenizer: Any) -> Any:
-    from rlhf_train.offline.objectives.preference import PreferenceObjective
+    from rlhf_train.offline.objectives.dpo import PreferenceObjective
 
     section = config.objective
     names = {"nll_loss_coef": "nll_coef", "simpo_gamma": "gamma"}

@@ -6,10 +6,10 @@ from pathlib import Path
 from rlhf_cli.config.openrlhf import flags_of
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import check_output_folder, model_of_run, model_path, run_folder_notices, user_path
-from rlhf_data.checks import lacking
-from rlhf_data.command_line import CommandLine, show_parsed
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import Config, flag, with_defaults
+from rlhf_data.options.checks import lacking
+from rlhf_data.options.command_line import CommandLine, show_parsed
+from rlhf_data.options.declare import Config, flag, with_defaults
 from rlhf_data.pretrained import check_code
 from rlhf_data.sections import TrustSection
 from rlhf_rollout.commands.sections import PrecisionSection

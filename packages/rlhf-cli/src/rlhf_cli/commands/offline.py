@@ -39,9 +39,9 @@ from rlhf_cli.preflight.resume import (
     to_store,
 )
 from rlhf_cli.secrets import restart_without_key
-from rlhf_data.command_line import CommandLine, Parsed, to_toml
 from rlhf_data.errors import ConfigError, unknown
-from rlhf_data.options import matching
+from rlhf_data.options.command_line import CommandLine, Parsed, to_toml
+from rlhf_data.options.declare import matching
 from rlhf_data.pretrained import set_chat_template
 from rlhf_rollout.host import local_gpus
 
@@ -214,8 +214,8 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     from rlhf_data.keys import unread_tools
     from rlhf_models.loading import check_tokenizer_fits
     from rlhf_rollout.host import free_port
+    from rlhf_train.offline.epochs import OfflineSchedule
     from rlhf_train.offline.job import OfflineJob
-    from rlhf_train.offline.loop import OfflineSchedule
 
     if place.rank == 0 and hasattr(config.data, "tools_key"):
         for notice in unread_tools(sources.values(), config.data):
@@ -282,7 +282,7 @@ def _updates_of_ended_run(section: CheckpointSection, job: "OfflineJob") -> int 
     if job.num_ranks == 1:
         return done
 
-    from rlhf_train.offline.ranks import of_all_ranks
+    from rlhf_train.offline.collectives import of_all_ranks
 
     return of_all_ranks(done)[0]
 

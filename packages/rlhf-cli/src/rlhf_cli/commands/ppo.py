@@ -25,8 +25,8 @@ from rlhf_cli.preflight.resume import (
 )
 from rlhf_cli.presets import PRESETS
 from rlhf_cli.secrets import restart_without_key
-from rlhf_data.checks import once
-from rlhf_data.command_line import CommandLine, Parsed
+from rlhf_data.options.checks import once
+from rlhf_data.options.command_line import CommandLine, Parsed
 from rlhf_train.run.interrupts import Interrupts
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     console.result(f"batches\n{describe_batches(config, plan, len(inputs.prompts) or None, num_held_out)}")
     console.result(f"results will be in {folder}, messages of libraries in {LOG_FILE} there")
 
-    from rlhf_train.online.run import run_online
+    from rlhf_train.online import run_online
 
     view = RunView(
         console,

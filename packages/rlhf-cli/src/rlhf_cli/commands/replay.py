@@ -11,17 +11,17 @@ from rlhf_cli.capture import captured
 from rlhf_cli.commands.ppo import COMMAND_LINE as PPO
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import CONFIG_FILE, user_path
-from rlhf_data.checks import lacking
-from rlhf_data.command_line import CommandLine, read_toml, show_parsed
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.exits import FAILURE
-from rlhf_data.options import Config, Section, flag
+from rlhf_data.options.checks import lacking
+from rlhf_data.options.command_line import CommandLine, read_toml, show_parsed
+from rlhf_data.options.declare import Config, Section, flag
+from rlhf_data.options.exits import FAILURE
 from rlhf_data.safety import MASK
 from rlhf_train.run.interrupts import Interrupts
 
 if TYPE_CHECKING:
     from rlhf_cli.console import Console
-    from rlhf_train.online.job import OnlineJob
+    from rlhf_train.online_job import OnlineJob
 
 DESCRIPTION = """`rlhf replay RUN_DIR --step N` trains step N of the run in that folder once more, from the rollouts
 that it recorded and from its newest checkpoint before step N (from the initial models without one), and compares all
@@ -134,7 +134,7 @@ def _repeat(run: Path, step: int, folder: Path, console: "Console") -> None:
     job = _job(run, step, folder)
 
     from rlhf_cli.console import RunView
-    from rlhf_train.online.run import run_online
+    from rlhf_train.online import run_online
 
     run_online(job, RunView(console, step))
 

@@ -6,8 +6,8 @@ from typing import Any
 from rlhf_cli.config.openrlhf import adapt, flags_of
 from rlhf_cli.exits import exit_status
 from rlhf_cli.paths import run_folder_notices, user_path, with_full_paths
-from rlhf_data.command_line import CommandLine
-from rlhf_data.options import Config
+from rlhf_data.options.command_line import CommandLine
+from rlhf_data.options.declare import Config
 from rlhf_rollout.commands.main import COMMANDS
 from rlhf_rollout.commands.terminal import TERMINAL
 

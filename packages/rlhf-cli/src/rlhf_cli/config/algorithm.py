@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from rlhf_data.checks import without_effect
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import Section, flag, matching, one_of
+from rlhf_data.options.checks import without_effect
+from rlhf_data.options.declare import Section, flag, matching, one_of
 from rlhf_kernels import PolicyObjective
-from rlhf_train.algorithms import (
+from rlhf_train.algorithms.table import (
     ALGORITHMS,
     CORRECTION_LEVELS,
     CORRECTION_MODES,

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.paths import CONFIG_FILE, user_path
-from rlhf_data.checks import without_effect
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import Section, flag
+from rlhf_data.options.checks import without_effect
+from rlhf_data.options.declare import Section, flag
 
 if TYPE_CHECKING:
     from rlhf_train.run.checkpoint import CheckpointSpec

@@ -1,7 +1,7 @@
 """Options of data: which rows are read, and how they become tokens."""
 
 from rlhf_data import sections
-from rlhf_data.options import flag
+from rlhf_data.options.declare import flag
 from rlhf_data.sections import (
     SOURCES,
     AnswerKeySection,

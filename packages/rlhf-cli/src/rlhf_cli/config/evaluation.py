@@ -1,6 +1,6 @@
 """Evaluation on held-out data during a run."""
 
-from rlhf_data.options import Section, flag
+from rlhf_data.options.declare import Section, flag
 
 
 class EvaluationSection(Section, title="evaluation"):

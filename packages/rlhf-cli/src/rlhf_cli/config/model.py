@@ -3,9 +3,9 @@
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from rlhf_data.checks import lacking, without_effect
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import Section, flag, matching, one_of
+from rlhf_data.options.checks import lacking, without_effect
+from rlhf_data.options.declare import Section, flag, matching, one_of
 from rlhf_rollout.commands import sections
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 

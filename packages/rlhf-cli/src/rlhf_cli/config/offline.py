@@ -20,9 +20,9 @@ from rlhf_cli.config.training import (
     RewardTrainingSection,
 )
 from rlhf_cli.paths import run_folder_notices
-from rlhf_data.checks import check_has_metric, lacking, once, without_effect
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import Config, Section, flag, one_of
+from rlhf_data.options.checks import check_has_metric, lacking, once, without_effect
+from rlhf_data.options.declare import Config, Section, flag, one_of
 
 RewardLoss = one_of(("sigmoid", "logexp"))
 PreferenceLoss = one_of(("dpo", "ipo", "simpo", "orpo"))

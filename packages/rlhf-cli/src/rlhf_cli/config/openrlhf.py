@@ -7,7 +7,7 @@ from importlib import resources
 from types import MappingProxyType
 
 from rlhf_data.errors import ConfigError, FeatureError
-from rlhf_data.flags import UNASKED, Foreign, Values, absent, is_on, mapped, moot, renamed, sets
+from rlhf_data.options.flags import UNASKED, Foreign, Values, absent, is_on, mapped, moot, renamed, sets
 
 OFFLINE = ("sft", "rm", "dpo", "kto", "prm", "kd")
 INFERENCE = ("generate", "score", "serve_rm", "chat")

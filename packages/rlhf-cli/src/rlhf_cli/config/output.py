@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator
 
-from rlhf_data.checks import without_effect
 from rlhf_data.errors import with_hint
-from rlhf_data.options import Section, flag, matching
+from rlhf_data.options.checks import without_effect
+from rlhf_data.options.declare import Section, flag, matching
 
 if TYPE_CHECKING:
     from rlhf_train.run.trackers.spec import TrackerSpec

@@ -1,6 +1,6 @@
 """Options of placement: how many processes each model has, and which of them share devices."""
 
-from rlhf_data.options import Section, flag, one_of
+from rlhf_data.options.declare import Section, flag, one_of
 from rlhf_rollout.commands import sections
 
 SyncBackend = one_of(("host", "nccl"))

@@ -16,14 +16,14 @@ from rlhf_cli.config.reward import RewardSection
 from rlhf_cli.config.rollout import RolloutSection
 from rlhf_cli.config.training import PpoTrainingSection
 from rlhf_cli.paths import run_folder_notices
-from rlhf_data.checks import check_has_metric, check_range, missing, once, without_effect
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import Config, matching
+from rlhf_data.options.checks import check_has_metric, check_range, missing, once, without_effect
+from rlhf_data.options.declare import Config, matching
 from rlhf_rollout.commands.sections import AgentSection
 
 if TYPE_CHECKING:
-    from rlhf_train.algorithms import AlgorithmSpec
-    from rlhf_train.online.job import BatchSizes
+    from rlhf_train.algorithms.table import AlgorithmSpec
+    from rlhf_train.online_job import BatchSizes
 
 _FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batches")
 _EVALUATION_OPTIONS = ("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "source_key")
@@ -67,7 +67,7 @@ class PpoConfig(Config):
     @property
     def batch(self) -> "BatchSizes":
         """The batch sizes. Raises ConfigError unless the samples of a step divide into whole updates."""
-        from rlhf_train.online.job import BatchSizes  # imported here, so that --help does not wait for it
+        from rlhf_train.online_job import BatchSizes  # imported here, so that --help does not wait for it
 
         num_samples = self.rollout.n_samples_per_prompt
         return BatchSizes(num_samples_per_prompt=num_samples, **matching(BatchSizes, self.rollout, self.training))

@@ -2,9 +2,9 @@
 
 from collections.abc import Collection
 
-from rlhf_data.checks import check_range, without_effect
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import SymmetricRange, flag, one_of
+from rlhf_data.options.checks import check_range, without_effect
+from rlhf_data.options.declare import SymmetricRange, flag, one_of
 from rlhf_rollout.commands import sections
 
 Normalization = one_of(("together", "each", "none"))

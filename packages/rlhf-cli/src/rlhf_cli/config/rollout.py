@@ -1,7 +1,7 @@
 """Options of rollouts: how responses are sampled for training."""
 
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import flag
+from rlhf_data.options.declare import flag
 from rlhf_rollout.commands.sections import GroupSamplingSection
 
 

@@ -5,9 +5,9 @@ from collections.abc import Collection
 from typing import Any
 
 from rlhf_cli.paths import user_path
-from rlhf_data.checks import without_effect
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import Section, flag, one_of, with_defaults
+from rlhf_data.options.checks import without_effect
+from rlhf_data.options.declare import Section, flag, one_of, with_defaults
 from rlhf_train.specs import OptimizerSpec
 
 Optimizer = one_of(("adam", "muon"))

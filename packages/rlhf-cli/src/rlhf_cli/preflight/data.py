@@ -11,7 +11,7 @@ from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import data_paths, source_names
 from rlhf_data import keys
 from rlhf_data.errors import ConfigError, DataError, missing_file, unknown
-from rlhf_data.options import matching
+from rlhf_data.options.declare import matching
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import Prompt
 from rlhf_data.rows import Counts
@@ -93,7 +93,7 @@ def check_best_metric(config: PpoConfig, prompts: Sequence[Prompt], *, logs_numb
 
 
 def metric_names(sources: Collection[str], num_samples: int) -> list[str]:
-    """Return the names of an evaluation's metrics; see `rlhf_train.online.evaluation`."""
+    """Return the names of an evaluation's metrics; see `rlhf_train.evaluation`."""
     ks = {2**power for power in range(num_samples.bit_length())} | {num_samples}
     passes = [f"pass@{k}" for k in sorted(ks) if k <= num_samples]
     names = [f"eval/{name}" for name in (*_METRICS, *passes)]

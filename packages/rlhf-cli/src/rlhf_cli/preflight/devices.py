@@ -4,8 +4,8 @@ import os
 from collections.abc import Collection
 
 from rlhf_cli.config.ppo import PpoConfig, with_places
-from rlhf_data.checks import without_effect
 from rlhf_data.errors import ConfigError
+from rlhf_data.options.checks import without_effect
 from rlhf_rollout.host import local_gpus
 
 # Options without effect on a machine without GPUs.
@@ -41,7 +41,7 @@ GPU_FLAGS = frozenset(
 
 def find_gpus() -> tuple[list[int], str | None]:
     """Return the number of GPUs of each node, and the address of the Ray cluster, or None for this machine alone."""
-    from rlhf_train.online.ray_session import find_cluster, join
+    from rlhf_train.cluster.ray_session import find_cluster, join
 
     address = find_cluster()
     if address is None:

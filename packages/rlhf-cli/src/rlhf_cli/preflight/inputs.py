@@ -34,7 +34,7 @@ from rlhf_data.pretrained import set_chat_template
 from rlhf_data.prompts import PromptSet
 from rlhf_data.rows import Counts
 from rlhf_rollout.rewards.sources import RewardSource, model_paths
-from rlhf_train.online.recorded import Recording, find_recording
+from rlhf_train.generation.recorded import Recording, find_recording
 
 
 @dataclass(frozen=True, slots=True)

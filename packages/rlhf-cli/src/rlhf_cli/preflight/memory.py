@@ -9,9 +9,9 @@ from typing import Any
 
 from rlhf_rollout.commands.sections import SHARE_ALONE
 from rlhf_rollout.host import local_gpus
+from rlhf_train.cluster.places import ProcessPlan
 from rlhf_train.memory import SPARE, Model, Need, Passes, engine_memory, trainer_memory
-from rlhf_train.online.job import OnlineJob
-from rlhf_train.online.places import ProcessPlan
+from rlhf_train.online_job import OnlineJob
 from rlhf_train.specs import ModelSpec
 
 _GIB = 1 << 30

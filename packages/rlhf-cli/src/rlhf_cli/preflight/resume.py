@@ -18,8 +18,8 @@ from rlhf_cli.paths import (
     user_path,
     with_full_paths,
 )
-from rlhf_data.command_line import to_toml
 from rlhf_data.errors import ConfigError
+from rlhf_data.options.command_line import to_toml
 
 _MANIFEST = "step-*/manifest.json"  # in the folder of checkpoints
 

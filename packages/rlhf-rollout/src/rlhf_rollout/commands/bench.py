@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_data.errors import EngineError
-from rlhf_data.options import matching
+from rlhf_data.options.declare import matching
 from rlhf_data.prompts import load_prompts
 from rlhf_data.records import Prompt
 from rlhf_rollout.commands.configs import BenchConfig, LoadSection

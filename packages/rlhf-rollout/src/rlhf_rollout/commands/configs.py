@@ -3,9 +3,9 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from rlhf_data.checks import lacking, missing, without_effect
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import Config, Section, flag, one_of, with_defaults
+from rlhf_data.options.checks import lacking, missing, without_effect
+from rlhf_data.options.declare import Config, Section, flag, one_of, with_defaults
 from rlhf_data.sections import (
     AnswerKeySection,
     ExampleSection,

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhf_data.chat import template_clock
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.options import matching
+from rlhf_data.options.declare import matching
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import FinishReason
 from rlhf_data.rows import RowErrors

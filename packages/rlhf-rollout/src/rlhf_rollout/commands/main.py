@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from rlhf_data.command_line import CommandLine, show_parsed
 from rlhf_data.errors import ConfigError, installs
-from rlhf_data.exits import SUCCESS, run_command
-from rlhf_data.options import Config, options
+from rlhf_data.options.command_line import CommandLine, show_parsed
+from rlhf_data.options.declare import Config, options
+from rlhf_data.options.exits import SUCCESS, run_command
 from rlhf_data.pretrained import check_code
 from rlhf_rollout.commands.configs import (
     WITH_MODEL,

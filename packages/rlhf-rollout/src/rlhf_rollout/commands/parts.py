@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_data.chat import Tokenizer
-from rlhf_data.checks import check_stays
 from rlhf_data.errors import ConfigError, installs
 from rlhf_data.keys import check_extra_keys, check_section_keys, unread_tools
+from rlhf_data.options.checks import check_stays
 from rlhf_data.own_code import is_trusted
 from rlhf_data.pretrained import ids_without_token, load_tokenizer, located, masked_ids_notice, set_chat_template
 from rlhf_data.sections import TemplateVariableSection

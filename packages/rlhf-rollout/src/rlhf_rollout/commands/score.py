@@ -13,7 +13,7 @@ import numpy as np
 from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.keys import check_extra_keys, check_section_keys, unread_tools
-from rlhf_data.options import matching
+from rlhf_data.options.declare import matching
 from rlhf_data.preference import PreferenceEncoder
 from rlhf_data.pretrained import set_chat_template
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from rlhf_data.checks import lacking, missing, without_effect
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import Section, flag, matching, one_of
+from rlhf_data.options.checks import lacking, missing, without_effect
+from rlhf_data.options.declare import Section, flag, matching, one_of
 from rlhf_data.sections import SOURCES, SPLIT, ChatSection, InputSection, RowSection, TemplateText, TrustSection
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.agents.spec import AgentSpec

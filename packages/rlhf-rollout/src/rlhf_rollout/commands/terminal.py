@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from rlhf_data.capture import captured, released
 from rlhf_data.errors import ConfigError
-from rlhf_data.exits import with_flags
-from rlhf_data.progress import Progress
+from rlhf_data.options.capture import captured, released
+from rlhf_data.options.exits import with_flags
+from rlhf_data.options.progress import Progress
 from rlhf_data.safety import is_utf8, visible
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError, missing_file, unknown
-from rlhf_data.options import Section, flag
+from rlhf_data.options.declare import Section, flag
 
 _NUMBER = re.compile(r"[+-]?\d{1,12}(?:\.\d{1,12})?")
 _SCALE = re.compile(rf"(?im)^\s*scale:\s*({_NUMBER.pattern})\s*to\s*({_NUMBER.pattern})\s*$")

@@ -11,8 +11,8 @@ from torch import Tensor
 from rlhf_data.sft import SftExample
 from rlhf_models.batch import TokenBatch, to_device
 from rlhf_train.engine.protocol import TrainEngine
-from rlhf_train.offline.loop import Objective, OfflineSchedule, this_ranks_part
-from rlhf_train.offline.ranks import of_all_ranks
+from rlhf_train.offline.collectives import of_all_ranks
+from rlhf_train.offline.epochs import Objective, OfflineSchedule, this_ranks_part
 from rlhf_train.run.metrics import Mean, Metric
 
 

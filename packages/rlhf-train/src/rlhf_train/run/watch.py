@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 
-from rlhf_data.progress import duration
+from rlhf_data.options.progress import duration
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.timeline import PHASES
 

@@ -13,7 +13,7 @@ from rlhf_models.batch import to_device
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.preference import distillation_loss
-from rlhf_train.offline.loop import LossShare, Objective
+from rlhf_train.offline.epochs import LossShare, Objective
 from rlhf_train.offline.sequences import lay_out, mean_metrics, trained_mask
 
 

@@ -15,7 +15,7 @@ from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.aggregate import sequence_mean
 from rlhf_train.losses.preference import kto_loss
-from rlhf_train.offline.loop import LossShare, MicroBatch, Objective
+from rlhf_train.offline.epochs import LossShare, MicroBatch, Objective
 from rlhf_train.offline.sequences import Compared, answer_logprobs, mean_metrics, reference_logprobs
 
 

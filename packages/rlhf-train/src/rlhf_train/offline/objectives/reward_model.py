@@ -12,7 +12,7 @@ from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.aggregate import sequence_mean
 from rlhf_train.losses.preference import reward_model_loss
-from rlhf_train.offline.loop import LossShare, Objective
+from rlhf_train.offline.epochs import LossShare, Objective
 from rlhf_train.offline.sequences import lay_out, mean_metrics, num_ordered
 
 

@@ -1,0 +1,1 @@
+"""Options of commands: declared, read from the command line and files, explained."""

@@ -1,0 +1,329 @@
+"""The tables of advantage estimators and policy losses, and the settings of one algorithm.
+
+A row is plain data, which can be sent to Ray workers. The functions behind the names are in `gae`, `group`,
+`kl` and `rlhf_kernels.packed_policy_loss`.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from rlhf_data.errors import ConfigError, unknown
+from rlhf_kernels import PolicyObjective
+from rlhf_kernels.objective import KlEstimator, Reduction
+
+KL_ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+Baseline = Literal["none", "group_mean", "group_mean_std", "leave_one_out"]
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)
+GROUP_BY = ("episode", "turn")
+OLD_LOGPROBS = ("recompute", "rollout", "skip")
+CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
+CORRECTION_MODES = ("truncate", "mask")
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmRow:
+    """One advantage estimator with the defaults of its paper.
+
+    Attributes:
+        name: the value of `estimator` in `make_algorithm`.
+        title: its name in papers.
+        baseline: subtracted from each rollout's reward; see `group`.
+        reduction: how the losses of tokens become one number.
+        whiten: whether advantages are whitened over all tokens of the rollout batch.
+        uses_critic: whether a critic learns values.
+    """
+
+    name: str
+    title: str
+    baseline: Baseline
+    reduction: Reduction
+    whiten: bool = False
+    uses_critic: bool = False
+
+    @property
+    def uses_group(self) -> bool:
+        """Whether rewards are compared within a group; the algorithm then needs several samples per prompt."""
+        return self.baseline != "none"
+
+    @property
+    def divides_by_std(self) -> bool:
+        """Whether advantages are divided by a standard deviation, of the batch or of the group."""
+        return self.whiten or self.baseline == "group_mean_std"
+
+
+ALGORITHMS: Mapping[str, AlgorithmRow] = {
+    row.name: row
+    for row in (
+        # Schulman et al. 2017, arXiv:1707.06347; Schulman et al. 2016, arXiv:1506.02438
+        AlgorithmRow("gae", "PPO", "none", "token_mean", whiten=True, uses_critic=True),
+        # Hu et al. 2025, arXiv:2501.03262, both
+        AlgorithmRow("reinforce", "REINFORCE++", "none", "token_mean", whiten=True),
+        AlgorithmRow("reinforce_baseline", "REINFORCE++-baseline", "group_mean", "token_mean", whiten=True),
+        # Shao et al. 2024, arXiv:2402.03300
+        AlgorithmRow("group_norm", "GRPO", "group_mean_std", "seq_mean_token_mean"),
+        # Liu et al. 2025, arXiv:2503.20783
+        AlgorithmRow("dr_grpo", "Dr. GRPO", "group_mean", "seq_mean_token_sum_norm"),
+        # Ahmadian et al. 2024, arXiv:2402.14740
+        AlgorithmRow("rloo", "RLOO", "leave_one_out", "seq_mean_token_sum"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLossRow:
+    """One policy loss. `rlhf_kernels.packed_policy_loss` has the formulas and sources.
+
+    Attributes:
+        name: the value of `policy_loss` in `make_algorithm`.
+        title: its name in papers.
+        reduction: how the losses of tokens become one number; None for the estimator's.
+        uses_ratio: whether it includes the ratio to the old policy, which keeps several updates per batch valid.
+        dual_clip: whether `dual_clip` applies.
+    """
+
+    name: str
+    title: str
+    reduction: Reduction | None = None
+    uses_ratio: bool = True
+    dual_clip: bool = False
+
+
+POLICY_LOSSES: Mapping[str, PolicyLossRow] = {
+    row.name: row
+    for row in (
+        PolicyLossRow("ppo", "PPO clip", dual_clip=True),
+        PolicyLossRow("gspo", "GSPO", "seq_mean_token_mean"),
+        PolicyLossRow("cispo", "CISPO", "token_mean"),
+        PolicyLossRow("reinforce", "REINFORCE", uses_ratio=False),
+    )
+}
+
+
+def _check_names(*names: tuple[str, str, Collection[str]]) -> None:
+    """Raise ConfigError for an unknown name. `names` holds triples: the kind, the name, and the known names."""
+    for kind, name, known in names:
+        if name not in known:
+            raise ConfigError(unknown(kind, name, known))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionSpec:
+    """How importance weights correct the gap between engine and trainer; see `correction`.
+
+    Attributes:
+        level: "off", "token" (a weight per token), "sequence" (the product over a rollout's tokens) or "geometric"
+            (their geometric mean).
+        mode: "truncate" bounds the weights; "mask" takes tokens with weights out of bounds out of the policy loss.
+        low: smallest weight, >= 0.
+        high: largest weight, > low.
+        drops_masked: whether "mask" also takes these tokens out of KL and entropy terms and out of the counts by which
+            losses are divided, so that the others weigh more.
+    """
+
+    level: str = "off"
+    mode: str = "truncate"
+    low: float = 0.0
+    high: float = 2.0
+    drops_masked: bool = False
+
+    def __post_init__(self) -> None:
+        _check_names(
+            ("correction level", self.level, CORRECTION_LEVELS), ("correction mode", self.mode, CORRECTION_MODES)
+        )
+        if not 0 <= self.low < self.high:
+            message = f"``CorrectionSpec.low/high`` is {self.low:g} {self.high:g}: 0 <= low < high is needed"
+            raise ConfigError(message, hint="give LOW before HIGH, two numbers, such as 0.5 2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmSpec:
+    """One algorithm with its numbers. `make_algorithm` fills in the defaults of its rows.
+
+    Attributes:
+        estimator: name of a row of `ALGORITHMS`.
+        objective: the actor's loss. Its `kl_coef` is the initial value when the coefficient adapts.
+        kl_reward_coef: weight of the KL penalty in the reward, in reward units per nat, >= 0; 0 when the KL is a term
+            of the loss. The initial value when the coefficient adapts.
+        kl_target: KL in nats per token that an adaptive coefficient steers towards; None keeps the coefficient fixed.
+        kl_horizon: rollouts over which an adaptive coefficient can change by about a fifth.
+        teacher_coef: weight of the reverse KL to a teacher in the advantages, in reward units per nat, >= 0; 0 for no
+            teacher. See `gae.distilled_advantages`.
+        gamma: discount per token, in [0, 1].
+        turn_gamma: discount of the step from one turn to the next, in [0, 1]; None for `gamma`. 0 makes each turn an
+            episode of its own.
+        group_by: what the baseline compares within a group: "episode" their rewards, "turn" what follows from a turn on
+            with that from the same turn of the other episodes; see `group.relative_turn_rewards`.
+        lambd: lambda of GAE, in [0, 1]: lower means more bias and less variance.
+        value_clip: distance from the old value beyond which a value no longer lowers the loss; None for no limit.
+        bootstrap_truncated: add the critic's value of the last state to the return of a rollout that the length limit
+            ended.
+        old_logprobs: where the old log-probs come from. "recompute" runs the trainer's model once before the updates,
+            "rollout" takes the engine's, and "skip" takes those of the update itself, which must then be the only
+            update of its batch.
+        correction: of the gap between engine and trainer. With the engine's log-probs as the old ones it can mask, and
+            the ratio does the weighing; see `weighs`.
+        mask_stale: leave tokens out of the actor's loss that are stale by more training steps than this, >= 0; None
+            trains on all. Steps in which the actor is frozen do not count.
+        whiten_std: False subtracts the mean without dividing by the deviation: of the batch where the estimator
+            whitens, of the group where it does not.
+    """
+
+    estimator: str = "gae"
+    objective: PolicyObjective = field(default_factory=PolicyObjective)
+    kl_reward_coef: float = 0.01
+    kl_target: float | None = None
+    kl_horizon: int = 10_000
+    teacher_coef: float = 0.0
+    gamma: float = 1.0
+    turn_gamma: float | None = None
+    group_by: str = "episode"
+    lambd: float = 1.0
+    value_clip: float | None = 0.5
+    bootstrap_truncated: bool = False
+    old_logprobs: str = "recompute"
+    correction: CorrectionSpec = CorrectionSpec()
+    mask_stale: int | None = None
+    whiten_std: bool = True
+
+    def __post_init__(self) -> None:
+        _check_names(
+            ("advantage estimator", self.estimator, ALGORITHMS),
+            ("source of old log-probs", self.old_logprobs, OLD_LOGPROBS),
+            ("what a baseline compares", self.group_by, GROUP_BY),
+        )
+        if self.group_by == "turn" and not self.row.uses_group:
+            message = (
+                f"``group_by=turn`` compares turns within a group, and {self.row.title} has no baseline of a group"
+            )
+            raise ConfigError(message, hint="use ``estimator=group_norm``, dr_grpo, rloo or reinforce_baseline")
+        if self.group_by == "turn" and self.gamma != 1:
+            message = (
+                f"``group_by=turn`` compares what whole turns lead to, and ``gamma={self.gamma:g}`` discounts by token"
+            )
+            raise ConfigError(message, hint="discount by turn with ``turn_gamma``, and drop ``gamma``")
+        for name, is_right, wanted in (
+            ("gamma", 0 <= self.gamma <= 1, "lie in [0, 1]"),
+            ("turn_gamma", self.turn_gamma is None or 0 <= self.turn_gamma <= 1, "lie in [0, 1]"),
+            ("lambd", 0 <= self.lambd <= 1, "lie in [0, 1]"),
+            ("value_clip", self.value_clip is None or self.value_clip > 0, "be > 0"),
+            ("kl_reward_coef", self.kl_reward_coef >= 0, "be >= 0"),
+            ("kl_target", self.kl_target is None or self.kl_target > 0, "be > 0"),
+            ("kl_horizon", self.kl_horizon >= 1, "be >= 1"),
+            ("teacher_coef", self.teacher_coef >= 0, "be >= 0"),
+            ("mask_stale", self.mask_stale is None or self.mask_stale >= 0, "be >= 0"),
+        ):
+            if not is_right:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must {wanted}")
+        if self.use_kl_loss and self.kl_reward_coef:
+            weights = f"{self.objective.kl_coef:g} and {self.kl_reward_coef:g}"
+            message = f"the KL has weights in the loss and in the reward ({weights}); only one may be above 0"
+            raise ConfigError(message)
+        if self.old_logprobs == "skip" and self.kl_reward_coef:
+            hint = "add ``use_kl_loss``, or set ``kl_coef=0`` or ``old_logprobs=recompute``"
+            raise ConfigError("``old_logprobs=skip`` leaves nothing to compute the reward's KL penalty from", hint=hint)
+        if self.old_logprobs == "skip" and self.uses_teacher:
+            message = "``old_logprobs=skip`` leaves nothing to compare the teacher's log-probs with"
+            raise ConfigError(message, hint="use ``old_logprobs=recompute`` or rollout with a teacher")
+        if self.old_logprobs == "skip" and self.correction.level != "off":
+            message = "an importance correction needs the trainer's log-probs before the update, which skip leaves out"
+            raise ConfigError(message, hint="use ``old_logprobs=recompute``, or ``CorrectionSpec.level=off``")
+        if self.correction.level != "off" and self.correction.mode == "truncate" and not self.weighs:
+            message = (
+                f"with ``old_logprobs=rollout`` the ratio of {self.loss.title} is current / engine, which holds the"
+            )
+            hint = "use ``CorrectionSpec.mode=mask``, or ``old_logprobs=recompute``"
+            raise ConfigError(f"{message} weight that ``CorrectionSpec.mode=truncate`` would multiply again", hint=hint)
+
+    @property
+    def row(self) -> AlgorithmRow:
+        """The row of the estimator."""
+        return ALGORITHMS[self.estimator]
+
+    @property
+    def loss(self) -> PolicyLossRow:
+        """The row of the policy loss."""
+        return POLICY_LOSSES[self.objective.policy_loss]
+
+    @property
+    def runs_actor(self) -> bool:
+        """Whether the actor computes log-probs before the updates: for the old ones, or for the correction."""
+        return self.old_logprobs == "recompute" or self.correction.level != "off"
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether something other than the policy ratio needs the trainer's log-probs before the update."""
+        return self.kl_reward_coef > 0 or self.uses_teacher or self.correction.level != "off"
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the correction's weights multiply the loss.
+
+        A ratio to the engine's policy includes them: current / engine = (old / engine) (current / old).
+        """
+        return self.old_logprobs == "recompute" or not self.loss.uses_ratio
+
+    @property
+    def use_kl_loss(self) -> bool:
+        """Whether the KL is a term of the loss."""
+        return self.objective.kl_coef > 0
+
+    @property
+    def kl_coef(self) -> float:
+        """Weight of the KL to the reference, in the loss or in the reward; the initial value when it adapts."""
+        return self.objective.kl_coef or self.kl_reward_coef
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a reference model is needed."""
+        return self.kl_coef > 0
+
+    @property
+    def uses_teacher(self) -> bool:
+        """Whether a teacher is needed."""
+        return self.teacher_coef > 0
+
+
+def make_algorithm(
+    estimator: str = "gae",
+    *,
+    policy_loss: str = "ppo",
+    reduction: str | None = None,
+    kl_coef: float = AlgorithmSpec().kl_reward_coef,
+    use_kl_loss: bool = False,
+    **numbers: Any,
+) -> AlgorithmSpec:
+    """Return an algorithm with the defaults of its rows.
+
+    Args:
+        estimator: a row of `ALGORITHMS`.
+        policy_loss: a row of `POLICY_LOSSES`.
+        reduction: None for that of the policy loss, or that of the estimator if the policy loss has none.
+        kl_coef: weight of the KL to the reference; 0 for no reference model.
+        use_kl_loss: make the KL a term of the loss instead of a penalty in the reward.
+        numbers: fields of `PolicyObjective` and `AlgorithmSpec`.
+
+    Raises:
+        ConfigError: an unknown name, a number out of bounds, or options that exclude each other.
+    """
+    _check_names(
+        ("advantage estimator", estimator, ALGORITHMS),
+        ("policy loss", policy_loss, POLICY_LOSSES),
+        ("reduction", reduction or REDUCTIONS[0], REDUCTIONS),
+    )
+    if use_kl_loss and not kl_coef:
+        message = "``use_kl_loss`` adds a KL term to the loss, and the coefficient of the KL is 0"
+        raise ConfigError(message, hint="set ``kl_coef`` above 0, or drop ``use_kl_loss``")
+    loss = POLICY_LOSSES[policy_loss]
+    if numbers.get("dual_clip") is not None and not loss.dual_clip:
+        message = f"``dual_clip={numbers['dual_clip']:g}`` belongs to the PPO loss, and the policy loss is {loss.title}"
+        raise ConfigError(message, hint="drop ``dual_clip``, or use ``policy_loss=ppo``")
+    terms = {item.name: numbers.pop(item.name) for item in fields(PolicyObjective) if item.name in numbers}
+    terms |= {"policy_loss": policy_loss, "reduction": reduction or loss.reduction or ALGORITHMS[estimator].reduction}
+    try:
+        objective = PolicyObjective(**terms, kl_coef=kl_coef if use_kl_loss else 0.0)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    kl_reward_coef = 0.0 if use_kl_loss else kl_coef
+    return AlgorithmSpec(estimator=estimator, objective=objective, kl_reward_coef=kl_reward_coef, **numbers)

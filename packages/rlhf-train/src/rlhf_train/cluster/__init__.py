@@ -1,0 +1,1 @@
+"""Where processes run: placement on GPUs, Ray's session and nodes, actors."""

@@ -1,0 +1,157 @@
+"""Rollouts from the record of a run, in the place of those that engines generate. Torch-free."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from threading import Lock
+
+from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.records import RolloutGroup, SpanSource
+from rlhf_rollout.records_io import NUM_LEFT, parse_batches
+from rlhf_train.generation.service import Drawn
+from rlhf_train.run.recorder import ARTIFACTS
+
+# The beginning of a record of `Report.rollouts`.
+_HEAD = re.compile(rb'\{"step": (\d+), "num_steps": (\d+), "kept": (?:true|false), "%s": (\d+),' % NUM_LEFT.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The record of a run's rollouts.
+
+    Attributes:
+        path: the file.
+        num_steps: steps whose record is complete; they count from 1.
+        num_planned: steps that the run was to have, by which its learning rates change.
+        notice: what the user should know; "" for nothing.
+    """
+
+    path: Path
+    num_steps: int
+    num_planned: int
+    notice: str = ""
+
+
+def find_recording(run_folder: Path) -> Recording:
+    """Return the record of the run in a folder. Looks at the beginning of each line only; `read_batches` checks all.
+
+    Raises DataError when there is none, or when it holds no complete step.
+    """
+    path = run_folder / ARTIFACTS["rollouts"]
+    if not path.is_file():
+        hint = "a run writes it unless ``record`` is false; name the folder of a run, its ``save_path``"
+        raise DataError(f"there is no record of rollouts, {path}", hint=hint)
+    step = 0
+    num_steps = 0  # complete ones
+    num_planned = 0
+    num_left = 0
+    with path.open("rb") as stream:
+        for line in stream:
+            head = _HEAD.match(line)
+            if head is None:
+                num_left = -1
+                break
+            now = int(head[1])
+            if now not in (step, step + 1):
+                num_left = -1
+                break
+            num_steps = now - 1
+            step, num_planned, num_left = map(int, head.groups())
+            num_left += not line.endswith(b"\n")
+    if num_left == 0:
+        num_steps = step
+    if num_steps == 0:
+        raise DataError(f"{path} has no complete step", hint="name a run that has trained for at least one step")
+    notice = "" if num_left == 0 else f"the end of {path} is damaged; steps 1 to {num_steps} are complete"
+    return Recording(path, num_steps, max(num_planned, num_steps), notice)
+
+
+def _step(line: bytes) -> float:
+    """Return the step of a record; infinity for a line that is none, so that it is read and refused."""
+    head = _HEAD.match(line)
+    return int(head[1]) if head else math.inf
+
+
+class RecordedRollouts:
+    """Has the interface of `Rollouts`, and hands out the batches that a run was trained on.
+
+    There is no engine: weight syncs, sleep and wake-ups do nothing, and `OnlineJob` refuses evaluations.
+
+    Args:
+        path: the record. It is read step by step, and what comes before the first step that is asked for is skipped.
+        batch_size: the largest number of groups per batch.
+        masked_ids: ids to which the policy gives the probability 0, see `ModelSpec`.
+    """
+
+    num_outstanding = 0
+
+    def __init__(self, path: Path, batch_size: int, masked_ids: Sequence[range] = ()) -> None:
+        self._path = path
+        self._masked_ids = masked_ids
+        self._batch_size = batch_size
+        self._file = path.open("rb")
+        # One line is read ahead of a step, and not parsed: what comes after the last step may be damaged.
+        self._steps = groupby(enumerate(self._file, start=1), key=lambda line: _step(line[1]))
+        self.policy_version: int | None = None
+        self.weights = Lock()
+
+    def next_batch(self, step: int) -> Drawn:
+        """Return the batch of `step`, and what was left out of it.
+
+        Raises DataError for a damaged record and for a trained token that the policy masks, and ConfigError for a batch
+        that is larger than this run's.
+        """
+        lines = next((lines for found, lines in self._steps if found >= step), iter(()))
+        batches = list(parse_batches(self._path, lines))
+        if {batch.fields.get("step") for batch in batches} != {step}:
+            raise DataError(f"{self._path} has no step {step}", hint="replay a record as the run wrote it")
+        kept: list[RolloutGroup] = []
+        dropped: list[RolloutGroup] = []
+        for batch in batches:
+            (kept if batch.fields["kept"] else dropped).extend(batch.groups)
+        if len(kept) > self._batch_size:
+            message = (
+                f"step {step} was trained on {len(kept)} prompts, and ``rollout_batch_size`` is {self._batch_size}"
+            )
+            raise ConfigError(message, hint=f"use ``rollout_batch_size={len(kept)}``")
+        for group in kept:
+            self._check_ids(step, group)
+        num_episodes = sum(len(group.episodes) for group in (*kept, *dropped))
+        return Drawn(tuple(kept), (), tuple(dropped), num_requested=num_episodes, num_failed=0)
+
+    def _check_ids(self, step: int, group: RolloutGroup) -> None:
+        """Raise DataError for a token of the policy that it masks: the log-prob is -inf, and no gradient is finite."""
+        for rollout in group.rollouts:
+            spans = [span.token_ids for span in rollout.spans if span.source is SpanSource.POLICY]
+            sampled = {token for ids in spans for token in ids.tolist()}
+            masked = sorted(token for token in sampled if any(token in ids for ids in self._masked_ids))
+            if masked:
+                message = (
+                    f"{self._path}, step {step}, rollout {rollout.rollout_id}: the policy sampled the id {masked[0]}"
+                )
+                message += ", for which the tokenizer of ``pretrain`` has no token"
+                raise DataError(message, hint="name the model of the recorded run by ``pretrain``, with its tokenizer")
+
+    def synchronize(self, policy_version: int) -> int:
+        """Note the version of the trainers' weights, which nobody else needs; return 0 bytes."""
+        self.policy_version = policy_version
+        return 0
+
+    def release(self, policy_version: int) -> None:
+        """Do nothing."""
+
+    def pending(self) -> str:
+        """Return what rollouts wait for, which is nothing."""
+        return ""
+
+    def sleep(self) -> None:
+        """Do nothing."""
+
+    wake_up = sleep
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

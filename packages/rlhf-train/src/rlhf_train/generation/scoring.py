@@ -1,0 +1,208 @@
+"""The reward of a run: the function that scores rollouts, and what becomes of scores before an algorithm learns."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Verdict, VerdictKind
+from rlhf_rollout.protocols import RewardFunction
+from rlhf_rollout.rewards.mix import build_reward
+from rlhf_rollout.rewards.model import ModelReward, ProcessReward, Scorer
+from rlhf_rollout.rewards.shaping import RunningMoments, clip_rewards, overlong_penalty, stop_properly
+from rlhf_train.algorithms.group import (
+    decoupled_rewards,
+    relative_rewards,
+    relative_token_rewards,
+    relative_turn_rewards,
+)
+from rlhf_train.algorithms.table import AlgorithmSpec
+from rlhf_train.generation.summaries import scored
+from rlhf_train.online_job import DynamicSampling, OnlineJob, RewardSpec
+
+
+class NoReward:
+    """A `RewardFunction` that gives every rollout the reward 0, for a policy that learns from a teacher alone."""
+
+    async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
+        """Return one verdict per rollout."""
+        return [Verdict(VerdictKind.UNSCORED, 0.0)] * len(rollouts)
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Scorer]], log_path: Path) -> RewardFunction:
+    """Return the function that scores the rollouts of `job`.
+
+    Args:
+        job: the run.
+        scorers: the replicas of each reward model, in the order of `job.reward.models`.
+        log_path: file for what reward functions print.
+    """
+    spec = job.reward
+    if not spec.sources or job.replay:
+        return NoReward()
+    models = []
+    for path, replicas in zip(spec.models, scorers, strict=True):
+        calls = {"batch_size": spec.calls.batch_size, "success_threshold": spec.calls.success_threshold}
+        kind = ProcessReward if path in spec.process_models else partial(ModelReward, by_turn=spec.by_turn)
+        models.append(kind(replicas, timeout_s=spec.model_timeout_s, **calls))
+    return build_reward(spec.sources, spec.calls, log_path=log_path, models=models)
+
+
+class RewardShaper:
+    """Turns the rewards of each step into those that are trained on: normalizes, clips, then shapes them by length.
+
+    Args:
+        spec: which of these are on, and their numbers.
+        max_tokens: length of an answer in tokens at which the overlong penalty reaches its full size. The penalty of a
+            rollout with several turns is that of its longest answer, because the limit is one answer's.
+    """
+
+    def __init__(self, spec: RewardSpec, *, max_tokens: int) -> None:
+        self._spec = spec
+        self._max_tokens = max_tokens
+        self._moments = RunningMoments() if spec.running_norm else None
+
+    def state(self) -> dict[str, float] | None:
+        """Return the running mean and deviation, for `restore`; None without them."""
+        return self._moments.state() if self._moments is not None else None
+
+    def restore(self, state: Mapping[str, float] | None) -> None:
+        """Continue with the running mean and deviation of another process."""
+        if self._moments is not None and state is not None:
+            self._moments.restore(state)
+
+    def observe(self, rollouts: Sequence[Rollout]) -> None:
+        """Update the running mean and deviation with the raw rewards of `rollouts`, which all have a reward."""
+        if self._moments is not None:
+            self._moments.update(_raw(rollouts))
+
+    def shape(self, rollouts: Sequence[Rollout]) -> tuple[np.ndarray, dict[str, float]]:
+        """Return the shaped rewards of `rollouts`, [B] float64, and metrics of the shaping.
+
+        Every rollout must have a reward.
+        """
+        spec = self._spec
+        rewards = _raw(rollouts)
+        metrics: dict[str, float] = {}
+        if self._moments is not None:
+            rewards = self._moments.normalize(rewards)
+        if spec.clip_range is not None:
+            rewards, num_clipped = clip_rewards(rewards, *spec.clip_range)
+            metrics["train/reward_clipped"] = num_clipped / max(len(rewards), 1)
+        shaped = rewards
+        if spec.overlong_buffer:
+            lengths = np.array([_longest_answer(rollout) for rollout in rollouts])
+            penalty = {"buffer": spec.overlong_buffer, "factor": spec.overlong_penalty_factor}
+            shaped = shaped + overlong_penalty(lengths, max_tokens=self._max_tokens, **penalty)
+        if spec.stop_properly_coef is not None:
+            truncated = np.array([rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts], bool)
+            shaped = stop_properly(shaped, truncated, coef=spec.stop_properly_coef)
+        if shaped is not rewards:
+            metrics["train/length_penalty"] = float(np.mean(rewards - shaped)) if len(rewards) else 0.0
+        if metrics or self._moments is not None:
+            metrics["train/shaped_reward"] = float(np.mean(shaped)) if len(shaped) else 0.0
+        return shaped, metrics
+
+
+def compared_rewards(
+    rollouts: Sequence[Rollout],
+    shaped: np.ndarray,
+    algorithm: AlgorithmSpec,
+    reward: RewardSpec,
+    episode_ids: Sequence[str] | None = None,
+) -> tuple[list[float], list[list[tuple[int, float]]]]:
+    """Return rewards relative to the algorithm's baseline: of whole rollouts, and what single tokens earned of them.
+
+    The rewards of reasoning steps are compared among themselves, and so is what is left of each rollout's reward: as a
+    whole, or turn by turn. Rewards that are normalised each by itself are those of whole rollouts.
+
+    Args:
+        rollouts: N rollouts with verdicts.
+        shaped: [N] float64, their rewards from `RewardShaper.shape`.
+        algorithm: has the baseline.
+        reward: says how rewards are normalised.
+        episode_ids: see `algorithms.group`.
+
+    Returns:
+        N rewards, and for each rollout the tokens that earned a part of its reward, for `RolloutColumns.of`.
+    """
+    verdicts = [rollout.verdict for rollout in rollouts]
+    group_ids = [rollout.group_id for rollout in rollouts]
+    if reward.normalize == "each":
+        # A failed reward that has a fixed value has it from every source.
+        parts = [verdict.source_rewards or (verdict.reward,) * len(reward.sources) for verdict in verdicts]
+        parts = np.array(parts, np.float64).reshape(-1, len(reward.sources))  # None becomes NaN
+        factors = [source.weight for source in reward.sources]
+        options = {"over_batch": not algorithm.row.whiten, "episode_ids": episode_ids}
+        return decoupled_rewards(parts, factors, group_ids, **options).tolist(), [[] for _ in rollouts]
+    options = {
+        "baseline": "none" if reward.normalize == "none" else algorithm.row.baseline,
+        "divide_by_std": algorithm.whiten_std,
+        "episode_ids": episode_ids,
+    }
+    of_steps = [np.array([value for _, value in verdict.token_rewards]) for verdict in verdicts]
+    of_turns = [np.array(verdict.turn_rewards) for verdict in verdicts]
+    # What the episode earned before a rollout began is no consequence of the rollout.
+    before = np.array([verdict.earned_elsewhere[0] for verdict in verdicts])
+    rest = shaped - _sums(of_steps)
+
+    by_step = relative_token_rewards(of_steps, group_ids, **options)
+    if algorithm.group_by == "turn":
+        of_turns = [_with_rest(*each) for each in zip(rollouts, of_turns, rest - before, strict=True)]
+        turn_gamma = 1.0 if algorithm.turn_gamma is None else algorithm.turn_gamma
+        by_turn = relative_turn_rewards(of_turns, group_ids, turn_gamma=turn_gamma, **options)
+        whole = _sums(by_turn)
+    else:
+        by_turn = of_turns
+        whole = relative_rewards(rest, group_ids, **options) - before
+
+    earned = []
+    for rollout, turns, steps in zip(rollouts, by_turn, by_step, strict=True):
+        turn_ends = rollout.turn_ends.tolist() if len(turns) else ()
+        step_ends = [at for at, _ in rollout.verdict.token_rewards]
+        earned.append([*zip(turn_ends, turns.tolist(), strict=True), *zip(step_ends, steps.tolist(), strict=True)])
+    return (whole + _sums(by_step)).tolist(), earned
+
+
+def _sums(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.array([own.sum() for own in parts])
+
+
+def _with_rest(rollout: Rollout, turn_rewards: np.ndarray, reward: float) -> np.ndarray:
+    """Return a rollout's reward by turn, [K] float64: what no turn earned is earned by the last one."""
+    rewards = turn_rewards if len(turn_rewards) else np.zeros(len(rollout.turn_ends))
+    rewards[-1:] += reward - rewards.sum()
+    return rewards
+
+
+def _longest_answer(rollout: Rollout) -> int:
+    """Return the number of tokens of a rollout's longest turn; 0 without one."""
+    written_by_turn = np.diff(np.cumsum(rollout.loss_mask)[rollout.turn_ends], prepend=0)
+    return int(written_by_turn.max(initial=0))
+
+
+def _raw(rollouts: Sequence[Rollout]) -> np.ndarray:
+    return np.array([rollout.verdict.reward for rollout in rollouts], np.float64)  # type: ignore[union-attr]
+
+
+def is_worth_training(group: RolloutGroup, spec: DynamicSampling) -> bool:
+    """Return whether a group's scores differ and, with `reward_range`, their mean lies strictly within its bounds.
+
+    With `by_source` the rewards of a source must differ, instead of the scores. A group of equal ones has no advantage
+    to learn from. Rollouts without a score are ignored.
+
+    Source: Yu et al. 2025, arXiv:2503.14476, sec. 3.2 (DAPO), eq. 11.
+    """
+    verdicts = [rollout.verdict for rollout in scored([group])]
+    scores = [verdict.score for verdict in verdicts]
+    compared = [verdict.source_rewards for verdict in verdicts] if spec.by_source else scores
+    if len(set(compared)) < 2:
+        return False
+    if spec.reward_range is None:
+        return True
+    low, high = spec.reward_range
+    return low < sum(scores) / len(scores) < high

@@ -1,0 +1,1 @@
+"""From scored rollouts to new weights: the learner and what runs in the processes that train."""

@@ -1,0 +1,129 @@
+"""Rollouts as aligned tensors, ready for estimators and losses.
+
+Shape letters: B rollouts in the shard of one rank, T tokens in the longest of them. Position t of every [B, T] tensor
+belongs to token t: its log-prob is conditioned on the tokens before it, and its value is that of the state before it is
+written.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_train.learning.columns import RolloutColumns
+
+# Role to the column that its model fills in.
+MODEL_COLUMNS = {
+    "actor": "old_logprobs",
+    "reference": "ref_logprobs",
+    "teacher": "teacher_logprobs",
+    "critic": "values",
+}
+COLUMNS = (*MODEL_COLUMNS.values(), "last_values", "advantages", "returns", "trained", "weights")
+
+
+@dataclass(slots=True)
+class Experience:
+    """One rank's rollouts of one step.
+
+    Attributes:
+        rollout_ids: B ids.
+        token_ids: B arrays of the rollouts' tokens, [L_i] int32 each.
+        loss_mask: [B, T] bool, True where the token is trained.
+        policy_mask: [B, T] bool, the trained tokens that the policy loss includes. The off-policy correction can mask
+            further tokens for the policy, while the critic still learns from them.
+        policy_versions: [B, T] int32, the version of the policy that wrote each token; -1 for all other tokens.
+        rollout_logprobs: [B, T] float32, nats, from the engine; 0.0 where the mask is False.
+        rewards: [B] float32, the total reward of each rollout, after shaping and after the group's baseline.
+        token_rewards: [B, T] float32, the part of `rewards` that single tokens earned; 0.0 elsewhere: each turn's
+            reward at the turn's last token, from the verdict or relative to the same turn of the group, and each
+            step's, after the group's baseline, at the step's last token.
+        truncated: [B] bool, whether the length limit ended the rollout.
+        prompt_lengths: tokens of each rollout before its first trained one, at least 1.
+        routes: B arrays [R_i, layers, top_k], the experts of the first R_i tokens; None if no rollout has any.
+        columns: name to [B, T] float32, filled in as models run; 0.0 where the mask is False. `last_values` holds the
+            value of the state after a truncated rollout, at its last trained token. `trained` is 1.0 where the loss
+            mask is True. `weights` multiply the policy loss.
+    """
+
+    rollout_ids: list[str]
+    token_ids: list[np.ndarray]
+    loss_mask: Tensor
+    policy_mask: Tensor
+    policy_versions: Tensor
+    rollout_logprobs: Tensor
+    rewards: Tensor
+    token_rewards: Tensor
+    truncated: Tensor
+    prompt_lengths: list[int]
+    routes: list[np.ndarray] | None = None
+    columns: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def from_columns(cls, columns: RolloutColumns) -> "Experience":
+        """Align rollouts as tensors."""
+        lengths = columns.lengths
+        holds_token = np.arange(lengths.max(initial=1)) < lengths[:, None]
+
+        def padded(flat: np.ndarray, fill: int = 0) -> Tensor:
+            rows = np.full(holds_token.shape, fill, flat.dtype)
+            rows[holds_token] = flat
+            return torch.from_numpy(rows)
+
+        loss_mask = padded(columns.loss_mask)
+        return cls(
+            rollout_ids=list(columns.rollout_ids),
+            token_ids=np.split(columns.token_ids, lengths.cumsum())[:-1],
+            loss_mask=loss_mask,
+            policy_mask=loss_mask.clone(),
+            policy_versions=padded(columns.policy_versions, -1),
+            rollout_logprobs=padded(columns.rollout_logprobs),
+            # Copies: what comes from another process cannot be written to.
+            rewards=torch.from_numpy(columns.rewards.copy()),
+            token_rewards=padded(columns.token_rewards),
+            truncated=torch.from_numpy(columns.truncated.copy()),
+            prompt_lengths=_prompt_lengths(loss_mask, lengths),
+            routes=None if columns.routes is None else np.split(columns.routes, columns.num_routed.cumsum())[:-1],
+        )
+
+    def set_column(self, name: str, values: Tensor) -> None:
+        """Store a [B, T] tensor under `name`, with 0.0 at tokens that are not trained."""
+        assert name in COLUMNS, name
+        self.columns[name] = values.detach().float().cpu().masked_fill(~self.loss_mask, 0.0)
+
+    def restrict(self, kept: Tensor) -> None:
+        """Stop training the tokens where `kept` [B, T] bool is False: clear them in the masks, set columns to 0.0."""
+        self.loss_mask &= kept
+        self.policy_mask &= kept
+        for name, column in self.columns.items():
+            self.columns[name] = column.masked_fill(~self.loss_mask, 0.0)
+        self.rollout_logprobs = self.rollout_logprobs.masked_fill(~self.loss_mask, 0.0)
+
+    def export(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
+        """Return the named columns for ranks of another rank set, as name to rollout id to [L_i] array.
+
+        The keys are rollout ids, because the other rank set has dealt the rollouts to its ranks in its own way.
+        """
+        lengths = [len(tokens) for tokens in self.token_ids]
+        exported = {}
+        for name in names:
+            rows = [row[:length].numpy() for row, length in zip(self.columns[name], lengths, strict=True)]
+            exported[name] = dict(zip(self.rollout_ids, rows, strict=True))
+        return exported
+
+    def adopt(self, *parts: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """Store the columns of this shard's rollouts. `parts` are the exports of all ranks of the other rank set."""
+        for name in {name for part in parts for name in part}:
+            exported = {rollout_id: values for part in parts for rollout_id, values in part.get(name, {}).items()}
+            column = torch.zeros(self.loss_mask.shape)
+            for row, rollout_id in enumerate(self.rollout_ids):
+                column[row, : len(exported[rollout_id])] = torch.tensor(exported[rollout_id])
+            self.set_column(name, column)
+
+
+def _prompt_lengths(loss_mask: Tensor, lengths: np.ndarray) -> list[int]:
+    """Return the number of tokens before the first True of each row [B, T], at least 1; all of them if none is."""
+    first = loss_mask.int().argmax(dim=1).clamp(min=1)
+    return torch.where(loss_mask.any(dim=1), first, torch.from_numpy(lengths)).tolist()

@@ -1,0 +1,462 @@
+"""One data-parallel rank: the models it hosts, its shard of the step's rollouts, and the computations on them."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rlhf_data.errors import EngineError
+from rlhf_kernels import PolicyObjective
+from rlhf_models.batch import TokenBatch, to_device
+from rlhf_models.host_states import HostStates, awake
+from rlhf_train.algorithms.gae import generalized_advantages, moments, rewards_to_go, turn_starts, whiten
+from rlhf_train.algorithms.kl import kl_estimate
+from rlhf_train.algorithms.table import AlgorithmSpec
+from rlhf_train.batching import Denominators, MiniBatch, RankPlan
+from rlhf_train.engine.accelerate import join_groups, start_engine, start_frozen
+from rlhf_train.engine.deepspeed import DeepSpeedEngine
+from rlhf_train.engine.deepspeed_internals import frozen_parts
+from rlhf_train.engine.process_group import init_process_group
+from rlhf_train.learning.columns import RolloutColumns
+from rlhf_train.learning.dropout import without_dropout
+from rlhf_train.learning.experience import MODEL_COLUMNS, Experience
+from rlhf_train.learning.terms import (
+    charged_rewards,
+    correct_mismatch,
+    critic_loss,
+    distilled,
+    drop_nonfinite,
+    lay_out,
+    limit_staleness,
+    masked_mean,
+    mismatch_metrics,
+    policy_metrics,
+    policy_stream,
+    recounted,
+    reference_kl_metrics,
+    token_batch,
+    update_metrics,
+    values_before,
+)
+from rlhf_train.learning.utilization import watch_gpu
+from rlhf_train.run.ema import WeightAverage
+from rlhf_train.run.load_balance import LoadBalance, load_balance
+from rlhf_train.run.metrics import METRIC_PREFIXES, Mean, Metric, merge_metrics, on_host
+from rlhf_train.run.models import load_model, own_base, write_model
+from rlhf_train.run.rank_state import StateWriter
+from rlhf_train.specs import ModelSpec
+
+
+class TrainWorker:
+    """Hosts the models of one rank of a rank set.
+
+    Methods marked "collective" must be called on all ranks of the set. Methods return metrics by name as mergeable
+    parts (`rlhf_train.run.metrics`). Ranks of a sequence or tensor group have the same shard and compute the same on
+    it, but only the first of them counts: it reports the metrics, and adds its part to sums over shards.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelSpec],
+        algorithm: AlgorithmSpec,
+        *,
+        temperature: float,
+        rank: int,
+        num_ranks: int,
+        master: tuple[str, int],
+        device: str,
+        seed: int,
+        num_threads: int | None = None,
+        ema_beta: float | None = None,
+        pack_tokens: int | None = None,
+        takes_turns: bool = False,
+        trains_in_turn: bool = False,
+    ) -> None:
+        """Join the rank set and load the models. Collective.
+
+        Args:
+            models: role ("actor", "critic", "reference" or "teacher") to the settings of its model.
+            algorithm: what is optimized.
+            temperature: sampling temperature of the rollouts; log-probs are computed at this temperature.
+            rank, num_ranks: number of this process in its rank set, from 0, and of processes there.
+            master: host and port where the ranks meet.
+            device: "cuda" or "cpu".
+            seed, num_threads: of PyTorch; None for its default number of CPU threads.
+            ema_beta: decay per update of the moving average of the actor's weights; None for no average.
+            pack_tokens, takes_turns: see `engine.accelerate.start_engine`.
+            trains_in_turn: optimizer states are on the device only in updates of their model, and frozen models only
+                when they run: at most one model has its states there.
+        """
+        if num_threads:
+            torch.set_num_threads(num_threads)
+        torch.manual_seed(seed)
+        init_process_group(rank=rank, world_size=num_ranks, master=master, device=device)
+        self.rank, self._num_ranks = rank, num_ranks
+        spec = next(iter(models.values()))
+        self._groups = join_groups(spec)
+        self._num_shards = num_ranks // spec.ranks_per_batch
+        self._leads_group = rank % spec.ranks_per_batch == 0
+        self._algorithm, self._temperature = algorithm, temperature
+        self._specs = dict(models)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        self._frozen: dict[str, Callable] = {}
+        self._frozen_weights = HostStates(is_frozen=True)
+        self._frozen_are_here = True
+        self.engines: dict[str, DeepSpeedEngine] = {}
+        self._with_states: set[str] = set()  # roles whose optimizer states are on the device
+        self._trains_in_turn = trains_in_turn
+        self._balances: dict[str, LoadBalance | None] = {}
+        for role, spec in models.items():
+            self._load(role, spec, device, pack_tokens=pack_tokens, takes_turns=takes_turns)
+        is_averaged = ema_beta is not None and "actor" in self.engines
+        self._average = WeightAverage(ema_beta, self.engines["actor"].local_weights()) if is_averaged else None
+        self._writer = StateWriter(rank, num_ranks)
+        self._utilization = watch_gpu(self._device)
+        self._experience = Experience.from_columns(RolloutColumns.of([], []))
+        self._plan = RankPlan((), (), ())
+        self._step_versions: Sequence[int] = (0,)
+
+    def _load(self, role: str, spec: ModelSpec, device: str, **options: Any) -> None:
+        if role == "reference" and spec.is_base_of(self._specs.get("actor")):
+            self._frozen[role] = own_base(self.engines["actor"])
+            return
+        if spec.optimizer is None:
+            self._frozen[role] = start_frozen(spec, self._device, **self._groups)
+            return
+        model = without_dropout(load_model(role, spec))
+        self._balances[role] = load_balance(model, spec, self._groups["sequence_group"])
+        options |= {"device": device, "num_ranks": self._num_ranks, **self._groups}
+        self.engines[role] = start_engine(model, spec, **options)
+        self._with_states.add(role)
+        if self._trains_in_turn:  # before the next model is loaded
+            self._offload_states(role)
+            self.release_cache()
+
+    def load_rollouts(self, columns: RolloutColumns, plan: RankPlan, step_versions: Sequence[int] = (0,)) -> None:
+        """Store this step's shard.
+
+        Args:
+            columns: the rollouts of `plan.rows`, in that order.
+            plan: mini-batches and micro-batches of the shard.
+            step_versions: see `limit_staleness`; the last one is of the weights before the step's first update.
+        """
+        if columns.routes is not None:
+            self.engines["actor"].module.model.base_model.router_replay.check(columns.routes)
+        self._experience = Experience.from_columns(columns)
+        self._plan, self._step_versions = plan, step_versions
+
+    @torch.no_grad()
+    def run_model(self, role: str) -> dict[str, Metric]:
+        """Compute the column of `role`: its log-probs, or the critic's values. Collective under ZeRO-3."""
+        if role in self.engines:
+            self.engines[role].module.eval()
+        else:
+            self._reload_frozen()
+        # Both stay on the device until the end: copying the part of each pass would wait for it.
+        column, last_values = torch.zeros(2, *self._experience.loss_mask.shape, device=self._device)
+        entropy = Mean(0.0, 0.0)
+        with awake(self._frozen.get(role)):
+            for rows in self._plan.forward_batches:
+                outputs, mask = self._forward(role, rows)
+                if not rows:
+                    continue
+                values = outputs["values" if role == "critic" else "logprobs"]
+                places = to_device(torch.tensor(rows), self._device)
+                column[places, : values.shape[1]] = values.float()
+                if "last_values" in outputs:
+                    last_values[places, : values.shape[1]] = outputs["last_values"].float()
+                if role == "actor":
+                    entropy = entropy.merge(masked_mean(outputs["entropy"], mask))
+        self._experience.set_column(MODEL_COLUMNS[role], column)
+        if role == "critic" and self._algorithm.bootstrap_truncated:
+            self._experience.set_column("last_values", last_values)
+        return self._reported({"policy/entropy": entropy} if role == "actor" else {})
+
+    def export_columns(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
+        """Return columns for the ranks of another set; see `Experience.export`."""
+        return self._experience.export(names)
+
+    def adopt_columns(self, *parts: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """Store the columns of this shard from the exports of another set's ranks."""
+        self._experience.adopt(*parts)
+        if "trained" in self._experience.columns:
+            # The actor's ranks dropped tokens with non-finite log-probs; the critic must skip the same tokens.
+            self._experience.restrict(self._experience.columns["trained"] > 0)
+
+    def assign_advantages(self, kl_coef: float) -> dict[str, Metric]:
+        """Compute advantages, returns, and the weights that correct for the gap to the engine.
+
+        Collective, because whitening uses the batch of all ranks. `kl_coef` is the weight of the KL in the reward, in
+        reward units per nat.
+        """
+        spec = self._algorithm
+        experience = self._experience
+        columns = experience.columns
+        # Read before tokens are dropped, which clears them. Those that are not finite belong to dropped rollouts.
+        last_values = columns["last_values"].sum(dim=1).nan_to_num(0.0, 0.0, 0.0) if "last_values" in columns else None
+        metrics = drop_nonfinite(experience) | limit_staleness(experience, self._step_versions, spec.mask_stale)
+        mask = experience.loss_mask
+        experience.set_column("trained", mask.float())
+        if spec.runs_actor:
+            metrics |= correct_mismatch(experience, spec)
+        if spec.old_logprobs == "rollout":
+            experience.set_column("old_logprobs", experience.rollout_logprobs)
+        rewards, kl_metrics = charged_rewards(experience, spec, kl_coef=kl_coef)
+        # The columns are in host memory, and the scan over tokens is a kernel on the device.
+        rewards, trained = to_device(rewards, self._device), to_device(mask, self._device)
+        starts = None
+        if spec.turn_gamma is not None:
+            starts = to_device(turn_starts(experience.policy_versions, mask), self._device)
+        turn_gamma = spec.turn_gamma or 0.0
+        if spec.row.uses_critic:
+            advantages, returns = generalized_advantages(
+                rewards,
+                to_device(columns["values"], self._device),
+                trained,
+                gamma=spec.gamma,
+                lambd=spec.lambd,
+                last_values=None if last_values is None else to_device(last_values, self._device),
+                starts=starts,
+                turn_gamma=turn_gamma,
+            )
+        else:
+            returns = rewards_to_go(rewards, trained, gamma=spec.gamma, starts=starts, turn_gamma=turn_gamma)
+            advantages = returns
+        advantages, teacher_metrics = distilled(advantages.cpu(), experience, spec)
+        metrics |= kl_metrics | teacher_metrics
+        if spec.row.whiten:
+            total = moments(advantages, mask).to(self._device) * self._leads_group
+            torch.distributed.all_reduce(total)
+            advantages = whiten(advantages, mask, total.cpu(), divide_by_std=spec.whiten_std)
+        experience.set_column("advantages", advantages)
+        experience.set_column("returns", returns)
+        metrics["policy/advantage_abs"] = masked_mean(columns["advantages"].abs(), mask)
+        metrics["value/return"] = masked_mean(columns["returns"], mask)
+        return self._reported(metrics)
+
+    def update(self, role: str, *, max_epochs: int, seed: int, kl_coef: float = 0.0) -> dict[str, Metric]:
+        """Train `role` on the shard, one update per mini-batch and epoch. Collective.
+
+        Args:
+            role: "actor" or "critic".
+            max_epochs: passes over the shard.
+            seed: of the order of mini-batches, which differs between epochs.
+            kl_coef: weight of the KL term in the actor's loss; ignored when the loss has no KL term.
+
+        Raises:
+            EngineError: a gradient is not finite.
+        """
+        with self._in_turn(role):
+            metrics = self._update(role, max_epochs=max_epochs, seed=seed, kl_coef=kl_coef)
+        return metrics | (self._utilization.take() if self._utilization else {})
+
+    def _update(self, role: str, *, max_epochs: int, seed: int, kl_coef: float) -> dict[str, Metric]:
+        objective = self._algorithm.objective
+        if self._algorithm.use_kl_loss:
+            objective = replace(objective, kl_coef=kl_coef)
+        counted = self._trained_mask(role) & self._leads_group
+        mini_batches = recounted(self._plan.mini_batches, counted, self._device)
+        parts: list[Mapping[str, Metric]] = []
+        for epoch in range(max_epochs):
+            order = np.random.default_rng((seed, epoch)).permutation(len(mini_batches))
+            # Only the step's first update measures the gap to the engine: later ones have moved the weights.
+            parts += [
+                self._update_once(role, mini_batches[index], objective, is_first=not epoch and not position)
+                for position, index in enumerate(order)
+            ]
+        return self._reported(merge_metrics(parts))
+
+    def _reported(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Return the metrics of this shard in host memory, or none if another rank reports them."""
+        return on_host(metrics) if self._leads_group else {}
+
+    def _trained_mask(self, role: str) -> Tensor:
+        """Return the tokens that the loss of `role` includes, [B, T] bool."""
+        return self._experience.policy_mask if role == "actor" else self._experience.loss_mask
+
+    def _update_once(
+        self, role: str, mini_batch: MiniBatch, objective: PolicyObjective, *, is_first: bool
+    ) -> dict[str, Metric]:
+        engine = self.engines[role]
+        engine.module.train()
+        parts: list[Mapping[str, Metric]] = []
+        trained = self._trained_mask(role).any(dim=1)
+        # Skip rows without trained tokens. Their log-probs may not be finite, and 0 times infinity is NaN.
+        passes = [[row for row in planned if trained[row]] for planned in mini_batch.micro_batches]
+        balance = self._balances[role]
+        if balance is not None:
+            balance.count([(partial(self._run_layers, role, rows), bool(rows)) for rows in passes])
+        for index, rows in enumerate(passes):
+            if role == "critic":
+                outputs, mask = self._forward(role, rows)
+                columns = self._experience.columns
+                inputs = {name: self._cut(columns[name], rows, mask.shape[1]) for name in ("values", "returns")}
+                loss, metrics = critic_loss(outputs["values"], mask, inputs, self._algorithm, mini_batch.denominators)
+            else:
+                loss, metrics = self._actor_loss(rows, mini_batch.denominators, objective, is_first)
+            if balance is not None:
+                loss, metrics[f"{METRIC_PREFIXES[role]}/aux_loss"] = balance.add_to(loss, has_rows=bool(rows))
+            engine.backward(loss, is_last=index == len(passes) - 1)
+            parts.append(metrics)
+        stats = engine.step()
+        if not math.isfinite(stats.grad_norm):
+            hint = f"lower the {role}'s learning rate; rollouts.jsonl has what it was trained on"
+            raise EngineError(f"the gradient of the {role} is not finite ({stats.grad_norm})", hint=hint)
+        if role == "actor" and self._average is not None:
+            self._average.update(engine.local_weights())
+        num_rollouts = sum(map(len, mini_batch.micro_batches))
+        return update_metrics(role, parts, stats, num_rollouts=num_rollouts, num_shards=self._num_shards)
+
+    def _actor_loss(
+        self, rows: Sequence[int], denominators: Denominators, objective: PolicyObjective, is_first: bool
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """Run the actor on rows of the shard; return this micro-batch's share of the update's loss, and metrics."""
+        spec = self._algorithm
+        experience = self._experience
+        batch = self._batch("actor", rows)
+        stream = policy_stream(experience, rows, spec, denominators, self._device)
+        wanted = lay_out(experience.policy_mask, rows, batch)
+        options = {"temperature": self._temperature, "max_tokens": self._plan.max_pass_tokens}
+        output = self.engines["actor"].forward(batch, logits_mask=wanted, stream=stream, objective=objective, **options)
+        metrics = policy_metrics(output.metrics, spec)
+        if is_first and not spec.runs_actor:
+            # This pass is the first to know the gap to the engine, of the tokens that the stream holds.
+            mask = stream.loss_mask
+            places = to_device(wanted.flatten().nonzero()[:, 0], self._device)
+            logprobs = output.logprobs.flatten()[places]
+            metrics["policy/entropy"] = masked_mean(output.entropy.flatten()[places], mask)
+            rollout_logprobs = experience.rollout_logprobs[list(rows)][experience.policy_mask[list(rows)]]
+            metrics |= mismatch_metrics(logprobs, to_device(rollout_logprobs, self._device), mask)
+            if spec.use_kl_loss:
+                kl = kl_estimate(logprobs, stream.ref_logprobs, objective.kl_estimator)
+                metrics |= reference_kl_metrics(kl, mask, objective.kl_estimator)
+        return output.loss, metrics
+
+    def _run_layers(self, role: str, rows: Sequence[int]) -> None:
+        """Run the layers of a language model on rows of the shard."""
+        batch = self._batch(role, rows)
+        # Without a token for the LM head, its part costs nothing.
+        self.engines[role].forward(batch, logits_mask=torch.zeros(batch.input_ids.shape, dtype=torch.bool))
+
+    def _forward(self, role: str, rows: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
+        """Run `role` on rows of the shard; return its outputs by name and their loss mask, as [b, t] tensors.
+
+        The outputs have one row per rollout, packed or not. Without rows there is one row, with an empty mask.
+        """
+        batch = self._batch(role, rows)
+        loss_mask = self._experience.loss_mask
+        mask = self._cut(loss_mask, rows, max(batch.lengths))
+        model = self.engines[role].forward if role in self.engines else self._frozen[role]
+        if role == "critic" and self._algorithm.bootstrap_truncated and not torch.is_grad_enabled():
+            truncated = self._cut(self._experience.truncated[:, None], rows, 1)[:, 0]
+            return values_before(batch.split(model(batch, after_token=True)), truncated, mask), mask
+        if role == "critic":
+            outputs = {"values": model(batch)}
+        else:
+            wanted = lay_out(loss_mask, rows, batch)
+            options = {"temperature": self._temperature, "max_tokens": self._plan.max_pass_tokens}
+            outputs = model(batch, logits_mask=wanted, **options)._asdict()
+        return {name: pad_sequence(batch.split(values), batch_first=True) for name, values in outputs.items()}, mask
+
+    def _batch(self, role: str, rows: Sequence[int]) -> TokenBatch:
+        """Return rows of the shard as a batch, packed or padded as `role` needs. Only the actor replays routes."""
+        return token_batch(self._experience, rows, self._device, self._specs[role], with_routes=role == "actor")
+
+    def _cut(self, column: Tensor, rows: Sequence[int], width: int) -> Tensor:
+        """Return rows of a [B, T] tensor on the device, cut to `width` columns; without rows, one row of zeros."""
+        if not rows:
+            return torch.zeros(1, width, dtype=column.dtype, device=self._device)
+        return to_device(column[list(rows), :width], self._device)
+
+    def offload(self) -> None:
+        """Move optimizer states and frozen models to host memory."""
+        for role in sorted(self._with_states):
+            self._offload_states(role)
+        self._offload_frozen()
+        self.release_cache()
+
+    def _offload_states(self, role: str) -> None:
+        self.engines[role].offload()
+        self._with_states.discard(role)
+
+    def _reload_states(self, role: str) -> None:
+        self.engines[role].reload()
+        self._with_states.add(role)
+
+    def _offload_frozen(self) -> None:
+        if self._device.type != "cuda" or not self._frozen_are_here:
+            return  # on a CPU, frozen weights lie in their files, mapped into memory
+        modules = [module for module in self._frozen.values() if isinstance(module, torch.nn.Module)]
+        self._frozen_weights.offload(part for module in modules for part in frozen_parts(module))
+        self._frozen_are_here = False
+
+    def _reload_frozen(self) -> None:
+        self._frozen_weights.reload()
+        self._frozen_are_here = True
+
+    @contextmanager
+    def _in_turn(self, role: str) -> Iterator[None]:
+        """Within a `with` block, have the optimizer states of `role` on the device; if models train in turn, only these
+        and no frozen model."""
+        if not self._trains_in_turn:
+            yield
+            return
+        self._offload_frozen()
+        self.release_cache()
+        self._reload_states(role)
+        yield
+        self._offload_states(role)
+        self.release_cache()
+
+    def release_cache(self) -> None:
+        """Give back memory of the device that the allocator would keep from the engines' processes."""
+        torch.cuda.empty_cache()  # does nothing on a CPU
+
+    def reload(self) -> None:
+        """Move back to the device what `offload` moved to host memory. If models train in turn, updates move the
+        states."""
+        if not self._trains_in_turn:
+            for role in self.engines.keys() - self._with_states:
+                self._reload_states(role)
+        self._reload_frozen()
+
+    def save(self, role: str, path: str) -> None:
+        """Write the model of `role` as a Hugging Face folder. Collective; rank 0 writes."""
+        state = self.engines[role].state_dict(wanted=self.rank == 0)
+        if self.rank == 0:
+            write_model(self.engines[role].module, state, self._specs[role], Path(path))
+
+    def save_average(self, path: str) -> None:
+        """Write the moving average of the actor's weights as a Hugging Face folder. Collective; rank 0 writes."""
+        assert self._average is not None
+        with self._average.in_place_of(self.engines["actor"].local_weights()):
+            self.save("actor", path)
+
+    def save_state(self, folder: str) -> None:
+        """Copy this rank's part of all trained models to host memory, and write it to `folder` on a thread.
+
+        A receipt in the folder (`run.checkpoint.write_receipt`) tells when a file is on the disk.
+        """
+        self._writer.save(self.engines, Path(folder), self._average)
+
+    def finish_state(self) -> None:
+        """Wait until the files of the last `save_state` are written or have failed."""
+        self._writer.finish()
+
+    def load_state(self, folder: str) -> None:
+        """Continue with the models in `folder`, which `save_state` wrote on all ranks. Collective."""
+        for role, engine in self.engines.items():
+            with self._in_turn(role):
+                self._writer.load({role: engine}, Path(folder), self._average)
+
+    def peak_memory_bytes(self) -> int:
+        """Return the peak of this process's allocated device memory in bytes; 0 on a CPU."""
+        return torch.cuda.max_memory_allocated() if self._device.type == "cuda" else 0

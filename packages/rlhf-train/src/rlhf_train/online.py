@@ -1,0 +1,279 @@
+"""An online run from start to final model: starts its processes, assembles its parts, trains, and saves."""
+
+import math
+import time
+from asyncio import CancelledError
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from rlhf_models.loading import load_config
+from rlhf_rollout.host import quick_collection
+from rlhf_rollout.protocols import RewardFunction
+from rlhf_rollout.supervisor import RestartableEngine
+from rlhf_train.cluster.ray_session import LostProcessError, is_unforeseen, unanswered
+from rlhf_train.controller import Controller
+from rlhf_train.costs import PassCosts, pass_costs
+from rlhf_train.evaluation import Evaluator
+from rlhf_train.generation.patience import Patience
+from rlhf_train.generation.recorded import RecordedRollouts
+from rlhf_train.generation.rollouts import Rollouts
+from rlhf_train.generation.scoring import make_reward
+from rlhf_train.generation.stream import SampleStream
+from rlhf_train.generation.turns import Turns
+from rlhf_train.learning.learner import Learner
+from rlhf_train.learning.ranks import RankSet
+from rlhf_train.loop import train
+from rlhf_train.online_job import OnlineJob, RunSummary
+from rlhf_train.processes import mps_daemons, placed_bundles, ray_cluster, start_processes
+from rlhf_train.report import Report
+from rlhf_train.run.best_model import BestModel
+from rlhf_train.run.checkpoint import Checkpoint, Checkpoints
+from rlhf_train.run.checkpointing import Checkpointer, find_checkpoint, resumed_step
+from rlhf_train.run.interrupts import Interrupts
+from rlhf_train.run.ledger import Ledger
+from rlhf_train.run.observer import Observer
+from rlhf_train.run.recorder import Recorder, check_save_path
+from rlhf_train.run.timeline import Timeline
+from rlhf_train.run.watch import Watch
+
+RESTART_INTERVAL_S = 3600.0
+
+
+class Parts(NamedTuple):
+    """The parts of a run that its end needs: to save the models, to write the summary, and to close."""
+
+    controller: Controller
+    rollouts: Rollouts
+    learner: Learner
+    turns: Turns
+    report: Report
+    timeline: Timeline
+    checkpointer: Checkpointer
+    interrupts: Interrupts
+
+
+def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
+    """Run `job` from start to final model, or from its newest checkpoint.
+
+    When a training process dies, all processes start again and continue from the newest checkpoint, if there is one,
+    at most once in `RESTART_INTERVAL_S`.
+
+    Raises:
+        ConfigError: the job cannot run as configured.
+        CheckpointError: the checkpoint to continue from belongs to another run.
+        EngineError, RewardError, WeightSyncError: a part failed and retries did not help. `train_and_save` says what
+            is saved before.
+        Interrupted: SIGINT or SIGTERM. The state of the run is saved before.
+    """
+    check_save_path(job.save_path, resumes=job.checkpoints.resume)
+    with Interrupts() as interrupts, Watch(observer) as watch, ExitStack() as stack, closing(interrupts):
+        timeline = Timeline(on_phase=watch.phase)
+        checkpoint = find_checkpoint(job.checkpoints, job.save_path, observer)
+        watch.starting("Ray")
+        stack.enter_context(ray_cluster(job.plan, job.ray_address))
+        interrupts.listen()
+        restarted_at = -math.inf
+        while True:
+            try:
+                return run_processes(job, checkpoint, observer, timeline, interrupts, watch)
+            except LostTrainerError as lost:
+                interrupts.release()  # a death in an update left signals held; one that came meanwhile ends the run
+                if time.monotonic() - restarted_at < RESTART_INTERVAL_S:
+                    raise lost.error from None
+                restarted_at = time.monotonic()
+                job, checkpoint = continued(job, lost.error, observer)
+                timeline = Timeline(on_phase=watch.phase)  # the checkpoint has the seconds before it
+
+
+class LostTrainerError(Exception):
+    """A training process died after the run had begun. `error` tells more."""
+
+    def __init__(self, error: LostProcessError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def continued(job: OnlineJob, error: LostProcessError, observer: Observer) -> tuple[OnlineJob, Checkpoint]:
+    """Return the job that continues a run whose training process died, and its checkpoint.
+
+    Raises `error` when there is no checkpoint.
+    """
+    spec = job.checkpoints
+    checkpoint = Checkpoints(spec.home(job.save_path)).newest_whole(observer.warning, spec.before)
+    if checkpoint is None:
+        observer.warning(
+            "the run cannot continue by itself, because it has no checkpoint: ``CheckpointSpec.every=N`` saves them"
+        )
+        raise error
+    observer.warning(f"{error}\nall processes start again and continue after step {checkpoint.step}")
+    return replace(job, checkpoints=replace(job.checkpoints, resume=True)), checkpoint
+
+
+def run_processes(
+    job: OnlineJob,
+    checkpoint: Checkpoint | None,
+    observer: Observer,
+    timeline: Timeline,
+    interrupts: Interrupts,
+    watch: Watch,
+) -> RunSummary:
+    """Start the processes of a run on a cluster, and run it, from `checkpoint` if there is one.
+
+    Raises LostTrainerError when a training process dies after the start, and other errors like `run_online`.
+    """
+    with ExitStack() as stack:
+        daemons = stack.enter_context(ExitStack())  # which end after the processes that use them
+        reserved = stack.enter_context(placed_bundles(job.plan))
+        watch.starting("engines and trainers")
+        watch.details = [unanswered]
+        processes = start_processes(job, reserved, daemons.enter_context(mps_daemons(job, reserved)))
+        kept = resumed_step(job.checkpoints, checkpoint)
+        is_recorded = checkpoint is None or checkpoint.state()["is_recorded"]
+        recorder = Recorder(job.save_path, job.config, job.trackers, observer, kept, is_recorded=is_recorded)
+        stack.enter_context(recorder)
+        reward = make_reward(job, processes.scorers, recorder.folder / "reward.log")
+        costs = {role: pass_costs(load_config(m.path), has_head=role != "critic") for role, m in job.models.items()}
+        watchers = (recorder, observer, timeline, interrupts)
+        parts = assemble(job, processes.engines, processes.workers, reward, *watchers, costs)
+        parts.report.add_final(processes.seconds)
+        stack.callback(parts.rollouts.close)
+        watch.details.append(parts.rollouts.pending)
+        try:
+            if checkpoint is not None:
+                parts.controller.first_step = parts.checkpointer.restore(checkpoint) + 1
+            return train_and_save(job, parts, recorder)
+        except BaseException as error:
+            watch.ending(error)
+            if isinstance(error, LostProcessError):
+                raise LostTrainerError(error) from error
+            raise
+
+
+def assemble(
+    job: OnlineJob,
+    engines: Sequence[RestartableEngine],
+    rank_sets: Sequence[RankSet],
+    reward: RewardFunction,
+    recorder: Recorder,
+    observer: Observer,
+    timeline: Timeline,
+    interrupts: Interrupts | None = None,
+    costs: Mapping[str, PassCosts] | None = None,
+) -> Parts:
+    """Construct the parts of a run.
+
+    Args:
+        job: the run.
+        engines: the generation engines, in the order of the plan.
+        rank_sets: the training processes.
+        reward: scores the rollouts.
+        recorder: writes the run's folder.
+        observer: shows the run on the terminal.
+        timeline: made at the start of the run.
+        interrupts: receives signals; None for nobody.
+        costs: see `Learner`.
+    """
+    interrupts = interrupts or Interrupts()
+    learner = Learner(job, rank_sets, costs)
+    rollouts: Rollouts | RecordedRollouts
+    if job.replay:
+        rollouts = RecordedRollouts(Path(job.replay), job.batch.rollout_batch_size, job.models["actor"].masked_ids)
+    else:
+        stream = SampleStream(job.batch.rollout_batch_size, job.num_steps, job.max_staleness)
+        agent_log = recorder.folder / "agent.log"
+        watchers = (timeline, observer, agent_log, learner.settle if job.early_forwards else None)
+        rollouts = Rollouts(job, engines, learner.send_weights, reward, stream, *watchers)
+    turns = Turns(
+        rollouts,
+        learner,
+        timeline,
+        engines_sleep=job.engine.enable_sleep,
+        trainers_sleep=job.trainer_sleep,
+        engines_asleep=job.engine.enable_sleep and job.plan.shares_gpus,
+    )
+    report = Report(recorder, observer, timeline, job.num_steps, record=job.record)
+    best = BestModel(job.best_metric, recorder.path("best model")) if job.best_metric else None
+    evaluator = Evaluator(job, rollouts, learner, turns, report, timeline, best)
+    patience = Patience(job.batch.rollout_batch_size, job.num_steps, observer)
+    ledger = Ledger()
+    resumable = {"learner": learner, "evaluator": evaluator, "patience": patience, "report": report}
+    if isinstance(rollouts, Rollouts):  # recorded ones go on wherever they are asked to, and nothing is outstanding
+        resumable |= {"rollouts": rollouts, "ledger": ledger}
+    spec = job.checkpoints
+    checkpoints = Checkpoints(spec.home(job.save_path), max_num=spec.max_num, max_bytes=spec.max_bytes)
+    checkpointer = Checkpointer(spec, checkpoints, resumable, learner, recorder, timeline, observer)
+    controller = Controller(
+        job,
+        rollouts=rollouts,
+        learner=learner,
+        turns=turns,
+        evaluator=evaluator,
+        patience=patience,
+        report=report,
+        timeline=timeline,
+        ledger=ledger,
+        checkpointer=checkpointer,
+        interrupts=interrupts,
+    )
+    return Parts(controller, rollouts, learner, turns, report, timeline, checkpointer, interrupts)
+
+
+def train_and_save(job: OnlineJob, parts: Parts, recorder: Recorder) -> RunSummary:
+    """Run all steps, save the models, and return the final metrics and the paths of all artifacts.
+
+    After an error, what was learned is saved: the models, and also the state of the run, except after an error within
+    an update. If a rank raised an error that nobody foresaw, this is done only where no other rank can wait for it.
+    """
+    try:
+        with quick_collection():
+            train(parts.controller)
+        save_models(job, parts, recorder)
+        parts.checkpointer.close()
+    except (KeyboardInterrupt, CancelledError):
+        save_what_is_left(job, parts, recorder, models=False)
+        raise
+    except Exception as error:
+        has_peers = any(placed.num_ranks > 1 for placed in job.plan.trainers)
+        save_what_is_left(job, parts, recorder, models=True, by_ranks=not (has_peers and is_unforeseen(error)))
+        raise
+    parts.report.add_final({"memory/trainer_peak_bytes": float(parts.learner.peak_memory_bytes())})
+    return parts.report.finish(job.num_steps)
+
+
+def save_what_is_left(job: OnlineJob, parts: Parts, recorder: Recorder, *, models: bool, by_ranks: bool = True) -> None:
+    """Save as much as the end of a failed or interrupted run allows, what ranks have only with `by_ranks`. What cannot
+    be saved is a warning."""
+    parts.interrupts.close()  # a second signal must not end the writing
+    parts.report.stopping()
+    live = parts.learner.live_roles() if by_ranks else set()
+    all_live = live == job.models.keys()
+    if job.checkpoints.full and not models and not all_live:  # an error says by itself why the run ends
+        missing = ", ".join(sorted(job.models.keys() - live))
+        parts.report.warning(f"no checkpoint is saved now, because these models' processes do not answer: {missing}")
+    try:
+        parts.report.write_rollouts()
+        if all_live and not parts.interrupts.is_held:
+            if parts.checkpointer.is_behind:
+                parts.report.notice("the run saves a checkpoint, then ends")
+            parts.checkpointer.save()
+        if models and "actor" in live:
+            save_models(job, parts, recorder, live)
+    except Exception as error:  # which must not hide the one that ends the run
+        parts.report.warning(f"not everything was saved: {error}")
+    parts.checkpointer.close(ranks_live=all_live)
+
+
+def save_models(job: OnlineJob, parts: Parts, recorder: Recorder, live: Collection[str] = ("critic",)) -> None:
+    """Save the actor and, if the job asks for them, its moving average and the critic, which must be `live`."""
+    if not job.saves_models:
+        return
+    parts.turns.give_to_trainers()
+    with parts.timeline.phase("save"):
+        parts.learner.save("actor", str(recorder.path("final model")))
+        if job.ema_beta is not None:
+            parts.learner.save_average(str(recorder.path("averaged model")))
+        if job.save_critic and "critic" in live:
+            parts.learner.save("critic", str(recorder.path("critic")))

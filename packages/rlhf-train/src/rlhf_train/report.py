@@ -1,0 +1,182 @@
+"""The output of an online run: to the files of its folder, to the terminal, and as the final summary."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_data.records import RolloutGroup
+from rlhf_train.generation.service import Drawn
+from rlhf_train.generation.summaries import summarize
+from rlhf_train.generation.turns import TURN_PHASES
+from rlhf_train.online_job import RunSummary
+from rlhf_train.run.observer import Observer
+from rlhf_train.run.recorder import ARTIFACTS, Recorder
+from rlhf_train.run.timeline import STEP, Timeline
+
+NUM_SHOWN = 3  # sample rollouts shown on the terminal before and after training
+LARGE_GAP = 0.3  # nats per token; rounding in bfloat16 gives below 0.1
+
+
+class Report:
+    """Collects the metrics of a step, and passes metrics, rollouts and samples to the recorder and the observer.
+
+    Args:
+        recorder: writes the run's folder.
+        observer: shows the run on the terminal.
+        timeline: splits the wall-clock time of each step into phases; made at the start of the run.
+        num_steps: largest number of steps.
+        record: write the rollouts that are trained on.
+    """
+
+    def __init__(
+        self, recorder: Recorder, observer: Observer, timeline: Timeline, num_steps: int, *, record: bool = True
+    ) -> None:
+        self._num_steps = num_steps
+        self._record = record
+        self._recorder = recorder
+        self._observer = observer
+        self._timeline = timeline
+        self._metrics: dict[str, float] = {}
+        self._num_tokens = 0
+        self._unwritten: tuple[int, Drawn] | None = None  # rollouts of the current step
+        self._seconds: dict[str, float] = {}  # of the current step, up to the last `state`
+        self._final: dict[str, float] = {}
+        self._has_compared = False  # the engine's log-probs with the trainer's
+        self._earlier_s = 0.0  # of processes whose run this one continues
+        self._parts = {"startup": 0.0, "first_evaluation": 0.0, "steps": 0.0, "final_save": 0.0}  # seconds
+
+    def end_part(self, name: str) -> None:
+        """End a part of the run that comes before the first step: "startup" or "first_evaluation"."""
+        self._parts[name] += self._timeline.take()[STEP]
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Add to the metrics of the current step."""
+        self._metrics |= metrics
+
+    def rollouts(self, step: int, drawn: Drawn) -> None:
+        """Add a summary of the step's rollouts to its metrics, and keep them for `write_rollouts`."""
+        self._unwritten = step, drawn
+        self._num_tokens += sum(rollout.num_response_tokens for group in drawn.groups for rollout in group.rollouts)
+        self.add(summarize(drawn.groups, "rollout"))
+        self.add(
+            {
+                "rollout/kept_groups": len(drawn.kept) / len(drawn.groups),
+                "samples/retried_groups": drawn.num_retries,
+            }
+        )
+        self.add(drawn.overlap)
+        if drawn.cached_share is not None:
+            self.add({"throughput/cached_prompt_share": drawn.cached_share})
+
+    def write_rollouts(self) -> None:
+        """Hand the rollouts of the step to their writer, unless that is done.
+
+        Its thread then takes half of the time of this one, so this is called when this one is about to wait.
+        """
+        if self._unwritten is None:
+            return
+        step, drawn = self._unwritten
+        self._unwritten = None
+        with self._timeline.phase("write"):
+            fields = {"num_steps": self._num_steps}
+            if self._record:
+                self._recorder.rollouts("rollouts", step, drawn.kept, **fields, kept=True)
+                self._recorder.rollouts("rollouts", step, [*drawn.stale, *drawn.dropped], **fields, kept=False)
+
+    def evaluation(self, step: int, groups: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
+        """Write and show an evaluation."""
+        with self._timeline.phase("write"):
+            self._recorder.metrics(step, metrics)
+            self._recorder.rollouts("held-out rollouts", step, groups)
+        self._observer.evaluation(step, metrics)
+
+    def samples(self, title: str, groups: Sequence[RolloutGroup]) -> None:
+        """Show the first rollout of a few groups."""
+        self._observer.samples(title, [(group.prompt, group.rollouts[0]) for group in groups[:NUM_SHOWN]])
+
+    def stopping(self) -> None:
+        """Tell that the run takes no further steps."""
+        self._observer.stopping()
+
+    def notice(self, text: str) -> None:
+        """Show information that a person may want."""
+        self._observer.notice(text)
+
+    def warning(self, text: str) -> None:
+        """Show a warning; the run goes on."""
+        self._observer.warning(text)
+
+    def step(self, step: int, num_steps: int) -> None:
+        """End the step: write and show its metrics, and start the clock of the next step.
+
+        The first step that trains warns of an engine that computes another model than the trainer.
+        """
+        gap = self._metrics.get("mismatch/logprob_gap_mean")
+        if gap is not None and not self._has_compared:
+            self._has_compared = True
+            if not gap <= LARGE_GAP:
+                self.warning(_of_another_model(gap))
+        seconds = self._take_seconds()
+        self._seconds = {}
+        self._parts["steps"] += seconds[STEP]
+        # Throughput is that of training: an evaluation generates tokens that no step counts.
+        total = seconds[STEP] - seconds.get("evaluate", 0.0) - seconds.get("save", 0.0)
+        self.add({f"time/{name}": value for name, value in seconds.items()})
+        if "async/generation_idle" in self._metrics and seconds[STEP]:
+            waited = seconds.get("generate", 0.0) + seconds.get("reward", 0.0)
+            self.add({"async/training_idle": waited / seconds[STEP]})
+        self.add({"throughput/response_tokens": self._num_tokens / total if total else 0.0})
+        with self._timeline.phase("write"):
+            self._recorder.step(step, self._metrics)
+        self._observer.step(step, num_steps, self._metrics)
+        self._metrics = {}
+        self._num_tokens = 0
+
+    def state(self) -> dict[str, Any]:
+        """Return what the current step and the final summary need, for `restore`."""
+        # Copies: another thread writes the state while this object goes on.
+        step = {"metrics": dict(self._metrics), "num_tokens": self._num_tokens, "seconds": dict(self._take_seconds())}
+        elapsed_s = self._earlier_s + self._timeline.elapsed_s
+        return {"step": step, "final": dict(self._final), "parts": dict(self._parts), "elapsed_s": elapsed_s}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue the step and the summary of another process. Its seconds count as seconds of the run."""
+        self._metrics = dict(state["step"]["metrics"])
+        self._num_tokens = state["step"]["num_tokens"]
+        self._seconds = dict(state["step"]["seconds"])
+        self._final = dict(state["final"])
+        self._parts |= state["parts"]
+        self._earlier_s = state["elapsed_s"]
+
+    def add_final(self, metrics: Mapping[str, float]) -> None:
+        """Add to the metrics of the final summary."""
+        self._final |= metrics
+
+    def finish(self, num_steps: int) -> RunSummary:
+        """Write the final metrics; return them with the paths of all artifacts that exist.
+
+        `time/total` is the wall clock of the run up to here. Its parts add up to it: `time/startup` (processes, engines
+        and the first weight sync), `time/first_evaluation` (before the first step), `time/steps` (the sum of every
+        `time/step`), `time/final_save`, and `time/remainder`, which lies in none of them.
+        """
+        seconds = self._take_seconds()
+        self._parts["final_save"] = sum(seconds.get(name, 0.0) for name in ("checkpoint", "save", *TURN_PHASES))
+        total = self._earlier_s + self._timeline.elapsed_s
+        self._final |= {f"time/{name}": value for name, value in self._parts.items()}
+        self._final |= {"time/remainder": total - sum(self._parts.values()), "time/total": total}
+        self._recorder.metrics(num_steps, self._final)
+        artifacts = {name: path for name, path in ARTIFACTS.items() if self._recorder.path(name).exists()}
+        return RunSummary(save_path=str(self._recorder.folder), artifacts=artifacts, metrics=dict(self._final))
+
+    def _take_seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase since the step began."""
+        for name, value in self._timeline.take().items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + value
+        return self._seconds
+
+
+def _of_another_model(gap: float) -> str:
+    return (
+        f"the engine's log-probs differ from the trainer's by {gap:.2g} nats per token, where rounding in bfloat16 "
+        "gives below 0.1: they compute this model in different ways, and training on such samples is biased\n"
+        "hint: docs/models.md says which families vLLM and transformers compute alike; try another version of vLLM"
+    )
