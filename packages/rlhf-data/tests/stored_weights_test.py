@@ -57,6 +57,15 @@ def test_check_tied_head_refuses_one_that_differs_in_a_single_value(folder, monk
         check_tied_head(path)
 
 
+@pytest.mark.parametrize("at", [0, 95])
+def test_check_tied_head_compares_the_first_byte_and_the_last(folder, at):
+    head = TABLE.copy()
+    head.view(np.uint8).reshape(-1)[at] ^= 1
+    path = folder({"wte.weight": TABLE, "lm_head.weight": head}, tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match="differs from it"):
+        check_tied_head(path)
+
+
 @pytest.mark.parametrize(
     ("weights", "config"),
     [

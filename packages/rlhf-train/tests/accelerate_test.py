@@ -3,9 +3,15 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from rlhf_data.errors import ConfigError
+from rlhf_models.batch import TokenBatch
+from rlhf_models.testing import tiny_model_dir
+from rlhf_rollout.host import free_port
 from rlhf_train.engine import accelerate
+from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.specs import ModelSpec
 
 PACKED = {"packing": True, "torch_compile": "auto"}
@@ -71,3 +77,16 @@ def test_compiling_at_zero_3_is_refused_where_no_layer_is_taken_whole(compiled):
     with pytest.raises(ConfigError, match=message):
         accelerate.compile_model(adapted, spec, "cuda")
     assert not compiled
+
+
+def test_frozen_model_gives_masked_ids_the_probability_0_and_shares_theirs_among_the_others(tmp_path):
+    init_process_group(rank=0, world_size=1, master=("127.0.0.1", free_port()), device="cpu")
+    folder = tiny_model_dir(tmp_path / "model")
+    spec = ModelSpec(path=str(folder), dtype="float32", masked_ids=(range(20, 24), range(30, 31)))
+    ids = [5, 9, 21, 7, 30, 12]
+    found = accelerate.start_frozen(spec, torch.device("cpu"))(TokenBatch.padded([ids], 0)).logprobs[0, 1:]
+    logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)(torch.tensor([ids])).logits[0, :-1]
+    logits[:, [20, 21, 22, 23, 30]] = -torch.inf
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert expected.isinf().tolist() == [False, True, False, True, False]
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)

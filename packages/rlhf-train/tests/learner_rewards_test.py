@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from online_fakes import LoggedRanks
+from rlhf_data.errors import ConfigError
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.algorithms.gae import generalized_advantages, placed_rewards, turn_starts
@@ -194,3 +195,11 @@ def dealt(job, estimator: str, normalize: str) -> list[float]:
 )
 def test_rewards_are_compared_together_or_each_by_itself(job, estimator, normalize, worth):
     assert dealt(job, estimator, normalize) == pytest.approx(worth, abs=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce"])
+def test_turns_are_compared_by_algorithms_with_a_group_only(estimator):
+    with pytest.raises(ConfigError, match=r"has no baseline of a group\n\nhint: use ``estimator=group_norm``"):
+        make_algorithm(estimator, group_by="turn")
+    with pytest.raises(ConfigError, match=r"discounts by token\n\nhint: discount by turn with ``turn_gamma``"):
+        make_algorithm("rloo", group_by="turn", gamma=0.9)
