@@ -1,9 +1,4 @@
-"""Write the table of families of models into its page.
-
-python tools/docs/models_page.py            write the table; takes two minutes
-python tools/docs/models_page.py --vllm     also start vLLM with each family; takes half an hour on two cores
-python tools/docs/models_page.py --check    exit with 1 if the table on the page differs
-"""
+"""Write the table of families of models into its page; takes two minutes."""
 
 import re
 import subprocess
@@ -50,6 +45,9 @@ def _in_vllm(family: str) -> str:
 
 
 if __name__ == "__main__":
-    from openrlhf_page import written
+    from write import parser, write
 
-    sys.exit(written(PAGE, lambda page: with_table(page, with_engines="--vllm" in sys.argv)))
+    line = parser(__doc__)
+    line.add_argument("--vllm", action="store_true", help="also start vLLM with each family; takes half an hour")
+    args = line.parse_args()
+    sys.exit(write(PAGE, lambda page: with_table(page, with_engines=args.vllm), args))

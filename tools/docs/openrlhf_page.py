@@ -1,14 +1,11 @@
-"""Write the table of OpenRLHF's flags into its page.
-
-python tools/docs/openrlhf_page.py            write the table
-python tools/docs/openrlhf_page.py --check    exit with 1 if the table on the page differs
-"""
+"""Write the table of OpenRLHF's flags into its page."""
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
 from rlhf_cli.config.openrlhf import COMMANDS, Row, table
+from write import parser, write
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from-openrlhf.md"
 BEGIN, END = "<!-- table: openrlhf flags -->\n", "<!-- end of the table -->\n"
@@ -54,15 +51,5 @@ def _meaning(row: Row) -> str:
     return f"{row.kind}: {row.text}{accepted}"
 
 
-def written(page: Path, renew: Callable[[str], str]) -> int:
-    """Write a page whose text `renew` makes from the old one, or check it with --check; return the exit status."""
-    old = page.read_text(encoding="utf-8") if page.exists() else ""
-    new = renew(old)
-    if "--check" in sys.argv[1:]:
-        return int(old != new)
-    page.write_text(new, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(written(PAGE, with_table))
+    sys.exit(write(PAGE, with_table, parser(__doc__).parse_args()))

@@ -3,6 +3,7 @@
 import pytest
 
 from openrlhf_page import PAGE, markdown, with_table
+from write import parser, write
 
 
 def test_page_has_the_table_of_the_commands():
@@ -24,3 +25,11 @@ def test_rows_say_what_becomes_of_a_flag():
 def test_page_without_marks_is_refused():
     with pytest.raises(ValueError, match="needs the lines"):
         with_table("no table")
+
+
+def test_check_reports_a_difference_and_writes_nothing(tmp_path):
+    page = tmp_path / "page.md"
+    check, renew = parser("").parse_args(["--check"]), parser("").parse_args([])
+    assert write(page, lambda old: old + "new", check) == 1 and not page.exists()
+    assert write(page, lambda old: old + "new", renew) == 0 and page.read_text() == "new"
+    assert write(page, lambda old: old, check) == 0

@@ -1,16 +1,13 @@
-"""Write the page of all options from their declarations.
-
-python tools/docs/options_page.py            write the page
-python tools/docs/options_page.py --check    exit with 1 if the page differs
-"""
+"""Write the page of all options from their declarations."""
 
 import sys
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_origin
 
-from openrlhf_page import commands_text, written
+from openrlhf_page import commands_text
 from rlhf_cli.main import COMMANDS, command_line
 from rlhf_data.options.declare import Option, options
+from write import parser, write
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 TOP = """# Options
@@ -89,4 +86,4 @@ def _bound(option: Option, name: str) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.exit(written(PAGE, lambda old: markdown()))
+    sys.exit(write(PAGE, lambda old: markdown(), parser(__doc__).parse_args()))
