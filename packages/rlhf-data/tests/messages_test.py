@@ -169,6 +169,24 @@ def test_continuations_with_all_turns_are_refused():
         sft({"q": [QUESTION, BEGUN], "a": "4."}, multiturn=True)
 
 
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+
+
+@pytest.mark.parametrize("content", ["4.", None])
+def test_tool_calls_that_would_be_lost_from_an_answer_are_refused(content):
+    """Neither a continuation nor an answer that a length limit cut has an end where a template writes calls."""
+    calling = [{"role": "assistant", "content": content, "tool_calls": [CALL]}]
+    continued = r"^x/a\.jsonl:7: the answer continues .*, but it calls tools\n\nhint: leave that beginning out"
+    with pytest.raises(DataError, match=continued):
+        sft({"q": [QUESTION, BEGUN], "a": calling})
+    encoder = PreferenceEncoder(tokenizer=ByteTokenizer(), apply_chat_template=True, prompt_key="q")
+    for answers in ({"chosen": calling, "rejected": "5."}, {"chosen": "5.", "rejected": calling}):
+        with pytest.raises(DataError, match=continued):
+            encoder(row_of(q=[QUESTION, BEGUN], **answers))
+    with pytest.raises(DataError, match=r"^x/a\.jsonl:7: a length limit cut the answer, .*\n\nhint: leave its calls"):
+        sft({"q": "2+2?", "a": calling, "finish_reason": "length"})
+
+
 class TrimmingTokenizer(ByteTokenizer):
     """A tokenizer whose template trims messages, as Llama 3's does."""
 

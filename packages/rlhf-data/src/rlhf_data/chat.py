@@ -323,9 +323,13 @@ def encode_conversation(
     Raises:
         ConfigError: the template renders earlier messages differently once others follow, so that no mask matches what
             the model sees in generation; marks that cannot be assigned to messages; no EOS token.
-        DataError: roles out of order, messages that the template refuses, or reasoning that it drops.
+        DataError: roles out of order, messages that the template refuses, reasoning that it drops, or tool calls in an
+            answer that was truncated.
     """
     check_roles(messages, origin=row.origin)
+    if row.is_truncated and messages[-1].get("tool_calls"):  # the template would write calls only with an end
+        hint = "leave its calls out, or write into its content what the model wrote of them"
+        raise DataError(f"{row.origin}: a length limit cut the answer, so it cannot end with tool calls", hint=hint)
     if has_generation_marks(tokenizer) and _fit_marks(row, messages, tokenizer, all_turns, tools):
         return _encode_marked(messages, tokenizer, row.origin, all_turns, tools)
     *pieces, (last, _) = _pieces(row, messages, tokenizer, all_turns, tools)
@@ -357,7 +361,7 @@ def encode_answer(
 
     Raises:
         ConfigError: as `encode_conversation`.
-        DataError: as `encode_conversation`, or `all_turns` or several messages as such a continuation.
+        DataError: as `encode_conversation`, or `all_turns`, several messages or tool calls as such a continuation.
     """
     if not prompt or not prompt[-1]["role"] == answer[0]["role"] == "assistant":
         messages = joined_messages(prompt, answer)
@@ -365,6 +369,9 @@ def encode_answer(
     if all_turns or len(answer) > 1:
         problem = f"{row.origin}: the answer continues the prompt's last message, so it must be one message"
         raise DataError(f"{problem}, and the only one that is trained")
+    if answer[0].get("tool_calls"):
+        hint = "leave that beginning out of the prompt, and put its text before the answer's own"
+        raise DataError(f"{row.origin}: the answer continues the prompt's last message, but it calls tools", hint=hint)
     *earlier, begun = prompt
     check_roles([*earlier, begun | {"content": begun["content"] + answer[0]["content"]}], origin=row.origin)
     _check_reasoning(answer[0], answer[0]["content"], row.origin)
