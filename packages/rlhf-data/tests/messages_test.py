@@ -4,7 +4,7 @@ import pytest
 
 from rlhf_data.chat import InputTemplate
 from rlhf_data.errors import DataError
-from rlhf_data.messages import row_messages
+from rlhf_data.messages import calls_as_text, row_messages
 from rlhf_data.preference import PreferenceEncoder, UnpairedEncoder
 from rlhf_data.rows import Row
 from rlhf_data.sft import SftEncoder
@@ -167,6 +167,42 @@ def test_continuations_are_trained_after_the_prompt_of_generation():
 def test_continuations_with_all_turns_are_refused():
     with pytest.raises(DataError, match=r"x/a\.jsonl:7: the answer continues the prompt's last message"):
         sft({"q": [QUESTION, BEGUN], "a": "4."}, multiturn=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "says"),
+    [
+        ([QUESTION, QUESTION, BEGUN], "4.", "message 1: `user` follows `user`"),
+        (
+            [QUESTION, BEGUN],
+            [{"role": "assistant", "content": "4.", "reasoning": "2 and 2"}],
+            "does not write the `rea",
+        ),
+    ],
+)
+def test_continuations_are_checked_as_other_answers_are(prompt, answer, says):
+    with pytest.raises(DataError, match=f"^x/a.jsonl:7: .*{says}"):
+        sft({"q": prompt, "a": answer})
+
+
+def test_continuations_begin_as_in_generation_with_a_template_that_writes_no_start_token():
+    """The tokenizer would add one to a text that comes without a chat template."""
+
+    class Bare(ByteTokenizer):
+        def apply_chat_template(self, conversation, **options):
+            return super().apply_chat_template(conversation, **options).removeprefix("<bos>")
+
+    assert Bare()("a")["input_ids"] == [BOS_ID, *b"a"]
+    begun = [*PROMPT[1:], *b"It is "]
+    assert sft({"q": [QUESTION, BEGUN], "a": "4."}, Bare()) == masked(begun, [*b"4.", EOS_ID])
+    assert sft({"q": "2+2?", "a": "4."}, Bare()) == masked(PROMPT[1:], [*b"4.", EOS_ID])
+
+
+@pytest.mark.parametrize("call", ["add", {"name": "add"}, {"function": "add"}, {"function": {"name": "add"}}])
+def test_calls_without_arguments_stay_as_they_are(call):
+    [message] = row_messages(row_of(q=[{"role": "assistant", "content": None, "tool_calls": [call]}]), "q")
+    assert message == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert calls_as_text([message]) == [message]
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}

@@ -25,7 +25,7 @@ def folder(tmp_path):
                 save_file({name: weights[name]}, tmp_path / file)
             (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
         else:
-            save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+            save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"} if weights else None)
         return tmp_path
 
     return write
@@ -41,6 +41,17 @@ def test_stored_weights_says_where_each_weight_is(folder, sharded):
     }
     for name, weight in found.items():
         assert weight.file.read_bytes()[weight.start : weight.stop] == weights[name].tobytes()
+
+
+def test_stored_weights_of_a_file_without_any_are_none(folder):
+    assert stored_weights(folder({})) == {}
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null"])
+def test_check_tied_head_names_a_config_that_is_no_object(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.json holds no object: .*\n\nhint: copy the model again"):
+        check_tied_head(tmp_path)
 
 
 @pytest.mark.parametrize(

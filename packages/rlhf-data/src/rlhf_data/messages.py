@@ -92,7 +92,7 @@ def check_roles(messages: Messages, *, origin: str) -> None:
         place = f"{origin}: message {index}"
         if role in ("system", "developer") and before not in (None, "system", "developer"):
             raise DataError(f"{place}: a message of role `{role}` must come first, it follows `{before}`")
-        if (role != "tool" and role == before == "user") or (role == "assistant" and before not in ("user", "tool")):
+        if role == before == "user" or (role == "assistant" and before not in ("user", "tool")):
             raise DataError(f"{place}: `{role}` follows `{before or 'nothing'}`")
         if role == "assistant" and not (message["content"].strip() or message.get("tool_calls")):
             raise DataError(f"{place}: the assistant's answer is empty")
