@@ -10,8 +10,8 @@ import torch
 from page_commands import ROOT
 from rlhf_cli.commands.ppo import COMMAND_LINE
 from rlhf_cli.config.algorithm import AlgorithmSection
-from rlhf_data.preference import PreferenceExample
-from rlhf_data.sft import SftExample
+from rlhf_data.examples.preference import PreferenceExample
+from rlhf_data.examples.sft import SftExample
 from rlhf_kernels import PolicyStream, packed_policy_loss
 from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir

@@ -32,11 +32,11 @@ from environment import command_line as typed
 from environment import environment
 from rlhf_cli.main import command_line
 from rlhf_data.errors import RlhfError
+from rlhf_data.examples.sft import SftEncoder
 from rlhf_data.options.command_line import to_toml
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
-from rlhf_data.rows import RowErrors
-from rlhf_data.sft import SftEncoder
-from rlhf_data.sources import open_sources
+from rlhf_data.rows.row import RowErrors
+from rlhf_data.rows.sources import open_sources
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.commands import serve as engine_server
 from rlhf_rollout.commands.generate import take_up

@@ -37,7 +37,7 @@ def train(rank: int, num_ranks: int, options: argparse.Namespace, model: str, po
     import numpy as np
     import torch
 
-    from rlhf_data.sft import SftExample
+    from rlhf_data.examples.sft import SftExample
     from rlhf_train.offline.epochs import OfflineSchedule
     from rlhf_train.offline.job import OfflineJob, run_offline
     from rlhf_train.offline.objectives.supervised import SupervisedObjective

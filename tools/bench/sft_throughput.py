@@ -31,7 +31,7 @@ import torch
 
 from environment import command_line, environment
 from products import products_seconds
-from rlhf_data.sft import SftExample
+from rlhf_data.examples.sft import SftExample
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.offline.epochs import OfflineSchedule

@@ -15,7 +15,7 @@ from rlhf_data.options.command_line import CommandLine
 from rlhf_data.options.declare import options
 from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
-from rlhf_data.rows import Counts
+from rlhf_data.rows.row import Counts
 from rlhf_train.algorithms.table import CorrectionSpec
 from rlhf_train.online_job import AsyncSpec, DynamicSampling
 

@@ -17,7 +17,7 @@ from rlhf_data.options.command_line import CommandLine
 from rlhf_data.options.exits import with_flags
 from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
-from rlhf_data.rows import Counts
+from rlhf_data.rows.row import Counts
 from rlhf_rollout.rewards.sources import RewardSource
 
 SOURCES = (RewardSource(kind="function", targets=("r.py",)),)

@@ -5,11 +5,14 @@ import json
 import pytest
 
 from record_testing import write_jsonl
-from rlhf_data.chat import InputTemplate, encode_completion, encode_conversation, encode_prompts, render_chat
+from rlhf_data.chat.conversation import encode_conversation
+from rlhf_data.chat.input_template import InputTemplate
+from rlhf_data.chat.messages import row_messages, row_tools
+from rlhf_data.chat.template import render_chat
+from rlhf_data.chat.tokens import encode_completion, encode_prompts
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.messages import row_messages, row_tools
-from rlhf_data.rows import Row
-from rlhf_data.sources import open_sources
+from rlhf_data.rows.row import Row
+from rlhf_data.rows.sources import open_sources
 from rlhf_data.testing import BOS_ID, EOS_ID, ByteTokenizer
 
 

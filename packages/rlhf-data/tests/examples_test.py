@@ -11,10 +11,10 @@ import pytest
 
 from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.examples import ExampleSet, load_examples
-from rlhf_data.preference import PreferenceEncoder, ProcessEncoder, UnpairedEncoder
-from rlhf_data.sft import SftEncoder
-from rlhf_data.sources import open_sources
+from rlhf_data.examples.load import ExampleSet, load_examples
+from rlhf_data.examples.preference import PreferenceEncoder, ProcessEncoder, UnpairedEncoder
+from rlhf_data.examples.sft import SftEncoder
+from rlhf_data.rows.sources import open_sources
 from rlhf_data.testing import ByteTokenizer
 
 ENCODER = SftEncoder(tokenizer=ByteTokenizer())

@@ -5,7 +5,7 @@ import pytest
 from record_testing import write_jsonl
 from rlhf_data.errors import DataError
 from rlhf_data.keys import check_keys
-from rlhf_data.sources import open_sources
+from rlhf_data.rows.sources import open_sources
 
 
 def failure(tmp_path, row, keys, optional=()):

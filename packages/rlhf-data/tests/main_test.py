@@ -4,7 +4,7 @@ import pytest
 
 from record_testing import write_jsonl
 from rlhf_data.main import main
-from rlhf_data.sections import TemplateSection
+from rlhf_data.options.sections import TemplateSection
 
 WORDS = ["<unk>", "</s>", "user", "assistant", "one", "two", "#"]
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from rlhf_data.chat import InputTemplate
+from rlhf_data.chat.input_template import InputTemplate
+from rlhf_data.chat.messages import calls_as_text, row_messages
 from rlhf_data.errors import DataError
-from rlhf_data.messages import calls_as_text, row_messages
-from rlhf_data.preference import PreferenceEncoder, UnpairedEncoder
-from rlhf_data.rows import Row
-from rlhf_data.sft import SftEncoder
+from rlhf_data.examples.preference import PreferenceEncoder, UnpairedEncoder
+from rlhf_data.examples.sft import SftEncoder
+from rlhf_data.rows.row import Row
 from rlhf_data.testing import BOS_ID, EOS_ID, ByteTokenizer
 
 QUESTION = {"role": "user", "content": "2+2?"}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.preference import (
+from rlhf_data.examples.preference import (
     PreferenceEncoder,
     PreferenceExample,
     ProcessEncoder,
@@ -14,8 +14,8 @@ from rlhf_data.preference import (
     UnpairedEncoder,
     UnpairedExample,
 )
-from rlhf_data.rows import Row
-from rlhf_data.sft import SftEncoder, SftExample
+from rlhf_data.examples.sft import SftEncoder, SftExample
+from rlhf_data.rows.row import Row
 from rlhf_data.testing import BOS_ID, EOS_ID, ByteTokenizer
 
 HUMAN = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"

@@ -6,14 +6,14 @@ import pytest
 
 from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.examples import load_examples, make_encoder
+from rlhf_data.examples.load import load_examples, make_encoder
 from rlhf_data.keys import check_keys
 from rlhf_data.main import main
-from rlhf_data.presets import PRESETS, boxed
+from rlhf_data.options.sections import ExampleSection, SampleSection
 from rlhf_data.prompts import load_prompts
-from rlhf_data.rows import RowErrors
-from rlhf_data.sections import ExampleSection, SampleSection
-from rlhf_data.sources import open_sources
+from rlhf_data.rows.presets import PRESETS, boxed
+from rlhf_data.rows.row import RowErrors
+from rlhf_data.rows.sources import open_sources
 from rlhf_data.testing import ByteTokenizer
 
 SUMS = {"question": "How many?", "answer": "There are 600*2 = <<600*2=1200>>1,200.\n#### 1,200 "}

@@ -8,7 +8,7 @@ import pytest
 from rlhf_data import pretrained
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.pretrained import ids_without_token, load_tokenizer, located_model, masked_ids_notice, set_chat_template
-from rlhf_data.sources import open_sources
+from rlhf_data.rows.sources import open_sources
 from sentencepiece_testing import make_tokenizer
 
 

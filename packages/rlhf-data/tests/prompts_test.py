@@ -8,8 +8,8 @@ import pytest
 from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.prompts import load_prompts
-from rlhf_data.rows import Counts, Row
-from rlhf_data.sources import open_sources
+from rlhf_data.rows.row import Counts, Row
+from rlhf_data.rows.sources import open_sources
 from rlhf_data.testing import BOS_ID, ByteTokenizer
 
 ROWS = [{"q": "1+1", "a": 2}, {"q": "10+10", "a": "20"}, {"q": "100+100", "a": 200}]

@@ -3,13 +3,13 @@
 import pytest
 
 from record_testing import write_jsonl
-from rlhf_data.chat import encode_conversation
+from rlhf_data.chat.conversation import encode_conversation
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.preference import PreferenceEncoder
+from rlhf_data.examples.preference import PreferenceEncoder
+from rlhf_data.examples.sft import SftEncoder
 from rlhf_data.prompts import load_prompts
-from rlhf_data.rows import Row
-from rlhf_data.sft import SftEncoder
-from rlhf_data.sources import open_sources
+from rlhf_data.rows.row import Row
+from rlhf_data.rows.sources import open_sources
 from sentencepiece_testing import make_tokenizer
 
 THOUGHT = "<think>\n1 and 1\n</think>\n\nIt is 2."

@@ -4,10 +4,11 @@ import random
 
 import pytest
 
-from rlhf_data.chat import encode_continuation, encode_conversation, encode_prompts
-from rlhf_data.preference import PreferenceEncoder, ProcessEncoder, UnpairedEncoder
-from rlhf_data.rows import Row
-from rlhf_data.sft import SftEncoder
+from rlhf_data.chat.conversation import encode_conversation
+from rlhf_data.chat.tokens import encode_continuation, encode_prompts
+from rlhf_data.examples.preference import PreferenceEncoder, ProcessEncoder, UnpairedEncoder
+from rlhf_data.examples.sft import SftEncoder
+from rlhf_data.rows.row import Row
 from sentencepiece_testing import KINDS, TEMPLATES, make_tokenizer
 
 TALK = [

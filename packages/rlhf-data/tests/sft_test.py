@@ -7,10 +7,10 @@ import pytest
 
 from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.examples import load_examples
+from rlhf_data.examples.load import load_examples
+from rlhf_data.examples.sft import SftEncoder, SftExample
 from rlhf_data.prompts import load_prompts
-from rlhf_data.sft import SftEncoder, SftExample
-from rlhf_data.sources import open_sources
+from rlhf_data.rows.sources import open_sources
 from rlhf_data.testing import BOS_ID, EOS_ID, ByteTokenizer
 
 

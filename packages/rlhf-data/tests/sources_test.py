@@ -12,8 +12,8 @@ import pytest
 
 from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.rows import Row, RowErrors, json_value
-from rlhf_data.sources import open_sources, split_sources
+from rlhf_data.rows.row import Row, RowErrors, json_value
+from rlhf_data.rows.sources import open_sources, split_sources
 
 
 def write(path, content, is_compressed):

@@ -6,11 +6,12 @@ from datetime import datetime
 import pytest
 
 from record_testing import write_jsonl
-from rlhf_data.chat import encode_conversation, render_chat, template_clock, template_dates
-from rlhf_data.examples import load_examples
-from rlhf_data.rows import Row
-from rlhf_data.sft import SftEncoder
-from rlhf_data.sources import open_sources
+from rlhf_data.chat.conversation import encode_conversation
+from rlhf_data.chat.template import render_chat, template_clock, template_dates
+from rlhf_data.examples.load import load_examples
+from rlhf_data.examples.sft import SftEncoder
+from rlhf_data.rows.row import Row
+from rlhf_data.rows.sources import open_sources
 from rlhf_data.testing import ByteTokenizer
 
 TEMPLATE = (

@@ -5,16 +5,16 @@ import json
 import pytest
 
 from record_testing import write_jsonl
-from rlhf_data.chat import encode_prompts
+from rlhf_data.chat.messages import row_tools
+from rlhf_data.chat.tokens import encode_prompts
 from rlhf_data.errors import DataError
+from rlhf_data.examples.preference import PreferenceEncoder, UnpairedEncoder
+from rlhf_data.examples.sft import SftEncoder
 from rlhf_data.keys import check_keys, unread_tools
-from rlhf_data.messages import row_tools
-from rlhf_data.preference import PreferenceEncoder, UnpairedEncoder
+from rlhf_data.options.sections import ChatSection
 from rlhf_data.prompts import load_prompts
-from rlhf_data.rows import Row
-from rlhf_data.sections import ChatSection
-from rlhf_data.sft import SftEncoder
-from rlhf_data.sources import open_sources
+from rlhf_data.rows.row import Row
+from rlhf_data.rows.sources import open_sources
 from rlhf_data.testing import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()

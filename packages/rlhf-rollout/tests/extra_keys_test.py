@@ -14,7 +14,7 @@ from record_testing import make_group, make_prompt, make_rollout, write_jsonl
 from rlhf_data.errors import ConfigError, DataError, RewardError
 from rlhf_data.prompts import load_prompts
 from rlhf_data.records import Verdict, VerdictKind
-from rlhf_data.sources import open_sources
+from rlhf_data.rows.sources import open_sources
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.commands import main as command
 from rlhf_rollout.commands.main import COMMANDS

@@ -10,12 +10,12 @@ import time
 import pytest
 
 from record_testing import write_jsonl
-from rlhf_data.chat import encode_prompts
+from rlhf_data.chat.tokens import encode_prompts
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.examples import load_examples
-from rlhf_data.preference import PreferenceEncoder
-from rlhf_data.sft import SftEncoder
-from rlhf_data.sources import open_sources
+from rlhf_data.examples.load import load_examples
+from rlhf_data.examples.preference import PreferenceEncoder
+from rlhf_data.examples.sft import SftEncoder
+from rlhf_data.rows.sources import open_sources
 from rlhf_data.testing import EOS_ID, ByteTokenizer
 from rlhf_rollout.commands.generate import take_up
 from rlhf_rollout.commands.main import main

@@ -13,10 +13,10 @@ import uvicorn
 
 from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import RewardError
+from rlhf_data.examples.sft import SftEncoder
 from rlhf_data.pretrained import load_tokenizer
 from rlhf_data.records import Verdict, VerdictKind
-from rlhf_data.rows import Row
-from rlhf_data.sft import SftEncoder
+from rlhf_data.rows.row import Row
 from rlhf_data.testing import ByteTokenizer
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.commands import main as command

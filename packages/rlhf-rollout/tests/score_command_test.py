@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, Gemma2Config
 
 from record_testing import write_jsonl
-from rlhf_data.preference import PreferenceEncoder
+from rlhf_data.examples.preference import PreferenceEncoder
+from rlhf_data.examples.sft import SftEncoder
 from rlhf_data.pretrained import load_tokenizer
-from rlhf_data.sft import SftEncoder
-from rlhf_data.sources import open_sources
+from rlhf_data.rows.sources import open_sources
 from rlhf_models.loading import load_reward_model
 from rlhf_models.reward import score_sequences
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir, tiny_tokenizer

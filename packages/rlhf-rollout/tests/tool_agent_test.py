@@ -8,7 +8,7 @@ import pytest
 
 from agent_testing import ToolTokenizer, run, texts_of, writes
 from record_testing import make_prompt
-from rlhf_data.chat import render_follow_up
+from rlhf_data.chat.template import render_follow_up
 from rlhf_data.errors import RewardError
 from rlhf_data.records import FinishReason, Prompt, SpanSource, VerdictKind
 from rlhf_data.testing import EOS_ID

@@ -10,9 +10,9 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
+from rlhf_data.examples.preference import PreferenceExample, UnpairedExample
+from rlhf_data.examples.sft import SftExample
 from rlhf_data.packing import split_balanced
-from rlhf_data.preference import PreferenceExample, UnpairedExample
-from rlhf_data.sft import SftExample
 from rlhf_train.costs import PassCosts, pass_costs
 from rlhf_train.learning.learner import Learner
 from rlhf_train.learning.ranks import RankSet

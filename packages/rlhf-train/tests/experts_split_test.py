@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_data.sft import SftExample
+from rlhf_data.examples.sft import SftExample
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms.table import make_algorithm

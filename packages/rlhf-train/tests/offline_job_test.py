@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rlhf_data.errors import CheckpointError, ConfigError, DataError, EngineError
-from rlhf_data.preference import PreferenceExample, UnpairedExample
-from rlhf_data.sft import SftExample
+from rlhf_data.examples.preference import PreferenceExample, UnpairedExample
+from rlhf_data.examples.sft import SftExample
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor, load_reward_model
 from rlhf_models.lora import LoraSpec

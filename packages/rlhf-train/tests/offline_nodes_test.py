@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhf_data.errors import ConfigError, DataError, EngineError
-from rlhf_data.sft import SftExample
+from rlhf_data.examples.sft import SftExample
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.offline import collectives as ranks
 from rlhf_train.offline.collectives import check_shared

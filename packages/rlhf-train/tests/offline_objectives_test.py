@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.preference import PreferenceExample, ProcessExample, UnpairedExample
-from rlhf_data.sft import SftExample
+from rlhf_data.examples.preference import PreferenceExample, ProcessExample, UnpairedExample
+from rlhf_data.examples.sft import SftExample
 from rlhf_models.batch import TokenBatch
 from rlhf_train.batching import Denominators
 from rlhf_train.offline.epochs import MicroBatch

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from rlhf_data.errors import EngineError, RlhfError
-from rlhf_data.preference import PreferenceExample, ProcessExample, UnpairedExample
-from rlhf_data.sft import SftExample
+from rlhf_data.examples.preference import PreferenceExample, ProcessExample, UnpairedExample
+from rlhf_data.examples.sft import SftExample
 from rlhf_models.lora import LoraSpec
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_data.sft import SftExample
+from rlhf_data.examples.sft import SftExample
 from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port

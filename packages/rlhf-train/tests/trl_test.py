@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("trl")
 
-from rlhf_data.preference import PreferenceExample
-from rlhf_data.sft import SftExample
+from rlhf_data.examples.preference import PreferenceExample
+from rlhf_data.examples.sft import SftExample
 from rlhf_models.loading import load_actor, load_tokenizer
 from rlhf_models.reference import load_reference
 from rlhf_models.testing import tiny_model_dir

@@ -14,7 +14,7 @@ from rlhf_data.options.checks import check_stays
 from rlhf_data.options.declare import AnyConfig, Config, options
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.pretrained import is_template_file
-from rlhf_data.sources import SUFFIXES, split_sources
+from rlhf_data.rows.sources import SUFFIXES, split_sources
 from rlhf_rollout.agents.user_agent import is_program
 from rlhf_rollout.rewards.sources import JUDGE_KINDS
 from rlhf_rollout.rewards.user_function import BUILTIN as BUILTIN_REWARDS

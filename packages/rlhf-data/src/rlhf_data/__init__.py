@@ -13,9 +13,8 @@ from rlhf_data.errors import (
     RlhfError,
     WeightSyncError,
 )
-from rlhf_data.examples import ExampleSet, load_examples
-from rlhf_data.packing import pack, split_balanced
-from rlhf_data.preference import (
+from rlhf_data.examples.load import ExampleSet, load_examples
+from rlhf_data.examples.preference import (
     PreferenceEncoder,
     PreferenceExample,
     ProcessEncoder,
@@ -23,6 +22,8 @@ from rlhf_data.preference import (
     UnpairedEncoder,
     UnpairedExample,
 )
+from rlhf_data.examples.sft import SftEncoder, SftExample
+from rlhf_data.packing import pack, split_balanced
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import (
     Episode,
@@ -35,10 +36,9 @@ from rlhf_data.records import (
     Verdict,
     VerdictKind,
 )
-from rlhf_data.rows import Row
+from rlhf_data.rows.row import Row
+from rlhf_data.rows.sources import Rows, open_sources
 from rlhf_data.sampler import EpochSampler
-from rlhf_data.sft import SftEncoder, SftExample
-from rlhf_data.sources import Rows, open_sources
 
 __all__ = [
     "CheckpointError",

@@ -10,19 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.chat import Tokenizer
+from rlhf_data.chat.tokens import Tokenizer
 from rlhf_data.errors import ConfigError, DataError, unknown
-from rlhf_data.examples import ExampleSet, load_examples, make_encoder
+from rlhf_data.examples.load import ExampleSet, load_examples, make_encoder
+from rlhf_data.examples.preference import PreferenceExample, ProcessExample
 from rlhf_data.keys import check_section_keys, unread_tools
 from rlhf_data.options.checks import missing
 from rlhf_data.options.declare import Config, flag, one_of
 from rlhf_data.options.exits import with_flags
 from rlhf_data.options.progress import Progress
-from rlhf_data.preference import PreferenceExample, ProcessExample
-from rlhf_data.pretrained import load_tokenizer, set_chat_template
-from rlhf_data.rows import Row, RowErrors, kind_of
-from rlhf_data.safety import visible
-from rlhf_data.sections import (
+from rlhf_data.options.sections import (
     ChatTemplateSection,
     ChosenKeySection,
     CompletionSection,
@@ -31,7 +28,10 @@ from rlhf_data.sections import (
     SourceSection,
     TrustSection,
 )
-from rlhf_data.sources import open_sources
+from rlhf_data.pretrained import load_tokenizer, set_chat_template
+from rlhf_data.rows.row import Row, RowErrors, kind_of
+from rlhf_data.rows.sources import open_sources
+from rlhf_data.safety import visible
 
 _PROMPT = ("tokenizer_chat_template", "input_template", "apply_chat_template", "tools_key", "chat_template_kwargs")
 _COMPLETION = (*_PROMPT, "input_key", "output_key")

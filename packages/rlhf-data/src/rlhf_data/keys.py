@@ -4,10 +4,10 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
 from rlhf_data.errors import DataError, nearest
-from rlhf_data.presets import PRESETS
-from rlhf_data.rows import Row, RowErrors
-from rlhf_data.sections import ChatSection, RowSection
-from rlhf_data.sources import Rows
+from rlhf_data.options.sections import ChatSection, RowSection
+from rlhf_data.rows.presets import PRESETS
+from rlhf_data.rows.row import Row, RowErrors
+from rlhf_data.rows.sources import Rows
 
 _PROMPTS = ("problem", "query", "instruction", "messages", "conversations", "text")
 # Names that public data sets use for the same content, the most common first.

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts
+from rlhf_data.chat.input_template import InputTemplate
+from rlhf_data.chat.messages import row_messages
+from rlhf_data.chat.tokens import Tokenizer, encode_prompts
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.messages import row_messages
 from rlhf_data.records import Prompt
-from rlhf_data.rows import Counts, RowErrors, unknown_id
-from rlhf_data.sources import Rows
+from rlhf_data.rows.row import Counts, RowErrors, unknown_id
+from rlhf_data.rows.sources import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,13 @@ def load_prompts(
     """Load prompts, each with the id `<file name>:<line>`, with folders where sources have one file name.
 
     Args:
-        rows: see `rlhf_data.sources.open_sources`.
+        rows: see `rlhf_data.rows.sources.open_sources`.
         tokenizer: the policy's tokenizer, loaded.
         input_key: the key of the question: text, or a list of messages with `apply_chat_template`.
         label_key: the key of the reference answer; None if rows have none.
         apply_chat_template: render the input with the tokenizer's chat template.
         input_template: text with one `{}` for the input; everything else in it is literal.
-        tools_key: the key of the tools, which the chat template writes; see `rlhf_data.messages.row_tools`.
+        tools_key: the key of the tools, which the chat template writes; see `rlhf_data.chat.messages.row_tools`.
         prompt_max_len: largest number of tokens per prompt. Longer prompts are left out and counted, never cut.
         num_ids: number of token ids that the model knows; a row with another one cannot be used. None: it knows all.
         skip_bad_rows: leave out any number of rows that cannot be used. Otherwise more than 1 % is an error.

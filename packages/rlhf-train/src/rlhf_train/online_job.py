@@ -177,8 +177,8 @@ class OnlineJob:
             work.
         sampling, eval_sampling: sampling parameters of training and held-out rollouts.
         prompts, eval_prompts: training and held-out prompts; the latter may be empty.
-        prompts_digest: changes with every row that the training prompts were made from, see `rlhf_data.rows.Counts`; a
-            run continues with the same one only. "" leaves that unchecked.
+        prompts_digest: changes with every row that the training prompts were made from, see
+            `rlhf_data.rows.row.Counts`; a run continues with the same one only. "" leaves that unchecked.
         reward: where rewards come from.
         agent: turns a prompt into episodes of several turns; None for single turns. If it gives an episode no reward,
             the sources of `reward` score it.

@@ -16,8 +16,8 @@ from rlhf_data.options.checks import lacking, without_effect
 from rlhf_data.options.command_line import CommandLine
 from rlhf_data.options.declare import Config, flag, one_of
 from rlhf_data.options.exits import FAILURE
+from rlhf_data.options.sections import TrustSection
 from rlhf_data.own_code import trusted
-from rlhf_data.sections import TrustSection
 from rlhf_rollout.commands.terminal import TERMINAL, log_file
 
 if TYPE_CHECKING:

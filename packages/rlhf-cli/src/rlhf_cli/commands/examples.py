@@ -19,7 +19,7 @@ from rlhf_data.errors import ConfigError
 
 def _encoder(kind: str, config: OfflineConfig, tokenizer: Any) -> Any:
     """Return the encoder of examples of a kind; see `make_encoder`."""
-    from rlhf_data.examples import make_encoder  # imported here, so that --help does not wait for numpy
+    from rlhf_data.examples.load import make_encoder  # imported here, so that --help does not wait for numpy
 
     data = config.data
     if kind == "preference" and not getattr(config.objective, "margin_loss", False):

@@ -10,8 +10,8 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import lacking
 from rlhf_data.options.command_line import CommandLine, show_parsed
 from rlhf_data.options.declare import Config, flag, with_defaults
+from rlhf_data.options.sections import TrustSection
 from rlhf_data.pretrained import check_code
-from rlhf_data.sections import TrustSection
 from rlhf_rollout.commands.sections import PrecisionSection
 from rlhf_rollout.commands.terminal import TERMINAL, log_file
 

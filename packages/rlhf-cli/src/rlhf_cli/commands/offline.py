@@ -47,8 +47,8 @@ from rlhf_rollout.host import local_gpus
 
 if TYPE_CHECKING:
     from rlhf_cli.console import Console
-    from rlhf_data.examples import ExampleSet
-    from rlhf_data.sources import Rows
+    from rlhf_data.examples.load import ExampleSet
+    from rlhf_data.rows.sources import Rows
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.specs import ModelSpec
 
@@ -294,7 +294,7 @@ def _open(config: OfflineConfig) -> dict[str, "Rows"]:
         DataError: the first row of a source lacks a key.
     """
     from rlhf_data.keys import check_section_keys
-    from rlhf_data.sources import open_sources, parse_probs
+    from rlhf_data.rows.sources import open_sources, parse_probs
 
     data = config.data
     assert data.dataset
@@ -318,7 +318,7 @@ def _load(
     config: OfflineConfig, flag: str, rows: "Rows", encoder: Any, num_ids: int | None, console: "Console", rank: int
 ) -> "ExampleSet[Any]":
     """Tokenize the rows of a flag; rank 0 shows progress and reports rows that were left out. See `load_examples`."""
-    from rlhf_data.examples import load_examples
+    from rlhf_data.examples.load import load_examples
 
     data = config.data
     # Progress is for terminals: in a log file, its many lines would hide everything else.

@@ -1,8 +1,8 @@
 """Options of data: which rows are read, and how they become tokens."""
 
-from rlhf_data import sections
+from rlhf_data.options import sections
 from rlhf_data.options.declare import flag
-from rlhf_data.sections import (
+from rlhf_data.options.sections import (
     SOURCES,
     AnswerKeySection,
     ChatSection,

@@ -48,7 +48,7 @@ class OfflineConfig(Config):
         data = self.data
         training = self.training
         evaluation = self.evaluation
-        from rlhf_data.sources import parse_probs  # imported here, so that --help does not wait for numpy
+        from rlhf_data.rows.sources import parse_probs  # imported here, so that --help does not wait for numpy
 
         parse_probs("dataset_probs", data.dataset_probs)
         notices = run_folder_notices(self) + model.check(given) + training.check(given)

@@ -14,8 +14,8 @@ from rlhf_data.errors import ConfigError, DataError, missing_file, unknown
 from rlhf_data.options.declare import matching
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import Prompt
-from rlhf_data.rows import Counts
-from rlhf_data.sources import SUFFIXES, Rows, open_sources, parse_probs
+from rlhf_data.rows.row import Counts
+from rlhf_data.rows.sources import SUFFIXES, Rows, open_sources, parse_probs
 
 _METRICS = ("accuracy", "reward", "score", "response_tokens", "truncated", "failed")
 _SOURCE_METRICS = ("response_tokens", "truncated")

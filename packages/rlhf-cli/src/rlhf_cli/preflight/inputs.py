@@ -32,7 +32,7 @@ from rlhf_cli.preflight.rewards import (
 from rlhf_data.keys import unread_tools
 from rlhf_data.pretrained import set_chat_template
 from rlhf_data.prompts import PromptSet
-from rlhf_data.rows import Counts
+from rlhf_data.rows.row import Counts
 from rlhf_rollout.rewards.sources import RewardSource, model_paths
 from rlhf_train.generation.recorded import Recording, find_recording
 

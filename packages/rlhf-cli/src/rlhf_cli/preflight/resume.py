@@ -163,7 +163,7 @@ def to_store(config: Any) -> Any:
 def keep_clock(tokenizer: Any, section: CheckpointSection, folder: Path) -> datetime | None:
     """Make the tokenizer's chat template write the time that it wrote at the start of the run that continues in
     `folder`, or in a new run the present. Return that time; None for a template that writes none."""
-    from rlhf_data.chat import template_clock
+    from rlhf_data.chat.template import template_clock
     from rlhf_train.run.checkpoint import recorded_clock
 
     return template_clock(tokenizer, recorded_clock(_home(section, folder)) if section.continues else None)

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf_data.chat import Tokenizer, check_begun, encode_continuation, encode_prompts, render_chat, render_follow_up
+from rlhf_data.chat.template import check_begun, render_chat, render_follow_up
+from rlhf_data.chat.tokens import Tokenizer, encode_continuation, encode_prompts
 from rlhf_data.errors import DataError
 
 _ORIGIN = "a request"

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rlhf_data.chat import Tokenizer
+from rlhf_data.chat.tokens import Tokenizer
 from rlhf_data.records import FinishReason
 from rlhf_rollout.agents.conversation import Conversations, History
 from rlhf_rollout.agents.dialect import Answer, Request, new_id

@@ -30,7 +30,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
-from rlhf_data.chat import Tokenizer
+from rlhf_data.chat.tokens import Tokenizer
 from rlhf_data.errors import ConfigError, DataError, EngineError, installs
 from rlhf_rollout.agents.anthropic_dialect import MESSAGES
 from rlhf_rollout.agents.conversation import History

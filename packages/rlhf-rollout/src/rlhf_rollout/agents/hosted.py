@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf_data.chat import Tokenizer, encode_continuation, render_follow_up, render_prompt
+from rlhf_data.chat.template import render_follow_up, render_prompt
+from rlhf_data.chat.tokens import Tokenizer, encode_continuation
 from rlhf_data.records import Episode, Prompt, Verdict, VerdictKind
 from rlhf_rollout.agents.interface import BudgetSpentError
 from rlhf_rollout.agents.pool import AgentPool

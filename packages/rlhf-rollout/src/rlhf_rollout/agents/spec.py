@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.chat import Tokenizer
+from rlhf_data.chat.tokens import Tokenizer
 from rlhf_rollout.agents.base import Workflow
 from rlhf_rollout.agents.conversation import History
 from rlhf_rollout.agents.hosted import HostedAgent

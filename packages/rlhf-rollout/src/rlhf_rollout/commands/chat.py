@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts
+from rlhf_data.chat.input_template import InputTemplate
+from rlhf_data.chat.tokens import Tokenizer, encode_prompts
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
-from rlhf_data.rows import Row
+from rlhf_data.rows.row import Row
 from rlhf_data.safety import visible
 from rlhf_rollout.commands.configs import ChatConfig, ConversationRows, ConversationSection
 from rlhf_rollout.commands.parts import EngineJob, make_engine

@@ -6,7 +6,7 @@ from pathlib import Path
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import lacking, missing, without_effect
 from rlhf_data.options.declare import Config, Section, flag, one_of, with_defaults
-from rlhf_data.sections import (
+from rlhf_data.options.sections import (
     AnswerKeySection,
     ExampleSection,
     InputSection,

@@ -14,13 +14,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.chat import template_clock
+from rlhf_data.chat.template import template_clock
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.options.declare import matching
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import FinishReason
-from rlhf_data.rows import RowErrors
-from rlhf_data.sources import parse_probs
+from rlhf_data.rows.row import RowErrors
+from rlhf_data.rows.sources import parse_probs
 from rlhf_rollout.agents import AgentSpec, check_agent, make_workflow
 from rlhf_rollout.commands.configs import GenerateConfig, GenerateFileSection
 from rlhf_rollout.commands.parts import EngineJob, RewardJob, check_new_file, make_engine, open_prompts, write_rows

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_data.chat import Tokenizer
+from rlhf_data.chat.tokens import Tokenizer
 from rlhf_data.errors import ConfigError, installs
 from rlhf_data.keys import check_extra_keys, check_section_keys, unread_tools
 from rlhf_data.options.checks import check_stays
+from rlhf_data.options.sections import TemplateVariableSection
 from rlhf_data.own_code import is_trusted
 from rlhf_data.pretrained import ids_without_token, load_tokenizer, located, masked_ids_notice, set_chat_template
-from rlhf_data.sections import TemplateVariableSection
-from rlhf_data.sources import Rows, open_sources, parse_probs
+from rlhf_data.rows.sources import Rows, open_sources, parse_probs
 from rlhf_data.stored_weights import check_tied_head
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.commands.configs import WITH_MODEL, OneEngineSection

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.chat import Tokenizer
+from rlhf_data.chat.tokens import Tokenizer
 from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.examples.preference import PreferenceEncoder
+from rlhf_data.examples.sft import SftEncoder, SftExample
 from rlhf_data.keys import check_extra_keys, check_section_keys, unread_tools
 from rlhf_data.options.declare import matching
-from rlhf_data.preference import PreferenceEncoder
 from rlhf_data.pretrained import set_chat_template
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
-from rlhf_data.rows import Row, RowErrors
-from rlhf_data.sft import SftEncoder, SftExample
-from rlhf_data.sources import Rows, open_sources
+from rlhf_data.rows.row import Row, RowErrors
+from rlhf_data.rows.sources import Rows, open_sources
 from rlhf_rollout.commands.configs import AnswerSection, ScoreConfig, ScoreFileSection
 from rlhf_rollout.commands.parts import RewardJob, check_new_file, write_rows
 from rlhf_rollout.commands.post_process import post_process

@@ -15,11 +15,11 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from rlhf_data.chat import Tokenizer
+from rlhf_data.chat.tokens import Tokenizer
 from rlhf_data.errors import DataError, RewardError
+from rlhf_data.examples.sft import completed
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
-from rlhf_data.rows import Row
-from rlhf_data.sft import completed
+from rlhf_data.rows.row import Row
 from rlhf_rollout.commands.configs import ServeConfig, ServerSection
 from rlhf_rollout.commands.door import TokenCheck, listen, read_json, token_for
 from rlhf_rollout.commands.parts import RewardJob

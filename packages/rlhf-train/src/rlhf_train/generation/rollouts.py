@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from rlhf_data.chat import template_clock
+from rlhf_data.chat.template import template_clock
 from rlhf_data.errors import EngineError
 from rlhf_data.options.progress import duration
 from rlhf_data.pretrained import set_chat_template

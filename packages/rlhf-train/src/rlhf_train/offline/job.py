@@ -43,7 +43,7 @@ class OfflineJob:
         precompute_reference: run the reference once over all examples before the first update, instead of in each
             update.
         examples, eval_examples: in the form that the objective takes; the latter may be empty.
-        examples_digest: changes with every row that the examples were made from, see `rlhf_data.rows.Counts`; a run
+        examples_digest: changes with every row that the examples were made from, see `rlhf_data.rows.row.Counts`; a run
             continues with the same one only. "" leaves that unchecked.
         eval_steps: updates between evaluations; None evaluates only at the start and the end.
         best_metric: evaluation metric, without "eval/", that decides which weights are saved in `best_path`; the

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_data.sft import SftExample
+from rlhf_data.examples.sft import SftExample
 from rlhf_models.batch import TokenBatch, to_device
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.offline.collectives import of_all_ranks

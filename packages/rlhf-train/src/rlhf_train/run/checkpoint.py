@@ -21,7 +21,7 @@ from typing import Any
 
 from rlhf_data.errors import CheckpointError
 from rlhf_data.records import RolloutGroup
-from rlhf_data.sources import sha256
+from rlhf_data.rows.sources import sha256
 from rlhf_rollout.records_io import batch_records
 
 FORMAT = 1

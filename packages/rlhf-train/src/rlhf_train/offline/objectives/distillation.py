@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from rlhf_data.errors import ConfigError
-from rlhf_data.sft import SftExample
+from rlhf_data.examples.sft import SftExample
 from rlhf_kernels import token_logprobs
 from rlhf_models.batch import to_device
 from rlhf_train.batching import Denominators

@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from rlhf_data.errors import ConfigError, unknown
-from rlhf_data.preference import PreferenceExample
+from rlhf_data.examples.preference import PreferenceExample
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.aggregate import sequence_mean

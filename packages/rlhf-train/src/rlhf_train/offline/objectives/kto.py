@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.preference import UnpairedExample
-from rlhf_data.sft import SftExample
+from rlhf_data.examples.preference import UnpairedExample
+from rlhf_data.examples.sft import SftExample
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.aggregate import sequence_mean

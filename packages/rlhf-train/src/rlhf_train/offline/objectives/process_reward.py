@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from rlhf_data.errors import ConfigError
-from rlhf_data.preference import ProcessExample
+from rlhf_data.examples.preference import ProcessExample
 from rlhf_models.process_reward import StepFormat
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine

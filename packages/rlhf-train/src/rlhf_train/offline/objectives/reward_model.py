@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from rlhf_data.errors import DataError
-from rlhf_data.preference import PreferenceExample
+from rlhf_data.examples.preference import PreferenceExample
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.aggregate import sequence_mean

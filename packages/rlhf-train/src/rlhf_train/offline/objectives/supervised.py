@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_data.sft import SftExample
+from rlhf_data.examples.sft import SftExample
 from rlhf_models.batch import to_device
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rlhf_data.errors import DataError
-from rlhf_data.rows import Row, kind_of
+from rlhf_data.rows.row import Row, kind_of
 
 _MARKER = "####"
 _STEP = "ки"  # ends each step of Math-Shepherd's inputs

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, field_validator, model_validator
 from rlhf_data.errors import ConfigError, with_hint
 from rlhf_data.options.checks import lacking, without_effect
 from rlhf_data.options.declare import Section, flag, one_of
-from rlhf_data.presets import PRESETS
+from rlhf_data.rows.presets import PRESETS
 
 SOURCES = (
     ".jsonl, .json, .csv (also .gz), .parquet or .arrow files, saved data set folders, loading scripts and hub names,"

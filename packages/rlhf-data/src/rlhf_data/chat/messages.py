@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from rlhf_data.errors import DataError, unknown
-from rlhf_data.rows import Row, kind_of
+from rlhf_data.rows.row import Row, kind_of
 
 Messages = list[dict[str, Any]]
 

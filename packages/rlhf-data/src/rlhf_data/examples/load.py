@@ -13,17 +13,17 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from rlhf_data.chat import template_dates
+from rlhf_data.chat.template import template_dates
 from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.examples.preference import PreferenceEncoder, PreferenceExample, ProcessEncoder, UnpairedEncoder
+from rlhf_data.examples.sft import SftEncoder
+from rlhf_data.examples.store import Store, read_item, write_store
 from rlhf_data.options.declare import Section, matching
-from rlhf_data.preference import PreferenceEncoder, PreferenceExample, ProcessEncoder, UnpairedEncoder
-from rlhf_data.rows import Counts, Row, RowErrors, unknown_id
-from rlhf_data.sft import SftEncoder
-from rlhf_data.sources import Rows
-from rlhf_data.store import Store, read_item, write_store
+from rlhf_data.rows.row import Counts, Row, RowErrors, unknown_id
+from rlhf_data.rows.sources import Rows
 
 _CHUNK = 256  # rows per task of a worker
-_FORMAT = 4  # version of the cache; raise it when rows give other tokens or the files have another layout
+_FORMAT = 5  # version of the cache; raise it when rows give other tokens or the files have another layout
 
 Example = TypeVar("Example")
 Result = tuple[Any, str | bytes]  # an example and the digest of its row, or None and the reason why there is none
@@ -86,8 +86,8 @@ def load_examples(
     """Encode rows.
 
     Args:
-        rows: see `rlhf_data.sources.open_sources`.
-        encoder: such as `rlhf_data.sft.SftEncoder`.
+        rows: see `rlhf_data.rows.sources.open_sources`.
+        encoder: such as `rlhf_data.examples.sft.SftEncoder`.
         max_len: largest number of tokens per sequence. Longer examples are left out and counted, never cut.
         num_ids: number of token ids that the model knows; a row with another one cannot be used. None: it knows all.
         skip_bad_rows: leave out any number of rows that cannot be used. Otherwise more than 1 % is an error.

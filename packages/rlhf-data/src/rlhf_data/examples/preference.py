@@ -5,12 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.chat import InputTemplate, Tokenizer, encode_answer, encode_continuation, encode_prompts
+from rlhf_data.chat.conversation import encode_answer
+from rlhf_data.chat.input_template import InputTemplate
+from rlhf_data.chat.messages import answer_messages, joined_messages, row_messages, row_tools
+from rlhf_data.chat.tokens import Tokenizer, encode_continuation, encode_prompts
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.messages import answer_messages, joined_messages, row_messages, row_tools
+from rlhf_data.examples.sft import SftEncoder, SftExample, completed
 from rlhf_data.records import freeze_arrays
-from rlhf_data.rows import Row, kind_of
-from rlhf_data.sft import SftEncoder, SftExample, completed
+from rlhf_data.rows.row import Row, kind_of
 
 _ANSWER_MARK = (
     "\n\nAssistant:"  # starts an answer in Anthropic's HH dialogues, which hold prompt and answer in one text

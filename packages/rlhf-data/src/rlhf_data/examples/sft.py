@@ -4,18 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhf_data.chat import (
-    InputTemplate,
-    Tokenizer,
-    encode_answer,
-    encode_completion,
-    encode_conversation,
-    encode_prompts,
-)
+from rlhf_data.chat.conversation import encode_answer, encode_conversation
+from rlhf_data.chat.input_template import InputTemplate
+from rlhf_data.chat.messages import answer_messages, row_messages, row_tools
+from rlhf_data.chat.tokens import Tokenizer, encode_completion, encode_prompts
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.messages import answer_messages, row_messages, row_tools
 from rlhf_data.records import freeze_arrays
-from rlhf_data.rows import Row
+from rlhf_data.rows.row import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +45,9 @@ class SftEncoder(InputTemplate):
     """Turns a row into an example. Picklable, for worker processes.
 
     The prompt gets the same tokens as in generation (`rlhf_data.prompts.load_prompts`). The completion continues it
-    (`rlhf_data.chat.encode_continuation`) and ends with one EOS, unless the row says that it was truncated
-    (`Row.is_truncated`). With the chat template, `rlhf_data.chat.encode_conversation` decides which tokens are trained.
+    (`rlhf_data.chat.tokens.encode_continuation`) and ends with one EOS, unless the row says that it was truncated
+    (`Row.is_truncated`). With the chat template, `rlhf_data.chat.conversation.encode_conversation` decides which tokens
+    are trained.
 
     Attributes, in addition to those of `InputTemplate`:
         input_key: the key of the prompt: text, or a list of messages with `apply_chat_template`.

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from rlhf_data.errors import ConfigError, DataError, joined, missing_file, unknown
-from rlhf_data.presets import PRESETS
-from rlhf_data.rows import Row, RowErrors, json_value, kind_of
+from rlhf_data.rows.presets import PRESETS
+from rlhf_data.rows.row import Row, RowErrors, json_value, kind_of
 from rlhf_data.safety import is_utf8
 
 _PATTERN_SIGNS = "*?["
@@ -244,7 +244,7 @@ def _open(name: str | Path, streaming: bool, split: str) -> Source:
     parse = _PARSERS.get(Path(path.name.lower().removesuffix(".gz")).suffix)
     if path.is_file() and parse is not None:
         return Source(str(path), partial(_read_text, parse, path), partial(sha256, path))
-    from rlhf_data.hub import open_dataset
+    from rlhf_data.rows.hub import open_dataset
 
     table, fingerprint = open_dataset(str(name), subset, split=split, streaming=streaming)
     full_name = str(name) if subset is None else f"{name}@{subset}"
