@@ -1,18 +1,13 @@
 """Rows of data files: values, line numbers, and every way a file can be broken."""
 
-import datetime
 import gzip
-import json
-import sys
 from dataclasses import replace
-from decimal import Decimal
 
-import numpy as np
 import pytest
 
 from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.rows.row import Row, RowErrors, json_value
+from rlhf_data.rows.row import RowErrors
 from rlhf_data.rows.sources import open_sources, split_sources
 
 
@@ -155,43 +150,6 @@ def test_read_rows_jsonl_content_in_a_json_file_is_explained(tmp_path):
         read_rows(path)
 
 
-def test_row_missing_key_lists_the_keys_there_are(tmp_path):
-    row = read_rows(write_jsonl(tmp_path / "a.jsonl", [{"question": "2+2", "answer": "4"}]))[0]
-    with pytest.raises(DataError) as caught:
-        row.text("qestion")
-    assert str(caught.value) == (
-        f"{tmp_path / 'a.jsonl'}:1: unknown key `qestion`; known: answer, question\n\nhint: did you mean `question`?"
-    )
-
-
-def test_row_text_converts_numbers_and_refuses_the_rest(tmp_path):
-    values = {"s": "x", "i": 7, "f": 0.5, "b": True, "n": None, "l": ["x"], "o": {"x": 1}, "half": "\ud800"}
-    row = read_rows(write_jsonl(tmp_path / "a.jsonl", [values]))[0]
-    assert [row.text(key) for key in "sif"] == ["x", "7", "0.5"]
-    for key, kind in {"b": "a boolean", "n": "null", "l": "a list", "o": "an object"}.items():
-        with pytest.raises(DataError, match=rf"a\.jsonl:1: `{key}` must be text or a number, got {kind}"):
-            row.text(key)
-    with pytest.raises(DataError, match="surrogate"):
-        row.text("half")
-
-
-@pytest.mark.parametrize("label", ["\ud800", {"a": "\ud800"}, ["\udfff"], {"\ud800": 1}])
-def test_row_label_with_half_of_a_surrogate_pair_is_refused(label):
-    with pytest.raises(DataError, match="x:7: `a` holds half of a surrogate pair"):
-        Row({"a": label}, "x", 7).label("a")
-
-
-def test_row_label_writes_structures_as_json_and_refuses_null(tmp_path):
-    values = {"s": "4", "i": 4, "b": True, "l": ["assert f(1) == 1", "ä"], "n": None}
-    row = read_rows(write_jsonl(tmp_path / "a.jsonl", [values]))[0]
-    assert [row.label(key) for key in "sibl"] == ["4", "4", "true", '["assert f(1) == 1", "ä"]']
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the label `n` is null"):
-        row.label("n")
-
-
-CHAT = [{"role": "user", "content": "x"}]
-
-
 def origins(rows):
     return [row.origin for row in rows]
 
@@ -241,26 +199,6 @@ def test_rows_read_counts_a_broken_row_and_goes_on(tmp_path, name, content, bad,
     assert errors.first[0].startswith(f"{path}:{bad}: ")
     with pytest.raises(DataError, match=rf"{path.name}:{bad}: "):
         list(open_sources(path))
-
-
-def test_row_errors_above_one_percent_are_refused_unless_skipped():
-    errors = RowErrors()
-    for line in range(4):
-        errors.add(DataError(f"a.jsonl:{line}: broken"))
-    errors.check(400)  # exactly 1 %
-    with pytest.raises(DataError) as caught:
-        errors.check(399)
-    assert str(caught.value) == (
-        "4 of 399 rows cannot be used; the first:\na.jsonl:0: broken\na.jsonl:1: broken\n"
-        "a.jsonl:2: broken\n\nhint: repair them, or leave all of them out with ``skip_bad_rows`` (1 % is tolerated)"
-    )
-    skipping = RowErrors(skip_bad_rows=True)
-    skipping.add("a.jsonl:1: broken")
-    skipping.check(2)
-    with pytest.raises(
-        DataError, match=r"^1 of 1 rows .*; the first:\na\.jsonl:1: broken\n\nhint: repair them, or check"
-    ):
-        skipping.check(1)
 
 
 def test_open_sources_csv_without_a_readable_header_is_refused(tmp_path):
@@ -374,49 +312,6 @@ def test_ids_of_rows_are_unique_over_sources(tmp_path, names, ids, probs):
     assert ids is None or found == set(ids)
 
 
-def test_cells_of_tables_are_what_json_knows(tmp_path):
-    """Each cell is written to Parquet by pyarrow and compared with what JSON has for it."""
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
-    day = datetime.date(2024, 2, 29)
-    moment = datetime.datetime(2024, 2, 29, 12, 30, tzinfo=datetime.UTC)
-    cells = {
-        "when": (moment, "2024-02-29T12:30:00+00:00"),
-        "day": (day, "2024-02-29"),
-        "time": (datetime.time(12, 30), "12:30:00"),
-        "whole": (Decimal("72.00"), 72),
-        "part": (Decimal("0.50"), 0.5),
-        "text": ("é".encode(), "é"),
-        "raw": (b"\xff\x00", "/wA="),
-        "nan": (float("nan"), None),
-        "number": (0.25, 0.25),
-        "none": (None, None),
-        "list": ([1.5, float("nan")], [1.5, None]),
-        "messages": (
-            [{"role": "user", "content": "q", "at": moment}],
-            [{"role": "user", "content": "q", "at": "2024-02-29T12:30:00+00:00"}],
-        ),
-    }
-    table = pa.Table.from_pylist([{name: value for name, (value, _) in cells.items()}])
-    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
-    [row] = open_sources(tmp_path / "t.parquet")
-    assert row.values == {name: wanted for name, (_, wanted) in cells.items()}
-    assert json.loads(json.dumps(row.values, allow_nan=False)) == row.values
-    assert row.label("when") == "2024-02-29T12:30:00+00:00" and row.label("whole") == "72"
-    with pytest.raises(DataError, match="the label `nan` is null"):
-        row.label("nan")
-
-
-def test_values_without_a_json_form_are_left_and_named_where_they_are_used():
-    image = object()
-    assert json_value({"image": image})["image"] is image
-    assert json_value(np.array([[1, 2]])) == [[1, 2]] and json_value(np.float32(0.5)) == 0.5
-    assert json_value(float("inf")) == "inf" and json_value({1: (2, 3)}) == {"1": [2, 3]}
-    with pytest.raises(DataError, match="`image` must be text or a number, got a value of type object"):
-        Row({"image": image}, "x", 1).text("image")
-
-
 def test_skip_samples_leaves_out_the_first_rows_of_each_source(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"q": "{name}{i}"}}\n' for i in range(5)))
@@ -427,79 +322,3 @@ def test_skip_samples_leaves_out_the_first_rows_of_each_source(tmp_path):
     assert sliced.fingerprint() != rows.fingerprint()
     with pytest.raises(DataError, match="no rows behind the first 5"):
         list(replace(rows, skip_samples=5))
-
-
-def test_open_sources_without_the_library_says_how_to_install_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    (tmp_path / "a.parquet").write_bytes(b"")
-    with pytest.raises(
-        ConfigError,
-        match=r"needs the `datasets` library.*\n\nhint: in a checkout, pip install './packages/rlhf-data\[datasets\]'",
-    ):
-        open_sources(tmp_path / "a.parquet")
-
-
-@pytest.fixture(scope="module")
-def tables(tmp_path_factory):
-    """A folder with one table in every format that the `datasets` library reads here."""
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
-    folder = tmp_path_factory.mktemp("tables")
-    table = datasets.Dataset.from_list([{"q": "a", "m": CHAT, "n": 1}, {"q": "b", "m": CHAT, "n": 2}])
-    table.to_parquet(folder / "t.parquet")
-    table.save_to_disk(folder / "saved")
-    datasets.DatasetDict({"test": table}).save_to_disk(folder / "splits")
-    (folder / "saved" / "data-00000-of-00001.arrow").rename(folder / "t.arrow")
-    table.save_to_disk(folder / "saved")
-    (folder / "script.py").write_text(SCRIPT)
-    (folder / "two.py").write_text(SCRIPT + SCRIPT.replace("class Sums", "class More"))
-    return folder
-
-
-SCRIPT = """
-import datasets
-
-class Sums(datasets.GeneratorBasedBuilder):
-    BUILDER_CONFIGS = [datasets.BuilderConfig(name="x"), datasets.BuilderConfig(name="y")]
-
-    def _info(self):
-        return datasets.DatasetInfo(features=datasets.Features({"q": datasets.Value("string")}))
-
-    def _split_generators(self, manager):
-        return [datasets.SplitGenerator(name="train", gen_kwargs={"count": 2})]
-
-    def _generate_examples(self, count):
-        yield from ((n, {"q": self.config.name + str(n)}) for n in range(count))
-"""
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("name", ["t.parquet", "t.arrow", "saved", "splits"])
-def test_open_sources_tables_of_the_library_know_their_rows(tables, name, streaming):
-    rows = open_sources(str(tables / name), split="test", streaming=streaming)
-    values = [(row.origin, row.row_id, row.text("q"), row.cell("m"), row.text("n")) for row in rows]
-    path = tables / name
-    assert values == [(f"{path}#0", f"{name}#0", "a", CHAT, "1"), (f"{path}#1", f"{name}#1", "b", CHAT, "2")]
-    assert (rows.fingerprint() is None) == streaming
-    assert len(list(open_sources(str(path), split="test", max_samples=1))) == 1
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_open_sources_script_builds_the_subset(tables, tmp_path, monkeypatch, streaming):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    rows = open_sources(f"{tables / 'script.py'}@y", streaming=streaming)
-    assert [row.values["q"] for row in rows] == ["y0", "y1"]
-    assert rows.name == f"{tables / 'script.py'}@y"
-
-
-def test_open_sources_tables_that_cannot_be_opened_name_themselves(tables):
-    with pytest.raises(ConfigError, match=r"splits: unknown split `train`; known: test"):
-        open_sources(tables / "splits")
-    with pytest.raises(ConfigError, match=r"two\.py must define one builder class of `datasets`, found 2"):
-        open_sources(tables / "two.py")
-    (tables / "broken.parquet").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"broken\.parquet cannot be opened"):
-        open_sources(tables / "broken.parquet")
-    with pytest.raises(DataError, match=r"broken\.parquet cannot be (opened|read)"):
-        list(open_sources(tables / "broken.parquet", streaming=True))
