@@ -108,6 +108,7 @@ REACHES = [
     ("rollout_batch_size", "64", "", "batch.rollout_batch_size", 64),
     ("n_samples_per_prompt", "8", "", "sampling.num_samples", 8),
     ("generate_max_len", "16", "", "eval_sampling.max_tokens", 16),
+    ("generate_max_len", "16", "--prompt_max_len 50", "models.actor.max_length", 66),
     ("temperature", "0.5", "", "sampling.temperature", 0.5),
     ("top_p", "0.5", "", "sampling.top_p", 0.5),
     ("top_k", "5", "", "sampling.top_k", 5),
@@ -275,7 +276,7 @@ REACHES = [
     ("use_mlflow", "http://host:5000", "", "trackers.mlflow_uri", "http://host:5000"),
 ]
 
-# What becomes of these is looked at where files are read: preflight_test, ppo_command_test, replay_command_test,
+# What becomes of these is looked at where files are read: preflight_*test, ppo_command_test, replay_command_test,
 # dry_run_test.
 READ_BEFORE = {
     "resume",

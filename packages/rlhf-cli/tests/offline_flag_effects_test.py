@@ -37,7 +37,7 @@ NEEDED = {
     "prm": "--placeholder_token <|endoftext|> --input_key steps --label_key verdicts",
 }
 EVAL, LORA, CHAT, PROMPTED = "--eval_dataset x.jsonl", "--lora_rank 2", "--apply_chat_template", "--prompt_key input"
-WORD = f"{CHAT} --tokenizer_chat_template word.jinja"
+TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]<|im_end|>{% endfor %}"
 TURNED = f"{CHAT} --input_key turns --output_key None"
 
 # Command, flag, the words that follow it, further flags, the part of the job, and what it must be there. The parts
@@ -83,13 +83,16 @@ REACHES = [
     ("sft", "skip_bad_rows", "", "--dataset x.jsonl,bad.jsonl", "count", 4),
     ("sft", "eval_dataset", "x.jsonl", "", "eval_count", 4),
     ("sft", "max_len", "24", "--input_key text", "count", 2),  # of 13, 22, 31 and 40 tokens
+    ("dpo", "max_len", "48", "--ref_pretrain OTHER", "reference.max_length", 48),
     ("sft", "data_num_workers", "1", "", "count", 4),
     ("sft", "data_cache", "cache", "", "cached", 1),
     ("sft", "input_key", "text", "", "text", "text 0answer 0<|im_end|>"),
     ("sft", "output_key", "text", "", "learned", "text 0<|im_end|>"),
     ("sft", "input_template", "<{}>", "", "text", "<input 0>answer 0<|im_end|>"),
     ("sft", "apply_chat_template", "", "", "learned", "answer 0<|im_end|>"),
+    ("sft", "apply_chat_template", "", "", "model.chat_template", None),  # the model's own stays in its files
     ("sft", "tokenizer_chat_template", "chat.jinja", CHAT, "text", "[input 0]<|im_end|>[answer 0]<|im_end|>"),
+    ("sft", "tokenizer_chat_template", "chat.jinja", CHAT, "model.chat_template", TEMPLATE),
     (
         "sft",
         "tools_key",
@@ -179,7 +182,7 @@ def folder(tmp_path_factory) -> Path:
     tiny_model_dir(path / "MOE", architecture="qwen3_moe")
     (path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (path / "bad.jsonl").write_text(json.dumps(ROWS[0] | {"output": ""}) + "\n")
-    (path / "chat.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]<|im_end|>{% endfor %}")
+    (path / "chat.jinja").write_text(TEMPLATE)
     template = "{{ tools[0].function.name if tools }} {% for m in messages %}{{ m['content'] }}{% endfor %}"
     (path / "tools.jinja").write_text(template)
     (path / "word.jinja").write_text("{{ word }} {% for m in messages %}{{ m['content'] }}{% endfor %}")

@@ -283,7 +283,7 @@ def test_options_of_objectives_out_of_range_are_refused(make):
 
 
 def test_margins_that_examples_lack_are_refused():
-    with pytest.raises(DataError, match="3 of 3 pairs have no margin"):
+    with pytest.raises(DataError, match=r"3 of 3 pairs have no margin(.|\n)*hint: give ``margin_key``"):
         RewardModelObjective(use_margins=True).items(pairs(3, 0))
 
 

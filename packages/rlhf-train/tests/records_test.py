@@ -164,7 +164,10 @@ def test_loss_reduction_is_the_given_one_else_the_losses_else_the_estimators():
             "needs one update per step, and there are 2",
         ),
         ({"batch": SINGLES, "dynamic_sampling": DynamicSampling()}, "a group has one sample"),
-        ({"sampling": SamplingParams(temperature=0.0)}, "greedy rollouts teach nothing"),
+        (
+            {"sampling": SamplingParams(temperature=0.0)},
+            r"teach nothing\n\nhint: use ``temperature=1.0``",
+        ),
     ],
 )
 def test_online_job_that_cannot_work_is_refused(tmp_path, changes, message):
