@@ -1,6 +1,7 @@
 """What a person sees, as plain text and on a terminal."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -251,6 +252,27 @@ def test_show_results_names_accuracy_and_every_place(streams):
     assert "/runs/a b/model" in text
     assert "tensorboard --logdir '/runs/a b'" in text
     assert "AutoModelForCausalLM.from_pretrained('/runs/a b/model')" in text
+
+
+@pytest.mark.parametrize("has_code", [False, True])
+@pytest.mark.parametrize("has_head_file", [False, True])
+def test_show_results_says_how_python_loads_the_model_that_was_saved(streams, tmp_path, has_code, has_head_file):
+    model = tmp_path / "model"
+    model.mkdir()
+    auto_map = {"auto_map": {"AutoModel": "modeling_mine.MineModel"}} if has_code else {}
+    (model / "config.json").write_text(json.dumps(auto_map))
+    if has_head_file:  # which plain transformers does not read
+        (model / "value_head.safetensors").touch()
+    out, err = streams
+    show_results(Console(out, err), str(tmp_path), {"final model": "model"}, {}, loader="AutoModelForX.from_pretrained")
+    lines = {
+        (False, False): f"AutoModelForX.from_pretrained('{model}')",
+        (True, False): f"AutoModelForX.from_pretrained('{model}', trust_remote_code=True)",
+        (False, True): f"rlhf_models.loading.load_reward_model('{model}', dtype='float32')",
+        (True, True): "rlhf_models.loading.load_reward_model("
+        f"rlhf_data.own_code.TrustedModel('{model}'), dtype='float32')",
+    }
+    assert out.getvalue().splitlines()[-1].partition("to load it:")[2].strip() == lines[has_code, has_head_file]
 
 
 def test_show_results_of_an_offline_run_has_no_parts(streams):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,9 @@ import pytest
 # transformers reads this when it is imported: where it copies the code of models to.
 os.environ.setdefault("HF_MODULES_CACHE", tempfile.mkdtemp())
 
+import rlhf_data.own_code
+import rlhf_models.loading
+from rlhf_cli.console import loading_line
 from rlhf_cli.main import COMMANDS, command_line, main
 from rlhf_data.main import main as data_main
 from rlhf_data.options.declare import options
@@ -112,6 +116,7 @@ def test_sft_trains_a_model_with_its_code_and_every_command_goes_on_with_it(fold
     training = f"{NAMING['sft']} --max_len 64 --train_batch_size 4 --max_epochs 1 --zero_stage 0 --learning_rate 1e-3"
     training += " --save_steps 1 --trust_remote_code"
     assert main(training.format(out="run").split()) == 0
+    [line] = re.findall(r"to load it: +(.*)", capsys.readouterr().out)
     assert (folder / "was-run").exists()
     saved = folder / "run/model"
     assert {path.name for path in saved.glob("*.py")} == CODE
@@ -131,7 +136,7 @@ def test_sft_trains_a_model_with_its_code_and_every_command_goes_on_with_it(fold
     assert first == second
     code = f"""
 from transformers import AutoModelForCausalLM
-print(type(AutoModelForCausalLM.from_pretrained({str(saved)!r}, trust_remote_code=True)).__name__)
+print(type({line}).__name__)
 try:
     AutoModelForCausalLM.from_pretrained({str(saved)!r}, trust_remote_code=False)
 except ValueError:
@@ -148,3 +153,6 @@ def test_score_reads_a_reward_model_with_code_of_its_own(folder):
     assert main(words) == 2
     assert main([*words, "--trust_remote_code"]) == 0
     assert len((folder / "scores.jsonl").read_text().splitlines()) == 8
+    line = loading_line(folder / "reward", "AutoModelForSequenceClassification.from_pretrained")
+    model = eval(line, {"rlhf_models": rlhf_models, "rlhf_data": rlhf_data})
+    assert type(model.model).__name__ == "MineModel"

@@ -13,8 +13,10 @@ from rich.text import Text
 
 from rlhf_data.options.exits import with_flags
 from rlhf_data.options.progress import Progress
+from rlhf_data.own_code import code_files
 from rlhf_data.records import Prompt, Rollout
 from rlhf_data.safety import visible
+from rlhf_data.stored_weights import read_json
 
 _HEADER_EVERY = 20  # lines between headers
 _MAX_SHOWN = 400  # characters of a prompt or response
@@ -338,7 +340,7 @@ def show_results(
         folder: the folder of the run.
         artifacts: by name, paths in the folder.
         metrics: final metrics.
-        loader: name of the function that loads the model.
+        loader: see `loading_line`.
     """
     console.done()
     console.result("\nDone", "bold green")
@@ -361,8 +363,25 @@ def show_results(
     if "tensorboard" in artifacts:
         console.row([("  to look at it: ", "dim"), (f"tensorboard --logdir {shlex.quote(folder)}", "")])
     if "final model" in artifacts:
-        model = str(Path(folder) / artifacts["final model"])
-        console.row([("  to load it:    ", "dim"), (f"{loader}({model!r})", "")])
+        model = Path(folder) / artifacts["final model"]
+        console.row([("  to load it:    ", "dim"), (loading_line(model, loader), "")])
+
+
+def loading_line(model: Path, loader: str) -> str:
+    """Return the Python expression that loads a model which a run saved.
+
+    Args:
+        model: its folder.
+        loader: name of the function that loads it, unless the head is in a file that plain transformers does not read.
+    """
+    from rlhf_models.files import VALUE_HEAD_FILE
+
+    has_code = any(code_files(read_json(model / "config.json")))
+    name = repr(str(model))
+    if (model / VALUE_HEAD_FILE).is_file():
+        name = f"rlhf_data.own_code.TrustedModel({name})" if has_code else name
+        return f"rlhf_models.loading.load_reward_model({name}, dtype='float32')"
+    return f"{loader}({name}{', trust_remote_code=True' if has_code else ''})"
 
 
 def _rest(metrics: Mapping[str, float]) -> dict[str, float]:
