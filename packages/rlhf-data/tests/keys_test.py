@@ -4,7 +4,8 @@ import pytest
 
 from record_testing import write_jsonl
 from rlhf_data.errors import DataError
-from rlhf_data.keys import check_keys
+from rlhf_data.keys import check_extra_keys, check_keys, check_section_keys
+from rlhf_data.options.sections import PairKeySection, RowSection
 from rlhf_data.rows.sources import open_sources
 
 
@@ -54,6 +55,33 @@ def test_missing_key_without_a_guess_asks_for_one_and_may_be_none(tmp_path):
     )
     _, hint = failure(tmp_path, {"x": 1}, {"source_key": "set"}, optional=["source_key"])
     assert hint == "name one of these keys with --source_key KEY, or --source_key None if rows have none"
+
+
+class PairRows(PairKeySection, RowSection, title="data"):
+    """A section with a key that may be None and one that may not."""
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ({"prompt_key": "z"}, "name one of these keys with --prompt_key KEY, or --prompt_key None if rows have none"),
+        ({"rejected_key": "z"}, "did you mean --rejected_key rejected?"),
+    ],
+)
+def test_only_a_key_of_a_section_that_may_be_none_may_be_left_out(tmp_path, given, hint):
+    rows = open_sources(write_jsonl(tmp_path / "a.jsonl", [{"rejected": "x", "y": 1}]))
+    names = ["prompt_key", "rejected_key"]
+    check_section_keys(PairRows(), rows, names)
+    with pytest.raises(DataError) as caught:
+        check_section_keys(PairRows(**given), rows, names)
+    assert str(caught.value).partition("\n\nhint: ")[2] == hint
+
+
+def test_each_of_several_extra_keys_is_looked_for(tmp_path):
+    rows = open_sources(write_jsonl(tmp_path / "a.jsonl", [{"level": 1, "tests": ""}]))
+    check_extra_keys(rows, ["level", "tests"])
+    with pytest.raises(DataError, match=r"^--extra_keys: .*a\.jsonl:1: unknown key `test`;"):
+        check_extra_keys(rows, ["level", "test"])
 
 
 def test_rows_with_their_text_in_one_column_guide_to_it(tmp_path):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_data.errors import ConfigError
-from rlhf_data.own_code import TrustedModel, code_files, copy_code, entrust, is_trusted, trusted
+from rlhf_data.own_code import TrustedModel, admit_code, code_files, copy_code, entrust, is_trusted, trusted
 from rlhf_data.pretrained import check_code, located
 
 
@@ -45,6 +45,26 @@ def test_code_is_copied_with_what_it_imports_and_replaces_nothing(tmp_path):
     assert (folder / "kept.py").read_text() == "of the folder\n"
     assert (folder / "norm.py").read_text() == "class Norm: pass\n"
     copy_code(SimpleNamespace(name_or_path="no/where"), folder)
+
+
+def test_only_the_code_of_a_trusted_model_is_copied_to_where_it_is_imported_from(tmp_path, monkeypatch):
+    from transformers import dynamic_module_utils as modules
+
+    copied = []
+    monkeypatch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(modules, "get_cached_module_file", lambda *args, **options: copied.append((*args, options)))
+    name = str(tmp_path / "model")
+    (tmp_path / "model").mkdir()
+    assert admit_code(TrustedModel(name), is_local=True)  # a model without code
+    for file, auto_map in (
+        ("config.json", {"AutoConfig": "mine.Config"}),
+        ("tokenizer_config.json", ["tok.Slow", None]),
+    ):
+        (tmp_path / "model" / file).write_text(json.dumps({"auto_map": auto_map}))
+    assert not admit_code(name, is_local=True)
+    assert copied == []
+    assert admit_code(TrustedModel(name), is_local=True)
+    assert copied == [(name, "mine.py", {"local_files_only": True}), (name, "tok.py", {"local_files_only": True})]
 
 
 def test_trust_stays_with_the_name_that_transformers_gets(tmp_path, monkeypatch):

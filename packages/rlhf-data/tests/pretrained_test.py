@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -150,6 +151,14 @@ def test_hub_that_never_answers_is_given_up_after_a_while(nobody_there, monkeypa
     assert time.perf_counter() - started < 20.0
 
 
+def test_hub_that_answers_is_asked_once(nobody_there, monkeypatch):
+    asked = []
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: SimpleNamespace(head=lambda *_, **__: asked.append(1)))
+    assert pretrained.hub_answers() is True
+    assert pretrained.located("owner/model") == ("owner/model", False)
+    assert asked == [1]
+
+
 MESSAGES = [{"role": "user", "content": "hi"}]
 VALUES = [
     False,
@@ -203,7 +212,7 @@ def test_template_variables_reach_all_named_templates_and_a_template_that_is_giv
         (LOOP, "value", "does not read `value`"),
         (LOOP + "{{ values }}", "value", "does not read `value`"),
         (None, "value", "does not read `value`"),
-        (LOOP, "messages", "`messages` is set by what is rendered"),
+        (LOOP, "messages", "`messages` is set by what is rendered\n\nhint: leave out messages"),
     ],
 )
 def test_template_variables_that_have_no_effect_are_refused(template, name, says):

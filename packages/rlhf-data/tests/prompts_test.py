@@ -134,6 +134,12 @@ def test_load_prompts_options_that_cannot_work_fail_before_the_file_is_read(tmp_
     rows = open_sources(write_jsonl(tmp_path / "a.jsonl", ["broken"]))
     with pytest.raises(ConfigError, match="prompt_max_len must be at least 1, got 0"):
         load_prompts(rows, ByteTokenizer(), prompt_max_len=0)
+    [prompt] = load_prompts(
+        open_sources(write_jsonl(tmp_path / "b.jsonl", [{"input": "x"}])),
+        ByteTokenizer(add_bos=False),
+        prompt_max_len=1,
+    )
+    assert prompt.token_ids.tolist() == [*b"x"]
     with pytest.raises(ConfigError, match="exactly once"):
         load_prompts(rows, ByteTokenizer(), input_template="x")
 

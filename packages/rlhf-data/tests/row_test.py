@@ -38,13 +38,15 @@ def test_row_text_converts_numbers_and_refuses_the_rest(tmp_path):
 def test_row_label_with_half_of_a_surrogate_pair_is_refused(label):
     with pytest.raises(DataError, match="x:7: `a` holds half of a surrogate pair"):
         Row({"a": label}, "x", 7).label("a")
+    with pytest.raises(DataError, match="x:7: `a` cannot be written as JSON"):
+        Row({"a": label}, "x", 7).plain("a")
 
 
 def test_row_label_writes_structures_as_json_and_refuses_null(tmp_path):
     values = {"s": "4", "i": 4, "b": True, "l": ["assert f(1) == 1", "ä"], "n": None}
     row = read_row(write_jsonl(tmp_path / "a.jsonl", [values]))
     assert [row.label(key) for key in "sibl"] == ["4", "4", "true", '["assert f(1) == 1", "ä"]']
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the label `n` is null"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the label `n` is null\n\nhint: remove the row, or wr"):
         row.label("n")
 
 
