@@ -5,9 +5,8 @@ import asyncio
 from record_testing import make_prompt
 from rlhf_data.testing import EOS_ID, ByteTokenizer
 from rlhf_rollout.agents.hosted import HostedAgent
-from rlhf_rollout.agents.pool import AgentPool
 from rlhf_rollout.agents.recorder import EpisodeLimits
-from rlhf_rollout.agents.user_agent import parse_agent
+from rlhf_rollout.agents.spec import AgentSpec, make_pool
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
@@ -39,6 +38,11 @@ def writes(answers, *, sign=""):
     return FakeEngine(script=script)
 
 
+def agent_pool(source, **options):
+    """Return the processes of an agent: one, unless the options of `AgentSpec` say otherwise."""
+    return make_pool(AgentSpec(path=source, limits=EpisodeLimits(), **{"num_processes": 1, **options}), None)
+
+
 def run(
     source,
     engine,
@@ -56,7 +60,7 @@ def run(
     limits = limits or EpisodeLimits(max_length=200)
 
     async def collect():
-        pool = AgentPool(parse_agent(source), **{"num_processes": 1, "timeout_s": 60.0, **options})
+        pool = agent_pool(source, **options)
         try:
             rewards = {"gives_reward": gives_reward, "failed_reward": failed_reward}
             agent = HostedAgent(EngineRouter([engine]), pool, tokenizer, limits, **rewards)

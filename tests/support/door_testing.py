@@ -11,11 +11,11 @@ from record_testing import make_prompt
 from rlhf_data.records import Rollout
 from rlhf_data.testing import EOS_ID, ByteTokenizer
 from rlhf_rollout.agents.gateway import Gateway
-from rlhf_rollout.agents.process import Activity
 from rlhf_rollout.agents.recorder import EpisodeLimits, EpisodeRecorder
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
+from rlhf_rollout.workers.rpc import Activity
 
 TOKENIZER = ByteTokenizer(add_bos=False)
 HI = {"role": "user", "content": "hi"}

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_rollout.rewards.process import Samples, WorkerProcess
+from rlhf_rollout.rewards.function import RewardCall
 from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket, aligned, bucket_checksum
+from rlhf_rollout.workers.rpc import WorkerProcess
 
 
 @contextmanager
@@ -44,8 +45,12 @@ def limit_only(monkeypatch: pytest.MonkeyPatch, hangs: Callable[[list[str]], boo
     """
     call = WorkerProcess.call
 
-    def patient(worker: WorkerProcess, samples: Samples, extras: Mapping[str, list[Any]], timeout_s: float) -> Any:
-        return call(worker, samples, extras, timeout_s if hangs(samples[0]) else 60.0)
+    async def patient(worker: WorkerProcess, asked: Any, timeout_s: float) -> Any:
+        if isinstance(asked, RewardCall) and not hangs(
+            [prompt.text + rollout.text for prompt, rollout in asked.samples]
+        ):
+            timeout_s = 60.0
+        return await call(worker, asked, timeout_s)
 
     monkeypatch.setattr(WorkerProcess, "call", patient)
 

@@ -32,11 +32,11 @@ from rlhf_data.testing import EOS_ID, ByteTokenizer
 from rlhf_rollout.agents.gateway import Gateway
 from rlhf_rollout.agents.hosted import HostedAgent
 from rlhf_rollout.agents.interface import Session
-from rlhf_rollout.agents.process import Activity, Attempt
 from rlhf_rollout.agents.recorder import EpisodeLimits, EpisodeRecorder
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.router import EngineRouter
+from rlhf_rollout.workers.rpc import Activity, Call
 
 GOAL_OVERHEAD_MS = 2.0  # median per request
 GOAL_LAG_MS = 50.0  # 99th percentile
@@ -152,19 +152,19 @@ class InLoop:
     async def start(self) -> None:
         """There is no process to start."""
 
-    async def execute(self, attempt: Attempt) -> dict[str, Any]:
+    async def call(self, episode: Call) -> dict[str, Any]:
         """Run an episode."""
         self.num_running += 1
         self.max_running = max(self.max_running, self.num_running)
-        session = Session({"timeout_s": 60.0, **attempt.begin()}, self._ask(attempt))
+        session = Session({"timeout_s": 60.0, **episode.begin({})}, self._ask(episode))
         for _ in range(self.turns):
             await session.reply(QUESTION)
         self.num_running -= 1
         return {"rewards": [1.0] * self.turns}
 
-    def _ask(self, attempt: Attempt) -> Any:
+    def _ask(self, episode: Call) -> Any:
         async def ask(request: Mapping[str, Any]) -> Mapping[str, Any]:
-            return await attempt.answer(request)
+            return await episode.answer(request)
 
         return ask
 

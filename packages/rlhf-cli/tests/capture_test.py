@@ -43,7 +43,7 @@ try:
         os.write(2, b"C err\\n")
         print("python out")
         warnings.warn("a warning")
-        logging.getLogger("rlhf_rollout.rewards.process").warning("importing takes long")
+        logging.getLogger("rlhf_rollout.workers.rpc").warning("importing takes long")
         os.system("echo a child")
         print("result", file=out)
         print("progress", file=err)

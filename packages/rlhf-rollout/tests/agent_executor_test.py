@@ -5,15 +5,13 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from agent_testing import TOKENIZER, run, texts_of
+from agent_testing import TOKENIZER, agent_pool, run, texts_of
 from record_testing import make_prompt
 from rlhf_data.records import FinishReason, SpanSource, VerdictKind
 from rlhf_data.testing import EOS_ID
 from rlhf_rollout.agents.hosted import HostedAgent
 from rlhf_rollout.agents.interface import overrides
-from rlhf_rollout.agents.pool import AgentPool
 from rlhf_rollout.agents.recorder import EpisodeLimits
-from rlhf_rollout.agents.user_agent import parse_agent
 from rlhf_rollout.engines.fake import VOCAB_SIZE, FakeEngine
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
@@ -123,7 +121,7 @@ def test_executor_whose_episode_ended_well_runs_the_next_ones(write, tmp_path):
     source = write(SERVING.replace("LOG", repr(str(tmp_path / "log"))))
 
     async def one_after_the_other(labels):
-        pool = AgentPool(parse_agent(source), num_processes=1, timeout_s=60.0)
+        pool = agent_pool(source, timeout_s=60.0)
         limits = EpisodeLimits(max_length=200, max_turns=1)
         agent = HostedAgent(EngineRouter([FakeEngine(script=echo)]), pool, TOKENIZER, limits)
         try:

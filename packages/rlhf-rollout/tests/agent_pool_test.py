@@ -7,19 +7,17 @@ from collections import Counter
 
 import pytest
 
-from agent_testing import TOKENIZER, run, texts_of, writes
+from agent_testing import TOKENIZER, agent_pool, run, texts_of, writes
 from record_testing import make_prompt
 from rlhf_data.errors import RewardError
 from rlhf_data.records import VerdictKind
 from rlhf_rollout.agents.hosted import HostedAgent
-from rlhf_rollout.agents.pool import AgentPool
-from rlhf_rollout.agents.process import AgentProcess
 from rlhf_rollout.agents.recorder import EpisodeLimits
-from rlhf_rollout.agents.user_agent import parse_agent
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.rewards.sources import WorkerOptions
 from rlhf_rollout.router import EngineRouter
+from rlhf_rollout.workers.guarded import WorkerOptions
+from rlhf_rollout.workers.rpc import WorkerProcess
 
 SAMPLING = SamplingParams(max_tokens=32, seed=3)
 TIMEOUT_S = 60.0
@@ -39,7 +37,7 @@ async def run_episode(session):
 
 @pytest.fixture
 def slow(write, tmp_path):
-    return parse_agent(write(SLOW.replace("FOLDER", str(tmp_path))))
+    return write(SLOW.replace("FOLDER", str(tmp_path)))
 
 
 async def until(is_true):
@@ -57,7 +55,7 @@ async def episode_of(pool, engine):
 
 def test_episode_that_is_cancelled_while_its_process_starts_leaves_none_that_is_half_started(slow, tmp_path):
     async def scenario():
-        pool = AgentPool(slow, num_processes=1, timeout_s=TIMEOUT_S)
+        pool = agent_pool(slow, timeout_s=TIMEOUT_S)
         try:
             first = asyncio.create_task(episode_of(pool, writes(["a"])))
             await until((tmp_path / "starting").exists)
@@ -77,7 +75,7 @@ def test_process_that_starts_too_slowly_leaves_no_descriptor_in_the_event_loop(s
     """asyncio would not hear of data for the next socket with the same number."""
 
     async def scenario():
-        pool = AgentPool(slow, num_processes=1, options=WorkerOptions(start_timeout_s=0.5))
+        pool = agent_pool(slow, worker=WorkerOptions(start_timeout_s=0.5))
         with pytest.raises(RewardError, match=r"took longer than 0.5 s"):
             await pool.start()
         await pool.close()
@@ -100,7 +98,7 @@ def test_late_request_of_an_episode_that_was_given_up_disturbs_no_other(write):
     """)
 
     async def scenario():
-        pool = AgentPool(parse_agent(source), num_processes=1, timeout_s=TIMEOUT_S)
+        pool = agent_pool(source, timeout_s=TIMEOUT_S)
         slow = FakeEngine(latency_s=1000.0)
         try:
             first = asyncio.create_task(episode_of(pool, slow))
@@ -126,8 +124,8 @@ def test_episode_that_comes_while_a_blocked_process_is_killed_has_another_one(wr
                 time.sleep(1000)
             return 1.0
     """)
-    monkeypatch.setattr("rlhf_rollout.agents.process._PING_TIMEOUT_S", 0.5)
-    kill, ending, may_kill = AgentProcess.kill, AgentProcess.ending, threading.Event()
+    monkeypatch.setattr("rlhf_rollout.workers.rpc._PING_TIMEOUT_S", 0.5)
+    kill, ending, may_kill = WorkerProcess.kill, WorkerProcess.ending, threading.Event()
 
     def kill_late(process):
         assert may_kill.wait(TIMEOUT_S)
@@ -138,11 +136,11 @@ def test_episode_that_comes_while_a_blocked_process_is_killed_has_another_one(wr
         return ending(process)
 
     async def scenario():
-        pool = AgentPool(parse_agent(source), num_processes=1, timeout_s=12.0)
+        pool = agent_pool(source, timeout_s=12.0)
         agent = HostedAgent(EngineRouter([writes(["a"])]), pool, TOKENIZER, EpisodeLimits())
         await agent.start()
-        monkeypatch.setattr(AgentProcess, "kill", kill_late)
-        monkeypatch.setattr(AgentProcess, "ending", end_late)
+        monkeypatch.setattr(WorkerProcess, "kill", kill_late)
+        monkeypatch.setattr(WorkerProcess, "ending", end_late)
         first = asyncio.create_task(agent.run(make_prompt("x", "block"), SAMPLING, "g1"))
         try:
             await until(lambda: pool._slots[0].process._failure)
@@ -167,7 +165,7 @@ def test_cancelled_episode_ends_its_requests_to_the_policy(write):
     async def scenario():
         engine = FakeEngine(latency_s=1000.0)
         router = EngineRouter([engine])
-        pool = AgentPool(parse_agent(source), num_processes=1)
+        pool = agent_pool(source)
         agent = HostedAgent(router, pool, TOKENIZER, EpisodeLimits())
         task = asyncio.create_task(agent.run(make_prompt(), SAMPLING, "g"))
         try:
@@ -209,7 +207,7 @@ def test_episodes_of_a_process_that_dies_run_again_in_halves_until_the_one_at_fa
     kinds = [episode.verdict.kind for episode in episodes]
     assert kinds == [VerdictKind.OK] * 2 + [VerdictKind.CRASH] + [VerdictKind.OK] * 5
     assert sizes == [8, 4, 4, 2, 2, 1, 1]
-    assert num_replaced == 3  # the extra ones; the process of the pool itself has got no other episode
+    assert num_replaced == 4  # that of the pool, and three extra ones
 
 
 def test_several_episodes_that_kill_fail_alone(write, tmp_path):
@@ -222,19 +220,19 @@ def test_several_episodes_that_kill_fail_alone(write, tmp_path):
 def test_extra_processes_are_as_many_as_others_at_most(write, tmp_path, monkeypatch):
     alive = set()
     most = []
-    start, shut_down = AgentProcess.start, AgentProcess.shut_down
+    start, shut_down = WorkerProcess.start, WorkerProcess.shut_down
 
-    async def counted_start(process, tokenizer):
+    async def counted_start(process):
         alive.add(process)
         most.append(len(alive))
-        await start(process, tokenizer)
+        await start(process)
 
     async def counted_end(process):
         await shut_down(process)
         alive.discard(process)
 
-    monkeypatch.setattr(AgentProcess, "start", counted_start)
-    monkeypatch.setattr(AgentProcess, "shut_down", counted_end)
+    monkeypatch.setattr(WorkerProcess, "start", counted_start)
+    monkeypatch.setattr(WorkerProcess, "shut_down", counted_end)
     source = write(KILLER.replace("LOG", repr(str(tmp_path / "log"))))
     episodes, _, _ = runs_of(source, tmp_path / "log", ["kill"] * 8)
     assert all(episode.verdict.kind is VerdictKind.CRASH for episode in episodes)
@@ -270,7 +268,7 @@ def test_functions_that_hang_are_counted(write, tmp_path):
     """The steps by their episodes' end, the `close` by its own limit."""
 
     async def scenario():
-        pool = AgentPool(parse_agent(write(HANGS)), num_processes=1, timeout_s=2.0)
+        pool = agent_pool(write(HANGS), timeout_s=2.0)
         agent = HostedAgent(EngineRouter([writes(["a"])]), pool, TOKENIZER, EpisodeLimits(max_length=200))
         try:
             labels = ["hang", "hang", "hang in close", "4"]
@@ -291,7 +289,7 @@ def test_process_in_which_many_functions_hang_gets_no_more_episodes_and_ends_aft
     source = write(HANGS.replace("FILE", repr(str(may_end))))
 
     async def scenario():
-        pool = AgentPool(parse_agent(source), num_processes=1, timeout_s=TIMEOUT_S)
+        pool = agent_pool(source, timeout_s=TIMEOUT_S)
         agent = HostedAgent(EngineRouter([writes(["a"])]), pool, TOKENIZER, EpisodeLimits(max_length=200))
 
         async def score(label):

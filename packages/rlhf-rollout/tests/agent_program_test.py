@@ -216,7 +216,7 @@ def test_agent_whose_process_dies_begins_again_with_a_new_record(write, tmp_path
 )
 def test_forms_of_an_agent(write, agent, target):
     path = write("def run_episode(session): pass", "an agent.py")
-    assert parse_agent(agent.replace("FILE", path)).function == target
+    assert parse_agent(agent.replace("FILE", path)).name == target
 
 
 @pytest.mark.parametrize("agent", ["no-such-program --flag", "'unbalanced", "/no/such/program", "a b.py", ""])

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rlhf_rollout.agents.thread import CodeThread, called, num_hanging
+from rlhf_rollout.workers.threads import CodeThread, called, num_hanging
 
 WHO = contextvars.ContextVar("who")
 

@@ -17,7 +17,8 @@ from rlhf_rollout.rewards import sandbox as sandbox_module
 from rlhf_rollout.rewards.code import CodeReward, extract_program, parse_tests, same_text
 from rlhf_rollout.rewards.mix import build_reward, check_reward
 from rlhf_rollout.rewards.sandbox import Bubblewrap, SandboxError, check_sandbox
-from rlhf_rollout.rewards.sources import CallOptions, WorkerOptions, parse_sources
+from rlhf_rollout.rewards.sources import CallOptions, parse_sources
+from rlhf_rollout.workers.guarded import WorkerOptions
 
 OK, WRONG, UNPARSABLE, CRASH = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.UNPARSABLE, VerdictKind.CRASH
 needs_sandbox = pytest.mark.usefixtures("bubblewrap")

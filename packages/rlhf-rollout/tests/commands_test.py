@@ -24,7 +24,8 @@ from rlhf_rollout.commands.serve_rm import ServeJob
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.rewards.sources import CallOptions, RewardSource, WorkerOptions
+from rlhf_rollout.rewards.sources import CallOptions, RewardSource
+from rlhf_rollout.workers.guarded import WorkerOptions
 
 _MATH = ("--remote_rm_url", "rlhf_rollout.rewards.math")
 

@@ -12,16 +12,14 @@ import gymnasium
 import numpy as np
 import pytest
 
-from agent_testing import TOKENIZER, ToolTokenizer, run, texts_of, writes
+from agent_testing import TOKENIZER, ToolTokenizer, agent_pool, run, texts_of, writes
 from record_testing import make_prompt
 from rlhf_data.errors import RewardError
 from rlhf_data.records import FinishReason, Prompt, SpanSource, VerdictKind
 from rlhf_data.testing import EOS_ID
 from rlhf_rollout.agents.environments import episode_seed, find_action, fit_action, read_reset, read_step
 from rlhf_rollout.agents.hosted import HostedAgent
-from rlhf_rollout.agents.pool import AgentPool
 from rlhf_rollout.agents.recorder import EpisodeLimits
-from rlhf_rollout.agents.user_agent import parse_agent
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
@@ -162,7 +160,7 @@ def test_cancelled_episodes_close_their_environments(guess, tmp_path):
     )
 
     async def cancel():
-        pool = AgentPool(parse_agent(source + ":Slow"), num_processes=1)
+        pool = agent_pool(source + ":Slow")
         agent = HostedAgent(EngineRouter([writes(["1"])]), pool, TOKENIZER, EpisodeLimits())
         await agent.start()
         sampling = SamplingParams(max_tokens=8, num_samples=3)
@@ -224,7 +222,7 @@ def test_environment_that_is_made_while_its_episode_is_cancelled_is_closed(guess
     """)
 
     async def cancel():
-        pool = AgentPool(parse_agent(source + ":Slow"), num_processes=1)
+        pool = agent_pool(source + ":Slow")
         agent = HostedAgent(EngineRouter([writes(["1"])]), pool, TOKENIZER, EpisodeLimits())
         await agent.start()
         task = asyncio.create_task(agent.run(make_prompt(), SamplingParams(max_tokens=8), "g"))
@@ -242,7 +240,7 @@ def test_environments_are_made_ahead_and_reused_where_the_class_says_so(guess):
     prompts = [make_prompt("a", "4")]
 
     async def play():
-        pool = AgentPool(parse_agent(source), num_processes=1)
+        pool = agent_pool(source)
         agent = HostedAgent(EngineRouter([writes(["4"])]), pool, TOKENIZER, EpisodeLimits())
         await agent.start()
         before = log()

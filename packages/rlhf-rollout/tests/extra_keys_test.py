@@ -22,7 +22,7 @@ from rlhf_rollout.commands.serve_rm import create_app
 from rlhf_rollout.records_io import batch_records, parse_group, rollout_record
 from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
 from rlhf_rollout.rewards.remote import RemoteReward, check_reward_server
-from rlhf_rollout.rewards.sources import WorkerOptions
+from rlhf_rollout.workers.guarded import WorkerOptions
 from rollout_testing import app_server, json_server
 
 WORKER = WorkerOptions(extra_keys=("level", "tests"))

@@ -1,20 +1,17 @@
 """Function rewards in worker processes: values, isolation, and functions that raise, hang, die or cannot start."""
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 
 from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import ConfigError, RewardError
-from rlhf_data.records import VerdictKind
+from rlhf_data.records import FinishReason, Rollout, VerdictKind
 from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
-from rlhf_rollout.rewards.sources import WorkerOptions
-from rollout_testing import limit_only
+from rlhf_rollout.workers.guarded import WorkerOptions
+from rlhf_rollout.workers.pool import WorkerPool
+from rlhf_rollout.workers.rpc import CallError
 
 OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
 
@@ -32,21 +29,6 @@ def score(reward, texts, *, prompt=None, **options):
             await function.close()
 
     return asyncio.run(run())
-
-
-def gone(process_id):
-    """Whether the process ends within a minute."""
-    for _ in range(3000):
-        try:
-            with open(f"/proc/{process_id}/stat") as file:
-                state = file.read().rsplit(")", 1)[1].split()[0]
-            # A process whose first thread is a zombie ends with the last of the others.
-            if state == "Z" and len(os.listdir(f"/proc/{process_id}/task")) == 1:
-                return True
-        except (FileNotFoundError, ProcessLookupError):  # the second if it ends between opening and reading
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_function_reward_passes_queries_prompts_and_labels(write):
@@ -90,35 +72,6 @@ def test_function_reward_file_sees_its_own_folder_and_a_clean_interpreter(write)
     assert score(reward, ["4"])[0][0].reward == 3.0
 
 
-def test_function_reward_what_the_function_prints_goes_to_the_log_and_not_into_the_protocol(write, tmp_path):
-    reward = write("""
-        import os, subprocess, sys
-        print("importing")
-        def reward_func(queries, prompts, labels):
-            print("Query sample:", queries[0])
-            print('{"scored": null}')
-            os.write(1, b"raw\\n")
-            print("to stderr", file=sys.stderr)
-            subprocess.run([sys.executable, "-c", "print('from a child')"])
-            return {"rewards": [1.0] * len(queries)}
-    """)
-    log = tmp_path / "reward.log"
-    assert [verdict.kind for verdict in score(reward, ["4", "5"], log_path=log)[0]] == [OK, OK]
-    text = log.read_text()
-    assert all(part in text for part in ("importing", "Query sample: 2+2=4", "raw", "to stderr", "from a child"))
-
-
-def test_function_reward_raise_charges_only_the_culprit_with_its_reason(write):
-    reward = write("""
-        def reward_func(queries, prompts, labels):
-            return {"rewards": [float(query.split("=")[1]) for query in queries]}
-    """)
-    verdicts, num_replaced = score(reward, ["1", "x", "0"])
-    assert [verdict.kind for verdict in verdicts] == [OK, CRASH, WRONG]
-    assert verdicts[1].detail == "ValueError: could not convert string to float: 'x' (reward.py:3)"
-    assert num_replaced == 0
-
-
 def test_function_reward_wrong_length_is_retried_singly(write):
     reward = write('def reward_func(q, p, l): return {"rewards": [1.0]}')
     assert [verdict.kind for verdict in score(reward, ["1", "2"])[0]] == [OK, OK]
@@ -134,74 +87,6 @@ def test_function_reward_not_finite_charges_only_that_sample(write):
     verdicts, _ = score(reward, ["nan", "1", "inf"])
     assert [verdict.kind for verdict in verdicts] == [CRASH, OK, CRASH]
     assert [verdict.detail for verdict in verdicts] == ["the reward is nan", "", "the reward is inf"]
-
-
-@pytest.mark.parametrize(
-    ("code", "says"),
-    [
-        ("os._exit(3)", "the reward worker exited with status 3"),
-        ("os.kill(os.getpid(), 11)", "the reward worker was ended by SIGSEGV"),
-        ("sys.exit('bye')", "SystemExit: bye (reward.py:5)"),
-    ],
-)
-def test_function_reward_worker_that_dies_is_replaced_and_only_the_culprit_charged(write, code, says):
-    reward = write(f"""
-        import os, sys
-        def reward_func(queries, prompts, labels):
-            if any(query.endswith("die") for query in queries):
-                {code}
-            return {{"rewards": [1.0] * len(queries)}}
-    """)
-    verdicts, num_replaced = score(reward, ["1", "die", "1"])
-    assert [verdict.kind for verdict in verdicts] == [OK, CRASH, OK]
-    assert verdicts[1].detail == says
-    assert num_replaced == (0 if "sys.exit" in code else 2)
-
-
-@pytest.mark.parametrize("hang", ["time.sleep(1000)", "re.match('(a+)+$', 'a' * 60 + 'b')"])
-def test_function_reward_hang_is_killed_and_only_the_culprit_charged(write, hang, monkeypatch):
-    reward = write(f"""
-        import re, time
-        def reward_func(queries, prompts, labels):
-            if any(query.endswith("hang") for query in queries):
-                {hang}
-            return {{"rewards": [1.0] * len(queries)}}
-    """)
-    limit_only(monkeypatch, lambda queries: any(query.endswith("hang") for query in queries))
-    started = time.monotonic()
-    verdicts, num_replaced = score(reward, ["1", "hang", "1"], timeout_s=1.0)
-    assert time.monotonic() - started < 100
-    assert [verdict.kind for verdict in verdicts] == [OK, TIMEOUT, OK]
-    assert verdicts[1].detail == "no answer within 1 s"
-    assert num_replaced == 2
-
-
-def test_function_reward_hung_worker_does_not_outlive_a_killed_parent(write, tmp_path):
-    pid_path = tmp_path / "pid"
-    reward = write(f"""
-        import os, re
-        def reward_func(queries, prompts, labels):
-            open({str(pid_path)!r}, "w").write(str(os.getpid()) + " ")
-            re.match("(a+)+$", "a" * 60 + "b")  # holds the interpreter's lock: no thread of the worker can run
-    """)
-    parent = write(
-        f"""
-        import asyncio, sys
-        sys.path[:] = {sys.path!r}
-        from record_testing import make_prompt, make_rollout
-        from rlhf_rollout.rewards.function import FunctionReward
-        prompt = make_prompt()
-        asyncio.run(FunctionReward({reward!r}, timeout_s=500.0).score(prompt, [make_rollout(prompt, "4")]))
-        """,
-        "parent.py",
-    )
-    process = subprocess.Popen([sys.executable, parent])
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (pid_path.exists() and pid_path.read_text().endswith(" ")):
-        time.sleep(0.02)
-    process.kill()
-    process.wait()
-    assert gone(int(pid_path.read_text()))
 
 
 def test_function_reward_never_blocks_the_event_loop(write, tmp_path):
@@ -238,92 +123,154 @@ def test_function_reward_works_from_one_event_loop_after_another(write):
     asyncio.run(function.close())
 
 
-def test_function_reward_worker_killed_between_calls_charges_no_one(write):
+def test_large_answer_is_read_whole(write):
     reward = write("""
-        import os
         def reward_func(queries, prompts, labels):
-            return {"rewards": [os.getpid()], "extra_logs": {"guard": os.getppid()}}
+            return {"rewards": [1.0], "extra_logs": {str(number): 1.0 for number in range(2**17)}}
+    """)
+    [verdict] = score(reward, ["4"])[0]
+    assert verdict.kind is OK
+    assert len(verdict.extra) == 2**17
+
+
+def test_async_function_with_extras_receives_lists_of_each_sample_on_one_event_loop(write):
+    reward = write("""
+        import asyncio
+        LOOPS = set()
+        async def reward_func(queries, prompts, labels, *, responses, token_ids, finish_reasons, group_ids):
+            await asyncio.sleep(0)
+            LOOPS.add(id(asyncio.get_running_loop()))
+            assert len(LOOPS) == 1
+            assert queries == [prompt + response for prompt, response in zip(prompts, responses)]
+            lengths = [len(ids) for ids in token_ids]
+            assert finish_reasons == ["stop", "length"] and len(set(group_ids)) == 1, (finish_reasons, group_ids)
+            return {"rewards": lengths, "extra_logs": {"first": [ids[0] for ids in token_ids]}}
     """)
 
     async def run():
         function = FunctionReward(reward, num_workers=1)
-        prompt = make_prompt()
-        rollouts = [make_rollout(prompt, "4")]
-        first = (await function.score(prompt, rollouts))[0]
-        os.kill(int(first.reward), signal.SIGKILL)
-        assert gone(int(first.extra["guard"]))  # which ends after the worker
-        second = (await function.score(prompt, rollouts))[0]
+        prompt = make_prompt("2+2=", "4")
+        rollouts = [make_rollout(prompt, "4"), make_rollout(prompt, "55", index=1)]
+        rollouts[1] = Rollout("r1", rollouts[0].group_id, rollouts[1].spans, FinishReason.LENGTH, "55")
+        first = await function.score(prompt, rollouts)
+        assert await function.score(prompt, rollouts) == first
         await function.close()
-        return first, second, function.num_replaced
+        return rollouts, first
 
-    first, second, num_replaced = asyncio.run(run())
-    assert second.kind is OK
-    assert second.reward != first.reward
-    assert num_replaced == 1
-
-
-def test_function_reward_close_ends_a_hung_call_at_once_and_refuses_further_ones(write, tmp_path):
-    reward = write(f"""
-        import time
-        def reward_func(queries, prompts, labels):
-            open({str(tmp_path / "called")!r}, "w")
-            time.sleep(1000)
-    """)
-
-    async def run():
-        function = FunctionReward(reward, num_workers=1, timeout_s=500.0)
-        prompt = make_prompt()
-        pending = asyncio.create_task(function.score(prompt, [make_rollout(prompt, "4")]))
-        while not (tmp_path / "called").exists():
-            await asyncio.sleep(0.02)
-        started = time.monotonic()
-        await function.close()
-        seconds = time.monotonic() - started
-        await asyncio.gather(pending, return_exceptions=True)
-        with pytest.raises(RewardError, match="have been shut down"):
-            await function.score(prompt, [make_rollout(prompt, "4")])
-        return seconds
-
-    assert asyncio.run(run()) < 60
+    rollouts, verdicts = asyncio.run(run())
+    answers = [rollout.spans[1].token_ids for rollout in rollouts]
+    assert [verdict.reward for verdict in verdicts] == [len(answer) for answer in answers]
+    assert [verdict.extra["first"] for verdict in verdicts] == [answer[0] for answer in answers]
 
 
 @pytest.mark.parametrize(
-    ("code", "says"),
+    ("parameters", "wanted"),
     [
-        ("import nonexistent_module", "ModuleNotFoundError: No module named 'nonexistent_module' (reward.py:2)"),
-        ("raise SystemExit('no')", "SystemExit: no (reward.py:2)"),
-        ("import os; os._exit(4)", "exited with status 4"),
+        ("q, p, l", "{}"),
+        ("responses, p, l, group_ids", "{'group_ids'}"),
+        ("q, p, l, **more", "{'responses', 'token_ids', 'finish_reasons', 'group_ids'}"),
     ],
 )
-def test_function_reward_that_cannot_be_imported_is_an_error_with_the_reason(write, code, says):
-    reward = write(f"\n{code}\ndef reward_func(q, p, l): ...\n")
-    with pytest.raises(RewardError) as caught:
-        score(reward, ["1"])
-    assert says in str(caught.value)
-
-
-def test_function_reward_worker_that_starts_no_more_is_an_error_after_three_tries(write, tmp_path):
+def test_function_receives_the_extras_that_it_has_parameters_for(write, parameters, wanted):
     reward = write(f"""
-        import os
-        path = {str(tmp_path / "starts")!r}
-        open(path, "a").write("x")
-        if os.path.getsize(path) > 1:
-            raise OSError("the disk is full")
+        def reward_func({parameters}):
+            given = locals()
+            names = set(given.get("more", given)) & {{"token_ids", "finish_reasons", "group_ids", "responses"}}
+            names -= {{"responses"}} if "more" not in given else set()
+            assert names == set({wanted}), names
+            return {{"rewards": [1.0]}}
+    """)
+    assert score(reward, ["4"])[0][0].detail == ""
+
+
+def test_numbers_and_texts_that_cannot_be_used_charge_their_sample_alone(write):
+    reward = write("""
         def reward_func(queries, prompts, labels):
-            os._exit(1)
+            numbers = {"huge": 10**400, "low": -(10**400), "1e39": 1e39, "lone": 1.0}
+            if queries[0].endswith("text"):
+                raise ValueError("bad \\ud800 \\x1b[2J")
+            return {"rewards": [numbers[query[4:]] for query in queries], "extra_logs": {"a\\ud800\\x1bb": 1}}
+    """)
+    verdicts, _ = score(reward, ["huge", "low", "1e39", "lone"])
+    assert [(verdict.kind, verdict.detail) for verdict in verdicts] == [
+        (CRASH, "the reward is inf"),
+        (CRASH, "the reward is -inf"),
+        (CRASH, "the reward is 1e+39, more than float32 can hold"),
+        (OK, ""),
+    ]
+    assert dict(verdicts[3].extra) == {"a\\ud800\\x1bb": 1.0}
+    assert score(reward, ["text"])[0][0].detail == "ValueError: bad \\ud800 \\x1b[2J (reward.py:5)"
+
+
+def test_answer_beyond_the_limit_is_a_crash(write):
+    reward = write("""
+        import os, sys, time
+        def reward_func(queries, prompts, labels):
+            data = bytes(129 * 2**20)
+            while data:
+                data = data[os.write(int(sys.argv[1]), data[: 2**23]):]
+            time.sleep(1000)
+    """)
+    [verdict], _ = score(reward, ["4"], timeout_s=60.0)
+    detail = "something other than an answer came from the reward worker"
+    assert (verdict.kind, verdict.detail) == (CRASH, detail)
+
+
+def test_caller_that_gives_up_leaves_its_worker_to_the_call(write, tmp_path):
+    reward = write(f"""
+        import os, time
+        def reward_func(queries, prompts, labels):
+            open({str(tmp_path / "called")!r}, "a").write("x")
+            while not os.path.exists({str(tmp_path / "go")!r}):
+                time.sleep(0.01)
+            return {{"rewards": [1.0]}}
     """)
 
     async def run():
-        function = FunctionReward(reward, num_workers=1)
+        function = FunctionReward(reward, num_workers=1, timeout_s=60.0)
+        samples = [(make_prompt(), [make_rollout(make_prompt(), "4")])]
+        asked = [asyncio.create_task(function._ask([(prompt, rollout)], None)) for prompt, [rollout] in samples * 2]
+        while not (tmp_path / "called").exists():
+            await asyncio.sleep(0.01)
+        asked[0].cancel()
+        await asyncio.sleep(0.2)
+        called = (tmp_path / "called").read_text()  # the second call waits for the first
+        (tmp_path / "go").touch()
+        scored = await asked[1]
+        await function.close()
+        return called, scored.rewards, function.num_replaced
+
+    assert asyncio.run(run()) == ("x", [1.0], 0)
+
+
+def test_time_limit_is_that_of_a_sample(write, monkeypatch):
+    """Each sample takes half a second by a clock that only calls move."""
+    now, sizes = [0.0], []
+
+    async def timed(pool, call, timeout_s):
+        sizes.append(len(call.samples))
+        needs_s = 0.5 * sizes[-1]
+        call.activity.since = now[0]
+        now[0] += min(needs_s, timeout_s)
+        if needs_s > timeout_s:
+            raise CallError("late", is_late=True)
+        return {"rewards": [1.0] * sizes[-1], "scores": [1.0] * sizes[-1], "extra": {}, "verdicts": [None] * sizes[-1]}
+
+    monkeypatch.setattr(WorkerPool, "call", timed)
+    monkeypatch.setattr("rlhf_rollout.rewards.function.time", SimpleNamespace(monotonic=lambda: now[0]))
+    reward = write("def reward_func(queries, prompts, labels): ...")
+
+    async def run():
+        function = FunctionReward(reward, num_workers=1, timeout_s=1.0)
         prompt = make_prompt()
-        rollouts = [make_rollout(prompt, "4")]
-        assert (await function.score(prompt, rollouts))[0].kind is CRASH
-        with pytest.raises(RewardError, match="OSError: the disk is full"):
-            await function.score(prompt, rollouts)
+        rollouts = [make_rollout(prompt, "4", index=index) for index in range(3)]
+        for _ in range(2):
+            assert [verdict.kind for verdict in await function.score(prompt, rollouts)] == [OK] * 3
         await function.close()
 
     asyncio.run(run())
-    assert (tmp_path / "starts").read_text() == "x" * 4  # the one that started, then three that did not
+    # Those that succeed alone are scored together again. A later call for three may take as long as it needs.
+    assert sizes == [3, 1, 1, 1, 3, 3]
 
 
 def test_function_reward_impossible_options_are_refused(write):

@@ -14,9 +14,9 @@ from door_testing import HI, opened, texts_of, writes
 from rlhf_data.records import FinishReason, SpanSource
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.agents import gateway as gateway_module
-from rlhf_rollout.agents.process import Activity
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.workers.rpc import Activity
 
 PROMPT, POLICY = SpanSource.PROMPT, SpanSource.POLICY
 

@@ -13,9 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_rollout.agents.pool import AgentPool
-from rlhf_rollout.agents.user_agent import parse_agent
-from rlhf_rollout.rewards import leftovers
+from agent_testing import agent_pool
+from rlhf_rollout.workers import leftovers
 
 # Its server has left the session of the process, and the environment takes its time to close.
 AGENT = """
@@ -39,11 +38,10 @@ AGENT = """
 RUN = """
     import asyncio, sys
     sys.path[:] = {path!r}
-    from rlhf_rollout.agents.pool import AgentPool
-    from rlhf_rollout.agents.user_agent import parse_agent
+    from agent_testing import agent_pool
 
     async def main():
-        await AgentPool(parse_agent({agent!r}), num_processes=1).start()
+        await agent_pool({agent!r}).start()
         open({started!r}, "x").close()
         await asyncio.sleep(1000)
 
@@ -106,7 +104,7 @@ def test_pool_ends_what_a_dead_run_has_left_and_waits_for_what_closes(runs, writ
     assert is_running(runs["dead"].server)
 
     async def start():
-        pool = AgentPool(parse_agent(write("async def run_episode(session): ...")), num_processes=1)
+        pool = agent_pool(write("async def run_episode(session): ..."))
         await pool.start()
         await pool.close()
 

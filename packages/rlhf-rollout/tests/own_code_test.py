@@ -1,6 +1,7 @@
 """Engines and agents run the code of a model only if its name says that it is trusted."""
 
 import json
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -50,8 +51,8 @@ def test_hub_model_is_downloaded_with_its_code_only_if_that_may_run(monkeypatch,
 
 
 @pytest.mark.parametrize("trust", [False, True])
-def test_an_agents_process_learns_whether_the_tokenizers_code_may_run(monkeypatch, tmp_path, trust):
-    from rlhf_rollout.agents import worker
+def test_an_agents_process_learns_whether_the_tokenizers_code_may_run(monkeypatch, trust):
+    from rlhf_rollout.agents import user_agent
 
     seen = []
 
@@ -59,10 +60,11 @@ def test_an_agents_process_learns_whether_the_tokenizers_code_may_run(monkeypatc
         seen.append(tokenizer)
         raise SystemExit
 
-    monkeypatch.setattr(worker, "load_agent", stop)
-    first = {"target": {"module": "m", "function": "f"}, "tokenizer": "a", "trust_remote_code": trust}
-    with open(tmp_path / "answer", "wb") as stream:
-        worker.serve(stream, first)
+    monkeypatch.setattr(user_agent, "load_agent", stop)
+    first = {"target": {"module": "m", "name": "f"}, "tokenizer": "a", "trust_remote_code": trust}
+    connection, other = socket.socketpair()
+    with connection, other:
+        user_agent.serve(connection, first)
     assert seen == ["a"]
     assert is_trusted(seen[0]) is trust
 

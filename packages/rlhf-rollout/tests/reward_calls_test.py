@@ -4,6 +4,7 @@ import asyncio
 import gc
 import weakref
 from collections import Counter
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -19,10 +20,10 @@ from rlhf_rollout.rewards.batcher import GroupBatcher
 from rlhf_rollout.rewards.function import FunctionReward
 from rlhf_rollout.rewards.mix import MixedReward, ScoredFailures, build_reward, check_reward
 from rlhf_rollout.rewards.outcomes import Failure, judge
-from rlhf_rollout.rewards.process import WorkerProcess
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_rollout.rewards.user_function import Scored
 from rlhf_rollout.router import EngineRouter
+from rlhf_rollout.workers.rpc import WorkerProcess
 from simulated import simulate
 
 # As reward functions for OpenRLHF normalize and log; `torch.std` of a single number is NaN.
@@ -398,11 +399,14 @@ def test_trial_has_the_shape_of_the_runs_calls(write):
 def test_trial_has_the_prompts_and_samples_of_a_call(monkeypatch):
     seen = []
 
-    def call(worker, samples, extras, timeout_s):
-        seen.append(samples)
-        return Scored([1.0] * len(samples[0]), [1.0] * len(samples[0]), {}, [None] * len(samples[0]))
+    async def call(worker, call, timeout_s):
+        seen.append(call.begin({"extras": []})["arguments"])
+        return asdict(Scored([1.0] * len(call.samples), [1.0] * len(call.samples), {}, [None] * len(call.samples)))
 
-    monkeypatch.setattr(WorkerProcess, "start", lambda worker: None)
+    async def start(worker):
+        pass
+
+    monkeypatch.setattr(WorkerProcess, "start", start)
     monkeypatch.setattr(WorkerProcess, "call", call)
     prompts = [make_prompt(text, label) for text, label in (("a=", "1"), ("b=", "2"), ("c=", "3"))]
     source = RewardSource(kind="function", targets=("rlhf_data.errors:nearest",))

@@ -12,14 +12,13 @@ import pytest
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Verdict, VerdictKind
 from rlhf_rollout.rewards.user_function import (
-    RewardTarget,
     Scored,
-    explain,
     load_function,
     parse_reward,
     read_result,
     verdict_of,
 )
+from rlhf_rollout.workers.user_code import Target, explain
 
 
 class Tensor:
@@ -41,24 +40,24 @@ def test_explain_gives_one_line_with_the_last_place_in_the_users_file(tmp_path):
     path = tmp_path / "reward.py"
     inner = "def inner(text):\n    raise ValueError(text)\n"
     path.write_text(inner + "def reward_func(queries, prompts, labels):\n    inner(queries)\n")
-    target = RewardTarget(str(path))
+    target = Target(str(path), "reward_func")
 
     def explained(text, target=target):
         try:
-            load_function(RewardTarget(str(path)))(text, [], [])
+            load_function(Target(str(path), "reward_func"))(text, [], [])
         except ValueError as error:
             return explain(error, target)
 
     assert explained("no\n  answer\a") == "ValueError: no answer\\x07 (reward.py:2)"
     assert explained("x" * 3000) == f"ValueError: {'x' * 488} (reward.py:2)"  # 500 characters before the place
-    assert explained("no", RewardTarget("another_module")) == "ValueError: no"
+    assert explained("no", Target("another_module")) == "ValueError: no"
 
 
 def test_parse_reward_file_and_function(tmp_path):
     path = tmp_path / "my reward.py"
     path.write_text("def reward_func(queries, prompts, labels): ...\nother = reward_func\n")
-    assert parse_reward(str(path)) == RewardTarget(str(path), "reward_func")
-    assert parse_reward(f"{path}:other") == RewardTarget(str(path), "other")
+    assert parse_reward(str(path)) == Target(str(path), "reward_func")
+    assert parse_reward(f"{path}:other") == Target(str(path), "other")
 
 
 def test_parse_reward_relative_path_is_made_absolute(tmp_path, monkeypatch):
@@ -68,8 +67,8 @@ def test_parse_reward_relative_path_is_made_absolute(tmp_path, monkeypatch):
 
 
 def test_parse_reward_module():
-    assert parse_reward("a.b") == RewardTarget("a.b", "reward_func")
-    assert parse_reward("a.b:grade") == RewardTarget("a.b", "grade")
+    assert parse_reward("a.b") == Target("a.b", "reward_func")
+    assert parse_reward("a.b:grade") == Target("a.b", "grade")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_parse_reward_file_that_is_not_python_names_the_line(tmp_path):
 
 def test_load_function_module_without_it_is_refused():
     with pytest.raises(RewardError, match=r"rlhf_rollout\.rewards\.math has no function `grad`; it has .*grade"):
-        load_function(RewardTarget("rlhf_rollout.rewards.math", "grad"))
+        load_function(Target("rlhf_rollout.rewards.math", "grad"))
 
 
 @pytest.mark.parametrize("name", ["json.py", "my-reward.py"])
@@ -132,7 +131,7 @@ def test_load_function_file_of_any_name_takes_no_modules_place(tmp_path, monkeyp
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     path = tmp_path / name
     path.write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': [4.0]}\n")
-    assert load_function(RewardTarget(str(path)))([], [], []) == {"rewards": [4.0]}
+    assert load_function(Target(str(path), "reward_func"))([], [], []) == {"rewards": [4.0]}
     assert sys.modules["json"] is json
     own = sys.path.index(str(tmp_path))  # so that it can import its neighbours, none of which replaces `json`
     assert sys.path.index(os.path.dirname(os.__file__)) < own < len(sys.path) - 1
@@ -142,8 +141,8 @@ def test_load_function_that_takes_other_arguments_is_refused(tmp_path):
     path = tmp_path / "narrow.py"
     path.write_text("def reward_func(queries, prompts):\n    return {}\ndef wide(*args, scale=1.0):\n    return {}\n")
     with pytest.raises(RewardError, match=r"reward_func\(queries, prompts\) does not take .*\n\nhint: def reward_func"):
-        load_function(RewardTarget(str(path)))
-    assert load_function(RewardTarget(str(path), "wide"))([], [], []) == {}
+        load_function(Target(str(path), "reward_func"))
+    assert load_function(Target(str(path), "wide"))([], [], []) == {}
 
 
 @pytest.mark.parametrize(
@@ -278,7 +277,7 @@ def test_verdict_of_failure_without_a_number_remains_a_failure():
 
 
 def test_reward_target_and_scored_pickle_round_trip():
-    for value in (RewardTarget("a", "b", "c"), scored(extra={"x": 1.0})):
+    for value in (Target("a", "b", "c"), scored(extra={"x": 1.0})):
         assert pickle.loads(pickle.dumps(value)) == value
 
 

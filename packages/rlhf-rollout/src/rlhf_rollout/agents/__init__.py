@@ -1,6 +1,6 @@
 """Workflows turn one prompt into episodes. They send requests to a router and depend on no engine.
 
-`interface` is what users' agents are written against; `process` and `worker` are the two sides of their processes.
+`interface` is what users' agents are written against, `user_agent` finds and runs them in the processes of `workers`.
 """
 
 from rlhf_rollout.agents.base import Workflow

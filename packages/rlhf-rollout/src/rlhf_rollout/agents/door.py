@@ -12,10 +12,10 @@ from rlhf_data.records import FinishReason
 from rlhf_rollout.agents.conversation import Conversations, History
 from rlhf_rollout.agents.dialect import Answer, Request, new_id
 from rlhf_rollout.agents.interface import BudgetSpentError
-from rlhf_rollout.agents.process import Activity
 from rlhf_rollout.agents.recorder import EpisodeRecorder, Sampled
 from rlhf_rollout.agents.tool_calls import ParseCalls
 from rlhf_rollout.engines.stopping import before_stop
+from rlhf_rollout.workers.rpc import Activity
 
 _CALL = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|^\s*\{")  # what begins the first call of an answer
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from rlhf_data.errors import RewardError
 from rlhf_rollout.agents.interface import BudgetSpentError, Reply, Session, number
-from rlhf_rollout.agents.thread import CodeThread
 from rlhf_rollout.policy_json import read_json
+from rlhf_rollout.workers.threads import CodeThread
 
 _CLOSE_TIMEOUT_S = 5.0
 

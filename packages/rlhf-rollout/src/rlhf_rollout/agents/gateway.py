@@ -37,10 +37,10 @@ from rlhf_rollout.agents.conversation import History
 from rlhf_rollout.agents.dialect import Answer, Dialect, Event, Request
 from rlhf_rollout.agents.door import Asked, DoorSession, RefusedError
 from rlhf_rollout.agents.openai_dialect import CHAT, COMPLETIONS, openai_error
-from rlhf_rollout.agents.process import Activity
 from rlhf_rollout.agents.recorder import EpisodeRecorder
 from rlhf_rollout.agents.responses_dialect import RESPONSES
 from rlhf_rollout.agents.tool_calls import make_parser
+from rlhf_rollout.workers.rpc import Activity
 
 try:
     import uvicorn

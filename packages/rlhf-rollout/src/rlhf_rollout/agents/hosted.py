@@ -13,13 +13,13 @@ from rlhf_data.chat.template import render_follow_up, render_prompt
 from rlhf_data.chat.tokens import Tokenizer, encode_continuation
 from rlhf_data.records import Episode, Prompt, Verdict, VerdictKind
 from rlhf_rollout.agents.interface import BudgetSpentError
-from rlhf_rollout.agents.pool import AgentPool
-from rlhf_rollout.agents.process import Activity, AgentError
 from rlhf_rollout.agents.recorder import EpisodeLimits, EpisodeRecorder
 from rlhf_rollout.engines.stopping import before_stop, texts_of
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored, verdict_of
 from rlhf_rollout.router import EngineRouter
+from rlhf_rollout.workers.pool import WorkerPool
+from rlhf_rollout.workers.rpc import Call, CallError
 
 if TYPE_CHECKING:
     from rlhf_rollout.agents.door import DoorSession
@@ -55,7 +55,7 @@ class HostedAgent:
     def __init__(
         self,
         router: EngineRouter,
-        pool: AgentPool,
+        pool: WorkerPool,
         tokenizer: Tokenizer,
         limits: EpisodeLimits,
         *,
@@ -116,7 +116,7 @@ class HostedAgent:
         attempt = _Attempt(make_recorder, told, self)
         started = time.monotonic()
         try:
-            said = await self._pool.execute(attempt)
+            said = await self._pool.call(attempt)
             is_cut = bool(said.get("truncated"))
             turn_rewards, verdict = read_outcome(said, self._success_threshold)
             if verdict is None and self._gives_reward:
@@ -124,7 +124,7 @@ class HostedAgent:
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
             detail = f"the agent's rewards cannot be read: {error}"
             turn_rewards, verdict, is_cut = (), Verdict(VerdictKind.CRASH, detail=detail), False
-        except AgentError as failure:
+        except CallError as failure:
             kind = VerdictKind.TIMEOUT if failure.is_late else VerdictKind.CRASH
             turn_rewards, verdict, is_cut = (), Verdict(kind, detail=str(failure)), False
             if attempt.is_refused:  # an agent that does not know of limits fails when the policy answers no more
@@ -183,8 +183,8 @@ class HostedAgent:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
-class _Attempt:
-    """An episode under way: see `process.Attempt`. It begins again when the agent's process has died.
+class _Attempt(Call):
+    """An episode under way. It begins again when the agent's process has died.
 
     Args:
         make_recorder: returns a recorder of the episode.
@@ -198,23 +198,22 @@ class _Attempt:
         told: Mapping[str, Any],
         workflow: HostedAgent,
     ) -> None:
+        super().__init__(told)
         self._make_recorder = make_recorder
-        self._told = told
         self._workflow = workflow
         self._door = contextlib.ExitStack()
         self._session: DoorSession | None = None
-        self.activity = Activity()
         self.recorder = make_recorder()
 
-    def begin(self) -> Mapping[str, Any]:
+    def begin(self, ready: Mapping[str, Any]) -> Mapping[str, Any]:
         """Forget what was recorded, and open a door for the episode."""
         self.end()
         self.recorder = self._make_recorder()
         gateway = self._workflow.gateway
         if gateway is None:
-            return self._told
+            return self._message
         self._session = self._door.enter_context(gateway.session(self.recorder, self.activity))
-        return {**self._told, "url": self._session.url}
+        return {**self._message, "url": self._session.url}
 
     def end(self) -> None:
         """Close the episode's door."""
@@ -245,7 +244,7 @@ class _Attempt:
         except (TypeError, ValueError) as error:  # also DataError and ConfigError, from what the agent asks for
             return {"error": str(error)}
         answer = completion.token_ids.tolist()
-        stop = texts_of((request.get("sampling") or {}).get("stop") or self._told["sampling"]["stop"])
+        stop = texts_of((request.get("sampling") or {}).get("stop") or self._message["sampling"]["stop"])
         return {
             "prompt_token_ids": token_ids,
             "token_ids": answer,

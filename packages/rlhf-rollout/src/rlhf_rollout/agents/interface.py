@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from rlhf_rollout.agents.thread import called
+from rlhf_rollout.workers.threads import called
 
 Ask = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
@@ -120,6 +120,8 @@ class Session:
 
     async def _request(self, request: dict[str, Any], sampling: Mapping[str, Any] | None) -> Reply:
         answer = await self._ask(request | {"sampling": sampling})
+        if "error" in answer:
+            raise PolicyError(answer["error"])
         if answer.get("spent"):
             raise BudgetSpentError
         return Reply(**{field.name: answer[field.name] for field in dataclasses.fields(Reply)})

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.chat.tokens import Tokenizer
+from rlhf_data.own_code import is_trusted
 from rlhf_rollout.agents.base import Workflow
 from rlhf_rollout.agents.conversation import History
 from rlhf_rollout.agents.hosted import HostedAgent
-from rlhf_rollout.agents.pool import AgentPool
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.agents.single_turn import SingleTurn
 from rlhf_rollout.agents.user_agent import parse_agent
-from rlhf_rollout.rewards.sources import DEFAULT_WORKER, WorkerOptions
 from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD
 from rlhf_rollout.router import EngineRouter
+from rlhf_rollout.workers.guarded import DEFAULT_WORKER, WorkerOptions
+from rlhf_rollout.workers.pool import WorkerPool
+from rlhf_rollout.workers.rpc import UserCode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +50,18 @@ class AgentSpec:
     worker: WorkerOptions = DEFAULT_WORKER
 
 
-def make_pool(spec: AgentSpec, tokenizer_path: str | None, log_path: Path | None = None) -> AgentPool:
+def make_pool(spec: AgentSpec, tokenizer_path: str | None, log_path: Path | None = None) -> WorkerPool:
     """Return the processes of an agent, not started yet. Raises ConfigError for an agent that cannot be found."""
-    return AgentPool(
-        parse_agent(spec.path),
-        num_processes=spec.num_processes,
-        timeout_s=spec.timeout_s,
-        tokenizer=tokenizer_path,
-        options=spec.worker,
-        log_path=log_path,
+    code = UserCode(
+        target=parse_agent(spec.path),
+        program="rlhf_rollout.agents.user_agent",
+        name="the agent",
+        process="the agent's process",
+        is_shared=True,
+        settings={"tokenizer": tokenizer_path, "trust_remote_code": is_trusted(tokenizer_path)},
     )
+    options = {"num_processes": spec.num_processes, "timeout_s": spec.timeout_s, "log_path": log_path}
+    return WorkerPool(code, spec.worker, **options)
 
 
 def make_workflow(

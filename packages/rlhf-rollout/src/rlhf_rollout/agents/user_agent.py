@@ -20,54 +20,45 @@ A command line is an agent, too: see `program`.
 import asyncio
 import inspect
 import os
-import re
 import shlex
 import shutil
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import ConfigError, RewardError, missing_file
-from rlhf_data.own_code import is_trusted
+from rlhf_data.errors import ConfigError, RewardError
+from rlhf_data.own_code import is_trusted, trusted
 from rlhf_rollout.agents import interface
 from rlhf_rollout.agents.interface import PolicyEngine, Session, constructed, number, run_turns, sampling_params
 from rlhf_rollout.agents.program import AgentProgram
-from rlhf_rollout.agents.thread import called
 from rlhf_rollout.rewards import openrlhf_names
-from rlhf_rollout.rewards.user_function import RewardTarget, bound_names, import_target
+from rlhf_rollout.workers.serving import serve_side_by_side
+from rlhf_rollout.workers.threads import called
+from rlhf_rollout.workers.user_code import Target, bound_names, import_target, parse_target
 
 PROGRAM = "<program>"
 NAMES = ("AgentExecutor", "AgentInstance", "run_episode", "Environment", "TOOLS", "MCP", "load_environment")
-_IN_FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>\w+))?", re.DOTALL)
 _HINT = "define AgentExecutor, AgentInstance, `async def run_episode(session)`, Environment or TOOLS"
 
 RunEpisode = Callable[[Session], Awaitable[dict[str, Any]]]
 
 
-def parse_agent(agent: str) -> RewardTarget:
+def parse_agent(agent: str) -> Target:
     """Return the target of `FILE.py`, `FILE.py:NAME`, `module`, `module:NAME` or a command line. Nothing is imported.
 
-    The target's function is "" when no name is given, and PROGRAM for a command line.
-
-    Raises ConfigError for any other form, for a file that does not
-    exist, and for one that defines no agent.
+    The target's name is "" when none is given, and PROGRAM for a command line. Raises ConfigError for any other form,
+    for a file that does not exist, and for one that defines no agent.
     """
-    in_file = _IN_FILE.fullmatch(agent)
     if is_program(agent):
-        return RewardTarget(agent, PROGRAM)
-    if in_file:
-        path = Path(in_file["path"]).expanduser()
-        if not path.is_file():
-            raise ConfigError(missing_file("agent file", path))
-        wanted = (in_file["name"],) if in_file["name"] else NAMES
-        if not bound_names(path, "agent file").intersection({*wanted, "*"}):
-            raise ConfigError(f"{path} defines no {' or '.join(wanted)}", hint=_HINT)
-        return RewardTarget(str(path.absolute()), in_file["name"] or "")
-    module, _, name = agent.partition(":")
-    if not all(part.isidentifier() for part in [*module.split("."), name or "x"]):
-        problem = f"agent `{agent}` is neither a Python file nor a module, nor a program that can be run"
-        raise ConfigError(problem, hint="give path/to/file.py, or a command line such as 'python path/to/program.py'")
-    return RewardTarget(module, name)
+        return Target(agent, PROGRAM)
+    hint = "give path/to/file.py, or a command line such as 'python path/to/program.py'"
+    target = parse_target(agent, "agent", other=", nor a program that can be run", hint=hint)
+    if target.is_file:
+        wanted = (target.name,) if target.name else NAMES
+        if not bound_names(Path(target.module), "agent file").intersection({*wanted, "*"}):
+            raise ConfigError(f"{target.module} defines no {' or '.join(wanted)}", hint=_HINT)
+    return target
 
 
 def is_program(agent: str) -> bool:
@@ -82,18 +73,31 @@ def is_program(agent: str) -> bool:
     return is_named and not is_python and shutil.which(words[0]) is not None
 
 
-def load_agent(target: RewardTarget, tokenizer: str | None) -> RunEpisode:
+def serve(connection: socket.socket, first: Mapping[str, Any]) -> None:
+    """Import the agent that the message `first` names, then run its episodes: the program of an agent's process."""
+    target = Target(**first["target"])
+
+    def load() -> RunEpisode:
+        tokenizer = first["tokenizer"]
+        return load_agent(target, tokenizer and trusted(tokenizer, first["trust_remote_code"]))
+
+    serve_side_by_side(connection, target, load, Session)
+
+
+def load_agent(target: Target, tokenizer: str | None) -> RunEpisode:
     """Import the target; return the function that runs an episode of its agent.
 
     Raises RewardError when it defines no agent, and whatever the import raises.
     """
-    if target.function == PROGRAM:
+    if target.name == PROGRAM:
         return _Function(AgentProgram(shlex.split(target.module)).run)
     # Also where OpenRLHF is installed: its classes would ask its own engines.
     classes = ("AgentExecutorBase", "AgentInstanceBase", "MultiTurnAgentExecutor")
     openrlhf_names.provide("openrlhf.utils.agent", **{name: getattr(interface, name) for name in classes})
-    module = import_target(target.module)
-    for name in [target.function] if target.function else NAMES:
+    if target.is_file:
+        openrlhf_names.provide_utils()
+    module = import_target(target)
+    for name in [target.name] if target.name else NAMES:
         agent = getattr(module, name, None)
         if agent is None:
             continue
@@ -110,7 +114,7 @@ def load_agent(target: RewardTarget, tokenizer: str | None) -> RunEpisode:
         if callable(agent) and not inspect.isclass(agent):
             return _Function(agent)
         raise RewardError(f"{target.module}: {name} has neither `execute` nor `step`", hint=_HINT)
-    raise RewardError(f"{target.module} defines no {target.function or ' or '.join(NAMES)}", hint=_HINT)
+    raise RewardError(f"{target.module} defines no {target.name or ' or '.join(NAMES)}", hint=_HINT)
 
 
 def read_result(result: Any) -> dict[str, Any]:

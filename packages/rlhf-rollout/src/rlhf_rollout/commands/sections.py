@@ -19,11 +19,11 @@ from rlhf_rollout.rewards.sources import (
     CallOptions,
     JudgeOptions,
     RewardSource,
-    WorkerOptions,
     parse_sources,
     parse_weights,
 )
 from rlhf_rollout.rewards.user_function import EXTRAS, SAMPLE_ARGUMENTS, is_builtin
+from rlhf_rollout.workers.guarded import WorkerOptions
 
 FUNCTION_OPTIONS = ("reward_start_timeout_s", "reward_env")
 PROCESS_OPTIONS = ("reward_num_workers", "reward_memory_gb")

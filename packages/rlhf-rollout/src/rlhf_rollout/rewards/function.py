@@ -3,26 +3,25 @@
 import asyncio
 import contextlib
 import logging
-import queue
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
+from rlhf_rollout.event_loop import EventLoopThread
 from rlhf_rollout.rewards.batcher import GroupBatcher, Sample
 from rlhf_rollout.rewards.breaker import Breaker
 from rlhf_rollout.rewards.outcomes import Failure, judge
-from rlhf_rollout.rewards.process import Samples, WorkerProcess
-from rlhf_rollout.rewards.sources import DEFAULT_WORKER, WorkerOptions
 from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored, is_builtin, parse_reward, verdict_of
+from rlhf_rollout.workers.guarded import DEFAULT_WORKER, WorkerOptions
+from rlhf_rollout.workers.pool import WorkerPool
+from rlhf_rollout.workers.rpc import Call, CallError, UserCode
+from rlhf_rollout.workers.user_code import Target
 
 _LOGGER = logging.getLogger(__name__)
-_START_ATTEMPTS = 3
-_START_PAUSE_S = 0.5
 _CLOSED = "the reward function's workers have been shut down"
 
 
@@ -48,9 +47,6 @@ class FunctionReward:
         log_path: file for what the function prints, at most 10 MiB; None for this process's standard error, at most
             16 KiB per worker.
 
-    Attributes:
-        num_replaced: how many workers hung or died so far.
-
     Raises:
         ConfigError: the reward is refused by `parse_reward`, or a number is not positive.
     """
@@ -72,9 +68,10 @@ class FunctionReward:
         for name, value in numbers.items():
             if value <= 0:
                 raise ConfigError(f"the reward's {name} must be positive, got {value}")
-        self._target = parse_reward(reward)
+        code = reward_code(parse_reward(reward), worker)
+        self._pool = WorkerPool(code, worker, num_processes=num_workers, timeout_s=timeout_s, log_path=log_path)
+        self._target = code.target
         self._timeout_s = timeout_s
-        self._worker_options = worker
         self._breaker = Breaker(max_failures)
         self._success_threshold = success_threshold
         self._compares = not is_builtin(reward)
@@ -83,19 +80,15 @@ class FunctionReward:
         self._batchers: dict[tuple[asyncio.AbstractEventLoop, str], GroupBatcher] = {}
         self._pools: dict[str, str] = {}  # of the groups that are expected
         self._pace_s = 0.0  # the longest time per rollout of a successful call
-        self._log_path = None if log_path is None else Path(log_path)
-        self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
-        # One slot per thread; None stands for a worker that is not started yet. Last in, first out, so that running
-        # workers are used before new ones start.
-        self._slots: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()
-        for _ in range(num_workers):
-            self._slots.put(None)
-        self._lock = threading.Lock()
-        self._workers: set[WorkerProcess] = set()
-        self._has_started = False
+        self._turns = asyncio.Semaphore(num_workers)
+        # The workers' own, because callers may come from several: started when it is first used.
+        self._loop: EventLoopThread | None = None
         self._closed = False
-        self._closing = threading.Event()
-        self.num_replaced = 0
+
+    @property
+    def num_replaced(self) -> int:
+        """How many workers hung or died so far."""
+        return self._pool.num_replaced
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
         """Return one verdict per rollout, in order.
@@ -132,7 +125,9 @@ class FunctionReward:
         for (loop, _), batcher in list(self._batchers.items()):
             with contextlib.suppress(RuntimeError):  # a loop that has ended has nobody who waits
                 loop.call_soon_threadsafe(batcher.fail, RewardError(_CLOSED))
-        await asyncio.to_thread(self._shutdown)
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            await asyncio.to_thread(self._shut_down, loop)
 
     def _batcher(self, key: tuple[asyncio.AbstractEventLoop, str]) -> GroupBatcher:
         if key not in self._batchers:
@@ -145,79 +140,68 @@ class FunctionReward:
     async def _ask(self, samples: Sequence[Sample], _: Failure | None) -> Scored | Failure:
         if self._closed:
             raise RewardError(_CLOSED)
-        prompt_ids = {prompt.prompt_id for prompt, _ in samples}
-        prompt_id = prompt_ids.pop() if len(prompt_ids) == 1 else None
-        extras = extra_arguments(samples)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._call, prompt_id, reward_arguments(samples), extras)
+        if self._loop is None:
+            self._loop = EventLoopThread("rewards")
+        # A caller that gives up leaves the function running, and its worker occupied.
+        return await asyncio.shield(asyncio.wrap_future(self._loop.start(self._call(samples))))
 
-    def _shutdown(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._closing.set()
-            workers = list(self._workers)
-        for worker in workers:
-            worker.kill()  # ends the call that a thread may be waiting in
-        self._executor.shutdown(wait=True, cancel_futures=True)
-        for worker in workers:
-            worker.close()
+    def _shut_down(self, loop: EventLoopThread) -> None:
+        loop.run(self._pool.close())
+        loop.close()
 
-    def _call(self, prompt_id: str | None, samples: Samples, extras: dict[str, list[Any]]) -> Scored | Failure:
-        if refusal := self._breaker.refusal():
-            return refusal
-        worker = self._slots.get()
-        try:
-            if worker is not None and not worker.alive:  # it died between two calls, so no sample is at fault
-                worker = self._retire(worker)
-            if worker is None:
-                worker = self._start()
-            num_samples = len(samples[0])
-            started = time.monotonic()
-            outcome = worker.call(samples, extras, self._timeout_s + (num_samples - 1) * self._pace_s)
-            seconds = time.monotonic() - started
+    async def _call(self, samples: Sequence[Sample]) -> Scored | Failure:
+        """Call the function, on the workers' event loop, when a worker is free."""
+        async with self._turns:
+            if refusal := self._breaker.refusal():
+                return refusal
+            call = RewardCall(samples)
+            outcome, is_fatal = await ask(self._pool, call, self._timeout_s + (len(samples) - 1) * self._pace_s)
+            seconds = time.monotonic() - call.activity.since
             if isinstance(outcome, Scored):
-                self._pace_s = max(self._pace_s, seconds / num_samples)
-            self._note(outcome, seconds, costly=not worker.alive, prompt_id=prompt_id)
+                self._pace_s = max(self._pace_s, seconds / len(samples))
+            prompt_ids = {prompt.prompt_id for prompt, _ in samples}
+            failure = outcome if isinstance(outcome, Failure) else None
+            prompt_id = prompt_ids.pop() if len(prompt_ids) == 1 else None
+            opens = self._breaker.note(failure, seconds, costly=is_fatal, prompt_id=prompt_id)
+            if opens and not self._closed:
+                name = f"{self._target.module}:{self._target.name}"
+                _LOGGER.warning("%s keeps failing, so it is called only now and then: %s", name, outcome.detail)
             return outcome
-        finally:
-            self._slots.put(worker if worker is None or worker.alive else self._retire(worker))
 
-    def _note(self, outcome: Scored | Failure, seconds: float, *, costly: bool, prompt_id: str | None) -> None:
-        failure = outcome if isinstance(outcome, Failure) else None
-        opens = self._breaker.note(failure, seconds, costly=costly, prompt_id=prompt_id)
-        if opens and not self._closed:
-            name = f"{self._target.module}:{self._target.function}"
-            _LOGGER.warning("%s keeps failing, so it is called only now and then: %s", name, outcome.detail)
 
-    def _retire(self, worker: WorkerProcess) -> None:
-        worker.close()
-        with self._lock:
-            self._workers.discard(worker)
-            self.num_replaced += 1
+class RewardCall(Call):
+    """A call of a reward function for samples."""
 
-    def _start(self) -> WorkerProcess:
-        # If the first start fails, the function cannot be imported. Later failures are accidents, so they are retried.
-        attempts = _START_ATTEMPTS if self._has_started else 1
-        for attempt in range(1, attempts + 1):
-            if self._closed:
-                break
-            worker = WorkerProcess(self._target, self._worker_options, log_path=self._log_path)
-            with self._lock:
-                if self._closed:
-                    break
-                self._workers.add(worker)  # `close` can end it while it starts
-            try:
-                worker.start()
-                self._has_started = True
-                return worker
-            except RewardError:
-                with self._lock:
-                    self._workers.discard(worker)
-                if attempt == attempts and not self._closed:
-                    raise
-                self._closing.wait(_START_PAUSE_S)
-        worker.close()
-        raise RewardError(_CLOSED)
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        super().__init__()
+        self.samples = samples
+
+    def begin(self, ready: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Call.begin`: the function receives those of the extra arguments that it has parameters for."""
+        extras = extra_arguments(self.samples) if ready["extras"] else {}
+        return {"arguments": reward_arguments(self.samples), "extras": {name: extras[name] for name in ready["extras"]}}
+
+
+def reward_code(target: Target, worker: WorkerOptions) -> UserCode:
+    """Return what the worker processes of a reward function run."""
+    return UserCode(
+        target=target,
+        program="rlhf_rollout.rewards.user_function",
+        name="the reward function",
+        process="the reward worker",
+        is_shared=False,
+        settings={"extra_keys": worker.extra_keys},
+    )
+
+
+async def ask(pool: WorkerPool, call: RewardCall, timeout_s: float) -> tuple[Scored | Failure, bool]:
+    """Return the outcome of a call, and whether it has cost the worker. Raises RewardError when no worker starts."""
+    try:
+        return Scored(**await pool.call(call, timeout_s)), False
+    except CallError as error:
+        if error.is_late:
+            return Failure(VerdictKind.TIMEOUT, f"no answer within {timeout_s:g} s"), True
+        return Failure(VerdictKind.CRASH, str(error), is_invalid=error.is_invalid), error.is_fatal
 
 
 def check_reward_function(
@@ -242,17 +226,21 @@ def check_reward_function(
             rewards than queries, or a reward that is not finite.
     """
     target = parse_reward(reward)
-    process = WorkerProcess(target, worker)
     samples = trial_samples(prompts, num_samples)
-    try:
-        process.start()
-        if not samples:
-            return None
-        extras = extra_arguments(samples)
-        outcome = process.call(reward_arguments(samples), extras, timeout_s)
-    finally:
-        process.close()
-    name = f"{target.module}:{target.function}"
+
+    async def trial() -> Scored | Failure | None:
+        pool = WorkerPool(reward_code(target, worker), worker, num_processes=1, timeout_s=timeout_s)
+        try:
+            await pool.start()
+            return (await ask(pool, RewardCall(samples), timeout_s))[0] if samples else None
+        finally:
+            await pool.close()
+
+    with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
+        outcome = thread.submit(asyncio.run, trial()).result()
+    name = f"{target.module}:{target.name}"
+    if outcome is None:
+        return None
     if isinstance(outcome, Scored):
         check_finite(name, outcome)
         return None
@@ -262,7 +250,7 @@ def check_reward_function(
     return outcome.detail + late
 
 
-def reward_arguments(samples: Sequence[Sample]) -> Samples:
+def reward_arguments(samples: Sequence[Sample]) -> tuple[list[str], list[str], list[str]]:
     """Return the queries, prompts and labels that a reward function receives."""
     queries = [prompt.text + rollout.text for prompt, rollout in samples]
     return queries, [prompt.text for prompt, _ in samples], [prompt.label or "" for prompt, _ in samples]

@@ -19,8 +19,9 @@ from rlhf_rollout.rewards.outcomes import Failure
 from rlhf_rollout.rewards.remote import RequestFailure, check_passing, check_url, excerpt, send
 from rlhf_rollout.rewards.rubric import load_rubric, read_share
 from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions, RewardSource
-from rlhf_rollout.rewards.user_function import kind_of, one_line
+from rlhf_rollout.rewards.user_function import kind_of
 from rlhf_rollout.tokens import tokens_of, unproxied
+from rlhf_rollout.workers.user_code import one_line
 
 KEY_VARIABLE = "RLHF_JUDGE_API_KEY"
 

@@ -23,7 +23,8 @@ from rlhf_rollout.rewards.sources import (
     metric_names,
     model_paths,
 )
-from rlhf_rollout.rewards.user_function import is_builtin, is_usable, one_line
+from rlhf_rollout.rewards.user_function import is_builtin, is_usable
+from rlhf_rollout.workers.user_code import one_line
 
 _NUM_TRIED = 4  # prompts in the trial of a source whose calls need not be as large as those of the run
 

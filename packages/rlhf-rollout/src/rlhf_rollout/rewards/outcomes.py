@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from rlhf_data.records import Verdict, VerdictKind
-from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored, one_line, verdict_of
+from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored, verdict_of
+from rlhf_rollout.workers.user_code import one_line
 
 Sample = TypeVar("Sample")
 

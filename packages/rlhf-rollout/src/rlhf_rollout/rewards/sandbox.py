@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from rlhf_data.errors import ConfigError, installs
 from rlhf_data.safety import without_secrets
-from rlhf_rollout.rewards.user_function import one_line
+from rlhf_rollout.workers.user_code import one_line
 
 _JUDGE = Path(__file__).with_name("code_judge.py").read_text(encoding="utf-8")
 _PYTHON = os.path.realpath(sys.executable)  # a virtual environment has a link to it

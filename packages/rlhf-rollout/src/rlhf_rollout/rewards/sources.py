@@ -11,6 +11,7 @@ from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.safety import without_secrets
 from rlhf_rollout.rewards.user_function import BUILTIN, SUCCESS_THRESHOLD
+from rlhf_rollout.workers.guarded import DEFAULT_WORKER, WorkerOptions
 
 RewardKind = Literal["function", "code", "server", "model", "judge", "pairwise"]
 REWARD_KINDS: tuple[RewardKind, ...] = get_args(RewardKind)
@@ -50,39 +51,6 @@ class RewardSource:
         if self.kind == "server":
             return re.split("[/?]", target.partition("://")[2])[0] or target
         return target.rpartition("/")[2].removesuffix(".py")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerOptions:
-    """How the worker processes of reward functions run.
-
-    Attributes:
-        start_timeout_s: time limit of importing the function, in seconds.
-        memory_gb: limit for the data of each process, in GiB; None for half of this machine's memory.
-        env: names of environment variables that workers receive besides `rlhf_rollout.rewards.process.INHERITED`.
-        extra_keys: the keys of `Prompt.extra` that a function receives as keyword arguments.
-
-    Raises:
-        ConfigError: a number is not positive, or a name cannot be that of a variable.
-    """
-
-    start_timeout_s: float = 120.0
-    memory_gb: float | None = None
-    env: tuple[str, ...] = ()
-    extra_keys: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("start_timeout_s", "memory_gb"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"the reward's {name} must be positive, got {value}")
-        for name in self.env:
-            if not name.isidentifier():
-                message = f"`{name}` is no name of an environment variable"
-                raise ConfigError(message, hint="give names such as OPENAI_API_KEY, separated by commas")
-
-
-DEFAULT_WORKER = WorkerOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,24 +13,23 @@ is not trained. A score of None is the reward, and a logged number of None is le
 """
 
 import ast
-import importlib
-import importlib.util
 import inspect
 import math
-import os
-import re
+import socket
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhf_data.errors import ConfigError, RewardError, missing_file, unknown, with_hint
+from rlhf_data.errors import ConfigError, RewardError, unknown, with_hint
 from rlhf_data.records import Verdict, VerdictKind
 from rlhf_rollout.rewards.openrlhf_names import provide_utils
+from rlhf_rollout.workers.serving import serve_one_at_a_time
+from rlhf_rollout.workers.user_code import Target, bound_names, import_target, one_line, parse_target
 
 DEFAULT_FUNCTION = "reward_func"
 SAMPLE_ARGUMENTS = ("queries", "prompts", "labels", "query")  # lists that functions or servers receive
@@ -46,29 +45,10 @@ BUILTIN = {
 _BUILTIN_MODULES = {module for module, _, _ in BUILTIN.values()}
 SUCCESS_THRESHOLD = 1.0  # full credit, where scores lie in [0, 1]
 
-_MAX_LINE = 1000
-_MAX_DETAIL = 500  # of an error, before its place in the file
 _LARGEST = sys.float_info.max
 _ROUNDING = 1e-6  # of a score: 0.7 + 0.2 + 0.1 is below 1.0
 
-_IN_FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<function>\w+))?", re.DOTALL)
-
 _SKELETON = 'def reward_func(queries, prompts, labels): return {"rewards": [one number per query]}'
-
-
-@dataclass(frozen=True, slots=True)
-class RewardTarget:
-    """Where a reward function is.
-
-    Attributes:
-        module: its name, or the absolute path of a Python file.
-        function: the function's name.
-        argument: for a function that returns the reward function, its argument; else None.
-    """
-
-    module: str
-    function: str = DEFAULT_FUNCTION
-    argument: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +65,7 @@ class Scored:
     token_rewards: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # empty: no sample has any
 
 
-def parse_reward(reward: str) -> RewardTarget:
+def parse_reward(reward: str) -> Target:
     """Return the target of `FILE.py`, `FILE.py:function`, `module`, `module:function` or a name in `BUILTIN`.
 
     Code of the user is not imported. Raises ConfigError for any other form, for a file that does not exist or defines
@@ -96,23 +76,39 @@ def parse_reward(reward: str) -> RewardTarget:
         module, function, takes_argument = BUILTIN[name]
         if colon and not takes_argument:
             raise ConfigError(f"the reward `{name}` takes no argument, got `{argument}`", hint=f"give {name} alone")
-        target = RewardTarget(module, function, argument if takes_argument else None)
+        target = Target(module, function, argument if takes_argument else None)
         load_function(target)  # checks the argument
         return target
-    in_file = _IN_FILE.fullmatch(reward)
-    if in_file:
-        path = Path(in_file["path"]).expanduser()
-        if not path.is_file():
-            raise ConfigError(missing_file("reward file", path))
-        target = RewardTarget(str(path.absolute()), in_file["function"] or DEFAULT_FUNCTION)
+    target = parse_target(reward, "reward", hint="give path/to/file.py or module:function")
+    target = Target(target.module, target.name or DEFAULT_FUNCTION)
+    if target.is_file:
         _check_defined(target)
-        return target
-    module, colon, function = reward.partition(":")
-    function = function if colon else DEFAULT_FUNCTION
-    if not all(part.isidentifier() for part in [*module.split("."), function]):
-        message = f"reward `{reward}` is neither a Python file nor a module"
-        raise ConfigError(message, hint="give path/to/file.py or module:function")
-    return RewardTarget(module, function)
+    return target
+
+
+def serve(connection: socket.socket, first: Mapping[str, Any]) -> None:
+    """Import the function that the message `first` names, then answer its calls: the program of a reward's process."""
+    target = Target(**first["target"])
+    extra_keys = first["extra_keys"]
+
+    def load() -> tuple[Callable[[Mapping[str, Any]], Any], Mapping[str, Any]]:
+        function = load_function(target, extra_keys)
+        return partial(_answer, function), {"extras": accepted_extras(function, extra_keys)}
+
+    serve_one_at_a_time(connection, target, load)
+
+
+def _answer(function: Callable[..., Any], call: Mapping[str, Any]) -> Any:
+    """Return the result of a call as a dictionary, or an awaitable of it."""
+    result = function(*call["arguments"], **call["extras"])
+    num_samples = len(call["arguments"][0])
+    if not inspect.isawaitable(result):
+        return asdict(read_result(result, num_samples))
+
+    async def awaited() -> dict[str, Any]:
+        return asdict(read_result(await result, num_samples))
+
+    return awaited()
 
 
 def is_builtin(reward: str) -> bool:
@@ -120,14 +116,16 @@ def is_builtin(reward: str) -> bool:
     return reward.partition(":")[0] in {*BUILTIN, *_BUILTIN_MODULES}
 
 
-def load_function(target: RewardTarget, extra_keys: Sequence[str] = ()) -> Callable[..., Any]:
+def load_function(target: Target, extra_keys: Sequence[str] = ()) -> Callable[..., Any]:
     """Import the target and return its function.
 
     Raises RewardError when there is no such function or it takes other arguments than the three lists and
     `extra_keys`, which built-in rewards do not get, and whatever the import raises.
     """
-    module = import_target(target.module)
-    function = getattr(module, target.function, None)
+    if target.is_file:
+        provide_utils()
+    module = import_target(target)
+    function = getattr(module, target.name, None)
     if not callable(function):
         callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise RewardError(_no_function(target, callables))
@@ -135,25 +133,6 @@ def load_function(target: RewardTarget, extra_keys: Sequence[str] = ()) -> Calla
         function = function(target.argument)
     _check_parameters(function, target, () if target.module in _BUILTIN_MODULES else extra_keys)
     return function
-
-
-def import_target(module: str) -> Any:
-    """Import a module by its name or the path of its file, and return it. A file can import others from its folder."""
-    if not module.endswith(".py"):
-        return importlib.import_module(module)
-    provide_utils()
-    path = Path(module)
-    # Behind the standard library, so that a file of the folder cannot take the place of one of its modules.
-    library = os.path.dirname(os.__file__)
-    places = [index for index, entry in enumerate(sys.path) if entry in (library, f"{library}/lib-dynload")]
-    sys.path.insert(max(places, default=-1) + 1, str(path.parent))
-    # The file must not replace a module that is imported under the same name.
-    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"rlhf_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[name] = loaded
-    spec.loader.exec_module(loaded)
-    return loaded
 
 
 def accepted_extras(function: Callable[..., Any], extra_keys: Sequence[str] = ()) -> list[str]:
@@ -169,19 +148,6 @@ def accepted_extras(function: Callable[..., Any], extra_keys: Sequence[str] = ()
     named = [parameter.name for parameter in parameters[3:] if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     named += [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     return [name for name in known if name in named]
-
-
-def one_line(text: str) -> str:
-    """Return a text from outside as one line of at most 1,000 characters, in which unprintable ones are escaped."""
-    plain = " ".join(text[: 4 * _MAX_LINE].split())
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in plain)[:_MAX_LINE]
-
-
-def explain(error: BaseException, target: RewardTarget) -> str:
-    """Return a user's error as one line of some 500 characters, with the last line of their file in its traceback."""
-    text = one_line(f"{type(error).__name__}: {error}")[:_MAX_DETAIL]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == target.module]
-    return f"{text} ({os.path.basename(target.module)}:{frames[-1].lineno})" if frames else text
 
 
 def is_usable(number: float) -> bool:
@@ -254,46 +220,23 @@ def kind_of(score: float, success_threshold: float) -> VerdictKind:
     return VerdictKind.OK if score >= success_threshold - _ROUNDING else VerdictKind.WRONG
 
 
-def _check_defined(target: RewardTarget) -> None:
+def _check_defined(target: Target) -> None:
     """Raise ConfigError when the file's source defines no such function; `import *` may define it, so it passes."""
     path = Path(target.module)
     names = bound_names(path, "reward file")
-    if target.function not in names and "*" not in names:
+    if target.name not in names and "*" not in names:
         body = ast.parse(path.read_bytes()).body
         defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         raise ConfigError(_no_function(target, defined))
 
 
-def bound_names(path: Path, what: str) -> set[str]:
-    """Return the names that a Python file binds, "*" among them if it imports all of a module.
-
-    Raises ConfigError when it is not Python; `what` names the file in the message.
-    """
-    try:
-        body = ast.parse(path.read_bytes(), str(path)).body
-    except (SyntaxError, ValueError) as error:
-        message = f"{what} {path} is not Python: {error}"
-        raise ConfigError(message, hint=f"`python {path}` shows the place") from None
-    return set(_bound_names(body))
-
-
-def _bound_names(body: list[ast.stmt]) -> Iterator[str]:
-    for part in (part for node in body for part in ast.walk(node)):
-        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield part.name
-        elif isinstance(part, ast.Name):
-            yield part.id
-        elif isinstance(part, ast.alias):
-            yield part.asname or part.name
-
-
-def _check_parameters(function: Callable[..., Any], target: RewardTarget, extra_keys: Sequence[str]) -> None:
+def _check_parameters(function: Callable[..., Any], target: Target, extra_keys: Sequence[str]) -> None:
     """Raise RewardError when the function cannot take three arguments and `extra_keys`: every call would fail."""
     accepted = accepted_extras(function, extra_keys)
     if lacking := [name for name in extra_keys if name not in accepted]:
-        message = f"{target.module}: {target.function} takes no keyword argument {', '.join(lacking)}"
+        message = f"{target.module}: {target.name} takes no keyword argument {', '.join(lacking)}"
         given = ", ".join(["queries", "prompts", "labels", *extra_keys])
-        hint = f"write def {target.function}({given}), or **kwargs; or leave it out of ``extra_keys``"
+        hint = f"write def {target.name}({given}), or **kwargs; or leave it out of ``extra_keys``"
         raise RewardError(f"{message}, which is one of the extra keys", hint=hint)
     try:
         signature = inspect.signature(function)
@@ -302,14 +245,14 @@ def _check_parameters(function: Callable[..., Any], target: RewardTarget, extra_
     try:
         signature.bind([], [], [], **{name: [] for name in accepted})
     except TypeError as error:
-        message = f"{target.module}: {target.function}{signature} does not take (queries, prompts, labels): {error}"
+        message = f"{target.module}: {target.name}{signature} does not take (queries, prompts, labels): {error}"
         raise RewardError(message, hint=_SKELETON) from None
 
 
-def _no_function(target: RewardTarget, defined: Sequence[str]) -> str:
-    message = f"{target.module} has no function `{target.function}`"
+def _no_function(target: Target, defined: Sequence[str]) -> str:
+    message = f"{target.module} has no function `{target.name}`"
     message += f"; it has {', '.join(sorted(defined))}" if defined else ""
-    is_default = target.function == DEFAULT_FUNCTION
+    is_default = target.name == DEFAULT_FUNCTION
     return with_hint(message, _SKELETON if is_default else f"name one with {target.module}:NAME")
 
 

@@ -18,11 +18,11 @@ from rlhf_data.pretrained import set_chat_template
 from rlhf_data.records import RolloutGroup
 from rlhf_models.loading import load_tokenizer
 from rlhf_rollout.agents import make_workflow
+from rlhf_rollout.event_loop import EventLoopThread
 from rlhf_rollout.generator import GroupResult
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.supervisor import EngineSupervisor, RestartableEngine
-from rlhf_train.generation.event_loop import EventLoopThread
 from rlhf_train.generation.service import Drawn, GenerationService
 from rlhf_train.generation.stream import SampleStream
 from rlhf_train.online_job import OnlineJob
@@ -80,7 +80,7 @@ class Rollouts:
         self._sends: set[asyncio.Future] = set()  # of weights, under way
         self.weights = Lock()
         # One loop for the whole run: reward clients keep connections that belong to the loop they were opened in.
-        self._loop = EventLoopThread()
+        self._loop = EventLoopThread("generation")
         router = EngineRouter()
         tokenizer_path = job.engine.tokenizer or job.engine.model
         tokenizer = load_tokenizer(tokenizer_path)

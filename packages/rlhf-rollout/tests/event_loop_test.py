@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from rlhf_train.generation.event_loop import EventLoopThread
+from rlhf_rollout.event_loop import EventLoopThread
 
 
 @pytest.fixture
 def loop():
-    loop = EventLoopThread()
+    loop = EventLoopThread("generation")
     yield loop
     loop.close()
 
@@ -98,7 +98,7 @@ def test_interruption_cancels_the_coroutine_that_is_waited_for(loop):
 
 
 def test_close_cancels_all_tasks_and_waits_for_their_cleaning_up():
-    loop = EventLoopThread()
+    loop = EventLoopThread("generation")
     cleaned = []
 
     async def work():

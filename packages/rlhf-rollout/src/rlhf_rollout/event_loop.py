@@ -17,12 +17,15 @@ class EventLoopThread:
 
     Functions given to `report` run on the thread that calls `run`: at once during a call, otherwise at the next one.
     So what they use, such as the terminal, need not be safe for several threads.
+
+    Args:
+        name: of the thread, for debuggers and profilers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self._reports: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="generation", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -1,6 +1,6 @@
-"""The guard of a reward worker: starts the worker, forwards its output, and ends all of its processes with it.
+"""The guard of a worker: starts the worker, forwards its output, and ends all of its processes with it.
 
-`process.py` runs this file as a script. It uses the standard library only, so that it takes a few MiB and milliseconds.
+`guarded.py` runs this file as a script. It uses the standard library only, so that it takes a few MiB and milliseconds.
 
 On Linux, orphans of the worker become children of the guard, also those that have left its session. So the guard ends
 them all when the worker ends, when it receives SIGTERM, and some seconds after its own parent is gone.
@@ -109,13 +109,14 @@ def _run_worker(connection: int, output: _Output, memory_bytes: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for descriptor in (1, 2):
         os.dup2(output.worker_end, descriptor)
-    os.set_inheritable(connection, False)  # programs that the function starts do not get it
+    os.set_inheritable(connection, False)  # programs that the code starts do not get it
     with contextlib.suppress(ValueError):  # a lower limit is in force already
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    stream = socket.socket(fileno=connection).makefile("rwb")
-    first = json.loads(stream.readline())
-    sys.path[:] = first["path"]
-    importlib.import_module(first["program"]).serve(stream, first | {"descriptor": connection})
+    with socket.socket(fileno=connection) as ours:
+        with ours.makefile("rb") as lines:
+            first = json.loads(lines.readline())
+        sys.path[:] = first["path"]
+        importlib.import_module(first["program"]).serve(ours, first)
 
 
 def _reap(worker: int) -> int | None:
