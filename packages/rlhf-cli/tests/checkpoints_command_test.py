@@ -4,12 +4,14 @@ import json
 import os
 import re
 import signal
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli.console import OfflineView
 from rlhf_cli.main import main
@@ -222,27 +224,32 @@ def test_export_puts_the_parts_of_several_ranks_together(tmp_path):
             assert torch.equal(weight, dict(model.named_parameters())[name]), (role, name)
 
 
+def save_run(run: Path, role: str, model: torch.nn.Module, options: str, state: Mapping[str, object]) -> list[str]:
+    """Write a run with a checkpoint of a model's trained weights; return the words that export them to `run`/out."""
+    shards = Shards()
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            shards.add(f"weight/{name}", weight.data.flatten(), 0)
+    checkpoints = Checkpoints(run / "checkpoints")
+    path = checkpoints.begin(1) / f"{role}-0-of-1.safetensors"
+    shards.write(path)
+    write_receipt(path)
+    checkpoints.commit(1, state, [path.name], None)
+    (run / "config.toml").write_text(f"[model]\n{options}\n")
+    return ["checkpoints", str(run), "--export", "1", "--role", role, "--output_path", str(run / "out")]
+
+
 def test_export_merges_adapters_that_the_critic_alone_has(tmp_path):
-    run = tmp_path / "run"
     base = tiny_model_dir(tmp_path / "base")
     model = load_critic(base, dtype="float32")
     add_lora(model, LoraSpec(rank=2, alpha=6.0, dropout=0.0, target_modules=("q_proj",)))
-    shards = Shards()
     weights = dict(model.named_parameters())
-    for index, (name, weight) in enumerate(weights.items()):
+    for index, weight in enumerate(weights.values()):
         if weight.requires_grad:
             weight.data = torch.randn(weight.shape, generator=torch.Generator().manual_seed(index))
-            shards.add(f"weight/{name}", weight.data.flatten(), 0)
-    checkpoints = Checkpoints(run / "checkpoints")
-    path = checkpoints.begin(1) / "critic-0-of-1.safetensors"
-    shards.write(path)
-    write_receipt(path)
-    checkpoints.commit(1, {}, [path.name], None)
-    options = 'critic_lora_rank = 2\nlora_alpha = 6.0\ntarget_modules = "q_proj"'
-    (run / "config.toml").write_text(f'[model]\npretrain = "{base}"\n{options}\n')
-    words = ["checkpoints", str(run), "--export", "1", "--role", "critic", "--output_path", str(tmp_path / "critic")]
-    assert main(words) == 0
-    exported = dict(load_critic(tmp_path / "critic", dtype="float32").named_parameters())
+    options = f'pretrain = "{base}"\ncritic_lora_rank = 2\nlora_alpha = 6.0\ntarget_modules = "q_proj"'
+    assert main(save_run(tmp_path, "critic", model, options, {})) == 0
+    exported = dict(load_critic(tmp_path / "out", dtype="float32").named_parameters())
     merged = set()
     for name, weight in weights.items():
         if name.endswith(".base_layer.weight"):
@@ -256,23 +263,68 @@ def test_export_merges_adapters_that_the_critic_alone_has(tmp_path):
 
 
 def test_export_of_a_reward_model_that_was_not_evaluated_has_no_moments_and_says_so(tmp_path, capsys):
-    run = tmp_path / "run"
     base = tiny_reward_model_dir(tmp_path / "base", mean=9.0, std=9.0)
-    shards = Shards()
-    for name, weight in load_critic(base, dtype="float32").named_parameters():
-        shards.add(f"weight/{name}", weight.data.flatten(), 0)
-    checkpoints = Checkpoints(run / "checkpoints")
-    path = checkpoints.begin(1) / "reward-0-of-1.safetensors"
-    shards.write(path)
-    write_receipt(path)
     saved = {"evaluated": {}, "saved_fields": {"note": 1}, "chat_template": "{{ messages }}"}
-    checkpoints.commit(1, {"run": saved}, [path.name], None)
-    (run / "config.toml").write_text(f'[model]\npretrain = "{base}"\n')
-    assert main(["checkpoints", str(run), "--export", "1", "--output_path", str(tmp_path / "rm")]) == 0
+    model = load_critic(base, dtype="float32")
+    assert main(save_run(tmp_path, "reward", model, f'pretrain = "{base}"', {"run": saved})) == 0
     assert "notice: the run evaluated nothing, so no mean and deviation" in capsys.readouterr().err
-    config = json.loads((tmp_path / "rm/config.json").read_text())
+    config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["note"] == 1 and not {"mean", "std"} & config.keys()
-    assert AutoTokenizer.from_pretrained(tmp_path / "rm").chat_template == "{{ messages }}"
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == "{{ messages }}"
+
+
+def of_two_labels(folder: Path) -> None:
+    config = AutoConfig.from_pretrained(tiny_model_dir(folder), num_labels=2)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+
+
+# Base models by name: what writes them.
+BASES = {
+    "whole": tiny_model_dir,
+    "classifier": tiny_reward_model_dir,
+    "narrow": partial(tiny_model_dir, hidden_size=32),
+    "two labels": of_two_labels,
+    "no weights": lambda folder: (tiny_model_dir(folder) / "model.safetensors").unlink(),
+    "no tokenizer": lambda folder: (tiny_model_dir(folder) / "tokenizer.json").unlink(),
+    "absent": lambda folder: None,
+}
+
+
+@pytest.mark.parametrize(
+    ("role", "base", "status", "says"),
+    [
+        ("actor", "whole", 0, "would write the actor of"),
+        ("critic", "whole", 0, "would write the critic of"),
+        ("reward", "classifier", 0, "would write the reward of"),
+        ("actor", "absent", 2, "there is no model folder"),
+        ("critic", "no weights", 2, "no weights has no weights"),
+        ("actor", "no tokenizer", 2, "tokenizer"),
+        ("actor", "narrow", 1, "weight, and the model "),
+        ("reward", "two labels", 2, "the head score.weight of the model"),
+    ],
+)
+def test_dry_run_of_an_export_checks_the_base_model_as_the_export_does(tmp_path, capsys, role, base, status, says):
+    model = (load_actor if role == "actor" else load_critic)(tiny_model_dir(tmp_path / "trained"), dtype="float32")
+    BASES[base](tmp_path / base)
+    words = save_run(tmp_path, role, model, f'pretrain = "{tmp_path / base}"', {})
+    capsys.readouterr()
+    assert main([*words, "--dry_run"]) == status
+    dry = capsys.readouterr()
+    assert says in dry.out + dry.err
+    assert not (tmp_path / "out").exists()
+    assert main(words) == status
+    assert status == 0 or capsys.readouterr().err == dry.err
+
+
+def test_dry_run_of_an_export_tries_adapters_and_does_not_ask_the_hub(tmp_path, capsys):
+    base = tiny_model_dir(tmp_path / "base")
+    options = f'pretrain = "{base}"\nlora_rank = 2\ntarget_modules = "absent_proj"'
+    words = save_run(tmp_path, "actor", load_actor(base, dtype="float32"), options, {})
+    assert main([*words, "--dry_run"]) == 2
+    assert "Target modules {'absent_proj'} not found" in capsys.readouterr().err
+    (tmp_path / "config.toml").write_text('[model]\npretrain = "owner/absent"\n')
+    assert main([*words, "--dry_run"]) == 0
+    assert "notice: not checked: --pretrain owner/absent: not on this machine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_sft_trains_a_model_with_its_code_and_every_command_goes_on_with_it(fold
     saved = folder / "run/model"
     assert {path.name for path in saved.glob("*.py")} == CODE
     export = f"checkpoints run --export 2 --output_path {folder / 'exported'}"
-    assert main(export.split()) == 2
+    assert main([*export.split(), "--dry_run"]) == main(export.split()) == 2
     assert "use --trust_remote_code" in capsys.readouterr().err
     assert main([*export.split(), "--trust_remote_code"]) == 0
     assert {path.name for path in (folder / "exported").glob("*.py")} == CODE

@@ -176,10 +176,11 @@ def check_critic(path: str | Path) -> None:
     check_no_head(path, config, report["unexpected_keys"])
 
 
-def check_trained_copy(path: str | Path, dtype: str | torch.dtype, *, has_values: bool) -> None:
+def check_trained_copy(path: str | Path, dtype: str | torch.dtype, *, has_values: bool) -> Actor | Critic | None:
     """Check, before loading, that a model has all its weights, and that what training makes of it can be saved.
 
-    Reads the headers of files only, and nothing for hub names.
+    Reads the headers of files only, and nothing for hub names. Returns the model without memory for its weights; None
+    for a hub name, or a model that transformers cannot make in this way.
 
     Args:
         path: a folder or hub name.
@@ -193,19 +194,21 @@ def check_trained_copy(path: str | Path, dtype: str | torch.dtype, *, has_values
 
     folder = Path(located_model(path)[0])
     if not folder.is_dir():
-        return
+        return None
     config = load_config(path)
     with clear_errors("model", path):
         tensors = stored_tensors(folder)
     found = load_empty(AutoModel if has_values else AutoModelForCausalLM, config, tensors, resolve_dtype(dtype))
     if found is None:
-        return
+        return None
     model, report = found
     _check_complete(model, report["missing_keys"], path)
     if others := report["mismatched_keys"]:
         message = f"the model {path} has {len(others)} weights of other shapes than its config, such as {others[0]}"
         raise ConfigError(message, hint="its config.json belongs to another model, or its weights are packed")
-    check_saves(Critic(model) if has_values else Actor(model))
+    trained = Critic(model) if has_values else Actor(model)
+    check_saves(trained)
+    return trained
 
 
 def check_same_tokenizer(path: str | Path, tokenizer: Any) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_cli.config.model import OfflineModelSection
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import CONFIG_FILE, check_output_folder, model_path, parts, user_path
+from rlhf_cli.preflight.here import Absent
 from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_data.options.checks import lacking, without_effect
 from rlhf_data.options.command_line import CommandLine
@@ -21,7 +22,9 @@ from rlhf_data.own_code import trusted
 from rlhf_rollout.commands.terminal import TERMINAL, log_file
 
 if TYPE_CHECKING:
+    from rlhf_train.engine.shards import ShardReader
     from rlhf_train.run.checkpoint import Checkpoint
+    from rlhf_train.specs import ModelSpec
 
 DESCRIPTION = """`rlhf checkpoints RUN_DIR` lists the checkpoints of the run in that folder, of `ppo` or of a command
 over fixed examples: step, metric, size, age, and what is wrong with one that is not whole."""
@@ -182,19 +185,22 @@ def _export(run: Path, found: Sequence[Path], section: CheckpointsSection, *, dr
         raise ConfigError(message, hint="use --role with one that it has; with --disable_ds_ckpt it has only `hf`")
     out = user_path(section.output_path)
     check_output_folder(out, "--output_path")
+    spec = _model_spec(_options(run), checkpoint, role, section.trust_remote_code)
+    absent = Absent()
+    absent.models("pretrain", spec.path)
+    if dry_run and absent.unseen:
+        TERMINAL.say(f"notice: not checked: {absent.unseen[0]}")
+    else:
+        _check_model(spec, checkpoint, role)
     print(f"{'would write' if dry_run else 'writing'} the {role} of {path} to {out}")
     if not dry_run:
         with TERMINAL.captured(log_file("checkpoints", str(out))), TERMINAL.progress.doing(f"loading {role}"):
-            _write_model(_options(run), checkpoint, role, out, section.trust_remote_code)
+            _write_model(spec, checkpoint, role, out)
         print(f"written to {out}")
 
 
-def _write_model(options: dict[str, Any], checkpoint: "Checkpoint", role: str, out: Path, may_run: bool) -> None:
-    from rlhf_models.reward import moments_fields
-    from rlhf_train.engine.shards import ShardReader, load_weights
-    from rlhf_train.offline.reward_models import score_moments
-    from rlhf_train.run.models import load_model, write_model
-
+def _model_spec(options: dict[str, Any], checkpoint: "Checkpoint", role: str, may_run: bool) -> "ModelSpec":
+    """Return what a run with these options began a model with."""
     given = options.get("model", {})
     section = OfflineModelSection(**{name: given[name] for name in given.keys() & OfflineModelSection.model_fields})
     base = section.pretrain
@@ -205,11 +211,51 @@ def _write_model(options: dict[str, Any], checkpoint: "Checkpoint", role: str, o
         base = given.get("critic_pretrain") or next(iter(rewards), base)
     if base is None:
         raise ConfigError(f"the run's {CONFIG_FILE} names no model", hint="put the one of the run into its folder")
-    run = checkpoint.state().get("run", {})
     spec = section.spec(model_path(trusted(base, may_run)), {"zero_stage": 0})
-    spec = replace(spec, lora=lora, chat_template=run.get("chat_template"))
+    return replace(spec, lora=lora, chat_template=checkpoint.state().get("run", {}).get("chat_template"))
+
+
+def _check_model(spec: "ModelSpec", checkpoint: "Checkpoint", role: str) -> None:
+    """Check that the model which a run began with is there, and has the weights that a checkpoint changes.
+
+    Reads the headers of its files only, and nothing of a model that is named on the hub but its tokenizer.
+    """
+    import torch
+
+    from rlhf_models.loading import check_critic, check_trained_copy, check_weights, load_tokenizer
+    from rlhf_models.lora import add_lora
+
+    load_tokenizer(spec.path)  # is written, too
+    check_weights(spec.path)
+    has_values = role != "actor"
+    if has_values:
+        check_critic(spec.path)
+    model = check_trained_copy(spec.path, spec.dtype, has_values=has_values)
+    if model is None:
+        return
+    if spec.lora is not None:
+        with torch.device("meta"):
+            add_lora(model, spec.lora)
+    reader = _reader(checkpoint, role)
+    # Weights that text does not reach are not trained, and not in the checkpoint.
+    reader.check({name: weight.numel() for name, weight in model.named_parameters() if f"weight/{name}" in reader})
+
+
+def _reader(checkpoint: "Checkpoint", role: str) -> "ShardReader":
+    from rlhf_train.engine.shards import ShardReader
+
+    return ShardReader(sorted(checkpoint.path.glob(f"{role}-*-of-*.safetensors")))
+
+
+def _write_model(spec: "ModelSpec", checkpoint: "Checkpoint", role: str, out: Path) -> None:
+    from rlhf_models.reward import moments_fields
+    from rlhf_train.engine.shards import load_weights
+    from rlhf_train.offline.reward_models import score_moments
+    from rlhf_train.run.models import load_model, write_model
+
     model = load_model(role, spec)
-    load_weights(model, ShardReader(sorted(checkpoint.path.glob(f"{role}-*-of-*.safetensors"))))
+    load_weights(model, _reader(checkpoint, role))
+    run = checkpoint.state().get("run", {})
     fields = dict(run.get("saved_fields", {}))
     if role == "reward" and run.get("evaluated"):
         fields |= moments_fields(*score_moments(run["evaluated"]))
