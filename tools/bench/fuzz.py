@@ -97,7 +97,7 @@ def read_rows(data: bytes, folder: Path) -> None:
     path = folder / f"rows{suffix}"
     path.write_bytes(data)
     encoder = SftEncoder(tokenizer=ByteTokenizer())
-    for row in open_sources(str(path)).read(RowErrors(skip_bad_rows=True)):
+    for row in open_sources(str(path)).read(RowErrors()):
         with contextlib.suppress(RlhfError):
             encoder(row)
 

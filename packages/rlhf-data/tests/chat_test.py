@@ -8,7 +8,7 @@ from record_testing import write_jsonl
 from rlhf_data.chat.conversation import encode_conversation
 from rlhf_data.chat.input_template import InputTemplate
 from rlhf_data.chat.messages import row_messages, row_tools
-from rlhf_data.chat.template import render_chat
+from rlhf_data.chat.template import render_chat, render_follow_up
 from rlhf_data.chat.tokens import encode_completion, encode_prompts
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.rows.row import Row
@@ -140,6 +140,14 @@ def test_messages_that_a_template_does_not_write_are_refused(role):
     assert text == "2+2?it&lt;b&gt;42+2?"
     short = render_chat(messages, word_tokenizer(only), origin="o", add_generation_prompt=False, must_write_all=False)
     assert short == "2+2?it2+2?"
+
+
+@pytest.mark.parametrize("answer", ["m.content|upper", "m.content + m.content", "''"])
+def test_what_follows_an_answer_that_a_template_changes_is_not_known(answer):
+    tokenizer = word_tokenizer("{% for m in messages %}{{ m.content if m.role == 'user' else ANSWER }} {% endfor %}")
+    tokenizer.chat_template = tokenizer.chat_template.replace("ANSWER", answer)
+    with pytest.raises(DataError, match=r"^o:1: the chat template does not write an answer as it is once messages"):
+        render_follow_up([{"role": "user", "content": "one"}], tokenizer, origin="o:1")
 
 
 @pytest.mark.parametrize("calls_of", [1, 3])

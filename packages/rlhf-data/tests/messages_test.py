@@ -143,7 +143,7 @@ def test_prompt_that_ends_with_the_beginning_of_an_answer_is_continued():
         ({"role": "assistant", "content": " "}, "the last message is the assistant's and empty"),
         (
             {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
-            "the last message calls tools",
+            r"the last message calls tools, so no answer can follow it\n\nhint: add their results",
         ),
     ],
 )

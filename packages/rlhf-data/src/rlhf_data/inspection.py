@@ -124,7 +124,7 @@ def run(config: InspectConfig) -> int:
         encoder = _load_encoder(config)
         options = {"max_samples": data.max_samples, "split": data.dataset_split, "preset": data.preset_data}
         rows = open_sources(data.dataset, **options)
-        errors = RowErrors(skip_bad_rows=True)
+        errors = RowErrors()
         keys, num_rows, shown = _count_keys(rows.read(errors), number)
         notices = unread_tools([rows], data) if config.inspection.kind != "process" else []
     for (key, kind), times in sorted(keys.items()):

@@ -34,7 +34,7 @@ def check_keys(rows: Rows, keys: Mapping[str, str | None], optional: Collection[
         optional: the options that may be None.
     """
     for source in rows.sources:
-        row = next(Rows((source,), preset=rows.preset).read(RowErrors(skip_bad_rows=True)))
+        row = next(Rows((source,), preset=rows.preset).read(RowErrors()))
         for option, key in keys.items():
             if key is not None and key not in row.values:
                 message = f"--{option}: {row.origin}: unknown key `{key}`; known: {', '.join(sorted(row.values))}"
@@ -63,7 +63,7 @@ def unread_tools(sources: Iterable[Rows], data: ChatSection) -> list[str]:
     """Return a notice if rows hold tools that no option gives to the chat template, else nothing."""
     if data.apply_chat_template and data.tools_key is None:
         for rows in sources:
-            for row in islice(rows.read(RowErrors(skip_bad_rows=True)), _NUM_LOOKED_AT):
+            for row in islice(rows.read(RowErrors()), _NUM_LOOKED_AT):
                 if row.values.get("tools"):
                     what = f"{row.origin} has `tools`, which the chat template does not get"
                     return [f"{what}: --tools_key tools gives it the tools of each row"]

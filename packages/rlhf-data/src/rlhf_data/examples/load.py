@@ -124,7 +124,7 @@ class _Work:
     counts: Counts = field(default_factory=Counts)  # set when `encode` has yielded everything
 
     def encode(self) -> Iterator[Any]:
-        errors = RowErrors(skip_bad_rows=True)
+        errors = RowErrors()  # the caller judges whether they are too many
         digest = hashlib.blake2b(digest_size=8)
         num_encoded = num_too_long = longest = 0
         for example, told in self._results(self.rows.read(errors)):

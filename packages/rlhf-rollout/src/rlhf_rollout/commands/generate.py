@@ -74,7 +74,7 @@ class GenerateJob:
         rows = replace(open_prompts(data, self.seed, extra_keys), skip_samples=data.skip_samples)
         prompts = load_prompts(rows, tokenizer, extra_keys=extra_keys, **matching(load_prompts, data))
         # A second pass gives the same rows in the same order; rows that made no prompt are skipped.
-        again = iter(rows.read(RowErrors(skip_bad_rows=True)))
+        again = iter(rows.read(RowErrors()))
         keys = {"input": data.input_key} | ({} if data.tools_key is None else {"tools": data.tools_key})
         cells = []
         for prompt in prompts:

@@ -73,7 +73,7 @@ def run(job: ScoreJob) -> int:
         _check_keys(data, rows)
         check_extra_keys(rows, extra_keys := job.reward.options.extra_names)
         reader = _Reader(job.data, rows, tokenizer, extra_keys)
-        num_rows = sum(1 for _ in rows.read(RowErrors(skip_bad_rows=True)))
+        num_rows = sum(1 for _ in rows.read(RowErrors()))
     scored = asyncio.run(_score(job.reward, reader, num_rows))
     kind = job.output.post_processor
     num_written = write_rows(job.output.path, scored if kind == "rows" else _selected(job, scored))
@@ -87,7 +87,7 @@ def run(job: ScoreJob) -> int:
 def _check_keys(data: AnswerSection, rows: Rows) -> None:
     """Raise DataError for a key that rows lack, and ConfigError for pairs of answers where one answer is expected."""
     is_paired = data.chosen_key is not None
-    row = next(rows.read(RowErrors(skip_bad_rows=True)), None)
+    row = next(rows.read(RowErrors()), None)
     is_pair = row is not None and {"chosen", "rejected"} <= row.values.keys()
     if is_pair and not is_paired and data.input_key not in row.values:
         hint = "give " + " ".join(f"--{key}_key {key}" for key in ("chosen", "rejected", "prompt") if key in row.values)
