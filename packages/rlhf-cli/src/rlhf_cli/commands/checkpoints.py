@@ -191,7 +191,8 @@ def _export(run: Path, found: Sequence[Path], section: CheckpointsSection, *, dr
     if dry_run and absent.unseen:
         TERMINAL.say(f"notice: not checked: {absent.unseen[0]}")
     else:
-        _check_model(spec, checkpoint, role)
+        with TERMINAL.progress.doing(f"checking {spec.path}"):
+            _check_model(spec, checkpoint, role)
     print(f"{'would write' if dry_run else 'writing'} the {role} of {path} to {out}")
     if not dry_run:
         with TERMINAL.captured(log_file("checkpoints", str(out))), TERMINAL.progress.doing(f"loading {role}"):
