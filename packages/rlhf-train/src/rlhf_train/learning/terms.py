@@ -1,4 +1,4 @@
-"""Between a worker's shard and the loss kernels: inputs of the actor's loss, the critic's loss, and metrics of both."""
+"""What a rank computes on its shard between the models and the losses, and the metrics of both."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf_kernels import POLICY_METRICS, PolicyStream
-from rlhf_models.batch import TokenBatch, to_device
+from rlhf_kernels import POLICY_METRICS
+from rlhf_models.batch import TokenBatch
 from rlhf_train.algorithms.correction import bounded_weights, importance_weights
 from rlhf_train.algorithms.gae import distilled_advantages, last_trained, placed_rewards, token_rewards
 from rlhf_train.algorithms.kl import BOUNDS, kl_estimate
@@ -86,51 +86,21 @@ def recounted(mini_batches: Sequence[MiniBatch], trained_mask: Tensor, device: t
     ]
 
 
-def policy_stream(
-    experience: Experience,
-    rows: Sequence[int],
-    spec: AlgorithmSpec,
-    denominators: Denominators,
-    device: torch.device | str,
-) -> PolicyStream:
-    """Return the constant inputs of the policy loss: the trained tokens of `rows`, concatenated.
-
-    Args:
-        experience: the rank's shard.
-        rows: of the shard.
-        spec: decides whether reference log-probs are included.
-        denominators: of the whole update.
-        device: where the result is placed.
-    """
-    mask = experience.policy_mask[list(rows)]
-    lengths = mask.sum(dim=1)
-    names = ["advantages", "old_logprobs", "weights", *(["ref_logprobs"] if spec.use_kl_loss else [])]
-    columns = {name: experience.columns[name] for name in names if name in experience.columns}
-    return PolicyStream(
-        **{name: to_device(column[list(rows)][mask], device) for name, column in columns.items()},
-        loss_mask=torch.ones(int(lengths.sum()), dtype=torch.bool, device=device),
-        cu_seqlens=to_device(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), device),
-        num_tokens=denominators.num_tokens,
-        num_sequences=denominators.num_sequences,
-        max_tokens=denominators.max_tokens,
-    )
-
-
 def policy_metrics(sums: Tensor, spec: AlgorithmSpec) -> dict[str, Metric]:
     """Return the metrics of a micro-batch from the sums of `packed_policy_loss`, [8] float, named by `POLICY_METRICS`.
 
     The loss metrics are the micro-batch's shares of the update's losses.
     """
-    of = dict(zip(POLICY_METRICS, sums.double().unbind(), strict=True))
-    metrics: dict[str, Metric] = {"policy/loss": Sum(of["policy_loss"])}
+    sums_by_name = dict(zip(POLICY_METRICS, sums.double().unbind(), strict=True))
+    metrics: dict[str, Metric] = {"policy/loss": Sum(sums_by_name["policy_loss"])}
     if spec.use_kl_loss:
-        metrics["kl/loss"] = Sum(of["kl_loss"])
+        metrics["kl/loss"] = Sum(sums_by_name["kl_loss"])
     if spec.objective.entropy_coef:
-        metrics["entropy/loss"] = Sum(-of["entropy_bonus"])
+        metrics["entropy/loss"] = Sum(-sums_by_name["entropy_bonus"])
     if spec.loss.uses_ratio:
-        metrics["policy/clip_fraction"] = Mean(of["clipped"], of["tokens"])
+        metrics["policy/clip_fraction"] = Mean(sums_by_name["clipped"], sums_by_name["tokens"])
     for name, entry in (("ratio", "ratio"), ("kl_to_old", "kl_to_old"), ("kl_bounded_fraction", "kl_bounded")):
-        metrics[f"policy/{name}"] = Mean(of[entry], of["tokens"])
+        metrics[f"policy/{name}"] = Mean(sums_by_name[entry], sums_by_name["tokens"])
     return metrics
 
 

@@ -39,7 +39,6 @@ from rlhf_train.learning.terms import (
     masked_mean,
     mismatch_metrics,
     policy_metrics,
-    policy_stream,
     recounted,
     reference_kl_metrics,
     token_batch,
@@ -47,6 +46,7 @@ from rlhf_train.learning.terms import (
     values_before,
 )
 from rlhf_train.learning.utilization import watch_gpu
+from rlhf_train.losses.policy import policy_stream
 from rlhf_train.run.ema import WeightAverage
 from rlhf_train.run.load_balance import LoadBalance, load_balance
 from rlhf_train.run.metrics import METRIC_PREFIXES, Mean, Metric, merge_metrics, on_host
@@ -322,7 +322,7 @@ class TrainWorker:
         spec = self._algorithm
         experience = self._experience
         batch = self._batch("actor", rows)
-        stream = policy_stream(experience, rows, spec, denominators, self._device)
+        stream = policy_stream(experience.columns, experience.policy_mask, rows, spec, denominators, self._device)
         wanted = lay_out(experience.policy_mask, rows, batch)
         options = {"temperature": self._temperature, "max_tokens": self._plan.max_pass_tokens}
         output = self.engines["actor"].forward(batch, logits_mask=wanted, stream=stream, objective=objective, **options)

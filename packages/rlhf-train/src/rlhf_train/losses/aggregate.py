@@ -13,7 +13,7 @@ def token_mean(token_loss: Tensor, loss_mask: Tensor, denominators: Denominators
     """Return this micro-batch's share of the mean over all trained tokens of the update.
 
     The shares of all micro-batches and ranks add up to the mean. The policy loss does not use this function:
-    `rlhf_kernels.packed_policy_loss` includes its reductions.
+    see `losses.policy`.
 
     Args:
         token_loss: [B, T] float; values where the mask is False are ignored, NaN included.
