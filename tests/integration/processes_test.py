@@ -21,7 +21,7 @@ from rlhf_models.testing import tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.host import free_port
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
-from rlhf_train import processes as cluster_module
+from rlhf_train import processes
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.online_job import RewardSpec
 from rlhf_train.processes import (
@@ -45,7 +45,7 @@ nodes, address = find_gpus()
 import ray
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.ray_actors import EngineActor
-from rlhf_train.ray_actors import RankActor
+from rlhf_train.learning.rank_actor import RankActor
 
 class Looks:
     def look(self):
@@ -268,7 +268,7 @@ def test_start_that_hangs_is_an_engine_error_with_a_hint(monkeypatch, start, kin
         ("start_scorers", []),
         ("start_workers", []),
     ):
-        monkeypatch.setattr(cluster_module, name, lambda *words, started=started: started)
+        monkeypatch.setattr(processes, name, lambda *words, started=started: started)
     with pytest.raises(EngineError, match=rf"(?s)^{what} took longer than 3 s.*hint: .*Ray's session folder"):
         start_processes(job, None)
 
@@ -279,7 +279,7 @@ def test_trainer_whose_start_hangs_is_an_engine_error(monkeypatch, start):
     loading = [start(Sleeper).ready.remote()]
     parts = (("start_engines", []), ("start_scorers", []), ("start_workers", []), ("load_models", loading))
     for name, started in parts:
-        monkeypatch.setattr(cluster_module, name, lambda *words, started=started: started)
+        monkeypatch.setattr(processes, name, lambda *words, started=started: started)
     with pytest.raises(EngineError, match="the start of the trainers took longer than 3 s"):
         start_processes(job, None)
 
@@ -315,7 +315,7 @@ def test_reward_models_run_in_as_many_replicas_as_planned(cluster, tmp_path):
 
 def test_reward_models_that_judge_steps_know_what_ends_a_step_and_others_do_not(monkeypatch):
     started = []
-    monkeypatch.setattr(cluster_module, "_start_one", lambda *places, **options: started.append((places[2:], options)))
+    monkeypatch.setattr(processes, "_start_one", lambda *places, **options: started.append((places[2:], options)))
     job = scoring_job(["a", "b"], reward_ranks=2)
     job.reward = replace(job.reward, process_models=("b",), step_separator="\n\n")
     start_scorers(job, "reserved")
@@ -352,11 +352,11 @@ def start_of(monkeypatch, **engine):
     loads = [{"startup/load": 2.0}, {"startup/load": 3.0}]
     request = PlacementRequest(ranks={"actor": 2}, num_engines=3, colocate_all_models=True)
     job = SimpleNamespace(plan=plan_placement(request, [2]), engine=EngineSpec(model="none", **engine))
-    monkeypatch.setattr(cluster_module, "wait", lambda references, **words: references)
-    monkeypatch.setattr(cluster_module, "start_scorers", lambda *words: [])
-    monkeypatch.setattr(cluster_module, "start_workers", lambda *words: log.append("trainers started") or [])
-    monkeypatch.setattr(cluster_module, "load_models", lambda *words: log.append("trainers load") or loads)
-    monkeypatch.setattr(cluster_module, "start_engines", start)
+    monkeypatch.setattr(processes, "wait", lambda references, **words: references)
+    monkeypatch.setattr(processes, "start_scorers", lambda *words: [])
+    monkeypatch.setattr(processes, "start_workers", lambda *words: log.append("trainers started") or [])
+    monkeypatch.setattr(processes, "load_models", lambda *words: log.append("trainers load") or loads)
+    monkeypatch.setattr(processes, "start_engines", start)
     return start_processes(job, None), log
 
 
@@ -385,10 +385,10 @@ def test_a_node_without_a_model_of_the_run_is_named(monkeypatch, tmp_path):
     )
     asked = []
     here = SimpleNamespace(remote=lambda function: SimpleNamespace(options=lambda **words: function))
-    monkeypatch.setattr(cluster_module, "ray", here)
-    monkeypatch.setattr(cluster_module, "wait", lambda references, **words: references)
+    monkeypatch.setattr(processes, "ray", here)
+    monkeypatch.setattr(processes, "wait", lambda references, **words: references)
     answers = SimpleNamespace(remote=lambda paths: asked.append(paths) or ("10.0.0.2", paths[:1]))
-    monkeypatch.setattr(cluster_module, "_missing", answers)
+    monkeypatch.setattr(processes, "_missing", answers)
     with pytest.raises(EngineError, match=rf"the node 10.0.0.2 lacks {model}, which(.|\n)*hint: .* share"):
         check_files(job, Reserved(None, []))
     assert asked == [[str(model), str(tmp_path / "out")]] * 2

@@ -123,16 +123,17 @@ def test_sync_makes_the_weights_the_trainers_and_reverting_gives_the_same_tokens
     import ray
 
     from rlhf_rollout.protocols import SamplingParams
-    from rlhf_train import processes as cluster
+    from rlhf_train import processes
+    from rlhf_train.learning.rank_actor import RankActor
 
     other_path = str(tiny_model_dir(tmp_path / "other", seed=1))
     job = masked_job(model_path, tmp_path, trainer_sleep=False)
     other = masked_job(other_path, tmp_path)
     # Two trainers, one engine: the plan's bundle is counted twice over, so that all three fit.
-    with cluster.ray_cluster(job.plan, None), cluster.placed_bundles(job.plan) as reserved:
-        [engine] = cluster.start_engines(job, reserved, [0])
-        [own] = cluster.start_workers(job, reserved)
-        cluster.wait(cluster.load_models(job, [own]))
+    with processes.ray_cluster(job.plan, None), processes.placed_bundles(job.plan) as reserved:
+        [engine] = processes.start_engines(job, reserved, [0])
+        [own] = processes.start_workers(job, reserved)
+        processes.wait(processes.load_models(job, [own]))
 
         def greedy() -> tuple[list[list[int]], np.ndarray]:
             sampling = SamplingParams(max_tokens=16, temperature=0.0)
@@ -141,13 +142,13 @@ def test_sync_makes_the_weights_the_trainers_and_reverting_gives_the_same_tokens
             tokens = [answer[0].token_ids.tolist() for answer in answers]
             return tokens, np.concatenate([answer[0].logprobs for answer in answers])
 
-        cluster.wait(own.start("send_weights", {0: engine}, 0))
+        processes.wait(own.start(RankActor.send_weights, {0: engine}, 0))
         first_tokens, first_logprobs = greedy()
-        cluster.wait(own.start("load", 0, 1, other.models, other, None))
-        cluster.wait(own.start("send_weights", {0: engine}, 1))
+        processes.wait(own.start(RankActor.load, 0, 1, other.models, other, None))
+        processes.wait(own.start(RankActor.send_weights, {0: engine}, 1))
         other_tokens, _ = greedy()
-        cluster.wait(own.start("load", 0, 1, job.models, job, None))
-        cluster.wait(own.start("send_weights", {0: engine}, 2))
+        processes.wait(own.start(RankActor.load, 0, 1, job.models, job, None))
+        processes.wait(own.start(RankActor.send_weights, {0: engine}, 2))
         again_tokens, again_logprobs = greedy()
     assert other_tokens != first_tokens
     assert again_tokens == first_tokens

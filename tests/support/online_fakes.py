@@ -121,12 +121,10 @@ class World:
 
     def start(self, method, *arguments, **options):
         time.sleep(self.delay_s)
-        if method == "work":
-            name, *arguments = arguments
-            if name not in ("peak_memory_bytes", "finish_state"):
-                self.log.append(" ".join([name, *[part for part in arguments if isinstance(part, str)]]))
-            return [getattr(self, f"on_{name}", lambda *_, **__: {})(*arguments, **options)]
-        return []
+        name = method.__name__
+        if name not in ("peak_memory_bytes", "finish_state"):
+            self.log.append(" ".join([name, *[part for part in arguments if isinstance(part, str)]]))
+        return [getattr(self, f"on_{name}", lambda *_, **__: {})(*arguments, **options)]
 
     def on_load_rollouts(self, columns, plan, step_versions):
         assert len(columns.rollout_ids) == len(plan.rows)
@@ -186,10 +184,10 @@ class FakeRanks(RankSet):
         return self.world.start(method, *arguments, **options)
 
     def start_on(self, rank, method, *arguments):
-        return getattr(self.world, f"on_{method}")(*arguments)
+        return getattr(self.world, f"on_{method.__name__}")(*arguments)
 
     def start_each(self, method, arguments):
-        if method == "send_weights":
+        if method.__name__ == "send_weights":
             return [self.world.send(*each) for each in arguments]
         return [result for each in arguments for result in self.world.start(method, *each)]
 
@@ -203,10 +201,10 @@ class LoggedRanks(RankSet):
         self.shards: list[tuple] = []
 
     def start(self, method, *arguments, **options):
-        name = arguments[0] if method == "work" else method
-        self.log.append((self.roles, *arguments[(method == "work") :]))
+        name = method.__name__
+        self.log.append((self.roles, *arguments))
         if name == "update":
-            prefix = {"actor": "policy", "critic": "value"}[arguments[1]]
+            prefix = {"actor": "policy", "critic": "value"}[arguments[0]]
             return [{f"{prefix}/rollout_passes": Sum(3.0)} for _ in self.handles]
         if name == "export_columns":
             return [f"part {rank}" for rank in self.handles]
@@ -215,9 +213,9 @@ class LoggedRanks(RankSet):
         return [{} for _ in self.handles]
 
     def start_each(self, method, arguments):
-        self.log.append((self.roles, method))
+        self.log.append((self.roles, method.__name__))
         self.shards += arguments
-        if method == "send_weights":
+        if method.__name__ == "send_weights":
             return [
                 (1000 + rank, {number: "full" for number in mine if number == 2})
                 for rank, (mine, _) in enumerate(arguments)

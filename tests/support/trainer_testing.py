@@ -228,11 +228,11 @@ def running_engine(job: OnlineJob, num_engines: int = 1) -> Iterator[list[Any]]:
     longer to start than a short run takes. A run's first weight sync gives the engines the weights of that run.
     """
     from rlhf_rollout.ray_actors import RayEngine, RemoteEngine
-    from rlhf_train import processes as cluster
+    from rlhf_train import processes
     from rlhf_train.cluster.ray_session import started_cluster
 
     with started_cluster(NUM_CLUSTER_CPUS, 0):
         handles = [RemoteEngine.options(num_cpus=1).remote("vllm", job.engine) for _ in range(num_engines)]
         engines = [RayEngine(handle, job.engine) for handle in handles]
-        with mock.patch.object(cluster, "start_engines", lambda job, reserved, wave, *_: [engines[n] for n in wave]):
+        with mock.patch.object(processes, "start_engines", lambda job, reserved, wave, *_: [engines[n] for n in wave]):
             yield engines

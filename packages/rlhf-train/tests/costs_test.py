@@ -167,13 +167,13 @@ def test_online_ranks_get_what_costs_equally_much_for_the_models_they_hold(tmp_p
     squares = [r.num_tokens * (r.num_tokens + 1) / 2 for r in rollouts]
     targets = [r.num_response_tokens for r in rollouts]
     for ranks, work in ((actor, squares), (others, targets)):
-        shards = [sorted(plan.rows) for _, _, plan, _ in ranks.dealt]
+        shards = [sorted(plan.rows) for _, plan, _ in ranks.dealt]
         assert sorted(shards[0] + shards[1]) == list(range(len(rollouts)))
         first, second = (sum(work[row] for row in rows) for rows in shards)
         assert abs(first - second) <= 0.03 * (first + second)
     # Work by squares is not work by targets.
-    assert {tuple(sorted(plan.rows)) for _, _, plan, _ in actor.dealt} != {
-        tuple(sorted(plan.rows)) for _, _, plan, _ in others.dealt
+    assert {tuple(sorted(plan.rows)) for _, plan, _ in actor.dealt} != {
+        tuple(sorted(plan.rows)) for _, plan, _ in others.dealt
     }
 
 

@@ -1,6 +1,7 @@
 """Forward passes on complete groups while others generate: whose numbers they are, and what they do not depend on."""
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,10 +20,10 @@ from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.forwards import BlockForwards
 from rlhf_train.learning.learner import Learner
+from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
 from rlhf_train.online import train_and_save
 from rlhf_train.online_job import AsyncSpec, DynamicSampling
-from rlhf_train.ray_actors import RankActor
 from trainer_testing import random_rollouts, tiny_job
 
 NUM_GROUPS = 8
@@ -43,15 +44,20 @@ class LocalRanks(RankSet):
         self.blocks: list[tuple] = []
 
     def start(self, method, *arguments, **options):
-        return [getattr(self.actor, method)(*arguments, **options)]
+        return [self.call_on(method)(*arguments, **options)]
 
     def start_each(self, method, arguments):
-        return [getattr(self.actor, method)(*each) for each in arguments]
+        return [self.call_on(method)(*each) for each in arguments]
 
     def start_on(self, rank, method, *arguments):
         *_, columns, plan = arguments
         self.blocks.append((rank, columns.rollout_ids, plan))
-        return getattr(self.actor, method)(*arguments)
+        return self.call_on(method)(*arguments)
+
+    def call_on(self, method):
+        """Return the method of the actor, or of its worker."""
+        own = getattr(self.actor, method.__name__, None)
+        return own or partial(self.actor.work, method.__name__)
 
 
 @pytest.fixture(autouse=True)
@@ -348,5 +354,5 @@ def test_call_of_one_rank_gives_two_references():
 
     method = SimpleNamespace(options=lambda **options: calls.append(options) or SimpleNamespace(remote=remote))
     ranks = RankSet(("actor",), [None, SimpleNamespace(run_block=method)])
-    assert ranks.start_on(1, "run_block", 1, 2) == ("columns", "report")
+    assert ranks.start_on(1, RankActor.run_block, 1, 2) == ("columns", "report")
     assert calls == [{"num_returns": 2}, (1, 2)]

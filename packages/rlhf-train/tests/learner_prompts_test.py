@@ -45,7 +45,7 @@ def test_rollouts_of_a_prompt_stay_together_if_they_share_it(tmp_path, monkeypat
     ranks = Ranks("actor", "critic", "reference", count=1)
     rollouts = rollouts_of_three_prompts()
     Learner(dataclasses.replace(job, models=models), [ranks]).deal(rollouts, step=1)
-    ((_, columns, plan, _),) = ranks.shards
+    ((columns, plan, _),) = ranks.shards
     lengths = [len(rollouts[row].spans[0].token_ids) for row in plan.rows]
     changes = sum(one != other for one, other in itertools.pairwise(lengths))
     if is_shared:

@@ -59,7 +59,7 @@ def test_rewards_of_steps_and_the_rest_are_each_compared_within_the_group(job, e
     ranks = LoggedRanks([], "actor")
     learner = Learner(dataclasses.replace(job, models=models, plan=plan, algorithm=algorithm), [ranks])
     learner.deal([judged("a", ((1, 0.9), (4, 0.5)), 1.0), judged("b", ((2, 0.1),), 0.0)], 1)
-    [(_, columns, _, _)] = ranks.shards
+    [(columns, _, _)] = ranks.shards
     experience = Experience.from_columns(columns)
     placed = placed_rewards(experience.rewards, experience.token_rewards, experience.loss_mask)
     zeros = torch.zeros(2, 5)
@@ -116,7 +116,7 @@ def test_turns_are_compared_with_the_same_turn_however_many_rollouts_an_episode_
     job = dataclasses.replace(job, models={"actor": job.models["actor"]}, plan=plan, algorithm=algorithm)
     ranks = LoggedRanks([], "actor")
     Learner(job, [ranks]).deal(rollouts, 1, [rollout.rollout_id[0] for rollout in rollouts])
-    [(_, columns, _, _)] = ranks.shards
+    [(columns, _, _)] = ranks.shards
     experience = Experience.from_columns(columns)
     mask = experience.loss_mask
     placed = placed_rewards(experience.rewards, experience.token_rewards, mask)
@@ -146,7 +146,7 @@ def test_rewards_normalised_each_by_itself_count_an_episode_once(job):
     job = dataclasses.replace(job, models=models, plan=plan, algorithm=algorithm, reward=reward)
     ranks = LoggedRanks([], "actor")
     Learner(job, [ranks]).deal(rollouts, 1, ["a", "a", "b"])
-    [(_, columns, _, _)] = ranks.shards
+    [(columns, _, _)] = ranks.shards
     found = dict(zip(columns.rollout_ids, columns.rewards.tolist(), strict=True))
     assert found == pytest.approx({"a.0": -2.0, "a.1": -2.0, "b": 2.0}, abs=1e-5)
     assert not columns.token_rewards.any()  # the whole sum is the last token's
@@ -174,7 +174,7 @@ def dealt(job, estimator: str, normalize: str) -> list[float]:
         verdict = Verdict(kind, total, source_rewards=own)
         rollouts.append(dataclasses.replace(rollout, rollout_id=str(index), group_id="ab"[index // 2], verdict=verdict))
     Learner(job, [ranks]).deal(rollouts, step=1)
-    [(_, columns, _, _)] = ranks.shards
+    [(columns, _, _)] = ranks.shards
     worth = dict(zip(columns.rollout_ids, columns.rewards.tolist(), strict=True))
     return [worth[str(index)] for index in range(4)]
 

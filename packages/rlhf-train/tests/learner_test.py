@@ -108,8 +108,8 @@ def test_every_set_is_dealt_every_rollout_once_with_its_own_number_of_ranks(job)
     for ranks in (actor, critic):
         assert len(ranks.shards) == len(ranks.handles)
         dealt: dict[str, float] = {}
-        for name, columns, plan, versions in ranks.shards:
-            assert (name, versions, len(plan.mini_batches)) == ("load_rollouts", (0, 2, 6), 2)
+        for columns, plan, versions in ranks.shards:
+            assert (versions, len(plan.mini_batches)) == ((0, 2, 6), 2)
             assert tuple(rollouts[row].rollout_id for row in plan.rows) == columns.rollout_ids
             dealt |= zip(columns.rollout_ids, columns.rewards.tolist(), strict=True)
         assert dealt == pytest.approx(earned)
@@ -150,10 +150,10 @@ def test_ranks_that_divide_sequences_or_weights_are_dealt_the_same_rollouts_and_
     rollouts = random_rollouts(32, vocab_size=64)
     learner = Learner(job, [actor, critic])
     learner.deal(rollouts, step=1)
-    plans = [plan.rows for _, _, plan, _ in actor.shards]
+    plans = [plan.rows for _, plan, _ in actor.shards]
     assert plans[0] == plans[1] and plans[2] == plans[3]
     assert sorted(plans[0] + plans[2]) == list(range(32))
-    assert [sorted(plan.rows) for _, _, plan, _ in critic.shards] == [list(range(32))] * 2
+    assert [sorted(plan.rows) for _, plan, _ in critic.shards] == [list(range(32))] * 2
     log.clear()
     learner.assign_advantages()
     assert log[1:] == [(("actor", "reference"), ["returns", "trained"]), (("critic",), "part 0", "part 2")]
@@ -166,14 +166,14 @@ def test_versions_of_the_last_steps_are_kept_and_restored(job, mask_stale, num_k
     learner = Learner(job, [ranks])
     for learner.policy_version in range(0, 600, 2):
         learner.deal(random_rollouts(32, vocab_size=64), step=1)
-    assert ranks.shards[-1][3] == tuple(range(600 - 2 * num_kept, 600, 2))
+    assert ranks.shards[-1][2] == tuple(range(600 - 2 * num_kept, 600, 2))
     resumed = Learner(job, [ranks])
     resumed.restore(learner.state())
     assert resumed.state() == learner.state()
     for one in (learner, resumed):
         one.policy_version = 600
         one.deal(random_rollouts(32, vocab_size=64), step=1)
-    assert ranks.shards[-1][3] == ranks.shards[-2][3] == tuple(range(602 - 2 * num_kept, 602, 2))
+    assert ranks.shards[-1][2] == ranks.shards[-2][2] == tuple(range(602 - 2 * num_kept, 602, 2))
 
 
 @pytest.mark.parametrize(("asynchronous", "names"), [(None, {"b"}), (AsyncSpec(max_staleness=1), {"async/a", "b"})])
@@ -188,7 +188,7 @@ def test_order_of_a_deal_differs_by_step_and_seed_and_repeats(job):
     def rows(seed: int, step: int) -> tuple:
         ranks = LoggedRanks([], "actor", "critic", "reference")
         Learner(dataclasses.replace(job, seed=seed), [ranks]).deal(random_rollouts(32, vocab_size=64), step)
-        return ranks.shards[0][2].rows
+        return ranks.shards[0][1].rows
 
     assert rows(1, 1) == rows(1, 1) != rows(1, 2)
     assert rows(1, 1) != rows(5, 1)

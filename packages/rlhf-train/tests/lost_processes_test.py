@@ -12,7 +12,7 @@ from ray.exceptions import RayTaskError
 from online_fakes import Listener, SpreadReward, World
 from rlhf_data.errors import EngineError
 from rlhf_train import online as online_run
-from rlhf_train import processes as cluster
+from rlhf_train import processes
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.cluster.ray_session import DeviceMemoryError, LostProcessError
 from rlhf_train.online import LostTrainerError, run_online
@@ -270,8 +270,8 @@ def test_interrupted_run_whose_trainers_have_ended_says_that_it_saves_no_checkpo
 @pytest.fixture
 def plan(monkeypatch):
     """A plan whose placement group, `group`, is there at once."""
-    monkeypatch.setattr(cluster, "check_resources", lambda *_: None)
-    monkeypatch.setattr(cluster, "placement_group", lambda *_, **__: SimpleNamespace(wait=lambda _: True))
+    monkeypatch.setattr(processes, "check_resources", lambda *_: None)
+    monkeypatch.setattr(processes, "placement_group", lambda *_, **__: SimpleNamespace(wait=lambda _: True))
     return plan_placement(PlacementRequest(ranks={"actor": 1}), [])
 
 
@@ -283,8 +283,8 @@ def test_placement_group_is_removed_when_its_block_has_ended(plan, monkeypatch):
         time.sleep(0.1)
         removed.append(group)
 
-    monkeypatch.setattr(cluster, "remove_placement_group", remove)
-    with cluster.placed_bundles(plan) as reserved:
+    monkeypatch.setattr(processes, "remove_placement_group", remove)
+    with processes.placed_bundles(plan) as reserved:
         pass
     assert len(removed) == 1 and removed[0] is reserved.group
 
@@ -296,10 +296,10 @@ def test_cluster_that_does_not_remove_a_placement_group_hides_no_error(plan, mon
             raise ConnectionError(reason)
         time.sleep(5.0)
 
-    monkeypatch.setattr(cluster, "REMOVAL_TIMEOUT_S", 0.01 if "within" in reason else 60.0)
-    monkeypatch.setattr(cluster, "remove_placement_group", remove)
+    monkeypatch.setattr(processes, "REMOVAL_TIMEOUT_S", 0.01 if "within" in reason else 60.0)
+    monkeypatch.setattr(processes, "remove_placement_group", remove)
     before = time.monotonic()
-    with pytest.raises(EngineError, match="its own"), cluster.placed_bundles(plan):
+    with pytest.raises(EngineError, match="its own"), processes.placed_bundles(plan):
         raise EngineError("its own")
     assert time.monotonic() - before < 4.0
     assert "the Ray cluster has not taken the run's nodes back" in caplog.text and reason in caplog.text

@@ -4,7 +4,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
+from rlhf_train.learning.worker import TrainWorker
 
 
 def test_call_reaches_all_ranks_before_the_call_of_another_thread_reaches_any():
@@ -24,15 +26,15 @@ def test_call_reaches_all_ranks_before_the_call_of_another_thread_reaches_any():
 
     handles = [
         SimpleNamespace(
-            train=SimpleNamespace(remote=lambda rank=rank: train(rank)),
-            send=SimpleNamespace(remote=lambda rank=rank: send(rank)),
+            work=SimpleNamespace(remote=lambda name, rank=rank: train(rank)),
+            send_weights=SimpleNamespace(remote=lambda rank=rank: send(rank)),
         )
         for rank in range(2)
     ]
     ranks = RankSet(("actor",), handles)
     with ThreadPoolExecutor(1) as pool:
-        training = pool.submit(ranks.start, "train")
+        training = pool.submit(ranks.start, TrainWorker.reload)
         assert has_begun.wait(60)
-        ranks.start_each("send", [(), ()])
+        ranks.start_each(RankActor.send_weights, [(), ()])
         training.result(60)
     assert taken == [["train", "send"]] * 2

@@ -4,7 +4,7 @@ import os
 from types import SimpleNamespace
 
 from rlhf_train.learning import worker
-from rlhf_train.ray_actors import RankActor
+from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.weight_sync import source
 
 

@@ -8,8 +8,8 @@ import pytest
 from online_fakes import Listener
 from record_testing import ManualClock
 from rlhf_data.errors import EngineError
-from rlhf_train import ray_actors
-from rlhf_train.ray_actors import RankActor
+from rlhf_train.learning import rank_actor
+from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.run.timeline import PHASES, Timeline
 from rlhf_train.run.watch import Watch, stacks_written
 
@@ -119,7 +119,7 @@ def test_rank_that_takes_long_writes_where_it_is_to_its_log(monkeypatch, capfd):
     def pass_that_waits(seconds):
         time.sleep(seconds)
 
-    monkeypatch.setattr(ray_actors, "stacks_written", lambda: stacks_written(0.2))
+    monkeypatch.setattr(rank_actor, "stacks_written", lambda: stacks_written(0.2))
     rank = RankActor.__new__(RankActor)
     rank._worker = SimpleNamespace(run_model=pass_that_waits)
     rank.work("run_model", 0.0)

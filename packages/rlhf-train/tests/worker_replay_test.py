@@ -108,7 +108,7 @@ class Ranks(RankSet):
         super().__init__(roles, range(count))
 
     def start_each(self, method, arguments):
-        self.dealt = [columns for _, columns, _, _ in arguments]
+        self.dealt = [columns for columns, _, _ in arguments]
         return []
 
 

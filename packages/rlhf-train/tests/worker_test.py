@@ -19,6 +19,7 @@ from rlhf_train.batching import plan_batches
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.learning import rehearsal
 from rlhf_train.learning.columns import RolloutColumns
+from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.rehearsal import (
     made_up_step,
     memory_share,
@@ -28,7 +29,6 @@ from rlhf_train.learning.rehearsal import (
     without_trace,
 )
 from rlhf_train.learning.worker import TrainWorker
-from rlhf_train.ray_actors import RankActor
 from rlhf_train.run.metrics import Mean, results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts, tiny_job

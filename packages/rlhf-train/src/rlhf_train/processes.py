@@ -29,9 +29,9 @@ from rlhf_rollout.ray_actors import (
 from rlhf_train.cluster.places import PlacementPlan, ProcessPlan
 from rlhf_train.cluster.ray_session import check_resources, join, started_cluster, wait
 from rlhf_train.generation.divided_rewards import DividedScorer, RewardRank
+from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
 from rlhf_train.online_job import OnlineJob
-from rlhf_train.ray_actors import RankActor
 
 PLACEMENT_TIMEOUT_S = 60.0
 REMOVAL_TIMEOUT_S = 10.0
@@ -296,7 +296,7 @@ def start_workers(job: OnlineJob, reserved: Reserved) -> list[RankSet]:
     """Start the rank sets that train, without models; return them without waiting."""
     rank_sets = [RankSet(placed.roles, _start(ray.remote(RankActor), placed, reserved)) for placed in job.plan.trainers]
     for ranks in rank_sets:
-        ranks.start("prepare")
+        ranks.start(RankActor.prepare)
     return rank_sets
 
 
@@ -310,7 +310,7 @@ def load_models(job: OnlineJob, rank_sets: Sequence[RankSet]) -> list[Any]:
             first = [ranks.handles[0].master_address.remote()]
             [master] = wait(first, timeout_s=job.engine.start_timeout_s, what="the start of a trainer's process")
         models = {role: job.models[role] for role in ranks.roles}
-        loads += ranks.start_each("load", [(rank, size, models, job, master) for rank in range(size)])
+        loads += ranks.start_each(RankActor.load, [(rank, size, models, job, master) for rank in range(size)])
     return loads
 
 

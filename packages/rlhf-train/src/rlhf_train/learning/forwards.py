@@ -10,7 +10,9 @@ from rlhf_train.cluster.ray_session import wait
 from rlhf_train.generation.summaries import scored
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import MODEL_COLUMNS
+from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
+from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.online_job import OnlineJob
 from rlhf_train.run.metrics import merge_metrics, results
 
@@ -113,7 +115,7 @@ class BlockForwards:
                 parts += metrics
                 seconds += block_s * block.is_early
         columns = [part for block in blocks for part in block.columns]
-        wait([reference for ranks in self._trainers for reference in ranks.start("work", "adopt_columns", *columns)])
+        wait([reference for ranks in self._trainers for reference in ranks.start(TrainWorker.adopt_columns, *columns)])
         self._blocks = {}
         num_rollouts = sum(len(block.rollout_ids) for block in blocks)
         return results(merge_metrics(parts)) | {
@@ -135,7 +137,7 @@ class BlockForwards:
                 rank = tokens.index(min(tokens))
                 tokens[rank] += sum(rollout.num_tokens for rollout in rollouts)
                 own = columns[self._has_routes(roles)]
-                sent.append(ranks.start_on(rank, "run_block", roles, self._columns_of(roles), own, plan))
+                sent.append(ranks.start_on(rank, RankActor.run_block, roles, self._columns_of(roles), own, plan))
         ids = tuple(rollout.rollout_id for rollout in rollouts)
         return _Block(ids, tuple(part for part, _ in sent), tuple(report for _, report in sent), is_early)
 

@@ -1,7 +1,7 @@
 """The training side: distributes a batch over the rank sets and calls them in the order of the algorithm."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,9 @@ from rlhf_train.costs import PassCosts
 from rlhf_train.generation.scoring import RewardShaper, compared_rewards
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.forwards import BlockForwards
+from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
+from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.online_job import OnlineJob
 from rlhf_train.run.metrics import METRIC_PREFIXES, Metric, merge_metrics, results
 from rlhf_train.run.rank_state import file_name
@@ -119,8 +121,8 @@ class Learner:
             for plan in plans:
                 parts = ([part[row] for row in plan.rows] for part in (rollouts, rewards, earned))
                 columns = RolloutColumns.of(*parts, with_routes=replays and "actor" in ranks.roles)
-                calls += [("load_rollouts", columns, plan, tuple(self._step_versions))] * self._ranks_per_batch
-            pending += ranks.start_each("work", calls)
+                calls += [(columns, plan, tuple(self._step_versions))] * self._ranks_per_batch
+            pending += ranks.start_each(TrainWorker.load_rollouts, calls)
         if self._forwards is None:
             wait(pending)
         else:
@@ -140,7 +142,7 @@ class Learner:
         wanted = ["actor"] if algorithm.runs_actor else []
         roles = [role for role in (*wanted, "reference", "teacher", "critic") if role in self._set_of]
         # Start all before waiting for any, so that models in separate processes run at the same time.
-        pending = {role: self._set_of[role].start("work", "run_model", role) for role in roles}
+        pending = {role: self._set_of[role].start(TrainWorker.run_model, role) for role in roles}
         metrics = _merged(part for references in pending.values() for part in wait(references))
         self._move_columns(["ref_logprobs"], "reference", "actor")
         self._move_columns(["teacher_logprobs"], "teacher", "actor")
@@ -150,7 +152,7 @@ class Learner:
 
     def assign_advantages(self) -> dict[str, float]:
         """Compute advantages and returns on the actor's ranks; return metrics."""
-        metrics = _merged(self._set_of["actor"].call("work", "assign_advantages", self.kl_coef))
+        metrics = _merged(self._set_of["actor"].call(TrainWorker.assign_advantages, self.kl_coef))
         if self._job.asynchronous is None:
             metrics = {name: value for name, value in metrics.items() if not name.startswith("async/")}
         self._kl = metrics.get("kl/reference")
@@ -173,7 +175,7 @@ class Learner:
         options = {"max_epochs": job.batch.max_epochs, "seed": job.seed + step, "kl_coef": self.kl_coef}
         pending = []
         for role in roles:
-            pending.append(self._set_of[role].start("work", "update", role, **options))
+            pending.append(self._set_of[role].start(TrainWorker.update, role, **options))
             if job.trainer_sleep:
                 wait(pending[-1])
         metrics = _merged(part for references in pending for part in wait(references))
@@ -219,8 +221,8 @@ class Learner:
             return
         if self._set_of[source] is self._set_of[target]:
             return
-        exported = self._set_of[source].start("work", "export_columns", list(names))[:: self._ranks_per_batch]
-        wait(self._set_of[target].start("work", "adopt_columns", *exported))
+        exported = self._set_of[source].start(TrainWorker.export_columns, list(names))[:: self._ranks_per_batch]
+        wait(self._set_of[target].start(TrainWorker.adopt_columns, *exported))
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -246,7 +248,7 @@ class Learner:
 
         Returns the names of the files, which are complete when each has a receipt; see `run.checkpoint`.
         """
-        self._call_all("save_state", folder)
+        self._call_all(TrainWorker.save_state, folder)
         return [
             file_name(role, rank, len(ranks.handles))
             for ranks in self._sets
@@ -257,11 +259,11 @@ class Learner:
 
     def finish_state(self) -> None:
         """Wait until no rank writes files of `save_state` any more."""
-        self._call_all("finish_state")
+        self._call_all(TrainWorker.finish_state)
 
     def load_state(self, folder: str) -> None:
         """Have all ranks continue with the models in `folder`."""
-        self._call_all("load_state", folder)
+        self._call_all(TrainWorker.load_state, folder)
 
     # -- weights and memory --------------------------------------------------------------------------------------
 
@@ -273,7 +275,7 @@ class Learner:
         """
         actor = self._set_of["actor"]
         targets = self._targets(engines, len(actor.handles))
-        reports = wait(actor.start_each("send_weights", [(mine, self.policy_version) for mine in targets]))
+        reports = wait(actor.start_each(RankActor.send_weights, [(mine, self.policy_version) for mine in targets]))
         failures = {number: reason for _, failed in reports for number, reason in failed.items()}
         return max(size for size, _ in reports), failures
 
@@ -293,23 +295,23 @@ class Learner:
 
     def save(self, role: str, path: str) -> None:
         """Write the model of `role` as a Hugging Face folder."""
-        self._set_of[role].call("work", "save", role, path)
+        self._set_of[role].call(TrainWorker.save, role, path)
 
     def save_average(self, path: str) -> None:
         """Write the moving average of the actor's weights as a Hugging Face folder."""
-        self._set_of["actor"].call("work", "save_average", path)
+        self._set_of["actor"].call(TrainWorker.save_average, path)
 
     def sleep(self) -> None:
         """Move optimizer states to host memory, so that the engines can use the device."""
-        self._call_all("offload")
+        self._call_all(TrainWorker.offload)
 
     def release_cache(self) -> None:
         """Give the engines what PyTorch's allocator keeps of the device for later passes."""
-        self._call_all("release_cache")
+        self._call_all(TrainWorker.release_cache)
 
     def wake_up(self) -> None:
         """Move optimizer states back to the device."""
-        self._call_all("reload")
+        self._call_all(TrainWorker.reload)
 
     def live_roles(self) -> set[str]:
         """Return the roles whose ranks all answer within `control_timeout_s`, after what they are doing."""
@@ -317,7 +319,7 @@ class Learner:
         live: set[str] = set()
         for ranks in self._sets:
             try:
-                wait(ranks.start("work", "peak_memory_bytes"), **limit)
+                wait(ranks.start(TrainWorker.peak_memory_bytes), **limit)
             except EngineError:
                 continue
             live.update(ranks.roles)
@@ -325,10 +327,10 @@ class Learner:
 
     def peak_memory_bytes(self) -> int:
         """Return the peak of allocated device memory in bytes, the largest over all ranks."""
-        return max((peak for ranks in self._sets for peak in ranks.call("work", "peak_memory_bytes")), default=0)
+        return max((peak for ranks in self._sets for peak in ranks.call(TrainWorker.peak_memory_bytes)), default=0)
 
-    def _call_all(self, method: str, *args: Any) -> None:
-        wait([reference for ranks in self._sets for reference in ranks.start("work", method, *args)])
+    def _call_all(self, method: Callable[..., Any], *args: Any) -> None:
+        wait([reference for ranks in self._sets for reference in ranks.start(method, *args)])
 
 
 def _merged(parts: Iterable[Mapping[str, Metric]]) -> dict[str, float]:

@@ -1,10 +1,12 @@
 """A rank set: the training processes of some models, called together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 
 from rlhf_train.cluster.ray_session import wait
+from rlhf_train.learning.rank_actor import RankActor
 
 
 class RankSet:
@@ -22,22 +24,36 @@ class RankSet:
         # each other. Weights are sent from another thread.
         self._order = Lock()
 
-    def start(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `method` on every rank with the same arguments; return one object reference per rank."""
-        with self._order:
-            return [getattr(handle, method).remote(*args, **kwargs) for handle in self.handles]
+    def start(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of `TrainWorker` or `RankActor` on every rank with the same arguments.
 
-    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        Returns one object reference per rank.
+        """
+        with self._order:
+            return [_remote(handle, method)(*args, **kwargs) for handle in self.handles]
+
+    def start_each(self, method: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call `method` on every rank with its own arguments; return one object reference per rank."""
         with self._order:
-            return [getattr(h, method).remote(*args) for h, args in zip(self.handles, arguments, strict=True)]
+            return [_remote(h, method)(*args) for h, args in zip(self.handles, arguments, strict=True)]
 
-    def start_on(self, rank: int, method: str, *args: Any) -> tuple[Any, Any]:
-        """Call `method`, which needs no other rank, on one rank; return references to the two parts of its result."""
+    def start_on(self, rank: int, method: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+        """Call a method of `RankActor`, which needs no other rank, on one rank.
+
+        Returns references to the two parts of its result.
+        """
         with self._order:
-            first, second = getattr(self.handles[rank], method).options(num_returns=2).remote(*args)
+            first, second = getattr(self.handles[rank], method.__name__).options(num_returns=2).remote(*args)
         return first, second
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` on every rank and wait; return one result per rank."""
         return wait(self.start(method, *args, **kwargs))
+
+
+def _remote(handle: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that runs `method` on a rank. Ray knows those of the actor, which calls its worker."""
+    name = method.__name__
+    if method.__qualname__ == f"{RankActor.__name__}.{name}":
+        return getattr(handle, name).remote
+    return partial(handle.work.remote, name)
