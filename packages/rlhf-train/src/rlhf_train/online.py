@@ -136,8 +136,17 @@ def run_processes(
         stack.enter_context(recorder)
         reward = make_reward(job, processes.scorers, recorder.folder / "reward.log")
         costs = {role: pass_costs(load_config(m.path), has_head=role != "critic") for role, m in job.models.items()}
-        watchers = (recorder, observer, timeline, interrupts)
-        parts = assemble(job, processes.engines, processes.workers, reward, *watchers, costs)
+        parts = assemble(
+            job,
+            processes.engines,
+            processes.workers,
+            reward,
+            recorder,
+            observer,
+            timeline,
+            interrupts=interrupts,
+            costs=costs,
+        )
         parts.report.add_final(processes.seconds)
         stack.callback(parts.rollouts.close)
         watch.details.append(parts.rollouts.pending)
@@ -183,9 +192,17 @@ def assemble(
         rollouts = RecordedRollouts(Path(job.replay), job.batch.rollout_batch_size, job.models["actor"].masked_ids)
     else:
         stream = SampleStream(job.batch.rollout_batch_size, job.num_steps, job.max_staleness)
-        agent_log = recorder.folder / "agent.log"
-        watchers = (timeline, observer, agent_log, learner.settle if job.early_forwards else None)
-        rollouts = Rollouts(job, engines, learner.send_weights, reward, stream, *watchers)
+        rollouts = Rollouts(
+            job,
+            engines,
+            learner.send_weights,
+            reward,
+            stream,
+            timeline,
+            observer,
+            agent_log=recorder.folder / "agent.log",
+            settled=learner.settle if job.early_forwards else None,
+        )
     turns = Turns(
         rollouts,
         learner,

@@ -71,6 +71,9 @@ class GenerationService:
         stream: admits prompts and holds complete groups.
         progress: is told the number of complete groups that wait for the next batch, and the size of a batch.
         settled: is told the id of each group that needs no more generation, and the group if it will be trained.
+
+    Attributes:
+        num_outstanding: episodes that were in flight or waited for a later batch when the last batch was taken.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class GenerationService:
         self._is_open = False  # prompts may be admitted
         self._num_allowed = 0  # prompts that may still be admitted before the next batch is done
         self._counts = GenerationCounts()  # of the run; its seconds are those since the last batch
+        self.num_outstanding = 0
         # Since the last batch:
         self._num_requested = self._num_failed = 0  # groups
         self._failure = ""
@@ -133,13 +137,6 @@ class GenerationService:
             self._stream.done(policy_version)
             self._allow()
             self._change.set()
-
-    @property
-    def num_outstanding(self) -> int:
-        """Number of episodes that were in flight or waited for a later batch when the last batch was taken."""
-        num_ended = self._num_failed + len(self._dropped)
-        num_groups = self._stream.num_queued + self._stream.num_in_flight - self._num_requested + num_ended
-        return num_groups * self._job.sampling.num_samples
 
     async def answer_held_out(self, step: int, settle: Callable[[GroupResult], None]) -> list[GroupResult]:
         """Return the results of the held-out prompts, in their order.
@@ -191,6 +188,7 @@ class GenerationService:
             "unfinished": self._workflow.router.unfinished.state(
                 ticket.group_id for ticket in self._stream.in_flight()
             ),
+            "num_outstanding": self.num_outstanding,
             "num_requested": self._num_requested,
             "num_failed": self._num_failed,
             "failure": self._failure,
@@ -207,6 +205,7 @@ class GenerationService:
         ]
         self._stream.restore(state["stream"], tickets)
         self._workflow.router.unfinished.restore(state.get("unfinished", {}))
+        self.num_outstanding = state["num_outstanding"]
         self._num_requested = state["num_requested"]
         self._num_failed = state["num_failed"]
         self._failure = state["failure"]
@@ -305,6 +304,7 @@ class GenerationService:
     def _take(self) -> Drawn:
         num_samples = self._job.sampling.num_samples
         fresh, stale = self._stream.take()
+        self.num_outstanding = (self._stream.num_queued + self._stream.num_in_flight) * num_samples
         counts = self._counts
         router = self._workflow.router
         num_prompt_tokens, num_cached = router.prompt_tokens - self._prompt_tokens

@@ -1,8 +1,7 @@
 """One data-parallel rank: the models it hosts, its shard of the step's rollouts, and the computations on them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,18 +15,18 @@ from torch.nn.utils.rnn import pad_sequence
 from rlhf_data.errors import EngineError
 from rlhf_kernels import PolicyObjective
 from rlhf_models.batch import TokenBatch, to_device
-from rlhf_models.host_states import HostStates, awake
+from rlhf_models.host_states import awake
 from rlhf_train.algorithms.gae import generalized_advantages, moments, rewards_to_go, turn_starts, whiten
 from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
 from rlhf_train.engine.accelerate import join_groups, start_engine, start_frozen
 from rlhf_train.engine.deepspeed import DeepSpeedEngine
-from rlhf_train.engine.deepspeed_internals import frozen_parts
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.dropout import without_dropout
 from rlhf_train.learning.experience import MODEL_COLUMNS, Experience
+from rlhf_train.learning.residence import Residence, release_cache
 from rlhf_train.learning.terms import (
     charged_rewards,
     correct_mismatch,
@@ -108,11 +107,8 @@ class TrainWorker:
         self._specs = dict(models)
         self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self._frozen: dict[str, Callable] = {}
-        self._frozen_weights = HostStates(is_frozen=True)
-        self._frozen_are_here = True
         self.engines: dict[str, DeepSpeedEngine] = {}
-        self._with_states: set[str] = set()  # roles whose optimizer states are on the device
-        self._trains_in_turn = trains_in_turn
+        self._residence = Residence(self.engines, self._frozen, self._device, in_turn=trains_in_turn)
         self._balances: dict[str, LoadBalance | None] = {}
         for role, spec in models.items():
             self._load(role, spec, device, pack_tokens=pack_tokens, takes_turns=takes_turns)
@@ -135,10 +131,7 @@ class TrainWorker:
         self._balances[role] = load_balance(model, spec, self._groups["sequence_group"])
         options |= {"device": device, "num_ranks": self._num_ranks, **self._groups}
         self.engines[role] = start_engine(model, spec, **options)
-        self._with_states.add(role)
-        if self._trains_in_turn:  # before the next model is loaded
-            self._offload_states(role)
-            self.release_cache()
+        self._residence.loaded(role)
 
     def load_rollouts(self, columns: RolloutColumns, plan: RankPlan, step_versions: Sequence[int] = (0,)) -> None:
         """Store this step's shard.
@@ -159,7 +152,7 @@ class TrainWorker:
         if role in self.engines:
             self.engines[role].module.eval()
         else:
-            self._reload_frozen()
+            self._residence.reload_frozen()
         # Both stay on the device until the end: copying the part of each pass would wait for it.
         column, last_values = torch.zeros(2, *self._experience.loss_mask.shape, device=self._device)
         entropy = Mean(0.0, 0.0)
@@ -254,7 +247,7 @@ class TrainWorker:
         Raises:
             EngineError: a gradient is not finite.
         """
-        with self._in_turn(role):
+        with self._residence.in_turn(role):
             metrics = self._update(role, max_epochs=max_epochs, seed=seed, kl_coef=kl_coef)
         return metrics | (self._utilization.take() if self._utilization else {})
 
@@ -378,55 +371,16 @@ class TrainWorker:
 
     def offload(self) -> None:
         """Move optimizer states and frozen models to host memory."""
-        for role in sorted(self._with_states):
-            self._offload_states(role)
-        self._offload_frozen()
-        self.release_cache()
-
-    def _offload_states(self, role: str) -> None:
-        self.engines[role].offload()
-        self._with_states.discard(role)
-
-    def _reload_states(self, role: str) -> None:
-        self.engines[role].reload()
-        self._with_states.add(role)
-
-    def _offload_frozen(self) -> None:
-        if self._device.type != "cuda" or not self._frozen_are_here:
-            return  # on a CPU, frozen weights lie in their files, mapped into memory
-        modules = [module for module in self._frozen.values() if isinstance(module, torch.nn.Module)]
-        self._frozen_weights.offload(part for module in modules for part in frozen_parts(module))
-        self._frozen_are_here = False
-
-    def _reload_frozen(self) -> None:
-        self._frozen_weights.reload()
-        self._frozen_are_here = True
-
-    @contextmanager
-    def _in_turn(self, role: str) -> Iterator[None]:
-        """Within a `with` block, have the optimizer states of `role` on the device; if models train in turn, only these
-        and no frozen model."""
-        if not self._trains_in_turn:
-            yield
-            return
-        self._offload_frozen()
-        self.release_cache()
-        self._reload_states(role)
-        yield
-        self._offload_states(role)
-        self.release_cache()
+        self._residence.offload()
 
     def release_cache(self) -> None:
         """Give back memory of the device that the allocator would keep from the engines' processes."""
-        torch.cuda.empty_cache()  # does nothing on a CPU
+        release_cache()
 
     def reload(self) -> None:
         """Move back to the device what `offload` moved to host memory. If models train in turn, updates move the
         states."""
-        if not self._trains_in_turn:
-            for role in self.engines.keys() - self._with_states:
-                self._reload_states(role)
-        self._reload_frozen()
+        self._residence.reload()
 
     def save(self, role: str, path: str) -> None:
         """Write the model of `role` as a Hugging Face folder. Collective; rank 0 writes."""
@@ -454,7 +408,7 @@ class TrainWorker:
     def load_state(self, folder: str) -> None:
         """Continue with the models in `folder`, which `save_state` wrote on all ranks. Collective."""
         for role, engine in self.engines.items():
-            with self._in_turn(role):
+            with self._residence.in_turn(role):
                 self._writer.load({role: engine}, Path(folder), self._average)
 
     def peak_memory_bytes(self) -> int:
