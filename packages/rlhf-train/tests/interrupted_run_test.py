@@ -43,7 +43,7 @@ def signal_in(run, phase, number):
             os.kill(os.getpid(), number)
 
     def started(method, *arguments, **options):
-        words = [part for part in arguments[:2] if isinstance(part, str)]
+        words = [method.__name__, *[part for part in arguments[:1] if isinstance(part, str)]]
         strike(words[0] if words[:1] == ["save_state"] else " ".join(words))
         return start(method, *arguments, **options)
 

@@ -10,6 +10,7 @@ import pytest
 from online_fakes import SpreadReward, by_step, held_out, tiny_batch
 from rlhf_data.errors import ConfigError
 from rlhf_train.algorithms.table import make_algorithm
+from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.online import train_and_save
 from rlhf_train.online_job import AsyncSpec, CheckpointSpec
 from rlhf_train.run.checkpoint import Checkpoints
@@ -30,7 +31,7 @@ def test_rollouts_of_the_next_step_are_generated_while_a_step_is_trained(make_ru
         return await generate(*arguments, **options)
 
     def started(method, *arguments, **options):
-        if arguments[:2] == ("update", "actor") and len(run.world.rollouts) == 2:
+        if (method, *arguments[:1]) == (TrainWorker.update, "actor") and len(run.world.rollouts) == 2:
             training.set()
             assert seen.wait(60)
         return start(method, *arguments, **options)
