@@ -14,8 +14,8 @@ from agent_testing import TOKENIZER, ToolTokenizer, run, texts_of, writes
 from record_testing import make_prompt
 from rlhf_cli.builtin import HELD_OUT_FILE
 from rlhf_data.records import SpanSource
+from rlhf_rollout.agents.agent_spec import AgentSpec, make_workflow
 from rlhf_rollout.agents.recorder import EpisodeLimits
-from rlhf_rollout.agents.spec import AgentSpec, make_workflow
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
 

@@ -1,7 +1,7 @@
 """The page of metrics explains what runs log, and nothing else. `tour_test.py` compares it with real runs."""
 
 from metric_names import LOGGING, ROOT, explained, is_explained, logged
-from rlhf_rollout.agents.tools import COUNTS
+from rlhf_rollout.agents.tools.tool_agent import COUNTS
 from rlhf_train.run.timeline import PHASES
 
 

@@ -4,9 +4,9 @@ import asyncio
 
 from record_testing import make_prompt
 from rlhf_data.testing import EOS_ID, ByteTokenizer
+from rlhf_rollout.agents.agent_spec import AgentSpec, make_pool
 from rlhf_rollout.agents.hosted import HostedAgent
 from rlhf_rollout.agents.recorder import EpisodeLimits
-from rlhf_rollout.agents.spec import AgentSpec, make_pool
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter

@@ -11,9 +11,9 @@ from record_testing import make_prompt
 from rlhf_data.errors import ConfigError
 from rlhf_data.records import FinishReason, SpanSource, VerdictKind
 from rlhf_data.testing import EOS_ID, ByteTokenizer
+from rlhf_rollout.agents.agent_spec import AgentSpec, make_workflow
 from rlhf_rollout.agents.hosted import HostedAgent
 from rlhf_rollout.agents.recorder import EpisodeLimits
-from rlhf_rollout.agents.spec import AgentSpec, make_workflow
 from rlhf_rollout.agents.user_agent import PROGRAM, parse_agent
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import SamplingParams

@@ -9,7 +9,7 @@ import pytest
 
 from record_testing import make_prompt, make_rollout, named_programs
 from rlhf_data.records import VerdictKind
-from rlhf_rollout.rewards.code import CodeReward
+from rlhf_rollout.rewards.code.code_reward import CodeReward
 
 STDIN = json.dumps({"inputs": ["3\n", "4\n"], "outputs": ["482915\n", "771342\n"]})
 CALL = json.dumps({"fn_name": "f", "inputs": [[3], [4]], "outputs": [482915, 771342]})

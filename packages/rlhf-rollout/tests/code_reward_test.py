@@ -13,10 +13,10 @@ import pytest
 from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import ConfigError
 from rlhf_data.records import VerdictKind
-from rlhf_rollout.rewards import sandbox as sandbox_module
-from rlhf_rollout.rewards.code import CodeReward, extract_program, parse_tests, same_text
+from rlhf_rollout.rewards.code import sandbox as sandbox_module
+from rlhf_rollout.rewards.code.code_reward import CodeReward, extract_program, parse_tests, same_text
+from rlhf_rollout.rewards.code.sandbox import Bubblewrap, SandboxError, check_sandbox
 from rlhf_rollout.rewards.mix import build_reward, check_reward
-from rlhf_rollout.rewards.sandbox import Bubblewrap, SandboxError, check_sandbox
 from rlhf_rollout.rewards.sources import CallOptions, parse_sources
 from rlhf_rollout.workers.guarded import WorkerOptions
 
@@ -267,7 +267,7 @@ def is_running(number):
 def test_programs_end_with_the_process_that_started_them():
     program = """
 import asyncio, os
-from rlhf_rollout.rewards.sandbox import Bubblewrap
+from rlhf_rollout.rewards.code.sandbox import Bubblewrap
 job = {"form": "stdin", "program": "while True: pass", "name": "", "inputs": [""]}
 job |= {"timeout_s": 100.0, "memory_bytes": 2**28, "output_bytes": 100}
 async def main():

@@ -12,8 +12,8 @@ import pytest
 from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import ConfigError
 from rlhf_data.records import VerdictKind
-from rlhf_rollout.rewards.code import CodeReward
-from rlhf_rollout.rewards.sandbox import SandboxServer, check_sandbox
+from rlhf_rollout.rewards.code.code_reward import CodeReward
+from rlhf_rollout.rewards.code.sandbox import SandboxServer, check_sandbox
 
 OK, WRONG, CRASH = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH
 

@@ -9,7 +9,7 @@ import pytest
 
 from engine_testing import model_dir, subject
 from rlhf_data.errors import ConfigError
-from rlhf_rollout.rewards.sandbox import Bubblewrap, check_sandbox
+from rlhf_rollout.rewards.code.sandbox import Bubblewrap, check_sandbox
 from scripted_core import core, loop
 
 __all__ = ["core", "loop", "model_dir", "subject"]

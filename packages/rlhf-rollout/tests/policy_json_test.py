@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 
-from rlhf_rollout.agents.dialect import read_call
+from rlhf_rollout.agents.dialects.dialect import read_call
 from rlhf_rollout.agents.environments import find_action, fit_action
-from rlhf_rollout.agents.tool_calls import make_parser
+from rlhf_rollout.agents.tools.tool_calls import make_parser
 from rlhf_rollout.policy_json import read_json, read_json_start
 
 

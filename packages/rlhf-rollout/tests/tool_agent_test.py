@@ -14,7 +14,7 @@ from rlhf_data.records import FinishReason, Prompt, SpanSource, VerdictKind
 from rlhf_data.testing import EOS_ID
 from rlhf_rollout.agents.conversation import Conversations
 from rlhf_rollout.agents.recorder import EpisodeLimits
-from rlhf_rollout.agents.tools import ToolAgent, function_tool
+from rlhf_rollout.agents.tools.tool_agent import ToolAgent, function_tool
 
 PROMPT, POLICY, ENVIRONMENT = SpanSource.PROMPT, SpanSource.POLICY, SpanSource.ENVIRONMENT
 TOKENIZER = ToolTokenizer()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rlhf_data.errors import RewardError
-from rlhf_rollout.agents.tool_calls import make_parser
+from rlhf_rollout.agents.tools.tool_calls import make_parser
 
 GOOD = [
     ("hermes", 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call><|im_end|>'),

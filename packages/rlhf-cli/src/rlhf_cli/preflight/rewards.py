@@ -11,7 +11,7 @@ from rlhf_data.errors import ConfigError, DataError, RewardError
 from rlhf_data.records import Prompt
 from rlhf_rollout.agents import check_agent
 from rlhf_rollout.agents.conversation import rewritten_parts
-from rlhf_rollout.agents.tool_calls import make_parser
+from rlhf_rollout.agents.tools.tool_calls import make_parser
 from rlhf_rollout.agents.user_agent import parse_agent
 from rlhf_rollout.rewards.mix import check_reward
 from rlhf_rollout.rewards.rubric import load_rubric

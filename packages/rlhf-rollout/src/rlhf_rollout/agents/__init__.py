@@ -3,11 +3,11 @@
 `interface` is what users' agents are written against, `user_agent` finds and runs them in the processes of `workers`.
 """
 
+from rlhf_rollout.agents.agent_spec import AgentSpec, check_agent, make_workflow
 from rlhf_rollout.agents.base import Workflow
 from rlhf_rollout.agents.hosted import HostedAgent
 from rlhf_rollout.agents.recorder import EpisodeLimits, EpisodeRecorder
 from rlhf_rollout.agents.single_turn import SingleTurn
-from rlhf_rollout.agents.spec import AgentSpec, check_agent, make_workflow
 
 __all__ = [
     "AgentSpec",

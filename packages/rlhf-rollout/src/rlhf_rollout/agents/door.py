@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from rlhf_data.chat.tokens import Tokenizer
 from rlhf_data.records import FinishReason
 from rlhf_rollout.agents.conversation import Conversations, History
-from rlhf_rollout.agents.dialect import Answer, Request, new_id
+from rlhf_rollout.agents.dialects.dialect import Answer, Request, new_id
 from rlhf_rollout.agents.interface import BudgetSpentError
 from rlhf_rollout.agents.recorder import EpisodeRecorder, Sampled
-from rlhf_rollout.agents.tool_calls import ParseCalls
+from rlhf_rollout.agents.tools.tool_calls import ParseCalls
 from rlhf_rollout.engines.stopping import before_stop
 from rlhf_rollout.workers.rpc import Activity
 

@@ -32,14 +32,14 @@ from typing import Any
 
 from rlhf_data.chat.tokens import Tokenizer
 from rlhf_data.errors import ConfigError, DataError, EngineError, installs
-from rlhf_rollout.agents.anthropic_dialect import MESSAGES
 from rlhf_rollout.agents.conversation import History
-from rlhf_rollout.agents.dialect import Answer, Dialect, Event, Request
+from rlhf_rollout.agents.dialects.anthropic_dialect import MESSAGES
+from rlhf_rollout.agents.dialects.dialect import Answer, Dialect, Event, Request
+from rlhf_rollout.agents.dialects.openai_dialect import CHAT, COMPLETIONS, openai_error
+from rlhf_rollout.agents.dialects.responses_dialect import RESPONSES
 from rlhf_rollout.agents.door import Asked, DoorSession, RefusedError
-from rlhf_rollout.agents.openai_dialect import CHAT, COMPLETIONS, openai_error
 from rlhf_rollout.agents.recorder import EpisodeRecorder
-from rlhf_rollout.agents.responses_dialect import RESPONSES
-from rlhf_rollout.agents.tool_calls import make_parser
+from rlhf_rollout.agents.tools.tool_calls import make_parser
 from rlhf_rollout.workers.rpc import Activity
 
 try:

@@ -32,10 +32,10 @@ from rlhf_data.own_code import is_trusted, trusted
 from rlhf_rollout.agents import interface
 from rlhf_rollout.agents.interface import PolicyEngine, Session, constructed, number, run_turns, sampling_params
 from rlhf_rollout.agents.program import AgentProgram
-from rlhf_rollout.rewards import openrlhf_names
+from rlhf_rollout.rewards.math import provide_utils
 from rlhf_rollout.workers.serving import serve_side_by_side
 from rlhf_rollout.workers.threads import called
-from rlhf_rollout.workers.user_code import Target, bound_names, import_target, parse_target
+from rlhf_rollout.workers.user_code import Target, bound_names, import_target, parse_target, provide
 
 PROGRAM = "<program>"
 NAMES = ("AgentExecutor", "AgentInstance", "run_episode", "Environment", "TOOLS", "MCP", "load_environment")
@@ -93,9 +93,9 @@ def load_agent(target: Target, tokenizer: str | None) -> RunEpisode:
         return _Function(AgentProgram(shlex.split(target.module)).run)
     # Also where OpenRLHF is installed: its classes would ask its own engines.
     classes = ("AgentExecutorBase", "AgentInstanceBase", "MultiTurnAgentExecutor")
-    openrlhf_names.provide("openrlhf.utils.agent", **{name: getattr(interface, name) for name in classes})
+    provide("openrlhf.utils.agent", **{name: getattr(interface, name) for name in classes})
     if target.is_file:
-        openrlhf_names.provide_utils()
+        provide_utils()
     module = import_target(target)
     for name in [target.name] if target.name else NAMES:
         agent = getattr(module, name, None)
@@ -258,7 +258,7 @@ def _verifiers_agent(load: Callable[[], Any]) -> RunEpisode:
 
 def _tool_agent(module: Any, tokenizer: str | None) -> RunEpisode:
     """Return the agent of a file with tools. Raises RewardError when one of its settings is none."""
-    from rlhf_rollout.agents.tools import ToolAgent, ToolLimits
+    from rlhf_rollout.agents.tools.tool_agent import ToolAgent, ToolLimits
 
     try:
         limits = ToolLimits(**getattr(module, "TOOL_LIMITS", {}))

@@ -9,8 +9,8 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import lacking, missing, without_effect
 from rlhf_data.options.declare import Section, flag, matching, one_of
 from rlhf_data.options.sections import SOURCES, SPLIT, ChatSection, InputSection, RowSection, TemplateText, TrustSection
+from rlhf_rollout.agents.agent_spec import AgentSpec
 from rlhf_rollout.agents.recorder import EpisodeLimits
-from rlhf_rollout.agents.spec import AgentSpec
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.spec import QUANTIZATIONS
 from rlhf_rollout.protocols import SamplingParams

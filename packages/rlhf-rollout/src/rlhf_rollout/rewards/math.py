@@ -5,6 +5,7 @@ that is installed.
 """
 
 import re
+import sys
 import threading
 from collections.abc import Sequence
 from fractions import Fraction
@@ -13,6 +14,7 @@ from importlib.util import find_spec
 from math import comb, prod
 
 from rlhf_data.records import VerdictKind
+from rlhf_rollout.workers.user_code import provide
 
 MARKER = "####"
 
@@ -197,3 +199,18 @@ def _compare_expressions(answer: str, expected: str) -> VerdictKind | None:
     except (TimeoutException, Exception):  # the first is no Exception
         return VerdictKind.WRONG
     return VerdictKind.OK if same else VerdictKind.WRONG
+
+
+def provide_utils() -> None:
+    """Let `from openrlhf.utils import extract_boxed_answer, grade_answer` work where OpenRLHF is not installed."""
+    loaded = sys.modules.get("openrlhf")
+    spec = find_spec("openrlhf") if loaded is None else loaded.__spec__
+    if spec is None:
+        provide("openrlhf.utils", extract_boxed_answer=last_boxed, grade_answer=grade_answer)
+
+
+def grade_answer(given_answer: str | None, ground_truth: str) -> bool:
+    """Return whether an answer is right, as `grade` decides; None is not."""
+    if given_answer is None or not str(given_answer).strip():
+        return False
+    return grade(f"{MARKER} {given_answer}", str(ground_truth)) is VerdictKind.OK

@@ -12,9 +12,9 @@ from pathlib import Path
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.protocols import RewardFunction
-from rlhf_rollout.rewards.code import CodeReward, check_code
+from rlhf_rollout.rewards.code.code_reward import CodeReward, check_code
+from rlhf_rollout.rewards.code.sandbox import open_sandbox
 from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
-from rlhf_rollout.rewards.sandbox import open_sandbox
 from rlhf_rollout.rewards.sources import (
     DEFAULT_CALLS,
     JUDGE_KINDS,

@@ -27,7 +27,7 @@ import numpy as np
 
 from rlhf_data.errors import ConfigError, RewardError, unknown, with_hint
 from rlhf_data.records import Verdict, VerdictKind
-from rlhf_rollout.rewards.openrlhf_names import provide_utils
+from rlhf_rollout.rewards.math import provide_utils
 from rlhf_rollout.workers.serving import serve_one_at_a_time
 from rlhf_rollout.workers.user_code import Target, bound_names, import_target, one_line, parse_target
 

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import traceback
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,16 @@ def import_target(target: Target) -> Any:
     sys.modules[name] = loaded
     spec.loader.exec_module(loaded)
     return loaded
+
+
+def provide(name: str, **contents: Any) -> None:
+    """Let `from NAME import ...` of users' files find `contents` in a module of OpenRLHF, such as `openrlhf.utils`."""
+    for package in ("openrlhf", "openrlhf.utils"):
+        if package not in sys.modules:
+            sys.modules[package] = types.ModuleType(package)
+            sys.modules[package].__path__ = []
+    module = sys.modules.setdefault(name, types.ModuleType(name))
+    vars(module).update(contents)
 
 
 def one_line(text: str) -> str:

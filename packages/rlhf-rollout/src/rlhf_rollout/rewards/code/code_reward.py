@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
-from rlhf_rollout.rewards.sandbox import Job, Sandbox, SandboxError, check_sandbox
+from rlhf_rollout.rewards.code.sandbox import Job, Sandbox, SandboxError, check_sandbox
 from rlhf_rollout.workers.user_code import one_line
 
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)

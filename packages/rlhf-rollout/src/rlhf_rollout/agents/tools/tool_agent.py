@@ -14,8 +14,8 @@ from pydantic_core import ArgsKwargs
 
 from rlhf_data.errors import RewardError
 from rlhf_rollout.agents.interface import BudgetSpentError, Session
-from rlhf_rollout.agents.mcp_tools import McpServer
-from rlhf_rollout.agents.tool_calls import ToolCall, make_parser
+from rlhf_rollout.agents.tools.mcp_tools import McpServer
+from rlhf_rollout.agents.tools.tool_calls import ToolCall, make_parser
 from rlhf_rollout.workers.threads import CodeThread, called
 
 # Names of counts, which every episode reports: the calls, and those that failed, by reason.

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf_data.errors import DataError
-from rlhf_rollout.agents.dialect import (
+from rlhf_rollout.agents.dialects.dialect import (
     Answer,
     Dialect,
     Event,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_data.errors import DataError
-from rlhf_rollout.agents.tool_calls import ToolCall
+from rlhf_rollout.agents.tools.tool_calls import ToolCall
 from rlhf_rollout.policy_json import read_json
 
 # They would change the distribution that the policy learns from: the run's own values are used.

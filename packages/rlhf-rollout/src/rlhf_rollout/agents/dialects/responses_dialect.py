@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf_data.errors import DataError
-from rlhf_rollout.agents.dialect import (
+from rlhf_rollout.agents.dialects.dialect import (
     Answer,
     Dialect,
     Event,
@@ -23,7 +23,7 @@ from rlhf_rollout.agents.dialect import (
     string_of,
     text_of,
 )
-from rlhf_rollout.agents.openai_dialect import openai_error, token_logprobs
+from rlhf_rollout.agents.dialects.openai_dialect import openai_error, token_logprobs
 
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 _LOGPROBS = "message.output_text.logprobs"  # in `include`

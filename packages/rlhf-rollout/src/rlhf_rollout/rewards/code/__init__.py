@@ -1,0 +1,1 @@
+"""Rewards for programs: their tests, run in a sandbox."""
