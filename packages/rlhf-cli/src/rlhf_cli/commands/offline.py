@@ -203,14 +203,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
 
     import torch
 
-    from rlhf_cli.preflight.models import (
-        check_attention,
-        check_context,
-        check_experts,
-        check_head,
-        check_saves,
-        load_model_files,
-    )
+    from rlhf_cli.preflight.models import check_context, check_trained, load_model_files
     from rlhf_data.keys import unread_tools
     from rlhf_models.loading import check_tokenizer_fits
     from rlhf_rollout.host import free_port
@@ -223,22 +216,14 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     path = model_path(config.model.pretrain)
     model = config.model
     model_config, tokenizer = load_model_files(path)
-    template = getattr(config.data, "tokenizer_chat_template", None)
-    set_chat_template(tokenizer, template, user_path)
-    saved = {} if template is None else {"chat_template": tokenizer.chat_template}
-    # The template that is saved does not have the values of its variables.
-    set_chat_template(tokenizer, variables=getattr(config.data, "chat_template_kwargs", None))
+    saved = _set_templates(config, tokenizer)
     clock = keep_clock(tokenizer, config.checkpoint, folder)
     checkpoints = with_full_paths(config).checkpoint.spec()
-    check_attention(model, model_config)
-    check_experts(model, model_config)
-    check_context(model_config, config.data.max_len, "--max_len")
-    # Other models are checked against the tokenizer before the data is tokenized, which may take minutes.
-    reference = _reference(config, tokenizer)
     objective = command.objective(config, tokenizer)
-    if objective.model_kind == "reward":
-        check_head("pretrain", path)
-    check_saves("pretrain", model, path, has_values=objective.model_kind == "reward")
+    # All models are checked before the data is tokenized, which may take minutes.
+    check_trained(model, model_config, path, has_values=objective.model_kind == "reward")
+    check_context(model_config, config.data.max_len, "--max_len")
+    reference = _reference(config, tokenizer)
     encoder = command.encoder(config, tokenizer)
     num_ids = check_tokenizer_fits(model_config, tokenizer)
     loaded = {flag: _load(config, flag, rows, encoder, num_ids, console, place.rank) for flag, rows in sources.items()}
@@ -268,6 +253,16 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
     return job, tokenizer
+
+
+def _set_templates(config: OfflineConfig, tokenizer: Any) -> dict[str, str]:
+    """Give the tokenizer the chat template of the options, and its variables. Return what the trained model saves."""
+    template = getattr(config.data, "tokenizer_chat_template", None)
+    set_chat_template(tokenizer, template, user_path)
+    saved = {} if template is None else {"chat_template": tokenizer.chat_template}
+    # The template that is saved does not have the values of its variables.
+    set_chat_template(tokenizer, variables=getattr(config.data, "chat_template_kwargs", None))
+    return saved
 
 
 def _updates_of_ended_run(section: CheckpointSection, job: "OfflineJob") -> int | None:

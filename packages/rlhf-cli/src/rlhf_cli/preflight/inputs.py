@@ -10,11 +10,9 @@ from rlhf_cli.paths import model_path, user_path
 from rlhf_cli.preflight.data import check_best_metric, data_notices, load_all, open_prompts
 from rlhf_cli.preflight.models import (
     check_adapters,
-    check_attention,
     check_context,
-    check_experts,
-    check_saves,
     check_teacher,
+    check_trained,
     choose_critic,
     load_model_files,
     longest_sequence,
@@ -90,9 +88,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     model_config, tokenizer = load_model_files(model)
     set_chat_template(tokenizer, variables=config.data.chat_template_kwargs)
     clock = keep_clock(tokenizer, config.checkpoint, folder)
-    check_attention(config.model, model_config)
-    check_experts(config.model, model_config)
-    check_saves("pretrain", config.model, model)
+    check_trained(config.model, model_config, model)
     check_context(model_config, *longest_sequence(config))
     adapter_notices = check_adapters(config.model, model_config)
     process_models = tuple(filter(judges_steps, model_paths(sources)))
@@ -122,9 +118,7 @@ def _check_replay(config: PpoConfig, folder: Path) -> Inputs:
     sources = config.reward.sources()
     model = model_path(config.model.pretrain)
     model_config, tokenizer = load_model_files(model)
-    check_attention(config.model, model_config)
-    check_experts(config.model, model_config)
-    check_saves("pretrain", config.model, model)
+    check_trained(config.model, model_config, model)
     notices += check_adapters(config.model, model_config)
     critic, more = choose_critic(config, model, [model_path(path) for path in model_paths(sources)], tokenizer)
     teacher = check_teacher(config, tokenizer)

@@ -25,6 +25,18 @@ def load_model_files(path: str) -> tuple[Any, Any]:
     return config, tokenizer
 
 
+def check_trained(section: ModelSection, model_config: Any, path: str, *, has_values: bool = False) -> None:
+    """Raise ConfigError if the model of --pretrain cannot be trained as the options say, or could not be saved then.
+
+    With `has_values` it is trained as a reward model.
+    """
+    check_attention(section, model_config)
+    check_experts(section, model_config)
+    if has_values:
+        check_head("pretrain", path)
+    check_saves("pretrain", section, path, has_values=has_values)
+
+
 def masked_ids(paths: Sequence[str | None], tokenizer: Any) -> tuple[dict[str, tuple[range, ...]], list[str]]:
     """Return the ids of each model's vocabulary that the policy's tokenizer has no token for, by the model's folder or
     hub name, and a notice if the first model, the policy, has any. None stands for a model that is not used."""
