@@ -101,5 +101,7 @@ def test_check_code_finds_code_and_runs_none(tmp_path, file):
     check_code("owner/name,/no/where")
     check_code(str(tmp_path / "plain"))
     check_code(TrustedModel(names))
-    with pytest.raises(ConfigError, match=rf"{tmp_path / 'mine'} needs Python code of its own"):
+    with pytest.raises(
+        ConfigError, match=rf"{tmp_path / 'mine'} needs Python code of its own[^\n]*\n\nhint: use a model of"
+    ):
         check_code(names)

@@ -228,3 +228,5 @@ def test_located_model_without_a_config_says_what_the_folder_is(tmp_path, file, 
     (tmp_path / file).touch()
     with pytest.raises(ConfigError, match=f"the model folder {tmp_path} has no config.json\n\nhint: {hint}"):
         located_model(tmp_path)
+    (tmp_path / "config.json").touch()
+    assert located_model(tmp_path) == (str(tmp_path), True)

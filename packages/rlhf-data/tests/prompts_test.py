@@ -193,9 +193,11 @@ def test_load_prompts_hugging_face_chat_template_has_special_tokens_once(tmp_pat
     # <s> user two plus two </s> assistant
     assert prompt.token_ids.tolist() == [1, 3, 5, 6, 5, 2, 4]
     assert prompt.text == "<s>user two plus two</s> assistant"
+    assert prompt.messages == ({"role": "user", "content": "two plus two"},)
 
 
 def test_load_prompts_hugging_face_plain_text_is_begun_and_not_ended(tmp_path, hf_tokenizer):
     path = write_jsonl(tmp_path / "a.jsonl", [{"q": "two plus two"}, {"q": "<s> two"}])
     prompts = load_prompts(open_sources(path), hf_tokenizer, input_key="q")
     assert [prompt.token_ids.tolist() for prompt in prompts] == [[1, 5, 6, 5], [1, 5]]
+    assert [prompt.messages for prompt in prompts] == [None, None]

@@ -168,6 +168,19 @@ def test_rollout_turn_rewards_are_one_per_turn():
         dataclasses.replace(rollout, verdict=Verdict(VerdictKind.OK, 1.0, turn_rewards=(0.0, 1.0, 0.0)))
 
 
+@pytest.mark.parametrize(
+    ("verdict", "earned"),
+    [
+        (None, []),
+        (Verdict(VerdictKind.OK, 1.0), []),
+        (Verdict(VerdictKind.OK, 1.0, turn_rewards=(0.25, 0.75)), [(2, 0.25), (5, 0.75)]),  # the last token of each
+        (Verdict(VerdictKind.OK, 1.0, token_rewards=((2, 0.5),)), [(2, 0.5)]),
+    ],
+)
+def test_rollout_says_what_single_tokens_earned(verdict, earned):
+    assert dataclasses.replace(two_turns(), verdict=verdict).earned == earned
+
+
 def test_rollout_turn_is_one_though_an_update_split_it():
     spans = (
         Span(SpanSource.PROMPT, [1]),
