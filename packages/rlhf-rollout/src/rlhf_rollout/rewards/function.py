@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import ConfigError, RewardError
+from rlhf_data.errors import ConfigError, RewardError, nearest
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.event_loop import EventLoopThread
 from rlhf_rollout.rewards.batcher import GroupBatcher, Sample
 from rlhf_rollout.rewards.breaker import Breaker
 from rlhf_rollout.rewards.outcomes import Failure, judge
-from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored, is_builtin, parse_reward, verdict_of
+from rlhf_rollout.rewards.user_function import BUILTIN, SUCCESS_THRESHOLD, Scored, is_builtin, parse_reward, verdict_of
 from rlhf_rollout.workers.guarded import DEFAULT_WORKER, WorkerOptions
 from rlhf_rollout.workers.pool import WorkerPool
 from rlhf_rollout.workers.rpc import Call, CallError, UserCode
@@ -184,6 +184,8 @@ class RewardCall(Call):
 
 def reward_code(target: Target, worker: WorkerOptions) -> UserCode:
     """Return what the worker processes of a reward function run."""
+    guess = nearest(target.module, BUILTIN)
+    hint = {"import_hint": f"did you mean the built-in reward `{guess}`?"} if guess else {}
     return UserCode(
         target=target,
         program="rlhf_rollout.rewards.user_function",
@@ -191,6 +193,7 @@ def reward_code(target: Target, worker: WorkerOptions) -> UserCode:
         process="the reward worker",
         is_shared=False,
         settings={"extra_keys": worker.extra_keys},
+        **hint,
     )
 
 

@@ -29,10 +29,6 @@ _CLOSE_TIMEOUT_S = 10.0
 _DRAIN_CHECK_S = 0.1
 _MAX_HANGING = 16  # threads of a process whose functions hang, each with its memory
 _LATE_HINT = "do slow work when it is called, not when it is imported, or raise ``start_timeout_s``"
-_IMPORT_HINT = (
-    "it must import in a fresh interpreter; its own folder is on the import path, and of environment variables such as"
-    " HF_TOKEN it receives those that ``WorkerOptions.env`` names"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +43,7 @@ class UserCode:
         is_shared: whether a process runs several calls side by side. Otherwise a late call is at fault by itself, and
             the process has nothing to close at its end.
         settings: further values for `serve`.
+        import_hint: what to do if the target cannot be imported.
     """
 
     target: Target
@@ -55,6 +52,10 @@ class UserCode:
     process: str
     is_shared: bool
     settings: Mapping[str, Any] = field(default_factory=dict)
+    import_hint: str = (
+        "it must import in a fresh interpreter; its own folder is on the import path, and of environment variables such"
+        " as HF_TOKEN it receives those that ``WorkerOptions.env`` names"
+    )
 
 
 class CallError(Exception):
@@ -352,4 +353,4 @@ class WorkerProcess(GuardedProcess):
         source = f"{self._code.name} from {self._code.target.module}"
         if failure.is_late:
             return with_hint(f"importing {source} took longer than {self._start_timeout_s:g} s", _LATE_HINT)
-        return with_hint(f"cannot import {source}: {failure}", _IMPORT_HINT)
+        return with_hint(f"cannot import {source}: {failure}", self._code.import_hint)
