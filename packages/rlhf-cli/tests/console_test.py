@@ -58,6 +58,24 @@ def test_step_table_writes_a_header_and_one_aligned_line_a_step(streams):
     assert err.getvalue() == ""
 
 
+def test_tables_have_all_columns_in_their_widths_and_decimals(streams):
+    out, err = streams
+    numbers = {"kl/teacher": 0.5, "samples/filtered": 3.0, "value/loss": 0.125, "policy/entropy": 2.0, "time/step": 9.0}
+    numbers |= {f"time/{name}": 1.25 for name in ("generate", "reward", "experience", "train", "sync")}
+    RunView(Console(out, err), 10, dynamic_sampling=True, has_teacher=True).step(1, 10, METRICS | numbers)
+    numbers = {"dpo/loss": 1.0, "dpo/reward_margin": 2.0, "train/grad_norm": 1.5, "train/learning_rate": 1e-5}
+    numbers |= {"throughput/tokens": 1234.0, "time/update": 1.0}
+    OfflineView(Console(out, err), "dpo", ["loss", "reward_margin", "x"]).update(1, 6, numbers)
+    assert out.getvalue() == (
+        "  step reward filtered teacher      KL  policy   value length entropy  tok/s"
+        " generate reward exper. train  sync  rest\n"
+        "  1/10  0.250        3  0.5000  0.0125 -0.5000  0.1250   20.0   2.000   1234"
+        "     1.25   1.25   1.25  1.25  1.25  2.75\n"
+        " update    loss reward margin       x grad norm       rate   tok/s seconds\n"
+        "    1/6  1.0000        2.0000       -     1.500  0.0000100    1234    1.00\n"
+    )
+
+
 def test_step_table_repeats_its_header(streams):
     out, err = streams
     table = StepTable(Console(out, err), PPO_COLUMNS)
@@ -78,13 +96,13 @@ def test_run_view_shows_samples_on_one_line_each_with_verdict_and_label(streams)
     out, err = streams
     prompt = Prompt("p", np.array([1]), "What\nis 1 + 1?", label="2")
     good = rollout("2", Verdict(VerdictKind.OK, 1.0))
-    lost = rollout("x" * 500, Verdict(VerdictKind.TIMEOUT))
+    lost = rollout("x" * 401, Verdict(VerdictKind.TIMEOUT))
     RunView(Console(out, err), 10).samples("Before", [(prompt, good), (prompt, lost), (prompt, rollout("?", None))])
     text = out.getvalue()
     assert "1. ok, reward 1, label 2" in text
     assert "prompt    What is 1 + 1?" in text
     assert "2. timeout, label 2" in text
-    assert "(500 characters)" in text
+    assert "x" * 400 + " ... (401 characters)\n" in text
     assert "3. not scored" in text
 
 
@@ -245,9 +263,11 @@ def test_show_results_names_accuracy_and_every_place(streams):
     parts = {"startup": 15.0, "first_evaluation": 2.0, "steps": 40.0, "final_save": 2.96, "remainder": 0.04}
     metrics = {"eval/accuracy_before": 0.25, "eval/accuracy_after": 0.99, "time/total": 60.0}
     metrics |= {f"time/{name}": value for name, value in parts.items()}
+    metrics |= {"eval/loss_before": 1.5, "eval/loss_after": 0.25, "memory/trainer_peak_bytes": 3 * 2**30}
     show_results(Console(out, err), "/runs/a b", {"tensorboard": "tensorboard", "final model": "model"}, metrics)
     text = out.getvalue()
-    assert "held-out accuracy  0.250 -> 0.990" in text
+    assert "held-out accuracy  0.250 -> 0.990\n  held-out loss      1.5000 -> 0.2500\n" in text
+    assert "trainer memory     3.00 GiB at most on one GPU\n" in text
     assert "60.0: starting 15.0, first evaluation 2.0, steps 40.0, saving 3.0, rest 0.0\n" in text
     assert "/runs/a b/model" in text
     assert "tensorboard --logdir '/runs/a b'" in text
@@ -319,9 +339,13 @@ def test_console_pipe_has_no_control_codes_and_does_not_wrap(streams):
 def test_console_terminal_has_colours_unless_no_color_is_set(monkeypatch, streams):
     coloured, plain = Terminal(), Terminal()
     Console(coloured, Terminal()).result("text", "red")
+    good, bad = (rollout("2", Verdict(kind, 0.0)) for kind in (VerdictKind.OK, VerdictKind.WRONG))
+    prompt = Prompt("p", np.array([1]), "?")
+    RunView(Console(coloured, Terminal()), 10).samples("Before", [(prompt, good), (prompt, bad)])
     monkeypatch.setenv("NO_COLOR", "1")
     Console(plain, Terminal()).result("text", "red")
     assert "\x1b[31m" in coloured.getvalue()
+    assert "1. \x1b[32mok\x1b[0m" in coloured.getvalue() and "2. \x1b[31mwrong\x1b[0m" in coloured.getvalue()
     assert "\x1b[31m" not in plain.getvalue()
 
 
