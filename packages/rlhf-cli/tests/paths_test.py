@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli import paths
+from rlhf_cli import main, paths
 from rlhf_cli.builtin import HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
 from rlhf_cli.commands import lora_combiner, ppo, rollout
 from rlhf_cli.commands.examples import COMMANDS
@@ -86,6 +86,12 @@ def test_commands_of_rlhf_rollout_get_the_files_that_builtin_stands_for(folder, 
     assert rollout.main("generate", [*words, "--dry_run"]) == 0
     [config] = found
     assert (config.model.pretrain, config.data.prompt_data) == (str(MODEL_DIR), str(TRAIN_FILE))
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_every_command_reads_its_configuration_from_the_users_folder(folder, name):
+    (folder / "own.toml").write_text("")
+    main.command_line(name).parse(["--config", "own.toml", "--dry_run"])
 
 
 def test_model_path_of_a_run_without_a_model_is_its_folder(folder):
