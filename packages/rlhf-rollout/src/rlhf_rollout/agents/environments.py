@@ -247,7 +247,7 @@ class _Environment:
     async def close(self) -> None:
         """Close it, after a call that is under way; one that hangs keeps it open until its process ends."""
         if hasattr(self._inner, "close"):
-            closing = asyncio.create_task(self._thread.run(self._inner.close, patience_s=_CLOSE_TIMEOUT_S))
+            closing = asyncio.create_task(self._thread.run(self._inner.close))
             await asyncio.wait([closing], timeout=_CLOSE_TIMEOUT_S)
             if closing.done() and closing.exception():
                 print(f"an environment's close failed: {closing.exception()!r}", file=sys.stderr)

@@ -58,7 +58,7 @@ class WorkerPool:
         self._slots = [_Slot() for _ in range(num_processes)]
         self._extra: dict[Hashable, _Slot] = {}
         self._admission = asyncio.Semaphore(max(num_processes, 2))
-        self._draining: set[WorkerProcess] = set()
+        self._processes: set[WorkerProcess] = set()  # all that have not ended
         self._retiring: set[asyncio.Task[None]] = set()
         self._num_failed_starts = 0
         self._has_started = False
@@ -87,9 +87,7 @@ class WorkerPool:
     async def close(self) -> None:
         """End all processes, also those that hang or are starting."""
         self._closing.set()
-        slots = [*self._slots, *self._extra.values()]
-        processes = [*self._draining, *(slot.process for slot in slots if slot.process is not None)]
-        await asyncio.gather(*(process.shut_down() for process in processes), *self._retiring)
+        await asyncio.gather(*(process.shut_down() for process in self._processes), *self._retiring)
 
     async def _call(self, slot: "_Slot", call: Call, timeout_s: float) -> Any:
         slot.num_calls += 1
@@ -110,7 +108,7 @@ class WorkerPool:
         """End the process of an extra slot, which no call has any more."""
         if slot.process is not None:
             self.num_replaced += not slot.process.alive
-            await slot.process.shut_down()
+            await self._end(slot.process)
         if slot.is_admitted:
             self._admission.release()
 
@@ -122,14 +120,12 @@ class WorkerPool:
         if process.alive:
             text = "%d plain functions of %s hang; their process is replaced once its other calls have ended"
             _LOGGER.warning(text, process.num_hanging, self._code.name)
-            self._draining.add(process)
         self._in_background(self._end(process))
 
     async def _end(self, process: WorkerProcess) -> None:
-        try:
-            await process.drain()
-        finally:
-            self._draining.discard(process)
+        """Shut a process down once its calls have ended."""
+        await process.drain()
+        self._processes.discard(process)
 
     def _in_background(self, ending: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(ending)
@@ -160,12 +156,13 @@ class WorkerPool:
         if self._closing.is_set():
             raise RewardError(f"{self._code.name}'s processes have been shut down")
         process = WorkerProcess(self._code, self._options, log_path=self._log_path)
-        slot.process = process  # `close` may come while it starts
+        slot.process = process
+        self._processes.add(process)  # `close` may come while it starts
         try:
             await process.start()
         except BaseException as error:  # also CancelledError, after which nobody would use it
             slot.process = None
-            await process.shut_down()
+            await self._end(process)
             if not isinstance(error, RewardError):
                 raise
             self._num_failed_starts += 1

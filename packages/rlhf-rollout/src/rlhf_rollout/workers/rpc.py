@@ -58,10 +58,12 @@ class UserCode:
     )
 
 
+@dataclass(eq=False)
 class CallError(Exception):
-    """A call failed in the user's code or in its process: the message is one line for people.
+    """A call failed in the user's code or in its process.
 
     Attributes:
+        message: one line for people.
         is_late: there was no answer in time.
         is_invalid: the code answered, with a result of which no use can be made; the message may have several lines.
         is_fatal: the process has ended.
@@ -69,20 +71,14 @@ class CallError(Exception):
             may run again together with the calls of the same value, which are half of those in the process.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        is_late: bool = False,
-        is_invalid: bool = False,
-        is_fatal: bool = False,
-        again: Hashable | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.is_late = is_late
-        self.is_invalid = is_invalid
-        self.is_fatal = is_fatal
-        self.again = again
+    message: str
+    is_late: bool = False
+    is_invalid: bool = False
+    is_fatal: bool = False
+    again: Hashable | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class Activity:
@@ -283,13 +279,10 @@ class WorkerProcess(GuardedProcess):
         ping = self._pings[number] = asyncio.get_running_loop().create_future()
         self._send({"ping": number})
         try:
-            async with asyncio.timeout(_PING_TIMEOUT_S):
-                await ping
-        except (TimeoutError, CallError):
-            return False
+            done, _ = await asyncio.wait([ping], timeout=_PING_TIMEOUT_S)
         finally:
             del self._pings[number]
-        return True
+        return bool(done) and not self._failure
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Hand out what the process sends, until it ends."""
@@ -344,8 +337,7 @@ class WorkerProcess(GuardedProcess):
             failure = CallError(self._failure, is_late=is_late, is_fatal=True, again=again)
             running.done.set_exception(failure)
         for ping in self._pings.values():
-            if not ping.done():
-                ping.set_exception(CallError(self._failure))
+            ping.cancel()
 
     def _start_problem(self, failure: CallError) -> str:
         if failure.is_invalid:

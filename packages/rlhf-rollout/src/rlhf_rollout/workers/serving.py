@@ -4,6 +4,7 @@ Standard output belongs to the user's code. A child that the code forks ends whe
 """
 
 import asyncio
+import collections
 import contextlib
 import functools
 import inspect
@@ -19,12 +20,12 @@ from typing import Any
 
 from rlhf_data.errors import RewardError
 from rlhf_rollout.workers.rpc import MAX_LINE_BYTES
-from rlhf_rollout.workers.threads import num_hanging
+from rlhf_rollout.workers.threads import CALL, num_hanging
 from rlhf_rollout.workers.user_code import Target, explain
 
 _MAX_THREADS = 4096  # for plain functions of the code, at the same time
 _HANGING_CHECK_S = 1.0
-_HANGING_AFTER_S = 5.0  # a function that has only just been given up may end by itself
+_HANGING_CHECKS = 5  # a function whose call has only just ended may end by itself
 
 Message = Mapping[str, Any]
 Ask = Callable[[Message], Awaitable[Message]]
@@ -169,16 +170,18 @@ class _Server:
 
     async def _watch(self) -> None:
         """Tell the other side how many functions of the code hang. Only the end of the process ends their threads."""
+        counts = collections.deque([0], _HANGING_CHECKS)
         told = 0
         while True:
             await asyncio.sleep(_HANGING_CHECK_S)
-            count = num_hanging(_HANGING_AFTER_S)
-            if count != told:
-                self._send({"hanging": count})
-                told = count
+            counts.append(num_hanging())
+            if min(counts) != told:
+                told = min(counts)
+                self._send({"hanging": told})
 
     async def _run(self, message: Message) -> None:
         number = message["call"]
+        CALL.set(asyncio.current_task())
         home = asyncio.get_running_loop()
 
         async def ask(request: Message) -> Message:
