@@ -36,10 +36,11 @@ async def run_episode(session):
         case "stops": await session.reply(sampling={"stop_token_ids": [10**6]})
         case "tokens": await session.complete([5, 10**6])
         case "negative": await session.complete([-1])
-        case "insist":
+        case "insist" | "nag":
+            sampling = {"max_tokens": []} if session.label == "nag" else None
             while True:
                 try:
-                    await session.complete([1])
+                    await session.complete([1], sampling=sampling)
                 except Exception:  # also one that says that the episode has no budget left
                     await asyncio.sleep(0.01)
         case "give_up":
@@ -62,6 +63,7 @@ async def run_episode(session):
         ("tokens", CRASH, "used the token id 1000000, and the vocabulary has 256 tokens"),
         ("negative", CRASH, "used the token id -1, and the vocabulary has 256 tokens"),
         ("insist", TIMEOUT, "the agent took longer than 12 s"),
+        ("nag", TIMEOUT, "the agent took longer than 12 s"),
         ("give_up", CRASH, "CancelledError"),
     ],
 )
