@@ -13,7 +13,7 @@ import pytest
 
 from agent_testing import TOKENIZER, agent_pool, writes
 from record_testing import make_prompt, make_rollout
-from rlhf_data.errors import RewardError
+from rlhf_data.errors import EngineError, RewardError
 from rlhf_data.records import VerdictKind
 from rlhf_rollout.agents.hosted import HostedAgent
 from rlhf_rollout.agents.recorder import EpisodeLimits
@@ -21,6 +21,7 @@ from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.function import FunctionReward
 from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.workers.guarded import WorkerOptions
+from rlhf_rollout.workers.rpc import Activity
 from rollout_testing import limit_only
 
 OK, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.CRASH, VerdictKind.TIMEOUT
@@ -335,3 +336,16 @@ def test_process_that_starts_no_more_is_an_error_after_three_tries(user, code, t
 
     asyncio.run(run())
     assert (tmp_path / "starts").read_text() == "x" * 4  # the one that started, then three that did not
+
+
+@pytest.mark.parametrize(
+    ("error", "counts_anew"), [(None, True), (EngineError("down"), True), (ValueError(), False), (TypeError(), False)]
+)
+def test_time_of_the_code_counts_anew_after_an_answer_and_not_after_a_refusal(error, counts_anew):
+    activity = Activity()
+    activity.since = 0.0
+    with contextlib.suppress(Exception), activity.waiting():
+        assert activity.num_waiting == 1
+        if error is not None:
+            raise error
+    assert (activity.since > 0.0, activity.num_waiting) == (counts_anew, 0)

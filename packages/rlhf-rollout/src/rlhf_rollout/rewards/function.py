@@ -185,7 +185,6 @@ class RewardCall(Call):
 def reward_code(target: Target, worker: WorkerOptions) -> UserCode:
     """Return what the worker processes of a reward function run."""
     guess = nearest(target.module, BUILTIN)
-    hint = {"import_hint": f"did you mean the built-in reward `{guess}`?"} if guess else {}
     return UserCode(
         target=target,
         program="rlhf_rollout.rewards.user_function",
@@ -193,7 +192,7 @@ def reward_code(target: Target, worker: WorkerOptions) -> UserCode:
         process="the reward worker",
         is_shared=False,
         settings={"extra_keys": worker.extra_keys},
-        **hint,
+        import_hint=f"did you mean the built-in reward `{guess}`?" if guess else "",
     )
 
 

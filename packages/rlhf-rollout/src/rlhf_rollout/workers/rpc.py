@@ -29,6 +29,10 @@ _CLOSE_TIMEOUT_S = 10.0
 _DRAIN_CHECK_S = 0.1
 _MAX_HANGING = 16  # threads of a process whose functions hang, each with its memory
 _LATE_HINT = "do slow work when it is called, not when it is imported, or raise ``start_timeout_s``"
+_IMPORT_HINT = (
+    "it must import in a fresh interpreter; its own folder is on the import path, and of environment variables such as"
+    " HF_TOKEN it receives those that ``WorkerOptions.env`` names"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,7 @@ class UserCode:
         is_shared: whether a process runs several calls side by side. Otherwise a late call is at fault by itself, and
             the process has nothing to close at its end.
         settings: further values for `serve`.
-        import_hint: what to do if the target cannot be imported.
+        import_hint: what to do if the target cannot be imported; "" for what is always right.
     """
 
     target: Target
@@ -52,10 +56,7 @@ class UserCode:
     process: str
     is_shared: bool
     settings: Mapping[str, Any] = field(default_factory=dict)
-    import_hint: str = (
-        "it must import in a fresh interpreter; its own folder is on the import path, and of environment variables such"
-        " as HF_TOKEN it receives those that ``WorkerOptions.env`` names"
-    )
+    import_hint: str = ""
 
 
 @dataclass(eq=False)
@@ -345,4 +346,4 @@ class WorkerProcess(GuardedProcess):
         source = f"{self._code.name} from {self._code.target.module}"
         if failure.is_late:
             return with_hint(f"importing {source} took longer than {self._start_timeout_s:g} s", _LATE_HINT)
-        return with_hint(f"cannot import {source}: {failure}", self._code.import_hint)
+        return with_hint(f"cannot import {source}: {failure}", self._code.import_hint or _IMPORT_HINT)

@@ -196,7 +196,7 @@ class _Server:
             self._send({"call": number, "result": result})
         except BaseException as error:
             if not asyncio.current_task().cancelling():  # by the other side, which then wants no answer
-                self._send({"call": number, **_told(error, self._target)})
+                self._send({"call": number, "error": explain(error, self._target)})
         finally:
             del self._tasks[number]
 
