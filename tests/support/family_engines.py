@@ -16,7 +16,7 @@ from families import distance, logprobs_of, plain_model, write_tiny
 from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
-from rlhf_train.weight_sync.source import WeightSource
+from rlhf_rollout.weights.source import WeightSource
 
 _PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
 _CHANGES = (0.0, 0.0, 0.05)  # of the weights: none at the start, the same weights are sent, then others

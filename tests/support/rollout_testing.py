@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rlhf_rollout.rewards.function import RewardCall
-from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket, aligned, bucket_checksum
+from rlhf_rollout.weights.bucket import TensorSlot, WeightBucket, aligned, bucket_checksum
 from rlhf_rollout.workers.rpc import WorkerProcess
 
 

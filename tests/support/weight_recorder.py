@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from rlhf_data.errors import WeightSyncError
-from rlhf_rollout.weight_sync.bucket import WeightBucket
-from rlhf_rollout.weight_sync.shared_memory import map_segment
+from rlhf_rollout.weights.bucket import WeightBucket
+from rlhf_rollout.weights.shared_memory import map_segment
 
 WEIGHTS = {
     "embed": torch.arange(96, dtype=torch.float32).view(32, 3),  # 384 bytes

@@ -17,7 +17,7 @@ from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.http import HttpEngine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 from rlhf_rollout.router import EngineRouter
-from rlhf_rollout.weight_sync.bucket import WeightBucket
+from rlhf_rollout.weights.bucket import WeightBucket
 from simulated import now, simulate
 
 PROMPT = np.array([4, 5, 6], np.int32)

@@ -14,6 +14,7 @@ from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor, load_config
 from rlhf_models.lora import LoraSpec, check_lora
 from rlhf_models.testing import tiny_model_dir
+from rlhf_rollout.weights import source
 from rlhf_train import memory
 from rlhf_train.engine import host_adamw
 from rlhf_train.engine.deepspeed import DeepSpeedEngine
@@ -21,7 +22,6 @@ from rlhf_train.engine.optimizer import is_hidden_matrix
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.memory import Model, Passes, count_adapters, count_parameters, trainer_memory
 from rlhf_train.specs import ModelSpec
-from rlhf_train.weight_sync import source
 from trainer_testing import run_ranks
 
 # -- weights --------------------------------------------------------------------------------------------------------

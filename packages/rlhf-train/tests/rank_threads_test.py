@@ -3,9 +3,9 @@
 import os
 from types import SimpleNamespace
 
+from rlhf_rollout.weights import source
 from rlhf_train.learning import worker
 from rlhf_train.learning.rank_actor import RankActor
-from rlhf_train.weight_sync import source
 
 
 def load(monkeypatch, num_ranks, num_busy_engines=0):

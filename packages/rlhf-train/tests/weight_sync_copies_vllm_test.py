@@ -15,8 +15,8 @@ from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.weight_sync import reader as weight_reader
-from rlhf_train.weight_sync.source import WeightSource
+from rlhf_rollout.weights import reader as weight_reader
+from rlhf_rollout.weights.source import WeightSource
 
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
 NUM_WEIGHTS = {"qwen2": 27, "llama": 20, "packed": 27}

@@ -15,7 +15,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
-from rlhf_train.weight_sync.source import WeightSource
+from rlhf_rollout.weights.source import WeightSource
 
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
 # As for models without experts, see weight_sync_vllm_test.py.

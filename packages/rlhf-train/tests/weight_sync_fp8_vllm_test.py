@@ -20,7 +20,7 @@ from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.host import local_gpus
 from rlhf_rollout.protocols import Completion, SamplingParams
-from rlhf_train.weight_sync.source import WeightSource
+from rlhf_rollout.weights.source import WeightSource
 
 ON_GPU = local_gpus() > 0
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]

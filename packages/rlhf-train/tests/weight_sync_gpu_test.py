@@ -14,8 +14,8 @@ from rlhf_data.errors import EngineError
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import Completion, SamplingParams
-from rlhf_train.weight_sync.ipc import room
-from rlhf_train.weight_sync.source import WeightSource
+from rlhf_rollout.weights.ipc import room
+from rlhf_rollout.weights.source import WeightSource
 
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
 # bfloat16 keeps 8 bits of a logit; the logits of this model stay below 8 in size.

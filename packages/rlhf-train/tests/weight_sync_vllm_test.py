@@ -18,8 +18,8 @@ from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.model_files import end_token_ids
 from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
-from rlhf_rollout.weight_sync import Medium
-from rlhf_train.weight_sync.source import WeightSource
+from rlhf_rollout.weights import Medium
+from rlhf_rollout.weights.source import WeightSource
 
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
 

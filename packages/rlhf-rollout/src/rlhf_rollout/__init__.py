@@ -6,7 +6,7 @@ from rlhf_rollout.generator import GenerationCounts, GroupResult, generate_group
 from rlhf_rollout.protocols import Completion, EngineHealth, RewardFunction, RolloutEngine, SamplingParams
 from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
 from rlhf_rollout.router import EngineRouter
-from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket
+from rlhf_rollout.weights.bucket import TensorSlot, WeightBucket
 
 __all__ = [
     "ENGINE_KINDS",

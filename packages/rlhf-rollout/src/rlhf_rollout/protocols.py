@@ -8,7 +8,7 @@ import numpy as np
 
 from rlhf_data.errors import ConfigError, DataError, EngineError, unknown
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, freeze_routes
-from rlhf_rollout.weight_sync.bucket import WeightBucket
+from rlhf_rollout.weights.bucket import WeightBucket
 
 PauseMode = Literal["drain", "keep", "restart"]
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)

@@ -21,7 +21,7 @@ from rlhf_rollout.host import collection_paused, place_vllm_sockets, wait_passiv
 from rlhf_rollout.mps import MpsDaemon
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams
 from rlhf_rollout.rewards.model import LocalScorer
-from rlhf_rollout.weight_sync.bucket import WeightBucket
+from rlhf_rollout.weights.bucket import WeightBucket
 
 _REPORT_INTERVAL_S = 1.0
 _MAX_LATE = 2  # calls in a row that a reward model's process may leave without an answer

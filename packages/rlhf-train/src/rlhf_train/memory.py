@@ -16,7 +16,7 @@ from rlhf_train.specs import ModelSpec
 
 SPARE = 0.1
 # Values of modules that import torch: those of rlhf_models.actor, of the kernel linear_policy_loss, of
-# weight_sync.source and engine.host_adamw (3 places of states).
+# rlhf_rollout.weights.source and engine.host_adamw (3 places of states).
 MAX_LOGITS_BYTES = 4 << 30
 LOGITS_CHUNK_BYTES = 506 << 20
 SYNC_BUCKET_BYTES = 256 << 20

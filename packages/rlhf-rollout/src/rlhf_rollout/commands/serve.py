@@ -36,7 +36,7 @@ from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import build_engine
 from rlhf_rollout.protocols import Completion, Draft, RolloutEngine, SamplingParams
 from rlhf_rollout.tokens import ENGINE_TOKEN_VARIABLE
-from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket
+from rlhf_rollout.weights.bucket import TensorSlot, WeightBucket
 
 MAX_BODY_BYTES = 32 * 2**20
 MAX_HEAD_BYTES = 16 * 2**20

@@ -14,8 +14,8 @@ from rlhf_rollout.engines.requests import rest_of
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.stopping import StopWatch, decoder
 from rlhf_rollout.protocols import PAUSE_MODES, Completion, Draft, PauseMode, SamplingParams
-from rlhf_rollout.weight_sync.bucket import WeightBucket, read_in_two_tries, verify_checksum
-from rlhf_rollout.weight_sync.shared_memory import map_segment
+from rlhf_rollout.weights.bucket import WeightBucket, read_in_two_tries, verify_checksum
+from rlhf_rollout.weights.shared_memory import map_segment
 
 Script = Callable[[Sequence[int], int], Sequence[int]]
 Pace = Callable[[Sequence[int], int], float]

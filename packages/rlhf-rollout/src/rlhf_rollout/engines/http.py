@@ -20,8 +20,8 @@ from rlhf_rollout.engines.requests import Progress, check_request, deadline, sam
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.tokens import ENGINE_TOKEN_VARIABLE, tokens_of, unproxied
-from rlhf_rollout.weight_sync.bucket import WeightBucket
-from rlhf_rollout.weight_sync.shared_memory import map_segment
+from rlhf_rollout.weights.bucket import WeightBucket
+from rlhf_rollout.weights.shared_memory import map_segment
 
 _RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
 _MAX_RETRY_WAIT_S = 30.0

@@ -6,7 +6,7 @@ from typing import Literal
 
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.weight_sync import MEDIA, Medium
+from rlhf_rollout.weights import MEDIA, Medium
 
 ENGINE_KINDS = ("fake", "http", "transformers", "vllm")
 _DTYPES = ("float32", "bfloat16")
@@ -48,7 +48,7 @@ class EngineSpec:
         expected_sampling: how requests will mostly sample; "vllm" on one GPU then starts without compiling kernels for
             anything else, which the first request that needs them waits for. None compiles all at the start.
         seed: seed for requests without a seed; None draws one for each engine that starts.
-        weight_transfer: medium by which new weights arrive, one of `rlhf_rollout.weight_sync.MEDIA`. By "ipc", as many
+        weight_transfer: medium by which new weights arrive, one of `rlhf_rollout.weights.MEDIA`. By "ipc", as many
             senders as the engine has GPUs make each call of an update, one on each GPU.
         base_url: address of the server, for "http" only.
         request_timeout_s: for which an engine with requests may write no token of any of them, pauses left out, unless

@@ -18,8 +18,8 @@ from rlhf_rollout.engines.requests import rest_of, sample_seeds
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.stopping import StopWatch, decoder
 from rlhf_rollout.protocols import Completion, Draft, SamplingParams
-from rlhf_rollout.weight_sync.bucket import WeightBucket, check_tensor
-from rlhf_rollout.weight_sync.reader import BucketReader
+from rlhf_rollout.weights.bucket import WeightBucket, check_tensor
+from rlhf_rollout.weights.reader import BucketReader
 
 
 class TransformersEngine(GatedEngine):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rlhf_rollout.weight_sync import Medium
+from rlhf_rollout.weights import Medium
 
 
 class Place(NamedTuple):

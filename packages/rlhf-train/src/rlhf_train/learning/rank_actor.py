@@ -74,10 +74,10 @@ class RankActor:
         self, rank: int, num_ranks: int, models: Mapping[str, ModelSpec], job: Any, master: tuple[str, int] | None
     ) -> dict[str, float]:
         started = time.perf_counter()
+        from rlhf_rollout.weights import ipc
+        from rlhf_rollout.weights.source import WeightSource
         from rlhf_train.learning.rehearsal import limited_memory, rehearse, share_beside_engines
         from rlhf_train.learning.worker import TrainWorker
-        from rlhf_train.weight_sync import ipc
-        from rlhf_train.weight_sync.source import WeightSource
 
         # On CPUs the ranks of a set compute at the same time and split the cores, with the engines if these generate
         # meanwhile. Other sets mostly compute while this set waits, so they are not counted.
@@ -108,6 +108,7 @@ class RankActor:
             job.engine.weight_transfer,
             checksum=job.sync_checksum,
             workers_per_engine=job.engine.tensor_parallel_size,
+            host=node_address(),
             # Whoever sleeps makes room for the other's memory. And CUDA frees memory that is exported only when every
             # engine has released it, which one that is killed never does.
             keep_buffer=not job.takes_turns and job.engine.weight_transfer != "ipc",

@@ -17,8 +17,8 @@ from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.stopping import decoder
 from rlhf_rollout.engines.vllm.core import build_core, check_visible_gpus, prepare_environment, start_hint
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
-from rlhf_rollout.weight_sync.bucket import WeightBucket
-from rlhf_rollout.weight_sync.senders import Senders, merged
+from rlhf_rollout.weights.bucket import WeightBucket
+from rlhf_rollout.weights.senders import Senders, merged
 
 _CPU_GATHER_S = 0.02  # see `StepLoop`; requests that are sent together arrive so far apart on a busy machine
 

@@ -24,9 +24,9 @@ from rlhf_data.errors import EngineError, RlhfError, WeightSyncError
 from rlhf_rollout.engines.model_files import checkpoint_shapes
 from rlhf_rollout.engines.vllm.copies import Copy, CopyRecord, CopyRecorder, Target
 from rlhf_rollout.engines.vllm.in_place import InPlace, InPlaceCheck, holds_more_than_weights
-from rlhf_rollout.weight_sync import MEDIA
-from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket, check_tensor
-from rlhf_rollout.weight_sync.reader import BucketReader
+from rlhf_rollout.weights import MEDIA
+from rlhf_rollout.weights.bucket import TensorSlot, WeightBucket, check_tensor
+from rlhf_rollout.weights.reader import BucketReader
 
 logger = logging.getLogger(__name__)
 
@@ -153,8 +153,8 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
-        """Raise WeightSyncError: `rlhf_train.weight_sync` sends. vLLM 0.26 requires the method of every engine."""
-        raise WeightSyncError("weights are sent by rlhf_train.weight_sync")
+        """Raise WeightSyncError: `WeightSource` sends. vLLM 0.26 requires the method of every engine."""
+        raise WeightSyncError("weights are sent by rlhf_rollout.weights.source")
 
     @contextmanager
     def _loading(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.supervisor import EngineSupervisor
-from rlhf_train.weight_sync.source import WeightSource
+from rlhf_rollout.weights.source import WeightSource
 from weight_recorder import crc
 
 SAMPLING = SamplingParams(max_tokens=4)
@@ -48,13 +48,13 @@ def descriptor_is_missing_once(monkeypatch, bucket):
 
 def bytes_are_wrong_once(monkeypatch, bucket):
     found = iter([bucket.checksum ^ 1, bucket.checksum])
-    monkeypatch.setattr("rlhf_rollout.weight_sync.bucket.bucket_checksum", lambda *arguments: next(found))
+    monkeypatch.setattr("rlhf_rollout.weights.bucket.bucket_checksum", lambda *arguments: next(found))
     return bucket
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
-    monkeypatch.setattr("rlhf_rollout.weight_sync.bucket._PAUSE_S", 0.0)
+    monkeypatch.setattr("rlhf_rollout.weights.bucket._PAUSE_S", 0.0)
 
 
 class Engine(FakeEngine):

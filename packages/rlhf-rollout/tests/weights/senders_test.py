@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket
-from rlhf_rollout.weight_sync.senders import Senders, merged
+from rlhf_rollout.weights.bucket import TensorSlot, WeightBucket
+from rlhf_rollout.weights.senders import Senders, merged
 
 SLOT = TensorSlot("a", "uint8", (2,), 0, 2)
 

@@ -1,28 +1,36 @@
-"""Weight sync through shared memory on this host, from tensors on any device."""
+"""Weights in shared memory on this host, from tensors on any device. Its receiving half works without torch."""
 
+import errno
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
-from rlhf_data.errors import WeightSyncError
-from rlhf_rollout.weight_sync import Medium
+from rlhf_data.errors import EngineError, WeightSyncError
+from rlhf_rollout.weights.buffer import BucketBuffer
 
+if TYPE_CHECKING:
+    import torch
+
+_UNSEEN = (errno.ENOENT, errno.EACCES, errno.EPERM)
 _numbers = itertools.count()  # a later buffer may have the descriptor, and so the path, of an earlier one
 
 
-class SharedMemoryBuffer:
-    """A `BucketBuffer` in memory without a name, mapped as a flat tensor.
+class Buffer(BucketBuffer):
+    """Memory without a name, mapped as a flat tensor.
 
     Other processes of this user open it by its path in /proc. The kernel frees the memory when
     the last process unmaps it or dies, however that happens. The size of /dev/shm does not limit it.
     """
 
-    medium: Medium = "shared_memory"
-    holds_two = False
+    is_mapped = True
+    num_tries = 2
 
     def __init__(self, size_bytes: int, engines: Sequence[str]) -> None:
+        import torch
+
         self._reserved_bytes = 0
         try:
             self._descriptor: int | None = os.memfd_create("rlhf-weights")
@@ -52,11 +60,7 @@ class SharedMemoryBuffer:
             raise WeightSyncError(message, hint="end other programs, or use a smaller model") from error
         self._reserved_bytes = end_bytes
 
-    def publish(self) -> None:
-        """See `BucketBuffer`. Does nothing: a copy from a GPU to pageable memory returns when it is complete."""
-
-    def settle(self) -> None:
-        """See `BucketBuffer`. Engines have read the buffer when they answer."""
+    # It need not publish anything: a copy from a GPU to pageable memory returns when it is complete.
 
     def close(self) -> None:
         """See `BucketBuffer`. The memory is freed when the last process unmaps it."""
@@ -64,7 +68,28 @@ class SharedMemoryBuffer:
             os.close(self._descriptor)
             self._descriptor = None
 
+    @staticmethod
+    def open_memory(handle: tuple[str, int], device: "torch.device") -> "torch.Tensor":
+        """Return `map_segment` of `handle` as a flat uint8 tensor on the host, whatever the engine's `device`."""
+        import torch
 
-def opener(workers_per_engine: int) -> Callable[[int, Sequence[str]], SharedMemoryBuffer]:
-    """Return the function that opens buffers."""
-    return SharedMemoryBuffer
+        return torch.from_numpy(map_segment(handle))
+
+
+def map_segment(handle: tuple[str, int]) -> np.ndarray:
+    """Return a segment that another process made, as a [n] uint8 array; it stays mapped while the array exists.
+
+    `handle` is the path of the maker's descriptor in /proc, and a number that tells apart segments which have had the
+    same path. Raises WeightSyncError when this process cannot see the segment, and EngineError when it has no memory or
+    descriptors left for it.
+    """
+    path, _ = handle
+    try:
+        return np.memmap(path, np.uint8, "r+")
+    except OSError as error:
+        message = f"the weight segment {path} cannot be opened: {error.strerror}"
+        if error.errno not in _UNSEEN:
+            raise EngineError(message, hint="end other programs on this host, or raise its limits") from error
+        raise WeightSyncError(
+            message, hint="shared memory reaches only engines on the trainer's own host, and tcp reaches others"
+        ) from error

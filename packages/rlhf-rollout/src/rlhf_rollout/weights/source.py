@@ -6,49 +6,17 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from rlhf_data.errors import ConfigError, WeightSyncError, unknown
 from rlhf_rollout.protocols import RolloutEngine
-from rlhf_rollout.weight_sync import MEDIA, Medium
-from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket, aligned, bucket_checksum
+from rlhf_rollout.weights import MEDIA, Medium
+from rlhf_rollout.weights.bucket import TensorSlot, WeightBucket, aligned, bucket_checksum
+from rlhf_rollout.weights.buffer import BucketBuffer, buffer_class
 
 DEFAULT_BUCKET_BYTES = 256 << 20
-_KEPT_MEDIA = ("ipc", "shared_memory")  # whose buffers engines map, which takes time; others are read anew in any case
-
-
-class BucketBuffer(Protocol):
-    """Memory that the trainer writes and engines read. It is opened for a size in bytes and the names of engines.
-
-    Attributes:
-        medium: name of the medium, as the receiving half knows it.
-        holds_two: whether the next filling may be written while engines read the last one.
-        data: [size_bytes] uint8, the memory on the trainer's side, for the next filling.
-        handles: one per engine, with which the engine opens the memory.
-    """
-
-    medium: Medium
-    holds_two: bool
-    data: torch.Tensor
-    handles: Sequence[Any]
-
-    def reserve(self, end_bytes: int) -> None:
-        """Make the first `end_bytes` bytes of `data` writable. Raises WeightSyncError when there is no room."""
-
-    def publish(self) -> None:
-        """Wait until other processes can read what was written, or begin to send it. `handles` are then valid."""
-
-    def settle(self) -> str | None:
-        """Wait until what was published last may be overwritten, once all engines have answered.
-
-        Returns why no engine can receive further buckets, or None if they can.
-        """
-
-    def close(self) -> None:
-        """Free the memory. Never raises."""
 
 
 class SyncReport(NamedTuple):
@@ -74,6 +42,7 @@ class WeightSource:
         bucket_bytes: size of a bucket. A weight larger than this gets a bucket of its own size.
         checksum: whether engines verify a checksum of each bucket, for debugging.
         workers_per_engine: processes of each engine, one per GPU.
+        host: address by which engines reach this process by "tcp" and "nccl". By default, only those on this host do.
         keep_buffer: keep the buffer from one update to the next if engines map it ("ipc", "shared_memory"). This saves
             the time to allocate and open it. It is opened anew for other engines, and for one that has started again.
             `close` frees it.
@@ -81,6 +50,10 @@ class WeightSource:
             which the size of the weights is known: fewer buckets save time, as each takes an engine milliseconds to
             answer. None for buckets of `bucket_bytes` only, which are used from the first engine's failure on: a
             process that is killed may keep the memory of a bucket from the trainer for good.
+
+    Attributes:
+        medium, checksum: as given.
+        keeps: whether a buffer is kept.
 
     Raises:
         ConfigError: an unknown medium, a bucket size below 1, or "ipc" without a GPU.
@@ -93,6 +66,7 @@ class WeightSource:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         checksum: bool = False,
         workers_per_engine: int = 1,
+        host: str = "127.0.0.1",
         keep_buffer: bool = False,
         room: Callable[[], int] | None = None,
     ) -> None:
@@ -102,10 +76,12 @@ class WeightSource:
             raise ConfigError(unknown("weight sync medium", medium, MEDIA))
         if medium == "ipc" and not torch.cuda.is_available():
             raise ConfigError("weight sync by ipc needs a GPU", hint="use shared_memory")
-        self._open_buffer = import_module(f"rlhf_train.weight_sync.{medium}").opener(workers_per_engine)
+        form = buffer_class(medium)
+        self.medium: Medium = medium
+        self.checksum = checksum
+        self.keeps = keep_buffer and form.is_mapped
+        self._open_buffer = form.sender(workers_per_engine, host)
         self._bucket_bytes = bucket_bytes
-        self._checksum = checksum
-        self._keeps = keep_buffer and medium in _KEPT_MEDIA
         self._kept: tuple[list[str], BucketBuffer] | None = None  # and the names of the engines that have opened it
         self._room = room
         self._loaded_bytes = 0  # of the last update, if all engines have loaded it
@@ -140,12 +116,12 @@ class WeightSource:
         bucket_bytes = self._next_bucket_bytes()
         self._loaded_bytes = 0
         try:
-            with closing(_Update(self._open, bucket_bytes, self._checksum, receivers, is_kept=self._keeps)) as update:
+            with closing(_Update(self, bucket_bytes, receivers)) as update:
                 update.begin(policy_version, names)
                 for name, tensor in named_tensors:
                     update.add(name, tensor.detach())
                 update.finish()
-                if self._keeps:
+                if self.keeps:
                     self._kept = update.release()
         except BaseException:
             # Reading a weight may be a collective with the other ranks, which would wait forever if this rank stopped.
@@ -157,6 +133,15 @@ class WeightSource:
         else:
             self._loaded_bytes = update.size_bytes
         return SyncReport(update.size_bytes, update.num_buckets, receivers.failures)
+
+    def open(self, size_bytes: int, names: list[str]) -> BucketBuffer:
+        """Return the buffer that was kept if it has this size and the same engines opened it, else a new one."""
+        if self._kept is not None and self._kept[0] == names and self._kept[1].data.numel() >= size_bytes:
+            buffer = self._kept[1]
+            self._kept = None
+            return buffer
+        self.close()
+        return self._open_buffer(size_bytes, names)
 
     def close(self) -> None:
         """Free the buffer that was kept for the next update, if any."""
@@ -171,15 +156,6 @@ class WeightSource:
         # A little more than the weights, which begin at aligned places, so that no small bucket is left at the end.
         return max(self._bucket_bytes, min(self._loaded_bytes + (self._loaded_bytes >> 6), self._room()))
 
-    def _open(self, size_bytes: int, names: list[str]) -> BucketBuffer:
-        """Return the buffer that was kept if it has this size and the same engines opened it, else a new one."""
-        if self._kept is not None and self._kept[0] == names and self._kept[1].data.numel() >= size_bytes:
-            buffer = self._kept[1]
-            self._kept = None
-            return buffer
-        self.close()
-        return self._open_buffer(size_bytes, names)
-
 
 class _Update:
     """One sync: fills the buffer, and has all engines read each filling.
@@ -191,19 +167,9 @@ class _Update:
         size_bytes, num_buckets: see `SyncReport`.
     """
 
-    def __init__(
-        self,
-        open_buffer: Callable[[int, Sequence[str]], BucketBuffer],
-        bucket_bytes: int,
-        checksum: bool,
-        receivers: "_Receivers",
-        *,
-        is_kept: bool,
-    ) -> None:
-        self._is_kept = is_kept
-        self._open_buffer = open_buffer
+    def __init__(self, source: WeightSource, bucket_bytes: int, receivers: "_Receivers") -> None:
+        self._source = source
         self._bucket_bytes = bucket_bytes
-        self._checksum = checksum
         self._receivers = receivers
         self._calls = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._runner = asyncio.Runner()
@@ -227,7 +193,7 @@ class _Update:
             offset = 0
         if self._buffer is None or tensor.nbytes > self._buffer.data.numel():
             self._close_buffer()
-            self._buffer = self._open_buffer(max(self._bucket_bytes, tensor.nbytes), self._names)
+            self._buffer = self._source.open(max(self._bucket_bytes, tensor.nbytes), self._names)
         self._specs.append(_write(self._buffer, name, tensor, offset))
 
     def finish(self) -> None:
@@ -235,7 +201,7 @@ class _Update:
         if self._specs:
             self._hand_over()
         self._settle()
-        if not self._is_kept:
+        if not self._source.keeps:
             self._close_buffer()
         self._call(self._receivers.call(lambda index, engine: engine.finish_weight_update())).result()
 
@@ -259,8 +225,8 @@ class _Update:
         self._specs = []
         if not self._receivers.indices:
             return  # the weights are still gathered with other ranks
-        bucket = WeightBucket(medium=self._buffer.medium, tensors=tuple(specs), handle=None, kept=self._is_kept)
-        if self._checksum:
+        bucket = WeightBucket(self._source.medium, tuple(specs), handle=None, kept=self._source.keeps)
+        if self._source.checksum:
             written = self._buffer.data[: bucket.used_bytes].cpu().numpy()
             bucket = replace(bucket, checksum=bucket_checksum(written, bucket.tensors))
         self._buffer.publish()

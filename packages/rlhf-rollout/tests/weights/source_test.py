@@ -1,4 +1,4 @@
-"""Packing weights into buckets, and what happens when a sync goes wrong; the engine at the other end is a fake."""
+"""Packing weights into buckets, the buffer they lie in, and failing engines; the engine at the other end is a fake."""
 
 import asyncio
 import zlib
@@ -9,10 +9,9 @@ import torch
 
 from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
 from rlhf_rollout.engines.fake import FakeEngine
-from rlhf_rollout.weight_sync.bucket import WeightBucket
-from rlhf_train.weight_sync import ipc, shared_memory
-from rlhf_train.weight_sync.shared_memory import SharedMemoryBuffer
-from rlhf_train.weight_sync.source import WeightSource
+from rlhf_rollout.weights import ipc, shared_memory
+from rlhf_rollout.weights.bucket import WeightBucket
+from rlhf_rollout.weights.source import WeightSource
 from weight_recorder import WEIGHTS, Recorder, crc, segments
 
 
@@ -43,9 +42,10 @@ def test_send_fills_buckets_in_order_at_aligned_offsets() -> None:
     assert engine.contents[1] == WEIGHTS["head"].numpy().tobytes()
 
 
-def test_send_weight_above_the_bucket_gets_its_own() -> None:
+@pytest.mark.parametrize("bucket_bytes", [100, 1])
+def test_send_weight_above_the_bucket_gets_its_own(bucket_bytes: int) -> None:
     engine = Recorder()
-    report = WeightSource("shared_memory", bucket_bytes=100).send(iter(WEIGHTS.items()), [engine], 1)
+    report = WeightSource("shared_memory", bucket_bytes=bucket_bytes).send(iter(WEIGHTS.items()), [engine], 1)
     assert report.num_buckets == 3
     assert [len(content) for content in engine.contents] == [384, 14, 512]
 
@@ -138,14 +138,10 @@ def test_send_with_checksum_lets_every_bucket_carry_that_of_its_bytes() -> None:
     assert [bucket.checksum for bucket in engine.buckets] == [together, crc(WEIGHTS["head"])]
 
 
-def test_send_smallest_bucket_holds_one_weight_each() -> None:
-    assert WeightSource("shared_memory", bucket_bytes=1).send(iter(WEIGHTS.items()), [Recorder()], 1).num_buckets == 3
-
-
 def test_send_publishes_each_filling_before_an_engine_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
-    class Buffer(SharedMemoryBuffer):
+    class Buffer(shared_memory.Buffer):
         def publish(self) -> None:
             order.append("publish")
 
@@ -153,7 +149,7 @@ def test_send_publishes_each_filling_before_an_engine_reads_it(monkeypatch: pyte
         async def receive_weights(self, bucket: WeightBucket) -> None:
             order.append("read")
 
-    monkeypatch.setattr(shared_memory, "opener", lambda workers_per_engine: Buffer)
+    monkeypatch.setattr(shared_memory, "Buffer", Buffer)
     WeightSource("shared_memory", bucket_bytes=1024).send(iter(WEIGHTS.items()), [Reading()], 1)
     assert order == ["publish", "read", "publish", "read"]
 
@@ -209,3 +205,32 @@ def test_updates_after_one_that_an_engine_did_not_load_have_small_buckets():
     # An engine whose process is gone may keep the bucket's memory.
     assert num_buckets(Recorder(), Recorder("finish", error=EngineError)) == 1
     assert [num_buckets(Recorder(), Recorder()) for _ in range(3)] == [12, 12, 12]
+
+
+def handles(engine: Recorder) -> set[tuple[str, int]]:
+    return {bucket.handle for bucket in engine.buckets}
+
+
+def test_sender_keeps_its_buffer_for_the_engines_that_have_opened_it() -> None:
+    source = WeightSource("shared_memory", bucket_bytes=1024, keep_buffer=True)
+    engine = Recorder()
+    for version in (1, 2):
+        assert source.send(iter(WEIGHTS.items()), [engine], version, ["one"]).num_buckets == 2
+    [first] = handles(engine)
+    # What lies between the weights is of earlier fillings.
+    assert [content[:384] for content in engine.contents[::2]] == [WEIGHTS["embed"].numpy().tobytes()] * 2
+    assert engine.contents[1] == engine.contents[3] == WEIGHTS["head"].numpy().tobytes()
+    assert len(segments()) == 1
+    # Other engines, one that has started again, and a weight that does not fit get another buffer.
+    larger = {"wide": torch.ones(300)}
+    for names, weights in ((["one", "two"], WEIGHTS), (["one", "three"], WEIGHTS), (["one", "three"], larger)):
+        engines = [Recorder(), Recorder()]
+        source.send(iter(weights.items()), engines, 3, names)
+        [found] = handles(engines[0])
+        assert found != first and handles(engines[1]) == {found}
+        first = found
+        assert len(segments()) == 1
+    assert engines[0].contents[0][: 300 * 4] == torch.ones(300).numpy().tobytes()
+    source.close()
+    source.close()
+    assert segments() == set()

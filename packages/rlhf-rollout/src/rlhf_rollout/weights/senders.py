@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_rollout.weight_sync.bucket import WeightBucket
+from rlhf_rollout.weights.bucket import WeightBucket
 
 
 class Senders:

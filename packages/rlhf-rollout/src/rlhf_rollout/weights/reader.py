@@ -2,18 +2,16 @@
 
 import itertools
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_rollout.weight_sync import Medium
-from rlhf_rollout.weight_sync.bucket import WeightBucket, read_in_two_tries, verify_checksum
+from rlhf_rollout.weights import Medium
+from rlhf_rollout.weights.bucket import WeightBucket, read_in_two_tries, verify_checksum
+from rlhf_rollout.weights.buffer import buffer_class
 
 PART_BYTES = 256 << 20
-# The others are CUDA's or collective: after a failure, what a second try would find or wait for is not known.
-_MEDIA_OF_TWO_TRIES = ("shared_memory", "tcp")
 
 
 class BucketReader:
@@ -22,7 +20,9 @@ class BucketReader:
     def __init__(self, medium: Medium, device: torch.device) -> None:
         self.medium = medium
         self.device = device
-        self._open_memory = import_module(f"rlhf_rollout.weight_sync.{medium}").opener()
+        form = buffer_class(medium)
+        self._num_tries = form.num_tries
+        self._open_memory = form.receiver()
         self._opened: tuple[Any, torch.Tensor] | None = None
         self._kept = False
 
@@ -54,12 +54,12 @@ class BucketReader:
         """Return the used part of the bucket's buffer, [used_bytes] uint8. It may be the sender's own memory.
 
         Raises WeightSyncError for another medium than the engine's, or memory that it can never open, and EngineError
-        for weights that did not arrive, or not as they were sent. What may be transient, by "shared_memory" and "tcp",
-        is tried twice.
+        for weights that did not arrive, or not as they were sent. What may be transient is tried `num_tries` times, see
+        `BucketBuffer`.
         """
         if bucket.medium != self.medium:
             raise WeightSyncError(f"a bucket arrived by {bucket.medium}, but the engine was built for {self.medium}")
-        if self.medium not in _MEDIA_OF_TWO_TRIES:
+        if self._num_tries == 1:
             return self._view(bucket)
         return read_in_two_tries(lambda: self._view(bucket), between=self.close)
 
