@@ -88,13 +88,26 @@ def code(write):
     return lambda body="", top="": write(CODE.format(top=top, body=body or "pass"), "guest.py")
 
 
+def children():
+    """Return the ids of this process's children, those included that have ended and nobody has waited for."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.add(path.parent.name)
+    return found
+
+
 @contextlib.asynccontextmanager
 async def running(user, path, **options):
+    """Yield a user of the code, of which no process is left in the end, not even as a zombie."""
+    before = children()
     used = user(path, **options)
     try:
         yield used
     finally:
         await used.close()
+    assert children() <= before
 
 
 def verdicts(user, path, labels, **options):
@@ -216,8 +229,10 @@ def spawn():
 """
 
 
-def test_what_hanging_code_has_started_ends_with_the_close_that_does_not_wait_for_it(user, code, tmp_path):
+def test_what_hanging_code_has_started_ends_with_the_close_that_does_not_wait_for_it(user, code, tmp_path, monkeypatch):
     path = code("spawn()", SPAWNS)
+    # An agent may close what it has open; a reward function has nothing to close.
+    monkeypatch.setattr("rlhf_rollout.workers.rpc._CLOSE_TIMEOUT_S", 1000.0 if user is Reward else 1.0)
 
     async def run():
         async with running(user, path, timeout_s=500.0) as used:
