@@ -1,18 +1,7 @@
-import weakref
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPTNeoConfig,
-    LlamaConfig,
-    RecurrentGemmaConfig,
-)
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from rlhf_data.errors import ConfigError
 from rlhf_kernels import (
@@ -26,7 +15,6 @@ from rlhf_kernels import (
 from rlhf_models import actor as actor_module
 from rlhf_models.actor import Actor
 from rlhf_models.attention import PACKED_ATTENTION
-from rlhf_models.backbone import changes_logits
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
@@ -379,35 +367,6 @@ def test_actor_policy_loss_needs_a_stream_and_an_objective_and_the_streams_token
             actor(batch, **one)
     with pytest.raises(ValueError, match="advantages must be"):
         actor(batch, stream=stream, objective=PolicyObjective())
-
-
-@pytest.mark.parametrize(
-    ("config", "changes"),
-    [
-        (LlamaConfig(), False),
-        (GPTNeoConfig(num_layers=3, attention_types=[[["global"], 3]]), False),  # reads its layers' output by number
-        (Gemma2Config(), True),
-        (Gemma2Config(final_logit_softcapping=None), False),
-        (CohereConfig(logit_scale=0.5), True),
-        (CohereConfig(logit_scale=1.0), False),
-        (RecurrentGemmaConfig(), True),
-    ],
-    ids=lambda value: getattr(value, "model_type", value),
-)
-def test_logits_that_are_more_than_the_heads_output_are_found(config, changes):
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-    for name, size in (sizes | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "pad_token_id": 0}).items():
-        setattr(config, name, size)
-    model = AutoModelForCausalLM.from_config(config)
-    own = model.base_model.forward = partial(model.base_model.forward)  # as of layers that were wrapped
-    assert changes_logits(model) == changes
-    assert vars(model.base_model).pop("forward") is own
-    del own
-    assert changes_logits(model) == changes
-    # Otherwise the memory of a model that is dropped is freed only by the next collection of garbage.
-    layers = weakref.ref(model.base_model)
-    del model
-    assert layers() is None
 
 
 def test_actor_loss_is_fused_with_a_plain_head_of_large_logits_on_cuda_alone(model_dir, monkeypatch):
