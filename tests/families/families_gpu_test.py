@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 
 from families import FAMILIES, MAX_LENGTH, SEQUENCES, write_tiny
 from rlhf_data.errors import ConfigError
-from rlhf_models.attention import PACKED_ATTENTIONS, check_shares_prompts
+from rlhf_models.attention.packed import PACKED_ATTENTIONS, check_shares_prompts
 from rlhf_models.backbone import can_be_replayed, changes_logits, replay_full_packs
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason

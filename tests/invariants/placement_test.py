@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_models.files import write_fields
+from rlhf_models.checkpoint.files import write_fields
 from rlhf_models.process_reward import StepFormat, StepJudge
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.rewards.sources import RewardSource

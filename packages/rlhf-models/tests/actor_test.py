@@ -14,7 +14,7 @@ from rlhf_kernels import (
 )
 from rlhf_models import actor as actor_module
 from rlhf_models.actor import Actor
-from rlhf_models.attention import PACKED_ATTENTION
+from rlhf_models.attention.packed import PACKED_ATTENTION
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir

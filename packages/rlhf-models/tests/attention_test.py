@@ -20,8 +20,9 @@ from transformers import (
 )
 
 from rlhf_data.errors import ConfigError
-from rlhf_models import attention, backbone
-from rlhf_models.attention import choose_attention, packed_attention, varlen_unavailable_reason
+from rlhf_models import backbone
+from rlhf_models.attention import packed as attention
+from rlhf_models.attention.packed import choose_attention, packed_attention, varlen_unavailable_reason
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor
 

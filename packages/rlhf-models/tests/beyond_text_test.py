@@ -20,8 +20,8 @@ from transformers import (
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
-from rlhf_models.beyond_text import save_left_out
-from rlhf_models.files import tensor_files
+from rlhf_models.checkpoint.beyond_text import save_left_out
+from rlhf_models.checkpoint.files import tensor_files
 from rlhf_models.loading import check_generates, load_actor, load_config, load_critic, load_tokenizer
 from rlhf_models.lora import LoraSpec, add_lora, merge_adapter, save_adapter
 from rlhf_models.testing import tiny_tokenizer

@@ -12,8 +12,9 @@ import torch
 from transformers import DeepseekV3Config, GPT2Config, Qwen2Config
 
 from rlhf_data.errors import ConfigError
-from rlhf_models import attention, flash
-from rlhf_models.attention import (
+from rlhf_models.attention import flash
+from rlhf_models.attention import packed as attention
+from rlhf_models.attention.packed import (
     check_shares_prompts,
     choose_attention,
     head_sizes,

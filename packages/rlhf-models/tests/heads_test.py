@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForTokenClassification
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
-from rlhf_models.heads import HEAD_NAMES, load_head
+from rlhf_models.checkpoint.heads import HEAD_NAMES, load_head
 from rlhf_models.loading import (
     check_critic,
     check_reward_model,

@@ -25,10 +25,10 @@ from rlhf_models.loading import (
     load_actor,
     load_config,
     load_critic,
+    load_reference,
     load_tokenizer,
     resolve_dtype,
 )
-from rlhf_models.reference import load_reference
 from rlhf_models.testing import tiny_model_dir, tiny_tokenizer
 
 

@@ -7,7 +7,7 @@ import torch
 
 from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_models.batch import TokenBatch
-from rlhf_models.files import write_fields
+from rlhf_models.checkpoint.files import write_fields
 from rlhf_models.loading import load_actor, load_config, load_critic, load_reward_model, load_tokenizer
 from rlhf_models.lora import (
     LoraSpec,

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from rlhf_kernels import PolicyObjective, PolicyStream
-from rlhf_models import actor, attention
+from rlhf_models import actor
 from rlhf_models.actor import Actor
+from rlhf_models.attention import packed as attention
+from rlhf_models.attention.flash import flash_4_unavailable_reason
 from rlhf_models.backbone import replay_full_packs
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
-from rlhf_models.flash import flash_4_unavailable_reason
 from rlhf_models.loading import load_actor, load_critic
 from rlhf_models.testing import tiny_model_dir
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_models.files import write_fields
+from rlhf_models.checkpoint.files import write_fields
 from rlhf_models.loading import load_config
 from rlhf_models.process_reward import StepFormat, StepJudge, step_ends, stored_step_format
 from rlhf_models.testing import tiny_model_dir

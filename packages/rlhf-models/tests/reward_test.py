@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, Gemma2Config
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_models import reward
 from rlhf_models.batch import TokenBatch
-from rlhf_models.files import write_fields
+from rlhf_models.checkpoint.files import write_fields
 from rlhf_models.loading import load_reward_model
 from rlhf_models.reward import (
     InputLimits,

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, OlmoeConfig
 
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_models.batch import TokenBatch
+from rlhf_models.experts.routing import watch_routers
+from rlhf_models.experts.routing_replay import check_replays, replay_routes, replayed_choice
 from rlhf_models.loading import load_actor, load_config
-from rlhf_models.routing import watch_routers
-from rlhf_models.routing_replay import check_replays, replay_routes, replayed_choice
 from rlhf_models.testing import tiny_model_dir
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2

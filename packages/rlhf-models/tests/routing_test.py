@@ -5,8 +5,8 @@ import torch
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
+from rlhf_models.experts.routing import check_balances, router_sums, watch_routers
 from rlhf_models.loading import load_actor, load_config, load_critic
-from rlhf_models.routing import check_balances, router_sums, watch_routers
 from rlhf_models.testing import tiny_model_dir
 
 SEQUENCES = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]

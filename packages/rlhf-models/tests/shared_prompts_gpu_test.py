@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_models import attention
+from rlhf_models.attention import packed as attention
+from rlhf_models.attention.flash import flash_4_unavailable_reason
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.compiled import compile_layers
-from rlhf_models.flash import flash_4_unavailable_reason
 from rlhf_models.loading import load_actor, load_critic
 from rlhf_models.testing import tiny_model_dir
 

@@ -11,12 +11,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_models import attention, flash
-from rlhf_models.attention import PACKED_ATTENTION, check_shares_prompts, packed_attention
+from rlhf_models.attention import flash
+from rlhf_models.attention import packed as attention
+from rlhf_models.attention.packed import PACKED_ATTENTION, check_shares_prompts, packed_attention
+from rlhf_models.attention.shared_prompts import SharedPrompts, attend, attend_group_by_group
 from rlhf_models.batch import TokenBatch
 from rlhf_models.critic import Critic
 from rlhf_models.loading import load_actor
-from rlhf_models.shared_prompts import SharedPrompts, attend, attend_group_by_group
 from rlhf_models.testing import tiny_model_dir
 
 PROMPTS = {"a": [7, 8, 9], "b": [7], "c": [5, 6]}

@@ -110,7 +110,7 @@ def test_process_reward_puts_each_steps_probability_at_its_end_and_scores_by_the
 
 
 def test_local_scorer_with_a_step_separator_judges_steps(tmp_path: Path) -> None:
-    from rlhf_models.files import write_fields
+    from rlhf_models.checkpoint.files import write_fields
     from rlhf_models.process_reward import StepFormat, StepJudge
 
     folder = tiny_model_dir(tmp_path)
@@ -282,7 +282,7 @@ def test_local_scorer_has_the_frequencies_of_the_longest_sequence_of_the_run(
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from rlhf_models.files import write_fields
+    from rlhf_models.checkpoint.files import write_fields
     from rlhf_models.process_reward import StepFormat
 
     make = tiny_model_dir if judges_steps else tiny_reward_model_dir
@@ -309,7 +309,7 @@ def test_local_scorer_has_the_frequencies_of_the_longest_sequence_of_the_run(
 def test_local_scorer_whose_weights_rest_between_calls_gives_the_same_answers(
     tmp_path: Path, judges_steps: bool
 ) -> None:
-    from rlhf_models.files import write_fields
+    from rlhf_models.checkpoint.files import write_fields
     from rlhf_models.process_reward import StepFormat
 
     folder = (tiny_model_dir if judges_steps else tiny_reward_model_dir)(tmp_path)

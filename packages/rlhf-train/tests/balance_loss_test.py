@@ -10,7 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
-from rlhf_models.routing import RouterWatch, router_sums
+from rlhf_models.experts.routing import RouterWatch, router_sums
 from rlhf_rollout.host import free_port
 from rlhf_train.engine import accelerate
 from rlhf_train.engine.process_group import init_process_group

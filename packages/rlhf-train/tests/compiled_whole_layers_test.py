@@ -15,7 +15,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlhf_models import attention
+from rlhf_models.attention import packed as attention
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.compiled import compile_forwards
 from rlhf_models.loading import load_actor

@@ -9,11 +9,11 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig
 
 from rlhf_data.errors import ConfigError
 from rlhf_models import actor as actor_module
+from rlhf_models.attention.sequence_parallel import can_divide, check_heads
 from rlhf_models.backbone import divide_sequences
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor, load_critic
 from rlhf_models.reward import RewardModel
-from rlhf_models.sequence_parallel import can_divide, check_heads
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.engine.sequence_groups import join_sequence_group
 from trainer_testing import run_ranks

@@ -14,8 +14,7 @@ pytest.importorskip("trl")
 
 from rlhf_data.examples.preference import PreferenceExample
 from rlhf_data.examples.sft import SftExample
-from rlhf_models.loading import load_actor, load_tokenizer
-from rlhf_models.reference import load_reference
+from rlhf_models.loading import load_actor, load_reference, load_tokenizer
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.batching import Denominators
 from rlhf_train.offline.epochs import Objective

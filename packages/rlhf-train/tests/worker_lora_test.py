@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlhf_models.loading import load_reference
 from rlhf_models.lora import LoraSpec
-from rlhf_models.reference import load_reference
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms.table import make_algorithm

@@ -10,9 +10,9 @@ import torch
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import Span, SpanSource
 from rlhf_models.batch import TokenBatch
+from rlhf_models.experts.routing_replay import replay_routes
 from rlhf_models.loading import load_actor
 from rlhf_models.lora import LoraSpec
-from rlhf_models.routing_replay import replay_routes
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms.table import make_algorithm

@@ -374,7 +374,7 @@ def loading_line(model: Path, loader: str) -> str:
         model: its folder.
         loader: name of the function that loads it, unless the head is in a file that plain transformers does not read.
     """
-    from rlhf_models.files import VALUE_HEAD_FILE
+    from rlhf_models.checkpoint.files import VALUE_HEAD_FILE
 
     has_code = any(code_files(read_json(model / "config.json")))
     name = repr(str(model))

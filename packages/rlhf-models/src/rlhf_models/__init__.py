@@ -14,10 +14,10 @@ if TYPE_CHECKING:
         load_actor,
         load_config,
         load_critic,
+        load_reference,
         load_reward_model,
         load_tokenizer,
     )
-    from rlhf_models.reference import load_reference
     from rlhf_models.reward import RewardModel, score_sequences
     from rlhf_models.weights import hf_named_weights, save_hf
 
@@ -42,7 +42,7 @@ __all__ = [
     "score_sequences",
 ]
 
-_MODULES = ("actor", "batch", "critic", "loading", "reference", "reward", "weights")
+_MODULES = ("actor", "batch", "critic", "loading", "reward", "weights")
 
 
 def __getattr__(name: str) -> Any:

@@ -14,9 +14,9 @@ from rlhf_kernels import (
     packed_policy_loss,
     token_logprobs,
 )
+from rlhf_models.attention.sequence_parallel import SequenceGroup
 from rlhf_models.backbone import changes_logits, last_hidden_state, run_backbone
 from rlhf_models.batch import TokenBatch, to_device
-from rlhf_models.sequence_parallel import SequenceGroup
 
 # Above this, compute logits in blocks and recompute them in the backward pass: slower, less memory.
 MAX_LOGITS_BYTES = 4 << 30

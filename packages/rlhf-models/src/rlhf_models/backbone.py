@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError
-from rlhf_models.attention import (
+from rlhf_models.attention.packed import (
     NO_MASK,
     PACKED_ATTENTION,
     PACKED_ATTENTIONS,
@@ -16,10 +16,10 @@ from rlhf_models.attention import (
     forwarding,
     packed_arguments,
 )
+from rlhf_models.attention.sequence_parallel import SequenceGroup, SequencePart, check_heads
+from rlhf_models.attention.shared_prompts import SharedPrompts
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.pack_graph import PackGraph, can_be_replayed
-from rlhf_models.sequence_parallel import SequenceGroup, SequencePart, check_heads
-from rlhf_models.shared_prompts import SharedPrompts
 
 # Families whose packed log-probs `tests/families` compares with those of each sequence alone.
 _EXAMINED = """

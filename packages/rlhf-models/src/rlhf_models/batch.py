@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import DataError
-from rlhf_models.shared_prompts import SharedPrompts
+from rlhf_models.attention.shared_prompts import SharedPrompts
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from rlhf_models.attention.sequence_parallel import SequenceGroup
 from rlhf_models.backbone import last_hidden_state
 from rlhf_models.batch import TokenBatch
-from rlhf_models.sequence_parallel import SequenceGroup
 
 
 class ValueHead(nn.Linear):

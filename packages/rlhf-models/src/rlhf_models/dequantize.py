@@ -11,7 +11,7 @@ from rlhf_data.options.exits import SUCCESS, exit_status
 from rlhf_data.own_code import admit_code, entrust, trusted
 from rlhf_data.pretrained import clear_errors, load_tokenizer, located_model
 from rlhf_models.actor import Actor
-from rlhf_models.files import quiet_transformers
+from rlhf_models.checkpoint.files import quiet_transformers
 from rlhf_models.loading import DEQUANTIZABLE
 from rlhf_models.weights import check_saves, save_hf
 

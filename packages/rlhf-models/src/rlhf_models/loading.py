@@ -12,13 +12,13 @@ from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.own_code import admit_code, entrust, is_trusted
 from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located_model
 from rlhf_models.actor import Actor
-from rlhf_models.attention import PACKED_ATTENTIONS, UNPACKED, choose_attention, packed_attention_here
+from rlhf_models.attention.packed import PACKED_ATTENTIONS, UNPACKED, choose_attention, packed_attention_here
 from rlhf_models.backbone import check_packs
-from rlhf_models.beyond_text import freeze_beyond_text, note_left_out
+from rlhf_models.checkpoint.beyond_text import freeze_beyond_text, note_left_out
+from rlhf_models.checkpoint.empty import load_empty, stored_tensors
+from rlhf_models.checkpoint.files import check_weights, quiet_transformers, tensor_files
+from rlhf_models.checkpoint.heads import check_no_head, load_head, require_head
 from rlhf_models.critic import Critic
-from rlhf_models.empty import load_empty, stored_tensors
-from rlhf_models.files import check_weights, quiet_transformers, tensor_files
-from rlhf_models.heads import check_no_head, load_head, require_head
 from rlhf_models.reward import RewardModel
 from rlhf_models.weights import check_saves
 
@@ -248,6 +248,11 @@ def load_actor(path: str | Path, **options: Unpack[LoadOptions]) -> Actor:
     from transformers import AutoModelForCausalLM
 
     return Actor(_load_model(AutoModelForCausalLM, path, **options))
+
+
+def load_reference(path: str | Path, **options: Unpack[LoadOptions]) -> Actor:
+    """Load a frozen actor, which KL terms are measured against: in eval mode. Raises ConfigError as `load_actor`."""
+    return load_actor(path, **options).eval().requires_grad_(False)
 
 
 def load_critic(path: str | Path, **options: Unpack[LoadOptions]) -> Critic:

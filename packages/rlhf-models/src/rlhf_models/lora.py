@@ -15,8 +15,8 @@ from rlhf_data.errors import ConfigError, installs
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.pretrained import clear_errors, load_tokenizer
 from rlhf_models.actor import Actor
-from rlhf_models.beyond_text import linear_layers_beyond_text
-from rlhf_models.files import CONFIG_FIELDS_FILE, VALUE_HEAD_FILE, quiet_transformers
+from rlhf_models.checkpoint.beyond_text import linear_layers_beyond_text
+from rlhf_models.checkpoint.files import CONFIG_FIELDS_FILE, VALUE_HEAD_FILE, quiet_transformers
 from rlhf_models.loading import load_actor, load_critic
 from rlhf_models.weights import HEAD_PREFIX, save_hf, written
 

@@ -10,8 +10,7 @@ import torch
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
-from rlhf_models.loading import LoadOptions, load_config, load_tokenizer
-from rlhf_models.reference import load_reference
+from rlhf_models.loading import LoadOptions, load_config, load_reference, load_tokenizer
 from rlhf_models.reward import InputLimits, check_sequences, length_batches
 
 Sample = tuple[np.ndarray, np.ndarray]  # token ids [L] int32, and which of them the policy wrote, [L] bool

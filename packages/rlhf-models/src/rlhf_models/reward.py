@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError, DataError
+from rlhf_models.attention.sequence_parallel import SequenceGroup
 from rlhf_models.backbone import last_hidden_state
 from rlhf_models.batch import TokenBatch
 from rlhf_models.critic import ValueHead
-from rlhf_models.sequence_parallel import SequenceGroup
 
 MAX_BATCH_TOKENS = 32768  # per forward pass, padding included, so that its activations take at most a few GiB
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlhf_data.errors import ConfigError, unknown
-from rlhf_models.files import quiet_transformers
+from rlhf_models.checkpoint.files import quiet_transformers
 
 PAD_TOKEN = "<|endoftext|>"
 START_TOKEN = "<|im_start|>"

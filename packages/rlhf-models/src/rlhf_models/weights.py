@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_data.own_code import copy_code, entrust, is_trusted
 from rlhf_data.pretrained import clear_errors
-from rlhf_models.beyond_text import save_left_out
-from rlhf_models.empty import load_empty
-from rlhf_models.files import VALUE_HEAD_FILE, quiet_transformers, write_fields
+from rlhf_models.checkpoint.beyond_text import save_left_out
+from rlhf_models.checkpoint.empty import load_empty
+from rlhf_models.checkpoint.files import VALUE_HEAD_FILE, quiet_transformers, write_fields
 
 logger = logging.getLogger(__name__)
 

@@ -52,7 +52,7 @@ def masked_ids(paths: Sequence[str | None], tokenizer: Any) -> tuple[dict[str, t
 def check_attention(section: ModelSection, model_config: Any) -> None:
     """Raise ConfigError unless the model works with --attn_implementation, --packing_samples, --share_prompts,
     --sequence_parallel_size and --ds_tensor_parallel_size."""
-    from rlhf_models.attention import check_shares_prompts, choose_attention, register_packed_attention
+    from rlhf_models.attention.packed import check_shares_prompts, choose_attention, register_packed_attention
 
     name = section.attn_implementation
     if name not in ("auto", "eager") and "/" not in name:  # a name with a slash is a kernel on the hub
@@ -70,8 +70,8 @@ def check_attention(section: ModelSection, model_config: Any) -> None:
 
         check_divides(model_config, section.ds_tensor_parallel_size)
     if section.sequence_parallel_size > 1:
-        from rlhf_models.attention import PACKED_ATTENTION, PACKED_ATTENTIONS
-        from rlhf_models.sequence_parallel import check_heads
+        from rlhf_models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
+        from rlhf_models.attention.sequence_parallel import check_heads
 
         check_heads(model_config, section.sequence_parallel_size)
         if chosen not in PACKED_ATTENTIONS:
@@ -91,11 +91,11 @@ def check_adapters(section: ModelSection, model_config: Any) -> list[str]:
 def check_experts(section: ModelSection, model_config: Any) -> None:
     """Raise ConfigError for options of mixtures of experts and a model that they do not work with."""
     if section.aux_loss_coef:
-        from rlhf_models.routing import check_balances
+        from rlhf_models.experts.routing import check_balances
 
         check_balances(model_config)
     if getattr(section, "routing_replay", False):
-        from rlhf_models.routing_replay import check_replays
+        from rlhf_models.experts.routing_replay import check_replays
 
         check_replays(model_config)
 

@@ -98,7 +98,7 @@ def _home(section: CheckpointSection, folder: Path) -> Path:
 def steps_of_ended_run(section: CheckpointSection, folder: Path) -> int | None:
     """Return the number of steps, or of updates on fixed examples, of the run that continues in `folder`, if it has
     ended: it has saved its models after the last step, and a checkpoint of that step. None for any other run."""
-    from rlhf_models.files import check_weights
+    from rlhf_models.checkpoint.files import check_weights
     from rlhf_train.run.recorder import ARTIFACTS, ended_after
 
     done = ended_after(folder / ARTIFACTS["metrics"])

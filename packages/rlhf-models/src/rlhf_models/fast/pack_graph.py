@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_models.attention import PACKED_ATTENTIONS
+from rlhf_models.attention.packed import PACKED_ATTENTIONS
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.passes import FREE_SHARE, Passes, Replay, capture
 

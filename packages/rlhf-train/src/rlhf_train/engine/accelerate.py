@@ -6,12 +6,11 @@ from typing import Any
 import torch
 
 from rlhf_data.errors import ConfigError
+from rlhf_models.attention.sequence_parallel import SequenceGroup
 from rlhf_models.backbone import divide_sequences, replay_full_packs
 from rlhf_models.fast.compiled import compile_forwards, compile_layers, compile_unavailable_reason
 from rlhf_models.host_states import RestingModel
-from rlhf_models.loading import resolve_dtype
-from rlhf_models.reference import load_reference
-from rlhf_models.sequence_parallel import SequenceGroup
+from rlhf_models.loading import load_reference, resolve_dtype
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, place_frozen
 from rlhf_train.engine.deepspeed_internals import frozen_parts
 from rlhf_train.engine.sequence_groups import join_sequence_group

@@ -1,9 +1,9 @@
-"""Groups of neighbouring ranks that divide the tokens of each pass; see `rlhf_models.sequence_parallel`."""
+"""Groups of neighbouring ranks that divide the tokens of each pass; see `rlhf_models.attention.sequence_parallel`."""
 
 import torch
 
 from rlhf_data.errors import ConfigError
-from rlhf_models.sequence_parallel import SequenceGroup
+from rlhf_models.attention.sequence_parallel import SequenceGroup
 
 
 def join_sequence_group(size: int) -> SequenceGroup | None:

@@ -21,7 +21,7 @@ import torch
 from rlhf_data.errors import ConfigError
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.pretrained import located_model
-from rlhf_models.attention import PACKED_ATTENTION
+from rlhf_models.attention.packed import PACKED_ATTENTION
 from rlhf_models.backbone import last_hidden_state
 from rlhf_rollout.host import free_port
 from rlhf_train.learning.dropout import without_dropout

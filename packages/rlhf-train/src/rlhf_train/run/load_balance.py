@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_models.routing import RouterSums, RouterWatch, watch_routers
-from rlhf_models.sequence_parallel import SequenceGroup
+from rlhf_models.attention.sequence_parallel import SequenceGroup
+from rlhf_models.experts.routing import RouterSums, RouterWatch, watch_routers
 from rlhf_train.losses.balance import balance_loss
 from rlhf_train.run.metrics import Sum
 from rlhf_train.specs import ModelSpec

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_models.experts.routing_replay import replay_routes
 from rlhf_models.loading import load_actor, load_critic, load_tokenizer
 from rlhf_models.lora import adapters_off, add_lora, merge_adapter, save_adapter
 from rlhf_models.reward import RewardModel
-from rlhf_models.routing_replay import replay_routes
 from rlhf_models.weights import check_saves, save_hf
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.specs import ModelSpec

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_kernels import merge_attention_
-from rlhf_models import flash
+from rlhf_models.attention import flash
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import clear_errors
-from rlhf_models.files import model_file, opened, tensor_files
+from rlhf_models.checkpoint.files import model_file, opened, tensor_files
 
 # transformers' ...ForSequenceClassification and ...ForTokenClassification, which verl's critics are, save `score` or
 # `classifier`; TRL's critics `v_head.summary`; the others come from trainers with their own model class. Some save the

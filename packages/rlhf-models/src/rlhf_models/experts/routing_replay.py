@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_models.routing import num_experts
+from rlhf_models.experts.routing import num_experts
 
 # Models of transformers whose routers weigh experts by a softmax over all, and return logits, weights and experts.
 _MODEL_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, device
 
 from rlhf_data.own_code import entrust, is_trusted
-from rlhf_models.files import quiet_transformers, weight_files
+from rlhf_models.checkpoint.files import quiet_transformers, weight_files
 
 logger = logging.getLogger(__name__)
 

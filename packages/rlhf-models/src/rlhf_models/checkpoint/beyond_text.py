@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError
-from rlhf_models.files import model_file, opened, tensor_files
+from rlhf_models.checkpoint.files import model_file, opened, tensor_files
 
 logger = logging.getLogger(__name__)
 

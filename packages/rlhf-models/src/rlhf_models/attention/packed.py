@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_data.errors import ConfigError
+from rlhf_models.attention.flash import flash_4_is_faster, flash_4_unavailable_reason
+from rlhf_models.attention.sequence_parallel import SequenceGroup
+from rlhf_models.attention.shared_prompts import attend, attend_group_by_group
 from rlhf_models.batch import TokenBatch
-from rlhf_models.flash import flash_4_is_faster, flash_4_unavailable_reason
-from rlhf_models.sequence_parallel import SequenceGroup
-from rlhf_models.shared_prompts import attend, attend_group_by_group
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError
+from rlhf_models.attention.sequence_parallel import SequencePart
 from rlhf_models.batch import TokenBatch
-from rlhf_models.sequence_parallel import SequencePart
 
 _HINT = "drop ``aux_loss_coef``"
 
