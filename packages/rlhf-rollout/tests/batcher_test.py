@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlhf_data.errors import ConfigError, RewardError
-from rlhf_rollout.rewards.batcher import Batcher
+from rlhf_rollout.http.batcher import Batcher
 
 
 class Doubler:

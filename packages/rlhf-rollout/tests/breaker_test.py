@@ -6,7 +6,7 @@ import pytest
 
 from record_testing import make_prompt, make_rollout
 from rlhf_data.records import VerdictKind
-from rlhf_rollout.rewards.breaker import Breaker
+from rlhf_rollout.http.breaker import Breaker
 from rlhf_rollout.rewards.function import FunctionReward
 from rlhf_rollout.rewards.outcomes import Failure
 
@@ -16,7 +16,7 @@ HANG = Failure(VerdictKind.TIMEOUT, "no answer within 5 s")
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("rlhf_rollout.rewards.breaker.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rlhf_rollout.http.breaker.time.monotonic", lambda: now[0])
     return now
 
 

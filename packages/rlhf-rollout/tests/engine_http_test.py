@@ -225,7 +225,7 @@ def test_http_engine_answer_that_trickles_ends_at_the_second_timeout() -> None:
     [(b" " * 1001, "the answer is longer than 1000 bytes"), (b"no gzip", "DecodingError")],
 )
 def test_http_engine_answer_too_long_or_packed_wrongly_raises(monkeypatch, content: bytes, problem: str) -> None:
-    monkeypatch.setattr("rlhf_rollout.answers.MAX_BYTES", 1000)
+    monkeypatch.setattr("rlhf_rollout.http.client.MAX_BYTES", 1000)
 
     class Body(httpx.AsyncByteStream):
         async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -340,8 +340,8 @@ def test_api_key_goes_over_https_or_to_this_machine(base_url, monkeypatch):
     with pytest.raises(ConfigError, match=refusal):
         HttpEngine(far, api_key="s3cret")
     monkeypatch.setenv("RLHF_ENGINE_TOKEN", "http://far:8000=s3cret")
-    assert HttpEngine(far)._headers == {"Authorization": "Bearer s3cret"}
-    assert HttpEngine(EngineSpec(model="m", base_url=base_url))._headers == {}
+    assert HttpEngine(far)._client._tokens == {"http://far:8000": "s3cret"}
+    assert HttpEngine(EngineSpec(model="m", base_url=base_url))._client._tokens == {}
 
 
 def test_password_of_the_address_is_not_in_messages():

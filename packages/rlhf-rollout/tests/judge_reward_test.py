@@ -64,8 +64,8 @@ def judged(monkeypatch, rubric):
     Its judge answers each question after `takes_s` seconds.
     """
     clock = SimpleNamespace(monotonic=now)
-    for module in ("judge", "breaker"):
-        monkeypatch.setattr(f"rlhf_rollout.rewards.{module}.time", clock)
+    for module in ("rewards.judge", "http.breaker"):
+        monkeypatch.setattr(f"rlhf_rollout.{module}.time", clock)
 
     def judged(judge, texts, *, takes_s=0.0, num_prompts=1, **more):
         async def answer(request):
@@ -75,8 +75,7 @@ def judged(monkeypatch, rubric):
 
         async def run():
             reward = JudgeReward(rubric, options("https://judge/v1", **more))
-            await reward.judge.close()
-            reward.judge._client = httpx.AsyncClient(transport=httpx.MockTransport(answer), timeout=None)
+            reward.judge._client._transport = httpx.MockTransport(answer)
             prompts = [make_prompt("2+2=", "4", prompt_id=str(index)) for index in range(num_prompts)]
             scored = [reward.score(prompt, [make_rollout(prompt, text) for text in texts]) for prompt in prompts]
             groups = await asyncio.gather(*scored)

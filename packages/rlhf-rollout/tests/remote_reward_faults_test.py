@@ -95,7 +95,7 @@ def test_unusable_answer_becomes_a_verdict_that_can_be_written(body, kinds, says
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_answer_is_read_up_to_a_limit(monkeypatch, packed):
-    monkeypatch.setattr("rlhf_rollout.answers.MAX_BYTES", 2**20)
+    monkeypatch.setattr("rlhf_rollout.http.client.MAX_BYTES", 2**20)
 
     def answer(request):
         queries = json.loads(request.content)["query"]

@@ -15,8 +15,8 @@ from rlhf_data.records import FinishReason, Verdict, VerdictKind
 from rlhf_data.testing import EOS_ID
 from rlhf_rollout.agents import SingleTurn
 from rlhf_rollout.generator import GenerationCounts, GroupMaker, generate_groups
+from rlhf_rollout.http.batcher import GroupBatcher
 from rlhf_rollout.protocols import Completion, SamplingParams
-from rlhf_rollout.rewards.batcher import GroupBatcher
 from rlhf_rollout.rewards.function import FunctionReward
 from rlhf_rollout.rewards.mix import MixedReward, ScoredFailures, build_reward, check_reward
 from rlhf_rollout.rewards.outcomes import Failure, judge

@@ -8,9 +8,9 @@ import pytest
 
 from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import ConfigError
+from rlhf_rollout.http.tokens import TOKEN_VARIABLE, tokens_of, unproxied
 from rlhf_rollout.rewards.remote import RemoteReward
 from rlhf_rollout.rewards.sources import RewardSource
-from rlhf_rollout.tokens import TOKEN_VARIABLE, tokens_of, unproxied
 
 HERE = "http://127.0.0.1:5000/get_reward"
 FAR = "http://far:5000/get_reward"

@@ -29,7 +29,7 @@ def named_sources(config: PpoConfig) -> tuple[RewardSource, ...]:
             parse_reward(target)
             source = replace(source, targets=(target,))
         elif source.kind == "server":
-            from rlhf_rollout.rewards.remote import check_url
+            from rlhf_rollout.http.tokens import check_url
 
             for url in source.targets:
                 check_url(url)

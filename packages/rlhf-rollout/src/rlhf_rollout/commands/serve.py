@@ -34,8 +34,8 @@ from rlhf_rollout.commands.parts import EngineJob, make_engine
 from rlhf_rollout.commands.sessions import Sessions, cached_tokens
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import build_engine
+from rlhf_rollout.http.tokens import ENGINE_TOKEN_VARIABLE
 from rlhf_rollout.protocols import Completion, Draft, RolloutEngine, SamplingParams
-from rlhf_rollout.tokens import ENGINE_TOKEN_VARIABLE
 from rlhf_rollout.weights.bucket import TensorSlot, WeightBucket
 
 MAX_BODY_BYTES = 32 * 2**20

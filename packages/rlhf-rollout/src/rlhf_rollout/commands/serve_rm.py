@@ -24,9 +24,9 @@ from rlhf_rollout.commands.configs import ServeConfig, ServerSection
 from rlhf_rollout.commands.door import TokenCheck, listen, read_json, token_for
 from rlhf_rollout.commands.parts import RewardJob
 from rlhf_rollout.commands.terminal import TERMINAL
+from rlhf_rollout.http.tokens import TOKEN_VARIABLE
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.mix import score_each
-from rlhf_rollout.tokens import TOKEN_VARIABLE
 
 MAX_BODY_BYTES = 32 * 2**20
 MAX_QUERIES = 4096  # per request

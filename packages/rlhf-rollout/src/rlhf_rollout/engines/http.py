@@ -2,11 +2,10 @@
 
 import asyncio
 import json
-import os
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import astuple
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from dataclasses import asdict, astuple
 from typing import Any
 
 import httpx
@@ -15,17 +14,14 @@ import numpy as np
 from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_data.records import FinishReason, Span, SpanSource
 from rlhf_data.safety import without_secrets
-from rlhf_rollout import answers
 from rlhf_rollout.engines.requests import Progress, check_request, deadline, sample_seeds, time_limit
 from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.http.client import Client, RequestFailure, insist
+from rlhf_rollout.http.tokens import ENGINE_TOKEN_VARIABLE
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
-from rlhf_rollout.tokens import ENGINE_TOKEN_VARIABLE, tokens_of, unproxied
 from rlhf_rollout.weights.bucket import WeightBucket
 from rlhf_rollout.weights.shared_memory import map_segment
 
-_RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
-_MAX_RETRY_WAIT_S = 30.0
-_MAX_TIMEOUTS = 2
 _GRACE_S = 1.0  # for the answer of a server that has ended a request at its deadline
 _KEEPALIVE_S = 2.0  # less than uvicorn's 5 s, so that no call meets a connection that the server is closing
 _PIECE_BYTES = 2**20
@@ -49,9 +45,9 @@ class HttpEngine:
             `max_model_len` is checked before a request goes out. `request_timeout_s` is for how long the
             server may write nothing during an attempt at a request, by the counters of its `/metrics`. For a server
             without them, it is the deadline of an attempt, with all of its samples.
-        num_retries: further attempts at a request after a temporary error: no connection, a timeout, or status 408, 429
-            or 5xx. A second timeout ends the attempts. Control calls are not repeated.
-        retry_wait_s: pause before the first retry; it doubles with each further one, to at most 30 s.
+        num_retries: further attempts at a request after a temporary error: no connection, a timeout, or status 408,
+            425, 429 or 5xx. A second timeout ends the attempts. Control calls are not repeated.
+        retry_wait_s: shortest pause before the first retry; it doubles with each further one, to at most 30 s.
         policy_version: version of the weights of vLLM's server.
         api_key: sent as a bearer token; None for the value of the environment variable RLHF_ENGINE_TOKEN.
         transport: replaces the network, for tests.
@@ -77,37 +73,23 @@ class HttpEngine:
     ) -> None:
         self._address = (spec.base_url or "").rstrip("/").removesuffix("/v1")
         self._url = without_secrets(self._address)  # for messages
-        key = os.environ.get(ENGINE_TOKEN_VARIABLE, "") if api_key is None else api_key
-        token = tokens_of([self._address], key, ENGINE_TOKEN_VARIABLE).get(self._address)
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._client = Client(
+            [self._address],
+            variable=ENGINE_TOKEN_VARIABLE,
+            token=api_key,
+            timeout_s=spec.request_timeout_s,
+            keepalive_s=_KEEPALIVE_S,
+            transport=transport,
+        )
         self._spec = spec
         self._num_retries = num_retries
         self._retry_wait_s = retry_wait_s
         self._policy_version = policy_version
-        self._transport = transport
         self._num_in_flight = 0
         self._progress = Progress()
         self._listening: asyncio.Task[None] | None = None
         self._updating: int | None = None
         self._is_closed = False
-        self._clients: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
-
-    @property
-    def _client(self) -> httpx.AsyncClient:
-        """The connections of the running event loop. Those of one loop cannot be used in another."""
-        if self._is_closed:
-            raise EngineError("the engine was closed")
-        loop = asyncio.get_running_loop()
-        if loop not in self._clients:
-            self._clients = {other: client for other, client in self._clients.items() if not other.is_closed()}
-            self._clients[loop] = httpx.AsyncClient(
-                timeout=httpx.Timeout(None, connect=min(self._spec.request_timeout_s, 10.0)),
-                limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S),
-                headers=self._headers,
-                transport=self._transport,
-                mounts=unproxied([self._address]),
-            )
-        return self._clients[loop]
 
     async def generate(
         self,
@@ -127,7 +109,7 @@ class HttpEngine:
         headers = {} if conversation is None else {"X-Session-Id": conversation}
         with self._listened():
             async with deadline(timeout_s, f"a request to {self._url}", grace_s=_GRACE_S, progress=self._progress):
-                answer = await self._post(self._request(token_ids, sampling, timeout_s), headers)
+                answer = await self._complete(self._request(token_ids, sampling, timeout_s), headers)
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != sampling.num_samples:
             raise EngineError(f"{self._url} answered without {sampling.num_samples} choices: {_excerpt(answer)}")
@@ -155,40 +137,34 @@ class HttpEngine:
         known: set[tuple[str, ...]] = set()
         while True:
             await asyncio.sleep(interval_s)
-            with suppress(httpx.HTTPError, asyncio.TimeoutError):
-                async with asyncio.timeout(self._spec.health_timeout_s):
-                    response = await self._client.get(self._address + "/metrics")
-                found = tuple(_WRITTEN.findall(response.text))
-                if known and found not in known:
-                    self._progress.advance()
-                known.add(found)
+            looking = asyncio.timeout(self._spec.health_timeout_s)
+            response = await self._client.send(self._address + "/metrics", within=looking)
+            if isinstance(response, RequestFailure):
+                continue
+            found = tuple(_WRITTEN.findall(response.text))
+            if known and found not in known:
+                self._progress.advance()
+            known.add(found)
 
     def _request(self, token_ids: np.ndarray, sampling: SamplingParams, timeout_s: float | None) -> dict[str, Any]:
         limit_s = self._spec.request_timeout_s
         # All of them, because vLLM's server takes what is left out from the model's generation_config.json.
-        request: dict[str, Any] = {
+        request = asdict(sampling)
+        num_samples, seed = request.pop("num_samples"), request.pop("seed")
+        request |= {
             "model": self._spec.model,
             "prompt": [int(token) for token in token_ids],
-            "n": sampling.num_samples,
-            "max_tokens": sampling.max_tokens,
-            "min_tokens": sampling.min_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "stop": list(sampling.stop),
+            "n": num_samples,
             "skip_special_tokens": False,  # in the text in which vLLM's server looks for `stop`
             "logprobs": 0,
             "return_token_ids": True,
             "add_special_tokens": False,
             "timeout_s": limit_s if timeout_s is None else min(timeout_s, limit_s),  # vLLM's server ignores it
         }
-        if sampling.seed is not None:
+        if seed is not None:
             # vLLM's server adds the sample's index to `seed`, so neighbouring seeds would share samples.
-            request["seed"] = sample_seeds(sampling.seed, 1)[0]
-            request["request_seed"] = sampling.seed
+            request["seed"] = sample_seeds(seed, 1)[0]
+            request["request_seed"] = seed
         return request
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
@@ -214,56 +190,48 @@ class HttpEngine:
         cached = choice.get("num_cached_tokens")  # vLLM's server does not tell it
         return Completion(tuple(spans), FinishReason(reason), cached if isinstance(cached, int) else None)
 
-    async def _post(self, request: dict[str, Any], headers: dict[str, str]) -> Any:
+    async def _complete(self, request: dict[str, Any], headers: dict[str, str]) -> Any:
+        limit_s = self._spec.request_timeout_s + _GRACE_S
+
+        async def ask(_: int) -> httpx.Response | RequestFailure:
+            return await self._send("/v1/completions", request, headers, time_limit(limit_s, self._progress))
+
+        outcome, failures = await insist(ask, num_retries=self._num_retries, first_pause_s=self._retry_wait_s)
         url = self._url + "/v1/completions"
-        failure = ""
-        num_timeouts = 0
-        content = json.dumps(request).encode()
-        for attempt in range(self._num_retries + 1):
-            if attempt:
-                await asyncio.sleep(min(self._retry_wait_s * 2 ** (attempt - 1), _MAX_RETRY_WAIT_S))
-            try:
-                # httpx's timeout limits each read, not the request
-                async with time_limit(self._spec.request_timeout_s + _GRACE_S, self._progress):
-                    where = self._address + "/v1/completions"
-                    response = await answers.post(self._client, where, content=content, headers=headers)
-            except TimeoutError:
-                failure = f"no answer within {self._spec.request_timeout_s:g} s"
-                num_timeouts += 1
-                if num_timeouts == _MAX_TIMEOUTS:
-                    break
-                continue
-            except httpx.HTTPError as error:
-                failure = f"{type(error).__name__}: {error}"
-                continue
-            if response.status_code in _RETRIED_STATUS:
-                failure = f"status {response.status_code}: {_excerpt(response.text)}"
-                continue
-            return _answer(response, url)
-        message = f"{url} failed {attempt + 1} times; last: {failure}"
-        raise EngineError(message, hint="is the server up and healthy?")
+        if isinstance(outcome, RequestFailure) and outcome.passing:
+            message = f"{url} failed {len(failures)} times; last: {outcome.problem}"
+            raise EngineError(message, hint="is the server up and healthy?")
+        return _answer(outcome, url)
+
+    async def _send(
+        self,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        within: AbstractAsyncContextManager[Any] | None = None,
+    ) -> httpx.Response | RequestFailure:
+        """See `Client.send`; without `within`, the caller limits the time."""
+        if self._is_closed:
+            raise EngineError("the engine was closed")
+        return await self._client.send(self._address + path, body, headers=headers, within=within or nullcontext())
 
     async def _control(
-        self, call: str, content: bytes | AsyncIterator[bytes] = b"{}", *, drains: bool = False, **headers: str
+        self, call: str, body: Any = None, *, drains: bool = False, headers: dict[str, str] | None = None
     ) -> Any:
         """Make a control call and return its answer; with `drains` it may have to wait for the requests in flight."""
-        url = f"{self._url}/engine/{call}"
+        path = f"/engine/{call}"
         timeout_s = self._spec.control_timeout_s + (self._spec.request_timeout_s if drains else 0.0)
         async with deadline(timeout_s, f"`{call}`"):
-            try:
-                where = f"{self._address}/engine/{call}"
-                response = await answers.post(self._client, where, content=content, headers=headers)
-            except httpx.HTTPError as error:
-                message = f"{url} does not answer: {type(error).__name__}: {error}"
-                raise EngineError(message, hint="is the server up?") from error
-        if response.status_code == 404:
-            raise EngineError(f"{url} does not exist", hint="only a server of `rlhf-rollout serve` has control calls")
-        return _answer(response, url)
+            outcome = await self._send(path, {} if body is None else body, headers)
+        if isinstance(outcome, RequestFailure) and outcome.status == 404:
+            message = f"{self._url}{path} does not exist"
+            raise EngineError(message, hint="only a server of `rlhf-rollout serve` has control calls")
+        return _answer(outcome, self._url + path)
 
     async def pause(self, mode: PauseMode) -> int:
         """See `RolloutEngine.pause`."""
         check_pause_mode(mode)
-        answer = await self._control("pause", json.dumps({"mode": mode}).encode(), drains=mode == "drain")
+        answer = await self._control("pause", {"mode": mode}, drains=mode == "drain")
         self._progress.pause()
         if not isinstance(answer, dict) or not isinstance(num_found := answer.get("num_in_flight"), int):
             raise EngineError(f"{self._url} paused without the number of its requests: {_excerpt(answer)}")
@@ -278,15 +246,11 @@ class HttpEngine:
         """Ask the server. Raises EngineError when it reports a problem or does not answer in time."""
         url = self._url + "/health"
         async with deadline(self._spec.health_timeout_s, f"a request to {url}"):
-            try:
-                response = await self._client.get(self._address + "/health")
-            except httpx.TransportError as error:
-                message = f"{url} does not answer: {type(error).__name__}: {error}"
-                raise EngineError(message, hint="is the server up?") from error
-        if response.is_success and not response.content:  # vLLM's server says no more
+            outcome = await self._send("/health")
+        if isinstance(outcome, httpx.Response) and not outcome.content:  # vLLM's server says no more
             own = {"policy_version": self._policy_version, "num_in_flight": self._num_in_flight}
             return EngineHealth(**own, is_paused=False, is_asleep=False)
-        state = _answer(response, url)
+        state = _answer(outcome, url)
         try:
             return EngineHealth(**{name: state[name] for name in EngineHealth.__slots__})
         except (KeyError, TypeError) as error:
@@ -297,17 +261,17 @@ class HttpEngine:
         self._updating = policy_version
         await self._control("begin_weight_update", self._version(), drains=True)
 
-    def _version(self, **more: Any) -> bytes:
+    def _version(self, **more: Any) -> dict[str, Any]:
         if self._updating is None:
             raise WeightSyncError("no weight update has begun")
-        return json.dumps({"policy_version": self._updating, **more}).encode()
+        return {"policy_version": self._updating, **more}
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
         """Send a bucket's bytes. Raises WeightSyncError for a bucket that lies in a GPU's memory."""
         if bucket.medium != "shared_memory":
             raise WeightSyncError(f"an HTTP engine sends buckets of shared_memory, not of {bucket.medium}")
         slots = [astuple(slot) for slot in bucket.tensors]
-        head = self._version(tensors=slots, checksum=bucket.checksum) + b"\n"
+        head = json.dumps(self._version(tensors=slots, checksum=bucket.checksum)).encode() + b"\n"
         buffer = map_segment(bucket.handle)[: bucket.used_bytes]
 
         async def pieces() -> AsyncIterator[bytes]:
@@ -316,7 +280,7 @@ class HttpEngine:
                 yield buffer[start : start + _PIECE_BYTES].tobytes()
 
         size = {"Content-Length": str(len(head) + len(buffer)), "Content-Type": "application/octet-stream"}
-        await self._control("receive_weights", pieces(), **size)
+        await self._control("receive_weights", pieces(), headers=size)
 
     async def finish_weight_update(self) -> None:
         """See `RolloutEngine.finish_weight_update`."""
@@ -334,27 +298,26 @@ class HttpEngine:
     async def close(self) -> None:
         """Close the connections; the server goes on."""
         self._is_closed = True
-        client = self._clients.pop(asyncio.get_running_loop(), None)
-        self._clients.clear()
-        if client is not None:
-            await client.aclose()
+        await self._client.close()
 
 
-def _answer(response: httpx.Response, url: str) -> Any:
+def _answer(outcome: httpx.Response | RequestFailure, url: str) -> Any:
     """Return the JSON of an answer. Raises the error of the engine behind the server, or EngineError."""
+    if not isinstance(outcome, RequestFailure):
+        try:
+            return outcome.json()
+        except (ValueError, RecursionError) as error:
+            raise EngineError(f"{url} answered no JSON: {_excerpt(outcome.text)}") from error
+    if outcome.response is None:
+        raise EngineError(f"{url} does not answer: {outcome.problem}", hint="is the server up?")
     try:
-        answer = response.json()
-    except (ValueError, RecursionError) as error:
-        if response.is_success:
-            raise EngineError(f"{url} answered no JSON: {_excerpt(response.text)}") from error
-        answer = None
-    if response.is_success:
-        return answer
-    if isinstance(answer, dict) and {"kind", "detail"} <= answer.keys():
-        raise _ERRORS.get(answer["kind"], EngineError)(str(answer["detail"]))
-    hint = f"set {ENGINE_TOKEN_VARIABLE} to the server's token" if response.status_code == 401 else None
-    status = response.status_code
-    raise EngineError(f"{url} refused the request with status {status}: {_excerpt(response.text)}", hint=hint)
+        said = outcome.response.json()
+    except (ValueError, RecursionError):
+        said = None
+    if isinstance(said, dict) and {"kind", "detail"} <= said.keys():
+        raise _ERRORS.get(said["kind"], EngineError)(str(said["detail"]))
+    hint = f"set {ENGINE_TOKEN_VARIABLE} to the server's token" if outcome.status == 401 else None
+    raise EngineError(f"{url} refused the request with {outcome.problem}", hint=hint)
 
 
 def _excerpt(value: Any) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 from rlhf_data.errors import ConfigError, RewardError, nearest
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.event_loop import EventLoopThread
-from rlhf_rollout.rewards.batcher import GroupBatcher, Sample
-from rlhf_rollout.rewards.breaker import Breaker
+from rlhf_rollout.http.batcher import GroupBatcher, Sample
+from rlhf_rollout.http.breaker import Breaker
 from rlhf_rollout.rewards.outcomes import Failure, judge
 from rlhf_rollout.rewards.user_function import BUILTIN, SUCCESS_THRESHOLD, Scored, is_builtin, parse_reward, verdict_of
 from rlhf_rollout.workers.guarded import DEFAULT_WORKER, WorkerOptions

@@ -3,8 +3,6 @@
 import asyncio
 import itertools
 import math
-import os
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,21 +12,18 @@ from typing import Any
 import httpx
 
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
-from rlhf_rollout.rewards.breaker import Breaker
-from rlhf_rollout.rewards.outcomes import Failure
-from rlhf_rollout.rewards.remote import RequestFailure, check_passing, check_url, excerpt, send
+from rlhf_rollout.http.breaker import Breaker, Failure
+from rlhf_rollout.http.client import Client, RequestFailure, check_passing, insist
+from rlhf_rollout.http.tokens import check_url
 from rlhf_rollout.rewards.rubric import load_rubric, read_share
 from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions, RewardSource
 from rlhf_rollout.rewards.user_function import kind_of
-from rlhf_rollout.tokens import tokens_of, unproxied
 from rlhf_rollout.workers.user_code import one_line
 
 KEY_VARIABLE = "RLHF_JUDGE_API_KEY"
 
 _MAX_ANSWER_BYTES = 2**22
-_FIRST_PAUSE_S = 0.5
-_MAX_PAUSE_S = 30.0
-_CONNECT_TIMEOUT_S = 10.0
+_FIRST_PAUSE_S = 0.25
 _MAX_FAILURES = 8  # slow failures in a row after which the judge is asked only now and then
 _URL_HINT = "give ``JudgeOptions.url`` with the part before /chat/completions, such as https://host/v1"
 
@@ -40,7 +35,7 @@ class Judge:
     """Asks a model behind an OpenAI-compatible URL, a bounded number of questions at a time.
 
     After a temporary failure (no connection, status 408, 425, 429 or 5xx) a question is asked again, within its time
-    limit: after the seconds of `Retry-After`, or after a pause that doubles each time. A judge that fails slowly many
+    limit, after a pause; see `insist`. A judge that fails slowly many
     times in a row, for several prompts, is held back by a `Breaker`. Use it from one event loop.
 
     Args:
@@ -57,14 +52,10 @@ class Judge:
         self._url = calls.judge.url.rstrip("/") + "/chat/completions"
         self._timeout_s = calls.timeout_s
         self._body = {"model": calls.judge.model, **request}
-        self._key = tokens_of([self._url], os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE).get(self._url)
+        limits = {"timeout_s": calls.timeout_s, "max_bytes": _MAX_ANSWER_BYTES}
+        self._client = Client([self._url], variable=KEY_VARIABLE, **limits)
         self._slots = asyncio.Semaphore(calls.judge.num_calls)
         self._breaker = Breaker(_MAX_FAILURES)
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(calls.timeout_s, connect=min(calls.timeout_s / 2, _CONNECT_TIMEOUT_S)),
-            limits=httpx.Limits(max_connections=None),
-            mounts=unproxied([self._url]),
-        )
 
     async def ask(self, messages: Messages, read: Callable[[str], Any], prompt_id: str) -> tuple[Any, Cost]:
         """Return what `read` finds in the answer to a question about a prompt, or a Failure; and what the answer cost.
@@ -74,58 +65,60 @@ class Judge:
         async with self._slots:
             started = time.monotonic()
             outcome: Any = self._breaker.refusal()
-            cost: Cost = {}
             if outcome is None:
-                outcome, cost = await self._insist(messages, started + self._timeout_s)
+                outcome = await self._insist(messages)
                 failure = outcome if isinstance(outcome, RequestFailure) else None
                 self._breaker.note(failure, time.monotonic() - started, prompt_id=prompt_id)
+        outcome, cost = self._text(outcome)
         if isinstance(outcome, str):
             found = read(outcome)
             cost["judge_unparsable"] = float(found is None)
-            shown = excerpt(outcome[-200:], self._key)
+            shown = self._client.shown(outcome[-200:])
             failure = Failure(VerdictKind.CRASH, f"unparsable answer of the judge: {shown}")
             outcome = failure if found is None else found
         return outcome, cost
 
-    async def try_once(self, messages: Messages, timeout_s: float) -> tuple[str | Failure, Cost]:
-        """Return the text that answers a question, asked once, or a Failure; and what the answer cost."""
+    async def try_once(self, messages: Messages) -> str | Failure:
+        """Return the text that answers a question, asked once, or a Failure."""
+        return self._text(await self._client.send(self._url, {**self._body, "messages": messages}))[0]
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+    async def _insist(self, messages: Messages) -> httpx.Response | RequestFailure:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._timeout_s
         body = {**self._body, "messages": messages}
-        response = await send(self._client, self._url, body, self._key, timeout_s, _MAX_ANSWER_BYTES)
-        if isinstance(response, RequestFailure):
-            return response, {}
+
+        async def ask(_: int) -> httpx.Response | RequestFailure:
+            return await self._client.send(self._url, body, within=asyncio.timeout_at(deadline))
+
+        outcome, failures = await insist(ask, first_pause_s=_FIRST_PAUSE_S, deadline=deadline)
+        if not (isinstance(outcome, RequestFailure) and outcome.passing):
+            return outcome
+        # The last failure other than the end of the time says more.
+        told = [failure for failure in failures if failure.kind is not VerdictKind.TIMEOUT] or failures
+        detail = f"{told[-1].detail}; asked {len(failures)} times within {self._timeout_s:g} s"
+        return replace(told[-1], kind=VerdictKind.TIMEOUT, detail=detail)
+
+    def _text(self, outcome: httpx.Response | Failure) -> tuple[str | Failure, Cost]:
+        """Return the text of an answer, or why there is none; and what it cost."""
+        if isinstance(outcome, Failure):
+            return outcome, {}
         text = usage = None
         try:
-            content = response.json()
+            content = outcome.json()
             usage = content.get("usage")
             text = content["choices"][0]["message"]["content"]
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             pass  # the failure says so
         cost = {f"judge_{name}": _count(usage, name) for name in ("prompt_tokens", "completion_tokens")}
         cost = {name: count for name, count in cost.items() if count is not None}
-        shown = excerpt(response.text, self._key)
-        failure = Failure(VerdictKind.CRASH, f"{self._url}: no text of an answer: {shown}")
-        return text if isinstance(text, str) else failure, cost
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._client.aclose()
-
-    async def _insist(self, messages: Messages, deadline: float) -> tuple[str | Failure, Cost]:
-        told: RequestFailure | None = None  # the last failure other than the end of the time
-        for attempt in itertools.count(1):
-            outcome, cost = await self.try_once(messages, max(deadline - time.monotonic(), 1e-3))
-            if not (isinstance(outcome, RequestFailure) and outcome.passing):
-                break
-            told = outcome if told is None or outcome.kind is not VerdictKind.TIMEOUT else told
-            # Pauses of different lengths, so that the questions do not come back together.
-            pause_s = min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _MAX_PAUSE_S) * random.uniform(0.5, 1.0)
-            pause_s = _seconds(outcome.retry_after, pause_s)
-            if time.monotonic() + pause_s >= deadline:
-                detail = f"{told.detail}; asked {attempt} times within {self._timeout_s:g} s"
-                outcome = replace(told, kind=VerdictKind.TIMEOUT, detail=detail)
-                break
-            await asyncio.sleep(pause_s)
-        return outcome, cost
+        if isinstance(text, str):
+            return text, cost
+        shown = self._client.excerpt(outcome)
+        return Failure(VerdictKind.CRASH, f"{self._url}: no text of an answer: {shown}"), cost
 
 
 class JudgeReward:
@@ -253,7 +246,7 @@ def check_judge(source: RewardSource, prompts: Sequence[Prompt] = (), calls: Cal
             if not prompts:
                 return ""
             question = reward.question(prompts[0], *[prompts[0].label or "", ""][:num_texts])
-            return (await reward.judge.try_once(question, calls.timeout_s))[0]
+            return await reward.judge.try_once(question)
         finally:
             await reward.close()
 
@@ -267,12 +260,3 @@ def check_judge(source: RewardSource, prompts: Sequence[Prompt] = (), calls: Cal
 def _count(usage: Any, name: str) -> float | None:
     count = usage.get(name) if isinstance(usage, dict) else None
     return float(count) if isinstance(count, int) and not isinstance(count, bool) and 0 <= count < 2**53 else None
-
-
-def _seconds(retry_after: str, otherwise: float) -> float:
-    """Return the seconds that a server asks to wait, or `otherwise` when it names none."""
-    try:
-        seconds = float(retry_after)
-    except ValueError:
-        return otherwise
-    return seconds if 0 <= seconds < math.inf else otherwise

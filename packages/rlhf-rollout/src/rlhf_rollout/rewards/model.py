@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf_data.errors import ConfigError, RewardError, RlhfError, first_line, installs
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
-from rlhf_rollout.rewards.batcher import Batcher
+from rlhf_rollout.http.batcher import Batcher
 from rlhf_rollout.rewards.outcomes import Failure, judge
 from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored
 

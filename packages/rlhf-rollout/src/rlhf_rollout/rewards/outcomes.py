@@ -3,31 +3,15 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
-from rlhf_data.records import Verdict, VerdictKind
+from rlhf_data.records import Verdict
+from rlhf_rollout.http.breaker import Failure
 from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored, verdict_of
 from rlhf_rollout.workers.user_code import one_line
 
 Sample = TypeVar("Sample")
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A call that gave no rewards.
-
-    Attributes:
-        kind: `timeout` or `crash`.
-        detail: the reason, for people.
-        of_sample: whether a single sample of the call may be at fault.
-        is_invalid: whether the scorer returned a result that cannot be used.
-    """
-
-    kind: VerdictKind
-    detail: str
-    of_sample: bool = True
-    is_invalid: bool = False
 
 
 async def judge(

@@ -126,27 +126,27 @@ class SandboxServer:
     """
 
     def __init__(self, url: str) -> None:
-        from rlhf_rollout.rewards.remote import check_url  # imports httpx
+        from rlhf_rollout.http.tokens import check_url  # imports httpx
 
         self._url = check_url(url).rstrip("/").removesuffix("/run_code") + "/run_code"
 
     async def run(self, job: Job) -> list[dict[str, Any]]:
-        import httpx
-
-        from rlhf_rollout import answers
-        from rlhf_rollout.tokens import unproxied
+        from rlhf_rollout.http.client import Client, RequestFailure
 
         limit_s = job["timeout_s"] + _GRACE_S
         stdin = _complete(job, flags=["-I"], strict=False).decode()
         request = {"code": _JUDGE, "language": "python", "stdin": stdin, "run_timeout": limit_s}
+        client = Client([self._url], token="", timeout_s=2 * limit_s)
         try:
-            client = httpx.AsyncClient(timeout=None, mounts=unproxied([self._url]))
-            async with asyncio.timeout(2 * limit_s), client:
-                response = await answers.post(client, self._url, content=json.dumps(request).encode(), headers={})
-            response.raise_for_status()
+            response = await client.send(self._url, request)
+        finally:
+            await client.close()
+        if isinstance(response, RequestFailure):
+            raise SandboxError(response.detail)
+        try:
             answer = response.json()
             output = ((answer.get("run_result") or {}).get("stdout") or "").encode()
-        except (TimeoutError, httpx.HTTPError, ValueError, AttributeError) as error:
+        except (ValueError, AttributeError) as error:
             raise SandboxError(f"{without_secrets(self._url)}: {type(error).__name__}: {error}") from None
         if answer.get("status") == "SandboxError":
             raise SandboxError(f"{without_secrets(self._url)}: {answer.get('message')}")

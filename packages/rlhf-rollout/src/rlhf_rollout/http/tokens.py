@@ -1,4 +1,4 @@
-"""Which bearer token goes to which server, and which servers are asked without a proxy."""
+"""The addresses of servers: which are valid, which bearer token goes to which, and which are asked without a proxy."""
 
 import ipaddress
 import re
@@ -8,13 +8,40 @@ from collections.abc import Sequence
 import httpx
 
 from rlhf_data.errors import ConfigError
-from rlhf_data.safety import is_loopback
+from rlhf_data.safety import is_loopback, without_secrets
 
 TOKEN_VARIABLE = "RLHF_REMOTE_RM_TOKEN"  # of reward servers
 ENGINE_TOKEN_VARIABLE = "RLHF_ENGINE_TOKEN"  # of servers that generate
 
 _NAMED = re.compile(r"(https?://[^=]+)=(.+)", re.DOTALL)
 _PORTS = {"http": 80, "https": 443}
+
+
+def check_url(
+    url: str,
+    *,
+    giver: str = "reward server",
+    example: str = "give one such as http://host:5000/get_reward",
+    variable: str = TOKEN_VARIABLE,
+) -> str:
+    """Return the URL of a `giver`. Raises ConfigError for an invalid URL and for one that holds a password.
+
+    `example` is the hint for an invalid URL, and `variable` the environment variable that a token belongs into.
+    """
+    shown = without_secrets(url)
+    try:
+        parsed = httpx.URL(url)
+        port = parsed.port
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{giver} {shown}: {error}", hint=example) from None
+    if port is not None and not 1 <= port <= 65535:
+        raise ConfigError(f"{giver} {shown}: port {port} is not within 1 to 65535", hint=example)
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(f"{giver} {shown} is no URL", hint=example)
+    if parsed.userinfo:
+        message = f"the {giver}'s URL at {parsed.host} holds a password"
+        raise ConfigError(message, hint=f"set a token in the environment variable {variable} instead")
+    return url
 
 
 def tokens_of(urls: Sequence[str], text: str, variable: str = TOKEN_VARIABLE) -> dict[str, str]:
@@ -33,7 +60,7 @@ def tokens_of(urls: Sequence[str], text: str, variable: str = TOKEN_VARIABLE) ->
     text = text.strip()
     if not (text.isascii() and text.isprintable()):
         raise ConfigError(f"the token in {variable} has characters that no header can carry")
-    origins = {url: _origin(url) for url in urls}
+    origins = {url: origin(url) for url in urls}
     if not text or not urls:
         return {}
     if text.startswith(("http://", "https://")):
@@ -41,7 +68,7 @@ def tokens_of(urls: Sequence[str], text: str, variable: str = TOKEN_VARIABLE) ->
         if not all(named):
             hint = f"write {variable}=SERVER=TOKEN,SERVER=TOKEN with servers such as https://host:5000"
             raise ConfigError(f"{variable} begins with a server, and an entry has no `=` and token", hint=hint)
-        tokens = {_origin(entry[1]): entry[2] for entry in named if entry}
+        tokens = {origin(entry[1]): entry[2] for entry in named if entry}
         return {url: tokens[origin] for url, origin in origins.items() if origin in tokens}
     servers = sorted(set(origins.values()))
     if len(servers) > 1:
@@ -75,7 +102,7 @@ def _is_here(host: str) -> bool:
     return True
 
 
-def _origin(url: str) -> str:
+def origin(url: str) -> str:
     """Return the scheme, host and port of a URL."""
     parsed = httpx.URL(url)
     host = f"[{parsed.host}]" if ":" in parsed.host else parsed.host

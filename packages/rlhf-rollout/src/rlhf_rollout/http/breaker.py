@@ -3,11 +3,29 @@
 import threading
 import time
 from collections import Counter
+from dataclasses import dataclass
 
-from rlhf_rollout.rewards.outcomes import Failure
+from rlhf_data.records import VerdictKind
 
 _CHEAP_S = 1.0  # a failure that takes less, and breaks nothing, costs too little to be avoided
 _REST_FACTOR = 4.0  # the scorer rests this many times as long as its last failure took
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A call that gave no rewards.
+
+    Attributes:
+        kind: `timeout` or `crash`.
+        detail: the reason, for people.
+        of_sample: whether a single sample of the call may be at fault.
+        is_invalid: whether the scorer returned a result that cannot be used.
+    """
+
+    kind: VerdictKind
+    detail: str
+    of_sample: bool = True
+    is_invalid: bool = False
 
 
 class Breaker:
