@@ -49,15 +49,14 @@ class Subject:
 # A fake engine behind the server, in a process of its own; the arguments are the port and the fields of its spec.
 _SERVED = """
 import sys
-from rlhf_rollout.commands.configs import EngineServerSection
-from rlhf_rollout.commands.door import listen
 from rlhf_rollout.commands.serve import create_app
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.http.server import listen
 
 spec = EngineSpec(**eval(sys.argv[2]))
 app = create_app(FakeEngine(spec, token_latency_s=float(sys.argv[3])), {"engine": "fake"}, token=sys.argv[4])
-listen(app, EngineServerSection(port=int(sys.argv[1])))
+listen(app, "127.0.0.1", int(sys.argv[1]))
 """
 
 

@@ -65,7 +65,7 @@ def test_serve_masks_ids_without_token_and_serves_a_model_that_has_no_tokenizer(
     monkeypatch.setattr(
         "rlhf_rollout.commands.serve.build_engine", lambda kind, spec: specs.append(spec) or FakeEngine()
     )
-    monkeypatch.setattr("rlhf_rollout.commands.serve.listen", lambda app, server: None)
+    monkeypatch.setattr("rlhf_rollout.commands.serve.listen", lambda app, host, port, log: None)
     assert main(["serve", "--engine", "transformers", "--pretrain", padded]) == 0
     assert "no token for 600 of the 900 ids" in capsys.readouterr().err
     shutil.copy(Path(padded) / "config.json", tmp_path / "config.json")

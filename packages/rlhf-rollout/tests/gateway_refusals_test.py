@@ -13,9 +13,9 @@ import pytest
 from door_testing import HI, opened, texts_of, writes
 from rlhf_data.records import FinishReason, SpanSource
 from rlhf_data.testing import ByteTokenizer
-from rlhf_rollout.agents import gateway as gateway_module
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.http import server
 from rlhf_rollout.workers.rpc import Activity
 
 PROMPT, POLICY = SpanSource.PROMPT, SpanSource.POLICY
@@ -138,7 +138,7 @@ async def exchange(url, head):
 
 def test_bodies_that_are_huge_or_slow_are_refused(monkeypatch):
     # Small, so that a client has sent all of it before it is answered.
-    monkeypatch.setattr(gateway_module, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(server, "MAX_BODY_BYTES", 1000)
 
     async def run():
         async with opened(writes("a")) as door:
@@ -146,7 +146,7 @@ def test_bodies_that_are_huge_or_slow_are_refused(monkeypatch):
             # No session: refused without waiting for the body, which never comes.
             assert " 404 " in await exchange(url + "x", "Content-Length: 1000\r\n\r\n")
             with monkeypatch.context() as patch:
-                patch.setattr(gateway_module, "READ_TIMEOUT_S", 0.2)
+                patch.setattr(server, "READ_TIMEOUT_S", 0.2)
                 assert " 408 " in await exchange(url, "Content-Length: 1000\r\n\r\n{")
             assert (await raw(url + "/v1/completions", b" " * 1001)).status_code == 413
             assert (await door.chat([HI])).message.content == "a"

@@ -21,8 +21,9 @@ from rlhf_data.testing import ByteTokenizer
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.commands import main as command
 from rlhf_rollout.commands import serve_rm
-from rlhf_rollout.commands.serve_rm import MAX_BODY_BYTES, MAX_QUERIES, create_app
+from rlhf_rollout.commands.serve_rm import MAX_QUERIES, create_app
 from rlhf_rollout.host import free_port
+from rlhf_rollout.http import server
 from rlhf_rollout.rewards.model import LocalScorer, ModelReward
 from rlhf_rollout.rewards.remote import RemoteReward, check_reward_server
 from rollout_testing import app_server
@@ -185,7 +186,7 @@ def test_server_reads_no_body_without_a_token_and_none_that_is_too_long():
             connection.sendall(f"{head}\r\n".encode())
             assert connection.recv(100).startswith(b"HTTP/1.1 401")
         sent = httpx.post(
-            url + "/get_reward", content=b" " * (MAX_BODY_BYTES + 1), headers={"Authorization": "Bearer secret"}
+            url + "/get_reward", content=b" " * (server.MAX_BODY_BYTES + 1), headers={"Authorization": "Bearer secret"}
         )
         assert sent.status_code == 413
 
@@ -198,7 +199,7 @@ def test_server_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(serve_rm, "ANSWER_TIMEOUT_S", 0.2)
     with serving(Hanging(), ByteTokenizer()) as url:
         assert post(url, {"query": ["a"]}).status_code == 504
-        monkeypatch.setattr(serve_rm, "READ_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(server, "READ_TIMEOUT_S", 0.2)
         host, _, port = url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")

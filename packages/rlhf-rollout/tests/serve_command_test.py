@@ -22,11 +22,12 @@ from engine_testing import wait_until_up
 from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_rollout.commands import serve, sessions
 from rlhf_rollout.commands.main import main
-from rlhf_rollout.commands.serve import MAX_BODY_BYTES, create_app
+from rlhf_rollout.commands.serve import create_app
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.engines.http import HttpEngine
 from rlhf_rollout.host import free_port
+from rlhf_rollout.http import server
 from rlhf_rollout.protocols import EngineHealth, SamplingParams
 from rlhf_rollout.router import EngineRouter
 from rollout_testing import app_server, shared_memory_bucket
@@ -172,9 +173,9 @@ def test_door_refuses_without_reading_and_guards_what_is_mounted(monkeypatch):
     app.mount("/more", inner)
     given = {"Authorization": "Bearer secret"}
     with app_server(app) as url:
-        long = httpx.post(url + "/v1/completions", content=b" " * (MAX_BODY_BYTES + 1), headers=given)
+        long = httpx.post(url + "/v1/completions", content=b" " * (server.MAX_BODY_BYTES + 1), headers=given)
         assert long.status_code == 413
-        monkeypatch.setattr(serve, "READ_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(server, "READ_TIMEOUT_S", 0.2)
         host, _, port = url.removeprefix("http://").partition(":")
         for path, headers, status in (
             ("/v1/completions", "", 401),
@@ -185,7 +186,7 @@ def test_door_refuses_without_reading_and_guards_what_is_mounted(monkeypatch):
                 head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n{headers}\r\n"
                 connection.sendall(head.encode())
                 assert connection.recv(100).startswith(f"HTTP/1.1 {status}".encode())
-        monkeypatch.setattr(serve, "READ_TIMEOUT_S", 60)
+        monkeypatch.setattr(server, "READ_TIMEOUT_S", 60)
         for path in ("/metrics", "/version", "/sessions/x", "/more/hello", "/more/health"):
             assert httpx.get(url + path).status_code == 401
         assert httpx.get(url + "/more/hello", headers=given).json() == "there"

@@ -100,7 +100,7 @@ def make_workflow(
 
 def _make_gateway(spec: AgentSpec, tokenizer: Tokenizer) -> Any:
     """Return the door for an agent that speaks HTTP; None without the server's library, which is an extra."""
-    if importlib.util.find_spec("uvicorn") is None:
+    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
         return None
     from rlhf_rollout.agents.gateway import Gateway
 

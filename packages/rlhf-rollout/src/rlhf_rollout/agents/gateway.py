@@ -26,8 +26,7 @@ import json
 import logging
 import re
 import secrets
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rlhf_data.chat.tokens import Tokenizer
@@ -43,23 +42,22 @@ from rlhf_rollout.agents.tools.tool_calls import make_parser
 from rlhf_rollout.workers.rpc import Activity
 
 try:
-    import uvicorn
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
+    from starlette.types import Receive, Scope, Send
+
+    from rlhf_rollout.http.server import LocalServer, left, read_body
 except ImportError as error:
     raise ConfigError(f"the door for agents needs uvicorn: {error}", hint=installs("rlhf-rollout[server]")) from None
 
-MAX_BODY_BYTES = 32 * 2**20
 DIALECTS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES}
-READ_TIMEOUT_S = 60.0  # for the body of a request
 KEEP_ALIVE_S = 5.0  # clients stop reading, some after 10 s, when nothing arrives
 _LEAVING_S = 0.02  # until a connection that was closed before a retry is noticed, when both are read at once
 _NUM_LOOKS = 50  # for a connection whose end comes behind the retry
-_BACKLOG = 2048
-_EXIT_TIMEOUT_S = 5.0
 _PATH = re.compile(r"/session/([\w-]+)/(?:v1/)?(chat/completions|completions|responses|messages|models)/?")
+_MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "rlhf"}]}
 _LOGGER = logging.getLogger(__name__)
-
-Receive = Callable[[], Awaitable[Mapping[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Gateway:
@@ -72,9 +70,6 @@ class Gateway:
 
     Raises:
         RewardError: nobody knows the parser.
-
-    Attributes:
-        port: where the server listens, after `start`.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, history: History = "append", tool_parser: str = "hermes") -> None:
@@ -83,38 +78,23 @@ class Gateway:
         self._parse = make_parser(tool_parser, tokenizer)
         self._sessions: dict[str, DoorSession] = {}
         self._ignored: set[str] = set()
-        self._serving: asyncio.Task[None] | None = None
-        self.port = 0
+        self._server = LocalServer(self.app)
+
+    @property
+    def port(self) -> int:
+        """Where the server listens, after `start`."""
+        return self._server.port
 
     async def start(self) -> None:
         """Listen on a free port of this machine."""
-        if self._serving is not None:
-            return
-        # With the protocol by name: asyncio turns off Nagle's algorithm, which costs 40 ms, for such sockets only.
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(_BACKLOG)  # before the server runs: clients may come at once
-        self.port = listener.getsockname()[1]
-        options: dict[str, Any] = {
-            "interface": "asgi3",
-            "lifespan": "off",
-            "ws": "none",
-            "log_config": None,
-            "access_log": False,
-        }
-        config = uvicorn.Config(self.app, log_level="error", backlog=_BACKLOG, timeout_graceful_shutdown=1, **options)
-        self._server = _Server(config)
-        self._serving = asyncio.create_task(self._server.serve([listener]))
+        await self._server.start()
 
     async def close(self) -> None:
         """End all sessions and stop listening."""
         for session in self._sessions.values():
             session.close()
         self._sessions.clear()
-        if self._serving is not None:
-            self._server.should_exit = True
-            await asyncio.wait([self._serving], timeout=_EXIT_TIMEOUT_S)
-            self._serving.cancel()
+        await self._server.close()
 
     @contextlib.contextmanager
     def session(self, recorder: EpisodeRecorder, activity: Activity) -> Any:
@@ -135,37 +115,39 @@ class Gateway:
             self._sessions.pop(name, None)
             session.close()
 
-    async def app(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; see the ASGI specification."""
+        http = HttpRequest(scope, receive)
         path = _PATH.fullmatch(scope["path"])
         dialect = DIALECTS.get(path[2]) if path else None
         try:
             session = self._sessions.get(path[1]) if path else None
             if session is None:
-                raise RefusedError(
-                    404, "not_found_error", "no such session: its episode has ended, or the URL is wrong"
-                )
+                message = "no such session: its episode has ended, or the URL is wrong"
+                raise RefusedError(404, "not_found_error", message)
+            wanted = "GET" if dialect is None else "POST"
+            if http.method != wanted:
+                message = f"the method is {http.method}; it must be {wanted}"
+                raise RefusedError(405, "invalid_request_error", message)
             if dialect is None:
-                await _send_models(scope, send)
+                await _json_response(200, _MODELS)(scope, receive, send)
             else:
-                await self._exchange(scope, session, dialect, receive, send)
+                await self._exchange(http, session, dialect, send)
         except RefusedError as refusal:
             write = dialect.error if dialect else openai_error
             # The clients of OpenAI and Anthropic would send the request again after some of these errors.
             headers = {"x-should-retry": "false"}
             if refusal.status == 408:  # otherwise the rest of the body is read, so that the client gets to the answer
                 headers["connection"] = "close"
-            await _send_json(send, refusal.status, write(refusal.kind, str(refusal)), headers)
+            response = _json_response(refusal.status, write(refusal.kind, str(refusal)), headers)
+            await response(scope, receive, send)
 
-    async def _exchange(
-        self, scope: Mapping[str, Any], session: DoorSession, dialect: Dialect, receive: Receive, send: Send
-    ) -> None:
+    async def _exchange(self, http: HttpRequest, session: DoorSession, dialect: Dialect, send: Send) -> None:
         """Read a request and answer it, unless its client leaves before the answer."""
-        if scope["method"] != "POST":
-            raise RefusedError(405, "invalid_request_error", f"the method is {scope['method']}; it must be POST")
         try:
-            request = dialect.read(await _read_body(receive))
-            is_retry = _is_retry(scope)
+            request = dialect.read(await _read_object(http))
+            # The clients of OpenAI and Anthropic say so when they send a request again.
+            is_retry = http.headers.get("x-stainless-retry-count", "0") != "0"
             for _ in range(_NUM_LOOKS if is_retry else 0):
                 await asyncio.sleep(_LEAVING_S)
                 if not session.is_waited_for(request):
@@ -173,8 +155,8 @@ class Gateway:
             asked = session.ask(request, is_retry=is_retry)
         except (DataError, RecursionError) as error:
             raise RefusedError(400, "invalid_request_error", str(error)) from None
-        response = _Response(send, dialect, request, self._headers(request))
-        leaving = asyncio.create_task(_left(receive))
+        response = _Writing(send, dialect, request, self._headers(request))
+        leaving = asyncio.create_task(left(http.receive))
         try:
             with session.waiting(asked):
                 while not asked.task.done():
@@ -208,48 +190,19 @@ class Gateway:
         return {"x-ignored-parameters": ", ".join(request.ignored)}
 
 
-class _Server(uvicorn.Server):
-    """A server that leaves the signals to the program around it."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
-
-
-async def _read_body(receive: Receive) -> dict[str, Any]:
+async def _read_object(http: HttpRequest) -> dict[str, Any]:
     """Return the body of a request. Raises `RefusedError` for one that is too long or too slow, and DataError."""
     body = bytearray()
     try:
-        async with asyncio.timeout(READ_TIMEOUT_S):
-            async for chunk in _chunks(receive):
-                body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise RefusedError(413, "invalid_request_error", f"the body is longer than {MAX_BODY_BYTES} bytes")
-    except TimeoutError:
-        message = f"the body did not arrive within {READ_TIMEOUT_S:g} s"
-        raise RefusedError(408, "invalid_request_error", message) from None
-    try:
+        await read_body(http, body.extend, advice="send a shorter conversation")
         value = json.loads(body)
+    except HTTPException as error:
+        raise RefusedError(error.status_code, "invalid_request_error", error.detail) from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"the body is no JSON: {error!s:.200}") from None
     if not isinstance(value, dict):
         raise DataError(f"the body must be a JSON object, got {value!r:.80}")
     return value
-
-
-async def _chunks(receive: Receive) -> AsyncIterator[bytes]:
-    is_more = True
-    while is_more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise RefusedError(400, "invalid_request_error", "the client closed the connection")
-        yield message.get("body", b"")
-        is_more = message.get("more_body", False)
-
-
-def _is_retry(scope: Mapping[str, Any]) -> bool:
-    """Return whether the client says that it sends a request again, as those of OpenAI and Anthropic do."""
-    return dict(scope["headers"]).get(b"x-stainless-retry-count", b"0") != b"0"
 
 
 def _answer_of(asked: Asked) -> Answer:
@@ -264,28 +217,13 @@ def _answer_of(asked: Asked) -> Answer:
         raise RefusedError(404, "not_found_error", "the session has ended") from None
 
 
-async def _left(receive: Receive) -> None:
-    """Return when the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _json_response(status: int, value: Any, headers: Mapping[str, str] | None = None) -> Response:
+    # JSONResponse would fail for halves of surrogate pairs, which models write.
+    return Response(json.dumps(value), status, headers, "application/json")
 
 
-async def _send_models(scope: Mapping[str, Any], send: Send) -> None:
-    if scope["method"] != "GET":
-        raise RefusedError(405, "invalid_request_error", f"the method is {scope['method']}; it must be GET")
-    model = {"id": "policy", "object": "model", "created": 0, "owned_by": "rlhf"}
-    await _send_json(send, 200, {"object": "list", "data": [model]}, {})
-
-
-async def _send_json(send: Send, status: int, value: Any, headers: Mapping[str, str]) -> None:
-    content = json.dumps(value).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(content)), **headers}
-    await _begin(send, status, headers)
-    await send({"type": "http.response.body", "body": content})
-
-
-class _Response:
-    """The response to a request, whose headers are sent when the policy writes for long.
+class _Writing:
+    """The answer to a request on its way, whose headers are sent when the policy writes for long.
 
     Attributes:
         has_begun: the headers are sent, with status 200.
@@ -309,14 +247,11 @@ class _Response:
 
     async def keep_alive(self) -> None:
         """Send something without a meaning."""
-        await self._begin({})
-        nothing = b": the policy writes\n\n" if self._request.stream else b" "
-        await self._send({"type": "http.response.body", "body": nothing, "more_body": True})
+        await self._write(b": the policy writes\n\n" if self._request.stream else b" ", is_end=False)
 
     async def end(self, content: bytes) -> None:
         """Send what `content` returned."""
-        await self._begin({} if self._request.stream else {"content-length": str(len(content))})
-        await self._send({"type": "http.response.body", "body": content})
+        await self._write(content, is_end=True)
 
     async def fail(self, refusal: RefusedError) -> None:
         """Tell an error after the headers, by an event. Without events, the server ends the connection.
@@ -324,21 +259,18 @@ class _Response:
         The client then sends its request again, and gets the error with its status.
         """
         if self._request.stream:
-            content = _event(("error", self._dialect.error(refusal.kind, str(refusal))))
-            await self._send({"type": "http.response.body", "body": content})
+            await self._write(_event(("error", self._dialect.error(refusal.kind, str(refusal)))), is_end=True)
 
-    async def _begin(self, more: Mapping[str, str]) -> None:
+    async def _write(self, content: bytes, *, is_end: bool) -> None:
         if not self.has_begun:
             self.has_begun = True
-            await _begin(self._send, 200, {**self._headers, **more})
+            size = {"content-length": str(len(content))} if is_end and not self._request.stream else {}
+            pairs = [(name.encode(), value.encode()) for name, value in (self._headers | size).items()]
+            await self._send({"type": "http.response.start", "status": 200, "headers": pairs})
+        await self._send({"type": "http.response.body", "body": content, "more_body": not is_end})
 
 
 def _event(event: Event) -> bytes:
     name, value = event
     data = value if isinstance(value, str) else json.dumps(value)
     return (f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n").encode()
-
-
-async def _begin(send: Send, status: int, headers: Mapping[str, str]) -> None:
-    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": pairs})

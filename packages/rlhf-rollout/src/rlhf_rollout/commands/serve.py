@@ -17,32 +17,31 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel, Field, NonNegativeInt
+from starlette.exceptions import HTTPException
 
 from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError
 from rlhf_rollout.commands.configs import EngineServerConfig, ServerSection
-from rlhf_rollout.commands.door import TokenCheck, listen, parse, read_body, read_json, token_for
 from rlhf_rollout.commands.parts import EngineJob, make_engine
 from rlhf_rollout.commands.sessions import Sessions, cached_tokens
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import build_engine
+from rlhf_rollout.http.server import application, listen, parse, read_body, read_json, token_for, while_connected
 from rlhf_rollout.http.tokens import ENGINE_TOKEN_VARIABLE
 from rlhf_rollout.protocols import Completion, Draft, RolloutEngine, SamplingParams
 from rlhf_rollout.weights.bucket import TensorSlot, WeightBucket
 
-MAX_BODY_BYTES = 32 * 2**20
 MAX_HEAD_BYTES = 16 * 2**20
 MAX_BUCKET_BYTES = 16 * 2**30  # the largest weight of a model must fit
-READ_TIMEOUT_S = 60.0  # for the body of a request
-BUCKET_TIMEOUT_S = 600.0  # for that of a bucket
+BUCKET_TIMEOUT_S = 600.0  # for the body of a bucket
 _LATENCIES_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 _numbers = itertools.count()  # a later segment may have the descriptor, and so the path, of an earlier one
@@ -133,7 +132,7 @@ def run(job: EngineServerJob) -> int:
 
     Raises ConfigError for a model that cannot be used, and for an address that other machines reach without a token.
     """
-    token = token_for(job.server, ENGINE_TOKEN_VARIABLE)
+    token = token_for(job.server.host, ENGINE_TOKEN_VARIABLE)
     with TERMINAL.progress.doing("starting the engine"):
         job.engine.check_model()
         spec = job.engine.spec
@@ -145,7 +144,7 @@ def run(job: EngineServerJob) -> int:
         engine = build_engine(job.engine.kind, spec)
     about = {"engine": job.engine.kind, "model": job.engine.spec.model, "max_model_len": job.engine.spec.max_model_len}
     TERMINAL.say(f"POST to http://{job.server.host}:{job.server.port}/v1/completions")
-    listen(create_app(engine, about, token=token), job.server)
+    listen(create_app(engine, about, token=token), job.server.host, job.server.port, log=TERMINAL.err)
     return 0
 
 
@@ -214,7 +213,7 @@ class EngineDoor:
             call = asyncio.ensure_future(generating)
             try:
                 with self._sessions.calling(name, call, len(token_ids)):
-                    completions = await _while_connected(request, call)
+                    completions = await while_connected(request, call)
             finally:
                 del self._drafts[id(drafts)]
         self._metrics.prompt_tokens.inc(len(token_ids))
@@ -236,34 +235,34 @@ class EngineDoor:
 
     async def control(self, request: Request, call: Literal["resume", "sleep", "wake_up"]) -> dict[str, Any]:
         """Make a control call without arguments."""
-        await _while_connected(request, getattr(self._engine, call)())
+        await while_connected(request, getattr(self._engine, call)())
         return {}
 
     async def pause(self, request: Request) -> dict[str, Any]:
         """Pause the engine."""
         asked = await _json(request, Pause)
-        return {"num_in_flight": await _while_connected(request, self._engine.pause(asked.mode))}
+        return {"num_in_flight": await while_connected(request, self._engine.pause(asked.mode))}
 
     async def begin(self, request: Request) -> dict[str, Any]:
         """Begin a weight update; another one that has begun is given up."""
         asked = await _json(request, Update)
-        await _while_connected(request, self._engine.begin_weight_update(asked.policy_version))
+        await while_connected(request, self._engine.begin_weight_update(asked.policy_version))
         self._updating = asked.policy_version
         return {}
 
     async def receive(self, request: Request) -> dict[str, Any]:
         """Load a bucket."""
         with contextlib.closing(_Arrival()) as arrival:
-            limits = {"limit_bytes": MAX_BUCKET_BYTES, "timeout_s": BUCKET_TIMEOUT_S, "advice": "send smaller buckets"}
-            await read_body(request, arrival.take, **limits)
+            limits = {"limit_bytes": MAX_BUCKET_BYTES, "timeout_s": BUCKET_TIMEOUT_S}
+            await read_body(request, arrival.take, advice="send smaller buckets", **limits)
             bucket = arrival.bucket(self._check_version)
-            await _while_connected(request, self._engine.receive_weights(bucket))
+            await while_connected(request, self._engine.receive_weights(bucket))
         return {}
 
     async def finish(self, request: Request) -> dict[str, Any]:
         """Finish a weight update."""
         self._check_version(await _json(request, Update))
-        await _while_connected(request, self._engine.finish_weight_update())
+        await while_connected(request, self._engine.finish_weight_update())
         self._updating = None
         self._metrics.weight_updates.inc()
         return {}
@@ -307,15 +306,9 @@ def create_app(engine: RolloutEngine, about: dict[str, Any], *, token: str = "")
         token: the bearer token that requests must carry; empty if they need none.
     """
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            await engine.close()
-
-    app = FastAPI(title="rlhf-rollout serve", lifespan=lifespan, openapi_url=None)
-    app.add_middleware(TokenCheck, token=token, variable=ENGINE_TOKEN_VARIABLE)
+    resources = contextlib.AsyncExitStack()
+    resources.push_async_callback(engine.close)
+    app = application("rlhf-rollout serve", resources, token=token, variable=ENGINE_TOKEN_VARIABLE)
 
     @app.exception_handler(RlhfError)
     async def fail(request: Request, error: RlhfError) -> JSONResponse:
@@ -342,30 +335,7 @@ def _failure(error: Exception, status: int) -> JSONResponse:
 
 
 async def _json(request: Request, kind: type[Any]) -> Any:
-    limits = {"limit_bytes": MAX_BODY_BYTES, "timeout_s": READ_TIMEOUT_S, "advice": "send a shorter prompt"}
-    return await read_json(request, kind, **limits)
-
-
-async def _while_connected(request: Request, call: Awaitable[Any]) -> Any:
-    """Return the result of a call of the engine. It is cancelled when the client closes the connection."""
-
-    async def leave() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    calling = asyncio.ensure_future(call)
-    leaving = asyncio.ensure_future(leave())
-    try:
-        await asyncio.wait({calling, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not calling.done():
-            raise HTTPException(499, "the client closed the connection")
-        if calling.cancelled():  # by the end of its session
-            raise HTTPException(410, "the session of the request has ended")
-        return calling.result()
-    finally:
-        calling.cancel()
-        leaving.cancel()
-        await asyncio.gather(calling, leaving, return_exceptions=True)
+    return await read_json(request, kind, advice="send a shorter prompt")
 
 
 class _Arrival:

@@ -7,7 +7,7 @@ GET /health tells whether the server is up.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +21,15 @@ from rlhf_data.examples.sft import completed
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 from rlhf_data.rows.row import Row
 from rlhf_rollout.commands.configs import ServeConfig, ServerSection
-from rlhf_rollout.commands.door import TokenCheck, listen, read_json, token_for
 from rlhf_rollout.commands.parts import RewardJob
 from rlhf_rollout.commands.terminal import TERMINAL
+from rlhf_rollout.http.server import application, listen, read_json, token_for
 from rlhf_rollout.http.tokens import TOKEN_VARIABLE
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.mix import score_each
 
-MAX_BODY_BYTES = 32 * 2**20
 MAX_QUERIES = 4096  # per request
-READ_TIMEOUT_S = 60.0  # for the body of a request
-ANSWER_TIMEOUT_S = 600.0  # for its rewards
+ANSWER_TIMEOUT_S = 600.0  # for the rewards of a request
 
 
 class Query(BaseModel, extra="allow"):
@@ -74,7 +72,7 @@ def run(job: ServeJob) -> int:
 
     Raises ConfigError for a reward that cannot be used, and for an address that other machines reach without a token.
     """
-    token = token_for(job.server, TOKEN_VARIABLE)
+    token = token_for(job.server.host, TOKEN_VARIABLE)
     with TERMINAL.progress.doing("loading the tokenizer"):
         tokenizer = job.reward.load_tokenizer(job.tokenizer)
     resources = contextlib.AsyncExitStack()
@@ -82,7 +80,8 @@ def run(job: ServeJob) -> int:
     reward = job.reward.open(tokenizer, resources)
     TERMINAL.say(f"POST to http://{job.server.host}:{job.server.port}/get_reward")
     limits = {"extra_keys": job.reward.options.extra_names, "max_len": job.reward.max_length}
-    listen(create_app(reward, tokenizer, resources, token=token, **limits), job.server)
+    app = create_app(reward, tokenizer, resources, token=token, **limits)
+    listen(app, job.server.host, job.server.port, log=TERMINAL.err)
     return 0
 
 
@@ -107,13 +106,7 @@ def create_app(
         max_len: tokens per query at most; None for any number.
     """
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with resources:
-            yield
-
-    app = FastAPI(title="rlhf-rollout serve_rm", lifespan=lifespan, openapi_url=None)
-    app.add_middleware(TokenCheck, token=token, variable=TOKEN_VARIABLE)
+    app = application("rlhf-rollout serve_rm", resources, token=token, variable=TOKEN_VARIABLE)
 
     @app.exception_handler(RewardError)
     async def fail(request: Request, error: RewardError) -> JSONResponse:
@@ -125,8 +118,7 @@ def create_app(
 
     @app.post("/get_reward")
     async def get_reward(request: Request) -> dict[str, Any]:
-        limits = {"limit_bytes": MAX_BODY_BYTES, "timeout_s": READ_TIMEOUT_S, "advice": "send fewer queries"}
-        query = await read_json(request, Query, **limits)
+        query = await read_json(request, Query, advice="send fewer queries")
         count = len(query.query)
         prompts, labels = query.prompts or [""] * count, query.labels or [None] * count
         if {len(prompts), len(labels)} != {count}:
