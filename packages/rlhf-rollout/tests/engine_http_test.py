@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -84,22 +84,6 @@ def ask(url: str, sampling: SamplingParams | None = None, **options: Any) -> Any
     return asyncio.run(once())
 
 
-def test_server_on_this_machine_is_asked_without_the_proxy_of_the_environment(stub, url, monkeypatch):
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    for name in ("http_proxy", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    stub.answers = [(200, {"choices": [choice(0, [7, 8])]})]
-
-    async def ask():
-        engine = HttpEngine(EngineSpec(model="m", base_url=url), num_retries=0)
-        [answer] = await engine.generate(PROMPT, SamplingParams(max_tokens=2))
-        await engine.close()
-        return answer.token_ids.tolist()
-
-    assert asyncio.run(ask()) == [7, 8]
-
-
 def test_http_engine_is_a_rollout_engine() -> None:
     engine = build_engine("http", EngineSpec(model="policy", base_url="http://127.0.0.1:1"))
     assert isinstance(engine, RolloutEngine)
@@ -170,12 +154,6 @@ def test_http_engine_without_seed_sends_none(stub: Stub, url: str) -> None:
     assert stub.requests[0]["path"] == "/v1/completions"
 
 
-def test_http_engine_busy_server_is_asked_again(stub: Stub, url: str) -> None:
-    stub.answers = [(503, "busy"), (429, "slow down"), (200, {"choices": [choice(0, [7])]})]
-    assert ask(url)[0].token_ids.tolist() == [7]
-    assert len(stub.requests) == 3
-
-
 def test_http_engine_failing_server_raises_after_its_retries(stub: Stub, url: str) -> None:
     stub.answers = [(500, "out of memory")]
     with pytest.raises(EngineError, match="failed 3 times; last: status 500: out of memory"):
@@ -183,58 +161,9 @@ def test_http_engine_failing_server_raises_after_its_retries(stub: Stub, url: st
     assert len(stub.requests) == 3
 
 
-def test_http_engine_refused_request_is_not_repeated(stub: Stub, url: str) -> None:
-    stub.answers = [(404, {"error": "the model `policy` does not exist"})]
-    with pytest.raises(EngineError, match=r"status 404: .*does not exist"):
-        ask(url)
-    assert len(stub.requests) == 1
-
-
 def test_http_engine_no_server_raises_with_hint() -> None:
     with pytest.raises(EngineError, match=r"ConnectError(.|\n)*hint: is the server up"):
         ask("http://127.0.0.1:9", num_retries=1)
-
-
-def test_http_engine_silent_server_times_out(stub: Stub, url: str) -> None:
-    stub.answers = [(200, {"choices": []})]
-    stub.delay.clear()
-    with pytest.raises(EngineError, match=r"no answer within 0\.1 s"):
-        ask(url, timeout_s=0.1, num_retries=0)
-
-
-def test_http_engine_answer_that_trickles_ends_at_the_second_timeout() -> None:
-    requests = []
-
-    class Trickle(httpx.AsyncByteStream):
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            while True:  # every read is quick, and there is no end of them
-                await asyncio.sleep(0.01)
-                yield b" "
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        requests.append(request.url.path)
-        return httpx.Response(200, stream=Trickle())
-
-    with pytest.raises(EngineError, match=r"failed 2 times; last: no answer within 0\.1 s"):
-        ask("http://engine", timeout_s=0.1, num_retries=9, transport=httpx.MockTransport(answer))
-    assert requests.count("/v1/completions") == 2
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [(b" " * 1001, "the answer is longer than 1000 bytes"), (b"no gzip", "DecodingError")],
-)
-def test_http_engine_answer_too_long_or_packed_wrongly_raises(monkeypatch, content: bytes, problem: str) -> None:
-    monkeypatch.setattr("rlhf_rollout.http.client.MAX_BYTES", 1000)
-
-    class Body(httpx.AsyncByteStream):
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            yield content
-
-    headers = {"Content-Encoding": "gzip"} if problem == "DecodingError" else {}
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, headers=headers, stream=Body()))
-    with pytest.raises(EngineError, match=problem):
-        ask("http://engine", num_retries=0, transport=transport)
 
 
 @pytest.mark.parametrize(
@@ -340,8 +269,8 @@ def test_api_key_goes_over_https_or_to_this_machine(base_url, monkeypatch):
     with pytest.raises(ConfigError, match=refusal):
         HttpEngine(far, api_key="s3cret")
     monkeypatch.setenv("RLHF_ENGINE_TOKEN", "http://far:8000=s3cret")
-    assert HttpEngine(far)._client._tokens == {"http://far:8000": "s3cret"}
-    assert HttpEngine(EngineSpec(model="m", base_url=base_url))._client._tokens == {}
+    assert HttpEngine(far)._http._tokens == {"http://far:8000": "s3cret"}
+    assert HttpEngine(EngineSpec(model="m", base_url=base_url))._http._tokens == {}
 
 
 def test_password_of_the_address_is_not_in_messages():

@@ -282,7 +282,8 @@ def test_command_listens_on_this_machine_only_unless_told_otherwise(model_dir, m
     for host in ("0.0.0.0", "::", "203.0.113.1", ""):
         assert command.main(["serve_rm", *model, f"--host={host}"]) == 2
         said = capsys.readouterr().err
-        assert f"error: --host {host} lets other machines use this server, and no token is set\n\nhint: set" in said
+        option = f"--host {host}".rstrip()
+        assert f"error: {option} lets other machines use this server, and no token is set\n\nhint: set" in said
     monkeypatch.setenv("RLHF_REMOTE_RM_TOKEN", "secret")
     with command_running(monkeypatch, *model, "--host", "0.0.0.0") as port:
         url = f"http://{OTHER_ADDRESS}:{port}"

@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, astuple
 from typing import Any
 
@@ -25,6 +25,7 @@ from rlhf_rollout.weights.shared_memory import map_segment
 _GRACE_S = 1.0  # for the answer of a server that has ended a request at its deadline
 _KEEPALIVE_S = 2.0  # less than uvicorn's 5 s, so that no call meets a connection that the server is closing
 _PIECE_BYTES = 2**20
+_PATH = "/v1/completions"
 _LOOKS = 16  # at a server's metrics in the time for which it may write nothing
 # Lines of its metrics that change with each token.
 _WRITTEN = re.compile(
@@ -73,7 +74,7 @@ class HttpEngine:
     ) -> None:
         self._address = (spec.base_url or "").rstrip("/").removesuffix("/v1")
         self._url = without_secrets(self._address)  # for messages
-        self._client = Client(
+        self._http = Client(
             [self._address],
             variable=ENGINE_TOKEN_VARIABLE,
             token=api_key,
@@ -90,6 +91,12 @@ class HttpEngine:
         self._listening: asyncio.Task[None] | None = None
         self._updating: int | None = None
         self._is_closed = False
+
+    @property
+    def _client(self) -> Client:
+        if self._is_closed:
+            raise EngineError("the engine was closed")
+        return self._http
 
     async def generate(
         self,
@@ -112,7 +119,9 @@ class HttpEngine:
                 answer = await self._complete(self._request(token_ids, sampling, timeout_s), headers)
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != sampling.num_samples:
-            raise EngineError(f"{self._url} answered without {sampling.num_samples} choices: {_excerpt(answer)}")
+            raise EngineError(
+                f"{self._url} answered without {sampling.num_samples} choices: {self._http.shown(answer)}"
+            )
         return [self._completion(choice) for choice in sorted(choices, key=lambda choice: choice.get("index", 0))]
 
     @contextmanager
@@ -175,12 +184,16 @@ class HttpEngine:
             message = f"{self._url} answered without token_ids or log-probs"
             raise EngineError(message, hint="the server must be vLLM 0.26 or newer: it has return_token_ids")
         if len(token_ids) != len(logprobs) or None in logprobs:
-            raise EngineError(f"{self._url} answered {len(token_ids)} tokens with log-probs {_excerpt(logprobs)}")
+            raise EngineError(
+                f"{self._url} answered {len(token_ids)} tokens with log-probs {self._http.shown(logprobs)}"
+            )
         if reason not in tuple(FinishReason):
             raise EngineError(f"{self._url} ended a completion with the unknown finish_reason {reason!r}")
         parts = choice.get("policy_versions", [[self._policy_version, len(token_ids)]])
         if sum(count for _, count in parts) != len(token_ids):
-            raise EngineError(f"{self._url} answered {len(token_ids)} tokens with policy_versions {_excerpt(parts)}")
+            raise EngineError(
+                f"{self._url} answered {len(token_ids)} tokens with policy_versions {self._http.shown(parts)}"
+            )
         spans = []
         end = 0
         for version, count in parts:
@@ -194,26 +207,15 @@ class HttpEngine:
         limit_s = self._spec.request_timeout_s + _GRACE_S
 
         async def ask(_: int) -> httpx.Response | RequestFailure:
-            return await self._send("/v1/completions", request, headers, time_limit(limit_s, self._progress))
+            within = time_limit(limit_s, self._progress)
+            return await self._client.send(self._address + _PATH, request, headers=headers, within=within)
 
         outcome, failures = await insist(ask, num_retries=self._num_retries, first_pause_s=self._retry_wait_s)
-        url = self._url + "/v1/completions"
+        url = self._url + _PATH
         if isinstance(outcome, RequestFailure) and outcome.passing:
             message = f"{url} failed {len(failures)} times; last: {outcome.problem}"
             raise EngineError(message, hint="is the server up and healthy?")
-        return _answer(outcome, url)
-
-    async def _send(
-        self,
-        path: str,
-        body: Any = None,
-        headers: dict[str, str] | None = None,
-        within: AbstractAsyncContextManager[Any] | None = None,
-    ) -> httpx.Response | RequestFailure:
-        """See `Client.send`; without `within`, the caller limits the time."""
-        if self._is_closed:
-            raise EngineError("the engine was closed")
-        return await self._client.send(self._address + path, body, headers=headers, within=within or nullcontext())
+        return self._answer(outcome, url)
 
     async def _control(
         self, call: str, body: Any = None, *, drains: bool = False, headers: dict[str, str] | None = None
@@ -222,11 +224,12 @@ class HttpEngine:
         path = f"/engine/{call}"
         timeout_s = self._spec.control_timeout_s + (self._spec.request_timeout_s if drains else 0.0)
         async with deadline(timeout_s, f"`{call}`"):
-            outcome = await self._send(path, {} if body is None else body, headers)
+            sent = {} if body is None else body
+            outcome = await self._client.send(self._address + path, sent, headers=headers, within=nullcontext())
         if isinstance(outcome, RequestFailure) and outcome.status == 404:
             message = f"{self._url}{path} does not exist"
             raise EngineError(message, hint="only a server of `rlhf-rollout serve` has control calls")
-        return _answer(outcome, self._url + path)
+        return self._answer(outcome, self._url + path)
 
     async def pause(self, mode: PauseMode) -> int:
         """See `RolloutEngine.pause`."""
@@ -234,7 +237,7 @@ class HttpEngine:
         answer = await self._control("pause", {"mode": mode}, drains=mode == "drain")
         self._progress.pause()
         if not isinstance(answer, dict) or not isinstance(num_found := answer.get("num_in_flight"), int):
-            raise EngineError(f"{self._url} paused without the number of its requests: {_excerpt(answer)}")
+            raise EngineError(f"{self._url} paused without the number of its requests: {self._http.shown(answer)}")
         return num_found
 
     async def resume(self) -> None:
@@ -246,15 +249,15 @@ class HttpEngine:
         """Ask the server. Raises EngineError when it reports a problem or does not answer in time."""
         url = self._url + "/health"
         async with deadline(self._spec.health_timeout_s, f"a request to {url}"):
-            outcome = await self._send("/health")
+            outcome = await self._client.send(self._address + "/health", within=nullcontext())
         if isinstance(outcome, httpx.Response) and not outcome.content:  # vLLM's server says no more
             own = {"policy_version": self._policy_version, "num_in_flight": self._num_in_flight}
             return EngineHealth(**own, is_paused=False, is_asleep=False)
-        state = _answer(outcome, url)
+        state = self._answer(outcome, url)
         try:
             return EngineHealth(**{name: state[name] for name in EngineHealth.__slots__})
         except (KeyError, TypeError) as error:
-            raise EngineError(f"{url} answered without the engine's state: {_excerpt(state)}") from error
+            raise EngineError(f"{url} answered without the engine's state: {self._http.shown(state)}") from error
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """See `RolloutEngine.begin_weight_update`."""
@@ -298,28 +301,22 @@ class HttpEngine:
     async def close(self) -> None:
         """Close the connections; the server goes on."""
         self._is_closed = True
-        await self._client.close()
+        await self._http.close()
 
-
-def _answer(outcome: httpx.Response | RequestFailure, url: str) -> Any:
-    """Return the JSON of an answer. Raises the error of the engine behind the server, or EngineError."""
-    if not isinstance(outcome, RequestFailure):
+    def _answer(self, outcome: httpx.Response | RequestFailure, url: str) -> Any:
+        """Return the JSON of an answer. Raises the error of the engine behind the server, or EngineError."""
+        if not isinstance(outcome, RequestFailure):
+            try:
+                return outcome.json()
+            except (ValueError, RecursionError) as error:
+                raise EngineError(f"{url} answered no JSON: {self._http.shown(outcome.text)}") from error
+        if outcome.response is None:
+            raise EngineError(f"{url} does not answer: {outcome.problem}", hint="is the server up?")
         try:
-            return outcome.json()
-        except (ValueError, RecursionError) as error:
-            raise EngineError(f"{url} answered no JSON: {_excerpt(outcome.text)}") from error
-    if outcome.response is None:
-        raise EngineError(f"{url} does not answer: {outcome.problem}", hint="is the server up?")
-    try:
-        said = outcome.response.json()
-    except (ValueError, RecursionError):
-        said = None
-    if isinstance(said, dict) and {"kind", "detail"} <= said.keys():
-        raise _ERRORS.get(said["kind"], EngineError)(str(said["detail"]))
-    hint = f"set {ENGINE_TOKEN_VARIABLE} to the server's token" if outcome.status == 401 else None
-    raise EngineError(f"{url} refused the request with {outcome.problem}", hint=hint)
-
-
-def _excerpt(value: Any) -> str:
-    text = str(value).strip()
-    return text if len(text) <= 300 else text[:300] + " ..."
+            said = outcome.response.json()
+        except (ValueError, RecursionError):
+            said = None
+        if isinstance(said, dict) and {"kind", "detail"} <= said.keys():
+            raise _ERRORS.get(said["kind"], EngineError)(str(said["detail"]))
+        hint = f"set {ENGINE_TOKEN_VARIABLE} to the server's token" if outcome.status == 401 else None
+        raise EngineError(f"{url} refused the request with {outcome.problem}", hint=hint)

@@ -117,19 +117,16 @@ class Client:
             return response
         status = response.status_code
         whose = {"passing": status in PASSING_STATUS, "of_sample": status in _STATUS_OF_A_SAMPLE}
-        problem = f"status {status}: {self.excerpt(response)}"
+        problem = f"status {status}: {self.shown(response.text)}"
         return _failed(VerdictKind.CRASH, url, problem, response=response, **whose)
 
     def unusable(self, response: httpx.Response, problem: str) -> RequestFailure:
         """Return the failure of a request that was answered, with success, by something that cannot be used."""
         return _failed(VerdictKind.CRASH, str(response.request.url), problem, response=response, of_sample=True)
 
-    def excerpt(self, response: httpx.Response) -> str:
-        """Return the beginning of what a server said, without the secrets of the request."""
-        return self.shown(response.text)
-
-    def shown(self, text: str) -> str:
-        """Return the beginning of a text without secrets, on one line."""
+    def shown(self, value: object) -> str:
+        """Return the beginning of what a server said on one line, without the secrets of requests."""
+        text = str(value)
         for token in self._tokens.values():
             text = text.replace(token, MASK)
         text = without_secrets(" ".join(text.split()))

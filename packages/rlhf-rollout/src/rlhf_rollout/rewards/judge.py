@@ -117,7 +117,7 @@ class Judge:
         cost = {name: count for name, count in cost.items() if count is not None}
         if isinstance(text, str):
             return text, cost
-        shown = self._client.excerpt(outcome)
+        shown = self._client.shown(outcome.text)
         return Failure(VerdictKind.CRASH, f"{self._url}: no text of an answer: {shown}"), cost
 
 

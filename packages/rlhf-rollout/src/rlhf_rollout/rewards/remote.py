@@ -128,7 +128,7 @@ class RemoteReward:
         try:
             return read_result(response.json(), len(samples), giver="the reward server")
         except (ValueError, RecursionError):
-            problem = f"no JSON: {self._client.excerpt(response)}"
+            problem = f"no JSON: {self._client.shown(response.text)}"
         except RewardError as error:
             problem = str(error).partition("\n")[0]  # its hint is about functions
         return self._client.unusable(response, problem)
