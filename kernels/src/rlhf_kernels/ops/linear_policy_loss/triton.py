@@ -108,14 +108,9 @@ class _LinearPolicyLoss(torch.autograd.Function):
         sums = empty(NUM_SUMS, len(hidden))
         grads = torch.zeros(3, len(hidden), device=hidden.device)
         logprobs, entropy = sums[4:6]
-        width = triton.cdiv(len(weight), ROW_ALIGNMENT) * ROW_ALIGNMENT
-        # A row of a chunk takes its logits, a copy of its hidden state, and the partial sums of three quantities.
-        row_bytes = (width + hidden.shape[1]) * hidden.itemsize + 12 * triton.cdiv(len(weight), product.TILE_COLUMNS)
-        chunk_rows = max(CHUNK_BYTES // (row_bytes * product.TILE_ROWS), 1) * product.TILE_ROWS
-        buffer = empty(min(chunk_rows, len(hidden)), width, dtype=hidden.dtype)
+        chunks, buffer = _chunks(hidden, weight)
         ignored = (token_ids < 0)[:, None]
         marks = product.reference_sums((hidden, weight, bias), token_ids, sums, temperature) if by_product else None
-        chunks = [slice(start, start + chunk_rows) for start in range(0, max(len(hidden), 1), chunk_rows)]
 
         def fill_in(chunk: slice, gradient: bool) -> tuple[Tensor, Tensor]:
             """Compute a chunk's log-probs and entropies. Return its hidden states and its logits or exponentials."""
@@ -164,6 +159,16 @@ class _LinearPolicyLoss(torch.autograd.Function):
         return loss, metrics, *results
 
     backward = staticmethod(scaled_gradients)
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> tuple[list[slice], Tensor]:
+    """Return chunks of tokens, at least one, and memory for the logits of the largest of them."""
+    width = triton.cdiv(len(weight), ROW_ALIGNMENT) * ROW_ALIGNMENT
+    # A row of a chunk takes its logits, a copy of its hidden state, and the partial sums of three quantities.
+    row_bytes = (width + hidden.shape[1]) * hidden.itemsize + 12 * triton.cdiv(len(weight), product.TILE_COLUMNS)
+    chunk_rows = max(CHUNK_BYTES // (row_bytes * product.TILE_ROWS), 1) * product.TILE_ROWS
+    chunks = [slice(start, start + chunk_rows) for start in range(0, max(len(hidden), 1), chunk_rows)]
+    return chunks, hidden.new_empty(min(chunk_rows, len(hidden)), width)
 
 
 def _write_gradient(exponentials: Tensor, token_ids: Tensor, sums: Tensor, grads: Tensor, temperature: float) -> None:
