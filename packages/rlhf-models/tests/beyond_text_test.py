@@ -11,18 +11,27 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma3Config,
+    Gemma3nConfig,
     GPTNeoXConfig,
     Llama4Config,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
     T5Config,
 )
+from transformers.utils.import_utils import BACKENDS_MAPPING, TIMM_IMPORT_ERROR
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
 from rlhf_models.checkpoint.beyond_text import save_left_out
 from rlhf_models.checkpoint.files import tensor_files
-from rlhf_models.loading import check_generates, load_actor, load_config, load_critic, load_tokenizer
+from rlhf_models.loading import (
+    check_generates,
+    check_trained_copy,
+    load_actor,
+    load_config,
+    load_critic,
+    load_tokenizer,
+)
 from rlhf_models.lora import LoraSpec, add_lora, merge_adapter, save_adapter
 from rlhf_models.testing import tiny_tokenizer
 from rlhf_models.weights import hf_named_weights, save_hf
@@ -207,6 +216,15 @@ def test_model_without_a_class_for_text_is_refused_with_the_cause(tmp_path):
             refuse(tmp_path / "images")
     check_generates("here", CONFIGS["qwen3_5"]())
     check_generates("here", CONFIGS["gemma3"]())
+
+
+def test_package_that_reads_images_is_missed_before_the_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setitem(BACKENDS_MAPPING, "timm", (lambda: False, TIMM_IMPORT_ERROR))
+    Gemma3nConfig(text_config={"num_hidden_layers": 5, "num_kv_shared_layers": 0}).save_pretrained(tmp_path)
+    save_file({"model.language_model.norm.weight": torch.ones(2048)}, tmp_path / "model.safetensors", {"format": "pt"})
+    for has_values in (False, True):
+        with pytest.raises(ConfigError, match=r"requires the timm library[^\n]*\n\nhint: pip install timm, or use"):
+            check_trained_copy(tmp_path, "bfloat16", has_values=has_values)
 
 
 def test_encoder_is_refused_as_no_language_model(tmp_path):

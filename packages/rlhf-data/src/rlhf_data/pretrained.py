@@ -16,6 +16,7 @@ from rlhf_data.own_code import admit_code, is_trusted, trusted
 from rlhf_data.stored_weights import read_json
 
 _HUB_TIMEOUT_S = 5.0
+_INSTALLS = re.compile(r"`(pip install [\w.-]+)`")  # in errors of transformers
 _CUSTOM_CODE = "trust_remote_code=True"  # in transformers' error about a class that it may not load
 _SET_BY_RENDERING = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 
@@ -237,5 +238,6 @@ def _load_hint(error: Exception) -> str:
     if isinstance(error, OSError):  # so do the errors of the hub's client
         return "check the path, or the hub name and the network; a hub model must be in the local cache when offline"
     if isinstance(error, ImportError):
-        return "install the package that it needs, or use a model that needs none"
+        named = _INSTALLS.search(str(error))
+        return f"{named[1] if named else 'install the package that it needs'}, or use a model that needs none"
     return f"its files may be damaged, or need another version of transformers than {metadata.version('transformers')}"

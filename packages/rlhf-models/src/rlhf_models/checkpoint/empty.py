@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, device
 
 from rlhf_data.own_code import entrust, is_trusted
+from rlhf_data.pretrained import clear_errors
 from rlhf_models.checkpoint.files import quiet_transformers, weight_files
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,9 @@ def load_empty(
 
     Returns:
         The model, and what did not fit by kind, such as "missing_keys": names of tensors.
+
+    Raises:
+        ConfigError: the model needs a package that is not installed.
     """
     name = config.name_or_path  # which loading without a folder forgets
     try:
@@ -53,6 +57,9 @@ def load_empty(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
+    except ImportError:  # as it would when the model is loaded with its numbers
+        with clear_errors("model", name):
+            raise
     except Exception as error:  # what cannot be looked at here may well load with its numbers, which has its own errors
         logger.warning("a %s cannot be loaded without memory, and is not checked: %s", config.model_type, error)
         return None
