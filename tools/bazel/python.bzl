@@ -75,7 +75,7 @@ def pytest_test(name, srcs, deps = [], data = [], args = [], tags = [], **kwargs
         **kwargs
     )
 
-def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [], together = "", common = {}):
+def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [], together = "", common = {}, imports = {}, shared = []):
     """Tests of the `*_test.py` under `folder`: a target per file, named after it, or one of several files.
 
     `--config=gpu` runs the targets named `*_gpu_test`, which have the tag gpu, and other builds run the rest.
@@ -89,10 +89,13 @@ def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [],
       together: name of one target for all files without overrides that need no GPU, which run in one process. A process
         takes longer to import PyTorch than most files to run. `--test_filter=x_test` runs one file of them.
       common: attributes of that target.
+      imports: file in `folder` to further libraries that it imports; if given, other tests under `folder` are left out.
+      shared: further Python files that go with each test.
     """
     prefix = folder + "/" if folder else ""
-    tests = native.glob([prefix + "**/*_test.py"], allow_empty = True)
-    shared = native.glob([prefix + "**/*.py"], exclude = tests, allow_empty = True)
+    inside = prefix if imports else prefix + "**/"
+    tests = native.glob([inside + "*_test.py"], allow_empty = True)
+    shared = shared + native.glob([inside + "*.py"], exclude = [inside + "*_test.py"], allow_empty = True)
     files = native.glob([prefix + "**"], exclude = [prefix + "**/*.py", "**/*.pyc", "BUILD.bazel"], allow_empty = True)
     for file in list(overrides) + also_on_gpu:
         if prefix + file not in tests:
@@ -103,7 +106,7 @@ def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [],
         name = test.split("/")[-1].removesuffix(".py")
         attributes = dict(overrides.get(file, {}))
         attributes.setdefault("size", "medium")
-        parts = dict(srcs = [test] + shared, data = data + files, deps = deps)
+        parts = dict(srcs = [test] + shared, data = data + files, deps = _union(deps, imports.get(file, [])))
         if file in also_on_gpu:
             on_gpu = attributes | {"tags": ["gpu"]}
             pytest_test(name = name.removesuffix("_test") + "_gpu_test", **(parts | on_gpu))
@@ -115,41 +118,86 @@ def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [],
         pytest_test(name = name, **(parts | attributes))
     if grouped:
         # Its time is the sum of those of its files, and a busy machine takes several times as long.
-        together_parts = dict(size = "enormous", srcs = grouped + shared, data = data + files, deps = deps)
+        needed = _union(deps, *[imports.get(test.removeprefix(prefix), []) for test in grouped])
+        together_parts = dict(size = "enormous", srcs = grouped + shared, data = data + files, deps = needed)
         pytest_test(name = together, **(together_parts | common))
 
-def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}, also_on_gpu = [], package_test = {}):
+def _union(*lists):
+    """Return the entries of lists, each once."""
+    return {entry: None for entries in lists for entry in entries}.keys()
+
+def _labels(words):
+    """Return the targets that the words of a units.bzl stand for: a unit, a package, or a file of the tests' support."""
+    labels = []
+    for word in words:
+        package, _, unit = word.partition("/")
+        if package == "tests":
+            labels.append("//tests/support:" + word.removeprefix("tests/support/"))
+        else:
+            labels.append("//packages/{}:{}".format(package, "src/" + unit if unit else package.replace("-", "_")))
+    return labels
+
+def python_package(
+        name,
+        deps,
+        users,
+        units = {},
+        imports = {},
+        test_deps = [],
+        test_data = [],
+        tests = {},
+        also_on_gpu = [],
+        package_test = {}):
     """An installable package: its library, its tests, `:wheel`, and `:sources` and `:pages` for checks.
 
-    The files of `tests/` are one target, `:package_test`, besides those that `tests` names.
+    The tests of a folder `tests/x` are one target, `:x_test`, and those in `tests/` itself `:package_test`, besides the
+    files that `tests` names.
 
     Args:
       name: the import package, `src/<name>/`.
       deps: what the package needs without its extras, as in pyproject.toml.
       users: the packages that may depend on it.
+      units: UNITS of the package's units.bzl, which become the libraries `:src/<unit>`; without it there is one library.
+      imports: TESTS of the package's units.bzl.
       test_deps: what only the tests need.
       test_data: files that the tests read besides those in `tests/`.
       tests: attributes of files in `tests/` that are targets of their own, as in `pytest_tests`.
       also_on_gpu: files in `tests/` that use a GPU if there is one, as in `pytest_tests`.
-      package_test: attributes of `:package_test`, such as WAITING.
+      package_test: attributes of the tests of a folder, such as WAITING.
     """
     junk = ["**/__pycache__/**"]
+    data = native.glob(["src/**"], exclude = ["src/**/*.py"] + junk, allow_empty = True)
+    own_deps = [label for label in deps if not label.startswith("//packages/")]
+    for unit, (members, words) in units.items():
+        py_library(
+            name = "src/" + unit,
+            srcs = native.glob(["src/{}/{}".format(name, member + "*.py" if member.endswith("/") else member + ".py") for member in members]),
+            data = data if unit == "__init__" else [],
+            visibility = users + ["//packages:__subpackages__", "//tests:__subpackages__"],
+            deps = own_deps + _labels(words) + ([] if unit == "__init__" else [":src/__init__"]),
+        )
     py_library(
         name = name,
-        srcs = native.glob(["src/**/*.py"]),
-        data = native.glob(["src/**"], exclude = ["src/**/*.py"] + junk, allow_empty = True),
+        srcs = [] if units else native.glob(["src/**/*.py"]),
+        data = data,
         visibility = users,
-        deps = deps,
+        deps = deps + [":src/" + unit for unit in units],
     )
-    pytest_tests(
-        folder = "tests",
-        data = test_data,
-        deps = [":" + name] + test_deps,
-        overrides = tests,
-        also_on_gpu = also_on_gpu,
-        together = "package_test",
-        common = package_test,
-    )
+    folders = {"": None} | {test.rpartition("/")[0]: None for test in imports}
+    for folder in folders:
+        prefix = folder + "/" if folder else ""
+        files = {test: words for test, words in imports.items() if test.rpartition("/")[0] == folder}
+        pytest_tests(
+            folder = "tests/" + folder if folder else "tests",
+            data = test_data,
+            deps = own_deps + test_deps + ([] if imports else [":" + name]),
+            overrides = {test.removeprefix(prefix): parts for test, parts in tests.items() if test.rpartition("/")[0] == folder},
+            also_on_gpu = [test.removeprefix(prefix) for test in also_on_gpu if test.rpartition("/")[0] == folder],
+            together = folder.replace("/", "_") + "_test" if folder else "package_test",
+            common = package_test,
+            imports = {test.removeprefix(prefix): _labels(words) for test, words in files.items()},
+            shared = native.glob(["tests/*.py"], exclude = ["tests/*_test.py"], allow_empty = True) if folder else [],
+        )
     wheel(
         name = "wheel",
         srcs = native.glob(["src/**"], exclude = junk) + ["README.md"],
@@ -163,6 +211,6 @@ def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}
     )
     native.filegroup(
         name = "sources",
-        srcs = native.glob(["**/*.py", "src/**"], exclude = junk) + ["BUILD.bazel", "pyproject.toml"],
+        srcs = native.glob(["**/*.py", "src/**"], exclude = junk) + native.glob(["units.bzl"], allow_empty = True) + ["BUILD.bazel", "pyproject.toml"],
         visibility = ["//tests/install:__pkg__", "//tests/pages:__pkg__", "//tools/lint:__pkg__"],
     )

@@ -1,18 +1,10 @@
-"""Fixtures of the tests here; the engines of `engine_testing` are built where a test asks for them."""
+"""Fixtures of all tests of this package."""
 
 import functools
-import os
 import textwrap
 
 import httpx
 import pytest
-
-from engine_testing import model_dir, subject
-from rlhf_data.errors import ConfigError
-from rlhf_rollout.rewards.code.sandbox import Bubblewrap, check_sandbox
-from scripted_core import core, loop
-
-__all__ = ["core", "loop", "model_dir", "subject"]
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +24,3 @@ def write(tmp_path):
         return str(path)
 
     return write
-
-
-@pytest.fixture(scope="session")
-def bubblewrap():
-    """Return a sandbox. Where none works, tests are skipped; with RLHF_REQUIRE_SANDBOX=1, as in Bazel, they fail."""
-    try:
-        check_sandbox(None)
-    except ConfigError as error:
-        if os.environ.get("RLHF_REQUIRE_SANDBOX") == "1":
-            raise
-        pytest.skip(str(error))
-    return Bubblewrap()

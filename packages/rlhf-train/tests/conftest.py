@@ -1,11 +1,7 @@
-"""What tests of this package share: a run in this process, and torch as it was before each test."""
+"""What all tests of this package share: torch as it was before each test."""
 
 import pytest
 import torch
-
-from online_runs import make_run, model_path
-
-__all__ = ["make_run", "model_path"]
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from rlhf_data.testing import EOS_ID
 from rlhf_rollout.commands.main import main
 from rlhf_rollout.engines.fake import FakeEngine
 
-RETRIES = str(Path(__file__).parents[3] / "examples" / "math_retries.py")
+RETRIES = str(Path(__file__).parents[4] / "examples" / "math_retries.py")
 # The first answer is in one rollout, the second one, to another history, in another. One prompt kills its agent.
 TWO_ROLLOUTS = """
 import os
