@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli.main import COMMANDS
-from rlhf_cli.openrlhf import COMMANDS as MODULES
+from rlhf_cli.openrlhf.modules import COMMANDS as MODULES
 
 LAUNCHERS = Path(__file__).parents[2] / "packages/rlhf-cli"
 TIMEOUT_S = 60

@@ -15,7 +15,7 @@ from page_commands import PATTERNS, ROOT, blocks, calls
 from rlhf_cli.main import COMMANDS as RLHF_COMMANDS
 from rlhf_cli.main import command_line
 from rlhf_cli.main import main as rlhf
-from rlhf_cli.openrlhf import main as openrlhf
+from rlhf_cli.openrlhf.modules import main as openrlhf
 from rlhf_data.main import COMMAND_LINE as INSPECT
 from rlhf_data.options.command_line import CommandLine
 from rlhf_data.options.declare import options

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from rlhf_cli.config.openrlhf import COMMANDS, Row, table
+from rlhf_cli.openrlhf.flags import COMMANDS, Row, table
 from write import parser, write
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from-openrlhf.md"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli.builtin import BUILTIN
-from rlhf_cli.capture import captured
+from rlhf_cli.console.capture import captured
 from rlhf_data.errors import ConfigError
 
 # Noisy when a heavy library is imported: as C code that writes to the descriptors, and as Python's own ways.
@@ -33,7 +33,7 @@ sys.meta_path.insert(0, Noisy())
 SCRIPT = """
 import logging, os, sys, warnings
 from pathlib import Path
-from rlhf_cli.capture import captured
+from rlhf_cli.console.capture import captured
 from rlhf_data.errors import ConfigError
 
 os.write(1, b"before\\n")

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_cli.console import OfflineView
+from rlhf_cli.console.views import OfflineView
 from rlhf_cli.main import main
 from rlhf_models.loading import load_actor, load_critic, load_reward_model
 from rlhf_models.lora import LoraSpec, add_lora

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.openrlhf import main
+from rlhf_cli.openrlhf.modules import main
 
 HERE = Path(__file__).parent
 COMMENT = re.compile(r"(^|\s)#.*")

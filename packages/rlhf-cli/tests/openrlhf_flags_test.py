@@ -8,7 +8,7 @@ from rlhf_cli.commands.examples import COMMANDS as EXAMPLES
 from rlhf_cli.commands.lora_combiner import COMMAND_LINE as LORA_COMBINER
 from rlhf_cli.commands.ppo import COMMAND_LINE as PPO
 from rlhf_cli.commands.rollout import command_line
-from rlhf_cli.config.openrlhf import INFERENCE, flags_of, table
+from rlhf_cli.openrlhf.flags import INFERENCE, flags_of, table
 from rlhf_data.errors import ConfigError, FeatureError
 from rlhf_data.options.command_line import CommandLine, Parsed
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from rlhf_cli import openrlhf
+from rlhf_cli.openrlhf import modules
 
 COMMANDS = {
     "train_ppo_ray": "ppo",
@@ -42,16 +42,16 @@ def run_module(module: str, *words: str, **env: str) -> subprocess.CompletedProc
 
 @pytest.mark.parametrize(("module", "command"), COMMANDS.items())
 def test_module_runs_its_command_with_the_flags_as_they_are(ran, module, command):
-    assert openrlhf.main(module, ["--pretrain", "x", "--bf16"]) == 7
+    assert modules.main(module, ["--pretrain", "x", "--bf16"]) == 7
     compares = ["--openrlhf"] if module.startswith("train_") else []
     assert ran == [[command, *compares, "--pretrain", "x", "--bf16"]]
-    assert openrlhf.main(f"rlhf_cli.{module}", []) == 7
+    assert modules.main(f"rlhf_cli.{module}", []) == 7
     assert ran[1] == [command, *compares]
 
 
 def test_every_module_can_be_run_by_its_name():
-    assert {name for name in openrlhf.COMMANDS if find_spec(f"rlhf_cli.{name}") is None} == set()
-    assert set(openrlhf.COMMANDS) == {*COMMANDS, "batch_inference"}
+    assert {name for name in modules.COMMANDS if find_spec(f"rlhf_cli.{name}") is None} == set()
+    assert set(modules.COMMANDS) == {*COMMANDS, "batch_inference"}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_every_module_can_be_run_by_its_name():
     ],
 )
 def test_batch_inference_runs_the_command_of_its_task(ran, task, words):
-    assert openrlhf.main("batch_inference", ["--pretrain", "x", *task, "--zero_stage", "0"]) == 7
+    assert modules.main("batch_inference", ["--pretrain", "x", *task, "--zero_stage", "0"]) == 7
     assert ran == [[*words, "--pretrain", "x", "--zero_stage", "0"]]
 
 
@@ -79,7 +79,7 @@ def test_batch_inference_runs_the_command_of_its_task(ran, task, words):
     ],
 )
 def test_batch_inference_without_a_task_it_knows_is_refused(ran, capsys, argv, message):
-    assert openrlhf.main("batch_inference", argv) == 2
+    assert modules.main("batch_inference", argv) == 2
     assert message in capsys.readouterr().err
     assert ran == []
 
@@ -109,21 +109,21 @@ def test_printed_command_line_of_inference_parses(name, tmp_path, monkeypatch, c
     made = tmp_path / "made.jsonl"
     made.write_text('{"input": "q", "output": "a"}\n')
     module, *flags = LINES[name].format(made=made).split()
-    assert openrlhf.main(module, [*flags, "--dry_run"]) == 0, capsys.readouterr().err
+    assert modules.main(module, [*flags, "--dry_run"]) == 0, capsys.readouterr().err
 
 
 def test_launcher_may_start_many_processes_of_offline_training_alone(ran, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "0")
-    assert openrlhf.main("train_sft", []) == 7
-    assert openrlhf.main("train_ppo_ray", []) == 2
+    assert modules.main("train_sft", []) == 7
+    assert modules.main("train_ppo_ray", []) == 2
     error = capsys.readouterr().err
     assert "8 processes of `python3 -m rlhf_cli.train_ppo_ray` were launched (WORLD_SIZE)" in error
     assert "hint: use `python3 -m rlhf_cli.train_ppo_ray --actor_num_gpus_per_node 8`, without a launcher\n" in error
-    assert openrlhf.main("interactive_chat", []) == 2
+    assert modules.main("interactive_chat", []) == 2
     assert "hint: use `python3 -m rlhf_cli.interactive_chat`, without a launcher\n" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "3")  # the first process has said it
-    assert openrlhf.main("train_ppo_ray", []) == 2
+    assert modules.main("train_ppo_ray", []) == 2
     assert capsys.readouterr().err == ""
     assert ran == [["sft", "--openrlhf"]]
 

@@ -10,8 +10,8 @@ from rlhf_cli.commands.examples import COMMANDS
 from rlhf_cli.config.offline import SftConfig
 from rlhf_cli.config.output import OutputSection
 from rlhf_cli.config.ppo import PpoConfig
+from rlhf_cli.console.secrets import restart_without_key
 from rlhf_cli.paths import with_full_paths
-from rlhf_cli.secrets import restart_without_key
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.command_line import CommandLine, to_toml
 from rlhf_train.run.trackers.spec import TrackerSpec
@@ -105,7 +105,7 @@ def test_logging_steps_start_at_one(steps):
 SCRIPT = """
 import sys
 from pathlib import Path
-from rlhf_cli.secrets import restart_without_key
+from rlhf_cli.console.secrets import restart_without_key
 from rlhf_cli.config.output import OutputSection
 print("start", flush=True)
 OutputSection(use_wandb=sys.argv[2])

@@ -14,7 +14,7 @@ os.environ.setdefault("HF_MODULES_CACHE", tempfile.mkdtemp())
 
 import rlhf_data.own_code
 import rlhf_models.loading
-from rlhf_cli.console import loading_line
+from rlhf_cli.console.views import loading_line
 from rlhf_cli.main import COMMANDS, command_line, main
 from rlhf_data.main import main as data_main
 from rlhf_data.options.declare import options

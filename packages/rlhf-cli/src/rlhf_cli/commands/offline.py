@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.capture import captured
 from rlhf_cli.config.checkpoint import CheckpointSection, resumed_config
 from rlhf_cli.config.differences import offline_differences
 from rlhf_cli.config.offline import OfflineConfig
-from rlhf_cli.config.openrlhf import adapt, flags_of
-from rlhf_cli.exits import SUCCESS, exit_status
+from rlhf_cli.console.capture import captured
+from rlhf_cli.console.exits import SUCCESS, exit_status
+from rlhf_cli.console.secrets import restart_without_key
 from rlhf_cli.launcher import Launch, launch
+from rlhf_cli.openrlhf.flags import adapt, flags_of
 from rlhf_cli.paths import (
     LOG_FILE,
     model_path,
@@ -38,7 +39,6 @@ from rlhf_cli.preflight.resume import (
     steps_of_ended_run,
     to_store,
 )
-from rlhf_cli.secrets import restart_without_key
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.options.command_line import CommandLine, Parsed, to_toml
 from rlhf_data.options.declare import matching
@@ -46,7 +46,7 @@ from rlhf_data.pretrained import set_chat_template
 from rlhf_rollout.host import local_gpus
 
 if TYPE_CHECKING:
-    from rlhf_cli.console import Console
+    from rlhf_cli.console.views import Console
     from rlhf_data.examples.load import ExampleSet
     from rlhf_data.rows.sources import Rows
     from rlhf_train.offline.job import OfflineJob
@@ -123,7 +123,7 @@ class Command:
             check_run_folders(saving, folder)
             check_can_continue(saving, folder)
 
-        from rlhf_cli.console import Console
+        from rlhf_cli.console.views import Console
 
         with nullcontext((None, None)) if parsed.dry_run else captured(folder) as (out, err):
             console = Console(out, err)
@@ -348,7 +348,7 @@ def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
 
 def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", console: "Console") -> None:
     """Run the job. Rank 0 records and shows it; the other ranks only take part in training."""
-    from rlhf_cli.console import OfflineView, show_results
+    from rlhf_cli.console.views import OfflineView, show_results
     from rlhf_train.engine.process_group import leave_process_group
     from rlhf_train.offline.job import run_offline
     from rlhf_train.run.checkpointing import find_checkpoint, resumed_step

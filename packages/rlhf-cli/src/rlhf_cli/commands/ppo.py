@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.builtin import RECIPE_FILE
-from rlhf_cli.capture import captured
 from rlhf_cli.config.checkpoint import resumed_config
 from rlhf_cli.config.differences import online_differences
-from rlhf_cli.config.openrlhf import adapt, flags_of
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.exits import SUCCESS, exit_status
+from rlhf_cli.console.capture import captured
+from rlhf_cli.console.exits import SUCCESS, exit_status
+from rlhf_cli.console.secrets import restart_without_key
+from rlhf_cli.openrlhf.flags import adapt, flags_of
 from rlhf_cli.paths import LOG_FILE, user_path
 from rlhf_cli.preflight.resume import (
     changed_options,
@@ -24,13 +25,12 @@ from rlhf_cli.preflight.resume import (
     to_store,
 )
 from rlhf_cli.presets import PRESETS
-from rlhf_cli.secrets import restart_without_key
 from rlhf_data.options.checks import once
 from rlhf_data.options.command_line import CommandLine, Parsed
 from rlhf_train.run.interrupts import Interrupts
 
 if TYPE_CHECKING:
-    from rlhf_cli.console import Console
+    from rlhf_cli.console.views import Console
 
 DESCRIPTION = """Train a language model on rewards: vLLM generates, a reward function scores, DeepSpeed trains.
 Without --pretrain and --prompt_data, the tiny model that ships learns to carry when it adds two numbers."""
@@ -68,7 +68,7 @@ def _run(argv: Sequence[str]) -> int:
     if not parsed.dry_run:  # a dry run starts nothing that could record the command line
         restart_without_key()
 
-    from rlhf_cli.console import Console
+    from rlhf_cli.console.views import Console
 
     folder = run_folder(config.checkpoint, config.output.save_path, "ppo")
     if parsed.dry_run:
@@ -92,7 +92,7 @@ def _run(argv: Sequence[str]) -> int:
 
 def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     """Check everything, show the plan, and run. Nothing is started before all checks have passed."""
-    from rlhf_cli.console import RunView, show_results
+    from rlhf_cli.console.views import RunView, show_results
     from rlhf_cli.jobs import describe_batches, make_job, make_plan
     from rlhf_cli.preflight.devices import check_device, cluster_notices, find_gpus
     from rlhf_cli.preflight.inputs import check_inputs

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_cli.capture import captured
 from rlhf_cli.commands.ppo import COMMAND_LINE as PPO
-from rlhf_cli.exits import SUCCESS, exit_status
+from rlhf_cli.console.capture import captured
+from rlhf_cli.console.exits import SUCCESS, exit_status
 from rlhf_cli.paths import CONFIG_FILE, user_path
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.options.checks import lacking
@@ -20,7 +20,7 @@ from rlhf_data.safety import MASK
 from rlhf_train.run.interrupts import Interrupts
 
 if TYPE_CHECKING:
-    from rlhf_cli.console import Console
+    from rlhf_cli.console.views import Console
     from rlhf_train.online_job import OnlineJob
 
 DESCRIPTION = """`rlhf replay RUN_DIR --step N` trains step N of the run in that folder once more, from the rollouts
@@ -89,7 +89,7 @@ def _run(argv: Sequence[str]) -> int:
     run = user_path(section.run)
     recorded = _metrics(run, section.step)
 
-    from rlhf_cli.console import Console
+    from rlhf_cli.console.views import Console
 
     with tempfile.TemporaryDirectory(prefix="rlhf-replay-") as scratch:
         folder = Path(scratch) / "run"
@@ -133,7 +133,7 @@ def _repeat(run: Path, step: int, folder: Path, console: "Console") -> None:
     console.working("checking models and record")
     job = _job(run, step, folder)
 
-    from rlhf_cli.console import RunView
+    from rlhf_cli.console.views import RunView
     from rlhf_train.online import run_online
 
     run_online(job, RunView(console, step))

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_cli.config.openrlhf import adapt, flags_of
-from rlhf_cli.exits import exit_status
+from rlhf_cli.console.exits import exit_status
+from rlhf_cli.openrlhf.flags import adapt, flags_of
 from rlhf_cli.paths import run_folder_notices, user_path, with_full_paths
 from rlhf_data.options.command_line import CommandLine
 from rlhf_data.options.declare import Config

@@ -13,7 +13,7 @@ from rlhf_data.options.command_line import Parsed
 from rlhf_data.options.exits import with_flags
 
 if TYPE_CHECKING:
-    from rlhf_cli.console import Console
+    from rlhf_cli.console.views import Console
 
 
 @dataclass(slots=True)

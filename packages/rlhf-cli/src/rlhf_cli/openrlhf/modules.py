@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NoReturn
 
-from rlhf_cli.exits import BAD_INPUT
+from rlhf_cli.console.exits import BAD_INPUT
 from rlhf_cli.launcher import LAUNCHED, check_launched_once
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.safety import visible

@@ -69,7 +69,7 @@ class Row:
 @cache
 def table() -> tuple[Row, ...]:
     """Return all lines of the table."""
-    text = resources.files("rlhf_cli.config").joinpath("openrlhf.txt").read_text(encoding="utf-8")
+    text = resources.files("rlhf_cli.openrlhf").joinpath("flags.txt").read_text(encoding="utf-8")
     return tuple(_row(line) for line in text.splitlines() if line and not line.startswith("#"))
 
 

@@ -1,0 +1,1 @@
+"""OpenRLHF's command modules and flags, as commands and options here."""
