@@ -26,7 +26,6 @@ from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.engines.stopping import decoder
 from rlhf_rollout.protocols import Draft, RolloutEngine, SamplingParams
 from rollout_testing import shared_memory_bucket
-from simulated import now, simulate
 
 
 def test_engine_is_a_rollout_engine(subject: Subject) -> None:
@@ -413,123 +412,9 @@ def test_control_call_that_waits_for_requests_has_the_deadline_of_both(call: str
     run(scenario())
 
 
-def test_built_fake_engine_has_the_deadlines_of_its_spec() -> None:
-    engine = build_engine("fake", EngineSpec(model="", request_timeout_s=0.03, control_timeout_s=0.02))
-
-    async def scenario() -> None:
-        await engine.begin_weight_update(1)
-        with pytest.raises(EngineError, match=r"took longer than 0\.03 s"):
-            await engine.generate(PROMPT, SamplingParams())
-
-    run(scenario())
-    assert engine._spec.control_timeout_s == 0.02
-
-
-def test_fake_engine_takes_the_ids_of_its_tokenizer_or_256() -> None:
-    prompt = np.array([256], np.int32)
-    with pytest.raises(EngineError, match="token id 256 is outside the model's vocabulary of 256"):
-        run(FakeEngine().generate(prompt, SamplingParams(max_tokens=1)))
-    spec = EngineSpec(model="fake", tokenizer="its/own")
-    assert len(run(FakeEngine(spec).generate(prompt, SamplingParams(max_tokens=1)))) == 1
-
-
-def test_fake_engine_scripts_get_a_seed_per_request_and_sample() -> None:
-    seeds: list[int] = []
-    engine = FakeEngine(script=lambda prompt, seed: seeds.append(seed) or [0])
-    for sampling in (SamplingParams(num_samples=2), SamplingParams(), SamplingParams(num_samples=3, seed=5)):
-        run(engine.generate(PROMPT, sampling))
-    run(engine.generate(PROMPT, SamplingParams(temperature=0.0)))
-    assert seeds == [0, 1, 1009, 5045, 5046, 5047, 0]
-
-
-def test_fake_engine_takes_the_seconds_that_a_prompt_and_a_sample_say() -> None:
-    engine = FakeEngine(
-        script=lambda prompt, seed: [7] * 9 + [0], token_latency_s=lambda prompt, seed: prompt[0] + seed
-    )
-
-    async def lasts(first: int, **sampling: Any) -> float:
-        begun = now()
-        await engine.generate(np.array([first], np.int32), SamplingParams(max_tokens=64, **sampling))
-        return now() - begun
-
-    async def scenario() -> list[float]:
-        return [await lasts(3, seed=0), await lasts(2, seed=0), await lasts(2, seed=0, num_samples=4)]
-
-    # Ten tokens each; a request lasts as long as its slowest sample.
-    assert simulate(scenario()) == [30.0, 20.0, 50.0]
-
-
 def test_close_refuses_further_requests(subject: Subject) -> None:
     run(subject.engine.close())
     with pytest.raises(EngineError, match="closed"):
         generate(subject)
     with pytest.raises(EngineError, match="closed"):
         run(subject.engine.health())
-
-
-def test_fake_engine_holds_end_tokens_back_until_min_tokens_and_fills_up_to_max_tokens() -> None:
-    engine = FakeEngine(script=lambda prompt, seed: [0] * 9)
-    (completion,) = run(engine.generate(PROMPT, SamplingParams(min_tokens=2, max_tokens=5)))
-    assert completion.token_ids.tolist() == [255, 255, 0]
-    engine = FakeEngine(script=lambda prompt, seed: [9])
-    (completion,) = run(engine.generate(PROMPT, SamplingParams(max_tokens=3)))
-    assert (completion.token_ids.tolist(), completion.finish_reason) == ([9, 255, 255], FinishReason.LENGTH)
-
-
-def test_fake_engine_fails_after_the_requests_that_it_was_told() -> None:
-    engine = FakeEngine(fail_after=2)
-    for _ in range(2):
-        run(engine.generate(PROMPT, SamplingParams()))
-    with pytest.raises(EngineError, match="told to fail after 2 requests"):
-        run(engine.generate(PROMPT, SamplingParams()))
-
-
-def test_transformers_engine_has_the_frequencies_of_its_longest_request(tmp_path: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from rlhf_models.testing import tiny_model_dir
-
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8, "attention_factor": 1.0}
-    rope |= {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
-    folder = tiny_model_dir(tmp_path, architecture="llama", rope_parameters=rope, initializer_range=0.5)
-    engine = build_engine("transformers", EngineSpec(model=str(folder), max_model_len=9))
-    [completion] = run(engine.generate(PROMPT[:3], SamplingParams(max_tokens=6, min_tokens=6, seed=1)))
-    # LongRoPE with one factor for all frequencies is linear scaling by it.
-    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
-    plain = AutoModelForCausalLM.from_pretrained(folder, rope_parameters=linear)
-    ids = torch.tensor([[*PROMPT[:3], *completion.token_ids]])
-    logprobs = plain(ids).logits[0].log_softmax(-1)[2:-1].gather(1, ids[0, 3:, None])[:, 0]
-    np.testing.assert_allclose(completion.logprobs, logprobs.detach(), atol=5e-3)
-
-
-def test_longer_context_of_a_config_holds_for_trainer_engine_and_the_saved_model(tmp_path: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from rlhf_models.batch import TokenBatch
-    from rlhf_models.loading import load_actor
-    from rlhf_models.testing import tiny_model_dir
-    from rlhf_models.weights import save_hf
-
-    # A context of 16 tokens made four times as long, as docs/models.md says how.
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-    shape = {"max_position_embeddings": 64, "rope_parameters": rope, "initializer_range": 0.3}
-    folder = tiny_model_dir(tmp_path / "model", **shape)
-    engine = build_engine("transformers", EngineSpec(model=str(folder), max_model_len=64))
-    [completion] = run(engine.generate(PROMPT[:3], SamplingParams(max_tokens=60, seed=1)))
-    ids = [*map(int, PROMPT[:3]), *completion.token_ids]
-    assert len(ids) > 40
-    saved = save_hf(load_actor(str(folder), dtype="float32"), None, None, tmp_path / "saved")
-    for path in (folder, saved):
-        actor = load_actor(str(path), dtype="float32", max_length=64).eval()
-        with torch.no_grad():
-            batch = TokenBatch.padded([np.array(ids)], 0)
-            [own] = batch.split(actor(batch).logprobs)
-        np.testing.assert_allclose(own[3:], completion.logprobs, atol=1e-4)
-    # Without the scaling the model is another one, already within the old context.
-    plain = AutoModelForCausalLM.from_pretrained(folder, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
-    tokens = torch.tensor([ids])
-    with torch.no_grad():
-        unscaled = plain(tokens).logits[0].log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
-    assert np.abs(unscaled[2:].numpy() - completion.logprobs).max() > 0.1
