@@ -3,17 +3,24 @@ import os
 import resource
 import stat
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma3TextConfig,
+)
 from transformers.core_model_loading import WeightRenaming
 
 from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_models import weights
 from rlhf_models.loading import load_actor, load_critic, load_reward_model, load_tokenizer
-from rlhf_models.reward import score_sequences
+from rlhf_models.reward import moments_fields, score_sequences
 from rlhf_models.testing import tiny_model_dir
 from rlhf_models.weights import check_saves, hf_named_weights, save_hf
 
@@ -114,6 +121,24 @@ def test_save_hf_reward_model_gives_its_scores_in_plain_transformers(tmp_path, a
     if architecture in ("mixtral", "qwen3_moe"):  # experts are stored one by one, as in the base
         stored = {name for name in checkpoint_names(folder) if ".experts." in name}
         assert stored == {name for name in checkpoint_names(base) if ".experts." in name}
+
+
+@pytest.mark.parametrize("kind", [partial(Gemma2Config, attn_logit_softcapping=0.5), Gemma3TextConfig])
+def test_save_hf_reward_model_of_gemma_gives_its_scores_in_plain_transformers(tmp_path, kind):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512, "sliding_window": 4, "pad_token_id": 0}
+    sizes |= {"layer_types": ["sliding_attention", "full_attention"], "initializer_range": 0.3}
+    AutoModelForCausalLM.from_config(kind(**sizes)).save_pretrained(tmp_path / "base")
+    critic = load_critic(tmp_path / "base", dtype="float32")
+    torch.nn.init.normal_(critic.value_head.weight)
+    folder = save_hf(critic, gathered(critic), None, tmp_path / "rm", fields=moments_fields(0.5, 2.0))
+    plain = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
+    row = torch.arange(5, 17)[None]
+    with torch.no_grad():
+        theirs = float(plain(input_ids=row).logits)
+    for normalize, expected in ((False, theirs), (True, (theirs - 0.5) / 2)):
+        model = load_reward_model(folder, dtype="float32", normalize=normalize)
+        assert score_sequences(model, row.tolist(), batch_size=1) == pytest.approx([expected], abs=1e-5)
 
 
 def test_save_hf_reward_model_in_bfloat16_names_this_type(tmp_path):
