@@ -27,7 +27,7 @@ TESTS = {
     "attention/shared_prompts_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/critic", "rlhf-models/dequantize", "rlhf-models/testing"],
     "backbone_test.py": ["rlhf-models/backbone", "rlhf-models/testing"],
     "batch_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/testing"],
-    "checkpoint/beyond_text_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/checkpoint", "rlhf-models/dequantize", "rlhf-models/lora", "rlhf-models/testing", "rlhf-models/weights"],
+    "checkpoint/beyond_text_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/checkpoint", "rlhf-models/dequantize", "rlhf-models/lora", "rlhf-models/reward", "rlhf-models/testing", "rlhf-models/weights"],
     "checkpoint/heads_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/checkpoint", "rlhf-models/dequantize", "rlhf-models/testing", "rlhf-models/weights"],
     "checkpoint/loading_memory_test.py": ["rlhf-models/testing"],
     "critic_test.py": ["rlhf-models/attention", "rlhf-models/dequantize", "rlhf-models/testing"],

@@ -206,7 +206,7 @@ def check_trained_copy(path: str | Path, dtype: str | torch.dtype, *, has_values
     if others := report["mismatched_keys"]:
         message = f"the model {path} has {len(others)} weights of other shapes than its config, such as {others[0]}"
         raise ConfigError(message, hint="its config.json belongs to another model, or its weights are packed")
-    trained = Critic(model) if has_values else Actor(model)
+    trained = Critic(_layers(model)) if has_values else Actor(model)
     check_saves(trained)
     return trained
 
@@ -267,7 +267,7 @@ def load_critic(path: str | Path, **options: Unpack[LoadOptions]) -> Critic:
     from transformers import AutoModel
 
     head = load_head(path, load_config(path))
-    critic = Critic(_load_model(AutoModel, path, needs_head=not head, **options))
+    critic = Critic(_layers(_load_model(AutoModel, path, needs_head=not head, **options)))
     if head:
         critic.value_head.take(head)
     return critic
@@ -290,7 +290,7 @@ def load_reward_model(path: str | Path, *, normalize: bool = False, **options: U
     from transformers import AutoModel
 
     head = require_head(path, load_config(path))
-    model = RewardModel(_load_model(AutoModel, path, **options), normalize=normalize)
+    model = RewardModel(_layers(_load_model(AutoModel, path, **options)), normalize=normalize)
     model.value_head.take(head)
     return model.eval().requires_grad_(False)
 
@@ -348,6 +348,15 @@ def _load_model(
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model.train()
+
+
+def _layers(model: Any) -> Any:
+    """Return the layers for text of a model that transformers has no class without an LM head for, such as Llama 4."""
+    if model.get_output_embeddings() is None:
+        return model
+    layers = model.get_decoder().model
+    entrust(layers.config, model.config.name_or_path)
+    return layers
 
 
 def _leave_larger_model(model: Any, path: str | Path) -> None:

@@ -30,9 +30,11 @@ from rlhf_models.loading import (
     load_actor,
     load_config,
     load_critic,
+    load_reward_model,
     load_tokenizer,
 )
 from rlhf_models.lora import LoraSpec, add_lora, merge_adapter, save_adapter
+from rlhf_models.reward import score_sequences
 from rlhf_models.testing import tiny_tokenizer
 from rlhf_models.weights import hf_named_weights, save_hf
 
@@ -202,6 +204,21 @@ def test_critic_trains_text_and_its_head(folder):
     trained = {name: weight.requires_grad for name, weight in load_critic(folder, dtype="float32").named_parameters()}
     assert trained["value_head.weight"]
     assert {name for name, is_trained in trained.items() if not is_trained} == set(filter(is_of_images, trained))
+
+
+def test_critic_and_the_reward_model_that_it_becomes_read_the_states_of_text(folder, tmp_path):
+    check_trained_copy(folder, "float32", has_values=True)
+    critic = load_critic(folder, dtype="float32")
+    torch.nn.init.normal_(critic.value_head.weight)
+    tokens = [5, 9, 7, 300, 2]
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        states = plain(input_ids=torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1]
+        expected = (states @ critic.value_head.weight.T)[..., 0]
+        torch.testing.assert_close(critic(TokenBatch.padded([tokens], 0), after_token=True), expected)
+    saved = save_hf(critic, None, None, tmp_path / "critic")
+    scores = score_sequences(load_reward_model(saved, dtype="float32"), [tokens], batch_size=1)
+    assert scores == pytest.approx(expected[:, -1].tolist(), abs=1e-5)
 
 
 def test_model_without_a_class_for_text_is_refused_with_the_cause(tmp_path):
