@@ -51,8 +51,18 @@ _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_h
 _LINEAR |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 16}
 _LATER_WINDOWS = {"use_sliding_window": True, "sliding_window": _WINDOW, "max_window_layers": 1}
+_CAPPED = {"final_logit_softcapping": 2.0}
 _GEMMA_N = {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8}
-_GEMMA_4 = _GEMMA_N | {"global_head_dim": 32, "num_global_key_value_heads": 2}
+_GEMMA_4 = _GEMMA_N | _CAPPED | {"global_head_dim": 32, "num_global_key_value_heads": 2}
+# Factors and caps that are 1, or far from what a tiny model reaches, unless they are named: one that is lost would not
+# be seen.
+_GRANITE = {"embedding_multiplier": 12.0, "logits_scaling": 8.0}
+_GRANITE |= {"residual_multiplier": 0.5, "attention_multiplier": 0.5}
+_FALCON_H1 = {"embedding_multiplier": 5.0, "lm_head_multiplier": 0.5, "mlp_multipliers": [0.5, 2.0]}
+_FALCON_H1 |= {"key_multiplier": 2.0, "attention_in_multiplier": 0.5, "attention_out_multiplier": 2.0}
+_FALCON_H1 |= {"ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.5, "ssm_multipliers": [0.5, 2.0, 0.7, 1.5, 1.2]}
+_ROUTED = {"routed_scaling_factor": 2.5}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "original_max_position_embeddings": 16}
 _LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
 _LONG_ROPE |= {"long_factor": [4.0] * 16, "short_factor": [1.0] * 16}
 _SMALL_PART = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -67,30 +77,37 @@ _GEMMA_EAR = _SMALL_PART | {"output_proj_dims": 32, "subsampling_conv_channels":
 # By family, the type of its config, and fields beyond those that are made small in all of them. A family with a config
 # for text within its own has the fields of that in `text_config`.
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": ("afmoe", {"route_scale": 2.5, "mup_enabled": True}),
     "bamba": ("bamba", _MAMBA | {"attn_layer_indices": [1], "mamba_d_head": 64}),
-    "deepseek_v2": ("deepseek_v2", _LATENT | {"num_experts_per_tok": 2}),
+    "deepseek_v2": ("deepseek_v2", _LATENT | _ROUTED | {"num_experts_per_tok": 2}),
     "deepseek_v3": ("deepseek_v3", _LATENT),
     "deepseek_v32": ("deepseek_v32", _INDEXED),
     "dots1": (
         "dots1",
-        {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+        _ROUTED
+        | {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     ),
     "falcon, ALiBi": ("falcon", {"alibi": True}),
     "falcon, new decoder": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "falcon_h1": ("falcon_h1", _MAMBA | {"mamba_d_ssm": 128, "mamba_d_head": 32}),
+    "falcon_h1": ("falcon_h1", _MAMBA | _FALCON_H1 | {"mamba_d_ssm": 128, "mamba_d_head": 32}),
+    "gemma2": ("gemma2", _CAPPED | {"attn_logit_softcapping": 0.5}),
     "gemma3": ("gemma3", {"vision_config": _SIGLIP, "mm_tokens_per_image": 4}),
+    "gemma3_text": ("gemma3_text", _CAPPED),
     "gemma3n_text": (
         "gemma3n_text",
         _GEMMA_N
+        | _CAPPED
         | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "laurel_rank": 4}
         | {"activation_sparsity_pattern": [0.0, 0.0], "intermediate_size": 128},
     ),
     "gemma4": ("gemma4", {"text_config": _GEMMA_4, "vision_config": _GEMMA_EYE, "audio_config": _GEMMA_EAR}),
     "gemma4_text": ("gemma4_text", _GEMMA_4),
-    "glm4_moe": ("glm4_moe", {"head_dim": 32}),
+    "glm4_moe": ("glm4_moe", _ROUTED | {"head_dim": 32}),
     "glm4_moe_lite": ("glm4_moe_lite", _LATENT),
     "glm_moe_dsa": ("glm_moe_dsa", _INDEXED),
     "gptj": ("gptj", {"rotary_dim": 8}),
+    "granite": ("granite", _GRANITE),
+    "granitemoe": ("granitemoe", _GRANITE),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 32, "use_qk_norm": True}),
     "jamba": ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
@@ -101,17 +118,24 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "text_config": {
                 "attention_chunk_size": _WINDOW,
                 "interleave_moe_layer_step": 2,
+                "floor_scale": 4,
                 "intermediate_size_mlp": 128,
             },
             "vision_config": _LLAMA_EYE,
         },
     ),
-    "llama4_text": ("llama4_text", {"attention_chunk_size": _WINDOW}),
+    "llama4_text": ("llama4_text", {"attention_chunk_size": _WINDOW, "floor_scale": 4}),
     "mamba2": ("mamba2", {"num_heads": 16, "head_dim": 16, "state_size": 16, "n_groups": 1}),
+    "mimo_v2_flash": ("mimo_v2_flash", _ROUTED),
     "minicpm3": ("minicpm3", _LATENT),
     "ministral": ("ministral", {"head_dim": 32}),
+    "ministral3": ("ministral3", {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.5}}),
     "mixtral, window": ("mixtral", {"sliding_window": _WINDOW}),
+    "nanochat": ("nanochat", _CAPPED),
     "nemotron": ("nemotron", {"head_dim": 32, "num_key_value_heads": 2}),
+    "nemotron_h": ("nemotron_h", _ROUTED),
+    "olmo": ("olmo", {"clip_qkv": 0.5}),
+    "olmoe": ("olmoe", {"clip_qkv": 0.5}),
     "phi": ("phi", {"num_key_value_heads": 4}),
     "phi3, LongRoPE": ("phi3", {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 16}),
     "phi3, window": ("phi3", {"sliding_window": _WINDOW}),
@@ -121,7 +145,10 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5", {"text_config": _LINEAR, "vision_config": _QWEN_EYE}),
     "qwen3_5_text": ("qwen3_5_text", _LINEAR),
     "qwen3_next": ("qwen3_next", _LINEAR),
+    "recurrent_gemma": ("recurrent_gemma", {"logits_soft_cap": 2.0}),
+    "solar_open": ("solar_open", _ROUTED),
     "starcoder2, window": ("starcoder2", {"sliding_window": _WINDOW}),
+    "vaultgemma": ("vaultgemma", _CAPPED | {"attn_logit_softcapping": 0.5}),
     "youtu": ("youtu", _LATENT),
     "zamba2": (
         "zamba2",
@@ -130,10 +157,9 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _PLAIN = """
-afmoe apertus arcee bitnet bloom cohere cohere2 cwm diffllama doge ernie4_5 ernie4_5_moe exaone4 falcon gemma gemma2
-gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neox gpt_oss granite granitemoe helium hy_v3 internlm3 llama mamba
-mimo_v2_flash minimax_m2 ministral3 mistral mixtral mpt nanochat nemotron_h olmo olmo2 olmo3 olmoe opt phi3 phimoe
-qwen2 qwen2_moe qwen3 qwen3_moe recurrent_gemma seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+apertus arcee bitnet bloom cohere cohere2 cwm diffllama doge ernie4_5 ernie4_5_moe exaone4 falcon gemma glm glm4 gpt2
+gpt_bigcode gpt_neox gpt_oss helium hy_v3 internlm3 llama mamba minimax_m2 mistral mixtral mpt olmo2 olmo3
+opt phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
 """
 FAMILIES = dict(sorted({**{name: (name, {}) for name in _PLAIN.split()}, **_OTHERS}.items()))
 
@@ -156,7 +182,7 @@ class Findings:
 
     Attributes:
         padded, packed: log-probs of a padded batch, also of its shortest sequence before and after it, and of one that
-            is packed with the attention of "auto".
+            is packed with the attention of "auto". With those of a padded batch, the values of a critic.
         named: those of batches that are packed with the attentions "sdpa" and "eager". They may be refused.
         shared: those of packed sequences that share their prompt.
         saved: the log-probs of the saved model in plain transformers after an update, its names and its config.
@@ -211,7 +237,7 @@ def examine(family: str) -> Findings:
         write_tiny(family, folder)
         expected = logprobs_of(plain_model(folder)[0], SEQUENCES)
         checks: dict[str, Callable[[], str]] = {
-            "padded": lambda: _padded(folder, expected),
+            "padded": lambda: _worst([_word(partial(_padded, folder, expected)), _word(partial(_valued, folder))]),
             "packed": lambda: _packed(folder, expected, "auto"),
             "named": lambda: _worst([_word(partial(_packed, folder, expected, name)) for name in ("sdpa", "eager")]),
             "shared": lambda: _shared(folder, expected[:2]),
@@ -279,6 +305,21 @@ def _padded(folder: Path, expected: Sequence[Tensor]) -> str:
     # The others of a batch may not matter, nor those of the batch before.
     parts = (SEQUENCES[-1:], SEQUENCES, SEQUENCES[-1:])
     return _worst([_compared(actor, TokenBatch.padded(part, 0), expected[-len(part) :]) for part in parts])
+
+
+@torch.no_grad()
+def _valued(folder: Path) -> str:
+    """Compare the values of a critic with its head applied to the last hidden states of plain transformers."""
+    critic = load_critic(folder, dtype="float32", max_length=MAX_LENGTH).eval()
+    critic.value_head.weight.normal_(generator=torch.Generator().manual_seed(1))
+    whole = plain_model(folder)[0]
+    plain = getattr(whole, "model", whole.base_model)
+    batch = TokenBatch.padded(SEQUENCES, 0)
+    found = batch.split(critic(batch, after_token=True))
+    states = [plain(input_ids=torch.tensor([ids])).last_hidden_state[0] for ids in SEQUENCES]
+    expected = [critic.value_head(state)[:, 0] for state in states]
+    gap = distance(found, expected) / max(float(values.abs().max()) for values in expected)
+    return "equal" if gap <= BOUND else f"values off by {gap:.1e} of the largest"
 
 
 def _packed(folder: Path, expected: Sequence[Tensor], attention: str) -> str:
