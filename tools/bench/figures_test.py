@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from figures import ROOT, FigureError, differences, main, pages, render, rewrite
+from figures import ROOT, FigureError, main, pages, read_tables, render, renew, table
 
 DATA = {
     "mean": 0.98765,
@@ -22,7 +22,9 @@ DATA = {
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    (tmp_path / "x.json").write_text(json.dumps(DATA), encoding="utf-8")
+    folder = tmp_path / "tools/bench/results"
+    folder.mkdir(parents=True)
+    (folder / "x.json").write_text(json.dumps(DATA), encoding="utf-8")
     return tmp_path
 
 
@@ -52,8 +54,8 @@ def test_render_marker_gives_the_measured_text(root: Path, source: str, text: st
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("y.json mean .2f", "there is no y.json"),
-        ("x.json mean", "not FILE VALUE FORMAT"),
+        ("y.json mean .2f", "there is no y.json in tools/bench/results"),
+        ("x.json mean", "not REPORT VALUE FORMAT"),
         ("x.json nothing .2f", "no 'nothing' in mean, count"),
         ("x.json runs.2.gap .2f", "no '2.gap' in a list"),
         ("x.json runs.*.gap .2f", "not one number"),
@@ -68,49 +70,97 @@ def test_render_marker_that_names_nothing_is_an_error(root: Path, source: str, m
         render(source, root)
 
 
-def test_page_with_other_numbers_names_their_lines_and_is_rewritten(root: Path) -> None:
+def test_paragraph_with_other_numbers_is_renewed_with_its_list(root: Path) -> None:
     page = (
-        "From 7 to **0.95** <!-- figure: x.json mean .2f -->, and 99% <!-- figure: x.json mean .0f x100 -->\n"
-        "3-4 s <!-- figure: x.json 0.5b.seconds .0f --> at 1.5B, gap 5e-5\n<!-- figure: x.json gap .1e -->\n"
+        "One 0.95 above.\n\nFrom 7 to **0.95**, and 98.8%, on 0.95 W1 of\n3-4 s, gap 5e-5\n<!-- figures\n"
+        "0.95 = x.json mean .2f\n98.8 = x.json mean .1f x100\n0.95 = x.json runs.0.gap .2f\n"
+        "4 = x.json 0.5b.seconds .0f\n5e-5 = x.json gap .1e\n-->\nBelow 4.\n"
     )
-    found = list(differences(page, root))
-    assert [(each.line, each.written, each.measured) for each in found] == [(1, "0.95", "0.99"), (2, "5e-5", "1.4e-4")]
-    mended = rewrite(page, root)
-    assert mended == page.replace("0.95", "0.99").replace("5e-5", "1.4e-4")
-    assert list(differences(mended, root)) == []
+    assert renew(page, {}, root) == (
+        "One 0.95 above.\n\nFrom 7 to **0.99**, and 98.8%, on 0.25 W1 of\n3-4 s, gap 1.4e-4\n<!-- figures\n"
+        "0.99 = x.json mean .2f\n98.8 = x.json mean .1f x100\n0.25 = x.json runs.0.gap .2f\n"
+        "4 = x.json 0.5b.seconds .0f\n1.4e-4 = x.json gap .1e\n-->\nBelow 4.\n"
+    )
 
 
-@pytest.mark.parametrize("page", ["as fast as <!-- figure: x.json mean .2f -->", "0.99 <!-- figure: x.json mean .2f"])
-def test_marker_without_a_number_or_an_end_is_an_error_with_its_line(root: Path, page: str) -> None:
-    with pytest.raises(FigureError, match="line 2: no number stands before"):
-        list(differences(f"1.00 <!-- figure: x.json mean .2f -->\n{page}", root))
+def test_figures_of_a_list_item_are_those_of_this_item_alone(root: Path) -> None:
+    page = "- one 0.95\n- two 0.95\n  and more\n  <!-- figures\n  0.95 = x.json mean .2f\n  -->\n- three 0.95\n"
+    assert renew(page, {}, root) == page.replace("two 0.95", "two 0.99").replace("0.95 =", "0.99 =")
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        (
+            "as fast as ever\n<!-- figures\n0.99 = x.json mean .2f\n-->\n",
+            "has 0.99 0 times, its list of figures 1 times",
+        ),
+        ("0.99 and 0.99\n<!-- figures\n0.99 = x.json mean .2f\n-->\n", "has 0.99 2 times, its list of figures 1 times"),
+        ("0.99\n<!-- figures\n0.99 x.json mean .2f\n-->\n", "is not a list of `NUMBER = SOURCE`"),
+        ("0.99 <!-- figure: x.json mean .2f -->\n", "is not a list of figures after a paragraph"),
+        ("0.99\n<!-- figures\n0.99 = x.json mean .2f\n", "is not a list of figures after a paragraph"),
+    ],
+)
+def test_mark_that_does_not_fit_its_paragraph_is_an_error(root: Path, page: str, message: str) -> None:
+    with pytest.raises(FigureError, match=message):
+        renew(page, {}, root)
+
+
+@pytest.mark.parametrize(
+    ("entry", "lines"),
+    [
+        ({"columns": ["x.json runs.0", "x.json runs.1"], "rows": [["gap", "{@.gap .2f}"]]}, ["| gap | 0.25 | 0.50 |"]),
+        (
+            {
+                "cells": ["{@.gap .2f} + {@.seed d}", "{@.seed d}"],
+                "rows": [["a", "x.json runs.0"], ["", "x.json runs.1"]],
+            },
+            ["| a | 0.25 + 1 | 1 |", "| | 0.50 + 2 | 2 |"],
+        ),
+        (
+            {"report": "x.json", "rows": [["a", "{@ mean .1f} s", "b"], ["c", "", "-"]]},
+            ["| a | 1.0 s | b |", "| c | | - |"],
+        ),
+    ],
+)
+def test_table_has_the_cells_of_its_entry(root: Path, entry: dict[str, object], lines: list[str]) -> None:
+    made = table({"head": ["", "one", "two"], **entry}, root)
+    assert made.split("\n") == ["| | one | two |", "|---|---|---|", *lines]
 
 
 def test_check_fails_and_writing_mends_the_pages(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "tools/bench/tables.toml").write_text(
+        '[mine]\nhead = ["a", "b"]\nreport = "x.json"\nrows = [["c", "{@ mean .2f}"]]\n', encoding="utf-8"
+    )
     page = root / "docs/measured.md"
     page.parent.mkdir()
-    page.write_text("It is 0.50 <!-- figure: x.json mean .2f -->.\n", encoding="utf-8")
+    tables = "<!-- table: {} -->\n| a |\n<!-- end of the table -->\n"
+    page.write_text(tables.format("mine") + tables.format("another's"), encoding="utf-8")
     assert main(["--check"], root) == 1
-    assert "docs/measured.md:1: 0.50 is 0.99" in capsys.readouterr().out
+    assert "+| c | 0.99 |" in capsys.readouterr().out
     assert main([], root) == 0
-    assert page.read_text(encoding="utf-8") == "It is 0.99 <!-- figure: x.json mean .2f -->.\n"
+    mended = tables.replace("| a |", "| a | b |\n|---|---|\n| c | 0.99 |").format("mine")
+    assert page.read_text(encoding="utf-8") == mended + tables.format("another's")
     assert main(["--check"], root) == 0
 
 
-def test_marker_that_cannot_be_read_fails_and_leaves_its_page(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = "0.50 <!-- figure: x.json mean .2f -->, 1 <!-- figure: x.json median .2f -->\n"
+def test_mark_that_cannot_be_read_fails_and_leaves_its_page(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "tools/bench/tables.toml").write_text("", encoding="utf-8")
+    text = "0.50 and 1\n<!-- figures\n0.50 = x.json mean .2f\n1 = x.json median .2f\n-->\n"
     (root / "README.md").write_text(text, encoding="utf-8")
     assert main([], root) == 1
-    assert "README.md: line 1: no 'median'" in capsys.readouterr().err
+    assert "README.md: no 'median'" in capsys.readouterr().err
     assert (root / "README.md").read_text(encoding="utf-8") == text
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_figures_of_a_page_are_those_of_the_committed_measurements(path: Path) -> None:
-    found = list(differences(path.read_text(encoding="utf-8")))
-    assert not found, "run: python tools/bench/figures.py"
+    text = path.read_text(encoding="utf-8")
+    assert renew(text, read_tables()) == text, "run: python tools/bench/figures.py"
 
 
-def test_pages_are_found() -> None:
+def test_pages_are_found_and_hold_every_table_once() -> None:
     names = {str(path.relative_to(ROOT)) for path in pages()}
     assert names >= {"README.md", "kernels/README.md", "packages/rlhf-train/README.md", "tools/bench/README.md"}
+    text = "".join(path.read_text(encoding="utf-8") for path in pages())
+    assert {name: text.count(f"<!-- table: {name} -->\n") for name in read_tables()} == dict.fromkeys(read_tables(), 1)
