@@ -127,7 +127,7 @@ def table(entry: Mapping[str, Any], root: Path = ROOT) -> str:
         places = columns or [entry.get("report", "")] * (len(head) - 1)
         cells = rest
         if columns:
-            cells = rest * len(columns)
+            cells = rest * len(columns) if len(rest) == 1 else rest
         elif "cells" in entry:
             cells = entry["cells"]
             places = rest * len(cells)
