@@ -258,7 +258,7 @@ def main() -> None:
             for share, against in (("share_of_copy", large), ("share_of_same_copy", same)):
                 if against["status"] == "ok":
                     result[share] = result["gb_a_second"] / against["gb_a_second"]
-        write(options.out, "elementwise", copy=large, operators=results)
+        write(options, "elementwise", copy=large, operators=results)
     print(f"\ncopy of 2 GiB: {large.get('gb_a_second', large)} GB/s" if device == "cuda" else "\nno GPU: only run")
     columns = ("ms", "gb_a_second", "share_of_copy", "share_of_same_copy")
     rows = [[name, *map(result.get, columns), result.get("note", "ok")] for name, result in results.items()]

@@ -1,10 +1,8 @@
 """Shared by the benchmarks in this folder: timing, peak memory, error checks and reports."""
 
 import argparse
-import functools
 import gc
 import importlib
-import json
 import statistics
 import sys
 import time
@@ -14,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[2] / "tools/bench"))
+import runner
 
 MIN_REPEATS, MAX_REPEATS, WARMUP = 5, 200, 2
 GIB = 2**30
@@ -134,26 +135,16 @@ def attempt(measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
 
 def options_parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser for the flags that both benchmarks share."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file, rewritten after each result")
-    parser.add_argument("--quick", action="store_true", help="one size and few repeats: less than a minute")
-    parser.add_argument("--seconds", type=float, default=1.0, help="how long to repeat each call")
-    return parser
+    return runner.arguments(
+        doc,
+        quick=(False, "one size and few repeats: less than a minute"),
+        seconds=(1.0, "how long to repeat each call"),
+    )
 
 
-@functools.cache
-def measured_with(out: Path) -> dict[str, Any]:
-    """Return command, hardware, versions and commit."""
-    sys.path.append(str(Path(__file__).parents[2] / "tools/bench"))
-    from environment import command_line, environment
-
-    return {"command": command_line(out), "environment": environment()}
-
-
-def write(out: Path, benchmark: str, **content: Any) -> None:
+def write(options: argparse.Namespace, benchmark: str, **content: Any) -> None:
     """Write a report."""
-    report = {"benchmark": benchmark, **measured_with(out), **content}
-    out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    runner.write(options, benchmark, content)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -391,7 +391,7 @@ def main() -> None:
         for count in tokens:
             vocab_size = options.vocabulary or VOCABULARIES.get(width, 151_936 if on_gpu else 101)
             sizes.append(measure_size(count, width, vocab_size, options.only or unnamed, seconds))
-            write(options.out, "linear", dtype="bfloat16" if on_gpu else "float32", sizes=sizes)
+            write(options, "linear", dtype="bfloat16" if on_gpu else "float32", sizes=sizes)
             print_size(sizes[-1])
 
 

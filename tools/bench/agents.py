@@ -13,7 +13,6 @@ round needs as much as the first. The lag of the event loop is that of a timer w
 could not fire while the loop was busy counts for each time it was due.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -26,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from environment import command_line, environment
 from rlhf_data.records import Prompt
 from rlhf_data.testing import EOS_ID, ByteTokenizer
 from rlhf_rollout.agents.gateway import Gateway
@@ -37,6 +35,7 @@ from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.workers.rpc import Activity, Call
+from runner import arguments, write
 
 GOAL_OVERHEAD_MS = 2.0  # median per request
 GOAL_LAG_MS = 50.0  # 99th percentile
@@ -220,28 +219,23 @@ async def run_round(num_episodes: int, turns: int, latency_s: float) -> dict[str
 
 def main() -> int:
     """Measure, write the report, and return the exit status: 1 when a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--door_episodes", type=int, default=400, help="conversations through the door")
-    parser.add_argument("--episodes", type=int, default=10_000, help="episodes at the same time")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--latency_s", type=float, default=8.0, help="mean time of an answer in the second part")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = arguments(
+        __doc__,
+        door_episodes=(400, "conversations through the door"),
+        episodes=(10_000, "episodes at the same time"),
+        turns=5,
+        latency_s=(8.0, "mean time of an answer in the second part"),
+    ).parse_args()
     door = asyncio.run(measure_door(options.door_episodes, options.turns))
     rounds = [asyncio.run(run_round(options.episodes, options.turns, options.latency_s)) for _ in range(2)]
     growth = rounds[1]["memory_peak_mib"] - rounds[0]["memory_peak_mib"]
     lag = max(one["lag_p99_ms"] for one in rounds)
     report = {
-        "benchmark": "agents",
-        "command": command_line(options.out),
-        "environment": environment(),
-        "turns": options.turns,
-        "latency_s": options.latency_s,
         "goals": {"overhead_ms": GOAL_OVERHEAD_MS, "lag_p99_ms": GOAL_LAG_MS, "memory_growth_mib": GOAL_GROWTH_MIB},
         "door": door,
         "episodes": {"rounds": rounds, "memory_growth_mib": growth, "lag_p99_ms": lag},
     }
-    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write(options, "agents", report)
     print(
         f"door: {door['overhead_median_ms']:.2f} ms per request, p99 {door['overhead_p99_ms']:.2f} ms (goal: median"
         f" {GOAL_OVERHEAD_MS:g} ms); {rounds[0]['max_concurrent_episodes']} episodes at a time: lag p99 {lag:.1f} ms"

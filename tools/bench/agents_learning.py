@@ -9,7 +9,6 @@ docstring also states the accuracy that every seed must reach, which is the goal
 run keep their part of a report that is there; each part names its commit.
 """
 
-import argparse
 import ast
 import json
 import os
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from environment import OWN_CLUSTER, ROOT, command_line, environment
+from runner import OWN_CLUSTER, ROOT, arguments, environment, read_metrics, write
 
 EXAMPLES = ROOT / "examples"
 TIMEOUT_S = 1800
@@ -89,20 +88,18 @@ def run(example: Example, seed: int, cores: Sequence[int]) -> dict[str, Any]:
         if done.returncode:
             return result | {"error": done.stdout[-2000:]}
         [saved] = re.findall(r"--save_path (\S+)", commands[-1])
-        return result | read_metrics(folder / saved / "metrics.jsonl")
+        return result | figures_of(folder / saved)
 
 
-def read_metrics(path: Path) -> dict[str, Any]:
+def figures_of(folder: Path) -> dict[str, Any]:
     """Return held-out accuracy before and after, training accuracy by step, and the largest log-prob gap of a run."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    final = next(line for line in reversed(lines) if "time/total" in line)
-    steps = [line for line in lines if "time/step" in line]
+    metrics = read_metrics(folder)
     return {
-        "accuracy_before": final["eval/accuracy_before"],
-        "accuracy_after": final["eval/accuracy_after"],
-        "accuracy_by_step": {line["step"]: round(line["rollout/accuracy"], 4) for line in steps},
-        "seconds_a_step": round(statistics.median(line["time/step"] for line in steps), 3),
-        "logprob_gap_max": max(line["mismatch/logprob_gap_max"] for line in steps),
+        "accuracy_before": metrics.final["eval/accuracy_before"],
+        "accuracy_after": metrics.final["eval/accuracy_after"],
+        "accuracy_by_step": {line["step"]: round(line["rollout/accuracy"], 4) for line in metrics.steps},
+        "seconds_a_step": round(metrics.median("time/step"), 3),
+        "logprob_gap_max": max(line["mismatch/logprob_gap_max"] for line in metrics.steps),
     }
 
 
@@ -123,14 +120,15 @@ def summary(example: Example, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Run every example with every seed, and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(
+        __doc__,
+        seeds=[1, 2, 3],
+        jobs=(1, "runs at the same time"),
+        cores_per_job=(0, "CPU cores to which a run is bound; 0: all"),
+    )
     read = [read_example(path) for path in sorted(EXAMPLES.glob("*.py"))]
     examples = {example.name: example for example in read if example}
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only", nargs="+", choices=examples, default=list(examples), metavar="NAME")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--cores_per_job", type=int, default=0, help="CPU cores to which a run is bound; 0: all")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     size = options.cores_per_job
@@ -151,15 +149,13 @@ def main() -> None:
 
     with ThreadPoolExecutor(options.jobs) as pool:
         waiting = {name: [pool.submit(placed, name, seed) for seed in options.seeds] for name in options.only}
-    report = {"benchmark": "agents_learning", "command": command_line(options.out), "environment": environment()}
     before = json.loads(options.out.read_text(encoding="utf-8"))["examples"] if options.out.is_file() else {}
-    commit = {"commit": report["environment"]["commit"]}
+    commit = {"commit": environment()["commit"]}
     made = {
         name: commit | summary(examples[name], [future.result() for future in futures])
         for name, futures in waiting.items()
     }
-    report["examples"] = dict(sorted((before | made).items()))
-    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write(options, "agents_learning", {"examples": dict(sorted((before | made).items()))})
     for name, result in made.items():
         met = "met" if result["goal_met"] else "MISSED"
         print(f"{name}: worst {result['worst_after']}, goal {result['goal']}: {met}")

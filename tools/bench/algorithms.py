@@ -6,14 +6,11 @@ Runs `rlhf ppo` on the built-in task for 40 steps, once for each seed and row of
 `learning.py`.
 """
 
-import argparse
-import json
-import statistics
 import tempfile
 from pathlib import Path
 
-from environment import command_line, environment
 from learning import run
+from runner import arguments, over_seeds, write
 
 GROUP = "--advantage_estimator group_norm"
 RECIPES = {
@@ -42,10 +39,8 @@ RECIPES = {
 
 def main() -> None:
     """Run every recipe with every seed, and write the report after each recipe."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser = arguments(__doc__, seeds=[1, 2])
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="NAME")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     table = []
     for name in options.only:
@@ -53,23 +48,9 @@ def main() -> None:
         for seed in options.seeds:
             with tempfile.TemporaryDirectory() as folder:
                 runs.append(run([*RECIPES[name].split(), "--seed", str(seed)], Path(folder, "run")))
-        table.append(
-            {
-                "name": name,
-                "flags": RECIPES[name],
-                "mean_before": statistics.mean(result["accuracy_before"] for result in runs),
-                "mean_after": statistics.mean(result["accuracy_after"] for result in runs),
-                "runs": runs,
-            }
-        )
+        table.append({"name": name, "flags": RECIPES[name], **over_seeds(runs)})
         print(f"{name}: {table[-1]['mean_before']:.3f} -> {table[-1]['mean_after']:.3f}", flush=True)
-        report = {
-            "benchmark": "algorithms",
-            "command": command_line(options.out),
-            "environment": environment(),
-            "table": table,
-        }
-        options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write(options, "algorithms", {"table": table})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ Requests that go on at an update need `--keep_kv`: what it costs to compute thei
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 
 from async_costs import MeasuredRun, log_normal_groups, predicted_step_s, read_checked_run, read_run, with_contention
 from async_model import Costs, Layout, Prediction, simulate
-from environment import command_line, environment
+from runner import write
 
 _COSTS = (
     *("prefill_token_s", "train_batch_s", "train_token_s", "sync_s", "reward_s", "turn_s"),
@@ -149,7 +148,7 @@ def predict(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
             p99=options.length_p99 or 8 * options.length_median,
             longest=options.length_max or round(16 * options.length_median),
         )
-    report: dict[str, Any] = {"benchmark": "async_sim", "layouts": {}}
+    report: dict[str, Any] = {"layouts": {}}
     if options.measured:
         overlapping, report["measured"] = check(costs, options.measured)
         report["slowdowns"] = {"generation": overlapping.slowdown, "training": overlapping.train_slowdown}
@@ -174,8 +173,7 @@ def predict(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
         print(table(rows), end="\n\n")
         report["layouts"][str(num_cards)] = [asdict(layout) | found.figures() for layout, found in rows]
     if options.out:
-        head = {"command": command_line(options.out), "environment": environment()}
-        options.out.write_text(json.dumps(report | head, indent=2) + "\n", encoding="utf-8")
+        write(options, "async_sim", report)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ slower while the learner trains. How much, is fitted to the runs of the first se
 With `--keep`, runs that are there are read and not run again, so that seeds can be run one by one.
 """
 
-import argparse
 import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,7 +25,7 @@ from typing import Any
 import long_tail
 from async_costs import MeasuredRun, read_run
 from async_model import AtUpdate, Costs, Layout, simulate
-from environment import OWN_CLUSTER, command_line, environment
+from runner import arguments, environment, read_metrics, run_ppo, write
 
 GOALS = {1: 1.3, 4: 1.5}  # least samples per second, relative to the synchronous run, by staleness
 MAX_ERROR = 0.1  # of the mean prediction of a mode
@@ -58,18 +56,14 @@ def mode_name(staleness: int | None) -> str:
 
 def run(flags: Sequence[str], folder: Path, timeout_s: float) -> dict[str, Any]:
     """Run the job with `folder` as its --save_path, unless it has ended there already, and return its figures."""
-    if (folder / "model").is_dir():
-        return read_figures(folder)
-    command = [sys.executable, "-m", "rlhf_cli.main", "ppo", *flags, "--save_path", str(folder)]
-    subprocess.run(command, check=True, env=os.environ | OWN_CLUSTER, stdout=sys.stderr, timeout=timeout_s)
+    if not (folder / "model").is_dir():
+        run_ppo(flags, folder, timeout_s=timeout_s, is_quiet=False)
     return read_figures(folder)
 
 
 def read_figures(folder: Path) -> dict[str, Any]:
     """Return samples per second, accuracies, and the means of all times and shares over the steps."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    final = next(line for line in reversed(lines) if "time/total" in line)
-    steps = [line for line in lines if "time/step" in line]
+    _, steps, final = read_metrics(folder)
     seconds = sum(step["time/step"] - sum(step.get(name, 0.0) for name in _NOT_COUNTED) for step in steps)
     names = sorted({name for step in steps for name in step if name.startswith(("time/", "async/", "throughput/"))})
     return {
@@ -183,17 +177,18 @@ def missed(modes: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     """Run every seed in every mode, write the report after each seed, and return 1 when a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser = arguments(
+        __doc__,
+        flags=True,
+        seeds=[1, 2, 3],
+        steps=110,
+        cores=([0, 1], "of this machine, for everything"),
+        timeout_s=(900.0, "per run"),
+    )
     parser.add_argument("--staleness", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--at_update", choices=["drain", "keep", "restart"], default="keep")
-    parser.add_argument("--steps", type=int, default=110)
-    parser.add_argument("--cores", type=int, nargs="+", default=[0, 1], help="of this machine, for everything")
-    parser.add_argument("--timeout_s", type=float, default=900.0, help="per run")
     parser.add_argument("--task", type=Path, metavar="DIR", help="keep the task here, or use the one that is here")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the folders of the runs here")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("flags", nargs="*", help="further flags of the command, after --")
     options = parser.parse_args()
     os.sched_setaffinity(0, options.cores)
     runs: dict[str, list[dict[str, Any]]] = {}
@@ -214,15 +209,13 @@ def main() -> int:
             costs = add_predictions(runs, synchronous, options.staleness, options.at_update)
             modes = summary(runs, num_answers=long_tail.task.NUM_HELD_OUT * NUM_ANSWERS)
             report = {
-                "benchmark": "asynchronous",
-                "command": command_line(options.out),
                 "environment": environment() | {"cores_used": len(options.cores)},
                 "flags": " ".join([FLAGS, *options.flags]),
                 "lengths": long_tail.quantiles(options.task or Path(scratch, "task")),
                 "costs": asdict(costs),
                 "modes": modes,
             }
-            options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            write(options, "asynchronous", report)
     for name, mode in modes.items():
         accuracy = f"{mode['accuracy_before']:.3f} -> {mode['accuracy_after']:.3f}"
         print(f"{name}: {mode['samples_per_s']:.1f} samples/s, {mode['ratio']:.2f} times, accuracy {accuracy}")

@@ -10,7 +10,6 @@ The ratio is meaningful only on a machine that does nothing else. The report hol
 too high, the script says so and exits with 1; with `--even_if_busy` it goes on and sets `idle_at_start` to false.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -23,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from environment import OWN_CLUSTER, command_line, environment
+from runner import arguments, run_ppo, write
 
 GOAL = 2.5  # largest ratio of a step beside a busy process to a step alone
 IDLE_SHARE = 0.15  # the machine counts as idle up to this share of its cores in use
@@ -57,14 +56,9 @@ def neighbour() -> Iterator[None]:
 
 def run(num_steps: int, flags: list[str], folder: Path, timeout_s: float) -> list[dict[str, Any]]:
     """Run the job; return the metrics of its steps."""
-    command = [sys.executable, "-m", "rlhf_cli.main", "ppo", "--train_steps", str(num_steps), *flags]
-    command += ["--save_path", str(folder)]
     # Without the caller's OpenMP settings, so that the job runs with its own defaults.
     defaults = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_"))}
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run(command, check=True, env=defaults | OWN_CLUSTER, timeout=timeout_s, **quiet)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if "time/step" in line]
+    return run_ppo(["--train_steps", str(num_steps), *flags], folder, environ=defaults, timeout_s=timeout_s).steps
 
 
 def medians(steps: list[dict[str, Any]]) -> dict[str, float]:
@@ -75,12 +69,13 @@ def medians(steps: list[dict[str, Any]]) -> dict[str, float]:
 
 def main() -> int:
     """Measure, write the report, and return the exit status: 1 when the machine was busy or the goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--even_if_busy", action="store_true", help="measure even if the machine is in use")
-    parser.add_argument("--timeout_s", type=float, default=900.0, help="per run")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("flags", nargs="*", help="further flags of the command, after --")
+    parser = arguments(
+        __doc__,
+        flags=True,
+        steps=10,
+        even_if_busy=(False, "measure even if the machine is in use"),
+        timeout_s=(900.0, "per run"),
+    )
     options = parser.parse_args()
     if options.steps < 2:
         parser.error("--steps must be at least 2: the first step is left out of the medians")
@@ -96,8 +91,8 @@ def main() -> int:
                 steps = run(options.steps, options.flags, Path(folder, str(number)), options.timeout_s)
             runs.append({"neighbour": beside, "busy_share_before": round(share, 3), "median": medians(steps)})
             print(json.dumps(runs[-1]), flush=True)
-    report = {"benchmark": "busy", "command": command_line(options.out), "environment": environment(), **summary(runs)}
-    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    report = summary(runs)
+    write(options, "busy", report)
     note = "" if report["idle_at_start"] else "; the machine was NOT idle, so that the ratio means little"
     print(
         f"step {report['seconds_alone']:.3f} s alone, {report['seconds_beside']:.3f} s beside a busy process: ", end=""

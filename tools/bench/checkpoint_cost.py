@@ -8,32 +8,26 @@ is the wall clock of a run. The report also has the sum of the phase `checkpoint
 cost is the thread that writes, which shares the processors with the run.
 """
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from environment import OWN_CLUSTER, command_line, environment
+from runner import arguments, run_ppo, write
 
 GOAL = 0.03  # largest share of the wall clock
 
 
 def run(folder: Path, steps: int | None, *, saves: bool) -> dict[str, float]:
     """Run `rlhf ppo` and return seconds: of the whole run, of its steps, and of the phase `checkpoint`."""
-    flags = ["--save_path", str(folder), *(["--save_steps", "1"] if saves else [])]
+    flags = ["--save_steps", "1"] if saves else []
     flags += [] if steps is None else ["--train_steps", str(steps)]
-    command = [sys.executable, "-m", "rlhf_cli.main", "ppo", *flags]
-    subprocess.run(command, check=True, env=os.environ | OWN_CLUSTER, stdout=sys.stderr)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    saved = [line.get("time/checkpoint", 0.0) for line in lines if "time/step" in line]
+    metrics = run_ppo(flags, folder, is_quiet=False)
+    saved = [step.get("time/checkpoint", 0.0) for step in metrics.steps]
     return {
-        "total_s": lines[-1]["time/total"],
-        "steps_s": lines[-1]["time/steps"],
+        "total_s": metrics.final["time/total"],
+        "steps_s": metrics.final["time/steps"],
         "checkpoint_s": sum(saved),
         "num_checkpoints": float(sum(seconds > 0 for seconds in saved)),
     }
@@ -52,25 +46,17 @@ def measure_pair(number: int, steps: int | None) -> dict[str, Any]:
 
 def main() -> int:
     """Measure, and write the report. The exit status is 1 when the cost is above the goal."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="of each run; those of the built-in recipe by default")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = arguments(__doc__, pairs=5, steps=(int, "of each run; default: those of the built-in run")).parse_args()
     pairs = [measure_pair(number, options.steps) for number in range(options.pairs)]
     cost = statistics.median(pair["cost"] for pair in pairs)
     waiting = statistics.median(pair["with"]["checkpoint_s"] / pair["with"]["total_s"] for pair in pairs)
     report = {
-        "benchmark": "checkpoint_cost",
-        "command": command_line(options.out),
-        "environment": environment(),
-        "options": {"pairs": options.pairs, "steps": options.steps},
         "goal": GOAL,
         "cost": cost,
         "phase_share": waiting,
         "pairs": pairs,
     }
-    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write(options, "checkpoint_cost", report)
     print(f"checkpoints cost {cost:.1%} of the wall clock (goal {GOAL:.0%}); runs wait for {waiting:.1%} of it")
     return int(cost > GOAL)
 

@@ -7,8 +7,6 @@ generates, in as many of its steps. Reported are the seconds from each kill unti
 weights. The goal is the longest time of a start plus `GOAL_S`.
 """
 
-import argparse
-import json
 import os
 import signal
 import sys
@@ -20,7 +18,6 @@ from typing import Any
 
 import psutil
 
-from environment import OWN_CLUSTER, command_line, environment
 from rlhf_cli.commands.ppo import COMMAND_LINE
 from rlhf_cli.jobs import make_job, make_plan
 from rlhf_cli.preflight.inputs import check_inputs
@@ -29,6 +26,7 @@ from rlhf_train.online import run_online
 from rlhf_train.online_job import OnlineJob
 from rlhf_train.processes import placed_bundles, ray_cluster, start_engines
 from rlhf_train.run.observer import Observer
+from runner import OWN_CLUSTER, arguments, read_metrics, write
 
 GOAL_S = 5.0
 DELAY_S = 0.05  # from the begin of a generation to the kill
@@ -90,8 +88,7 @@ def measure(num_kills: int, folder: Path) -> dict[str, Any]:
     with ray_cluster(plan, None):
         starts = [start_seconds(job) for _ in range(num_kills)]
         run_online(job, killer)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = [row for row in rows if "time/step" in row]
+    steps = read_metrics(folder).steps
     return {
         "start_s": [round(value, 2) for value in starts],
         "back_s": [round(value, 2) for value in killer.back_s],
@@ -102,21 +99,11 @@ def measure(num_kills: int, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Measure, write the report, and return the exit status: 1 when the goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = arguments(__doc__, kills=3).parse_args()
     os.environ.update(OWN_CLUSTER)
     with tempfile.TemporaryDirectory() as name:
         found = measure(options.kills, Path(name, "run"))
-    report = {
-        "benchmark": "engine_death",
-        "command": command_line(options.out),
-        "environment": environment(),
-        "goal_s": GOAL_S,
-        **found,
-    }
-    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write(options, "engine_death", {"goal_s": GOAL_S, **found})
     print(
         f"start {found['start_s']} s, back after {found['back_s']} s, failed rollouts {found['num_failed_rollouts']:g}"
     )

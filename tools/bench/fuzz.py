@@ -7,7 +7,6 @@ Parsers run side by side, in a process per core. `--parts 2` gives each parser t
 An input is a defect if the parser raises anything but an error for the user (`RlhfError`), or takes over ten seconds.
 """
 
-import argparse
 import asyncio
 import contextlib
 import copy
@@ -28,8 +27,6 @@ from typing import Any
 import httpx
 import torch
 
-from environment import command_line as typed
-from environment import environment
 from rlhf_cli.main import command_line
 from rlhf_data.errors import RlhfError
 from rlhf_data.examples.sft import SftEncoder
@@ -46,6 +43,7 @@ from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.rewards.remote import RemoteReward
 from rlhf_train.engine.shards import ShardReader, Shards
 from rlhf_train.run.checkpoint import Checkpoint, Checkpoints, read_checkpoint, superfluous
+from runner import arguments, write
 
 LIMIT_S = 10
 TOKENS = [b"[", b"{", b'"', b"\\", b"\\ud800", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\x00", b"\n", b"\r", b","]
@@ -296,13 +294,13 @@ def _alarm() -> Iterator[None]:
 
 def main() -> None:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=120.0, help="for each parser")
-    parser.add_argument("--parts", type=int, default=1, help="processes for each parser")
-    parser.add_argument("--seed", type=int, default=0, help="of the first part; the others have the next ones")
-    parser.add_argument("--only", default="", help="part of a parser's name")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = arguments(
+        __doc__,
+        seconds=(120.0, "for each parser"),
+        parts=(1, "processes for each parser"),
+        seed=(0, "of the first part; the others have the next ones"),
+        only=("", "part of a parser's name"),
+    ).parse_args()
     names = [name for name in seeds() if options.only in name]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         tasks = [(name, part) for name in names for part in range(options.parts)]
@@ -313,17 +311,11 @@ def main() -> None:
             runs[name] = merged([futures[name, part].result() for part in range(options.parts)])
             print(name, json.dumps(runs[name], indent=1), flush=True)
     report = {
-        "benchmark": "fuzz",
-        "command": typed(options.out),
-        "environment": environment(),
-        "seed": options.seed,
-        "parts": options.parts,
-        "seconds_per_parser": options.seconds,
         "inputs": sum(run["inputs"] for run in runs.values()),
         "defects": sum(len(run["defects"]) for run in runs.values()),
         "runs": runs,
     }
-    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write(options, "fuzz", report)
 
 
 if __name__ == "__main__":

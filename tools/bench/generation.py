@@ -41,13 +41,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from environment import command_line, environment
 from generation_engine import engine_process
 from rlhf_data.errors import ConfigError, EngineError, RlhfError
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.host import local_gpus
 from rlhf_rollout.mps import MpsDaemon
 from rlhf_rollout.protocols import SamplingParams
+from runner import arguments, write
 from shapes import SHAPES
 
 
@@ -264,49 +264,36 @@ def measure(
 
 def main() -> int:
     """Measure all variants and write the report; return 1 if a variant failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 3], help="numbers of engines to measure")
+    parser = arguments(
+        __doc__,
+        engines=([1, 2, 3], "numbers of engines to measure"),
+        prompts=(64, "per round"),
+        samples=(8, "per prompt"),
+        prompt_tokens=256,
+        response_tokens=512,
+        mean_response_tokens=(float, "of geometric lengths; default: all are full"),
+        rounds=(3, "per number of engines"),
+        timeout_s=(300.0, "of an engine's start, and of a round"),
+    )
     parser.add_argument("--variant", nargs="+", action="append", metavar=("NAME", "KEY=VALUE"))
     parser.add_argument("--shape", choices=SHAPES, default="qwen2-0.5b")
-    parser.add_argument("--prompts", type=int, default=64, help="per round")
-    parser.add_argument("--samples", type=int, default=8, help="per prompt")
-    parser.add_argument("--prompt_tokens", type=int, default=256)
-    parser.add_argument("--response_tokens", type=int, default=512)
-    parser.add_argument("--mean_response_tokens", type=float, help="of geometric lengths; default: all are full")
-    parser.add_argument("--rounds", type=int, default=3, help="per number of engines")
-    parser.add_argument("--timeout_s", type=float, default=300.0, help="of an engine's start, and of a round")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if not 1 <= min(options.engines) <= max(options.engines) <= options.prompts:
         parser.error("--engines must lie between 1 and the number of --prompts")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that engines and daemon end with the benchmark
     variants = dict(parse_variant(words) for words in options.variant or [["base"]])
     rng = np.random.default_rng(0)
-    shown = (
-        "engines",
-        "shape",
-        "prompts",
-        "samples",
-        "prompt_tokens",
-        "response_tokens",
-        "mean_response_tokens",
-        "rounds",
-    )
     with tempfile.TemporaryDirectory() as folder:
         spec = write_model(options, Path(folder))
         vocab_size = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
         report: dict[str, Any] = {
-            "benchmark": "generation",
-            "command": command_line(options.out),
-            "environment": environment(),
-            "options": {name: getattr(options, name) for name in shown},
             "max_num_seqs": spec.max_num_seqs,
             "kv_cache_memory_bytes": spec.kv_cache_memory_bytes,
             "variants": {name: {"settings": settings} for name, settings in variants.items()},
         }
         for line in measure(report, spec, lambda: Work.drawn(options, vocab_size, rng), options):
             print(line, flush=True)
-            options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            write(options, "generation", report)
     return int(any("error" in variant for variant in report["variants"].values()))
 
 

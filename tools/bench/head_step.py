@@ -14,7 +14,6 @@ They take turns; seconds are medians. Log-probs and gradients are compared with 
 timed.
 """
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -26,14 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from environment import command_line, environment
 from rlhf_kernels import PolicyObjective, PolicyStream, linear_policy_loss, linear_token_logprobs, token_logprobs
 from rlhf_models.backbone import last_hidden_state
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
 from rlhf_models.loading import load_actor
-from rlhf_models.testing import tiny_model_dir
-from shapes import SHAPES
+from runner import arguments, write
+from shapes import SHAPES, random_model
 
 SEQUENCE_TOKENS = 512
 MAX_ERROR = 2e-2  # relative to the norm, in bfloat16
@@ -133,17 +131,13 @@ def errors(model: nn.Module, batch: TokenBatch, index: Tensor) -> dict[str, dict
 
 def main() -> None:
     """Compare the heads, time them in turn, and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, num_tokens=(2048, "tokens of the pack"), repeats=7)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--num_tokens", type=int, default=2048, help="tokens of the pack")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     with tempfile.TemporaryDirectory() as folder:
-        shape = SHAPES[options.shape]
-        path = tiny_model_dir(Path(folder, "model"), dtype=getattr(torch, dtype), **shape)
+        path = random_model(options.shape, Path(folder, "model"))
         model = load_actor(path, dtype=dtype, packing=True).model.to(device)
     if compile_unavailable_reason(model, device) is None:
         compile_layers(model)
@@ -162,15 +156,11 @@ def main() -> None:
         for name in HEADS
     }
     report = {
-        "benchmark": "head_step",
-        "command": command_line(options.out),
-        "environment": environment(),
-        "shape": options.shape,
         "num_tokens": sum(lengths),
         "dtype": dtype,
         "heads": heads,
     }
-    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write(options, "head_step", report)
     print(json.dumps(heads, indent=2))
 
 

@@ -15,7 +15,6 @@ each variant without interruption, under the same load, is compared in the same 
 import argparse
 import concurrent.futures
 import hashlib
-import json
 import os
 import random
 import re
@@ -31,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from environment import OWN_CLUSTER, command_line, environment
+from runner import OWN_CLUSTER, arguments, read_lines, write
 
 VARIANTS = (
     "--zero_stage 2",
@@ -79,7 +78,7 @@ def child(phase_path: str, argv: list[str]) -> int:
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of the run's metrics without seconds and bytes of memory."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
     return [{name: value for name, value in line.items() if not name.startswith(NOT_NUMBERS)} for line in lines]
 
 
@@ -105,8 +104,7 @@ def first_difference(found: dict[str, Any], reference: dict[str, Any]) -> str | 
 
 def num_lost(folder: Path, num_steps: int, num_rollouts: int) -> int:
     """Return how many of `num_rollouts` rollouts per step are not in `rollouts.jsonl`, or are there more than once."""
-    text = (folder / "rollouts.jsonl").read_text(encoding="utf-8")
-    ids = Counter(json.loads(line)["rollout_id"] for line in text.splitlines())
+    ids = Counter(record["rollout_id"] for record in read_lines(folder / "rollouts.jsonl"))
     return num_steps * num_rollouts - len(ids) + sum(count - 1 for count in ids.values())
 
 
@@ -225,15 +223,15 @@ def main() -> int:
     """Run the reference and all workers, write the report, and return 1 if anything was lost or differs."""
     if sys.argv[1:2] == ["--child"]:
         return child(sys.argv[2], sys.argv[3:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--workers", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--train_steps", type=int, default=40)
-    parser.add_argument("--num_rollouts", type=int, default=128, help="rollouts per step of the built-in run")
-    parser.add_argument("--window_s", type=float, default=4.0, help="a kill comes at most so long after the start")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = arguments(
+        __doc__,
+        kills=200,
+        workers=(1, "runs at the same time"),
+        train_steps=40,
+        num_rollouts=(128, "rollouts per step of the built-in run"),
+        window_s=(4.0, "a kill comes at most so long after the start"),
+        seed=0,
+    ).parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         whole = [Run(Path(name, f"whole{n}"), flags_of(options, n)) for n in range(len(VARIANTS))]
@@ -247,9 +245,6 @@ def main() -> int:
                 tally.add(part)
             differing_controls = [difference for difference in controls if difference is not None]
     report = {
-        "benchmark": "kills",
-        "command": command_line(options.out),
-        "environment": environment(),
         "variants": [" ".join(flags_of(options, n)) for n in range(len(VARIANTS))],
         "num_kills": sum(tally.phases.values()),
         "num_kills_by_phase": dict(tally.phases.most_common()),
@@ -263,7 +258,7 @@ def main() -> int:
         "seconds_uninterrupted": [round(value, 1) for value in seconds],
         "seconds": round(time.monotonic() - started, 1),
     }
-    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write(options, "kills", report)
     counts = f"{tally.num_lost} rollouts lost, {len(tally.differences)} runs differ"
     print(f"{report['num_kills']} kills in {tally.num_runs} runs: {counts}")
     return int(tally.num_lost != 0 or bool(tally.differences))

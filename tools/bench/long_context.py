@@ -21,9 +21,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from environment import command_line, environment
 from rlhf_rollout.host import free_port, local_gpus
-from shapes import SHAPES
+from runner import arguments, write
+from shapes import SHAPES, random_model
 
 NUM_UPDATES = 4
 
@@ -115,37 +115,23 @@ def summary(updates: list[dict[str, float]], base: Mapping[str, float]) -> dict[
 
 def main() -> None:
     """Measure every number of ranks, and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(
+        __doc__,
+        num_tokens=32768,
+        ranks=[1, 2],
+        attn_implementation=("auto", "of packed sequences, such as rlhf_packed_4"),
+    )
     parser.add_argument("--shape", choices=SHAPES, default="qwen2-7b")
-    parser.add_argument("--num_tokens", type=int, default=32768)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--attn_implementation", default="auto", help="of packed sequences, such as rlhf_packed_4")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        import torch
-
-        from rlhf_models.testing import tiny_model_dir
-
-        dtype, device = (torch.bfloat16, "cuda") if local_gpus() else (torch.float32, "cpu")
-        shape = dict(SHAPES[options.shape]) | {"max_position_embeddings": options.num_tokens}
-        with torch.device(device):
-            model = str(tiny_model_dir(Path(folder, "model"), dtype=dtype, **shape))
-        torch.cuda.empty_cache()
+        model = random_model(options.shape, Path(folder, "model"), max_position_embeddings=options.num_tokens)
         runs: dict[int, dict[str, Any]] = {}
         for num_ranks in options.ranks:
             updates = measure(num_ranks, options, model)
             base = next(iter(runs.values()))["updates"][0] if runs else updates[0]
             runs[num_ranks] = summary(updates, base)
             print(num_ranks, json.dumps({name: value for name, value in runs[num_ranks].items() if name != "updates"}))
-    report = {
-        "benchmark": "long_context",
-        "command": command_line(options.out),
-        "environment": environment(),
-        "num_tokens": options.num_tokens,
-        "ranks": runs,
-    }
-    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write(options, "long_context", {"ranks": runs})
 
 
 if __name__ == "__main__":

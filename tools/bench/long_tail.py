@@ -23,8 +23,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from environment import ROOT
 from rlhf_cli.builtin import MODEL_DIR
+from runner import ROOT
 
 sys.path.append(str(ROOT / "tools" / "builtin"))
 import builtin_task as task

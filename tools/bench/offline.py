@@ -15,7 +15,6 @@ ones. `kto` reads single solutions with a label. `prm` reads solutions whose ste
 not trained on.
 """
 
-import argparse
 import gzip
 import json
 import os
@@ -31,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from environment import command_line, environment
+from runner import arguments, read_lines, write
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "builtin"))
 from builtin_task import Problem, question, solution
@@ -153,7 +152,7 @@ def run(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     seconds = time.perf_counter() - started
-    lines = [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = read_lines(folder / out / "metrics.jsonl")
     held_out = [line for line in lines if any(name.startswith("eval/") for name in line)]
     figures = {when: figures_of(line) for when, line in (("before", held_out[0]), ("after", held_out[-1]))}
     return {"seed": seed, **figures, "num_steps": held_out[-1]["step"], "seconds": round(seconds, 1)}
@@ -178,13 +177,14 @@ def row_of(name: str, recipe: str, runs: list[dict[str, Any]]) -> dict[str, Any]
 
 def main() -> None:
     """Run every recipe with every seed, and write the report after each recipe."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser = arguments(
+        __doc__,
+        seeds=[1, 2],
+        real_data=(Path, "folder of the real data; without it, its rows are left out"),
+        flags=("", "flags for all commands, as in --flags='--max_samples 512'"),
+        jobs=(1, "seeds that run at the same time"),
+    )
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="NAME")
-    parser.add_argument("--real_data", type=Path, help="folder of the real data; without it, its rows are left out")
-    parser.add_argument("--flags", default="", help="flags for all commands, as in --flags='--max_samples 512'")
-    parser.add_argument("--jobs", type=int, default=1, help="seeds that run at the same time")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     table = []
     with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(options.jobs) as pool:
@@ -202,13 +202,7 @@ def main() -> None:
             runs = pool.map(lambda seed, recipe=recipe: run(recipe, seed, folder), options.seeds)
             table.append(row_of(name, recipe, list(runs)))
             print(json.dumps({key: table[-1][key] for key in ("name", "before", "after")}), flush=True)
-            report = {
-                "benchmark": "offline",
-                "command": command_line(options.out),
-                "environment": environment(),
-                "table": table,
-            }
-            options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            write(options, "offline", {"table": table})
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import Any
 
 import gpu_time
-from environment import OWN_CLUSTER, command_line, environment
 from rlhf_rollout.host import local_gpus
+from runner import OWN_CLUSTER, arguments, write
 from shapes import SHAPES
 
 REWARD = 'def reward_func(queries, prompts, labels):\n    return {"rewards": [len(query) % 7 for query in queries]}\n'
@@ -199,22 +199,23 @@ def _recorded(
 
 def main() -> None:
     """Run one setting and write its report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(
+        __doc__,
+        flags=True,
+        prompts=(int, "per step"),
+        samples=(8, "per prompt"),
+        prompt_tokens=256,
+        response_tokens=int,
+        mean_response_tokens=(float, "of geometric lengths; default: full length"),
+        reward_model=(False, "score by a random model of the same shape"),
+        micro_batch=(int, "rollouts per forward and backward pass"),
+        steps=6,
+        gpu_time=(False, "record what the GPU does in the step before the last"),
+        timeout_s=(3600.0, "until the run is interrupted"),
+    )
     parser.add_argument("--setting", choices=SETTINGS, default="W1")
     parser.add_argument("--shape", choices=SHAPES)
-    parser.add_argument("--prompts", type=int, help="per step")
-    parser.add_argument("--samples", type=int, default=8, help="per prompt")
-    parser.add_argument("--prompt_tokens", type=int, default=256)
-    parser.add_argument("--response_tokens", type=int)
-    parser.add_argument("--mean_response_tokens", type=float, help="of geometric lengths; default: full length")
-    parser.add_argument("--reward_model", action="store_true", help="score by a random model of the same shape")
-    parser.add_argument("--micro_batch", type=int, help="rollouts per forward and backward pass")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--gpu_time", action="store_true", help="record what the GPU does in the step before the last")
-    parser.add_argument("--timeout_s", type=float, default=3600.0, help="until the run is interrupted")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run's folder here")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("flags", nargs="*", help="further flags of the command, after --")
     options = parser.parse_args()
     if options.steps < 2:
         parser.error("--steps must be at least 2: the first step is left out of the medians")
@@ -231,27 +232,7 @@ def main() -> None:
         shown = [*size_flags(options), *_NO_CHECKPOINT, *device_flags, *flags, *options.flags]
         command = [sys.executable, "-m", "rlhf_cli.main", "ppo", *write_inputs(options, folder), *shown]
         result = measure(command, folder / "run", options.timeout_s, options.steps - 1 if options.gpu_time else None)
-    names = (
-        "shape",
-        "prompts",
-        "samples",
-        "prompt_tokens",
-        "response_tokens",
-        "mean_response_tokens",
-        "reward_model",
-        "micro_batch",
-        "steps",
-    )
-    report = {
-        "benchmark": "online",
-        "command": command_line(options.out),
-        "environment": environment(),
-        "setting": options.setting,
-        "options": {name: getattr(options, name) for name in names},
-        "flags": " ".join(shown),
-        **result,
-    }
-    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write(options, "online", {"flags": " ".join(shown), **result})
     seconds = {name: value for name, value in result["median"].items() if name.startswith("time/")}
     for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
         print(f"{name.removeprefix('time/'):<16} {value:8.3f} s")

@@ -12,7 +12,6 @@ called only now and then. It tells how many calls were made and how long they to
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import tempfile
@@ -21,9 +20,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from environment import command_line, environment
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 from rlhf_rollout.rewards.function import FunctionReward
+from runner import arguments, write
 
 GOAL_MIB = 20.0  # largest growth of this process's memory over all hung rewards
 NUM_WARM_UP = 10  # hung rewards after which memory is read a second time: what the first ones load is there to stay
@@ -109,11 +108,12 @@ async def measure_held_back(folder: Path, options: argparse.Namespace) -> dict[s
 
 def main() -> int:
     """Measure, write the report, and return the exit status: 1 when a process is left or memory has grown too much."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=1000, help=f"hung rewards, more than {NUM_WARM_UP}")
-    parser.add_argument("--timeout_s", type=float, default=0.15, help="time limit of a reward")
-    parser.add_argument("--num_workers", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = arguments(
+        __doc__,
+        count=(1000, f"hung rewards, more than {NUM_WARM_UP}"),
+        timeout_s=(0.15, "time limit of a reward"),
+        num_workers=2,
+    )
     options = parser.parse_args()
     if options.count <= NUM_WARM_UP:
         parser.error(f"--count must be more than {NUM_WARM_UP}")
@@ -121,16 +121,11 @@ def main() -> int:
         hangs = asyncio.run(measure_hangs(Path(name), options))
         held_back = asyncio.run(measure_held_back(Path(name), options))
     report = {
-        "benchmark": "reward_faults",
-        "command": command_line(options.out),
-        "environment": environment(),
-        "timeout_s": options.timeout_s,
-        "num_workers": options.num_workers,
         "goal_mib": GOAL_MIB,
         "hangs": hangs,
         "held_back": held_back,
     }
-    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write(options, "reward_faults", report)
     print(
         f"{hangs['num_hung']} hung rewards: {hangs['num_processes_left']} of {hangs['num_processes_seen']} processes"
         f" left, {hangs['memory_growth_mib']:.1f} MiB more (goal: 0, at most {GOAL_MIB:g}), {hangs['seconds']:.0f} s;"

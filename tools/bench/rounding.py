@@ -9,11 +9,9 @@ float32 model at temperature 1. Products and attention add up in float32 and rou
 the output layer, only one layer is in memory at a time.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
 
-from environment import command_line, environment
+from runner import arguments, write
 from shapes import SHAPES
 
 PRODUCTS = (functional.linear, functional.scaled_dot_product_attention)
@@ -94,21 +92,17 @@ def gap(shape: Mapping[str, Any], num_tokens: int, other: torch.dtype = torch.bf
 
 def main() -> int:
     """Measure each shape, and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, tokens=256, seed=0)
     complete = [name for name, shape in SHAPES.items() if "initializer_range" in shape]  # those of real models
     parser.add_argument("--shapes", nargs="+", default=complete, choices=complete)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    report = {"benchmark": "rounding", "command": command_line(options.out), "environment": environment()}
-    report["tokens"], report["shapes"] = options.tokens, {}
+    report: dict[str, Any] = {"shapes": {}}
     with torch.no_grad(), Float32Sums():
         for name in options.shapes:
             torch.manual_seed(options.seed)
             report["shapes"][name] = gap(SHAPES[name], options.tokens)
             print(name, json.dumps(report["shapes"][name]), flush=True)
-    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write(options, "rounding", report)
     return 0
 
 

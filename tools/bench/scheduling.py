@@ -8,8 +8,6 @@ addition, as engines have it. Ways take turns. Seconds are medians of steps: "sc
 "update" of its end. "ratio" is the sum of both over that of "vllm".
 """
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -18,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from environment import command_line, environment
+from runner import arguments, write
 
 WAYS = ("vllm", "slots", "bulk")
 BLOCK_SIZE = 16  # tokens, as on a GPU
@@ -118,22 +116,14 @@ def made_up_output(scheduler: Any, step: Any, rng: np.random.Generator) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, nargs="+", default=[256, 512], help="sequences that decode")
-    parser.add_argument("--steps", type=int, default=200, help="of each round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = arguments(
+        __doc__, sequences=([256, 512], "sequences that decode"), steps=(200, "of each round"), rounds=3
+    ).parse_args()
     from rlhf_models.testing import tiny_model_dir
     from rlhf_rollout.engines.vllm.core import prepare_environment
 
     prepare_environment()
-    report: dict[str, Any] = {
-        "benchmark": "scheduling",
-        "command": command_line(options.out),
-        "environment": environment(),
-    }
-    report |= {"options": {"steps": options.steps, "rounds": options.rounds}, "sequences": {}}
+    report: dict[str, Any] = {"sequences": {}}
     with tempfile.TemporaryDirectory() as folder:
         model = str(tiny_model_dir(Path(folder) / "model"))
         for number in options.sequences:
@@ -148,7 +138,7 @@ def main() -> None:
                 ways[way] = found | {"seconds": sum(found.values())}
                 ways[way]["ratio"] = ways[way]["seconds"] / ways["vllm"]["seconds"]
                 print(f"{number:4} sequences  {way:6} " + "  ".join(f"{k} {1e3 * v:.3f} ms" for k, v in found.items()))
-    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write(options, "scheduling", report)
 
 
 if __name__ == "__main__":

@@ -29,17 +29,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from environment import command_line, environment
 from products import products_seconds
 from rlhf_data.examples.sft import SftExample
-from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.offline.epochs import OfflineSchedule
 from rlhf_train.offline.job import OfflineJob, run_offline
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
 from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from shapes import SHAPES
+from runner import arguments, write
+from shapes import SHAPES, random_model
 
 PEAK_FLOPS = 989e12  # per second, H200, bfloat16
 CHARACTERS_PER_TOKEN = 3
@@ -136,26 +135,26 @@ def measure(
 
 def main() -> None:
     """Measure both layouts, each twice, and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(
+        __doc__,
+        batch_size=256,
+        micro_batch_size=32,
+        pack_tokens=[8192],
+        no_padded=(False, "leave the padded layout out"),
+        steps=8,
+        warmup=2,
+        zero_stage=0,
+        repeats=(2, "runs of each layout"),
+    )
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--lengths", type=Path, required=True)
-    parser.add_argument("--batch_size", type=int, default=256)
-    parser.add_argument("--micro_batch_size", type=int, default=32)
-    parser.add_argument("--pack_tokens", type=int, nargs="+", default=[8192])
-    parser.add_argument("--no_padded", action="store_true", help="leave the padded layout out")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--zero_stage", type=int, default=0)
     parser.add_argument("--torch_compile", choices=["auto", "on", "off"], default="auto")
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each layout")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     shape = SHAPES[options.shape]
     padded = [] if options.no_padded else [None]
     examples = read_examples(options.lengths, options.batch_size * options.steps)
     with tempfile.TemporaryDirectory() as folder:
-        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-        model = str(tiny_model_dir(Path(folder, "model"), dtype=dtype, **shape))
+        model = random_model(options.shape, Path(folder, "model"))
         from rlhf_models.loading import load_actor
 
         names = dict(load_actor(model, dtype="float32").named_parameters())
@@ -185,15 +184,12 @@ def main() -> None:
             for tokens in options.pack_tokens
         }
     report = {
-        "benchmark": "sft_throughput",
-        "command": command_line(options.out),
-        "environment": environment(),
         "mean_tokens": num_tokens / len(examples),
         "products_alone": alone,
         "packed_over_padded": {name: speed / padded_speed for name, speed in best.items()} if padded_speed else None,
         "runs": runs,
     }
-    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write(options, "sft_throughput", report)
     print(f"packed / padded: {report['packed_over_padded']}; products alone: {alone}")
 
 

@@ -1,6 +1,8 @@
 """Shapes of the random models of benchmarks, as arguments of `rlhf_models.testing.tiny_model_dir`."""
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 _QWEN2 = {
     "vocab_size": 151_936,
@@ -46,3 +48,16 @@ SHAPES: Mapping[str, Mapping[str, float]] = {
         "tied": False,
     },
 }
+
+
+def random_model(shape: str, folder: Path, **changes: Any) -> str:
+    """Write a model of one of `SHAPES` with `changes`, in bfloat16 where there is a GPU; return its path."""
+    import torch
+
+    from rlhf_models.testing import tiny_model_dir
+
+    dtype, device = (torch.bfloat16, "cuda") if torch.cuda.is_available() else (torch.float32, "cpu")
+    with torch.device(device):  # a GPU draws billions of weights in a second
+        path = tiny_model_dir(folder, dtype=dtype, **(SHAPES[shape] | changes))
+    torch.cuda.empty_cache()
+    return str(path)

@@ -12,7 +12,6 @@ computes nothing else, in the same run: a practical bound, because no GPU sustai
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -22,15 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from environment import command_line, environment
 from products import products_seconds
 from rlhf_kernels import PolicyObjective, PolicyStream
 from rlhf_models.actor import Actor
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
 from rlhf_models.loading import load_actor
-from rlhf_models.testing import tiny_model_dir
-from shapes import SHAPES
+from runner import arguments, write
+from shapes import SHAPES, random_model
 
 MAX_GAP = 0.05  # nats, of the mean of absolute differences between log-probs in bfloat16
 
@@ -121,20 +119,20 @@ def measure(actor: Actor, batches: dict[str, TokenBatch], options: argparse.Name
 
 def main() -> None:
     """Measure and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(
+        __doc__,
+        prompts=2,
+        samples=8,
+        prompt_tokens=256,
+        response_tokens=512,
+        rounds=15,
+        attn_implementation=("auto", "of packed sequences, such as rlhf_packed_4"),
+    )
     parser.add_argument("--shape", choices=SHAPES, default="qwen2-0.5b")
-    parser.add_argument("--prompts", type=int, default=2)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--prompt_tokens", type=int, default=256)
-    parser.add_argument("--response_tokens", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--attn_implementation", default="auto", help="of packed sequences, such as rlhf_packed_4")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        with torch.device(device):
-            path = tiny_model_dir(folder, **SHAPES[options.shape])
+        path = random_model(options.shape, Path(folder))
         dtype = "bfloat16" if device.type == "cuda" else "float32"
         actor = (
             load_actor(path, dtype=dtype, packing=True, attn_implementation=options.attn_implementation)
@@ -144,9 +142,7 @@ def main() -> None:
     if compile_unavailable_reason(actor.model, device) is None:
         compile_layers(actor.model)
     result = measure(actor, packs(options, device), options)
-    sizes = {name: value for name, value in vars(options).items() if name != "out"}
-    head = {"benchmark": "shared_prompts", "command": command_line(options.out), "environment": environment()}
-    options.out.write_text(json.dumps(head | {"options": sizes} | result, indent=2) + "\n", encoding="utf-8")
+    write(options, "shared_prompts", result)
     for name in ("copies", "shared"):
         own = result[name]
         share = f", products alone {own['share_of_products']:.2f} of it" if "share_of_products" in own else ""

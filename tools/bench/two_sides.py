@@ -23,13 +23,13 @@ from typing import Any
 import long_tail
 from asynchronous import FLAGS, mode_flags
 from engine_death import engine_process
-from environment import OWN_CLUSTER, command_line, environment
 from rlhf_cli.commands.ppo import COMMAND_LINE
 from rlhf_cli.jobs import make_job, make_plan
 from rlhf_cli.preflight.inputs import check_inputs
 from rlhf_train.online import run_online
 from rlhf_train.processes import ray_cluster
 from rlhf_train.run.observer import Observer
+from runner import OWN_CLUSTER, write
 
 PERIOD_S = 0.02
 WORKING_SHARE = 0.25  # of a core, from which on the engine counts as working
@@ -203,10 +203,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 watched = watch([*task, *flags], Path(name, f"run{staleness}"))
                 title = "synchronous" if staleness is None else f"staleness {staleness}"
                 runs.append({"name": title, **watched, "flags": " ".join(flags)})
-        report = {"benchmark": "two_sides", "environment": environment(), "runs": runs}
-    if options.out:
-        report["command"] = command_line(options.out)
-        options.out.write_text(json.dumps(report) + "\n", encoding="utf-8")
+        report = {"runs": runs}
+        if options.out:
+            write(options, "two_sides", report)
     options.picture.write_text(picture(report["runs"], options.window_s), encoding="utf-8")
 
 

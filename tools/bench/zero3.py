@@ -22,9 +22,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from environment import command_line, environment
 from rlhf_rollout.host import free_port, local_gpus
-from shapes import SHAPES
+from runner import arguments, write
+from shapes import SHAPES, random_model
 
 WAYS = ("parts", "layers", "overlap", "fast", "compiled")
 NUM_RANKS = 2
@@ -110,37 +110,22 @@ def measure(way: str, options: argparse.Namespace, model: str) -> tuple[list[flo
 
 def main() -> None:
     """Measure the ways in turn, and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, num_tokens=64, passes=(10, "that are measured, in each process"), turns=2)
     parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--num_tokens", type=int, default=64)
-    parser.add_argument("--passes", type=int, default=10, help="that are measured, in each process")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["parts", "layers"])
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if "compiled" in options.ways and not local_gpus():
         parser.error("compiled layers need a GPU: packed attention has no kernel for the CPU")
     seconds: dict[str, list[float]] = {way: [] for way in options.ways}
     results: dict[str, dict[str, float | None]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        import torch
-
-        from rlhf_models.testing import tiny_model_dir
-
-        dtype, device = (torch.bfloat16, "cuda") if local_gpus() else (torch.float32, "cpu")
-        with torch.device(device):
-            model = str(tiny_model_dir(Path(folder, "model"), dtype=dtype, **SHAPES[options.shape]))
-        torch.cuda.empty_cache()
+        model = random_model(options.shape, Path(folder, "model"))
         for _ in range(options.turns):
             for way in options.ways:
                 more, results[way] = measure(way, options, model)
                 seconds[way] += more
     first = statistics.median(seconds[options.ways[0]])
     report = {
-        "benchmark": "zero3",
-        "command": command_line(options.out),
-        "environment": environment(),
-        "num_ranks": NUM_RANKS,
         "ways": {
             way: {
                 "seconds": statistics.median(found),
@@ -151,7 +136,7 @@ def main() -> None:
             for way, found in seconds.items()
         },
     }
-    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write(options, "zero3", report)
     for way, found in report["ways"].items():
         print(way, json.dumps(found))
 

