@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import math
-import random
 import re
 import statistics
 import tomllib
@@ -63,19 +61,6 @@ class CheckedRun:
     num_steps: int
     groups: tuple[Group, ...]
     trained: tuple[tuple[int, float], ...]
-
-
-def log_normal_groups(
-    number: int, samples: int, *, prompt_tokens: int, median: float, p99: float, longest: int, seed: int = 0
-) -> list[Group]:
-    """Return groups whose response lengths in tokens are log-normal, up to `longest`, each drawn by itself."""
-    rng = random.Random(seed)
-    sigma = math.log(p99 / median) / statistics.NormalDist().inv_cdf(0.99)
-
-    def length() -> int:
-        return min(max(round(rng.lognormvariate(math.log(median), sigma)), 1), longest)
-
-    return [Group(prompt_tokens, tuple(length() for _ in range(samples))) for _ in range(number)]
 
 
 def read_groups(path: Path) -> dict[int, dict[str, Group]]:
@@ -188,7 +173,7 @@ def with_contention(costs: Costs, run: CheckedRun) -> Costs:
     return min(candidates, key=lambda candidate: abs(predicted_step_s(candidate, run) - run.step_s))
 
 
-def read_run(*folders: Path, skip: int = WARM_UP, fits_decode: bool = True) -> MeasuredRun:
+def read_run(*folders: Path, skip: int = WARM_UP) -> MeasuredRun:
     """Return the costs and lengths of a synchronous run, or of several with the same model and prompts.
 
     An engine's generation in a step is fitted as a part per prompt token, one per decode step and one per response
@@ -199,7 +184,6 @@ def read_run(*folders: Path, skip: int = WARM_UP, fits_decode: bool = True) -> M
     Args:
         folders: their --save_path.
         skip: steps at the start of each that warm up and are left out of the fit.
-        fits_decode: whether the seconds of decode steps are needed from the fit.
 
     Raises:
         ValueError: there are too few steps for a fit, their numbers of decode steps hardly differ, or engines have
@@ -225,11 +209,11 @@ def read_run(*folders: Path, skip: int = WARM_UP, fits_decode: bool = True) -> M
     answers = [sum(sum(group.lengths) for group in step) / layout.num_engines for layout, step, _ in used]
     tokens = [num_tokens(step) / layout.num_trainers for layout, step, _ in used]
     iterations = [decode_steps(step, layout.num_engines, layout.slots) for layout, step, _ in used]
-    if fits_decode and max(iterations) < _LEAST_SPREAD * min(iterations):
+    if max(iterations) < _LEAST_SPREAD * min(iterations):
         spread = f"{min(iterations):.0f} to {max(iterations):.0f} decode steps per step"
         raise ValueError(
             f"{folders[0]} has {spread}, too little difference to tell the seconds of a decode step from those of a"
-            " token: allow longer responses, so that the longest one differs, or measure decode steps and give --decode"
+            " token: allow longer responses, so that the longest one differs"
         )
     ratios = [prompt / max(answer, 1) for prompt, answer in zip(prompts, answers, strict=True)]
     if max(ratios) < _LEAST_PROMPT_SPREAD * min(ratios):

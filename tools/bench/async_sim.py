@@ -2,12 +2,10 @@
 
     python tools/bench/async_sim.py --from RUN_DIR --cards 2 8 64 --out async-sim.json
     python tools/bench/async_sim.py --from RUN_DIR RUN_DIR --measured ASYNC_DIR ASYNC_DIR --out async-sim.json
-    python tools/bench/async_sim.py --decode 1:0.006 256:0.014 --train_token_s 2e-5 --length_median 256 --cards 8
 
-`--from` derives all costs and lengths from `metrics.jsonl` and `rollouts.jsonl` of synchronous runs with the same model
-and prompts, of one layout or of several, and the options override them. For each number of cards, the table compares
-the synchronous run in which all cards take turns with splits into generating and training cards, synchronous and with
-each `--max_staleness`.
+All costs and lengths come from `metrics.jsonl` and `rollouts.jsonl` of synchronous runs with the same model and
+prompts, of one layout or of several. For each number of cards, the table compares the synchronous run in which all
+cards take turns with splits into generating and training cards, synchronous and with each `--max_staleness`.
 
 `--measured` names further runs, which stand beside their prediction. By how much generation and training that go on at
 the same time are slower is taken from the first asynchronous one, and the others test the prediction. The table has
@@ -22,14 +20,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from async_costs import MeasuredRun, log_normal_groups, predicted_step_s, read_checked_run, read_run, with_contention
+from async_costs import predicted_step_s, read_checked_run, read_run, with_contention
 from async_model import Costs, Layout, Prediction, simulate
-from runner import write
-
-_COSTS = (
-    *("prefill_token_s", "train_batch_s", "train_token_s", "sync_s", "reward_s", "turn_s"),
-    *("slowdown", "train_slowdown"),
-)
+from runner import arguments, write
 
 
 def layouts(num_cards: int, base: Layout, stalenesses: Sequence[int]) -> list[Layout]:
@@ -60,13 +53,13 @@ def table(predictions: Sequence[tuple[Layout, Prediction]]) -> str:
 
 
 def check(costs: Costs, folders: Sequence[Path]) -> tuple[Costs, list[dict[str, Any]]]:
-    """Return the costs, with the slowdowns of the first asynchronous run unless they have some, and all runs.
+    """Return the costs, with the slowdowns of the first asynchronous run, and all runs.
 
     Each run stands beside its prediction.
     """
     runs = [read_checked_run(folder) for folder in folders]
     overlapping = [run for run in runs if run.layout.max_staleness]
-    first = overlapping[0] if overlapping and costs.slowdown == costs.train_slowdown == 1 else None
+    first = overlapping[0] if overlapping else None
     if first:
         costs = with_contention(costs, first)
     rows = []
@@ -78,76 +71,34 @@ def check(costs: Costs, folders: Sequence[Path]) -> tuple[Costs, list[dict[str, 
     return costs, rows
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="runs", type=Path, nargs="+", metavar="RUN_DIR", help="synchronous runs")
-    parser.add_argument("--measured", type=Path, nargs="+", metavar="DIR", help="runs to compare with their prediction")
-    parser.add_argument("--own_cards", action="store_true", help="the measured runs had cards for each side")
-    parser.add_argument("--cards", type=int, nargs="+", default=[2])
-    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--at_update", choices=["drain", "keep", "restart"], default="keep")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch_size", type=int, help="prompts per step; default: 16 per card, or the run's")
-    parser.add_argument("--batch_per_card", type=int, help="prompts per step and card, in place of --batch_size")
-    parser.add_argument("--samples", type=int, default=8, help="responses per prompt, without --from")
-    parser.add_argument("--slots", type=int, help="responses per engine at once; default: 256, or the run's")
-    costs = parser.add_argument_group("costs, in seconds; they override those of --from")
-    costs.add_argument("--decode", nargs="+", metavar="RUNNING:SECONDS", help="a decode step, by running responses")
-    for name in _COSTS:
-        costs.add_argument(f"--{name}", type=float)
-    lengths = parser.add_argument_group("log-normal response lengths in tokens; they override those of --from")
-    lengths.add_argument("--length_median", type=float)
-    lengths.add_argument("--length_p99", type=float, help="default: 8 times the median")
-    lengths.add_argument("--length_max", type=int, help="default: 16 times the median")
-    lengths.add_argument("--prompt_tokens", type=int, default=256)
-    parser.add_argument("--out", type=Path)
-    return parser
-
-
-def _batch_size(per_card: int | None, num_cards: int, measured: MeasuredRun | None) -> int:
-    """Return the prompts per step without --batch_size."""
-    if measured and not per_card:
-        return measured.batch_size
-    return (per_card or 16) * num_cards
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table of every number of cards, and write the report."""
-    parser = _parser()
+    parser = arguments(
+        __doc__,
+        own_cards=(False, "the measured runs had cards for each side"),
+        cards=[2],
+        staleness=[1, 4],
+        steps=100,
+        batch_per_card=(int, "prompts per step and card; default: the prompts per step of the run"),
+    )
+    parser.add_argument("--from", dest="runs", type=Path, nargs="+", required=True, help="synchronous runs")
+    parser.add_argument("--measured", type=Path, nargs="+", help="runs to compare with their prediction")
+    parser.add_argument("--at_update", choices=["drain", "keep", "restart"], default="keep")
     options = parser.parse_args(argv)
+    if options.own_cards and not options.measured:
+        parser.error("--own_cards needs --measured")
     try:
-        predict(parser, options)
+        predict(options)
     except FileNotFoundError as error:
         parser.error(f"there is no {error.filename}\n\nhint: name the --save_path of a run")
     except ValueError as error:
         parser.error(str(error))
 
 
-def predict(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def predict(options: argparse.Namespace) -> None:
     """Print the tables that `options` ask for, and write the report. Raises what reading the runs raises."""
-    measured = read_run(*options.runs, fits_decode=not options.decode) if options.runs else None
-    if not measured and not (options.decode and options.train_token_s and options.length_median):
-        parser.error("without --from, --decode, --train_token_s and --length_median are needed")
-    for name, needed in (("measured", "runs"), ("own_cards", "measured")):
-        if getattr(options, name) and not getattr(options, needed):
-            parser.error(f"--{name} needs --{'from' if needed == 'runs' else needed}")
-    if options.batch_size and options.batch_per_card:
-        parser.error("--batch_size and --batch_per_card exclude each other")
-    given = {name: value for name in _COSTS if (value := getattr(options, name)) is not None}
-    if options.decode:
-        pairs = (text.split(":") for text in options.decode)
-        given["decode_s"] = tuple(sorted((float(running), float(seconds)) for running, seconds in pairs))
-    costs = replace(measured.costs, **given) if measured else Costs(**given)
-    groups = measured.groups if measured else ()
-    if options.length_median:
-        groups = log_normal_groups(
-            4096,
-            len(groups[0].lengths) if groups else options.samples,
-            prompt_tokens=options.prompt_tokens,
-            median=options.length_median,
-            p99=options.length_p99 or 8 * options.length_median,
-            longest=options.length_max or round(16 * options.length_median),
-        )
+    measured = read_run(*options.runs)
+    costs, groups = measured.costs, measured.groups
     report: dict[str, Any] = {"layouts": {}}
     if options.measured:
         overlapping, report["measured"] = check(costs, options.measured)
@@ -161,9 +112,10 @@ def predict(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
             )
     report["costs"] = asdict(costs)
     for num_cards in options.cards:
+        per_card = options.batch_per_card
         base = Layout(
-            slots=options.slots or (measured.slots if measured else 256),
-            batch_size=options.batch_size or _batch_size(options.batch_per_card, num_cards, measured),
+            slots=measured.slots,
+            batch_size=per_card * num_cards if per_card else measured.batch_size,
             at_update=options.at_update,
         )
         rows = [
@@ -172,8 +124,7 @@ def predict(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
         print(f"{num_cards} cards, {base.batch_size} prompts x {len(groups[0].lengths)} responses per step")
         print(table(rows), end="\n\n")
         report["layouts"][str(num_cards)] = [asdict(layout) | found.figures() for layout, found in rows]
-    if options.out:
-        write(options, "async_sim", report)
+    write(options, "async_sim", report)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 import asynchronous
-from async_costs import MeasuredRun, log_normal_groups
+from async_costs import MeasuredRun
 from async_model import Costs
+from async_sim_test import log_normal_groups
 
 
 def figures(samples_per_s, after, **more):
