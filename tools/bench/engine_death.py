@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,12 @@ class Killer(Observer):
         os.kill(engine_process().pid, signal.SIGKILL)
 
 
+def job_of(flags: Sequence[str], folder: Path) -> OnlineJob:
+    """Return the job of `rlhf ppo` with these flags and this --save_path, to be run in this process."""
+    config = COMMAND_LINE.parse([*flags, "--save_path", str(folder)]).config
+    return make_job(config, check_inputs(config, folder), make_plan(config, [0]), folder, None)
+
+
 def start_seconds(job: OnlineJob) -> float:
     """Return the seconds in which the engine of a job starts alone."""
     with placed_bundles(job.plan) as reserved:
@@ -80,12 +87,9 @@ def start_seconds(job: OnlineJob) -> float:
 
 def measure(num_kills: int, folder: Path) -> dict[str, Any]:
     """Return the times of starts and of returns from the dead."""
-    flags = ["--train_steps", str(2 * num_kills + 1), "--eval_steps", "-1", "--save_path", str(folder)]
-    config = COMMAND_LINE.parse(flags).config
-    plan = make_plan(config, [0])
-    job = make_job(config, check_inputs(config, folder), plan, folder, None)
+    job = job_of(["--train_steps", str(2 * num_kills + 1), "--eval_steps", "-1"], folder)
     killer = Killer(num_kills)
-    with ray_cluster(plan, None):
+    with ray_cluster(job.plan, None):
         starts = [start_seconds(job) for _ in range(num_kills)]
         run_online(job, killer)
     steps = read_metrics(folder).steps

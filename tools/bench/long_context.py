@@ -12,7 +12,6 @@ Without a GPU the times mean nothing, but the script can be tried with `--shape 
 
 import argparse
 import json
-import multiprocessing
 import os
 import statistics
 import tempfile
@@ -22,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_rollout.host import free_port, local_gpus
-from runner import arguments, write
+from runner import arguments, from_first_rank, write
 from shapes import SHAPES, random_model
 
 NUM_UPDATES = 4
 
 
-def train(rank: int, num_ranks: int, options: argparse.Namespace, model: str, port: int, results: Connection) -> None:
+def train(
+    rank: int, num_ranks: int, options: argparse.Namespace, model: str, port: int, results: Connection | None
+) -> None:
     """Run one rank, and send the metrics of each update and this rank's peak of GPU memory."""
     on_gpu = local_gpus() > 0
     if on_gpu:
@@ -81,25 +82,6 @@ def train(rank: int, num_ranks: int, options: argparse.Namespace, model: str, po
     run_offline(job, Sender())
 
 
-def measure(num_ranks: int, options: argparse.Namespace, model: str) -> list[dict[str, float]]:
-    """Return the metrics of all updates on so many ranks, whose processes have ended."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    port = free_port()
-    ranks = [
-        context.Process(target=train, args=(rank, num_ranks, options, model, port, sender)) for rank in range(num_ranks)
-    ]
-    for process in ranks:
-        process.start()
-    sender.close()
-    try:
-        return [receiver.recv() for _ in range(NUM_UPDATES)]
-    finally:
-        for process in ranks:  # without the time to save the model
-            process.kill()
-            process.join()
-
-
 def summary(updates: list[dict[str, float]], base: Mapping[str, float]) -> dict[str, Any]:
     """Return the figures of one number of ranks, whose first update is compared with `base`."""
     first = {name: updates[0][name] for name in ("sft/loss", "train/grad_norm")}
@@ -127,7 +109,7 @@ def main() -> None:
         model = random_model(options.shape, Path(folder, "model"), max_position_embeddings=options.num_tokens)
         runs: dict[int, dict[str, Any]] = {}
         for num_ranks in options.ranks:
-            updates = measure(num_ranks, options, model)
+            updates = from_first_rank(train, num_ranks, NUM_UPDATES, num_ranks, options, model, free_port())
             base = next(iter(runs.values()))["updates"][0] if runs else updates[0]
             runs[num_ranks] = summary(updates, base)
             print(num_ranks, json.dumps({name: value for name, value in runs[num_ranks].items() if name != "updates"}))

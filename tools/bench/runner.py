@@ -2,13 +2,14 @@
 
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,6 +118,27 @@ def run_ppo(
     variables = os.environ if environ is None else environ
     subprocess.run(command, check=True, env={**variables, **OWN_CLUSTER}, timeout=timeout_s, **output)
     return read_metrics(folder)
+
+
+def from_first_rank(train: Callable[..., None], num_ranks: int, count: int, *more: Any) -> list[Any]:
+    """Run `train` in a process per rank; return the first `count` values that rank 0 sends, and end all of them.
+
+    `train` gets the rank, `more`, and the end of a pipe, which is None in all ranks but 0. Raises EOFError when rank 0
+    ends before.
+    """
+    context = multiprocessing.get_context("spawn")
+    inbox, outbox = context.Pipe(duplex=False)
+    pipes = [outbox, *[None] * (num_ranks - 1)]
+    ranks = [context.Process(target=train, args=(rank, *more, pipe)) for rank, pipe in enumerate(pipes)]
+    for process in ranks:
+        process.start()
+    outbox.close()
+    try:
+        return [inbox.recv() for _ in range(count)]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
 
 
 def environment() -> dict[str, Any]:

@@ -22,10 +22,7 @@ from typing import Any
 
 import long_tail
 from asynchronous import FLAGS, mode_flags
-from engine_death import engine_process
-from rlhf_cli.commands.ppo import COMMAND_LINE
-from rlhf_cli.jobs import make_job, make_plan
-from rlhf_cli.preflight.inputs import check_inputs
+from engine_death import engine_process, job_of
 from rlhf_train.online import run_online
 from rlhf_train.processes import ray_cluster
 from rlhf_train.run.observer import Observer
@@ -124,11 +121,10 @@ def engine_spans(load: Sequence[tuple[float, float]]) -> list[Span]:
 
 def watch(flags: Sequence[str], folder: Path) -> dict[str, Any]:
     """Run a job in this process; return what both sides did from the end of its second step on."""
-    config = COMMAND_LINE.parse([*flags, "--save_path", str(folder)]).config
-    plan = make_plan(config, [0])
+    job = job_of(flags, folder)
     watcher = Watcher()
-    with ray_cluster(plan, None):
-        run_online(make_job(config, check_inputs(config, folder), plan, folder, None), watcher)
+    with ray_cluster(job.plan, None):
+        run_online(job, watcher)
     watcher.close()
     zero, end = watcher.steps[1], watcher.steps[-2]
 

@@ -12,7 +12,6 @@ them, and "ratio" the seconds over those of the first way. "loss" and "grad_norm
 
 import argparse
 import json
-import multiprocessing
 import os
 import statistics
 import tempfile
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_rollout.host import free_port, local_gpus
-from runner import arguments, write
+from runner import arguments, from_first_rank, write
 from shapes import SHAPES, random_model
 
 WAYS = ("parts", "layers", "overlap", "fast", "compiled")
@@ -88,26 +87,6 @@ def _with_zero(config: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any
     return config | {"zero_optimization": config["zero_optimization"] | more}
 
 
-def measure(way: str, options: argparse.Namespace, model: str) -> tuple[list[float], dict[str, float | None]]:
-    """Return the seconds of the passes of rank 0, and its results. Raises EOFError when it fails."""
-    context = multiprocessing.get_context("spawn")
-    inbox, outbox = context.Pipe(duplex=False)
-    port = free_port()
-    ranks = [
-        context.Process(target=run_passes, args=(rank, way, options, model, port, None if rank else outbox))
-        for rank in range(NUM_RANKS)
-    ]
-    for process in ranks:
-        process.start()
-    outbox.close()
-    try:
-        return inbox.recv()
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-
-
 def main() -> None:
     """Measure the ways in turn, and write the report."""
     parser = arguments(__doc__, num_tokens=64, passes=(10, "that are measured, in each process"), turns=2)
@@ -122,7 +101,7 @@ def main() -> None:
         model = random_model(options.shape, Path(folder, "model"))
         for _ in range(options.turns):
             for way in options.ways:
-                more, results[way] = measure(way, options, model)
+                more, results[way] = from_first_rank(run_passes, NUM_RANKS, 1, way, options, model, free_port())[0]
                 seconds[way] += more
     first = statistics.median(seconds[options.ways[0]])
     report = {
