@@ -179,7 +179,7 @@ def main() -> int:
     """Run every seed in every mode, write the report after each seed, and return 1 when a goal is missed."""
     parser = arguments(
         __doc__,
-        flags=True,
+        more_flags=True,
         seeds=[1, 2, 3],
         steps=110,
         cores=([0, 1], "of this machine, for everything"),

@@ -71,7 +71,7 @@ def main() -> int:
     """Measure, write the report, and return the exit status: 1 when the machine was busy or the goal is missed."""
     parser = arguments(
         __doc__,
-        flags=True,
+        more_flags=True,
         steps=10,
         even_if_busy=(False, "measure even if the machine is in use"),
         timeout_s=(900.0, "per run"),

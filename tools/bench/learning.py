@@ -35,7 +35,7 @@ def run(flags: list[str], folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Run every seed and the run with learning rate 0, and write the report."""
-    options = arguments(__doc__, flags=True, seeds=[1, 2, 3]).parse_args()
+    options = arguments(__doc__, more_flags=True, seeds=[1, 2, 3]).parse_args()
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in options.seeds:

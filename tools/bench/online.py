@@ -201,7 +201,7 @@ def main() -> None:
     """Run one setting and write its report."""
     parser = arguments(
         __doc__,
-        flags=True,
+        more_flags=True,
         prompts=(int, "per step"),
         samples=(8, "per prompt"),
         prompt_tokens=256,

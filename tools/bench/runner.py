@@ -22,12 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 OWN_CLUSTER = {"RAY_ADDRESS": "local"}
 
 
-def arguments(doc: str | None, *, flags: bool = False, **defaults: Any) -> ArgumentParser:
+def arguments(doc: str | None, *, more_flags: bool = False, **defaults: Any) -> ArgumentParser:
     """Return the parser of a benchmark, with `--out` for its report.
 
     Args:
         doc: what `--help` says.
-        flags: whether further flags of the measured command may follow behind `--`.
+        more_flags: whether further flags of the measured command may follow behind `--`.
         defaults: a flag by name: its default, the type of one that has no default, or a pair of either and its help. A
             list takes several values, and False is a switch.
     """
@@ -43,7 +43,7 @@ def arguments(doc: str | None, *, flags: bool = False, **defaults: Any) -> Argum
         else:
             parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
     parser.add_argument("--out", type=Path, required=True)
-    if flags:
+    if more_flags:
         parser.add_argument("flags", nargs="*", help="further flags of the command, after --")
     return parser
 

@@ -11,7 +11,7 @@ import runner
 
 def test_flags_have_the_types_of_their_defaults(capsys):
     defaults = {"steps": 10, "seeds": [1, 2], "cost": (float, "in seconds"), "task": Path, "fast": False, "only": ""}
-    parser = runner.arguments("What it does.", flags=True, **defaults)
+    parser = runner.arguments("What it does.", more_flags=True, **defaults)
     found = parser.parse_args(["--out", "x.json", "--seeds", "3", "--cost", "2"])
     assert vars(found) == {
         "steps": 10,
