@@ -131,23 +131,31 @@ def is_gone(process_id):
     return not os.path.exists(f"/proc/{process_id}")
 
 
-@pytest.mark.parametrize(
-    ("body", "detail"),
-    [
-        ('raise KeyError("no\\nsuch key")', r"KeyError: 'no\nsuch key' (guest.py:7)"),
-        ("sys.exit('bye')", "SystemExit: bye (guest.py:7)"),
-        ("return 'high'", "high"),
-        ("return float('nan')", "the reward is nan"),
-        ("bytearray(2**30)", "MemoryError"),
-    ],
-)
-def test_code_that_fails_costs_its_own_call_alone(user, code, body, detail):
-    labels = ["good", "bad", "good", "good"]
-    found, num_replaced = verdicts(user, code(body), labels, worker=WorkerOptions(memory_gb=0.75))
-    assert [verdict.kind for verdict in found] == [OK, CRASH, OK, OK]
-    assert detail.replace("high", "hold numbers, got a value of type str" if user is Reward else "got 'high'") in (
-        found[1].detail
-    )
+FAILS = """
+def fail(label):
+    match label:
+        case "raise": raise KeyError("no\\nsuch key")
+        case "exit": sys.exit("bye")
+        case "memory": bytearray(2**30)
+        case "text": return "high"
+        case "nan": return float("nan")
+"""
+
+
+def test_code_that_fails_costs_its_own_call_alone(user, code):
+    details = {
+        "good": "",
+        "raise": r"KeyError: 'no\nsuch key' (guest.py:7)",
+        "exit": "SystemExit: bye (guest.py:8)",
+        "memory": "MemoryError: (guest.py:9)",
+        "text": "must hold numbers, got a value of type str" if user is Reward else "must be one number, got 'high'",
+        "nan": "the reward is nan",
+    }
+    path = code("return fail(label)", FAILS)
+    found, num_replaced = verdicts(user, path, [*details, "good"], worker=WorkerOptions(memory_gb=0.75))
+    assert [verdict.kind for verdict in found] == [OK, *[CRASH] * 5, OK]
+    for verdict, detail in zip(found, details.values(), strict=False):
+        assert detail in verdict.detail
     assert num_replaced == 0
 
 
@@ -189,18 +197,19 @@ def test_code_that_hangs_is_late_alone(user, code, body, monkeypatch):
     assert time.monotonic() - started < 200
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "os.fork()",
-        "print('{\"call\": 1}'); os.write(1, b'noise'); subprocess.run(['echo', 'from a child'])",
-        "sys.stdout.close()",
-    ],
-)
-def test_code_that_forks_or_prints_disturbs_no_answer(user, code, body, tmp_path):
-    top = "sys.stderr.write('importing ')"
-    found, num_replaced = verdicts(user, code(body, top), ["good", "bad", "good", "bad"])
-    assert ([verdict.kind for verdict in found], num_replaced) == ([OK] * 4, 0)
+NOISE = """
+sys.stderr.write("importing ")
+def disturb(label):
+    match label:
+        case "fork": os.fork()
+        case "print": os.write(1, b'{"call": 1}\\n'); subprocess.run(["echo", "from a child"])
+        case "close": sys.stdout.close()
+"""
+
+
+def test_code_that_forks_or_prints_disturbs_no_answer(user, code):
+    found, num_replaced = verdicts(user, code("disturb(label)", NOISE), ["good", "fork", "print", "close", "good"])
+    assert ([verdict.kind for verdict in found], num_replaced) == ([OK] * 5, 0)
 
 
 def test_answers_belong_to_their_calls_when_the_code_forks_or_an_answer_comes_twice(user, code):
