@@ -193,28 +193,25 @@ async def run_episode(session):
 """
 
 
-def runs_of(source, log, labels):
-    """Return the episodes of prompts with these labels, how many ran in each process, and how many processes died."""
+@pytest.mark.parametrize(
+    ("labels", "sizes", "num_dead"),
+    [
+        (["4", "4", "kill", *"44444"], [8, 4, 4, 2, 2, 1, 1], 4),  # that of the pool, and three extra ones
+        (["kill", "4", "kill", "kill"], [4, 2, 2, 1, 1, 1, 1], 6),
+    ],
+)
+def test_episodes_of_a_process_that_dies_run_again_in_halves_until_those_at_fault_are_alone(
+    write, tmp_path, labels, sizes, num_dead
+):
+    log = tmp_path / "log"
     prompts = [make_prompt(f"p{number}", label) for number, label in enumerate(labels)]
+    source = write(KILLER.replace("LOG", repr(str(log))))
     episodes, num_replaced = run(source, writes(["a"]), prompts=prompts, timeout_s=TIMEOUT_S)
-    counts = Counter(line.split()[0] for line in log.read_text().splitlines())
-    return episodes, sorted(counts.values(), reverse=True), num_replaced
-
-
-def test_episodes_of_a_process_that_dies_run_again_in_halves_until_the_one_at_fault_is_alone(write, tmp_path):
-    source = write(KILLER.replace("LOG", repr(str(tmp_path / "log"))))
-    episodes, sizes, num_replaced = runs_of(source, tmp_path / "log", ["4", "4", "kill", *"44444"])
-    kinds = [episode.verdict.kind for episode in episodes]
-    assert kinds == [VerdictKind.OK] * 2 + [VerdictKind.CRASH] + [VerdictKind.OK] * 5
-    assert sizes == [8, 4, 4, 2, 2, 1, 1]
-    assert num_replaced == 4  # that of the pool, and three extra ones
-
-
-def test_several_episodes_that_kill_fail_alone(write, tmp_path):
-    source = write(KILLER.replace("LOG", repr(str(tmp_path / "log"))))
-    episodes, sizes, _ = runs_of(source, tmp_path / "log", ["kill", "4", "kill", "kill"])
-    assert [episode.verdict.kind.failed for episode in episodes] == [True, False, True, True]
-    assert sizes == [4, 2, 2, 1, 1, 1, 1]
+    kinds = [VerdictKind.CRASH if label == "kill" else VerdictKind.OK for label in labels]
+    assert [episode.verdict.kind for episode in episodes] == kinds
+    runs = Counter(line.split()[0] for line in log.read_text().splitlines())  # by process
+    assert sorted(runs.values(), reverse=True) == sizes
+    assert num_replaced == num_dead
 
 
 def test_extra_processes_are_as_many_as_others_at_most(write, tmp_path, monkeypatch):
@@ -234,7 +231,8 @@ def test_extra_processes_are_as_many_as_others_at_most(write, tmp_path, monkeypa
     monkeypatch.setattr(WorkerProcess, "start", counted_start)
     monkeypatch.setattr(WorkerProcess, "shut_down", counted_end)
     source = write(KILLER.replace("LOG", repr(str(tmp_path / "log"))))
-    episodes, _, _ = runs_of(source, tmp_path / "log", ["kill"] * 8)
+    prompts = [make_prompt(f"p{number}", "kill") for number in range(8)]
+    episodes, _ = run(source, writes(["a"]), prompts=prompts, timeout_s=TIMEOUT_S)
     assert all(episode.verdict.kind is VerdictKind.CRASH for episode in episodes)
     assert max(most) == 3  # the pool's own and two extra ones
     assert not alive
