@@ -4,7 +4,10 @@ import dataclasses
 import json
 import os
 import struct
+import sys
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from rlhf_rollout.engines.model_files import (
     resolve_model_dir,
 )
 from rlhf_rollout.engines.requests import sample_seeds
+from rlhf_rollout.engines.vllm.core import register_architectures
 from rlhf_rollout.engines.vllm.memory import gpu_kv_cache_bytes, kv_cache_bytes
 
 
@@ -200,3 +204,24 @@ def test_vllm_measures_only_where_nothing_else_gives_the_size(tmp_path: Path) ->
     assert kv_cache_bytes(spec, tmp_path, SMALL, on_gpu=True) is None
     for given in (dataclasses.replace(spec, kv_cache_memory_bytes=5, measures_memory=own) for own in (True, False)):
         assert kv_cache_bytes(given, tmp_path, SMALL, on_gpu=True) == 5
+
+
+@pytest.mark.parametrize("missing", ["torchvision", "timm"])
+def test_package_that_vllms_class_of_a_model_needs_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    def load_model_cls() -> None:
+        raise ModuleNotFoundError(name=missing)
+
+    def other() -> None:
+        raise RuntimeError
+
+    models = {"Seeing": SimpleNamespace(load_model_cls=load_model_cls), "Other": SimpleNamespace(load_model_cls=other)}
+    registry = SimpleNamespace(models=models, register_model=dict)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models", SimpleNamespace(ModelRegistry=registry))
+    monkeypatch.setattr(metadata, "version", {"torch": "2.11.0+cpu"}.__getitem__)
+    register_architectures(["Unknown", "Other"])
+    install = {
+        "timm": "pip install timm",
+        "torchvision": r"pip install 'torchvision==0\.26\.\*' from the index that torch 2",
+    }
+    with pytest.raises(ConfigError, match=rf"Seeing needs the package {missing}, [^\n]*\n\nhint: {install[missing]}"):
+        register_architectures(["Unknown", "Seeing"])

@@ -1,7 +1,8 @@
 """Builds vLLM's engine core, with the model loaded, in this process."""
 
-import contextlib
+import logging
 import os
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from rlhf_data.own_code import is_trusted
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.memory import kv_cache_bytes, limit_config
 from rlhf_rollout.host import place_vllm_sockets
+
+logger = logging.getLogger(__name__)
 
 # CUDA graphs of decode steps, without compiled layers: compiling takes some 20 s, and graphs hide what it would save.
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -94,7 +97,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         import torch
 
         torch.set_num_threads(spec.num_threads)
-    _register_architectures(model_config.get("architectures", []))
+    register_architectures(model_config.get("architectures", []))
     is_eager = spec.enforce_eager or not on_gpu
     config = _engine_config(spec, model_dir, model_config, is_eager=is_eager, on_gpu=on_gpu)
     core = EngineCoreClient.make_client(
@@ -129,6 +132,8 @@ def _engine_config(
         model=str(model_dir),
         # Requests and completions are tokens, so a tokenizer would only cost time.
         skip_tokenizer_init=True,
+        # Requests have no images or sounds: vLLM leaves out what reads them, and needs none of the libraries for it.
+        language_model_only=True,
         trust_remote_code=is_trusted(spec.model),
         dtype=spec.dtype,
         quantization=_QUANTIZATIONS[spec.quantization],
@@ -159,13 +164,33 @@ def _engine_config(
     ).create_engine_config()
 
 
-def _register_architectures(architectures: list[str]) -> None:
-    """Import the model's class in this process: otherwise vLLM starts a process for that, which takes seconds."""
+def register_architectures(architectures: list[str]) -> None:
+    """Import the model's class in this process: otherwise vLLM starts a process for that, which takes seconds.
+
+    Raises:
+        ConfigError: the class needs a package that is not installed, which vLLM itself would not name.
+    """
     from vllm.model_executor.models import ModelRegistry
 
     for name in architectures:
         entry = ModelRegistry.models.get(name)
-        # If the class cannot be imported, vLLM itself reports why when it loads the model.
-        with contextlib.suppress(Exception):
-            if entry is not None:
-                ModelRegistry.register_model(name, entry.load_model_cls())
+        if entry is None:
+            continue
+        try:
+            ModelRegistry.register_model(name, entry.load_model_cls())
+        except ModuleNotFoundError as error:
+            message = f"vLLM's class {name} needs the package {error.name}, which is not installed"
+            raise ConfigError(message, hint=_installs_beside_torch(error.name)) from error
+        except Exception:
+            logger.debug("vLLM itself reports this when it loads the model", exc_info=True)
+
+
+def _installs_beside_torch(package: str | None) -> str:
+    """Return the hint that installs a package which must fit the version of torch."""
+    other = "or use a model of the family for text alone"
+    if package != "torchvision":
+        return f"pip install {package}, {other}"
+    torch = metadata.version("torch")
+    # torchvision 0.26 is that of torch 2.11, and the next minor version that of the next one.
+    minor = int(torch.split(".")[1]) + 15
+    return f"pip install 'torchvision==0.{minor}.*' from the index that torch {torch} came from, {other}"
