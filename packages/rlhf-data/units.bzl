@@ -2,13 +2,14 @@
 
 UNITS = {
     "__init__": (["__init__"], []),
+    "bounds": (["bounds"], ["rlhf-data/errors"]),
     "chat": (["chat/"], ["rlhf-data/errors", "rlhf-data/rows"]),
     "errors": (["errors"], []),
     "examples": (["examples/"], ["rlhf-data/chat", "rlhf-data/errors", "rlhf-data/options", "rlhf-data/records", "rlhf-data/rows"]),
     "inspection": (["inspection"], ["rlhf-data/chat", "rlhf-data/errors", "rlhf-data/examples", "rlhf-data/keys", "rlhf-data/options", "rlhf-data/pretrained", "rlhf-data/rows", "rlhf-data/safety"]),
     "keys": (["keys"], ["rlhf-data/errors", "rlhf-data/options", "rlhf-data/rows"]),
     "main": (["main"], ["rlhf-data/inspection", "rlhf-data/options", "rlhf-data/pretrained"]),
-    "options": (["options/"], ["rlhf-data/errors", "rlhf-data/own_code", "rlhf-data/rows", "rlhf-data/safety"]),
+    "options": (["options/"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/own_code", "rlhf-data/rows", "rlhf-data/safety"]),
     "own_code": (["own_code"], ["rlhf-data/stored_weights"]),
     "packing": (["packing"], ["rlhf-data/errors"]),
     "pretrained": (["pretrained"], ["rlhf-data/errors", "rlhf-data/own_code", "rlhf-data/stored_weights"]),
@@ -22,6 +23,7 @@ UNITS = {
 }
 
 TESTS = {
+    "bounds_test.py": ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/options"],
     "chat/chat_test.py": ["rlhf-data/chat", "rlhf-data/errors", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/testing", "tests/support/record_testing"],
     "chat/reasoning_test.py": ["rlhf-data/chat", "rlhf-data/errors", "rlhf-data/examples", "rlhf-data/prompts", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/testing", "tests/support/record_testing", "tests/support/sentencepiece_testing"],
     "chat/sentencepiece_test.py": ["rlhf-data/chat", "rlhf-data/examples", "rlhf-data/rows", "tests/support/sentencepiece_testing"],

@@ -2,23 +2,23 @@
 
 UNITS = {
     "__init__": (["__init__"], []),
-    "agents": (["agents/", "agents/dialects/", "agents/tools/"], ["rlhf-data/chat", "rlhf-data/errors", "rlhf-data/own_code", "rlhf-data/records", "rlhf-rollout/engines", "rlhf-rollout/http", "rlhf-rollout/policy_json", "rlhf-rollout/protocols", "rlhf-rollout/rewards", "rlhf-rollout/router", "rlhf-rollout/workers"]),
+    "agents": (["agents/", "agents/dialects/", "agents/tools/"], ["rlhf-data/bounds", "rlhf-data/chat", "rlhf-data/errors", "rlhf-data/own_code", "rlhf-data/records", "rlhf-rollout/engines", "rlhf-rollout/http", "rlhf-rollout/policy_json", "rlhf-rollout/protocols", "rlhf-rollout/rewards", "rlhf-rollout/router", "rlhf-rollout/workers"]),
     "commands": (["commands/"], ["rlhf-data/chat", "rlhf-data/errors", "rlhf-data/examples", "rlhf-data/keys", "rlhf-data/options", "rlhf-data/own_code", "rlhf-data/pretrained", "rlhf-data/prompts", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/safety", "rlhf-data/stored_weights", "rlhf-data/testing", "rlhf-models/dequantize", "rlhf-rollout/agents", "rlhf-rollout/engines", "rlhf-rollout/generator", "rlhf-rollout/host", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/records_io", "rlhf-rollout/rewards", "rlhf-rollout/router", "rlhf-rollout/workers"]),
-    "engines": (["engines/", "engines/vllm/"], ["rlhf-data/errors", "rlhf-data/own_code", "rlhf-data/pretrained", "rlhf-data/records", "rlhf-data/safety", "rlhf-data/stored_weights", "rlhf-data/testing", "rlhf-models/dequantize", "rlhf-rollout/host", "rlhf-rollout/http", "rlhf-rollout/protocols"]),
+    "engines": (["engines/", "engines/vllm/"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/own_code", "rlhf-data/pretrained", "rlhf-data/records", "rlhf-data/safety", "rlhf-data/stored_weights", "rlhf-data/testing", "rlhf-models/dequantize", "rlhf-rollout/host", "rlhf-rollout/http", "rlhf-rollout/protocols"]),
     "event_loop": (["event_loop"], []),
     "generator": (["generator"], ["rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/agents", "rlhf-rollout/protocols", "rlhf-rollout/rewards"]),
     "host": (["host"], ["rlhf-data/safety"]),
     "http": (["http/"], ["rlhf-data/errors", "rlhf-data/records", "rlhf-data/safety"]),
     "mps": (["mps"], ["rlhf-data/errors", "rlhf-rollout/host"]),
     "policy_json": (["policy_json"], []),
-    "protocols": (["protocols", "weights/"], ["rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/host"]),
+    "protocols": (["protocols", "weights/"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/host"]),
     "ray_actors": (["ray_actors"], ["rlhf-data/errors", "rlhf-rollout/engines", "rlhf-rollout/host", "rlhf-rollout/mps", "rlhf-rollout/protocols", "rlhf-rollout/rewards"]),
     "records_io": (["records_io"], ["rlhf-data/errors", "rlhf-data/records"]),
-    "rewards": (["rewards/", "rewards/code/"], ["rlhf-data/errors", "rlhf-data/options", "rlhf-data/own_code", "rlhf-data/records", "rlhf-data/safety", "rlhf-models/dequantize", "rlhf-models/host_states", "rlhf-models/process_reward", "rlhf-models/reward", "rlhf-rollout/event_loop", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/workers"]),
+    "rewards": (["rewards/", "rewards/code/"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/options", "rlhf-data/own_code", "rlhf-data/records", "rlhf-data/safety", "rlhf-models/dequantize", "rlhf-models/host_states", "rlhf-models/process_reward", "rlhf-models/reward", "rlhf-rollout/event_loop", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/workers"]),
     "router": (["router"], ["rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/engines", "rlhf-rollout/protocols", "rlhf-rollout/unfinished"]),
     "supervisor": (["supervisor"], ["rlhf-data/errors", "rlhf-rollout/engines", "rlhf-rollout/protocols", "rlhf-rollout/router"]),
     "unfinished": (["unfinished"], ["rlhf-data/records", "rlhf-rollout/protocols", "rlhf-rollout/records_io"]),
-    "workers": (["workers/"], ["rlhf-data/errors", "rlhf-data/safety"]),
+    "workers": (["workers/"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/safety"]),
 }
 
 TESTS = {

@@ -57,17 +57,17 @@ TABLE = [
     ),
     (
         "ppo --sequence_parallel_size 2 --packing_samples",
-        r"error: --sequence_parallel_size is 2, and `train` of the placement has 1 process\(es\)",
+        r"error: --sequence_parallel_size is 2, and a model has 1 training process\(es\)",
         "use 2 or a multiple: --actor_num_gpus_per_node 2",
     ),
     (
         f"{SFT} --sequence_parallel_size 2 --packing_samples",
-        r"error: --sequence_parallel_size is 2, and the run has 1 process\(es\)",
+        r"error: --sequence_parallel_size is 2, and a model has 1 training process\(es\)",
         "use 2 or a multiple: torchrun --nproc_per_node 2",
     ),
     (
         "ppo --ds_tensor_parallel_size 2",
-        r"error: --ds_tensor_parallel_size is 2, and `train` of the placement has 1 process\(es\)",
+        r"error: --ds_tensor_parallel_size is 2, and a model has 1 training process\(es\)",
         "use 2 or a multiple: --actor_num_gpus_per_node 2",
     ),
     (
@@ -77,7 +77,7 @@ TABLE = [
     ),
     (
         f"{SFT} --ds_tensor_parallel_size 2 --lora_rank 2",
-        r"error: --ds_tensor_parallel_size is 2, and the run has 1 process\(es\)",
+        r"error: --ds_tensor_parallel_size is 2, and a model has 1 training process\(es\)",
         "use 2 or a multiple: torchrun --nproc_per_node 2",
     ),
     (

@@ -176,7 +176,7 @@ def test_parse_flag_that_resembles_no_other_gets_no_guess(flag):
         (["--lambd", "nan"], "--lambd is nan; it must be a finite number"),
         (["--bf16", "maybe"], "--bf16 is maybe; it must be true or false"),
         (["--zero_stage", "4"], "--zero_stage is 4; it must be at most 3"),
-        (["--adam_betas", "0.9", "1.5"], "--adam_betas is (0.9, 1.5); both must be in [0, 1)"),
+        (["--adam_betas", "0.9", "1.5"], "--adam_betas is (0.9, 1.5); each must be at least 0 and below 1"),
         (["--top_k", "0"], "--top_k is 0"),
         (["--stop", "END", ""], "--stop: a text that ends responses must not be empty"),
         (

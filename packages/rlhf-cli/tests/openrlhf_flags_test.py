@@ -129,7 +129,7 @@ def test_table_has_no_flag_twice_for_a_command_and_names_options_that_exist():
         ("ppo", "--vllm.sync_backend gloo", "vllm_sync_backend", "host"),
         ("ppo", "--ds.param_dtype bf16", "bf16", True),
         ("ppo", "--ds.zero_stage 3", "zero_stage", 3),
-        ("ppo", "--ds.zpg 2", "zpg", 2),
+        ("ppo", "--ds.zpg 2 --zero_stage 3", "zpg", 2),
         ("ppo", "--ds.overlap_comm", "overlap_comm", True),
         ("ppo", "--ds.tensor_parallel_size 2", "ds_tensor_parallel_size", 2),
         ("ppo", "--ds.adam_offload", "adam_offload", True),

@@ -21,7 +21,7 @@ from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.cluster.places import PlacementPlan
 from rlhf_train.generation.recorded import Recording
 from rlhf_train.memory import ITEM_BYTES, count_parameters
-from rlhf_train.online_job import DynamicSampling, OnlineJob, RewardSpec
+from rlhf_train.online_job import OnlineJob
 from rlhf_train.specs import ModelSpec
 
 # Shares of a GPU's memory for the engines on a GPU that they share with training.
@@ -71,7 +71,7 @@ def make_plan(config: PpoConfig, nodes: Sequence[int]) -> PlacementPlan:
         raise ConfigError(message, hint="use more --vllm_num_engines with --colocate_all_models, or drop it")
     for placed in plan.trainers:
         how = "--actor_num_gpus_per_node {}, and as many for models with GPUs of their own"
-        config.model.check_processes(placed.num_ranks, f"`{placed.name}` of the placement", how)
+        config.planned_model.check_ranks(placed.num_ranks, how)
     share = config.engine.vllm_gpu_memory_utilization
     most = _engines_per_gpu(plan)
     if share is not None and most * share > 1:
@@ -112,14 +112,9 @@ def make_job(
         num_steps = min(num_planned, inputs.recording.num_steps)
     num_frozen = max(training.freezing_actor_steps, 0)
     places = config.engine.vllm_max_num_seqs * plan.engines.num_ranks
-    filtering = DynamicSampling(
-        reward_range=rollout.dynamic_filtering_reward_range,
-        max_batches=rollout.dynamic_filtering_max_batches,
-        by_source=config.reward.reward_normalize == "each",
-    )
     # Requests reach an engine in no fixed order, so each needs a seed of its own for two runs to agree. On a GPU they
     # would not agree anyway, because sums depend on what else is in the batch, and seeds slow the sampler down.
-    sampling = rollout.params(num_samples, seed=None if on_gpu else training.seed)
+    sampling = config.sampling(seed=None if on_gpu else training.seed)
     evaluation = config.evaluation
     full = to_store(config)
     return OnlineJob(
@@ -137,7 +132,13 @@ def make_job(
         prompts=inputs.prompts.prompts,
         prompts_digest=inputs.prompts.counts.digest,
         eval_prompts=inputs.eval_prompts.prompts if inputs.eval_prompts else (),
-        reward=_make_reward(config, inputs, plan),
+        reward=replace(
+            config.reward.spec(rollout),
+            sources=inputs.reward_sources,
+            offload_models=config.model.ref_reward_offload,
+            process_models=inputs.process_models,
+            divided_models=_divided_reward_models(config, inputs, plan),
+        ),
         agent=_make_agent(config, inputs),
         plan=plan,
         batch=batch,
@@ -152,7 +153,7 @@ def make_job(
         # Twice as many groups as the engines generate at the same time, so that they never wait for a prompt.
         max_in_flight=max(math.ceil(2 * places / num_samples), 1),
         ray_address=ray_address,
-        dynamic_sampling=filtering if rollout.dynamic_filtering else None,
+        dynamic_sampling=config.filtering,
         num_frozen_steps=num_frozen,
         ema_beta=training.ema_beta if training.enable_ema else None,
         save_critic=config.output.save_value_network and spec.row.uses_critic,
@@ -242,26 +243,6 @@ def _describe_run(config: PpoConfig, num_prompts: int | None) -> str:
     return (
         f"{steps} steps x {updates} = {steps * updates} updates; {asked} prompts drawn from {num_prompts},"
         f" {asked / num_prompts:.2f} passes"
-    )
-
-
-def _make_reward(config: PpoConfig, inputs: Inputs, plan: PlacementPlan) -> RewardSpec:
-    section = config.reward
-    return RewardSpec(
-        sources=inputs.reward_sources,
-        calls=section.calls(config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt),
-        running_norm=section.running_reward_norm,
-        normalize=section.reward_normalize,
-        normalize_models=section.normalize_reward,
-        offload_models=config.model.ref_reward_offload,
-        process_models=inputs.process_models,
-        divided_models=_divided_reward_models(config, inputs, plan),
-        step_separator=section.step_end,
-        by_turn=section.reward_by_turn,
-        clip_range=section.reward_clip_range,
-        overlong_buffer=section.overlong_buffer(config.rollout.generate_max_len),
-        overlong_penalty_factor=section.overlong_penalty_factor,
-        stop_properly_coef=section.stop_properly_penalty_coef,
     )
 
 

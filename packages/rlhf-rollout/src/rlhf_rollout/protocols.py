@@ -6,12 +6,17 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
+from rlhf_data.bounds import bounded, check_bounds
 from rlhf_data.errors import ConfigError, DataError, EngineError, unknown
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, freeze_routes
 from rlhf_rollout.weights.bucket import WeightBucket
 
 PauseMode = Literal["drain", "keep", "restart"]
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
+
+
+# Values with which tokens are drawn from the model's distribution at its temperature.
+_NEUTRAL = {"top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,30 +40,35 @@ class SamplingParams:
         seed: makes the completions of one request repeatable.
     """
 
-    num_samples: int = 1
-    max_tokens: int = 16
+    num_samples: int = bounded(1, ge=1)
+    max_tokens: int = bounded(16, ge=1)
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float = bounded(1.0, ge=0)
+    top_p: float = bounded(1.0, gt=0, le=1)
+    top_k: int = bounded(-1, ge=-1)
+    min_p: float = bounded(0.0, ge=0, le=1)
+    repetition_penalty: float = bounded(1.0, gt=0)
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.num_samples < 1 or self.max_tokens < 1:
-            raise ConfigError(f"num_samples ({self.num_samples}) and max_tokens ({self.max_tokens}) must be at least 1")
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ConfigError(f"temperature {self.temperature} must be >= 0 and top_p {self.top_p} in (0, 1]")
-        if not 0 <= self.min_p <= 1 or self.repetition_penalty <= 0:
-            message = f"min_p {self.min_p} must be in [0, 1] and repetition_penalty {self.repetition_penalty} above 0"
-            raise ConfigError(message)
+        check_bounds(self)
         if isinstance(self.stop, str) or not all(isinstance(one, str) and one for one in self.stop):
             raise ConfigError(f"stop must be a list of texts that are not empty, got {self.stop!r}")
         if self.temperature == 0 and self.num_samples > 1:
-            raise ConfigError("greedy sampling (temperature 0) gives the same completion each time: use num_samples 1")
+            message = f"``num_samples`` is {self.num_samples} at ``temperature=0``: greedy responses are all the same"
+            raise ConfigError(message, hint="use 1 sample, or a temperature")
+
+    @property
+    def changes(self) -> dict[str, float]:
+        """The fields that change the model's distribution at its temperature, each with the value that would not."""
+        return {name: value for name, value in _NEUTRAL.items() if getattr(self, name) != value}
+
+    @property
+    def what_changes(self) -> str:
+        """What `changes` do, in words."""
+        return f"samples from a {'part of the' if self.repetition_penalty == 1 else 'changed'} distribution"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rlhf_data.bounds import bounded, check_bounds
 from rlhf_data.errors import ConfigError
 from rlhf_data.records import Prompt
 from rlhf_rollout.agents import AgentSpec
@@ -34,19 +35,16 @@ class BatchSizes:
         max_epochs: passes over the rollouts of a step.
     """
 
-    rollout_batch_size: int
-    num_samples_per_prompt: int
-    train_batch_size: int
-    micro_train_batch_size: int
-    micro_rollout_batch_size: int
-    micro_batch_tokens: int | None = None
-    max_epochs: int = 1
+    rollout_batch_size: int = bounded(ge=1)
+    num_samples_per_prompt: int = bounded(ge=1)
+    train_batch_size: int = bounded(ge=1)
+    micro_train_batch_size: int = bounded(ge=1)
+    micro_rollout_batch_size: int = bounded(ge=1)
+    micro_batch_tokens: int | None = bounded(None, ge=1)
+    max_epochs: int = bounded(1, ge=1)
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        check_bounds(self)
         if self.num_rollouts % self.train_batch_size:
             size = self.train_batch_size
             count = self.num_rollouts
@@ -78,6 +76,12 @@ class BatchSizes:
     def num_mini_batches(self, num_trained: float) -> int:
         """Return the updates per epoch over `num_trained` rollouts, which may be fewer than `num_rollouts`."""
         return math.ceil(num_trained / self.train_batch_size)
+
+
+def _check_range(name: str, bounds: tuple[float, float] | None) -> None:
+    """Raise ConfigError unless the lower bound is below the upper bound."""
+    if bounds is not None and not bounds[0] < bounds[1]:
+        raise ConfigError(f"``{name}`` is {bounds[0]:g} {bounds[1]:g}", hint="give LOW before HIGH, two numbers")
 
 
 RewardNormalization = Literal["together", "each", "none"]
@@ -125,6 +129,32 @@ class RewardSpec:
     stop_properly_coef: float | None = None
     normalize: RewardNormalization = "together"
 
+    def __post_init__(self) -> None:
+        _check_range("RewardSpec.clip_range", self.clip_range)
+        if self.by_turn and self.running_norm:
+            message = "``running_norm`` normalizes rewards of whole responses, and ``RewardSpec.by_turn`` gives several"
+            raise ConfigError(message, hint="drop one of them")
+        changes = {
+            "``running_norm``": self.running_norm,
+            "``RewardSpec.clip_range``": self.clip_range is not None,
+            "``overlong_buffer``": self.overlong_buffer > 0,
+            "``stop_properly_coef``": self.stop_properly_coef is not None,
+            "``RewardSpec.by_turn``": self.by_turn,
+        }
+        for name in (name for name, is_on in changes.items() if is_on and self.normalize == "each"):
+            message = f"{name} changes the sum of the rewards, and ``RewardSpec.normalize=each`` compares them before"
+            hint = "drop one of them; length:max=TOKENS is a reward for short responses"
+            raise ConfigError(f"{message} they are added", hint=hint)
+
+    def check_samples(self, num_samples: int) -> None:
+        """Raise ConfigError if rewards are compared each by itself, and there is nothing to compare them with."""
+        if self.normalize == "each" and (len(self.sources) < 2 or num_samples < 2):
+            message = "``RewardSpec.normalize=each`` compares several rewards within a group; there are"
+            counts = f"{len(self.sources)} rewards and {num_samples} responses per prompt"
+            raise ConfigError(
+                f"{message} {counts}", hint="give several rewards, and ``num_samples_per_prompt=4`` or more"
+            )
+
     @property
     def models(self) -> tuple[str, ...]:
         """The folders or hub names of the reward models, in the order of the sources."""
@@ -143,8 +173,18 @@ class DynamicSampling:
     """
 
     reward_range: tuple[float, float] | None = None
-    max_batches: int = 10
+    max_batches: int = bounded(10, ge=1)
     by_source: bool = False
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        _check_range("DynamicSampling.reward_range", self.reward_range)
+
+    def check_samples(self, num_samples: int) -> None:
+        """Raise ConfigError unless the samples of a prompt (`num_samples`) can differ."""
+        if num_samples < 2:
+            message = "dynamic sampling keeps groups whose samples differ, and a group has one sample"
+            raise ConfigError(message, hint="use ``num_samples_per_prompt=4`` or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,13 +196,19 @@ class AsyncSpec:
         at_update: what happens to requests in flight when engines get new weights; see `RolloutEngine.pause`.
     """
 
-    max_staleness: int = 1
+    max_staleness: int = bounded(1, ge=0)
     at_update: PauseMode = "keep"
 
     def __post_init__(self) -> None:
-        if self.max_staleness < 0:
-            raise ConfigError(f"max_staleness is {self.max_staleness}; it must be at least 0")
+        check_bounds(self)
         check_pause_mode(self.at_update)
+
+    def check_sleep(self, *, engines: bool, trainers: bool) -> None:
+        """Raise ConfigError if engines (`EngineSpec.enable_sleep`) or trainers (`trainer_sleep`) sleep in turn."""
+        for name, is_on in (("``enable_sleep``", engines), ("``trainer_sleep``", trainers)):
+            if is_on:
+                message = "``asynchronous`` has engines and trainers work at the same time, and"
+                raise ConfigError(f"{message} {name} lets them sleep in turn", hint="drop one of them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,34 +331,28 @@ class OnlineJob:
         placed = [role for processes in self.plan.trainers for role in processes.roles]
         if sorted(placed) != sorted(self.models):
             raise ConfigError(f"the plan has places for {', '.join(placed)}, the models are {', '.join(self.models)}")
-        has_pairs = self.batch.num_samples_per_prompt > 1
-        hint = "use ``num_samples_per_prompt=4`` or more"
-        if row.uses_group and not has_pairs:
-            message = f"{row.title} ({row.name}) compares the samples of one prompt and ``num_samples_per_prompt`` is 1"
-            raise ConfigError(message, hint=hint)
-        if self.dynamic_sampling is not None and not has_pairs:
-            message = "dynamic sampling keeps groups whose samples differ, and a group has one sample"
-            raise ConfigError(message, hint=hint)
+        row.check_group(self.batch.num_samples_per_prompt)
+        self.algorithm.check_steps(
+            num_rollouts=self.batch.num_rollouts,
+            num_updates=self.batch.num_updates,
+            num_frozen_steps=self.num_frozen_steps,
+            max_staleness=self.max_staleness,
+        )
+        self.algorithm.check_rewards(self.reward.normalize)
+        if not self.replay:
+            self.reward.check_samples(self.batch.num_samples_per_prompt)
+        if self.dynamic_sampling is not None:
+            self.dynamic_sampling.check_samples(self.batch.num_samples_per_prompt)
         self._check_options()
-        self._check_overlap()
+        if self.asynchronous is not None and self.max_staleness:
+            self.asynchronous.check_sleep(engines=self.engine.enable_sleep, trainers=self.trainer_sleep)
         self._check_early_forwards()
         if self.replay and self.eval_prompts:
             raise ConfigError("held-out prompts need an engine, and a replay has none", hint="give no eval_prompts")
         if self.sampling.temperature <= 0:
             raise ConfigError("temperature is 0: greedy rollouts teach nothing", hint="use ``temperature=1.0``")
-
-    def _check_overlap(self) -> None:
-        """Check what cannot be combined with generation that goes on while the learner works."""
-        if not self.max_staleness:
-            return
-        if self.engine.enable_sleep or self.trainer_sleep:
-            message = (
-                "``asynchronous`` has engines generate while models train, and engines or trainers sleep meanwhile"
-            )
-            raise ConfigError(message, hint="drop ``enable_sleep`` and ``trainer_sleep``, or ``asynchronous``")
-        if self.algorithm.old_logprobs == "skip":
-            message = "old log-probs are skipped, which needs rollouts of the newest weights, and rollouts may be stale"
-            raise ConfigError(message, hint="use ``old_logprobs=recompute`` or rollout with ``asynchronous``")
+        if not self.replay:
+            self.algorithm.check_sampling(self.sampling)
 
     def _check_early_forwards(self) -> None:
         """Check that nothing moves models or needs several processes while groups generate."""
@@ -337,18 +377,11 @@ class OnlineJob:
             spec.check_ranks(self.plan.trainers_of(role).num_ranks)
         if len(set(sizes.values())) > 1:
             raise ConfigError(f"all models must divide sequences and weights over as many processes, and not {sizes}")
-        for name, wanted in (("num_frozen_steps", self.num_frozen_steps), ("save_critic", self.save_critic)):
-            if wanted and "critic" not in self.models:
-                raise ConfigError(f"``{name}`` needs a critic, and {self.algorithm.row.title} has none")
+        if self.save_critic and "critic" not in self.models:
+            raise ConfigError(f"``save_critic`` needs a critic, and {self.algorithm.row.title} has none")
         if self.num_frozen_steps and self.num_frozen_steps >= self.num_steps and not self.replay:
             message = f"the actor is frozen for {self.num_frozen_steps} of {self.num_steps} steps: it would never learn"
             raise ConfigError(message, hint="lower ``num_frozen_steps``")
-        if self.algorithm.old_logprobs == "skip" and self.batch.num_updates > 1:
-            message = (
-                f"old log-probs are skipped, which needs one update per step, and there are {self.batch.num_updates}"
-            )
-            hint = f"use ``train_batch_size={self.batch.num_rollouts}`` ``max_epochs=1``, or ``old_logprobs=recompute``"
-            raise ConfigError(message, hint=hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

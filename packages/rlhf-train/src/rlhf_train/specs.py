@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rlhf_data.bounds import bounded, check_bounds
 from rlhf_data.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,19 +30,25 @@ class OptimizerSpec:
         bf16_moments: keep the moments of AdamW in bfloat16; see `engine.bf16_moments`. Not with Muon.
     """
 
-    learning_rate: float
-    betas: tuple[float, float] = (0.9, 0.95)
+    learning_rate: float = bounded(ge=0)
+    betas: tuple[float, float] = bounded((0.9, 0.95), ge=0, lt=1)
     eps: float = 1e-8
-    weight_decay: float = 0.0
-    muon_momentum: float | None = None
-    max_norm: float = 1.0
+    weight_decay: float = bounded(0.0, ge=0)
+    muon_momentum: float | None = bounded(None, ge=0, lt=1)
+    max_norm: float = bounded(1.0, ge=0)
     scheduler: str = "cosine_with_min_lr"
     warmup_steps: int = 0
     total_steps: int = 1
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: float = bounded(0.1, ge=0, le=1)
     offload: bool = False
     offload_path: str | None = None
     bf16_moments: bool = False
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.bf16_moments and self.muon_momentum is not None:
+            message = "``bf16_moments`` is for AdamW, and the optimizer is Muon, whose momentum is in float32"
+            raise ConfigError(message, hint="use ``muon_momentum=None``, or drop ``bf16_moments``")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,42 +89,70 @@ class ModelSpec:
     gradient_checkpointing: bool = False
     packing: bool = False
     share_prompts: bool = False
-    sequence_parallel_size: int = 1
-    tensor_parallel_size: int = 1
+    sequence_parallel_size: int = bounded(1, ge=1)
+    tensor_parallel_size: int = bounded(1, ge=1)
     torch_compile: str = "off"
-    zero_stage: int = 2
-    zpg: int = 1
+    zero_stage: int = bounded(2, ge=0, le=3)
+    zpg: int = bounded(1, ge=1)
     overlap_comm: bool = False
     optimizer: OptimizerSpec | None = None
     lora: "LoraSpec | None" = None
-    aux_loss_coef: float = 0.0
+    aux_loss_coef: float = bounded(0.0, ge=0)
     offload: bool = False
     routing_replay: bool = False
     masked_ids: tuple[range, ...] = ()
     max_length: int | None = None
     chat_template: str | None = None
 
-    def check_ranks(self, num_ranks: int) -> None:
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        divides_tokens = self.sequence_parallel_size > 1
+        size = f"``sequence_parallel_size={self.sequence_parallel_size}``"
+        if self.zpg > 1 and self.zero_stage < 3:
+            message = f"``zpg={self.zpg}`` copies the parts of weights that ZeRO stage 3 makes, and ``zero_stage`` is"
+            raise ConfigError(f"{message} {self.zero_stage}", hint="add ``zero_stage=3``, or drop ``zpg``")
+        for is_used, what in (
+            (divides_tokens, f"{size} divides packed sequences"),
+            (self.share_prompts, "``share_prompts`` stores the prompts of packed samples once"),
+        ):
+            if is_used and not self.packing:
+                raise ConfigError(f"{what}, and ``packing`` is off", hint="add ``packing``")
+        if divides_tokens and self.torch_compile == "on":
+            message = f"``torch_compile=on``, and the layers are not compiled with {size}"
+            raise ConfigError(message, hint="leave ``torch_compile`` at auto")
+        for is_used, what in (
+            (divides_tokens, "``sequence_parallel_size`` divides sequences"),
+            (self.aux_loss_coef > 0, "``aux_loss_coef`` counts the tokens of whole sequences"),
+            (self.routing_replay, "``routing_replay`` sends the tokens of each sequence to experts of its own"),
+        ):
+            if is_used and self.share_prompts:
+                message = f"{what}, and with ``share_prompts`` sequences have parts in common"
+                raise ConfigError(message, hint="drop one of them")
+
+    def check_passes(self, max_tokens: int | None) -> None:
+        """Raise ConfigError for passes of at most `max_tokens` tokens, unless this is None or samples are packed."""
+        if max_tokens is not None and not self.packing:
+            message = "``micro_batch_tokens`` limits packed sequences, and ``packing`` is off"
+            raise ConfigError(message, hint="add ``packing``, or use ``micro_train_batch_size``")
+
+    def check_ranks(self, num_ranks: int, how: str = "{} of them") -> None:
         """Raise ConfigError for what cannot be done on `num_ranks` processes, or not with this optimizer.
 
-        That is a second copy of the weights, states of the optimizer in bfloat16 or in host memory, and division of the
-        weights.
+        `how` says how to start more processes, with {} for their number.
+        That is division of tokens or weights, a second copy of the weights, and states of the optimizer in host memory.
         """
-        self._check_tensor_parallel(num_ranks)
-        if self.zpg > 1 and self.zero_stage < 3:
-            message = f"``zpg={self.zpg}`` copies the parts of weights that ZeRO stage 3 makes, and"
-            raise ConfigError(
-                f"{message} ``zero_stage`` is {self.zero_stage}", hint="add ``zero_stage=3``, or drop ``zpg``"
-            )
+        for name in ("sequence_parallel_size", "tensor_parallel_size"):
+            size = getattr(self, name)
+            if num_ranks % size:
+                message = f"``{name}`` is {size}, and a model has {num_ranks} training process(es)"
+                raise ConfigError(message, hint=f"use {size} or a multiple: {how.format(size)}")
+        self._check_tensor_parallel()
         if num_ranks % self.zpg:
             sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
             message = (
                 f"``zpg={self.zpg}`` must divide the number of training processes of each model, which is {num_ranks}"
             )
             raise ConfigError(message, hint=f"use one of {', '.join(map(str, sizes))}, or another number of processes")
-        if self.optimizer is not None and self.optimizer.bf16_moments and self.optimizer.muon_momentum is not None:
-            message = "``bf16_moments`` is for AdamW, and the optimizer is Muon, whose momentum is in float32"
-            raise ConfigError(message, hint="use ``muon_momentum=None``, or drop ``bf16_moments``")
         if self.optimizer is None or not self.optimizer.offload:
             return
         shares_gradients = self.zero_stage == 2 and num_ranks > self.tensor_parallel_size
@@ -130,13 +165,12 @@ class ModelSpec:
                 message = "``OptimizerSpec.offload`` is for AdamW on bfloat16 weights, not at ZeRO stage 2 on several"
                 raise ConfigError(f"{message} processes: {reason}", hint=hint)
 
-    def _check_tensor_parallel(self, num_ranks: int) -> None:
+    def _check_tensor_parallel(self) -> None:
         size = self.tensor_parallel_size
         if size == 1:
             return
         is_muon = self.optimizer is not None and self.optimizer.muon_momentum is not None
         for is_wrong, reason, hint in (
-            (num_ranks % size, f"a model has {num_ranks} training process(es)", f"use {size} of them, or a multiple"),
             (self.zero_stage == 3, "``zero_stage`` is 3", "use ``zero_stage=2``, or ``zero_stage=3`` alone"),
             (self.sequence_parallel_size > 1, "``sequence_parallel_size`` divides tokens", "use one of them"),
             (self.lora is not None, "LoRA adapters add matrices that are not divided", "drop one of them"),

@@ -48,7 +48,6 @@ def test_layers_are_compiled_where_that_is_possible_and_pays(compiled, fields, i
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"packing": True, "sequence_parallel_size": 2}, "sequence parallelism exchanges heads inside the layers"),
         ({"tensor_parallel_size": 2}, "tensor parallelism adds up over processes inside the layers"),
     ],
 )

@@ -115,9 +115,13 @@ ADAMW = OptimizerSpec(learning_rate=1e-2)
 @pytest.mark.parametrize(
     ("changes", "num_ranks", "message", "hint"),
     [
-        ({}, 3, "a model has 3 training process", "use 2 of them, or a multiple"),
         ({"zero_stage": 3}, 2, "``zero_stage`` is 3", "use ``zero_stage=2``"),
-        ({"sequence_parallel_size": 2}, 4, "``sequence_parallel_size`` divides tokens", "use one of them"),
+        (
+            {"sequence_parallel_size": 2, "packing": True},
+            4,
+            "``sequence_parallel_size`` divides tokens",
+            "use one of them",
+        ),
         ({"lora": object()}, 2, "LoRA adapters add matrices", "drop one"),
         (
             {"optimizer": dataclasses.replace(ADAMW, muon_momentum=0.9)},

@@ -145,7 +145,7 @@ def test_evaluation_that_a_signal_cut_off_is_repeated(make_run, tmp_path):
 
 @pytest.mark.parametrize("sleeper", [{"enable_sleep": True}, {"trainer_sleep": True, "zero_stage": 2}])
 def test_nothing_may_sleep_while_both_sides_work(make_run, sleeper):
-    with pytest.raises(ConfigError, match="engines or trainers sleep meanwhile"):
+    with pytest.raises(ConfigError, match=r"``asynchronous`` has .* lets them sleep in turn"):
         make_run(SpreadReward(), asynchronous=OVERLAP, **sleeper)
     make_run(SpreadReward(), asynchronous=AsyncSpec(max_staleness=0), **sleeper)
 

@@ -228,7 +228,7 @@ def test_experts_keep_the_kernels_with_which_graphs_were_captured(pair: Pair, mo
 
 def test_what_cannot_be_quantized_is_refused_before_vllm_starts(pair: Pair, tmp_path: Path) -> None:
     path = tiny_model_dir(tmp_path)
-    with pytest.raises(ConfigError, match="quantization fp8 starts from bfloat16, and the engine's dtype is float32"):
+    with pytest.raises(ConfigError, match="``quantization=fp8`` rounds bfloat16 weights, and the engine's are float32"):
         build_engine("vllm", EngineSpec(model=str(path), quantization="fp8"))
     with pytest.raises(ConfigError, match="int3"):
         EngineSpec(model=str(path), dtype="bfloat16", quantization="int3")  # type: ignore[arg-type]

@@ -193,10 +193,8 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     """Check models and data without loading a model; return the job and the tokenizer."""
     assert config.model.pretrain
     place = launch()
-    config.model.check_processes(place.num_ranks, "the run", "torchrun --nproc_per_node {} -m ...")
     training = config.training
-    planned = config.model.spec("", training.sharding, training.optimizer(training.learning_rate, num_updates=0))
-    planned.check_ranks(place.num_ranks)
+    config.planned_model.check_ranks(place.num_ranks, "torchrun --nproc_per_node {} -m ...")
     _take_own_gpu(place)
     # Open the data before importing torch, so that a wrong path or key is reported within a second.
     sources = _open(config)

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import without_effect
-from rlhf_data.options.declare import Section, flag, matching, one_of
+from rlhf_data.options.declare import Section, flag, flag_of, matching, one_of
 from rlhf_kernels import PolicyObjective
 from rlhf_train.algorithms.table import (
     ALGORITHMS,
@@ -90,19 +90,17 @@ class AlgorithmSection(Section, title="algorithm"):
     advantage_estimator: Estimator = flag(
         _DEFAULTS.estimator, "; ".join(f"{row.name}: {row.title}" for row in ALGORITHMS.values())
     )
-    gamma: float = flag(_DEFAULTS.gamma, "discount per token", ge=0, le=1)
-    turn_gamma: float | None = flag(
-        None,
+    gamma: float = flag_of(AlgorithmSpec.gamma, "discount per token")
+    turn_gamma: float | None = flag_of(
+        AlgorithmSpec.turn_gamma,
         "discount from one turn of an agent to the next, in place of --gamma; 0: each turn is an episode of its own",
-        ge=0,
-        le=1,
     )
     group_by: GroupBy = flag(
         _DEFAULTS.group_by,
         "what the estimator's baseline compares within a group. episode: the episodes' rewards; turn: the rewards from"
         " the k-th turn of an agent on, with those from the k-th turn on of the other episodes",
     )
-    lambd: float = flag(_DEFAULTS.lambd, "GAE's lambda: 0 trusts the critic, 1 the rewards", ge=0, le=1)
+    lambd: float = flag_of(AlgorithmSpec.lambd, "GAE's lambda: 0 trusts the critic, 1 the rewards")
     bootstrap_truncated: bool = flag(
         False,
         "when --generate_max_len cuts a response, count the critic's value of its last state as further return",
@@ -139,17 +137,17 @@ class AlgorithmSection(Section, title="algorithm"):
         None, "limit the PPO loss of a token with negative advantage A to X times |A|; None: no limit", gt=1
     )
     entropy_loss_coef: float = flag(_OBJECTIVE.entropy_coef, "weight of the entropy bonus", ge=0)
-    value_clip: float | None = flag(
-        _DEFAULTS.value_clip, "clip each value to its old value -+ X in the value loss; None: no clipping", gt=0
+    value_clip: float | None = flag_of(
+        AlgorithmSpec.value_clip, "clip each value to its old value -+ X in the value loss; None: no clipping"
     )
-    init_kl_coef: float = flag(
-        _DEFAULTS.kl_coef, "coefficient of the KL to the reference, in reward per nat; 0: no reference model", ge=0
+    init_kl_coef: float = flag_of(
+        AlgorithmSpec.kl_reward_coef, "coefficient of the KL to the reference, in reward per nat; 0: no reference model"
     )
-    kl_target: float | None = flag(
-        None, "adapt the KL coefficient until the KL per token is X nats; None: keep the coefficient", gt=0
+    kl_target: float | None = flag_of(
+        AlgorithmSpec.kl_target, "adapt the KL coefficient until the KL per token is X nats; None: keep the coefficient"
     )
-    kl_horizon: int = flag(
-        _DEFAULTS.kl_horizon, "responses over which --kl_target changes the KL coefficient by at most about 20 %", ge=1
+    kl_horizon: int = flag_of(
+        AlgorithmSpec.kl_horizon, "responses over which --kl_target changes the KL coefficient by at most about 20 %"
     )
     kl_estimator: KlEstimatorName = flag(_OBJECTIVE.kl_estimator, "estimator of the KL per token")
     use_kl_loss: bool = flag(False, "add the KL to the loss, instead of subtracting it from the reward")
@@ -192,10 +190,9 @@ class AlgorithmSection(Section, title="algorithm"):
         False,
         "leave masked tokens out of the KL and entropy terms, too, and out of the counts that losses are divided by",
     )
-    mask_stale: int | None = flag(
-        None,
+    mask_stale: int | None = flag_of(
+        AlgorithmSpec.mask_stale,
         "leave tokens out of the policy loss that were sampled more than N training steps before; None: train on all",
-        ge=0,
     )
 
     @property
@@ -221,11 +218,6 @@ class AlgorithmSection(Section, title="algorithm"):
     def row(self) -> AlgorithmRow:
         """The estimator's row in the table of algorithms."""
         return ALGORITHMS[self.advantage_estimator]
-
-    @property
-    def title(self) -> str:
-        """The estimator's name in papers, and its name as an option."""
-        return f"{self.row.title} ({self.row.name})"
 
     def spec(self, *, stale: bool = False, quantized: bool = False, single_update: bool = False) -> AlgorithmSpec:
         """Return the algorithm with all its numbers. Raises ConfigError for values that cannot work.
@@ -289,12 +281,6 @@ class AlgorithmSection(Section, title="algorithm"):
         if len(self.clip_spellings) > 1:
             names = " and ".join(f"--{name}" for name in self.clip_spellings)
             raise ConfigError(f"{names} set the same clip range", hint="give one of them")
-        if self.kl_unbiased_gradient and not self.use_kl_loss:
-            message = "--kl_unbiased_gradient changes the gradient of the KL loss, and --use_kl_loss is off"
-            raise ConfigError(message, hint="add --use_kl_loss, or drop --kl_unbiased_gradient")
-        if not spec.uses_reference and self.kl_target is not None:
-            message = "--kl_target with --init_kl_coef 0: there is no KL"
-            raise ConfigError(message, hint="set --init_kl_coef above 0, or drop --kl_target")
         # Where old log-probs are skipped, the current ones stand for them. The ratio is then exactly 1, and options
         # that limit it have no effect.
         skips = spec.old_logprobs == "skip"
@@ -307,8 +293,12 @@ class AlgorithmSection(Section, title="algorithm"):
             (not spec.uses_reference, _REFERENCE_OPTIONS, "--init_kl_coef is 0, so there is no reference model"),
             (self.kl_target is None, ["kl_horizon"], "there is no --kl_target"),
             (not spec.uses_teacher, _TEACHER_OPTIONS, "there is no --teacher_model"),
-            (not self.row.uses_critic, _CRITIC_OPTIONS, f"{self.title} has no critic"),
-            (not self.row.divides_by_std, ["no_advantage_std_norm"], f"{self.title} divides by no standard deviation"),
+            (not self.row.uses_critic, _CRITIC_OPTIONS, f"{self.row.full_name} has no critic"),
+            (
+                not self.row.divides_by_std,
+                ["no_advantage_std_norm"],
+                f"{self.row.full_name} divides by no standard deviation",
+            ),
             (spec.correction.level == "off", _CORRECTION_OPTIONS, "--is_correction_level is off"),
             (spec.correction.mode != "mask", ["is_correction_drop_masked"], "--is_correction_mode is truncate"),
         )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import lacking, without_effect
-from rlhf_data.options.declare import Section, flag, matching, one_of
+from rlhf_data.options.declare import Section, flag, flag_of, matching, one_of
 from rlhf_rollout.commands import sections
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
@@ -25,29 +25,26 @@ class ModelSection(sections.ModelSection):
     )
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time")
     packing_samples: bool = flag(False, "pack the sequences of a micro-batch into one row, instead of padding them")
-    sequence_parallel_size: int = flag(
-        1,
+    sequence_parallel_size: int = flag_of(
+        ModelSpec.sequence_parallel_size,
         "with --packing_samples: number of training processes that divide the tokens of each pass (DeepSpeed-Ulysses);"
         " each needs 1 / N of the memory for activations. N must divide the number of attention heads",
-        ge=1,
     )
-    ds_tensor_parallel_size: int = flag(
-        1,
+    ds_tensor_parallel_size: int = flag_of(
+        ModelSpec.tensor_parallel_size,
         "number of training processes that divide the matrices of the layers (DeepSpeed AutoTP) and train on the same"
         " batches, below ZeRO stage 3. N must divide the number of key-value heads and the width of the MLPs of all"
         " models",
-        ge=1,
     )
     torch_compile: TorchCompile = flag(
         "auto",
         "compile the layers, and with --bf16 at ZeRO stage 0 or 1 replay packed batches as CUDA graphs; auto: on a GPU,"
         " with --packing_samples, at ZeRO stage 3 only without adapters",
     )
-    aux_loss_coef: float = flag(
-        0.0,
+    aux_loss_coef: float = flag_of(
+        ModelSpec.aux_loss_coef,
         "mixtures of experts: weight of the router's load-balancing loss, in the policy's updates (ppo) or the trained"
         " model's; 0: none. Weights of 0.001 to 0.01 are usual",
-        ge=0,
     )
     lora_rank: int = flag(0, "rank of the LoRA adapters; 0: train all weights instead", ge=0)
     lora_alpha: float = flag(16.0, "the output of adapters is scaled by this / their rank", gt=0)
@@ -56,13 +53,7 @@ class ModelSection(sections.ModelSection):
     )
 
     def check(self, given: Collection[str]) -> list[str]:
-        """Return a notice for each option that has no effect. Raises ConfigError for options that contradict."""
-        if self.sequence_parallel_size > 1 and not self.packing_samples:
-            message = f"--sequence_parallel_size {self.sequence_parallel_size} divides packed sequences, and"
-            raise ConfigError(f"{message} --packing_samples is off", hint="add --packing_samples")
-        if self.sequence_parallel_size > 1 and self.torch_compile == "on":
-            message = "--torch_compile on, and the layers are not compiled with --sequence_parallel_size"
-            raise ConfigError(message, hint="leave --torch_compile at auto")
+        """Return a notice for each option that has no effect."""
         options = ["lora_alpha", "lora_dropout", "target_modules"]
         return without_effect(given, (not self.has_adapters, options, "--lora_rank is 0"))
 
@@ -70,17 +61,6 @@ class ModelSection(sections.ModelSection):
         """Return an error when no model to train is named."""
         hint = "add --pretrain FOLDER_OR_NAME; --pretrain builtin is the tiny model that ships"
         return lacking(self, "pretrain", "it names the model to train", hint)
-
-    def check_processes(self, num_processes: int, what: str, how: str) -> None:
-        """Raise ConfigError unless the sizes of groups of processes divide the number of processes of `what`.
-
-        `how` says how to start more of them, with {} for their number.
-        """
-        for name in ("sequence_parallel_size", "ds_tensor_parallel_size"):
-            size = getattr(self, name)
-            if num_processes % size:
-                message = f"--{name} is {size}, and {what} has {num_processes} process(es)"
-                raise ConfigError(message, hint=f"use {size} or a multiple: {how.format(size)}")
 
     def spec(self, path: str, sharding: Mapping[str, int], optimizer: OptimizerSpec | None = None) -> ModelSpec:
         """Return how the model at `path` is computed. Without an optimizer it is frozen.
@@ -160,21 +140,6 @@ class PpoModelSection(ModelSection, FrozenSection):
     def critic_lora(self) -> "LoraSpec | None":
         """The adapters of the critic; None to train all of its weights."""
         return self.lora if self.critic_lora_rank is None else self.adapters(self.critic_lora_rank)
-
-    def check(self, given: Collection[str]) -> list[str]:
-        """Return a notice for each option that has no effect. Raises ConfigError for options that contradict."""
-        if self.share_prompts and not self.packing_samples:
-            message = "--share_prompts stores the prompts of packed samples once, and --packing_samples is off"
-            raise ConfigError(message, hint="add --packing_samples")
-        others = {
-            "--sequence_parallel_size divides sequences": self.sequence_parallel_size > 1,
-            "--aux_loss_coef counts the tokens of whole sequences": self.aux_loss_coef > 0,
-            "--routing_replay sends the tokens of each sequence to experts of its own": self.routing_replay,
-        }
-        for what in (what for what, is_used in others.items() if is_used and self.share_prompts):
-            message = f"{what}, and with --share_prompts sequences have parts in common"
-            raise ConfigError(message, hint="drop one of them")
-        return super().check(given)
 
 
 class OfflineModelSection(ModelSection):

@@ -23,6 +23,7 @@ from rlhf_cli.paths import run_folder_notices
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import check_has_metric, lacking, once, without_effect
 from rlhf_data.options.declare import Config, Section, flag, one_of
+from rlhf_train.specs import ModelSpec
 
 RewardLoss = one_of(("sigmoid", "logexp"))
 PreferenceLoss = one_of(("dpo", "ipo", "simpo", "orpo"))
@@ -38,6 +39,12 @@ class OfflineConfig(Config):
     checkpoint: CheckpointSection = CheckpointSection()
     output: OutputSection = OutputSection()
 
+    @property
+    def planned_model(self) -> ModelSpec:
+        """How the trained model is computed, without its path. Raises ConfigError for options that contradict."""
+        training = self.training
+        return self.model.spec("", training.sharding, training.optimizer(training.learning_rate, num_updates=0))
+
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
         return self.model.missing() + self.data.missing("there must be examples to train on")
@@ -51,8 +58,8 @@ class OfflineConfig(Config):
         from rlhf_data.rows.sources import parse_probs  # imported here, so that --help does not wait for numpy
 
         parse_probs("dataset_probs", data.dataset_probs)
+        self.planned_model.check_passes(training.micro_batch_tokens)
         notices = run_folder_notices(self) + model.check(given) + training.check(given)
-        notices += training.check_passes(given, packs=model.packing_samples)
         held_out = data.eval_dataset
         best = evaluation.best_metric_key
         notices += check_has_metric("eval_dataset", held_out, best, evaluation.eval_steps)

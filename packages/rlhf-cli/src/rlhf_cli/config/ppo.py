@@ -17,13 +17,15 @@ from rlhf_cli.config.rollout import RolloutSection
 from rlhf_cli.config.training import PpoTrainingSection
 from rlhf_cli.paths import run_folder_notices
 from rlhf_data.errors import ConfigError
-from rlhf_data.options.checks import check_has_metric, check_range, missing, once, without_effect
+from rlhf_data.options.checks import check_has_metric, missing, once, without_effect
 from rlhf_data.options.declare import Config, matching
-from rlhf_rollout.commands.sections import AgentSection
+from rlhf_rollout.commands.sections import SHARE_ALONE, AgentSection
+from rlhf_train.specs import ModelSpec
 
 if TYPE_CHECKING:
+    from rlhf_rollout.protocols import SamplingParams
     from rlhf_train.algorithms.table import AlgorithmSpec
-    from rlhf_train.online_job import BatchSizes
+    from rlhf_train.online_job import BatchSizes, DynamicSampling
 
 _FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batches")
 _EVALUATION_OPTIONS = ("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "source_key")
@@ -65,12 +67,35 @@ class PpoConfig(Config):
         return self.engine.vllm_quantization is not None
 
     @property
+    def planned_model(self) -> ModelSpec:
+        """How the trained model is computed, without its path. Raises ConfigError for options that contradict."""
+        training = self.training
+        return self.model.spec("", training.sharding, training.optimizer(training.actor_learning_rate, num_updates=0))
+
+    @property
     def batch(self) -> "BatchSizes":
         """The batch sizes. Raises ConfigError unless the samples of a step divide into whole updates."""
         from rlhf_train.online_job import BatchSizes  # imported here, so that --help does not wait for it
 
         num_samples = self.rollout.n_samples_per_prompt
         return BatchSizes(num_samples_per_prompt=num_samples, **matching(BatchSizes, self.rollout, self.training))
+
+    def sampling(self, seed: int | None = None) -> "SamplingParams":
+        """Return how responses are sampled for training."""
+        return self.rollout.params(self.rollout.n_samples_per_prompt, seed)
+
+    @property
+    def filtering(self) -> "DynamicSampling | None":
+        """Which prompts are trained on; None for all."""
+        from rlhf_train.online_job import DynamicSampling
+
+        if not self.rollout.dynamic_filtering:
+            return None
+        return DynamicSampling(
+            reward_range=self.rollout.dynamic_filtering_reward_range,
+            max_batches=self.rollout.dynamic_filtering_max_batches,
+            by_source=self.reward.reward_normalize == "each",
+        )
 
     def steps_of_episodes(self, num_prompts: int) -> int:
         """Return the number of steps that --num_episodes passes over `num_prompts` prompts need."""
@@ -79,15 +104,22 @@ class PpoConfig(Config):
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`. Notices come in a run's order: model, rewards, objective, training, evaluation, placement."""
         given = with_places(self, given)
-        num_samples = self.rollout.n_samples_per_prompt
-        max_tokens = self.rollout.generate_max_len
+        self.planned_model.check_passes(self.training.micro_batch_tokens)
+        self.engine.spec("", 1, SHARE_ALONE, dtype=self.model.dtype).check_kind("vllm")
         notices = run_folder_notices(self) + self.model.check(given)
-        notices += self.reward.check_training(self.agent.beside(given), max_tokens, num_samples)
+        notices += self.reward.check_training(self.agent.beside(given), self.rollout)
         notices += self.agent.check(given, "reward_by_turn", "turn_gamma", "group_by")
         notices += self.data.check_chat(given, has_agent=self.agent.agent_func_path is not None)
+        self.objective.check_steps(
+            num_rollouts=self.batch.num_rollouts,
+            num_updates=self.batch.num_updates,
+            num_frozen_steps=self.training.freezing_actor_steps,
+            max_staleness=self.asynchrony.max_staleness if self.asynchrony.async_train else 0,
+        )
+        self.objective.check_rewards(self.reward.reward_normalize)
         notices += self.algorithm.check(given, self.objective, self.batch.num_updates)
         notices += self.training.check(given)
-        notices += _check_passes(self, given)
+        _check_passes(self)
         notices += self.asynchrony.check(given)
         notices += _check_training(self, given)
         notices += _check_staleness(self, given)
@@ -103,7 +135,6 @@ class PpoConfig(Config):
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
         model = self.model.pretrain
-        row = self.algorithm.row
         found = self.model.missing()
         if self.data.prompt_data is None:
             hint = "add --prompt_data FILE.jsonl with --input_key and --label_key"
@@ -111,9 +142,10 @@ class PpoConfig(Config):
             found.append(missing("prompt_data", what, f"{hint}; without --pretrain the built-in task runs"))
         if self.algorithm.teacher_model is None and self.agent.agent_func_path is None:
             found += self.reward.missing("nothing says how responses are scored, and there is no --teacher_model")
-        if row.uses_group and self.rollout.n_samples_per_prompt == 1:
-            message = f"--n_samples_per_prompt is 1, and {self.algorithm.title} compares the samples of one prompt"
-            found.append(ConfigError(message, hint="use --n_samples_per_prompt 4 or more"))
+        try:
+            self.algorithm.row.check_group(self.rollout.n_samples_per_prompt)
+        except ConfigError as error:
+            found.append(error)
         return found
 
 
@@ -130,40 +162,28 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
     training = config.training
     algorithm = config.algorithm
     reward = config.reward
-    if training.freezing_actor_steps > 0 and not algorithm.row.uses_critic:
-        message = f"--freezing_actor_steps {training.freezing_actor_steps} trains the critic only, and"
-        raise ConfigError(f"{message} {algorithm.title} has none", hint="drop it, or use --advantage_estimator gae")
     # GRPO subtracts the mean of a group's rewards and divides by their deviation. A running norm before that cancels
     # out, unless clipping or a length penalty acts between the two.
     shapes = (reward.reward_clip_range, reward.overlong_buffer_len or None, reward.stop_properly_penalty_coef)
     is_together = reward.reward_normalize == "together"
     rescales = is_together and algorithm.row.baseline == "group_mean_std" and not algorithm.no_advantage_std_norm
-    anyway = f"{algorithm.title} shifts and scales the rewards of each group, which undoes it"
-    if reward.reward_normalize == "each" and algorithm.no_advantage_std_norm:
-        message = "--reward_normalize each divides rewards by their deviation, and --no_advantage_std_norm forbids it"
-        raise ConfigError(message, hint="drop one of them")
-    if algorithm.group_by == "turn" and not is_together:
-        message = f"--group_by turn compares rewards turn by turn, and --reward_normalize {reward.reward_normalize}"
-        what = "compares none" if reward.reward_normalize == "none" else "compares those of whole responses"
-        raise ConfigError(f"{message} {what}", hint="drop one of them")
+    anyway = f"{algorithm.row.full_name} shifts and scales the rewards of each group, which undoes it"
     no_baseline = reward.reward_normalize == "none" and not algorithm.row.uses_group
     return without_effect(
         given,
-        (no_baseline, ["reward_normalize"], f"{algorithm.title} compares no rewards within a group"),
+        (no_baseline, ["reward_normalize"], f"{algorithm.row.full_name} compares no rewards within a group"),
         (rescales and shapes == (None,) * 3, ["running_reward_norm"], anyway),
         (not training.enable_ema, ["ema_beta"], "--enable_ema is off"),
     )
 
 
-def _check_passes(config: PpoConfig, given: Collection[str]) -> list[str]:
-    """Check the size of passes over packed samples."""
-    notices = config.training.check_passes(given, packs=config.model.packing_samples)
+def _check_passes(config: PpoConfig) -> None:
+    """Raise ConfigError if the longest sample does not fit into a pass."""
     longest, flags = config.agent.max_len(config.data.prompt_max_len, config.rollout.generate_max_len)
     limit = config.training.micro_batch_tokens
     if limit is not None and limit < longest:
         message = f"--micro_batch_tokens is {limit}, and a sample may have {longest} tokens ({flags})"
         raise ConfigError(message, hint=f"use --micro_batch_tokens {longest} or more")
-    return notices
 
 
 def _check_staleness(config: PpoConfig, given: Collection[str]) -> list[str]:
@@ -179,9 +199,6 @@ def _check_staleness(config: PpoConfig, given: Collection[str]) -> list[str]:
     notices += without_effect(given, (runs_none, ["early_forwards"], "no model runs before the update"))
     causes = ["--async_train trains on tokens of older weights"] if bound else []
     if config.quantizes:
-        if not config.model.bf16:
-            message = f"--vllm_quantization {config.engine.vllm_quantization} rounds bfloat16 weights"
-            raise ConfigError(message, hint="add --bf16, or drop --vllm_quantization")
         causes.append(f"--vllm_quantization {config.engine.vllm_quantization} samples tokens from rounded weights")
     if spec.weighs and spec.correction.level == "off":
         ways = ["--is_correction_level token", *(["--old_logprobs rollout"] if spec.loss.uses_ratio else [])]
@@ -204,7 +221,9 @@ def _check_teacher_alone(config: PpoConfig, given: Collection[str]) -> list[str]
     unused = ["running_reward_norm", "reward_clip_range", "failed_reward"]
     notices = without_effect(given, (True, unused, "there is no reward, only --teacher_model"))
     if algorithm.row.uses_critic:
-        text = f"{algorithm.title} trains a critic, and without a reward it has nothing to predict but penalties:"
+        text = (
+            f"{algorithm.row.full_name} trains a critic, and without a reward it has nothing to predict but penalties:"
+        )
         notices.append(f"{text} --advantage_estimator reinforce has none")
     return notices
 
@@ -212,9 +231,9 @@ def _check_teacher_alone(config: PpoConfig, given: Collection[str]) -> list[str]
 def _check_filtering(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Check the options of dynamic filtering."""
     rollout = config.rollout
-    if not rollout.dynamic_filtering:
+    if config.filtering is None:
         return without_effect(given, (True, _FILTER_OPTIONS, "--dynamic_filtering is off"))
-    check_range("dynamic_filtering_reward_range", rollout.dynamic_filtering_reward_range)
+    config.filtering.check_samples(rollout.n_samples_per_prompt)
     if config.reward.reward_pretrain is None or rollout.dynamic_filtering_reward_range is not None:
         return []
     return [
@@ -255,33 +274,16 @@ def _check_evaluation(config: PpoConfig, given: Collection[str]) -> list[str]:
 
 
 def _check_sampling(config: PpoConfig, given: Collection[str]) -> list[str]:
-    """Check sampling; return a notice for each option that makes engine and trainer log-probs differ.
-
-    The engine's log-probs are those of the part that it samples from, or those after the repetition penalty. As the old
-    policy, or in a correction, they would be compared with log-probs of the whole distribution, as if the policy had
-    changed.
-    """
+    """Check sampling; return a notice for each option that makes engine and trainer log-probs differ."""
     rollout = config.rollout
     rollout.check(has_agent=config.agent.agent_func_path is not None)
-    neutral = rollout.changed()
-    parts = [f"--{name} {getattr(rollout, name):g}" for name in neutral]
-    changes = "samples from a part of the distribution"
-    if rollout.repetition_penalty != 1:
-        changes = "samples from a changed distribution"
-    spec = config.objective
-    uses = {
-        "--old_logprobs rollout": spec.old_logprobs == "rollout",
-        f"--is_correction_level {spec.correction.level}": spec.correction.level != "off",
-    }
-    for use in [flag for flag, is_on in uses.items() if is_on and parts and rollout.replay is None]:
-        message = f"{' and '.join(parts)} {changes}, and {use} compares its log-probs"
-        values = " ".join(f"--{name} {value}" for name, value in neutral.items())
-        hint = f"use {values}; or --old_logprobs recompute --is_correction_level off"
-        raise ConfigError(f"{message} with those of the whole distribution", hint=hint)
+    params = config.sampling()
+    if rollout.replay is None:
+        config.objective.check_sampling(params)
     return [
-        f"{part} {changes}, and the trainer's log-probs are those of the whole distribution:"
-        " the mismatch/* metrics will not be near 0"
-        for part in parts
+        f"--{name} {getattr(params, name):g} {params.what_changes}, and the trainer's log-probs are those of the whole"
+        " distribution: the mismatch/* metrics will not be near 0"
+        for name in params.changes
     ]
 
 
@@ -293,12 +295,8 @@ def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
     spec = algorithm.spec()
     shares_base = config.model.lora_rank > 0 and spec.uses_reference
     has_frozen = spec.uses_reference != shares_base or spec.uses_teacher or config.reward.reward_pretrain is not None
-    for name, section in zip(_SLEEP, (config.engine, placement), strict=True):
-        if all_share and getattr(section, name) and config.asynchrony.spec() is not None:
-            message = (
-                f"--async_train has engines and trainers work at the same time, and --{name} lets them sleep in turn"
-            )
-            raise ConfigError(message, hint="drop one of them")
+    if all_share and (overlap := config.asynchrony.spec()) is not None:
+        overlap.check_sleep(engines=config.engine.vllm_enable_sleep, trainers=placement.deepspeed_enable_sleep)
     if all_share and config.engine.vllm_use_mps and config.engine.vllm_enable_sleep:
         message = "--vllm_enable_sleep gives GPU memory back, which is not tested with --vllm_use_mps"
         raise ConfigError(message, hint="drop one of them")
@@ -307,7 +305,7 @@ def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
         (not all_share, _SLEEP, "--colocate_all_models is off, so engines and models have GPUs of their own"),
         (all_share, ["vllm_sync_backend"], "with --colocate_all_models engines and training share GPUs"),
         (all_share, ["colocate_actor_ref", "colocate_critic_reward"], "--colocate_all_models includes it"),
-        (not algorithm.row.uses_critic, ["colocate_critic_reward"], f"{algorithm.title} has no critic"),
+        (not algorithm.row.uses_critic, ["colocate_critic_reward"], f"{algorithm.row.full_name} has no critic"),
         (not has_frozen, ["ref_reward_offload"], "all models of this run are trained"),
         (shares_base, _REFERENCE_PLACES, "with --lora_rank the reference is the policy without its adapters"),
     )

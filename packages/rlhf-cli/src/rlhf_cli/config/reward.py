@@ -1,19 +1,20 @@
 """Options of rewards: who scores, and how scores become the rewards that an algorithm uses."""
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from rlhf_data.errors import ConfigError
-from rlhf_data.options.checks import check_range, without_effect
+from rlhf_data.options.checks import without_effect
 from rlhf_data.options.declare import SymmetricRange, flag, one_of
 from rlhf_rollout.commands import sections
+
+if TYPE_CHECKING:
+    from rlhf_cli.config.rollout import RolloutSection
+    from rlhf_train.online_job import RewardSpec
 
 Normalization = one_of(("together", "each", "none"))
 Sharding = one_of(("auto", "on", "off"))
 
-_SUM_OPTIONS = (
-    *("running_reward_norm", "reward_clip_range", "overlong_buffer_len", "stop_properly_penalty_coef"),
-    "reward_by_turn",
-)
 _MODEL_OPTIONS = (
     *("step_separator", "reward_by_turn", "reward_num_nodes", "reward_num_gpus_per_node"),
     *("reward_sharding", "colocate_critic_reward"),
@@ -74,32 +75,46 @@ class RewardSection(sections.RewardSection):
         share = max_tokens if self.overlong_buffer_len < 1 else 1
         return round(self.overlong_buffer_len * share)
 
-    def check_training(self, given: Collection[str], max_tokens: int, num_samples: int) -> list[str]:
+    def spec(self, rollout: "RolloutSection") -> "RewardSpec":
+        """Return the rewards of `rollout`. Raises ConfigError for ranges and changes that contradict each other."""
+        from rlhf_train.online_job import RewardSpec  # imported here, so that --help does not wait for it
+
+        return RewardSpec(
+            sources=self.sources(),
+            calls=self.calls(rollout.rollout_batch_size, rollout.n_samples_per_prompt),
+            running_norm=self.running_reward_norm,
+            normalize=self.reward_normalize,
+            normalize_models=self.normalize_reward,
+            step_separator=self.step_end,
+            by_turn=self.reward_by_turn,
+            clip_range=self.reward_clip_range,
+            overlong_buffer=self.overlong_buffer(rollout.generate_max_len),
+            overlong_penalty_factor=self.overlong_penalty_factor,
+            stop_properly_coef=self.stop_properly_penalty_coef,
+        )
+
+    def check_training(self, given: Collection[str], rollout: "RolloutSection") -> list[str]:
         """Check the rewards of a training run; return notices.
 
         Args:
             given: names of the options that the user set to a value other than the default.
-            max_tokens: tokens per response at most.
-            num_samples: responses per prompt.
+            rollout: what is scored.
 
         Raises:
             ConfigError: for sources, ranges and lengths that cannot work.
         """
-        sources = self.sources()
-        check_range("reward_clip_range", self.reward_clip_range)
-        buffer = self.overlong_buffer(max_tokens)
-        if self.overlong_buffer_len > 0 and not 1 <= buffer <= max_tokens:
-            message = f"--overlong_buffer_len {self.overlong_buffer_len:g} is {buffer} of the {max_tokens} tokens of"
+        max_tokens = rollout.generate_max_len
+        spec = self.spec(rollout)
+        spec.check_samples(rollout.n_samples_per_prompt)
+        if self.overlong_buffer_len > 0 and not 1 <= spec.overlong_buffer <= max_tokens:
+            message = (
+                f"--overlong_buffer_len {self.overlong_buffer_len:g} is {spec.overlong_buffer} of the {max_tokens}"
+            )
             hint = f"give 1 to {max_tokens} tokens, or a share below 1 that comes to at least one token"
-            raise ConfigError(f"{message} --generate_max_len", hint=hint)
-        if self.reward_by_turn and self.running_reward_norm:
-            message = "--running_reward_norm normalizes rewards of whole responses, and --reward_by_turn gives several"
-            raise ConfigError(message, hint="drop one of them")
-        if self.reward_normalize == "each":
-            self._check_each(given, len(sources), num_samples)
+            raise ConfigError(f"{message} tokens of --generate_max_len", hint=hint)
         keeps_all = self.stop_properly_penalty_coef == 1
-        kinds = {source.kind for source in sources}
-        notices = self.check(given, num_samples) + without_effect(
+        kinds = {source.kind for source in spec.sources}
+        notices = self.check(given, rollout.n_samples_per_prompt) + without_effect(
             given,
             ("model" not in kinds, _MODEL_OPTIONS, "there is no --reward_pretrain"),
             (self.overlong_buffer_len == 0, ["overlong_penalty_factor"], "there is no --overlong_buffer_len"),
@@ -111,14 +126,3 @@ class RewardSection(sections.RewardSection):
                 "the mean reward of a pairwise judge is always 0.5: it compares responses of the same policy"
             )
         return notices
-
-    def _check_each(self, given: Collection[str], num_sources: int, num_samples: int) -> None:
-        """Raise ConfigError where rewards cannot be normalised each by itself."""
-        option = "--reward_normalize each"
-        if num_sources < 2 or num_samples < 2:
-            message = f"{option} compares several rewards within a group; there are {num_sources} rewards"
-            hint = "give several rewards, and --n_samples_per_prompt 4 or more"
-            raise ConfigError(f"{message} and {num_samples} responses per prompt", hint=hint)
-        if rival := next((name for name in _SUM_OPTIONS if name in given), None):
-            message = f"--{rival} changes the sum of the rewards, and {option} compares them before they are added"
-            raise ConfigError(message, hint="drop one of them; length:max=TOKENS is a reward for short responses")

@@ -38,12 +38,6 @@ def once(notices: Iterable[str]) -> list[str]:
     return list(found.values())
 
 
-def check_range(option: str, bounds: tuple[float, float] | None) -> None:
-    """Raise ConfigError unless the lower bound is below the upper bound."""
-    if bounds is not None and not bounds[0] < bounds[1]:
-        raise ConfigError(f"--{option} is {bounds[0]:g} {bounds[1]:g}", hint="give LOW before HIGH, two numbers")
-
-
 def check_has_metric(data_option: str, held_out: str | None, key: str | None, eval_steps: int) -> list[str]:
     """Return notices about --best_metric_key, whose value is `key`. Raises ConfigError if there is no held-out data.
 

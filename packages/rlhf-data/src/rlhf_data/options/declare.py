@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from inspect import signature
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
 from pydantic.fields import FieldInfo
 
+from rlhf_data.bounds import bounds_of
 from rlhf_data.errors import ConfigError, unknown, with_hint
 from rlhf_data.own_code import TrustedModel
 
@@ -67,6 +68,19 @@ def flag(
     """
     extra = {"aliases": list(aliases), "instead_of": list(instead_of), "names_model": names_model}
     return Field(default, description=text, json_schema_extra=extra, **bounds)
+
+
+def flag_of(field: Any, text: str, *, default: Any = MISSING, **more: Any) -> Any:
+    """Return an option with the default and the bounds of a field of a dataclass; see `rlhf_data.bounds`.
+
+    Args:
+        field: `Record.field` of a dataclass with slots.
+        text: the help text.
+        default: another default than the field's.
+        more: the other arguments of `flag`.
+    """
+    known = field.__objclass__.__dataclass_fields__[field.__name__]
+    return flag(known.default if default is MISSING else default, text, **bounds_of(known), **more)
 
 
 def with_defaults(section: type[AnySection], **defaults: Any) -> type[AnySection]:

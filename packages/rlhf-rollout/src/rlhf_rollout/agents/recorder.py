@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.errors import ConfigError, DataError, EngineError
+from rlhf_data.bounds import bounded, check_bounds
+from rlhf_data.errors import DataError, EngineError
 from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 from rlhf_rollout.agents.interface import BudgetSpentError
 from rlhf_rollout.engines.stopping import texts_of
@@ -35,14 +36,12 @@ class EpisodeLimits:
         ConfigError: a limit is not positive.
     """
 
-    max_turns: int = 16
-    max_length: int = 4096
-    max_seconds: float = float("inf")
+    max_turns: int = bounded(16, ge=1)
+    max_length: int = bounded(4096, ge=1)
+    max_seconds: float = bounded(float("inf"), gt=0)
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_length", "max_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} of an episode is {getattr(self, name)}; it must be positive")
+        check_bounds(self)
 
 
 @dataclass(slots=True, eq=False)

@@ -196,9 +196,7 @@ class GenerateConfig(Config):
         if kind in ("best_of_n", "iter_dpo") and num_samples < 2:
             message = f"--post_processor {kind} compares responses to a prompt; --n_samples_per_prompt is {num_samples}"
             raise ConfigError(message, hint="give --n_samples_per_prompt 4")
-        if num_samples > 1 and self.rollout.temperature == 0:
-            message = f"--n_samples_per_prompt is {num_samples} at --temperature 0"
-            raise ConfigError(f"{message}: greedy responses are all the same", hint="use 1 sample, or a temperature")
+        self.rollout.params(num_samples, self.rollout.seed)
         if kind != "rollouts" and self.agent.agent_func_path is not None:
             message = f"--post_processor {kind} makes rows of one prompt and one answer, and episodes of an agent have"
             raise ConfigError(f"{message} several turns", hint="drop --post_processor, or --agent_func_path")

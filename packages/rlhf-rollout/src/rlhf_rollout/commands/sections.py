@@ -7,7 +7,7 @@ from pydantic import BeforeValidator
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import lacking, missing, without_effect
-from rlhf_data.options.declare import Section, flag, matching, one_of
+from rlhf_data.options.declare import Section, flag, flag_of, matching, one_of
 from rlhf_data.options.sections import SOURCES, SPLIT, ChatSection, InputSection, RowSection, TemplateText, TrustSection
 from rlhf_rollout.agents.agent_spec import AgentSpec
 from rlhf_rollout.agents.recorder import EpisodeLimits
@@ -36,8 +36,6 @@ AGENT_OPTIONS = (
 SHARED_WITH_AGENTS = (*FUNCTION_OPTIONS, "reward_memory_gb", "failed_reward", "success_threshold", "extra_keys")
 JUDGE_OPTIONS = ("judge_url", "judge_model", "judge_num_calls")
 Quantization = one_of(QUANTIZATIONS)
-# Values with which tokens are drawn from the model's distribution at its temperature.
-_NEUTRAL = {"top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
 
 
 def _stop_texts(value: Any) -> Any:
@@ -124,16 +122,16 @@ class SamplingSection(Section, title="sampling"):
     """How responses are sampled."""
 
     generate_max_len: int = flag(1024, "tokens per response at most", aliases=["max_new_tokens"], ge=1)
-    temperature: float = flag(1.0, "sampling temperature, which log-probs include; 0: greedy", ge=0)
-    top_p: float = flag(1.0, "probability mass of the most likely tokens to sample from", gt=0, le=1)
-    top_k: int = flag(-1, "number of most likely tokens to sample from; -1: all", ge=-1)
-    min_p: float = flag(
-        0.0, "leave out tokens less likely than this share of the most likely token's probability; 0: none", ge=0, le=1
+    temperature: float = flag_of(SamplingParams.temperature, "sampling temperature, which log-probs include; 0: greedy")
+    top_p: float = flag_of(SamplingParams.top_p, "probability mass of the most likely tokens to sample from")
+    top_k: int = flag_of(SamplingParams.top_k, "number of most likely tokens to sample from; -1: all")
+    min_p: float = flag_of(
+        SamplingParams.min_p,
+        "leave out tokens less likely than this share of the most likely token's probability; 0: none",
     )
-    repetition_penalty: float = flag(
-        1.0,
+    repetition_penalty: float = flag_of(
+        SamplingParams.repetition_penalty,
         "divide logits of tokens that prompt or response hold by this, and multiply negative ones; 1: no penalty",
-        gt=0,
     )
     stop: StopTexts | None = flag(
         None,
@@ -145,10 +143,6 @@ class SamplingSection(Section, title="sampling"):
         """Return how an engine samples `num_samples` responses to a prompt."""
         own = {"num_samples": num_samples, "max_tokens": self.generate_max_len, "seed": seed, "stop": self.stop or ()}
         return SamplingParams(**matching(SamplingParams, self) | own)
-
-    def changed(self) -> dict[str, float]:
-        """Return the names of options that change the distribution, each with the value that would not."""
-        return {name: value for name, value in _NEUTRAL.items() if getattr(self, name) != value}
 
     def check(self, *, has_agent: bool = False) -> None:
         """Raise ConfigError for options of sampling that cannot work, with or without an agent."""
@@ -169,15 +163,14 @@ class GroupSamplingSection(SamplingSection):
 class EngineSection(Section, title="generation engine (vLLM)"):
     """One vLLM engine."""
 
-    vllm_tensor_parallel_size: int = flag(1, "GPUs per engine", ge=1)
-    vllm_gpu_memory_utilization: float | None = flag(
-        None,
+    vllm_tensor_parallel_size: int = flag_of(EngineSpec.tensor_parallel_size, "GPUs per engine")
+    vllm_gpu_memory_utilization: float | None = flag_of(
+        EngineSpec.gpu_memory_utilization,
         "share of a GPU's memory that an engine may take; None: 0.9, or beside trained models 0.6 if the engine sleeps,"
         " else 0.4",
-        gt=0,
-        le=1,
+        default=None,
     )
-    vllm_max_num_seqs: int = flag(256, "responses that an engine decodes at the same time", ge=1)
+    vllm_max_num_seqs: int = flag_of(EngineSpec.max_num_seqs, "responses that an engine decodes at the same time")
     vllm_quantization: Quantization | None = flag(
         None,
         "fp8: engines round weights and activations of linear layers to FP8 while they load and at each weight update;"
@@ -238,21 +231,21 @@ class RewardSection(Section, title="reward"):
         "one weight per source, separated by commas, those of --remote_rm_url first; all URLs together are one source."
         " None: 1 each. A negative first weight needs a =, as in --reward_weights=-1,1",
     )
-    reward_timeout_s: float = flag(
-        30.0,
+    reward_timeout_s: float = flag_of(
+        CallOptions.timeout_s,
         "time limit of a reward function per response, of all tests of a program, of one call of a reward server, and"
         " of one question to a judge with all its tries, in seconds",
-        gt=0,
     )
-    reward_start_timeout_s: float = flag(120.0, "time limit of importing a reward function, in seconds", gt=0)
-    reward_num_workers: int = flag(
-        1, "processes per reward function, and programs of `code`, which run at the same time", ge=1
+    reward_start_timeout_s: float = flag_of(
+        WorkerOptions.start_timeout_s, "time limit of importing a reward function, in seconds"
     )
-    reward_memory_gb: float | None = flag(
-        None,
+    reward_num_workers: int = flag_of(
+        CallOptions.num_workers, "processes per reward function, and programs of `code`, which run at the same time"
+    )
+    reward_memory_gb: float | None = flag_of(
+        WorkerOptions.memory_gb,
         "GiB of memory for each process of a reward function and for each program of `code`; None: half of this"
         " machine's memory for a function, 1 for a program",
-        gt=0,
     )
     reward_env: str | None = flag(
         None,
@@ -280,11 +273,10 @@ class RewardSection(Section, title="reward"):
         "lowest score of the first source that accuracy and pass@k count as right, unless the source says which"
         " responses are right, as a function does that returns `verdicts`",
     )
-    reward_batch_size: int = flag(
-        64,
+    reward_batch_size: int = flag_of(
+        CallOptions.batch_size,
         "responses per call of a reward function, server or model, at most; a function gets all responses to a prompt"
         " in one call, together with those to as many prompts as are complete",
-        ge=1,
     )
     judge_url: str | None = flag(
         None,
@@ -292,7 +284,7 @@ class RewardSection(Section, title="reward"):
         " variable RLHF_JUDGE_API_KEY",
     )
     judge_model: str | None = flag(None, "name of the judges' model")
-    judge_num_calls: int = flag(16, "questions that a judge is asked at the same time", ge=1)
+    judge_num_calls: int = flag_of(JudgeOptions.num_calls, "questions that a judge is asked at the same time")
     normalize_reward: bool = flag(
         False, "shift and scale the scores of reward models by the mean and the standard deviation stored with them"
     )
@@ -399,7 +391,7 @@ class AgentSection(Section, title="agent"):
         "an agent: Python FILE.py with AgentExecutor, AgentInstance, `async def run_episode(session)`, Environment,"
         " TOOLS or MCP, module:NAME, or the command line of a program that asks OPENAI_BASE_URL; None: single turns",
     )
-    max_steps: int = flag(16, "answers of the policy per episode at most", ge=1)
+    max_steps: int = flag_of(EpisodeLimits.max_turns, "answers of the policy per episode at most")
     agent_max_len: int | None = flag(
         None, "tokens per conversation at most; None: --prompt_max_len + --generate_max_len", ge=2
     )

@@ -2,8 +2,8 @@
 
 from importlib import import_module
 
-from rlhf_data.errors import ConfigError, EngineError, installs, unknown
-from rlhf_rollout.engines.spec import ENGINE_KINDS, EngineSpec
+from rlhf_data.errors import EngineError, installs
+from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import RolloutEngine
 
 _CLASSES = {
@@ -21,13 +21,7 @@ _EXTRAS = {
 def build_engine(kind: str, spec: EngineSpec) -> RolloutEngine:
     """Return a running engine of a kind named in `ENGINE_KINDS`. Raises ConfigError for an unknown kind or a spec that
     does not suit it, EngineError when the engine does not start."""
-    if kind not in ENGINE_KINDS:
-        raise ConfigError(unknown("engine", kind, ENGINE_KINDS))
-    if (kind == "http") != (spec.base_url is not None):
-        message = f"engine {kind} got base_url {spec.base_url}; engine http needs one, the other engines take none"
-        raise ConfigError(message)
-    if spec.return_routes and kind != "vllm":
-        raise ConfigError(f"engine {kind} does not tell the experts of tokens", hint="use engine vllm")
+    spec.check_kind(kind)
     module, name = _CLASSES[kind]
     try:
         return getattr(import_module(f"rlhf_rollout.engines.{module}"), name)(spec)

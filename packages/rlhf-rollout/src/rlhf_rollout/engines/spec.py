@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from rlhf_data.bounds import bounded, check_bounds
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.weights import MEDIA, Medium
@@ -66,10 +67,10 @@ class EngineSpec:
     tokenizer: str | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     quantization: Literal["fp8"] | None = None
-    max_model_len: int = 2048
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    gpu_memory_utilization: float = 0.9
+    max_model_len: int = bounded(2048, ge=1)
+    max_num_seqs: int = bounded(256, ge=1)
+    max_num_batched_tokens: int = bounded(8192, ge=1)
+    gpu_memory_utilization: float = bounded(0.9, gt=0, le=1)
     kv_cache_memory_bytes: int | None = None
     measures_memory: bool = True
     enforce_eager: bool = False
@@ -77,30 +78,36 @@ class EngineSpec:
     enable_prefix_caching: bool = True
     keep_kv: bool = False
     return_routes: bool = False
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = bounded(1, ge=1)
     num_threads: int | None = None
     masked_ids: tuple[range, ...] = ()
     expected_sampling: SamplingParams | None = None
     seed: int | None = None
     weight_transfer: Medium = "shared_memory"
     base_url: str | None = None
-    request_timeout_s: float = 1800.0
-    control_timeout_s: float = 600.0
-    health_timeout_s: float = 30.0
-    start_timeout_s: float = 1800.0
+    request_timeout_s: float = bounded(1800.0, gt=0, lt=math.inf)
+    control_timeout_s: float = bounded(600.0, gt=0, lt=math.inf)
+    health_timeout_s: float = bounded(30.0, gt=0, lt=math.inf)
+    start_timeout_s: float = bounded(1800.0, gt=0, lt=math.inf)
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         if self.dtype not in _DTYPES:
             raise ConfigError(unknown("engine dtype", self.dtype, _DTYPES))
         if self.quantization not in (None, *QUANTIZATIONS):
             raise ConfigError(unknown("quantization", self.quantization, QUANTIZATIONS))
         if self.weight_transfer not in MEDIA:
             raise ConfigError(unknown("weight transfer", self.weight_transfer, MEDIA))
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("request_timeout_s", "control_timeout_s", "health_timeout_s", "start_timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive and finite")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]")
+
+    def check_kind(self, kind: str) -> None:
+        """Raise ConfigError for an unknown kind of engine, or one that these settings do not suit."""
+        if kind not in ENGINE_KINDS:
+            raise ConfigError(unknown("engine", kind, ENGINE_KINDS))
+        if (kind == "http") != (self.base_url is not None):
+            message = f"engine {kind} got base_url {self.base_url}; engine http needs one, the other engines take none"
+            raise ConfigError(message)
+        if self.return_routes and kind != "vllm":
+            raise ConfigError(f"engine {kind} does not tell the experts of tokens", hint="use engine vllm")
+        if kind == "vllm" and self.quantization and self.dtype != "bfloat16":
+            message = f"``quantization={self.quantization}`` rounds bfloat16 weights, and the engine's are {self.dtype}"
+            raise ConfigError(message, hint="add ``dtype=bfloat16``, or drop ``quantization``")

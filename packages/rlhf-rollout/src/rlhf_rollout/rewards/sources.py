@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Literal, get_args
 
+from rlhf_data.bounds import bounded, check_bounds
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.safety import without_secrets
@@ -65,7 +66,10 @@ class JudgeOptions:
 
     url: str = ""
     model: str = ""
-    num_calls: int = 16
+    num_calls: int = bounded(16, ge=1)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +92,9 @@ class CallOptions:
         judge: where the judges are.
     """
 
-    timeout_s: float = 30.0
-    num_workers: int = 1
-    batch_size: int = 64
+    timeout_s: float = bounded(30.0, gt=0)
+    num_workers: int = bounded(1, ge=1)
+    batch_size: int = bounded(64, ge=1)
     step_prompts: int | None = None
     num_samples: int = 1
     worker: WorkerOptions = DEFAULT_WORKER
@@ -99,6 +103,9 @@ class CallOptions:
     code_sandbox: str | None = None
     code_partial: bool = False
     judge: JudgeOptions = JudgeOptions()
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     @property
     def function_shape(self) -> tuple[int, int]:

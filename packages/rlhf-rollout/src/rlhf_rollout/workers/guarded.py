@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from rlhf_data.bounds import bounded, check_bounds
 from rlhf_data.errors import ConfigError
 from rlhf_data.safety import loopback_unproxied, without_secrets
 from rlhf_rollout.workers import guard, leftovers
@@ -49,16 +50,13 @@ class WorkerOptions:
         ConfigError: a number is not positive, or a name cannot be that of a variable.
     """
 
-    start_timeout_s: float = 120.0
-    memory_gb: float | None = None
+    start_timeout_s: float = bounded(120.0, gt=0)
+    memory_gb: float | None = bounded(None, gt=0)
     env: tuple[str, ...] = ()
     extra_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("start_timeout_s", "memory_gb"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"the reward's {name} must be positive, got {value}")
+        check_bounds(self)
         for name in self.env:
             if not name.isidentifier():
                 message = f"`{name}` is no name of an environment variable"

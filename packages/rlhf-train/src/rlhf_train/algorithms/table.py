@@ -6,11 +6,15 @@ A row is plain data, which can be sent to Ray workers. The functions behind the 
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from rlhf_data.bounds import bounded, check_bounds
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_kernels import PolicyObjective
 from rlhf_kernels.objective import KlEstimator, Reduction
+
+if TYPE_CHECKING:
+    from rlhf_rollout.protocols import SamplingParams
 
 KL_ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
@@ -41,6 +45,17 @@ class AlgorithmRow:
     reduction: Reduction
     whiten: bool = False
     uses_critic: bool = False
+
+    @property
+    def full_name(self) -> str:
+        """Its name in papers, and here."""
+        return f"{self.title} ({self.name})"
+
+    def check_group(self, num_samples: int) -> None:
+        """Raise ConfigError for groups of one rollout if rewards are compared within a group."""
+        if self.uses_group and num_samples < 2:
+            message = f"``num_samples_per_prompt`` is {num_samples}, and {self.full_name} compares the samples of one"
+            raise ConfigError(f"{message} prompt", hint="use ``num_samples_per_prompt=4`` or more")
 
     @property
     def uses_group(self) -> bool:
@@ -172,22 +187,23 @@ class AlgorithmSpec:
 
     estimator: str = "gae"
     objective: PolicyObjective = field(default_factory=PolicyObjective)
-    kl_reward_coef: float = 0.01
-    kl_target: float | None = None
-    kl_horizon: int = 10_000
-    teacher_coef: float = 0.0
-    gamma: float = 1.0
-    turn_gamma: float | None = None
+    kl_reward_coef: float = bounded(0.01, ge=0)
+    kl_target: float | None = bounded(None, gt=0)
+    kl_horizon: int = bounded(10_000, ge=1)
+    teacher_coef: float = bounded(0.0, ge=0)
+    gamma: float = bounded(1.0, ge=0, le=1)
+    turn_gamma: float | None = bounded(None, ge=0, le=1)
     group_by: str = "episode"
-    lambd: float = 1.0
-    value_clip: float | None = 0.5
+    lambd: float = bounded(1.0, ge=0, le=1)
+    value_clip: float | None = bounded(0.5, gt=0)
     bootstrap_truncated: bool = False
     old_logprobs: str = "recompute"
     correction: CorrectionSpec = CorrectionSpec()
-    mask_stale: int | None = None
+    mask_stale: int | None = bounded(None, ge=0)
     whiten_std: bool = True
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         _check_names(
             ("advantage estimator", self.estimator, ALGORITHMS),
             ("source of old log-probs", self.old_logprobs, OLD_LOGPROBS),
@@ -203,19 +219,9 @@ class AlgorithmSpec:
                 f"``group_by=turn`` compares what whole turns lead to, and ``gamma={self.gamma:g}`` discounts by token"
             )
             raise ConfigError(message, hint="discount by turn with ``turn_gamma``, and drop ``gamma``")
-        for name, is_right, wanted in (
-            ("gamma", 0 <= self.gamma <= 1, "lie in [0, 1]"),
-            ("turn_gamma", self.turn_gamma is None or 0 <= self.turn_gamma <= 1, "lie in [0, 1]"),
-            ("lambd", 0 <= self.lambd <= 1, "lie in [0, 1]"),
-            ("value_clip", self.value_clip is None or self.value_clip > 0, "be > 0"),
-            ("kl_reward_coef", self.kl_reward_coef >= 0, "be >= 0"),
-            ("kl_target", self.kl_target is None or self.kl_target > 0, "be > 0"),
-            ("kl_horizon", self.kl_horizon >= 1, "be >= 1"),
-            ("teacher_coef", self.teacher_coef >= 0, "be >= 0"),
-            ("mask_stale", self.mask_stale is None or self.mask_stale >= 0, "be >= 0"),
-        ):
-            if not is_right:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must {wanted}")
+        if not self.uses_reference and self.kl_target is not None:
+            message = "``kl_target`` with ``kl_coef=0``: there is no KL"
+            raise ConfigError(message, hint="set ``kl_coef`` above 0, or drop ``kl_target``")
         if self.use_kl_loss and self.kl_reward_coef:
             weights = f"{self.objective.kl_coef:g} and {self.kl_reward_coef:g}"
             message = f"the KL has weights in the loss and in the reward ({weights}); only one may be above 0"
@@ -235,6 +241,59 @@ class AlgorithmSpec:
             )
             hint = "use ``CorrectionSpec.mode=mask``, or ``old_logprobs=recompute``"
             raise ConfigError(f"{message} weight that ``CorrectionSpec.mode=truncate`` would multiply again", hint=hint)
+
+    def check_steps(self, *, num_rollouts: int, num_updates: int, num_frozen_steps: int, max_staleness: int) -> None:
+        """Raise ConfigError for a run whose steps the algorithm cannot learn from.
+
+        Args:
+            num_rollouts, num_updates: per step.
+            num_frozen_steps: steps at the start in which only the critic is updated.
+            max_staleness: steps by which the weights of rollouts may be older than those that are trained.
+        """
+        if num_frozen_steps > 0 and not self.row.uses_critic:
+            message = (
+                f"``num_frozen_steps={num_frozen_steps}`` trains the critic only, and {self.row.full_name} has none"
+            )
+            raise ConfigError(message, hint="drop it, or use ``estimator=gae``")
+        if self.old_logprobs != "skip":
+            return
+        if num_updates > 1:
+            message = f"old log-probs are skipped, which needs one update per step, and there are {num_updates}"
+            hint = f"use ``train_batch_size={num_rollouts}`` ``max_epochs=1``, or ``old_logprobs=recompute``"
+            raise ConfigError(message, hint=hint)
+        if max_staleness:
+            message = "old log-probs are skipped, which needs rollouts of the newest weights, and rollouts may be stale"
+            raise ConfigError(message, hint="use ``old_logprobs=recompute`` or rollout with ``asynchronous``")
+
+    def check_sampling(self, sampling: "SamplingParams") -> None:
+        """Raise ConfigError if log-probs of the engine are used, and `sampling` makes them differ from the trainer's.
+
+        They are those of the part of the distribution that the engine samples from, or those after the repetition
+        penalty. As the old policy, or in a correction, they would be compared with log-probs of the whole distribution,
+        as if the policy had changed.
+        """
+        neutral = sampling.changes
+        uses = {
+            "``old_logprobs=rollout``": self.old_logprobs == "rollout",
+            f"``CorrectionSpec.level={self.correction.level}``": self.correction.level != "off",
+        }
+        for use in [use for use, is_on in uses.items() if is_on and neutral]:
+            parts = " and ".join(f"``{name}={getattr(sampling, name):g}``" for name in neutral)
+            values = " ".join(f"``{name}={value}``" for name, value in neutral.items())
+            hint = f"use {values}; or ``old_logprobs=recompute`` ``CorrectionSpec.level=off``"
+            message = f"{parts} {sampling.what_changes}, and {use} compares its log-probs with those of the whole"
+            raise ConfigError(f"{message} distribution", hint=hint)
+
+    def check_rewards(self, normalize: str) -> None:
+        """Raise ConfigError for a way of comparing rewards, `RewardSpec.normalize`, that contradicts this algorithm."""
+        compares = f"``RewardSpec.normalize={normalize}``"
+        if normalize == "each" and not self.whiten_std:
+            message = f"{compares} divides rewards by their deviation, and ``whiten_std=False`` forbids it"
+            raise ConfigError(message, hint="drop one of them")
+        if self.group_by == "turn" and normalize != "together":
+            what = "compares none" if normalize == "none" else "compares those of whole responses"
+            message = f"``group_by=turn`` compares rewards turn by turn, and {compares} {what}"
+            raise ConfigError(message, hint="drop one of them")
 
     @property
     def row(self) -> AlgorithmRow:
@@ -292,6 +351,7 @@ def make_algorithm(
     reduction: str | None = None,
     kl_coef: float = AlgorithmSpec().kl_reward_coef,
     use_kl_loss: bool = False,
+    kl_unbiased_gradient: bool = False,
     **numbers: Any,
 ) -> AlgorithmSpec:
     """Return an algorithm with the defaults of its rows.
@@ -302,6 +362,7 @@ def make_algorithm(
         reduction: None for that of the policy loss, or that of the estimator if the policy loss has none.
         kl_coef: weight of the KL to the reference; 0 for no reference model.
         use_kl_loss: make the KL a term of the loss instead of a penalty in the reward.
+        kl_unbiased_gradient: see `PolicyObjective`; with `use_kl_loss` only.
         numbers: fields of `PolicyObjective` and `AlgorithmSpec`.
 
     Raises:
@@ -315,6 +376,9 @@ def make_algorithm(
     if use_kl_loss and not kl_coef:
         message = "``use_kl_loss`` adds a KL term to the loss, and the coefficient of the KL is 0"
         raise ConfigError(message, hint="set ``kl_coef`` above 0, or drop ``use_kl_loss``")
+    if kl_unbiased_gradient and not use_kl_loss:
+        message = "``kl_unbiased_gradient`` changes the gradient of the KL loss, and ``use_kl_loss`` is off"
+        raise ConfigError(message, hint="add ``use_kl_loss``, or drop ``kl_unbiased_gradient``")
     loss = POLICY_LOSSES[policy_loss]
     if numbers.get("dual_clip") is not None and not loss.dual_clip:
         message = f"``dual_clip={numbers['dual_clip']:g}`` belongs to the PPO loss, and the policy loss is {loss.title}"
@@ -322,7 +386,9 @@ def make_algorithm(
     terms = {item.name: numbers.pop(item.name) for item in fields(PolicyObjective) if item.name in numbers}
     terms |= {"policy_loss": policy_loss, "reduction": reduction or loss.reduction or ALGORITHMS[estimator].reduction}
     try:
-        objective = PolicyObjective(**terms, kl_coef=kl_coef if use_kl_loss else 0.0)
+        objective = PolicyObjective(
+            **terms, kl_coef=kl_coef if use_kl_loss else 0.0, kl_unbiased_gradient=kl_unbiased_gradient
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     kl_reward_coef = 0.0 if use_kl_loss else kl_coef

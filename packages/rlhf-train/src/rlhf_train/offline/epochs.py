@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_data.errors import ConfigError
+from rlhf_data.bounds import bounded, check_bounds
 from rlhf_data.sampler import EpochSampler
 from rlhf_train.batching import Denominators, plan_batches
 from rlhf_train.costs import PassCosts
@@ -116,17 +116,14 @@ class OfflineSchedule:
         ConfigError: a size below 1.
     """
 
-    train_batch_size: int
-    micro_train_batch_size: int
-    micro_batch_tokens: int | None = None
-    max_epochs: int = 1
+    train_batch_size: int = bounded(ge=1)
+    micro_train_batch_size: int = bounded(ge=1)
+    micro_batch_tokens: int | None = bounded(None, ge=1)
+    max_epochs: int = bounded(1, ge=1)
     seed: int = 42
 
     def __post_init__(self) -> None:
-        for name in ("train_batch_size", "micro_train_batch_size", "micro_batch_tokens", "max_epochs"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        check_bounds(self)
 
     def num_updates(self, num_examples: int) -> int:
         """Return the number of updates of a run over `num_examples` examples."""

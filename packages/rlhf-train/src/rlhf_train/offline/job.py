@@ -83,11 +83,11 @@ class OfflineJob:
         compares = self.objective.needs_reference
         teacher = self.objective.needs_teacher
         self.model.check_ranks(self.num_ranks)
+        self.model.check_passes(self.schedule.micro_batch_tokens)
         needs_evaluation = self.eval_steps is not None or self.best_metric is not None
         limits_tokens = self.schedule.micro_batch_tokens is not None
         for is_wrong, message in (
             (self.model.optimizer is None, "the model to train needs an optimizer"),
-            (limits_tokens and not self.model.packing, "micro_batch_tokens needs packed sequences"),
             (teacher and self.reference is None, "distillation needs a teacher"),
             (self.reference is not None and not (compares or teacher), "a reference has no effect on this objective"),
             (self.precompute_reference and not compares, "precompute_reference: this objective uses no reference"),

@@ -32,9 +32,6 @@ class VllmEngine:
         self._on_gpu = prepare_environment()
         if spec.weight_transfer == "ipc" and not self._on_gpu:
             raise ConfigError("weight_transfer ipc needs a GPU", hint="use weight_transfer shared_memory")
-        if spec.quantization and spec.dtype != "bfloat16":
-            message = f"quantization {spec.quantization} starts from bfloat16, and the engine's dtype is {spec.dtype}"
-            raise ConfigError(message, hint="add ``dtype=bfloat16``, or drop ``quantization``")
         if spec.tensor_parallel_size > 1:
             check_visible_gpus(spec.tensor_parallel_size)
         if spec.seed is None:
