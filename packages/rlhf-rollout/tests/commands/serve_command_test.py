@@ -151,11 +151,11 @@ def test_bytes_that_are_no_bucket_are_refused(monkeypatch, body, status, says):
         ({"prompt": [1], "stream": True}, 422, "extra_forbidden"),
         ({"prompt": [1], "logprobs": 5}, 422, "literal_error"),
         ({"prompt": [1], "n": 5000}, 422, "less_than_equal"),
-        ({"prompt": [1], "top_p": 0}, 422, "top_p 0.0 in (0, 1]"),
+        ({"prompt": [1], "top_p": 0}, 422, "``top_p`` is 0.0; it must be above 0 and at most 1"),
         ({"prompt": [300]}, 409, "token id 300 is outside"),
         ({"prompt": []}, 409, "the prompt has no tokens"),
         ({"prompt": [1], "timeout_s": 0}, 422, "greater_than"),
-        ({"prompt": [1], "min_p": 2}, 422, "min_p 2.0 must be in [0, 1]"),
+        ({"prompt": [1], "min_p": 2}, 422, "``min_p`` is 2.0; it must be at least 0 and at most 1"),
         ({"prompt": [1], "stop": [""]}, 422, "stop must be a list of texts"),
     ],
 )

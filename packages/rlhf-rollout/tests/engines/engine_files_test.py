@@ -156,8 +156,8 @@ def test_build_engine_unknown_kind_raises_with_the_nearest() -> None:
     [
         ({"dtype": "float23"}, "did you mean `float32`"),
         ({"weight_transfer": "files"}, "unknown weight transfer `files`"),
-        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
-        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
+        ({"max_num_seqs": 0}, "``max_num_seqs`` is 0"),
+        ({"gpu_memory_utilization": 1.5}, "``gpu_memory_utilization`` is 1.5"),
     ],
     ids=["dtype", "transfer", "sequences", "memory"],
 )

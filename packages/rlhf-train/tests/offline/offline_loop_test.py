@@ -86,9 +86,9 @@ def test_schedule_order_follows_the_seed():
 
 
 def test_schedule_sizes_below_one_are_refused():
-    with pytest.raises(ConfigError, match="micro_train_batch_size is 0"):
+    with pytest.raises(ConfigError, match="``micro_train_batch_size`` is 0"):
         OfflineSchedule(train_batch_size=4, micro_train_batch_size=0)
-    with pytest.raises(ConfigError, match="micro_batch_tokens is 0"):
+    with pytest.raises(ConfigError, match="``micro_batch_tokens`` is 0"):
         OfflineSchedule(train_batch_size=4, micro_train_batch_size=1, micro_batch_tokens=0)
 
 
