@@ -138,7 +138,7 @@ def test_fill_of_packed_passes_is_a_metric_where_a_limit_of_tokens_would_change_
 
 @pytest.mark.parametrize("size", ["sequence_parallel_size", "tensor_parallel_size"])
 def test_ranks_that_divide_sequences_or_weights_are_dealt_the_same_rollouts_and_their_columns_go_once(job, size):
-    models = {role: dataclasses.replace(spec, **{size: 2}) for role, spec in job.models.items()}
+    models = {role: dataclasses.replace(spec, packing=True, **{size: 2}) for role, spec in job.models.items()}
     [placed] = job.plan.trainers
     trainers = (dataclasses.replace(placed, places=(Place(),) * 2),)
     job = dataclasses.replace(job, models=models, plan=dataclasses.replace(job.plan, trainers=trainers))
