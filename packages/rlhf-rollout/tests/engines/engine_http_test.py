@@ -1,10 +1,8 @@
 """The HTTP engine against a small server on this machine."""
 
 import asyncio
-import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -18,6 +16,7 @@ from rlhf_rollout.engines.http import HttpEngine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.weights.bucket import WeightBucket
+from rollout_testing import json_server
 from simulated import now, simulate
 
 PROMPT = np.array([4, 5, 6], np.int32)
@@ -33,6 +32,12 @@ class Stub:
         self.delay = threading.Event()
         self.delay.set()
 
+    def __call__(self, body: Any, headers: dict[str, str]) -> tuple[int, Any]:
+        self.requests.append(body | {"path": headers["path"]})
+        self.headers.append(headers)
+        self.delay.wait(10)
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
 
 def choice(index: int, token_ids: list[int], reason: str = "stop") -> dict[str, Any]:
     logprobs = {"token_logprobs": [-0.25 * token for token in token_ids]}
@@ -46,29 +51,9 @@ def stub() -> Stub:
 
 @pytest.fixture
 def url(stub: Stub) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            stub.requests.append(json.loads(body) | {"path": self.path})
-            stub.headers.append(dict(self.headers))
-            status, answer = stub.answers.pop(0) if len(stub.answers) > 1 else stub.answers[0]
-            stub.delay.wait(10)
-            content = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    stub.delay.set()
-    server.shutdown()
-    server.server_close()
+    with json_server(stub) as url:
+        yield url
+        stub.delay.set()
 
 
 def ask(url: str, sampling: SamplingParams | None = None, **options: Any) -> Any:
@@ -259,18 +244,6 @@ def test_http_engine_reads_a_span_per_policy_version(stub: Stub, url: str) -> No
     stub.answers = [(200, {"choices": [choice(0, [7, 8, 9]) | {"policy_versions": [[4, 2]]}]})]
     with pytest.raises(EngineError, match=r"3 tokens with policy_versions \[\[4, 2\]\]"):
         ask(url)
-
-
-@pytest.mark.parametrize("base_url", ["https://far:8000", "http://127.0.0.1:8000", "http://[::1]:8000/v1"])
-def test_api_key_goes_over_https_or_to_this_machine(base_url, monkeypatch):
-    HttpEngine(EngineSpec(model="m", base_url=base_url), api_key="s3cret")
-    far = EngineSpec(model="m", base_url="http://me:s3cret@far:8000")
-    refusal = r"(?s)RLHF_ENGINE_TOKEN would go to http://far:8000 without encryption.*hint: use https, or set "
-    with pytest.raises(ConfigError, match=refusal):
-        HttpEngine(far, api_key="s3cret")
-    monkeypatch.setenv("RLHF_ENGINE_TOKEN", "http://far:8000=s3cret")
-    assert HttpEngine(far)._http._tokens == {"http://far:8000": "s3cret"}
-    assert HttpEngine(EngineSpec(model="m", base_url=base_url))._http._tokens == {}
 
 
 def test_password_of_the_address_is_not_in_messages():

@@ -48,7 +48,7 @@ class User:
             spec = EngineSpec(model="m", base_url=url, request_timeout_s=timeout_s)
             return HttpEngine(spec, transport=transport, **options)
         reward = JudgeReward(self.rubric, CallOptions(timeout_s=timeout_s, judge=JudgeOptions(url=url, model="m")))
-        reward.judge._client._transport = transport
+        reward.judge._client.transport = transport
         return reward
 
     def ask(self, *answers, **options):
@@ -286,6 +286,32 @@ def test_token_of_a_server_on_this_machine_does_not_pass_a_proxy(user, monkeypat
         return found
 
     assert asyncio.run(is_direct()) == (host == "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("host/v1", "is no URL"),
+        ("ftp://host/v1", "is no URL"),
+        ("http://", "is no URL"),
+        ("", "is no URL"),
+        ("http://ho st:5000x/", "Invalid"),
+        ("http://host:0/v1", "port 0 is not within 1 to 65535"),
+        ("http://host:65536/v1", "port 65536 is not within 1 to 65535"),
+    ],
+)
+@pytest.mark.parametrize("user", ["reward", "judge"], indirect=True)  # commands check the URL of an engine
+def test_url_that_is_none_is_refused(user, url, says):
+    giver, hint = {
+        "reward": ("reward server", "give one such as http://host:5000/get_reward"),
+        "judge": ("judge", "give ``JudgeOptions.url`` with the part before /chat/completions"),
+    }[user.kind]
+    with pytest.raises(ConfigError, match=rf"(?s)^{giver} {url}.*{says}.*hint: {hint}"):
+        user.make(url)
+    with pytest.raises(
+        ConfigError, match=rf"the {giver}'s URL at host holds a password\n\nhint: .*{VARIABLES[user.kind]}"
+    ):
+        user.make("http://me:s3cret@host/")
 
 
 # -- connections -----------------------------------------------------------------------------------------------------

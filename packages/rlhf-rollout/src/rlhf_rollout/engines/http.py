@@ -16,7 +16,7 @@ from rlhf_data.records import FinishReason, Span, SpanSource
 from rlhf_data.safety import without_secrets
 from rlhf_rollout.engines.requests import Progress, check_request, deadline, sample_seeds, time_limit
 from rlhf_rollout.engines.spec import EngineSpec
-from rlhf_rollout.http.client import Client, RequestFailure, insist
+from rlhf_rollout.http.client import Client, Headers, Outcome, RequestFailure, insist
 from rlhf_rollout.http.tokens import ENGINE_TOKEN_VARIABLE
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.weights.bucket import WeightBucket
@@ -119,9 +119,7 @@ class HttpEngine:
                 answer = await self._complete(self._request(token_ids, sampling, timeout_s), headers)
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != sampling.num_samples:
-            raise EngineError(
-                f"{self._url} answered without {sampling.num_samples} choices: {self._http.shown(answer)}"
-            )
+            raise self._unusable(f"answered without {sampling.num_samples} choices:", answer)
         return [self._completion(choice) for choice in sorted(choices, key=lambda choice: choice.get("index", 0))]
 
     @contextmanager
@@ -184,16 +182,12 @@ class HttpEngine:
             message = f"{self._url} answered without token_ids or log-probs"
             raise EngineError(message, hint="the server must be vLLM 0.26 or newer: it has return_token_ids")
         if len(token_ids) != len(logprobs) or None in logprobs:
-            raise EngineError(
-                f"{self._url} answered {len(token_ids)} tokens with log-probs {self._http.shown(logprobs)}"
-            )
+            raise self._unusable(f"answered {len(token_ids)} tokens with log-probs", logprobs)
         if reason not in tuple(FinishReason):
             raise EngineError(f"{self._url} ended a completion with the unknown finish_reason {reason!r}")
         parts = choice.get("policy_versions", [[self._policy_version, len(token_ids)]])
         if sum(count for _, count in parts) != len(token_ids):
-            raise EngineError(
-                f"{self._url} answered {len(token_ids)} tokens with policy_versions {self._http.shown(parts)}"
-            )
+            raise self._unusable(f"answered {len(token_ids)} tokens with policy_versions", parts)
         spans = []
         end = 0
         for version, count in parts:
@@ -206,7 +200,7 @@ class HttpEngine:
     async def _complete(self, request: dict[str, Any], headers: dict[str, str]) -> Any:
         limit_s = self._spec.request_timeout_s + _GRACE_S
 
-        async def ask(_: int) -> httpx.Response | RequestFailure:
+        async def ask(_: int) -> Outcome:
             within = time_limit(limit_s, self._progress)
             return await self._client.send(self._address + _PATH, request, headers=headers, within=within)
 
@@ -217,9 +211,7 @@ class HttpEngine:
             raise EngineError(message, hint="is the server up and healthy?")
         return self._answer(outcome, url)
 
-    async def _control(
-        self, call: str, body: Any = None, *, drains: bool = False, headers: dict[str, str] | None = None
-    ) -> Any:
+    async def _control(self, call: str, body: Any = None, *, drains: bool = False, headers: Headers = None) -> Any:
         """Make a control call and return its answer; with `drains` it may have to wait for the requests in flight."""
         path = f"/engine/{call}"
         timeout_s = self._spec.control_timeout_s + (self._spec.request_timeout_s if drains else 0.0)
@@ -237,7 +229,7 @@ class HttpEngine:
         answer = await self._control("pause", {"mode": mode}, drains=mode == "drain")
         self._progress.pause()
         if not isinstance(answer, dict) or not isinstance(num_found := answer.get("num_in_flight"), int):
-            raise EngineError(f"{self._url} paused without the number of its requests: {self._http.shown(answer)}")
+            raise self._unusable("paused without the number of its requests:", answer)
         return num_found
 
     async def resume(self) -> None:
@@ -257,7 +249,7 @@ class HttpEngine:
         try:
             return EngineHealth(**{name: state[name] for name in EngineHealth.__slots__})
         except (KeyError, TypeError) as error:
-            raise EngineError(f"{url} answered without the engine's state: {self._http.shown(state)}") from error
+            raise self._unusable("told of its health without the engine's state:", state) from error
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """See `RolloutEngine.begin_weight_update`."""
@@ -303,7 +295,10 @@ class HttpEngine:
         self._is_closed = True
         await self._http.close()
 
-    def _answer(self, outcome: httpx.Response | RequestFailure, url: str) -> Any:
+    def _unusable(self, problem: str, answer: object) -> EngineError:
+        return EngineError(f"{self._url} {problem} {self._http.shown(answer)}")
+
+    def _answer(self, outcome: Outcome, url: str) -> Any:
         """Return the JSON of an answer. Raises the error of the engine behind the server, or EngineError."""
         if not isinstance(outcome, RequestFailure):
             try:

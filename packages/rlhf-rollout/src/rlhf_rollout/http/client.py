@@ -8,7 +8,7 @@ import os
 import random
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
 import httpx
@@ -51,14 +51,21 @@ class RequestFailure(Failure):
         return self.response.status_code if self.response is not None else None
 
 
+Outcome = httpx.Response | RequestFailure
+Headers = dict[str, str] | None
+TimeLimit = AbstractAsyncContextManager[Any] | None
+Connections = dict[asyncio.AbstractEventLoop, httpx.AsyncClient]
+
+
+@dataclass(eq=False, repr=False)
 class Client:
     """Sends JSON to servers. May be used from several event loops, which have connections of their own.
 
     Args:
         urls: the servers' addresses. Those on this machine are asked without a proxy.
+        timeout_s: time limit of a request in seconds, from its start to the end of the answer.
         variable: the environment variable that holds the bearer token, see `tokens_of`.
         token: replaces the variable's value if not None.
-        timeout_s: time limit of a request in seconds, from its start to the end of the answer.
         max_bytes: limit of an answer when unpacked; None for `MAX_BYTES`.
         keepalive_s: for how long connections without requests stay open.
         transport: replaces the network, for tests.
@@ -67,34 +74,21 @@ class Client:
         ConfigError: `tokens_of` refuses the token.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        variable: str = TOKEN_VARIABLE,
-        token: str | None = None,
-        timeout_s: float,
-        max_bytes: int | None = None,
-        keepalive_s: float = 5.0,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        given = os.environ.get(variable, "") if token is None else token
-        self._tokens = {origin(url): found for url, found in tokens_of(urls, given, variable).items()}
-        self._urls = list(urls)
-        self._timeout_s = timeout_s
-        self._max_bytes = max_bytes
-        self._keepalive_s = keepalive_s
-        self._transport = transport
-        self._opened: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
+    urls: Sequence[str]
+    _: KW_ONLY
+    timeout_s: float
+    variable: str = TOKEN_VARIABLE
+    token: str | None = None
+    max_bytes: int | None = None
+    keepalive_s: float = 5.0
+    transport: httpx.AsyncBaseTransport | None = None
+    _opened: Connections = field(default_factory=dict, init=False)
 
-    async def send(
-        self,
-        url: str,
-        body: Any = None,
-        *,
-        headers: dict[str, str] | None = None,
-        within: AbstractAsyncContextManager[Any] | None = None,
-    ) -> httpx.Response | RequestFailure:
+    def __post_init__(self) -> None:
+        given = os.environ.get(self.variable, "") if self.token is None else self.token
+        self._tokens = {origin(url): found for url, found in tokens_of(self.urls, given, self.variable).items()}
+
+    async def send(self, url: str, body: Any = None, *, headers: Headers = None, within: TimeLimit = None) -> Outcome:
         """Send one request; return the answer to it if its status is a success.
 
         Args:
@@ -104,12 +98,12 @@ class Client:
             within: ends the request by a TimeoutError; None for the client's time limit.
         """
         try:
-            async with within or asyncio.timeout(self._timeout_s):  # httpx's timeout limits each read, not the request
-                response = await self._exchange(url, body, headers or {})
+            async with within or asyncio.timeout(self.timeout_s):  # httpx's timeout limits each read, not the request
+                response = await self._exchange(url, body, headers)
         except (TimeoutError, httpx.HTTPError) as error:
             is_late = isinstance(error, TimeoutError | httpx.TimeoutException)
             if is_late and not isinstance(error, httpx.ConnectTimeout):
-                problem = f"no answer within {self._timeout_s:g} s"
+                problem = f"no answer within {self.timeout_s:g} s"
                 return _failed(VerdictKind.TIMEOUT, url, problem, passing=True)
             problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return _failed(VerdictKind.CRASH, url, problem, passing=True)
@@ -137,13 +131,13 @@ class Client:
         if connections := self._opened.pop(asyncio.get_running_loop(), None):
             await connections.aclose()
 
-    async def _exchange(self, url: str, body: Any, headers: dict[str, str]) -> httpx.Response:
+    async def _exchange(self, url: str, body: Any, headers: Headers) -> httpx.Response:
         """Return an answer, unpacked and read up to the limit."""
-        headers = {"Content-Type": "application/json", **headers}
+        headers = {"Content-Type": "application/json", **(headers or {})}
         if token := self._tokens.get(origin(url)):
             headers["Authorization"] = f"Bearer {token}"
         content = body if body is None or isinstance(body, AsyncIterable) else json.dumps(body).encode()
-        max_bytes = self._max_bytes or MAX_BYTES
+        max_bytes = self.max_bytes or MAX_BYTES
         received = bytearray()
         method = "GET" if body is None else "POST"
         async with self._connections.stream(method, url, content=content, headers=headers) as response:
@@ -162,10 +156,10 @@ class Client:
             self._opened = {other: client for other, client in self._opened.items() if not other.is_closed()}
             self._opened[loop] = httpx.AsyncClient(
                 # Shorter than the limit of a request, to tell a server that is not there from one that is late.
-                timeout=httpx.Timeout(None, connect=min(self._timeout_s / 2, _CONNECT_TIMEOUT_S)),
-                limits=httpx.Limits(max_connections=None, keepalive_expiry=self._keepalive_s),
-                transport=self._transport,
-                mounts=unproxied(self._urls),
+                timeout=httpx.Timeout(None, connect=min(self.timeout_s / 2, _CONNECT_TIMEOUT_S)),
+                limits=httpx.Limits(max_connections=None, keepalive_expiry=self.keepalive_s),
+                transport=self.transport,
+                mounts=unproxied(self.urls),
             )
         return self._opened[loop]
 

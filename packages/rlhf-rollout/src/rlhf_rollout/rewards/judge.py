@@ -13,7 +13,7 @@ import httpx
 
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.http.breaker import Breaker, Failure
-from rlhf_rollout.http.client import Client, RequestFailure, check_passing, insist
+from rlhf_rollout.http.client import Client, Outcome, RequestFailure, check_passing, insist
 from rlhf_rollout.http.tokens import check_url
 from rlhf_rollout.rewards.rubric import load_rubric, read_share
 from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions, RewardSource
@@ -86,12 +86,12 @@ class Judge:
         """Close the connections."""
         await self._client.close()
 
-    async def _insist(self, messages: Messages) -> httpx.Response | RequestFailure:
+    async def _insist(self, messages: Messages) -> Outcome:
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._timeout_s
         body = {**self._body, "messages": messages}
 
-        async def ask(_: int) -> httpx.Response | RequestFailure:
+        async def ask(_: int) -> Outcome:
             return await self._client.send(self._url, body, within=asyncio.timeout_at(deadline))
 
         outcome, failures = await insist(ask, first_pause_s=_FIRST_PAUSE_S, deadline=deadline)
