@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,7 +26,6 @@ from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.engines.http import HttpEngine
 from rlhf_rollout.host import free_port
-from rlhf_rollout.http import server
 from rlhf_rollout.protocols import EngineHealth, SamplingParams
 from rlhf_rollout.router import EngineRouter
 from rollout_testing import app_server, shared_memory_bucket
@@ -166,27 +164,13 @@ def test_requests_that_cannot_be_answered_in_full_are_refused(body, status, says
         assert httpx.post(url + "/v1/completions", json={"prompt": [1], "seed": 3}).status_code == 200
 
 
-def test_door_refuses_without_reading_and_guards_what_is_mounted(monkeypatch):
+def test_token_guards_every_path_and_what_is_mounted():
     app = create_app(FakeEngine(), {}, token="secret")
     inner = FastAPI()
     inner.add_api_route("/hello", lambda: "there")
     app.mount("/more", inner)
     given = {"Authorization": "Bearer secret"}
     with app_server(app) as url:
-        long = httpx.post(url + "/v1/completions", content=b" " * (server.MAX_BODY_BYTES + 1), headers=given)
-        assert long.status_code == 413
-        monkeypatch.setattr(server, "READ_TIMEOUT_S", 0.2)
-        host, _, port = url.removeprefix("http://").partition(":")
-        for path, headers, status in (
-            ("/v1/completions", "", 401),
-            ("/engine/receive_weights", "Authorization: Bearer wrong\r\n", 401),
-            ("/v1/completions", "Authorization: Bearer secret\r\n", 408),
-        ):
-            with socket.create_connection((host, int(port)), timeout=60) as connection:
-                head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n{headers}\r\n"
-                connection.sendall(head.encode())
-                assert connection.recv(100).startswith(f"HTTP/1.1 {status}".encode())
-        monkeypatch.setattr(server, "READ_TIMEOUT_S", 60)
         for path in ("/metrics", "/version", "/sessions/x", "/more/hello", "/more/health"):
             assert httpx.get(url + path).status_code == 401
         assert httpx.get(url + "/more/hello", headers=given).json() == "there"
