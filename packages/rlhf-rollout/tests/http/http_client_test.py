@@ -3,6 +3,9 @@
 import asyncio
 import gzip
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import httpx
@@ -345,3 +348,11 @@ def test_client_has_connections_for_each_event_loop():
     for _ in range(2):
         asyncio.run(ask())
     assert client._opened == {}
+
+
+def test_client_needs_no_library_of_servers():
+    modules = "rlhf_rollout.engines.http, rlhf_rollout.rewards.judge, rlhf_rollout.rewards.remote"
+    check = f"import sys, {modules}; print(sorted({{'fastapi', 'starlette', 'uvicorn'}} & sys.modules.keys()))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", check], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

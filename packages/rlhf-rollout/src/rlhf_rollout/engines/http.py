@@ -23,7 +23,6 @@ from rlhf_rollout.weights.bucket import WeightBucket
 from rlhf_rollout.weights.shared_memory import map_segment
 
 _GRACE_S = 1.0  # for the answer of a server that has ended a request at its deadline
-_KEEPALIVE_S = 2.0  # less than uvicorn's 5 s, so that no call meets a connection that the server is closing
 _PIECE_BYTES = 2**20
 _PATH = "/v1/completions"
 _LOOKS = 16  # at a server's metrics in the time for which it may write nothing
@@ -79,7 +78,6 @@ class HttpEngine:
             variable=ENGINE_TOKEN_VARIABLE,
             token=api_key,
             timeout_s=spec.request_timeout_s,
-            keepalive_s=_KEEPALIVE_S,
             transport=transport,
         )
         self._spec = spec

@@ -23,6 +23,7 @@ MAX_BYTES = 2**28  # of an answer: a server that is not trusted could fill the m
 PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)  # another try may succeed
 _STATUS_OF_A_SAMPLE = (400, 413, 422, 500)  # one sample of a batch may be the reason for these
 _CONNECT_TIMEOUT_S = 10.0
+_KEEPALIVE_S = 2.0  # less than uvicorn's 5 s, so that no call meets a connection that the server is closing
 _MAX_TIMEOUTS = 2
 _MAX_PAUSE_S = 30.0
 _MAX_EXCERPT = 300
@@ -67,7 +68,6 @@ class Client:
         variable: the environment variable that holds the bearer token, see `tokens_of`.
         token: replaces the variable's value if not None.
         max_bytes: limit of an answer when unpacked; None for `MAX_BYTES`.
-        keepalive_s: for how long connections without requests stay open.
         transport: replaces the network, for tests.
 
     Raises:
@@ -80,7 +80,6 @@ class Client:
     variable: str = TOKEN_VARIABLE
     token: str | None = None
     max_bytes: int | None = None
-    keepalive_s: float = 5.0
     transport: httpx.AsyncBaseTransport | None = None
     _opened: Connections = field(default_factory=dict, init=False)
 
@@ -113,10 +112,6 @@ class Client:
         whose = {"passing": status in PASSING_STATUS, "of_sample": status in _STATUS_OF_A_SAMPLE}
         problem = f"status {status}: {self.shown(response.text)}"
         return _failed(VerdictKind.CRASH, url, problem, response=response, **whose)
-
-    def unusable(self, response: httpx.Response, problem: str) -> RequestFailure:
-        """Return the failure of a request that was answered, with success, by something that cannot be used."""
-        return _failed(VerdictKind.CRASH, str(response.request.url), problem, response=response, of_sample=True)
 
     def shown(self, value: object) -> str:
         """Return the beginning of what a server said on one line, without the secrets of requests."""
@@ -157,7 +152,7 @@ class Client:
             self._opened[loop] = httpx.AsyncClient(
                 # Shorter than the limit of a request, to tell a server that is not there from one that is late.
                 timeout=httpx.Timeout(None, connect=min(self.timeout_s / 2, _CONNECT_TIMEOUT_S)),
-                limits=httpx.Limits(max_connections=None, keepalive_expiry=self.keepalive_s),
+                limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S),
                 transport=self.transport,
                 mounts=unproxied(self.urls),
             )
@@ -221,6 +216,11 @@ def check_passing(
     elif failure.response.is_success:
         hint = skeleton
     raise RewardError(f"the {giver} refuses the trial request: {failure.detail}", hint=hint)
+
+
+def unusable(url: str, response: httpx.Response, problem: str) -> RequestFailure:
+    """Return the failure of a request that was answered, with success, by something that cannot be used."""
+    return _failed(VerdictKind.CRASH, url, problem, response=response, of_sample=True)
 
 
 def _failed(kind: VerdictKind, url: str, problem: str, **more: Any) -> RequestFailure:

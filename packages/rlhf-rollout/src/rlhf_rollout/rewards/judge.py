@@ -34,9 +34,9 @@ Cost = dict[str, float]  # tokens and unparsable answers, by the names that verd
 class Judge:
     """Asks a model behind an OpenAI-compatible URL, a bounded number of questions at a time.
 
-    After a temporary failure (no connection, status 408, 425, 429 or 5xx) a question is asked again, within its time
-    limit, after a pause; see `insist`. A judge that fails slowly many
-    times in a row, for several prompts, is held back by a `Breaker`. Use it from one event loop.
+    After a temporary failure (no connection, status 408, 425, 429 or 5xx) a question is asked again, after a pause and
+    within its time limit; see `insist`. A judge that fails slowly many times in a row, for several prompts, is held
+    back by a `Breaker`. Use it from one event loop.
 
     Args:
         calls: the judge's address, model and number of concurrent questions, and the time limit of a question with all

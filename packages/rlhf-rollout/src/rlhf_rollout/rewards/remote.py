@@ -18,7 +18,7 @@ from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.http.batcher import Batcher, Sample
 from rlhf_rollout.http.breaker import Breaker, Failure
-from rlhf_rollout.http.client import Client, RequestFailure, check_passing, insist
+from rlhf_rollout.http.client import Client, RequestFailure, check_passing, insist, unusable
 from rlhf_rollout.http.tokens import TOKEN_VARIABLE, check_url
 from rlhf_rollout.rewards.function import check_finite, extra_cells, reward_arguments, trial_samples
 from rlhf_rollout.rewards.outcomes import judge
@@ -131,7 +131,7 @@ class RemoteReward:
             problem = f"no JSON: {self._client.shown(response.text)}"
         except RewardError as error:
             problem = str(error).partition("\n")[0]  # its hint is about functions
-        return self._client.unusable(response, problem)
+        return unusable(url, response, problem)
 
 
 def check_reward_server(
