@@ -63,6 +63,11 @@ def test_breaker_counts_quick_failures_that_broke_something(clock):
     assert breaker.note(HANG, 0.01, costly=True)
 
 
+@pytest.mark.parametrize(("seconds", "is_counted"), [(0.99, False), (1.0, True)])
+def test_breaker_counts_failures_of_a_second_or_more(clock, seconds, is_counted):
+    assert Breaker(1).note(HANG, seconds) == is_counted
+
+
 def test_breaker_needs_failures_of_two_prompts(clock):
     breaker = Breaker(4)
     assert not any(breaker.note(HANG, 5.0, prompt_id="a") for _ in range(20))

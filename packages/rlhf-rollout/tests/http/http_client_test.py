@@ -133,7 +133,7 @@ def test_temporary_status_is_asked_again_after_the_pause_that_the_server_names(u
     assert len({request.content for request in user.requests}) == 1
 
 
-@pytest.mark.parametrize("retry_after", [None, "soon", "", "-1", "nan", "inf"])
+@pytest.mark.parametrize("retry_after", [None, "soon", "", "0", "-1", "nan", "inf"])
 def test_pause_without_one_that_the_server_names_is_random_up_to_twice_the_shortest(user, retry_after):
     headers = {} if retry_after is None else {"Retry-After": retry_after}
     problem, seconds = user.ask(status(503, **headers), None)
@@ -165,8 +165,9 @@ def test_broken_connection_is_tried_again_and_named(user, error):
     assert f"{error.__name__}: nobody is there" in problem and len(user.requests) > 3
 
 
-def test_pause_of_a_server_is_not_waited_for_longer_than_half_a_minute_or_beyond_the_deadline(user):
-    problem, seconds = user.ask(status(429, "tomorrow", **{"Retry-After": "86400"}), None, timeout_s=60.0)
+@pytest.mark.parametrize("asked_s", ["60", "86400"])
+def test_pause_of_a_server_is_not_waited_for_longer_than_half_a_minute_or_beyond_the_deadline(user, asked_s):
+    problem, seconds = user.ask(status(429, "tomorrow", **{"Retry-After": asked_s}), None, timeout_s=60.0)
     if user.kind == "judge":  # its time limit is for all tries
         assert "asked 1 times within 60 s" in problem and seconds == 0
     else:
@@ -183,6 +184,27 @@ def test_pauses_grow_up_to_half_a_minute(user, monkeypatch):
         _, seconds = user.ask(status(503), num_retries=8)
         # 1 + 2 + 4 + 8 + 16 = 31 s, then three of 30 s.
         assert (seconds, len(user.requests)) == (pytest.approx(31 + 3 * 30), 9)
+
+
+@pytest.mark.parametrize(
+    "number", [300, 400, 401, 404, 408, 409, 413, 414, 422, 423, 425, 426, 429, 500, 501, 503, 505]
+)
+def test_status_says_whether_another_try_or_another_batch_may_succeed(number):
+    transport = httpx.MockTransport(lambda request: httpx.Response(number))
+
+    async def ask():
+        return await Client(["http://host"], timeout_s=1.0, transport=transport).send("http://host", {})
+
+    failure = asyncio.run(ask())
+    assert (failure.status, failure.passing) == (number, number in PASSING)
+    assert failure.of_sample == (number in (400, 413, 422, 500))
+
+
+@pytest.mark.parametrize("user", ["judge"], indirect=True)
+def test_server_may_be_asked_thousands_of_times(user):
+    busy = [status(503, **{"Retry-After": "0.001"})] * 2000
+    problem, seconds = user.ask(*busy, None)
+    assert (problem, seconds) == ("", pytest.approx(2.0))
 
 
 # -- answers that do not come, or not as they should -----------------------------------------------------------------
@@ -336,6 +358,20 @@ def test_servers_on_this_machine_are_asked_without_the_proxy_of_the_environment(
 
         asyncio.run(run())
     assert seen == ["here", "here", "proxy"]
+
+
+@pytest.mark.parametrize(("timeout_s", "connect_s"), [(4.0, 2.0), (20.0, 10.0), (600.0, 10.0)])
+def test_connections_are_as_many_as_it_takes_and_given_up_before_the_request(monkeypatch, timeout_s, connect_s):
+    made = []
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **options: made.append(options) or SimpleNamespace())
+
+    async def connect():
+        _ = Client(["http://127.0.0.1:1"], timeout_s=timeout_s)._connections
+
+    asyncio.run(connect())
+    assert made[0]["timeout"] == httpx.Timeout(None, connect=connect_s)
+    assert made[0]["limits"] == httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+    assert made[0]["mounts"] == {"all://127.0.0.1": None}
 
 
 def test_client_has_connections_for_each_event_loop():

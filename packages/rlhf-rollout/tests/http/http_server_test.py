@@ -257,6 +257,7 @@ def test_local_server_listens_until_it_is_closed_and_leaves_signals_alone():
         assert local.port == 0
         await local.start()
         port = local.port
+        socket.create_connection(("127.0.0.1", port), timeout=60).close()  # at once, before the event loop goes on
         await local.start()
         assert local.port == port > 0
         async with httpx.AsyncClient(trust_env=False) as client:
@@ -284,5 +285,6 @@ def test_local_server_does_not_wait_for_requests_that_never_end():
         async with asyncio.timeout(60):
             await local.close()
         writer.close()
+        assert local._serving.done() and not local._serving.cancelled()  # it has not been waited for in vain
 
     asyncio.run(run())

@@ -26,6 +26,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _KEEPALIVE_S = 2.0  # less than uvicorn's 5 s, so that no call meets a connection that the server is closing
 _MAX_TIMEOUTS = 2
 _MAX_PAUSE_S = 30.0
+_MAX_DOUBLINGS = 60  # more than it ever takes, and a number that a float can hold
 _MAX_EXCERPT = 300
 
 Answer = TypeVar("Answer")
@@ -163,7 +164,7 @@ async def insist(
     ask: Callable[[int], Awaitable[Answer | RequestFailure]],
     *,
     num_retries: int | None = None,
-    first_pause_s: float = 0.5,
+    first_pause_s: float,
     deadline: float = math.inf,
 ) -> tuple[Answer | RequestFailure, list[RequestFailure]]:
     """Ask until the outcome is no passing failure; return the last outcome, and the passing failures.
@@ -187,7 +188,7 @@ async def insist(
         num_timeouts = sum(failure.kind is VerdictKind.TIMEOUT for failure in failures)
         if attempt == num_retries or num_timeouts == _MAX_TIMEOUTS:
             break
-        pause_s = min(first_pause_s * 2**attempt, _MAX_PAUSE_S / 2) * random.uniform(1, 2)
+        pause_s = min(first_pause_s * 2 ** min(attempt, _MAX_DOUBLINGS), _MAX_PAUSE_S / 2) * random.uniform(1, 2)
         pause_s = _asked_pause(outcome.response, pause_s)
         if deadline == math.inf:
             pause_s = min(pause_s, _MAX_PAUSE_S)
@@ -233,4 +234,4 @@ def _asked_pause(response: httpx.Response | None, otherwise: float) -> float:
         seconds = otherwise if response is None else float(response.headers["retry-after"])
     except (KeyError, ValueError):
         return otherwise
-    return seconds if 0 <= seconds < math.inf else otherwise
+    return seconds if 0 < seconds < math.inf else otherwise
