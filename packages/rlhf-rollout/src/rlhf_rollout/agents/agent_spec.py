@@ -32,8 +32,8 @@ class AgentSpec:
         num_processes: processes, each of which runs many episodes.
         timeout_s: seconds that the agent's code may take between two answers of the policy.
         failed_reward, success_threshold: see `HostedAgent`.
-        history: what the door does with histories that the chat template rewrites; see `Conversations`.
-        tool_parser: form of the tool calls that the door reads; see `make_parser`.
+        history: what the gateway does with histories that the chat template rewrites; see `Conversations`.
+        tool_parser: form of the tool calls that the gateway reads; see `make_parser`.
         chat_template_kwargs: values of variables of the chat template, as a JSON object; see `set_chat_template`.
         worker: how the processes run.
     """
@@ -99,7 +99,7 @@ def make_workflow(
 
 
 def _make_gateway(spec: AgentSpec, tokenizer: Tokenizer) -> Any:
-    """Return the door for an agent that speaks HTTP; None without the server's library, which is an extra."""
+    """Return the gateway for an agent that speaks HTTP; None without the server's library, which is an extra."""
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
         return None
     from rlhf_rollout.agents.gateway import Gateway

@@ -1,4 +1,4 @@
-"""The door: an HTTP server in front of the router, for agents that speak the protocols of OpenAI or Anthropic.
+"""The gateway: an HTTP server in front of the router, for agents that speak the protocols of OpenAI or Anthropic.
 
 Each episode has a session, which is part of its URL:
 
@@ -36,7 +36,7 @@ from rlhf_rollout.agents.dialects.anthropic_dialect import MESSAGES
 from rlhf_rollout.agents.dialects.dialect import Answer, Dialect, Event, Request
 from rlhf_rollout.agents.dialects.openai_dialect import CHAT, COMPLETIONS, openai_error
 from rlhf_rollout.agents.dialects.responses_dialect import RESPONSES
-from rlhf_rollout.agents.door import Asked, DoorSession, RefusedError
+from rlhf_rollout.agents.gateway_session import Asked, GatewaySession, RefusedError
 from rlhf_rollout.agents.recorder import EpisodeRecorder
 from rlhf_rollout.agents.tools.tool_calls import make_parser
 from rlhf_rollout.workers.rpc import Activity
@@ -49,7 +49,7 @@ try:
 
     from rlhf_rollout.http.server import LocalServer, left, read_body
 except ImportError as error:
-    raise ConfigError(f"the door for agents needs uvicorn: {error}", hint=installs("rlhf-rollout[server]")) from None
+    raise ConfigError(f"the gateway for agents needs uvicorn: {error}", hint=installs("rlhf-rollout[server]")) from None
 
 DIALECTS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES}
 KEEP_ALIVE_S = 5.0  # clients stop reading, some after 10 s, when nothing arrives
@@ -61,7 +61,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Gateway:
-    """The server of the door. Use it from one event loop.
+    """The server. Use it from one event loop.
 
     Args:
         tokenizer: of the policy, loaded.
@@ -76,7 +76,7 @@ class Gateway:
         self._tokenizer = tokenizer
         self._history: History = history
         self._parse = make_parser(tool_parser, tokenizer)
-        self._sessions: dict[str, DoorSession] = {}
+        self._sessions: dict[str, GatewaySession] = {}
         self._ignored: set[str] = set()
         self._server = LocalServer(self.app)
 
@@ -98,9 +98,9 @@ class Gateway:
 
     @contextlib.contextmanager
     def session(self, recorder: EpisodeRecorder, activity: Activity) -> Any:
-        """Yield the `DoorSession` of an episode, which ends with the context."""
+        """Yield the `GatewaySession` of an episode, which ends with the context."""
         name = secrets.token_urlsafe(24)
-        session = DoorSession(
+        session = GatewaySession(
             f"http://127.0.0.1:{self.port}/session/{name}",
             recorder,
             activity,
@@ -142,7 +142,7 @@ class Gateway:
             response = _json_response(refusal.status, write(refusal.kind, str(refusal)), headers)
             await response(scope, receive, send)
 
-    async def _exchange(self, http: HttpRequest, session: DoorSession, dialect: Dialect, send: Send) -> None:
+    async def _exchange(self, http: HttpRequest, session: GatewaySession, dialect: Dialect, send: Send) -> None:
         """Read a request and answer it, unless its client leaves before the answer."""
         try:
             request = dialect.read(await _read_object(http))

@@ -22,8 +22,8 @@ from rlhf_rollout.workers.pool import WorkerPool
 from rlhf_rollout.workers.rpc import Call, CallError
 
 if TYPE_CHECKING:
-    from rlhf_rollout.agents.door import DoorSession
     from rlhf_rollout.agents.gateway import Gateway
+    from rlhf_rollout.agents.gateway_session import GatewaySession
 
 _SEED_STRIDE = 1_000_003  # between the seeds of a group's episodes; every answer of an episode adds one
 # After how many collections Python's garbage collector goes through the next older objects, and through all; 10 and 10
@@ -49,7 +49,7 @@ class HostedAgent:
         failed_reward: reward and score of an episode that failed after an answer of the policy; None for none.
         success_threshold: lowest score of an episode that counts as right, unless the agent says what is right.
         timeout_s: deadline of each request; None for the engine's own.
-        gateway: the door for agents that speak HTTP, which starts and ends with the workflow; None without one.
+        gateway: the gateway for agents that speak HTTP, which starts and ends with the workflow; None without one.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class HostedAgent:
         return recorder.episode(turn_rewards, verdict, is_cut=is_cut)
 
     async def start(self) -> None:
-        """Start the agent's processes and the door, and make full garbage collections of this process rare.
+        """Start the agent's processes and the gateway, and make full garbage collections of this process rare.
 
         Raises RewardError when the agent cannot be imported.
         """
@@ -155,7 +155,7 @@ class HostedAgent:
         await self._pool.start()
 
     async def close(self) -> None:
-        """End the agent's processes and the door."""
+        """End the agent's processes and the gateway."""
         await self._pool.close()
         if self.gateway is not None:
             await self.gateway.close()
@@ -201,27 +201,27 @@ class _Attempt(Call):
         super().__init__(told)
         self._make_recorder = make_recorder
         self._workflow = workflow
-        self._door = contextlib.ExitStack()
-        self._session: DoorSession | None = None
+        self._open = contextlib.ExitStack()
+        self._session: GatewaySession | None = None
         self.recorder = make_recorder()
 
     def begin(self, ready: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Forget what was recorded, and open a door for the episode."""
+        """Forget what was recorded, and open a session at the gateway."""
         self.end()
         self.recorder = self._make_recorder()
         gateway = self._workflow.gateway
         if gateway is None:
             return self._message
-        self._session = self._door.enter_context(gateway.session(self.recorder, self.activity))
+        self._session = self._open.enter_context(gateway.session(self.recorder, self.activity))
         return {**self._message, "url": self._session.url}
 
     def end(self) -> None:
-        """Close the episode's door."""
-        self._door.close()
+        """Close the session at the gateway."""
+        self._open.close()
 
     @property
     def is_refused(self) -> bool:
-        """Whether the door has refused a request because a limit of the episode was reached."""
+        """Whether the gateway has refused a request because a limit of the episode was reached."""
         return self._session is not None and self._session.is_refused
 
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:

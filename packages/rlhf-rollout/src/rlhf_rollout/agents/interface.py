@@ -79,7 +79,7 @@ class Session:
     def base_url(self) -> str:
         """The episode's own URL for clients of OpenAI's protocol, with `/v1`; those of Anthropic's leave `/v1` out.
 
-        Any API key does. Raises PolicyError where the run has no door.
+        Any API key does. Raises PolicyError where the run has no gateway.
         """
         if self._url is None:
             raise PolicyError("this run has no server for agents; install 'rlhf-rollout[server]'")

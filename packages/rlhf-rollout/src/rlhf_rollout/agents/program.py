@@ -39,9 +39,9 @@ class AgentProgram:
     async def run(self, session: Session) -> Any:
         """Run one episode; return its reward, None without one. Raises ProgramError."""
         url = session.base_url
-        door = {"OPENAI_BASE_URL": url, "ANTHROPIC_BASE_URL": url.removesuffix("/v1")}
+        urls = {"OPENAI_BASE_URL": url, "ANTHROPIC_BASE_URL": url.removesuffix("/v1")}
         keys = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), "none")
-        options = {"env": {**os.environ, **door, **keys}, "start_new_session": True}
+        options = {"env": {**os.environ, **urls, **keys}, "start_new_session": True}
         # asyncio's own pipes would make `wait` wait for the program's children, too.
         read_end, write_end = os.pipe()
         with tempfile.TemporaryFile() as told, os.fdopen(read_end, "rb", 0) as output:

@@ -1,6 +1,6 @@
 """Environments of the `verifiers` library, 0.1.3 to 0.1.9. Runs in agent processes.
 
-The environment asks the policy through the door, as it asks any model: the library's rollouts, tools and rubrics are
+The environment asks the policy through the gateway, as it asks any model: the library's rollouts, tools and rubrics are
 used as they are. Source: https://github.com/PrimeIntellect-ai/verifiers.
 """
 

@@ -185,7 +185,7 @@ class _Metrics:
             self.seconds.observe(time.monotonic() - started)
 
 
-class EngineDoor:
+class EngineServer:
     """The calls of the server, in front of one engine."""
 
     def __init__(self, engine: RolloutEngine, about: dict[str, Any]) -> None:
@@ -314,19 +314,19 @@ def create_app(engine: RolloutEngine, about: dict[str, Any], *, token: str = "")
     async def fail(request: Request, error: RlhfError) -> JSONResponse:
         return _failure(error, 422 if isinstance(error, ConfigError) else 409)
 
-    door = EngineDoor(engine, about)
+    server = EngineServer(engine, about)
     for path, answer in {
-        "/v1/completions": door.complete,
-        "/engine/pause": door.pause,
-        "/engine/begin_weight_update": door.begin,
-        "/engine/receive_weights": door.receive,
-        "/engine/finish_weight_update": door.finish,
-        "/engine/{call}": door.control,
+        "/v1/completions": server.complete,
+        "/engine/pause": server.pause,
+        "/engine/begin_weight_update": server.begin,
+        "/engine/receive_weights": server.receive,
+        "/engine/finish_weight_update": server.finish,
+        "/engine/{call}": server.control,
     }.items():
         app.add_api_route(path, answer, methods=["POST"], response_model=None)
-    for path, answer in {"/health": door.health, "/version": door.version, "/metrics": door.metrics}.items():
+    for path, answer in {"/health": server.health, "/version": server.version, "/metrics": server.metrics}.items():
         app.add_api_route(path, answer, methods=["GET"], response_model=None)
-    app.add_api_route("/sessions/{name:path}", door.session, methods=["GET", "DELETE"], response_model=None)
+    app.add_api_route("/sessions/{name:path}", server.session, methods=["GET", "DELETE"], response_model=None)
     return app
 
 

@@ -1,4 +1,4 @@
-"""What all forms of requests share that the door understands, and what a form is.
+"""What all forms of requests share that the gateway understands, and what a form is.
 
 Answers are written when they are complete. A stream therefore holds each part of an answer as one event.
 """

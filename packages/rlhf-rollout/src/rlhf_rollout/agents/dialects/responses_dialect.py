@@ -92,7 +92,7 @@ def _write(request: Request, answer: Answer) -> dict[str, Any]:
         output.append({"type": "function_call", "id": new_id("fc"), **told})
     usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": answer.num_tokens}
     usage["total_tokens"] = sum(usage.values())
-    # Fields that the library requires: the door tells neither what was cached nor what is reasoning.
+    # Fields that the library requires: the gateway tells neither what was cached nor what is reasoning.
     details = {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}
     details |= {"output_tokens_details": {"reasoning_tokens": 0}}
     head = {"id": new_id("resp"), "object": "response", "created_at": int(time.time()), "model": request.model}

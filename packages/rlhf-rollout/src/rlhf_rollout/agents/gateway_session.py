@@ -1,4 +1,4 @@
-"""The door of one episode: answers requests and records them."""
+"""What one episode asks the gateway for: its requests, their answers, and what is recorded of them."""
 
 import asyncio
 import contextlib
@@ -48,8 +48,8 @@ class Asked:
     is_delivered: bool = False
 
 
-class DoorSession:
-    """The door of one episode.
+class GatewaySession:
+    """The gateway's session of one episode.
 
     A client that loses its connection, for example because its own timeout ends, sends its request again. It then gets
     the answer that was being sampled: another draw would favour answers that are fast, and so short. An answer becomes
