@@ -49,7 +49,7 @@ class HostedAgent:
         failed_reward: reward and score of an episode that failed after an answer of the policy; None for none.
         success_threshold: lowest score of an episode that counts as right, unless the agent says what is right.
         timeout_s: deadline of each request; None for the engine's own.
-        gateway: the gateway for agents that speak HTTP, which starts and ends with the workflow; None without one.
+        gateway: serves agents that speak HTTP; it starts and ends with the workflow. None without one.
     """
 
     def __init__(
