@@ -20,7 +20,7 @@ from rlhf_rollout.http.breaker import Failure
 from rlhf_rollout.http.tokens import TOKEN_VARIABLE, origin, tokens_of, unproxied
 
 MAX_BYTES = 2**28  # of an answer: a server that is not trusted could fill the memory
-PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)  # another try may succeed
+_PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)  # another try may succeed
 _STATUS_OF_A_SAMPLE = (400, 413, 422, 500)  # one sample of a batch may be the reason for these
 _CONNECT_TIMEOUT_S = 10.0
 _KEEPALIVE_S = 2.0  # less than uvicorn's 5 s, so that no call meets a connection that the server is closing
@@ -110,9 +110,14 @@ class Client:
         if response.is_success:
             return response
         status = response.status_code
-        whose = {"passing": status in PASSING_STATUS, "of_sample": status in _STATUS_OF_A_SAMPLE}
-        problem = f"status {status}: {self.shown(response.text)}"
-        return _failed(VerdictKind.CRASH, url, problem, response=response, **whose)
+        return _failed(
+            VerdictKind.CRASH,
+            url,
+            f"status {status}: {self.shown(response.text)}",
+            response=response,
+            passing=status in _PASSING_STATUS,
+            of_sample=status in _STATUS_OF_A_SAMPLE,
+        )
 
     def shown(self, value: object) -> str:
         """Return the beginning of what a server said on one line, without the secrets of requests."""
