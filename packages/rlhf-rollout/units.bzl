@@ -86,6 +86,7 @@ TESTS = {
     "length_bias_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/engines", "rlhf-rollout/protocols", "rlhf-rollout/router", "rlhf-rollout/supervisor", "tests/support/simulated"],
     "mps_test.py": ["rlhf-data/errors", "rlhf-rollout/mps", "rlhf-rollout/ray_actors"],
     "ray_actors_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-models/testing", "rlhf-rollout/engines", "rlhf-rollout/protocols", "rlhf-rollout/ray_actors", "rlhf-rollout/rewards", "rlhf-rollout/workers", "tests/support/rollout_testing"],
+    "ray_progress_test.py": ["rlhf-data/errors", "rlhf-rollout/engines", "rlhf-rollout/protocols", "rlhf-rollout/ray_actors", "tests/support/simulated"],
     "records_io_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-data/testing", "rlhf-rollout/records_io", "tests/support/record_testing"],
     "rewards/code_escape_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-data/testing", "rlhf-rollout/rewards", "tests/support/record_testing"],
     "rewards/code_fakes_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-data/testing", "rlhf-rollout/rewards", "tests/support/record_testing"],

@@ -107,6 +107,19 @@ def test_chat_prompt_gets_observations_as_messages_of_the_user(guess):
     ]
 
 
+def test_environment_that_says_nothing_first_leaves_a_chat_as_it_is(guess):
+    source, _ = guess("""
+        reset = Environment.reset
+        def reset_quietly(self, prompt, label):
+            reset(self, prompt, label)
+            return " "
+        Environment.reset = reset_quietly
+    """)
+    prompt = Prompt("p", [1], "rendered", "4", messages=({"role": "user", "content": "Find it."},))
+    [episode], _ = run(source, writes(["4"], sign="assistant: "), prompts=[prompt], tokenizer=ToolTokenizer())
+    assert texts_of(episode.rollouts[0]) == [(PROMPT, "<bos>user: Find it.<eos>\nassistant: "), (POLICY, "4<eos>")]
+
+
 def test_first_observation_follows_the_beginning_of_an_answer(guess):
     messages = ({"role": "user", "content": "Find it."}, {"role": "assistant", "content": "I play."})
     prompt = Prompt("p", [1], "rendered", "4", messages=messages)

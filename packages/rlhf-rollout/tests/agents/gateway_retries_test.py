@@ -154,8 +154,10 @@ def test_retry_of_an_answer_that_was_lost_on_its_way_gets_it_again():
 
     async def run():
         async with opened(engine) as door:
-            first = await door.chat([HI])
-            lost = await door.chat([HI], extra_headers={"x-stainless-retry-count": "1"})
+            tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+            same = dict(reversed(tool.items()))  # the order of keys means nothing in JSON
+            first = await door.chat([HI], tools=[tool])
+            lost = await door.chat([HI], tools=[same], extra_headers={"x-stainless-retry-count": "1"})
             new = await door.chat([HI], extra_headers={"x-stainless-retry-count": "0"})
             return [choice.message.content for choice in (first, lost, new)], answers_of(door)
 

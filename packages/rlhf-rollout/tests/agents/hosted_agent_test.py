@@ -45,17 +45,24 @@ class AgentExecutor(AgentExecutorBase):
 """
 
 
-@pytest.mark.parametrize("asked", ["' END'", "[' END', 'never']"])
-def test_stop_of_an_agent_ends_an_answer_whose_text_ends_before_it(write, asked):
+@pytest.mark.parametrize(
+    ("asked", "text", "raw_text", "recorded"),
+    [
+        ("' END'", "one", "one", "one END"),
+        ("[' END', 'never']", "one", "one", "one END"),
+        ("'never'", "one END two", "one END two<eos>", "one END two<eos>"),
+    ],
+)
+def test_stop_of_an_agent_ends_an_answer_whose_text_ends_before_it(write, asked, text, raw_text, recorded):
     source = f"""
         async def run_episode(session):
             reply = await session.reply(sampling={{"stop": {asked}}})
-            assert (reply.text, reply.raw_text, reply.finish_reason) == ("one", "one", "stop"), reply
+            assert (reply.text, reply.raw_text, reply.finish_reason) == {(text, raw_text, "stop")}, reply
             return 1.0
     """
     [episode], _ = run(write(source), writes(["one END two"]))
     assert episode.verdict.kind is OK, episode.verdict.detail
-    assert texts_of(episode.rollouts[0])[1:] == [(POLICY, "one END")]
+    assert texts_of(episode.rollouts[0])[1:] == [(POLICY, recorded)]
 
 
 def test_openrlhf_agent_with_retries_is_recorded_token_by_token(write):
@@ -173,6 +180,21 @@ def test_custom_executor_gets_tokens_and_a_rewritten_history_becomes_another_rol
     for rollout in episode.rollouts:
         assert (rollout.verdict.reward, rollout.verdict.score, rollout.verdict.turn_rewards) == (2.0, 0.75, ())
         assert dict(rollout.verdict.extra) == {"answers": 3.0}
+
+
+def test_result_of_an_executor_is_what_it_returns_or_else_what_it_puts_into_its_queue(write):
+    source = """
+from openrlhf.utils.agent import AgentExecutorBase
+
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, llm_engine):
+        await llm_engine.generate(list(prompt.encode()), sampling_params)
+        await self.result_queue.put({"reward": 9.0})
+        return {"reward": 2.0} if label == "both" else None
+"""
+    prompts = [make_prompt(f"x{number}", label) for number, label in enumerate(["both", "queue", "both", "queue"])]
+    episodes, _ = run(write(source), writes(["a"]), prompts=prompts)
+    assert [episode.verdict.reward for episode in episodes] == [2.0, 9.0, 2.0, 9.0]
 
 
 def test_rewards_of_answers_stay_in_the_rollouts_that_hold_them(write):

@@ -50,3 +50,21 @@ def test_follow_up_of_a_text_has_the_tokens_of_the_whole(tokenizer):
     texts = Conversations(tokenizer)
     texts.add_text("What is 3?\n", ids(tokenizer, "What is 3?\n"))
     assert texts.encode_text("What is 3?\nIt is 4") == ids(tokenizer, "What is 3?\nIt is 4")
+
+
+def test_answer_that_is_continued_after_its_end_has_the_tokens_without_the_end(tokenizer):
+    chats = Conversations(tokenizer)
+    start = ids(tokenizer, "user\nWhat is 3 plus 4?|\nassistant\nIt is 7.")
+    for end, is_ended in (([9], True), ([], False)):
+        chats.add_chat([QUESTION, ANSWER], [], [*start, *end], is_ended=is_ended)
+        assert chats.encode_chat([QUESTION, ANSWER], [], is_continued=True) == start
+
+
+def test_follow_up_that_a_template_refuses_alone_is_rendered_with_the_whole(tokenizer):
+    tokenizer.chat_template = (
+        "{% if messages[0].content == '?' %}{{ raise_exception('no such call') }}{% endif %}" + tokenizer.chat_template
+    )
+    chats = Conversations(tokenizer)
+    chats.add_chat([QUESTION, ANSWER], [], [1, 2, 3], is_ended=True)
+    whole = "user\nWhat is 3 plus 4?|\nassistant\nIt is 7.|\nuser\nYes|\nassistant\n"
+    assert chats.encode_chat([QUESTION, ANSWER, NEXT], []) == ids(tokenizer, whole)

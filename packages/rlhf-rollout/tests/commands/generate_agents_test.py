@@ -122,6 +122,7 @@ def test_agents_that_cannot_run_and_options_that_do_not_fit_are_refused(prompts,
         (str(tmp_path / "missing.py"), [], "missing.py"),
         (RETRIES, ["--post_processor", "plain"], "--post_processor plain makes rows of one prompt and one answer"),
         (RETRIES, ["--max_steps", "0"], "--max_steps"),
+        (RETRIES, ["--stop", "END"], "--stop ends responses of single turns, and an agent says itself"),
     ):
         assert generate(prompts, out, agent, *more) == (2, [])
         assert says in capsys.readouterr().err

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rlhf_data.errors import DataError
+from rlhf_rollout.commands.parts import write_rows
 from rlhf_rollout.commands.post_process import training_rows
 
 RECORD = {"group_id": "g", "input": "i", "text": "t", "verdict": "ok", "finish_reason": "stop"}
@@ -47,3 +48,9 @@ def test_messages_are_refused_where_the_reward_is_written_into_text(tmp_path):
     messages = [{"role": "user", "content": "i"}]
     with pytest.raises(DataError, match="must be text and not messages"):
         rows(tmp_path / "r.jsonl", json.dumps({**WHOLE, "input": messages}).encode(), kind="csft")
+
+
+def test_text_that_is_no_unicode_is_written_as_a_json_escape(tmp_path):
+    path = tmp_path / "new" / "rows.jsonl"
+    assert write_rows(path, [{"text": "\u00e9\ud800"}]) == 1
+    assert path.read_bytes() == b'{"text": "\xc3\xa9\\ud800"}\n'

@@ -5,14 +5,16 @@ import json
 import os
 import struct
 import sys
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rlhf_data.errors import ConfigError
+from rlhf_data.errors import ConfigError, EngineError
 from rlhf_data.stored_weights import check_tied_head
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.model_files import (
@@ -22,9 +24,10 @@ from rlhf_rollout.engines.model_files import (
     read_config,
     resolve_model_dir,
 )
-from rlhf_rollout.engines.requests import sample_seeds
+from rlhf_rollout.engines.requests import check_request, sample_seeds
 from rlhf_rollout.engines.vllm.core import register_architectures
 from rlhf_rollout.engines.vllm.memory import gpu_kv_cache_bytes, kv_cache_bytes
+from rlhf_rollout.protocols import SamplingParams
 
 
 def write(folder: Path, **files: Any) -> Path:
@@ -144,6 +147,28 @@ def test_sample_seeds_are_63_bit_and_differ() -> None:
     assert len(set(seeds)) == 12
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert sample_seeds(1, 2) == sample_seeds(1, 4)[:2]
+    # A run that goes on in another version draws the same samples.
+    assert sample_seeds(0, 2) == [7896617691693857887, 6195319269190327588]
+    assert sample_seeds(-1, 1) == sample_seeds(2**64 - 1, 1) == [6295558014972089990]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "max_tokens", "vocab_size", "says"),
+    [
+        ([0, 255], 4, 256, None),
+        ([-1, 256], 4, None, None),
+        ([0, 256], 4, 256, "token id 256 is outside the model's vocabulary of 256"),
+        ([-1, 300], 4, 256, "token id -1 is outside"),
+        ([0, 1], 5, 256, r"exceed the engine's context of 6 tokens\s+hint: raise max_model_len to 7"),
+        ([0, 1], 2, 256, "min_tokens 3 is above max_tokens 2"),
+        ([0, 1], 3, 256, None),
+        ([], 4, 256, "the prompt has no tokens"),
+    ],
+)
+def test_requests_at_the_edge_of_what_fits(token_ids, max_tokens, vocab_size, says) -> None:
+    sampling = SamplingParams(max_tokens=max_tokens, min_tokens=3)
+    with nullcontext() if says is None else pytest.raises(EngineError, match=says):
+        check_request(np.array(token_ids, np.int32), sampling, max_model_len=6, vocab_size=vocab_size)
 
 
 def test_build_engine_unknown_kind_raises_with_the_nearest() -> None:

@@ -1,7 +1,9 @@
 """The HTTP engine against a small server on this machine."""
 
 import asyncio
+import json
 import threading
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +15,10 @@ from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.http import HttpEngine
-from rlhf_rollout.protocols import RolloutEngine, SamplingParams
+from rlhf_rollout.protocols import EngineHealth, RolloutEngine, SamplingParams
 from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.weights.bucket import WeightBucket
-from rollout_testing import json_server
+from rollout_testing import json_server, shared_memory_bucket
 from simulated import now, simulate
 
 PROMPT = np.array([4, 5, 6], np.int32)
@@ -118,6 +120,9 @@ def test_http_engine_sends_tokens_and_reads_tokens(stub: Stub, url: str) -> None
         "skip_special_tokens": False,
         "logprobs": 0,
         "return_token_ids": True,
+        "add_special_tokens": False,
+        "request_seed": 11,
+        "timeout_s": 1800.0,
     }
     assert {key: request[key] for key in expected} == expected
     assert 0 <= request["seed"] < 2**63
@@ -127,7 +132,8 @@ def test_http_engine_sends_tokens_and_reads_tokens(stub: Stub, url: str) -> None
 def test_http_engine_leaves_no_sampling_to_the_server(stub: Stub, url: str) -> None:
     # vLLM's server takes what a request leaves out from the model's generation_config.json.
     stub.answers = [(200, {"choices": [choice(0, [7])]})]
-    ask(url)
+    [completion] = ask(url)
+    assert (completion.policy_version, completion.num_cached_tokens) == (0, None)
     neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop": []}
     assert {name: stub.requests[0][name] for name in neutral} == neutral
 
@@ -157,11 +163,14 @@ def test_http_engine_no_server_raises_with_hint() -> None:
         ("not json", "answered no JSON"),
         ("[" * 100_000, "answered no JSON"),
         ({"choices": []}, "without 1 choices"),
+        ({"choices": {"0": choice(0, [7])}}, "without 1 choices"),
+        ([choice(0, [7])], "without 1 choices"),
         ({"choices": [{"index": 0, "text": "hi", "finish_reason": "stop"}]}, "return_token_ids"),
         ({"choices": [choice(0, [7]) | {"logprobs": {"token_logprobs": [None]}}]}, "answered 1 tokens with log-probs"),
+        ({"choices": [choice(0, [7]) | {"token_ids": [7, 8]}]}, "answered 2 tokens with log-probs"),
         ({"choices": [choice(0, [7], "content_filter")]}, "content_filter"),
     ],
-    ids=["json", "deep", "choices", "tokens", "logprobs", "reason"],
+    ids=["json", "deep", "choices", "object", "list", "tokens", "logprobs", "sizes", "reason"],
 )
 def test_http_engine_unusable_answer_raises(stub: Stub, url: str, answer: Any, message: str) -> None:
     stub.answers = [(200, answer)]
@@ -178,12 +187,14 @@ def test_http_engine_long_prompt_raises_before_it_is_sent(stub: Stub, url: str) 
 def test_http_engine_of_a_server_without_control_calls_says_which_server_has_them(stub: Stub, url: str) -> None:
     stub.answers = [(404, {"detail": "Not Found"})]
     engine = HttpEngine(EngineSpec(model="policy", base_url=url))
-    for call in (engine.pause("keep"), engine.resume(), engine.begin_weight_update(1), engine.sleep()):
+    calls = (engine.pause("keep"), engine.resume(), engine.begin_weight_update(1), engine.sleep(), engine.wake_up())
+    for call in (*calls, engine.finish_weight_update()):
         with pytest.raises(
             EngineError, match=r"/engine/\w+ does not exist\s+hint: only a server of `rlhf-rollout serve`"
         ):
             asyncio.run(call)
-    assert stub.requests[0]["path"] == "/engine/pause"
+    names = ["pause", "resume", "begin_weight_update", "sleep", "wake_up", "finish_weight_update"]
+    assert [request["path"] for request in stub.requests] == [f"/engine/{name}" for name in names]
     assert stub.requests[0]["mode"] == "keep" and stub.requests[2]["policy_version"] == 1
     with pytest.raises(WeightSyncError, match="sends buckets of shared_memory, not of ipc"):
         asyncio.run(engine.receive_weights(WeightBucket("ipc", (), "none")))
@@ -203,7 +214,13 @@ def test_http_engine_control_call_that_hangs_ends_at_its_deadline(stub: Stub, ur
     stub.delay.clear()
     stub.answers = [(200, {})]
     engine = HttpEngine(EngineSpec(model="m", base_url=url, request_timeout_s=0.06, control_timeout_s=0.02))
-    for call, limit in ((engine.pause("drain"), r"`pause` took longer than 0\.08 s"), (engine.resume(), r"0\.02 s")):
+    for call, limit in (
+        (engine.pause("drain"), r"`pause` took longer than 0\.08 s"),
+        (engine.begin_weight_update(1), r"`begin_weight_update` took longer than 0\.08 s"),
+        (engine.finish_weight_update(), r"0\.02 s"),
+        (engine.pause("keep"), r"0\.02 s"),
+        (engine.resume(), r"0\.02 s"),
+    ):
         with pytest.raises(EngineError, match=limit):
             asyncio.run(call)
 
@@ -252,3 +269,126 @@ def test_password_of_the_address_is_not_in_messages():
         with pytest.raises(EngineError, match=r"http://\*\*\*@127\.0\.0\.1:9/") as caught:
             asyncio.run(call())
         assert "s3cret" not in str(caught.value)
+
+
+def mocked(answer: Any, **options: Any) -> HttpEngine:
+    """Return an engine whose server answers what `answer` makes of a request."""
+    spec = EngineSpec(model="m", base_url="http://engine", max_model_len=64, request_timeout_s=60.0)
+    return HttpEngine(spec, transport=httpx.MockTransport(answer), **options)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "told_s", "says", "ends_s"),
+    [
+        (8.0, 8.0, r"a request to http://engine took longer than 8 s without a new token", 9.0),
+        (None, 60.0, "no answer within 60 s", 61.0),
+        (100.0, 60.0, "no answer within 60 s", 61.0),
+    ],
+)
+def test_server_has_a_second_more_than_it_was_told_to_say_that_it_is_late(timeout_s, told_s, says, ends_s) -> None:
+    asked = []
+
+    async def silent(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/completions":
+            asked.append(json.loads(request.content)["timeout_s"])
+        await asyncio.sleep(1000)
+        raise AssertionError
+
+    async def scenario() -> float:
+        with pytest.raises(EngineError, match=says):
+            await mocked(silent, num_retries=0).generate(PROMPT, SamplingParams(max_tokens=4), timeout_s=timeout_s)
+        return now()
+
+    assert simulate(scenario()) == pytest.approx(ends_s)
+    assert asked == [told_s]
+
+
+def test_http_engine_asks_four_times_unless_told_otherwise_after_pauses_that_double() -> None:
+    asked = []
+
+    async def busy(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/completions":
+            asked.append(now())
+        return httpx.Response(503)
+
+    with pytest.raises(EngineError, match="failed 4 times; last: status 503"):
+        simulate(mocked(busy).generate(PROMPT, SamplingParams(max_tokens=4)))
+    pauses = np.diff(asked) / [0.5, 1, 2]
+    assert len(asked) == 4
+    assert np.all((pauses >= 1) & (pauses <= 2))
+
+
+def test_health_of_a_server_that_says_no_more_counts_the_requests_from_here() -> None:
+    async def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/completions":
+            await asyncio.sleep(5)
+            return httpx.Response(200, json={"choices": [choice(0, [7])]})
+        return httpx.Response(200)
+
+    async def scenario() -> Any:
+        engine = mocked(answer, policy_version=6)
+        asking = [asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=4))) for _ in range(2)]
+        await asyncio.sleep(1)
+        during = await engine.health()
+        await asyncio.gather(*asking)
+        return during, await engine.health()
+
+    during, after = simulate(scenario())
+    assert during == EngineHealth(policy_version=6, num_in_flight=2, is_paused=False, is_asleep=False)
+    assert after == EngineHealth(policy_version=6, num_in_flight=0, is_paused=False, is_asleep=False)
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "kind", "says"),
+    [
+        (200, "{}", EngineError, "http://engine.* without the engine's state: {}"),
+        (200, "[1]", EngineError, r"http://engine.* without the engine's state: \[1\]"),
+        (409, '{"kind": "WeightSyncError", "detail": "wrong bytes"}', WeightSyncError, "^wrong bytes"),
+        (409, '{"kind": "Strange", "detail": "wrong mood"}', EngineError, "^wrong mood"),
+        (422, '{"detail": "no"}', EngineError, 'refused the request with status 422: {"detail": "no"}$'),
+        (422, "[1]", EngineError, r"refused the request with status 422: \[1\]$"),
+        (401, "who?", EngineError, r"status 401: who\?\s+hint: set RLHF_ENGINE_TOKEN to the server's token"),
+    ],
+)
+def test_answer_that_is_no_success_is_the_error_that_the_server_names(status, content, kind, says) -> None:
+    with pytest.raises(kind, match=says):
+        simulate(mocked(lambda request: httpx.Response(status, text=content)).health())
+
+
+def test_weights_belong_to_an_update_and_long_ones_are_sent_in_pieces() -> None:
+    sent = []
+    weights = {"a": np.arange(600_000, dtype=np.float32)}  # 2.4 MB
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        sent.append((request.url.path, request.headers["content-length"], request.content))
+        return httpx.Response(200, json={})
+
+    async def scenario() -> None:
+        engine = mocked(answer)
+        with shared_memory_bucket(weights, checksum=True) as bucket:
+            with pytest.raises(WeightSyncError, match="no weight update has begun"):
+                await engine.receive_weights(bucket)
+            await engine.begin_weight_update(7)
+            await engine.receive_weights(bucket)
+            await engine.finish_weight_update()
+            with pytest.raises(WeightSyncError, match="no weight update has begun"):
+                await engine.receive_weights(bucket)
+        await engine.close()
+        with pytest.raises(EngineError, match="the engine was closed"):
+            await engine.resume()
+
+    asyncio.run(scenario())
+    (begin, _, version), (_, size, body), (finish, _, again) = sent
+    assert (begin, finish) == ("/engine/begin_weight_update", "/engine/finish_weight_update")
+    assert json.loads(version) == json.loads(again) == {"policy_version": 7}
+    head, _, content = body.partition(b"\n")
+    assert content == weights["a"].tobytes()
+    assert int(size) == len(body)
+    expected = {"policy_version": 7, "tensors": [["a", "float32", [600_000], 0, 2_400_000]]}
+    assert json.loads(head) == expected | {"checksum": zlib.crc32(content)}
+
+
+@pytest.mark.parametrize(("told", "known"), [(2, 2), (None, None), ("many", None)])
+def test_tokens_from_the_cache_are_known_if_the_server_counts_them(stub: Stub, url: str, told, known) -> None:
+    stub.answers = [(200, {"choices": [choice(0, [7]) | {"num_cached_tokens": told}]})]
+    assert ask(url)[0].num_cached_tokens == known

@@ -82,6 +82,8 @@ class Servers:
             told = self.metrics[self.num_asked % len(self.metrics)](now())
             self.num_asked += 1
             return httpx.Response(200 if told else 404, text=told or "no such page")
+        if request.url.path.startswith("/engine/"):
+            return httpx.Response(200, json={"num_in_flight": 1})
         await asyncio.sleep(self.lasts_s)
         logprobs = {"token_logprobs": [-1.0]}
         return httpx.Response(
@@ -131,3 +133,21 @@ def test_server_whose_metrics_hang_or_fail_has_the_limit_of_a_request():
         return now()
 
     assert LIMIT_S <= simulate(scenario()) < LIMIT_S * 1.3
+
+
+@pytest.mark.parametrize(("lasts_s", "expected"), [(540.0, "answered at 540"), (1000.0, "failed at 561")])
+def test_limit_of_a_request_counts_from_the_end_of_a_pause(lasts_s, expected):
+    async def scenario():
+        engine = client(httpx.MockTransport(Servers(lasts_s, [lambda second: None])))
+        asking = asyncio.create_task(engine.generate(PROMPT, SamplingParams()))
+        await asyncio.sleep(10)
+        assert await engine.pause("keep") == 1
+        await asyncio.sleep(490)
+        await engine.resume()
+        try:
+            await asking
+        except EngineError:
+            return f"failed at {min(now(), 561):.0f}" if now() < 570 else "failed late"
+        return f"answered at {now():.0f}"
+
+    assert simulate(scenario()) == expected

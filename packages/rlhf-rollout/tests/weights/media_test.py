@@ -199,7 +199,7 @@ def test_weights_that_do_not_fit_end_the_update_and_the_next_one_works(medium, s
 @pytest.mark.parametrize("medium", MEDIA)
 @pytest.mark.parametrize("num_failures", [1, 2])
 def test_weights_that_do_not_arrive_are_read_again_where_a_second_try_is_safe(
-    medium, num_failures, no_pause, monkeypatch
+    medium, num_failures, no_pause, caplog
 ) -> None:
     reader = BucketReader(medium, CPU)
     failures = [EngineError("reset by peer")] * num_failures
@@ -216,6 +216,7 @@ def test_weights_that_do_not_arrive_are_read_again_where_a_second_try_is_safe(
     if num_failures == 1 and medium in ("tcp", "shared_memory"):
         assert reader.read(bucket)[0][1].tolist() == [0, 1, 2]
         assert opened == [7, 7]
+        assert "a bucket of weights did not arrive, and is read again: reset by peer" in caplog.text
         return
     with pytest.raises(EngineError, match="reset by peer"):
         reader.read(bucket)

@@ -1,0 +1,60 @@
+"""How long a driver waits for an engine in a process of Ray: as long as it writes. By a simulated clock."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from rlhf_data.errors import EngineError
+from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.protocols import Draft, SamplingParams
+from rlhf_rollout.ray_actors import RayEngine
+from simulated import now, simulate
+
+PROMPT = np.array([4, 5, 6], np.int32)
+
+
+class WritingActor:
+    """Stands for an `EngineActor`: calls last 100 s, and each report has `num_new` more tokens."""
+
+    def __init__(self, num_new: int) -> None:
+        self.generate = self.call = SimpleNamespace(remote=lambda *_: asyncio.sleep(100, ["done"]))
+        self.written = SimpleNamespace(remote=self.report)
+        self.num_new = num_new
+
+    async def report(self, known: Any) -> Any:
+        new = Draft([7] * self.num_new, [-1.0] * self.num_new, [(0, 0)])
+        return {name: [new] for name in known}
+
+
+@pytest.mark.parametrize(
+    ("num_new", "ends"),
+    [
+        (1, {"request": ("done", 100), "drains": ("done", 100), "call": ("EngineError", 2)}),
+        (0, {"request": ("StalledError", 8), "drains": ("StalledError", 10), "call": ("EngineError", 2)}),
+    ],
+)
+def test_ray_engine_waits_for_requests_as_long_as_they_get_further(monkeypatch, num_new, ends) -> None:
+    monkeypatch.setattr(ray, "cancel", lambda reference: None)
+    spec = EngineSpec(model="fake", request_timeout_s=8.0, control_timeout_s=2.0)
+
+    async def end(call: Any) -> tuple[str, int]:
+        try:
+            await call
+        except EngineError as error:
+            return type(error).__name__, round(now())
+        return "done", round(now())
+
+    async def scenario() -> Any:
+        engine = RayEngine(WritingActor(num_new), spec)
+        calls = {
+            "request": engine.generate(PROMPT, SamplingParams(max_tokens=200)),
+            "drains": engine.begin_weight_update(1),
+            "call": engine.sleep(),
+        }
+        return dict(zip(calls, await asyncio.gather(*map(end, calls.values())), strict=True))
+
+    assert simulate(scenario()) == ends
