@@ -44,7 +44,8 @@ def make_run(tmp_path, model_path, monkeypatch):
         if isinstance(reward, RewardSpec):
             job = dataclasses.replace(job, reward=reward)
             reward = None
-        reward = reward or make_reward(job, [], recorder.folder / "reward.log")
+        spec = dataclasses.replace(job.reward, sources=()) if job.replay else job.reward
+        reward = reward or make_reward(spec, [], recorder.folder / "reward.log")
         parts = assemble(job, [world], [FakeRanks(world)], reward, recorder, listener, Timeline())
         runs.append(Run(job, world, listener, recorder, parts))
         return runs[-1]

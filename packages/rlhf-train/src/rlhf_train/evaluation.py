@@ -9,7 +9,6 @@ from rlhf_train.generation.rollouts import Rollouts
 from rlhf_train.generation.summaries import is_unscored, lengths, summarize
 from rlhf_train.generation.turns import Turns
 from rlhf_train.learning.learner import Learner
-from rlhf_train.online_job import OnlineJob
 from rlhf_train.report import Report
 from rlhf_train.run.best_model import BestModel
 from rlhf_train.run.timeline import Timeline
@@ -19,7 +18,7 @@ class Evaluator:
     """Has the held-out prompts answered, reports the metrics, and saves the weights with the best evaluation.
 
     Args:
-        job: the run.
+        every: steps between evaluations; 0 for those at the start and the end alone, None for none.
         rollouts: answers and scores the prompts.
         learner: holds the weights that are saved.
         turns: gives the device to the engines.
@@ -33,7 +32,7 @@ class Evaluator:
 
     def __init__(
         self,
-        job: OnlineJob,
+        every: int | None,
         rollouts: Rollouts,
         learner: Learner,
         turns: Turns,
@@ -41,7 +40,7 @@ class Evaluator:
         timeline: Timeline,
         best: BestModel | None,
     ) -> None:
-        self._job = job
+        self._every = every
         self._rollouts = rollouts
         self._learner = learner
         self._turns = turns
@@ -74,10 +73,11 @@ class Evaluator:
         return self._best is not None
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Return whether to evaluate after `step`: at the start (step 0), at the end, and every `eval_steps` steps."""
-        every = self._job.eval_steps
-        is_between = every > 0 and step % every == 0
-        return bool(self._job.eval_prompts) and (step == 0 or is_last or is_between)
+        """Return whether to evaluate after `step`: at the start (step 0), at the end, and every `every` steps."""
+        if self._every is None:
+            return False
+        is_between = self._every > 0 and step % self._every == 0
+        return step == 0 or is_last or is_between
 
     def start(self, step: int, *, is_last: bool) -> None:
         """Begin to evaluate the weights that the engines have. They must keep them until `finish`.

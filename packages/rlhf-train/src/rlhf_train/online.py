@@ -129,12 +129,14 @@ def run_processes(
         reserved = stack.enter_context(placed_bundles(job.plan))
         watch.starting("engines and trainers")
         watch.details = [unanswered]
-        processes = start_processes(job, reserved, daemons.enter_context(mps_daemons(job, reserved)))
+        environs = daemons.enter_context(mps_daemons(job.plan, reserved, is_on=job.engine_mps))
+        processes = start_processes(job, reserved, environs)
         kept = resumed_step(job.checkpoints, checkpoint)
         is_recorded = checkpoint is None or checkpoint.state()["is_recorded"]
         recorder = Recorder(job.save_path, job.config, job.trackers, observer, kept, is_recorded=is_recorded)
         stack.enter_context(recorder)
-        reward = make_reward(job, processes.scorers, recorder.folder / "reward.log")
+        spec = replace(job.reward, sources=()) if job.replay else job.reward
+        reward = make_reward(spec, processes.scorers, recorder.folder / "reward.log")
         costs = {role: pass_costs(load_config(m.path), has_head=role != "critic") for role, m in job.models.items()}
         parts = assemble(
             job,
@@ -213,7 +215,8 @@ def assemble(
     )
     report = Report(recorder, observer, timeline, job.num_steps, record=job.record)
     best = BestModel(job.best_metric, recorder.path("best model")) if job.best_metric else None
-    evaluator = Evaluator(job, rollouts, learner, turns, report, timeline, best)
+    every = job.eval_steps if job.eval_prompts else None
+    evaluator = Evaluator(every, rollouts, learner, turns, report, timeline, best)
     patience = Patience(job.batch.rollout_batch_size, job.num_steps, observer)
     ledger = Ledger()
     resumable = {"learner": learner, "evaluator": evaluator, "patience": patience, "report": report}

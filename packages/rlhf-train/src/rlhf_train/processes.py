@@ -127,14 +127,14 @@ def _on(reserved: PlacementGroup, node: int) -> PlacementGroupSchedulingStrategy
 
 
 @contextmanager
-def mps_daemons(job: OnlineJob, reserved: Reserved) -> Iterator[list[Mapping[str, str]]]:
+def mps_daemons(plan: PlacementPlan, reserved: Reserved, *, is_on: bool) -> Iterator[list[Mapping[str, str]]]:
     """Run an MPS daemon on each node with engines that share a GPU, for the time of a `with` block.
 
-    Yields the environment of each engine, which is empty for one that has its GPUs alone or without `job.engine_mps`.
+    Yields the environment of each engine, which is empty for one that has its GPUs alone or unless MPS `is_on`.
     Leave the block after the engines have ended. Raises ConfigError when a daemon does not start.
     """
-    users = job.plan.crowded_engines if job.engine_mps else []
-    places = job.plan.engines.places
+    users = plan.crowded_engines if is_on else []
+    places = plan.engines.places
     started: dict[int, Any] = {}
     try:
         for node in {places[number].node for number in users}:

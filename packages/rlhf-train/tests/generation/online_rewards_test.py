@@ -144,8 +144,8 @@ def test_reward_model_of_a_job_has_its_deadline(monkeypatch, tmp_path):
     monkeypatch.setattr(ray, "cancel", cancelled.append)
     call = SimpleNamespace(remote=lambda *arguments: asyncio.get_running_loop().create_future())
     source = RewardSource(kind="model", targets=("model",))
-    job = SimpleNamespace(replay=None, reward=RewardSpec(sources=(source,), model_timeout_s=0.05))
-    reward = make_reward(job, [[RayScorer(SimpleNamespace(call=call))]], tmp_path / "reward.log")
+    spec = RewardSpec(sources=(source,), model_timeout_s=0.05)
+    reward = make_reward(spec, [[RayScorer(SimpleNamespace(call=call))]], tmp_path / "reward.log")
     [verdict] = asyncio.run(asyncio.wait_for(reward.score(Prompt("p", [1], "one"), [rollout(None)]), 30))
     assert verdict.kind is VerdictKind.TIMEOUT
     assert "within 0.05 s" in verdict.detail
@@ -161,12 +161,12 @@ def test_reward_models_score_by_turn_if_the_job_says_so_except_those_that_judge_
     )
     sources = tuple(RewardSource(kind="model", targets=(name,)) for name in ("scores", "steps"))
     spec = RewardSpec(sources=sources, by_turn=True, process_models=("steps",))
-    make_reward(SimpleNamespace(replay=None, reward=spec), [[None], [None]], tmp_path / "reward.log")
+    make_reward(spec, [[None], [None]], tmp_path / "reward.log")
     assert [options.get("by_turn") for options in made] == [True, None]
 
 
 def test_run_without_a_reward_gives_every_rollout_zero_and_says_that_nothing_scored_it(tmp_path):
-    reward = make_reward(SimpleNamespace(replay=None, reward=RewardSpec(sources=())), [], tmp_path / "reward.log")
+    reward = make_reward(RewardSpec(sources=()), [], tmp_path / "reward.log")
     verdicts = asyncio.run(reward.score(Prompt("p", [1], "one"), [rollout(None), rollout(None)]))
     assert [(verdict.kind, verdict.reward) for verdict in verdicts] == [(VerdictKind.UNSCORED, 0.0)] * 2
     asyncio.run(reward.close())
@@ -176,10 +176,8 @@ def test_run_without_a_reward_gives_every_rollout_zero_and_says_that_nothing_sco
 def test_failed_reward_masks_a_rollout_unless_the_job_has_a_reward_for_it(tmp_path, failed_reward):
     (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels, *, responses): return 1 / 0\n")
     source = RewardSource(kind="function", targets=(str(tmp_path / "reward.py"),))
-    job = SimpleNamespace(
-        replay=None, reward=RewardSpec(sources=(source,), calls=CallOptions(failed_reward=failed_reward))
-    )
-    reward = make_reward(job, [], tmp_path / "reward.log")
+    spec = RewardSpec(sources=(source,), calls=CallOptions(failed_reward=failed_reward))
+    reward = make_reward(spec, [], tmp_path / "reward.log")
 
     async def run() -> list[Verdict]:
         try:

@@ -19,7 +19,7 @@ from rlhf_train.algorithms.group import (
 )
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.generation.summaries import scored
-from rlhf_train.online_job import DynamicSampling, OnlineJob, RewardSpec
+from rlhf_train.online_job import DynamicSampling, RewardSpec
 
 
 class NoReward:
@@ -33,16 +33,15 @@ class NoReward:
         """Do nothing."""
 
 
-def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Scorer]], log_path: Path) -> RewardFunction:
-    """Return the function that scores the rollouts of `job`.
+def make_reward(spec: RewardSpec, scorers: Sequence[Sequence[Scorer]], log_path: Path) -> RewardFunction:
+    """Return the function that scores rollouts; without sources it gives each the reward 0.
 
     Args:
-        job: the run.
-        scorers: the replicas of each reward model, in the order of `job.reward.models`.
+        spec: where rewards come from.
+        scorers: the replicas of each reward model, in the order of `spec.models`.
         log_path: file for what reward functions print.
     """
-    spec = job.reward
-    if not spec.sources or job.replay:
+    if not spec.sources:
         return NoReward()
     models = []
     for path, replicas in zip(spec.models, scorers, strict=True):
