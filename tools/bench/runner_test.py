@@ -1,7 +1,9 @@
 """What benchmarks share: flags from defaults, and reports that say how they were made."""
 
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,12 +12,12 @@ import runner
 
 
 def test_flags_have_the_types_of_their_defaults(capsys):
-    defaults = {"steps": 10, "seeds": [1, 2], "cost": (float, "in seconds"), "task": Path, "fast": False, "only": ""}
+    defaults = {"steps": 10, "seeds": [1], "cost": (float, "in seconds"), "task": Path, "fast": False, "only": ""}
     parser = runner.arguments("What it does.", more_flags=True, **defaults)
-    found = parser.parse_args(["--out", "x.json", "--seeds", "3", "--cost", "2"])
+    found = parser.parse_args(["--out", "x.json", "--seeds", "3", "4", "--cost", "2"])
     assert vars(found) == {
         "steps": 10,
-        "seeds": [3],
+        "seeds": [3, 4],
         "cost": 2.0,
         "task": None,
         "fast": False,
@@ -26,7 +28,7 @@ def test_flags_have_the_types_of_their_defaults(capsys):
     words = ["--steps", "2", "--task", "here", "--fast", "--out", "y.json", "--", "--bf16"]
     assert vars(parser.parse_args(words)) == {
         "steps": 2,
-        "seeds": [1, 2],
+        "seeds": [1],
         "cost": None,
         "task": Path("here"),
         "fast": True,
@@ -62,3 +64,32 @@ def test_accuracies_over_seeds_are_means_and_the_worst():
     runs = [{"accuracy_before": 0.1, "accuracy_after": 0.7}, {"accuracy_before": 0.3, "accuracy_after": 0.9}]
     found = runner.over_seeds(runs)
     assert found == {"mean_before": 0.2, "mean_after": 0.8, "worst_after": 0.7, "runs": runs}
+
+
+def test_measured_run_has_flags_folder_and_a_cluster_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text('{"time/step": 1.0}\n{"time/total": 2.0}\n')
+    calls = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: calls.append((command, options)))
+    monkeypatch.setenv("HERE", "1")
+    assert runner.run_ppo(["--seed", "1"], tmp_path).final == {"time/total": 2.0}
+    runner.run_ppo([], tmp_path, environ={"THERE": "2"}, timeout_s=3.0, is_quiet=False)
+    (command, first), (_, second) = calls
+    assert command[1:] == ["-m", "rlhf_cli.main", "ppo", "--seed", "1", "--save_path", str(tmp_path)]
+    assert first["env"]["HERE"] == "1" and first["env"]["RAY_ADDRESS"] == "local" and first["stderr"] is not None
+    assert second["env"] == {"THERE": "2", "RAY_ADDRESS": "local"}
+    assert (second["check"], second["timeout"], second["stdout"]) == (True, 3.0, sys.stderr)
+
+
+def rank(number, folder, pipe):
+    (folder / str(number)).touch()
+    if pipe is not None:
+        while len(list(folder.iterdir())) < 2:
+            time.sleep(0.01)
+        pipe.send(number)
+        pipe.send([path.name for path in sorted(folder.iterdir())])
+
+
+def test_first_rank_sends_and_all_ranks_run(tmp_path):
+    assert runner.from_first_rank(rank, 2, 2, tmp_path) == [0, ["0", "1"]]
+    with pytest.raises(EOFError):
+        runner.from_first_rank(rank, 1, 3, tmp_path)
