@@ -135,7 +135,6 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("nemotron", {"head_dim": 32, "num_key_value_heads": 2}),
     "nemotron_h": ("nemotron_h", _ROUTED),
     "olmo": ("olmo", {"clip_qkv": 0.5}),
-    "olmoe": ("olmoe", {"clip_qkv": 0.5}),
     "phi": ("phi", {"num_key_value_heads": 4}),
     "phi3, LongRoPE": ("phi3", {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 16}),
     "phi3, window": ("phi3", {"sliding_window": _WINDOW}),
@@ -158,7 +157,7 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _PLAIN = """
 apertus arcee bitnet bloom cohere cohere2 cwm diffllama doge ernie4_5 ernie4_5_moe exaone4 falcon gemma glm glm4 gpt2
-gpt_bigcode gpt_neox gpt_oss helium hy_v3 internlm3 llama mamba minimax_m2 mistral mixtral mpt olmo2 olmo3
+gpt_bigcode gpt_neox gpt_oss helium hy_v3 internlm3 llama mamba minimax_m2 mistral mixtral mpt olmo2 olmo3 olmoe
 opt phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
 """
 FAMILIES = dict(sorted({**{name: (name, {}) for name in _PLAIN.split()}, **_OTHERS}.items()))

@@ -1,4 +1,4 @@
-"""The KV cache takes no more memory than full sequences need, four for each that runs."""
+"""Memory of engines: a KV cache takes no more than full sequences need, four for each that runs; images take none."""
 
 import json
 
@@ -10,7 +10,9 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from families import write_tiny
 from rlhf_models.testing import tiny_model_dir
+from rlhf_rollout.engines.model_files import read_config
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.core import build_core, prepare_environment
 from rlhf_rollout.engines.vllm.memory import KV_CACHE_LIMIT, kv_cache_limit, limit_config
@@ -53,5 +55,19 @@ def test_an_engine_allocates_as_many_blocks(tmp_path, fixed, found):
         cache = core.engine_core.vllm_config.cache_config
         assert cache.block_size == 128
         assert cache.num_gpu_blocks == found
+    finally:
+        core.shutdown()
+
+
+def test_an_engine_of_a_model_with_images_and_sounds_leaves_out_what_reads_them(tmp_path):
+    """The folder has no files of a processor, which vLLM would need for them."""
+    write_tiny("gemma4", tmp_path)
+    spec = EngineSpec(model=str(tmp_path), dtype="bfloat16", max_model_len=64, max_num_seqs=2, seed=0)
+    prepare_environment()
+    core = build_core(spec, tmp_path, read_config(tmp_path), on_gpu=False)
+    try:
+        model = core.engine_core.model_executor.driver_worker.worker.model_runner.model
+        names = {name.partition(".")[0] for name, _ in model.named_parameters()}
+        assert names == {"language_model"}
     finally:
         core.shutdown()
