@@ -9,7 +9,7 @@ as after a weight update. Defaults are the sizes of W1 of `online.py`.
 
 A variant is a name and settings: fields of `EngineSpec` or of vLLM's `EngineArgs`, environment variables in upper case,
 `mps=true`, which lets its engines share the GPU by NVIDIA's Multi-Process Service instead of time slices, and
-`skip_idle_slots=false`, `decode_in_bulk=false` and `start_together=false`, which leave vLLM's scheduler as it is:
+`idle_slots=false`, `bulk_decoding=false` and other names of `VLLM_PATCHES`, which leave out a speed-up of vLLM:
 
     --variant base --variant v1 VLLM_USE_V2_MODEL_RUNNER=0 --variant mps mps=true --variant blocks block_size=64
 

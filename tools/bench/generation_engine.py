@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.engines.spec import VLLM_PATCHES, EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 
 _SAMPLE_S = 0.002  # between two looks at the stepping thread
@@ -116,15 +116,8 @@ def engine_process(pipe: Connection, spec: EngineSpec, sampling: SamplingParams,
         core.prepare_environment()  # before vLLM is imported
         from vllm.engine import arg_utils
 
-        from rlhf_rollout.engines.vllm import decoding, scheduling
-
-        for owner, change in (
-            (scheduling, "skip_idle_slots"),
-            (decoding, "decode_in_bulk"),
-            (scheduling, "start_together"),
-        ):
-            if not settings.pop(change, True):
-                setattr(owner, change, lambda scheduler: None)
+        skipped = tuple(name for name in VLLM_PATCHES if not settings.pop(name, True))
+        spec = replace(spec, skip_patches=skipped)
         plain = arg_utils.EngineArgs
         others = {key: value for key, value in settings.items() if not key.isupper()}
         arg_utils.EngineArgs = lambda **given: plain(**(given | others))

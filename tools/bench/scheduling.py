@@ -34,8 +34,9 @@ def make_scheduler(model: str, way: str, num_sequences: int) -> Any:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from rlhf_rollout.engines.vllm.decoding import decode_in_bulk
-    from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots
+    from rlhf_rollout.engines.vllm.patches.bulk_decoding import patch as decode_in_bulk
+    from rlhf_rollout.engines.vllm.patches.idle_slots import patch as skip_idle_slots
+    from rlhf_rollout.engines.vllm.patches.list_logprobs import patch as list_logprobs
 
     num_blocks = num_sequences * MOST_TOKENS // BLOCK_SIZE
     cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)

@@ -29,8 +29,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.core import build_core, prepare_environment
-from rlhf_rollout.engines.vllm.decoding import decode_in_bulk
-from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots, start_together
+from rlhf_rollout.engines.vllm.patches.bulk_admission import patch as start_together
+from rlhf_rollout.engines.vllm.patches.bulk_decoding import patch as decode_in_bulk
+from rlhf_rollout.engines.vllm.patches.idle_slots import patch as skip_idle_slots
+from rlhf_rollout.engines.vllm.patches.list_logprobs import patch as list_logprobs
 
 BLOCK_SIZE = 4
 MAX_LENGTH = 64

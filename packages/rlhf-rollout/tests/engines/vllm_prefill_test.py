@@ -56,7 +56,7 @@ def test_vllm_later_turns_prefill_only_what_is_new(tmp_path):
 
 def test_vllm_sequences_that_start_together_are_generated_as_ever(tmp_path):
     pytest.importorskip("vllm")
-    from rlhf_rollout.engines.vllm.scheduling import start_together
+    from rlhf_rollout.engines.vllm.patches.bulk_admission import patch as start_together
 
     path = str(tiny_model_dir(tmp_path / "model"))
     engine = build_engine("vllm", EngineSpec(model=path, max_model_len=64, max_num_seqs=32, enforce_eager=True))

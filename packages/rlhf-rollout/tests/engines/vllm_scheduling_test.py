@@ -16,7 +16,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
-from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots, start_together
+from rlhf_rollout.engines.vllm.patches.bulk_admission import patch as start_together
+from rlhf_rollout.engines.vllm.patches.idle_slots import patch as skip_idle_slots
+from rlhf_rollout.engines.vllm.patches.list_logprobs import patch as list_logprobs
 
 BLOCK_SIZE = 4
 

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rlhf_rollout.engines.vllm.copies import CopyRecorder, Part, Target  # noqa: E402
+from rlhf_rollout.engines.vllm.patches.copies import CopyRecorder, Part, Target  # noqa: E402
 
 HIDDEN = 4
 ROWS = {"q": 6, "k": 2, "v": 2}

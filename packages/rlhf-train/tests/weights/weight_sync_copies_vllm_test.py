@@ -278,9 +278,9 @@ def test_rows_that_pad_the_vocabulary_are_zero_in_layers_that_vllm_processes(
 ) -> None:
     if pair.kind != "packed":
         pytest.skip("this engine leaves the rows as they are")
-    from rlhf_rollout.engines.vllm import weights
+    from rlhf_rollout.engines.vllm.patches import recorded_copies
 
-    materialize = weights.materialize_layer
+    materialize = recorded_copies.materialize_layer
 
     def with_old_values(layer: Any, info: Any) -> None:
         materialize(layer, info)
@@ -288,7 +288,7 @@ def test_rows_that_pad_the_vocabulary_are_zero_in_layers_that_vllm_processes(
             parameter.data.fill_(7.0)
 
     record(pair)
-    monkeypatch.setattr(weights, "materialize_layer", with_old_values)
+    monkeypatch.setattr(recorded_copies, "materialize_layer", with_old_values)
     pair.send(1)
     embedding = pair.ask(lambda receiver: receiver.model.model.embed_tokens.weight.detach().clone())
     assert embedding.shape[0] == 512

@@ -188,7 +188,7 @@ def test_logprobs_are_those_of_a_model_that_rounds_as_fp8_does(pair: Pair) -> No
 
 
 def test_sleep_and_wake_up_keep_the_weights_and_updates_reach_them(pair: Pair) -> None:
-    from rlhf_rollout.engines.vllm.in_place import holds_more_than_weights
+    from rlhf_rollout.engines.vllm.weights import holds_more_than_weights
 
     for version, model in ((30, pair.changed), (31, pair.model), (32, pair.changed)):
         pair.send(model, version)

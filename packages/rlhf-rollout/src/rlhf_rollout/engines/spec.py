@@ -12,6 +12,8 @@ from rlhf_rollout.weights import MEDIA, Medium
 ENGINE_KINDS = ("fake", "http", "transformers", "vllm")
 _DTYPES = ("float32", "bfloat16")
 QUANTIZATIONS = ("fp8",)
+# Speed-ups of vLLM, see `rlhf_rollout.engines.vllm.patches`.
+VLLM_PATCHES = ("idle_slots", "bulk_decoding", "list_logprobs", "bulk_admission", "recorded_copies")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,7 @@ class EngineSpec:
             with experts.
         tensor_parallel_size: GPUs per engine.
         num_threads: CPU threads of the engine's process; None for OMP_NUM_THREADS, or else one per core.
+        skip_patches: speed-ups of vLLM to do without, of `VLLM_PATCHES`: in case that one is suspected of a fault.
         masked_ids: ids of the model's vocabulary that are never sampled, in ascending ranges: log-probs are those of a
             softmax over the other ids. "vllm" and "transformers" mask them; "fake" follows its script, and a server
             behind "http" has settings of its own.
@@ -80,6 +83,7 @@ class EngineSpec:
     return_routes: bool = False
     tensor_parallel_size: int = bounded(1, ge=1)
     num_threads: int | None = None
+    skip_patches: tuple[str, ...] = ()
     masked_ids: tuple[range, ...] = ()
     expected_sampling: SamplingParams | None = None
     seed: int | None = None
@@ -96,6 +100,9 @@ class EngineSpec:
             raise ConfigError(unknown("engine dtype", self.dtype, _DTYPES))
         if self.quantization not in (None, *QUANTIZATIONS):
             raise ConfigError(unknown("quantization", self.quantization, QUANTIZATIONS))
+        for name in self.skip_patches:
+            if name not in VLLM_PATCHES:
+                raise ConfigError(unknown("skip_patches entry", name, VLLM_PATCHES))
         if self.weight_transfer not in MEDIA:
             raise ConfigError(unknown("weight transfer", self.weight_transfer, MEDIA))
 

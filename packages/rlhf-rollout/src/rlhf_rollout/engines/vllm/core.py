@@ -81,8 +81,8 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
 
-    from rlhf_rollout.engines.vllm.decoding import decode_in_bulk
-    from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots, start_together
+    from rlhf_rollout.engines.vllm.internals import check_core
+    from rlhf_rollout.engines.vllm.patches import patch_scheduler
 
     if spec.quantization and on_gpu and not current_platform.has_device_capability(_FP8_CAPABILITY):
         message = f"quantization {spec.quantization} needs a GPU that multiplies FP8 (compute capability 8.9 or more)"
@@ -107,11 +107,8 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         executor_class=Executor.get_class(config),
         log_stats=False,
     )
-    scheduler = core.engine_core.scheduler
-    for change in (skip_idle_slots, decode_in_bulk, list_logprobs):  # the last makes lists, which the others take
-        change(scheduler)
-    if not is_eager:
-        start_together(scheduler)
+    check_core(core)
+    patch_scheduler(core.engine_core.scheduler, spec.skip_patches, uses_graphs=not is_eager)
     return core
 
 
@@ -160,7 +157,10 @@ def _engine_config(
         weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{spec.weight_transfer}"),
         worker_cls=f"{__package__}.worker.Worker",
         worker_extension_cls=f"{weights.__name__}.BucketWorkerExtension",
-        additional_config=warm_up.config() | limit_config(spec) | mask_config(spec),
+        additional_config=warm_up.config()
+        | limit_config(spec)
+        | mask_config(spec)
+        | {weights.SKIPPED: list(spec.skip_patches)},
     ).create_engine_config()
 
 

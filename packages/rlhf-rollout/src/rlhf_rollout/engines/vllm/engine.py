@@ -16,6 +16,7 @@ from rlhf_rollout.engines.requests import DROPPED, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.stopping import decoder
 from rlhf_rollout.engines.vllm.core import build_core, check_visible_gpus, prepare_environment, start_hint
+from rlhf_rollout.engines.vllm.internals import check_vllm
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.weights.bucket import WeightBucket
 from rlhf_rollout.weights.senders import Senders, merged
@@ -47,6 +48,7 @@ class VllmEngine:
         self._senders = Senders(spec.tensor_parallel_size if spec.weight_transfer == "ipc" else 1)
         try:
             # Imports vLLM.
+            check_vllm(on_gpu=self._on_gpu, routes=spec.return_routes)
             from rlhf_rollout.engines.vllm.loop import StepLoop
 
             self._loop = StepLoop(

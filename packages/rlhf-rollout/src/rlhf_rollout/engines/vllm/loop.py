@@ -349,8 +349,9 @@ class StepLoop:
             has_stopped = sample.add(output.new_token_ids)
             if output.routed_experts is not None:
                 sample.add_routes(output.routed_experts)
-            if output.new_logprobs is not None:
-                draft.logprobs += output.new_logprobs  # a list, by `list_logprobs`
+            if (chosen := output.new_logprobs) is not None:
+                # A list, by the patch `list_logprobs`; vLLM's own are arrays with a column per rank.
+                draft.logprobs += chosen if isinstance(chosen, list) else chosen.logprobs[:, 0].tolist()
             if has_stopped and output.finish_reason is None:
                 stopped.append(output.request_id)
             if has_stopped or output.finish_reason is not None:

@@ -1,8 +1,7 @@
 """Loads buckets of weights into a running vLLM model by vLLM's weight-transfer API. Runs in vLLM's workers."""
 
 import logging
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,13 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import materialize_layer
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from rlhf_data.errors import EngineError, RlhfError, WeightSyncError
 from rlhf_rollout.engines.model_files import checkpoint_shapes
-from rlhf_rollout.engines.vllm.copies import Copy, CopyRecord, CopyRecorder, Target
-from rlhf_rollout.engines.vllm.in_place import InPlace, InPlaceCheck, holds_more_than_weights
+from rlhf_rollout.engines.vllm.patches import load
+from rlhf_rollout.engines.vllm.patches.copies import CopyRecord, CopyRecorder, Target
 from rlhf_rollout.weights import MEDIA
 from rlhf_rollout.weights.bucket import TensorSlot, WeightBucket, check_tensor
 from rlhf_rollout.weights.reader import BucketReader
@@ -33,6 +31,7 @@ logger = logging.getLogger(__name__)
 # What says nothing about whether the weights fit: of the host, of CUDA and of NCCL.
 _TRANSIENT = (MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError, distributed.DistError)
 
+SKIPPED = "rlhf_skipped_patches"  # in vLLM's additional configuration
 BACKENDS = {f"rlhf_{medium}": medium for medium in MEDIA}
 
 
@@ -71,13 +70,14 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._expected = checkpoint_shapes(Path(self.model_config.model))
         self._received: set[str] = set()
         self._recorder: CopyRecorder | None = None
-        self._check_in_place: InPlaceCheck | None = None
+        self._copies = load("recorded_copies", vllm_config.additional_config[SKIPPED])
+        self._check_in_place: Any = None
         self._record: CopyRecord | None = None
-        self._places: InPlace | None = None
-        self._staged: Counter[torch.nn.Module] = Counter()
+        self._places: Any = None
+        self._staging: Any = None
         self._expert_kernels: list[tuple[Any, Any, Any]] = []
         self._misfit: str | None = None
-        self._can_record = True
+        self._can_record = self._copies is not None
         self.missing: list[str] = []
         self.num_repeated = 0
 
@@ -108,8 +108,8 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._recorder = None
         if self._record is None and self._can_record:
             self._recorder = CopyRecorder(_targets(self.model))
-            self._check_in_place = InPlaceCheck(self.model)
-        self._staged.clear()
+            self._check_in_place = self._copies.InPlaceCheck(self.model)
+        self._staging = None if self._record is None else self._copies.Staging(self._record)
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         """Load one bucket. Raises WeightSyncError before the model changes when a name or shape does not fit."""
@@ -202,31 +202,9 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         sources = _sources(self._reader.view(bucket).to(self.device), slots, record)
         for name in self._received.intersection(sources):
             del sources[name]
-        if self._places is not None:
-            self._places.write(sources)
-        else:
-            for name, parts in sources.items():
-                for copy, source in zip(record.copies[name], parts, strict=True):
-                    self._stage(record, copy, source)
+        (self._places or self._staging).write(sources)
         self._reader.settle()
         self.num_repeated += len(sources)
-
-    def _stage(self, record: CopyRecord, copy: Copy, source: torch.Tensor) -> None:
-        """Make a copy into a layer that vLLM has prepared for loading; with its last one the layer is processed."""
-        layer = copy.target.layer
-        info = get_layerwise_info(layer)
-        if not info.can_load():
-            return  # it is loaded already
-        if layer not in self._staged:
-            materialize_layer(layer, info)
-            for target, part in record.zeros:
-                if target.layer is layer:
-                    part.of(getattr(layer, target.name).data).zero_()
-        copy.place.of(getattr(layer, copy.target.name).data).copy_(source)
-        info.load_numel += copy.place.numel
-        self._staged[layer] += 1
-        if self._staged[layer] == record.num_copies[layer]:
-            _layerwise_process(layer, info)
 
     def _find_missing(self) -> list[str]:
         # Layers are counted and not names: vLLM fuses several weights of a checkpoint into one parameter.
@@ -257,7 +235,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         check.finish()
         self._record = record
         if check.problem is None:
-            self._places = InPlace(self.model, record)
+            self._places = self._copies.InPlace(self.model, record)
         else:
             logger.info("vLLM processes each layer in each update of the weights: %s", check.problem)
 
@@ -356,6 +334,34 @@ def _watch_expert_kernels(model: torch.nn.Module) -> None:
         capture = getattr(method, "rlhf_capture_fn", None)
         if capture is not None and method.moe_kernel is not None:
             method.moe_kernel.fused_experts.set_capture_fn(capture)
+
+
+def holds_more_than_weights(model: torch.nn.Module) -> bool:
+    """Return whether a model computes with tensors that are neither parameters nor buffers nor views of them.
+
+    vLLM derives them from weights, for some kinds of attention and for experts, and does not restore them if weights
+    are dropped.
+    """
+    if any(hasattr(getattr(module, "quant_method", None), "moe_kernel") for module in model.modules()):
+        return True  # in FP8, the kernels of experts do
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    owners = [owner for module in model.modules() for owner in (module, getattr(module, "impl", None))]
+    attributes = [item for owner in owners for item in getattr(owner, "__dict__", {}).items()]
+    values = [value for name, value in attributes if name != "kv_cache"]  # which is dropped in any case
+    device = next(model.parameters()).device
+    held = (value for value in _flat(values) if isinstance(value, torch.Tensor) and value.device == device)
+    return any(value.untyped_storage().data_ptr() not in known for value in held)
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values, and those in lists, tuples and dictionaries among them."""
+    for value in values:
+        if isinstance(value, dict):
+            yield from _flat(value.values())
+        elif isinstance(value, list | tuple):
+            yield from _flat(value)
+        else:
+            yield value
 
 
 class BucketWorkerExtension:

@@ -1,8 +1,10 @@
-"""Copies weights straight into the parameters with which vLLM computes, where that is all that loading them takes."""
+"""Repeats the recorded copies of an update: in place, where that is all that loading takes, or layer by layer.
+
+vLLM's loader spends most of an update in Python.
+"""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +12,10 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
-from rlhf_rollout.engines.vllm.copies import Copy, CopyRecord, CopyRecorder
+from rlhf_rollout.engines.vllm.patches.copies import Copy, CopyRecord, CopyRecorder
 
 _PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
@@ -110,6 +113,39 @@ class InPlace:
             layer.process_weights_after_loading(dtype)
 
 
+class Staging:
+    """Repeats the copies of a record in layers that vLLM has prepared for loading, during one update.
+
+    With a layer's last copy, vLLM processes the layer.
+    """
+
+    def __init__(self, record: CopyRecord) -> None:
+        self._record = record
+        self._num_copied: Counter[nn.Module] = Counter()
+
+    def write(self, sources: Mapping[str, Sequence[Tensor]]) -> None:
+        """Write the sources of the copies of some weights, by the weights' names."""
+        for name, parts in sources.items():
+            for copy, source in zip(self._record.copies[name], parts, strict=True):
+                self._write(copy, source)
+
+    def _write(self, copy: Copy, source: Tensor) -> None:
+        layer = copy.target.layer
+        info = get_layerwise_info(layer)
+        if not info.can_load():
+            return  # it is loaded already
+        if layer not in self._num_copied:
+            materialize_layer(layer, info)
+            for target, part in self._record.zeros:
+                if target.layer is layer:
+                    part.of(getattr(layer, target.name).data).zero_()
+        copy.place.of(getattr(layer, copy.target.name).data).copy_(source)
+        info.load_numel += copy.place.numel
+        self._num_copied[layer] += 1
+        if self._num_copied[layer] == self._record.num_copies[layer]:
+            _layerwise_process(layer, info)
+
+
 def _finishes_attention(layer: nn.Module) -> bool:
     return isinstance(layer, AttentionLayerBase) and hasattr(layer, "process_weights_after_loading")
 
@@ -123,31 +159,3 @@ def _processing(path: str, layer: nn.Module) -> str | None:
     else:
         is_plain = isinstance(layer, AttentionLayerBase) or not hasattr(layer, "process_weights_after_loading")
     return None if is_plain else f"vLLM processes the weights of {path} ({type(layer).__name__})"
-
-
-def holds_more_than_weights(model: nn.Module) -> bool:
-    """Return whether a model computes with tensors that are neither parameters nor buffers nor views of them.
-
-    vLLM derives them from weights, for some kinds of attention and for experts, and does not restore them if weights
-    are dropped.
-    """
-    if any(hasattr(getattr(module, "quant_method", None), "moe_kernel") for module in model.modules()):
-        return True  # in FP8, the kernels of experts do
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    owners = [owner for module in model.modules() for owner in (module, getattr(module, "impl", None))]
-    attributes = [item for owner in owners for item in getattr(owner, "__dict__", {}).items()]
-    values = [value for name, value in attributes if name != "kv_cache"]  # which is dropped in any case
-    device = next(model.parameters()).device
-    held = (value for value in _flat(values) if isinstance(value, Tensor) and value.device == device)
-    return any(value.untyped_storage().data_ptr() not in known for value in held)
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield values, and those in lists, tuples and dictionaries among them."""
-    for value in values:
-        if isinstance(value, dict):
-            yield from _flat(value.values())
-        elif isinstance(value, list | tuple):
-            yield from _flat(value)
-        else:
-            yield value

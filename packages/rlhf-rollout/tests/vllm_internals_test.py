@@ -1,0 +1,171 @@
+"""What an engine needs of vLLM: versions that lack it are refused, and speed-ups that miss something are left out."""
+
+import ast
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import vllm
+
+import rlhf_rollout.engines.vllm as package
+from rlhf_data.errors import ConfigError, EngineError
+from rlhf_rollout.engines.spec import VLLM_PATCHES, EngineSpec
+from rlhf_rollout.engines.vllm import internals, patches
+
+FOLDER = Path(package.__file__).parent
+SCHEDULER = [name for name in VLLM_PATCHES if name != "recorded_copies"]
+
+
+@pytest.fixture
+def warnings(caplog):
+    """Return a function that returns what this package has warned of."""
+    with caplog.at_level(logging.WARNING, "rlhf_rollout"):
+        yield lambda: "\n".join(found.message for found in caplog.records if found.name.startswith("rlhf_rollout"))
+
+
+def test_installed_vllm_is_tested_and_lacks_nothing(warnings) -> None:
+    internals.check_vllm(on_gpu=False, routes=True)
+    assert warnings() == ""
+
+
+@pytest.mark.parametrize(
+    ("version", "is_tested"),
+    [
+        ("0.25.1", False),
+        ("0.26.0", True),
+        ("0.27.1rc1", True),
+        ("0.28.0+cpu", True),
+        ("0.29.0", False),
+        ("1.26.0", False),
+        ("dev", False),
+    ],
+)
+def test_version_that_was_not_tested_is_told_and_used(version, is_tested, monkeypatch, warnings) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    internals.check_vllm(on_gpu=False)
+    assert (f"vLLM {version} is untested" in warnings()) is not is_tested
+
+
+@pytest.mark.parametrize(
+    ("place", "names", "lost"),
+    [
+        ("vllm.v1.engine", ("EngineCoreRequest", "Gone", "FinishReason"), "vllm.v1.engine.Gone"),
+        ("vllm.v1.engine.core_client:InprocClient", ("get_output", "gone"), "core_client.InprocClient.gone"),
+        ("vllm.v1.engine.core_client:Gone", ("get_output",), "vllm.v1.engine.core_client.Gone"),
+        ("vllm.gone.module", ("any",), "vllm.gone.module"),
+    ],
+)
+def test_vllm_that_lacks_a_name_is_refused_with_what_to_do(place, names, lost, monkeypatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    monkeypatch.setattr(internals, "NAMES", {place: names})
+    with pytest.raises(
+        EngineError, match=r"^vLLM 0\.99\.0 is untested, and has no (.|\n)*hint: install vllm"
+    ) as caught:
+        internals.check_vllm(on_gpu=False)
+    assert f"{lost}\n" in str(caught.value) and "0.26 to 0.28" in str(caught.value)
+
+
+def test_core_without_a_queue_of_batches_is_refused() -> None:
+    scheduler = SimpleNamespace(has_requests=None)
+    internals.check_core(SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler, batch_queue=None)))
+    with pytest.raises(EngineError, match=r"has no engine_core\.batch_queue"):
+        internals.check_core(SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)))
+
+
+def of_vllm(path: Path) -> tuple[set[str], set[str]]:
+    """Return what a file imports from vLLM, and the private attributes that it reads of other objects."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = list(ast.walk(tree))
+    imported = {
+        f"{node.module}.{alias.name}"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm"
+        for alias in node.names
+    }
+    private = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    }
+    return imported, private
+
+
+def test_all_that_files_beside_the_patches_import_from_vllm_is_checked_at_the_start() -> None:
+    tables = (internals.NAMES, internals.ON_CPU, internals.ON_GPU, internals.ROUTES_ON_CPU)
+    known = {f"{place.partition(':')[0]}.{name}" for table in tables for place in table for name in table[place]}
+    known |= {place.replace(":", ".") for table in tables for place in table if ":" in place}
+    # These are looked for where they are used, as versions differ.
+    known |= {"vllm.model_executor.warmup.kernel_warmup"}
+    for path in FOLDER.glob("*.py"):
+        imported, private = of_vllm(path)
+        assert imported <= known, path.name
+        assert private <= {
+            "_init_amx",  # of torch
+            "_loop",
+            "_parameters",
+            "_buffers",
+            "_non_persistent_buffers_set",
+            *(name for table in tables for names in table.values() for name in names),
+            "_warmup_ll_bf16_router_gemm",
+        }, path.name
+
+
+def test_patches_are_the_files_of_the_folder() -> None:
+    shared = {"__init__", "copies"}
+    assert {path.stem for path in (FOLDER / "patches").glob("*.py")} - shared == set(VLLM_PATCHES)
+    with pytest.raises(ConfigError, match="did you mean `bulk_decoding`"):
+        EngineSpec(model="m", skip_patches=("bulk_decodings",))
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    """Return the names of the patches that have changed the scheduler, which has all that they need."""
+    found: list[str] = []
+    for name in SCHEDULER:
+        module = patches.load(name, ())
+        monkeypatch.setattr(module, "patch", lambda scheduler, name=name: found.append(name))
+        monkeypatch.setattr(module, "NEEDS", ("running", f"{name}.inner"))
+    return found
+
+
+def scheduler_with(*names: str) -> SimpleNamespace:
+    return SimpleNamespace(running=[], **{name: SimpleNamespace(inner=1) for name in names})
+
+
+def test_scheduler_gets_all_patches_and_those_for_graphs_only_with_graphs(patched, warnings) -> None:
+    patches.patch_scheduler(scheduler_with(*SCHEDULER), (), uses_graphs=True)
+    assert patched == ["idle_slots", "bulk_decoding", "list_logprobs", "bulk_admission"]
+    patched.clear()
+    patches.patch_scheduler(scheduler_with(*SCHEDULER), (), uses_graphs=False)
+    assert patched == ["idle_slots", "bulk_decoding", "list_logprobs"]
+    assert warnings() == ""
+
+
+@pytest.mark.parametrize("name", SCHEDULER)
+def test_a_patch_that_is_skipped_or_misses_something_is_left_out_alone(name, patched, warnings) -> None:
+    others = [other for other in ("idle_slots", "bulk_decoding", "list_logprobs", "bulk_admission") if other != name]
+    patches.patch_scheduler(scheduler_with(*SCHEDULER), (name,), uses_graphs=True)
+    assert patched == others and warnings() == ""
+    patched.clear()
+    patches.patch_scheduler(scheduler_with(*others), (), uses_graphs=True)
+    assert patched == others
+    assert f"does without the speed-up {name}" in warnings()
+    assert f"its scheduler has no {name}.inner" in warnings()
+
+
+@pytest.mark.parametrize("name", VLLM_PATCHES)
+def test_a_patch_whose_imports_fail_is_left_out_with_the_reason(name, monkeypatch, warnings) -> None:
+    def fail(module):
+        raise ImportError(f"cannot import name 'gone' from {module}")
+
+    assert patches.load(name, (name,)) is None and warnings() == ""
+    monkeypatch.setattr(patches, "import_module", fail)
+    assert patches.load(name, ()) is None
+    assert f"does without the speed-up {name}" in warnings() and "cannot import name 'gone'" in warnings()
