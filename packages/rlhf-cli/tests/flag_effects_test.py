@@ -225,6 +225,7 @@ REACHES = [
     ("vllm_max_num_seqs", "3", "", "engine.max_num_seqs", 3),
     ("vllm_quantization", "fp8", "--bf16", "engine.quantization", "fp8"),
     ("vllm_quantization", "fp8", "--bf16", "algorithm.correction.level", "token"),
+    ("vllm_skip_patches", "idle_slots,bulk_decoding", "", "engine.skip_patches", ("idle_slots", "bulk_decoding")),
     ("engine_timeout_s", "60", "", "engine.request_timeout_s", 60.0),
     ("enforce_eager", "", "", "engine.enforce_eager", True),
     ("enable_prefix_caching", "false", "", "engine.enable_prefix_caching", False),

@@ -62,6 +62,7 @@ FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
         "save_critic": "--save_value_network",
         "set_chat_template.text": "--tokenizer_chat_template",
         "start_timeout_s": "--reward_start_timeout_s",
+        "skip_patches": "--vllm_skip_patches",
         "tensor_parallel_size": "--ds_tensor_parallel_size",
         "trainer_sleep": "--deepspeed_enable_sleep",
         "running_norm": "--running_reward_norm",

@@ -44,6 +44,7 @@ _VLLM_OPTIONS = (
     "vllm_tensor_parallel_size",
     "vllm_gpu_memory_utilization",
     "vllm_quantization",
+    "vllm_skip_patches",
     "enforce_eager",
     "enable_prefix_caching",
 )

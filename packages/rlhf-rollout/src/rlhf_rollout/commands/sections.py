@@ -12,7 +12,7 @@ from rlhf_data.options.sections import SOURCES, SPLIT, ChatSection, InputSection
 from rlhf_rollout.agents.agent_spec import AgentSpec
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.engines import EngineSpec
-from rlhf_rollout.engines.spec import QUANTIZATIONS
+from rlhf_rollout.engines.spec import QUANTIZATIONS, VLLM_PATCHES
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.sources import (
     JUDGE_KINDS,
@@ -48,6 +48,11 @@ def _stop_texts(value: Any) -> Any:
 
 StopTexts = Annotated[tuple[TemplateText, ...], BeforeValidator(_stop_texts)]
 SHARE_ALONE = 0.9  # share of a GPU's memory for an engine that has the GPU to itself
+
+
+def words_of(text: str | None) -> tuple[str, ...]:
+    """Return what commas separate, without spaces around it."""
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
 
 
 class PrecisionSection(Section, title="model"):
@@ -176,6 +181,11 @@ class EngineSection(Section, title="generation engine (vLLM)"):
         "fp8: engines round weights and activations of linear layers to FP8 while they load and at each weight update;"
         " needs --bf16 and an Ada, Hopper or newer GPU (on a CPU it works, slowly). None: no rounding",
     )
+    vllm_skip_patches: str | None = flag(
+        None,
+        "speed-ups of vLLM to do without, separated by commas, in case that one is suspected of a fault; generation is"
+        f" then slower: {', '.join(VLLM_PATCHES)}. None: all are used that the installed version has a place for",
+    )
     engine_timeout_s: float = flag(
         1800.0,
         "seconds for which an engine that has requests may write nothing before another one goes on with them; a"
@@ -204,6 +214,7 @@ class EngineSection(Section, title="generation engine (vLLM)"):
             gpu_memory_utilization=self.vllm_gpu_memory_utilization or memory_share,
             tensor_parallel_size=self.vllm_tensor_parallel_size,
             quantization=self.vllm_quantization,
+            skip_patches=words_of(self.vllm_skip_patches),
             request_timeout_s=self.engine_timeout_s,
             enforce_eager=self.enforce_eager,
             enable_prefix_caching=self.enable_prefix_caching,
@@ -296,7 +307,7 @@ class RewardSection(Section, title="reward"):
     @property
     def extra_names(self) -> tuple[str, ...]:
         """The keys of --extra_keys. Raises ConfigError for one that reward functions receive anyway."""
-        names = tuple(dict.fromkeys(name.strip() for name in (self.extra_keys or "").split(",") if name.strip()))
+        names = tuple(dict.fromkeys(words_of(self.extra_keys)))
         if taken := [name for name in names if name in (*SAMPLE_ARGUMENTS, *EXTRAS)]:
             message = f"--extra_keys: every reward function receives something else called `{taken[0]}`"
             raise ConfigError(message, hint="give the column of the rows another name")
@@ -312,7 +323,7 @@ class RewardSection(Section, title="reward"):
         Raises:
             ConfigError: a bad name of an environment variable.
         """
-        names = tuple(name.strip() for name in (self.reward_env or "").split(",") if name.strip())
+        names = words_of(self.reward_env)
         limits = {"start_timeout_s": self.reward_start_timeout_s, "memory_gb": self.reward_memory_gb}
         limits["extra_keys"] = self.extra_names
         return CallOptions(

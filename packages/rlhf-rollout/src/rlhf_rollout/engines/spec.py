@@ -102,7 +102,7 @@ class EngineSpec:
             raise ConfigError(unknown("quantization", self.quantization, QUANTIZATIONS))
         for name in self.skip_patches:
             if name not in VLLM_PATCHES:
-                raise ConfigError(unknown("skip_patches entry", name, VLLM_PATCHES))
+                raise ConfigError(unknown("patch of vLLM in ``skip_patches``", name, VLLM_PATCHES))
         if self.weight_transfer not in MEDIA:
             raise ConfigError(unknown("weight transfer", self.weight_transfer, MEDIA))
 

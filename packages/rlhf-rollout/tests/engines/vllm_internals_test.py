@@ -120,7 +120,10 @@ def test_all_that_files_beside_the_patches_import_from_vllm_is_checked_at_the_st
 def test_patches_are_the_files_of_the_folder() -> None:
     shared = {"__init__", "copies"}
     assert {path.stem for path in (FOLDER / "patches").glob("*.py")} - shared == set(VLLM_PATCHES)
-    with pytest.raises(ConfigError, match="did you mean `bulk_decoding`"):
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown patch of vLLM in ``skip_patches`` `bulk_decodings`; known: (.|\n)*did you mean `bulk_decoding`",
+    ):
         EngineSpec(model="m", skip_patches=("bulk_decodings",))
 
 
