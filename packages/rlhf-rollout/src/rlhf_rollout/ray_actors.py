@@ -1,4 +1,5 @@
-"""Engines and reward models as Ray actors, and handles to them. Only this file imports Ray."""
+"""Engines and reward models as Ray actors, and handles to them. Only this file and
+`ray_internals` import Ray."""
 
 import asyncio
 import getpass
@@ -20,6 +21,7 @@ from rlhf_rollout.engines.requests import Progress, deadline
 from rlhf_rollout.host import collection_paused, place_vllm_sockets, wait_passively
 from rlhf_rollout.mps import MpsDaemon
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams
+from rlhf_rollout.ray_internals import session_folder
 from rlhf_rollout.rewards.model import LocalScorer
 from rlhf_rollout.weights.bucket import WeightBucket
 
@@ -54,7 +56,7 @@ def prepare_process(gpus: Sequence[str] = ()) -> None:
     wait_passively()
     # torch keeps what it compiles among temporary files.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}"))
-    session = ray._private.worker._global_node.get_session_dir_path()
+    session = session_folder()
     if os.access(session, os.W_OK):
         place_vllm_sockets()  # where they would be otherwise: the session folder has a long path
         tempfile.tempdir = session

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import weakref
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from ray.exceptions import AuthenticationError, ObjectLostError, RayActorError, 
 
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_rollout.host import socket_folder
+from rlhf_rollout.ray_internals import NAMES
 from rlhf_train.cluster import ray_session
 from rlhf_train.cluster.ray_session import (
     START_ATTEMPTS,
@@ -189,9 +191,13 @@ def test_own_cluster_has_a_token_of_its_own_and_the_environment_is_as_before(mon
     assert len(set(tokens)) == 2 and all(len(token) == 64 for token in tokens)
 
 
-def test_ray_that_would_end_the_run_at_sigterm_is_refused(monkeypatch):
-    monkeypatch.delattr(ray._private.utils, "set_sigterm_handler")
-    with pytest.raises(EngineError, match=r"Ray [\d.]+ would end the run at SIGTERM(.|\n)*hint: install ray==2.60.0"):
+@pytest.mark.parametrize("place", list(NAMES))
+def test_ray_that_lacks_a_name_is_refused_before_it_starts(place, monkeypatch):
+    module, _, kind = place.partition(":")
+    name = kind or NAMES[place][0]
+    monkeypatch.delattr(import_module(module), name)
+    message = rf"^Ray [\d.]+ is untested, and has no {module}\.{name}\n(.|\n)*hint: install ray==2.60.0"
+    with pytest.raises(EngineError, match=message):
         ray_session._prepare_environment()
 
 

@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import os
-import secrets
 import shutil
 import socket
 import sys
@@ -13,29 +12,30 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants, services
-from ray._private.node import Node
-from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError, RayError, RayTaskError
 
 import rlhf_train
 from rlhf_data.errors import ConfigError, EngineError, RlhfError
 from rlhf_rollout.host import socket_folder
 from rlhf_rollout.ray_actors import plain_errors
+from rlhf_rollout.ray_internals import (
+    changed_start,
+    check_ray,
+    last_cluster,
+    outlive_sigterm,
+    private_cluster,
+    session_folder,
+    use_token,
+)
 from rlhf_train.cluster.session_folders import LOCK, children, kill, locked, own_sessions, sessions_home, sweep
 
-TESTED_VERSIONS = ("2.56.1", "2.60.0")  # of Ray, whose private names stand here
 START_ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 2.0
 _DEATH_S = 5.0  # within which Ray notices that a process has died
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-# What Ray starts these for, a run's own cluster does not have: a dashboard, logs in the terminal, nodes to add.
-_UNUSED_PARTS = ("start_api_server", "start_log_monitor", "start_monitor")
 _OPTIONS: Mapping[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
 _SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"  # as long as any
 _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` in the process that it starts
@@ -139,7 +139,7 @@ def find_cluster() -> str | None:
     named = os.environ.get("RAY_ADDRESS")
     if named:
         return None if named == "local" else named
-    left = services.find_bootstrap_address(None)
+    left = last_cluster()
     return left if left and _answers(left) else None
 
 
@@ -152,8 +152,10 @@ def join(address: str) -> None:
     if ray.is_initialized():
         return
     _prepare_environment()
+    # Ray does this itself when it discovers the cluster, but not when it is given an address, as here. The token must
+    # not go to a foreign cluster that the user named.
     if not os.environ.get("RAY_ADDRESS"):
-        _use_token()
+        use_token()
     submitted = os.environ.get(_SUBMITTED)
     try:
         ray.init(address=address, runtime_env=worker_environment(os.environ, submitted), **_OPTIONS)
@@ -179,9 +181,9 @@ def started_cluster(num_cpus: int, num_gpus: int) -> Iterator[None]:
     """
     _prepare_environment()
     _shorten_paths()
-    with _private():
+    with private_cluster():
         _start(num_cpus, num_gpus)
-        session = Path(ray._private.worker._global_node.get_session_dir_path())
+        session = Path(session_folder())
         try:
             with locked(session / LOCK):
                 try:
@@ -227,7 +229,7 @@ def _start(num_cpus: int, num_gpus: int) -> None:
     for attempt in range(1, START_ATTEMPTS + 1):
         before = children()
         try:
-            with _changed_start():
+            with changed_start():
                 ray.init(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, **_OPTIONS)
             for folder in failed:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -248,55 +250,6 @@ def _start(num_cpus: int, num_gpus: int) -> None:
     hint = "end other programs and try again, or run `ray start --head` first: the next run joins that cluster"
     message = f"Ray did not start in {START_ATTEMPTS} attempts (load average {load}): {failure}"
     raise EngineError(message, hint=hint) from failure
-
-
-@contextmanager
-def _changed_start() -> Iterator[None]:
-    """Change what `ray.init` starts, for the time of a `with` block.
-
-    Ray does not start `_UNUSED_PARTS`, which import for seconds; the agent of the dashboard, which it needs, starts as
-    where no dashboard is installed. Its servers get process groups of their own: this process needs them until its end,
-    also after a SIGTERM to its group, as `timeout` sends it. When it is killed, Linux kills them.
-    """
-    own: dict[tuple[Any, str], Any] = {(Node, name): lambda *_, **__: None for name in _UNUSED_PARTS}
-    own[ray._private.utils, "get_dashboard_dependency_error"] = ImportError
-    own[services, "ConsolePopen"] = partial(services.ConsolePopen, process_group=0)
-    before = {(owner, name): getattr(owner, name) for owner, name in own}
-    for (owner, name), function in own.items():
-        setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        for (owner, name), function in before.items():
-            setattr(owner, name, function)
-
-
-@contextmanager
-def _private() -> Iterator[None]:
-    """Let Ray and the workers that it starts listen on the loopback address only, and ask for a token, for the time of
-    a `with` block. RAY_AUTH_MODE has no effect on this: such a cluster always has a token."""
-    loopback = dict.fromkeys(_INTERFACES, "lo") | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-    own = loopback | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    before = {name: os.environ.get(name) for name in own}
-    has_network = ray_constants.ENABLE_RAY_CLUSTER  # read from the environment when Ray is imported
-    os.environ.update(own)
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    _read_authentication()
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-        ray_constants.ENABLE_RAY_CLUSTER = has_network
-        _read_authentication()
-
-
-def _read_authentication() -> None:
-    """Let Ray read RAY_AUTH_MODE and RAY_AUTH_TOKEN again, which it does once per process."""
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def check_resources(num_cpus: float, num_gpus: float) -> None:
@@ -328,11 +281,9 @@ def worker_environment(environ: Mapping[str, str], submitted: str | None) -> dic
 def _prepare_environment() -> None:
     """Set environment variables for Ray and for the workers of a cluster that this process starts.
 
-    Raises EngineError for a version of Ray that would end this process at SIGTERM.
+    Raises EngineError for a version of Ray that lacks what a run needs.
     """
-    if not hasattr(ray._private.utils, "set_sigterm_handler"):
-        message = f"Ray {ray.__version__} would end the run at SIGTERM before its state is saved"
-        raise EngineError(message, hint=f"install ray=={TESTED_VERSIONS[-1]}, which is tested")
+    check_ray()
     if not _is_installed():
         own = [path for path in sys.path if path and not path.startswith((sys.prefix, sys.base_prefix))]
         before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -343,21 +294,7 @@ def _prepare_environment() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # By default Ray lowers the priority of its workers, so that ranks and engines lose to every other program.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Ray would end the process at SIGTERM. `Interrupts` saves the state of the run before.
-    ray._private.utils.set_sigterm_handler = lambda handler: None
-
-
-def _use_token() -> None:
-    """Authenticate with this account's Ray token, if there is one; clusters from `ray start` then require it.
-
-    Ray does this itself when it discovers the cluster, but not when it is given an address, as here. `join` does not
-    call this when the user named the address in RAY_ADDRESS: the token must not go to a foreign cluster.
-    """
-    try:
-        from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-    except ImportError:  # Ray before 2.60 asks for a token only where RAY_AUTH_MODE says so
-        return
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    outlive_sigterm()
 
 
 def _is_installed() -> bool:

@@ -5,12 +5,11 @@ replace parts of vLLM's scheduler and loader; they are in `patches`, and say the
 """
 
 import logging
-from collections.abc import Iterable, Mapping
-from importlib import import_module
-from operator import attrgetter
+from collections.abc import Mapping
 from typing import Any
 
 from rlhf_data.errors import EngineError
+from rlhf_rollout.private_names import missing, missing_paths
 
 TESTED_VERSIONS = ("0.26", "0.28")  # the oldest and the newest; between them, too
 
@@ -75,35 +74,6 @@ def version() -> str:
     import vllm
 
     return vllm.__version__
-
-
-def missing(names: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return which of `names`, by module or `module:Class`, this vLLM does not have."""
-    lost = []
-    for place, attributes in names.items():
-        module, _, kind = place.partition(":")
-        try:
-            owner = import_module(module)
-        except ModuleNotFoundError:
-            lost.append(module)
-            continue
-        if kind and not hasattr(owner, kind):
-            lost.append(f"{module}.{kind}")
-            continue
-        owner = getattr(owner, kind) if kind else owner
-        lost += [f"{place.replace(':', '.')}.{name}" for name in attributes if not hasattr(owner, name)]
-    return lost
-
-
-def missing_paths(owner: Any, paths: Iterable[str]) -> list[str]:
-    """Return which of `paths`, such as "scheduler.running", do not lead from `owner` to anything."""
-    lost = []
-    for path in paths:
-        try:
-            attrgetter(path)(owner)
-        except AttributeError:
-            lost.append(path)
-    return lost
 
 
 def check_vllm(*, on_gpu: bool, routes: bool = False) -> None:

@@ -11,7 +11,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from rlhf_rollout.engines.vllm.internals import missing_paths, version
+from rlhf_rollout.engines.vllm.internals import version
+from rlhf_rollout.private_names import missing_paths
 
 _logger = logging.getLogger(__name__)
 
