@@ -116,9 +116,9 @@ TESTS = {
     "run/run_timeline_test.py": ["rlhf-data/records", "rlhf-data/testing", "rlhf-train/run", "tests/support/record_testing"],
     "run/run_trackers_test.py": ["rlhf-data/errors", "rlhf-train/run"],
     "run_ranks_test.py": ["rlhf-data/records", "rlhf-rollout/engines", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/ray_actors", "rlhf-rollout/rewards", "rlhf-train/algorithms", "rlhf-train/cluster", "rlhf-train/online_job", "rlhf-train/processes", "rlhf-train/specs", "tests/support/trainer_testing"],
-    "weights/weight_sync_copies_vllm_test.py": ["rlhf-data/errors", "rlhf-models/testing", "rlhf-rollout/engines", "rlhf-rollout/protocols"],
-    "weights/weight_sync_experts_vllm_test.py": ["rlhf-data/errors", "rlhf-models/dequantize", "rlhf-models/testing", "rlhf-models/weights", "rlhf-rollout/engines", "rlhf-rollout/protocols"],
-    "weights/weight_sync_fp8_vllm_test.py": ["rlhf-data/errors", "rlhf-models/testing", "rlhf-models/weights", "rlhf-rollout/engines", "rlhf-rollout/host", "rlhf-rollout/protocols"],
+    "weights/weight_sync_copies_vllm_test.py": ["rlhf-data/errors", "rlhf-models/testing", "rlhf-rollout/engines", "rlhf-rollout/protocols", "tests/support/weight_pairs"],
+    "weights/weight_sync_experts_vllm_test.py": ["rlhf-data/errors", "rlhf-models/dequantize", "rlhf-models/testing", "rlhf-models/weights", "rlhf-rollout/engines", "rlhf-rollout/protocols", "tests/support/weight_pairs"],
+    "weights/weight_sync_fp8_vllm_test.py": ["rlhf-data/errors", "rlhf-models/testing", "rlhf-models/weights", "rlhf-rollout/engines", "rlhf-rollout/host", "rlhf-rollout/protocols", "tests/support/weight_pairs"],
     "weights/weight_sync_gpu_test.py": ["rlhf-data/errors", "rlhf-models/testing", "rlhf-rollout/engines", "rlhf-rollout/protocols", "rlhf-rollout/ray_actors"],
-    "weights/weight_sync_vllm_test.py": ["rlhf-models/dequantize", "rlhf-models/testing", "rlhf-models/weights", "rlhf-rollout/commands", "rlhf-rollout/engines", "rlhf-rollout/host", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/rewards", "rlhf-rollout/workers", "tests/support/engine_testing", "tests/support/rollout_testing"],
+    "weights/weight_sync_vllm_test.py": ["rlhf-models/dequantize", "rlhf-models/testing", "rlhf-models/weights", "rlhf-rollout/commands", "rlhf-rollout/engines", "rlhf-rollout/host", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/rewards", "rlhf-rollout/workers", "tests/support/engine_testing", "tests/support/rollout_testing", "tests/support/weight_pairs"],
 }

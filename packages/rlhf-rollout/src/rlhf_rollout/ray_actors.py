@@ -21,7 +21,7 @@ from rlhf_rollout.engines.requests import Progress, deadline
 from rlhf_rollout.host import collection_paused, place_vllm_sockets, wait_passively
 from rlhf_rollout.mps import MpsDaemon
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams
-from rlhf_rollout.ray_internals import session_folder
+from rlhf_rollout.ray_internals import process_name, session_folder
 from rlhf_rollout.rewards.model import LocalScorer
 from rlhf_rollout.weights.bucket import WeightBucket
 
@@ -219,7 +219,7 @@ class RayEngine:
     @property
     def process(self) -> str:
         """Name of the process that runs the engine now; another one after `restart`."""
-        return self.handle._actor_id.hex()
+        return process_name(self.handle)
 
     def kill(self) -> None:
         """End the process, whatever it does. Calls fail until `restart`."""

@@ -44,6 +44,11 @@ def session_folder() -> str:
     return ray._private.worker._global_node.get_session_dir_path()
 
 
+def process_name(handle: Any) -> str:
+    """Return the name of an actor's process."""
+    return handle._actor_id.hex()
+
+
 def last_cluster() -> str | None:
     """Return the address of the cluster that `ray start` last started on this machine, if it was not stopped."""
     return import_module("ray._private.services").find_bootstrap_address(None)

@@ -14,11 +14,10 @@ import torch
 from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec, build_engine
-from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.weights import reader as weight_reader
 from rlhf_rollout.weights.source import WeightSource
+from weight_pairs import generate, largest_difference, perturb
 
-PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
 NUM_WEIGHTS = {"qwen2": 27, "llama": 20, "packed": 27}
 LOGGER = "rlhf_rollout.engines.vllm.weights"
 
@@ -104,34 +103,6 @@ def restore(model: Any, weights: dict[str, torch.Tensor]) -> None:
         parameter.copy_(weights[name])
 
 
-@torch.no_grad()
-def perturb(model: Any, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
-
-
-def generate(pair: Pair) -> Any:
-    async def all_at_once() -> Any:
-        params = SamplingParams(num_samples=2, max_tokens=24, seed=3)
-        return await asyncio.gather(*(pair.engine.generate(prompt, params) for prompt in PROMPTS))
-
-    return asyncio.run(all_at_once())
-
-
-@torch.no_grad()
-def largest_difference(pair: Pair, groups: Any) -> float:
-    """The largest distance between the engine's log-probs and the model's, in nats."""
-    largest = 0.0
-    for prompt, group in zip(PROMPTS, groups, strict=True):
-        for completion in group:
-            tokens = torch.tensor(np.concatenate([prompt, completion.token_ids]), dtype=torch.long)[None]
-            logprobs = pair.model(tokens).logits[0].log_softmax(-1)
-            expected = logprobs[len(prompt) - 1 : -1].gather(1, tokens[0, len(prompt) :, None])[:, 0]
-            largest = max(largest, float((torch.tensor(completion.logprobs) - expected).abs().max()))
-    return largest
-
-
 def record(pair: Pair, version: int = 0) -> None:
     """Send updates until the next one repeats recorded copies."""
     pair.ask(lambda receiver: receiver._forget("the test begins"))
@@ -143,16 +114,16 @@ def record(pair: Pair, version: int = 0) -> None:
 def test_updates_by_the_record_bring_all_weights_and_bring_them_back(pair: Pair) -> None:
     record(pair)
     original = {name: parameter.detach().clone() for name, parameter in pair.model.named_parameters()}
-    before = generate(pair)
+    before = generate(pair.engine)
     for version in (1, 2):
         perturb(pair.model, seed=version)
-        assert largest_difference(pair, before) > 0.05
+        assert largest_difference(pair.model, before) > 0.05
         pair.send(version)
         assert pair.num_repeated == NUM_WEIGHTS[pair.kind] == len(original)
-        assert largest_difference(pair, generate(pair)) <= 1e-5
+        assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5
     restore(pair.model, original)
     pair.send(3)
-    flat = [[completion for group in groups for completion in group] for groups in (before, generate(pair))]
+    flat = [[completion for group in groups for completion in group] for groups in (before, generate(pair.engine))]
     for first, last in zip(*flat, strict=True):
         np.testing.assert_array_equal(first.token_ids, last.token_ids)
         np.testing.assert_array_equal(first.logprobs, last.logprobs)
@@ -166,7 +137,7 @@ def test_update_in_another_dtype_and_in_one_bucket_follows_the_record(pair: Pair
     perturbed = ((name, parameter.bfloat16()) for name, parameter in pair.model.named_parameters())
     WeightSource("shared_memory").send(perturbed, [pair.engine], 5)
     assert pair.num_repeated == NUM_WEIGHTS[pair.kind]
-    assert largest_difference(pair, generate(pair)) <= 1e-5
+    assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5
 
 
 def test_one_bucket_that_vllm_loads_in_parts_is_recorded_whole(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +148,7 @@ def test_one_bucket_that_vllm_loads_in_parts_is_recorded_whole(pair: Pair, monke
         perturb(pair.model, seed=version)
         WeightSource("shared_memory").send(iter(pair.model.named_parameters()), [pair.engine], version)
         assert pair.num_repeated == num_repeated
-        assert largest_difference(pair, generate(pair)) <= 1e-5
+        assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight"])
@@ -189,10 +160,10 @@ def test_update_by_the_record_without_a_weight_is_refused_and_can_be_made_up_for
     with pytest.raises(WeightSyncError, match=rf"weights missing: 1 did not arrive in the last update \({named}\)"):
         pair.send(1, leave_out=name)
     with pytest.raises(EngineError, match="the engine's weights are incomplete"):
-        generate(pair)
+        generate(pair.engine)
     pair.send(2)
     assert pair.num_repeated == NUM_WEIGHTS[pair.kind]
-    assert largest_difference(pair, generate(pair)) <= 1e-5
+    assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5
 
 
 def test_update_with_another_name_is_loaded_by_vllm_and_recorded_again(
@@ -207,13 +178,13 @@ def test_update_with_another_name_is_loaded_by_vllm_and_recorded_again(
         pair.send(1, extra=(unused,))
     assert "rotary_emb.inv_freq did not arrive with shape (16,) before" in caplog.text
     assert pair.num_repeated == NUM_WEIGHTS[pair.kind]
-    assert largest_difference(pair, generate(pair)) <= 1e-5
+    assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5
     # The next update is recorded with the further weight, although vLLM makes no use of it.
     for version, num_repeated in ((2, 0), (3, NUM_WEIGHTS[pair.kind] + 1)):
         perturb(pair.model, seed=version)
         pair.send(version, extra=(unused,))
         assert pair.num_repeated == num_repeated
-        assert largest_difference(pair, generate(pair)) <= 1e-5
+        assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5
 
 
 @pytest.mark.parametrize("place", [0, 11, 17])
@@ -226,7 +197,7 @@ def test_weight_that_is_not_in_the_record_changes_nothing_of_those_beside_it(pai
     weights.insert(place, ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(16)))
     WeightSource("shared_memory", bucket_bytes=40_000).send(iter(weights), [pair.engine], 1)
     assert pair.num_repeated == NUM_WEIGHTS[pair.kind]
-    assert largest_difference(pair, generate(pair)) <= 1e-5
+    assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -241,7 +212,7 @@ def test_update_whose_weights_are_fused_otherwise_than_recorded_is_complete(pair
     weights = {name: weight for name, weight in pair.model.named_parameters() if weight not in set(parts.values())}
     WeightSource("shared_memory", bucket_bytes=40_000).send(iter([*weights.items(), fused]), [pair.engine], 1)
     assert 0 < pair.num_repeated < NUM_WEIGHTS[pair.kind]
-    assert largest_difference(pair, generate(pair)) <= 1e-5
+    assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5
 
 
 def test_update_with_a_wrong_shape_is_refused_and_can_be_made_up_for(pair: Pair) -> None:
@@ -251,7 +222,7 @@ def test_update_with_a_wrong_shape_is_refused_and_can_be_made_up_for(pair: Pair)
         pair.send(1, leave_out="model.norm.weight", extra=(wrong,))
     perturb(pair.model, seed=10)
     pair.send(2)
-    assert largest_difference(pair, generate(pair)) <= 1e-5
+    assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5
 
 
 def test_parameters_that_have_moved_are_found_again(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
@@ -269,7 +240,7 @@ def test_parameters_that_have_moved_are_found_again(pair: Pair, caplog: pytest.L
         with caplog.at_level(logging.WARNING, LOGGER):
             pair.send(version)
         assert pair.num_repeated == num_repeated
-        assert largest_difference(pair, generate(pair)) <= 1e-5
+        assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5
     assert "parameters have moved" in caplog.text
 
 
@@ -303,7 +274,7 @@ def test_updates_in_a_kept_buffer_bring_what_was_written_last(pair: Pair) -> Non
         perturb(pair.model, seed=version)
         sender.send(iter(pair.model.named_parameters()), [pair.engine], version, ["the engine"])
         assert pair.num_repeated == NUM_WEIGHTS[pair.kind]
-        assert largest_difference(pair, generate(pair)) <= 1e-5
+        assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5
     sender.close()
 
 
@@ -317,7 +288,7 @@ def test_update_that_was_given_up_is_followed_by_a_whole_one(pair: Pair) -> None
     asyncio.run(begin())
     pair.send(2)
     assert pair.num_repeated == NUM_WEIGHTS[pair.kind]
-    assert largest_difference(pair, generate(pair)) <= 1e-5
+    assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5
 
 
 def test_incomplete_update_is_not_recorded(pair: Pair) -> None:
@@ -351,7 +322,7 @@ def test_parameters_that_vllm_changes_after_loading_are_not_copied_in_place(
     with torch.no_grad():
         for weight in {pair.model.model.embed_tokens.weight, pair.model.lm_head.weight}:
             weight.neg_()
-    assert largest_difference(pair, generate(pair)) <= 1e-5
+    assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5
 
 
 def test_copies_that_cannot_be_repeated_are_left_to_vllm_with_one_reason(
@@ -373,4 +344,4 @@ def test_copies_that_cannot_be_repeated_are_left_to_vllm_with_one_reason(
     assert caplog.text.count("model.norm.weight is written with values that are not those of a weight") == 1
     with torch.no_grad():
         pair.model.model.norm.weight.mul_(2)
-    assert largest_difference(pair, generate(pair)) <= 1e-5
+    assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,10 +13,10 @@ from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
 from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.engines import EngineSpec, build_engine
-from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
+from rlhf_rollout.protocols import RolloutEngine
 from rlhf_rollout.weights.source import WeightSource
+from weight_pairs import generate, largest_difference, perturb
 
-PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
 # As for models without experts, see weight_sync_vllm_test.py.
 BOUND = 1e-5
 # Of the names in a checkpoint, those of one expert's three matrices.
@@ -51,27 +50,11 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     asyncio.run(engine.close())
 
 
-def generate(pair: Pair) -> list[list[Completion]]:
-    async def all_at_once() -> Any:
-        params = SamplingParams(num_samples=2, max_tokens=24, seed=3)
-        return await asyncio.gather(*(pair.engine.generate(prompt, params) for prompt in PROMPTS))
-
-    return asyncio.run(all_at_once())
-
-
 def send(pair: Pair, policy_version: int, leave_out: str = "nothing") -> None:
     # Buckets so small that the experts of a layer come in different ones.
     sender = WeightSource("shared_memory", bucket_bytes=20_000, checksum=True)
     weights = ((name, weight) for name, weight in hf_named_weights(pair.actor) if leave_out not in name)
     sender.send(weights, [pair.engine], policy_version)
-
-
-@torch.no_grad()
-def perturb(pair: Pair, seed: int) -> None:
-    """Change all weights."""
-    generator = torch.Generator().manual_seed(seed)
-    for weight in pair.actor.parameters():
-        weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.05)
 
 
 @torch.no_grad()
@@ -85,41 +68,28 @@ def perturb_one_expert(pair: Pair) -> None:
     assert len(changed) == 3 and all(ONE_EXPERT[pair.kind] in name for name in changed)
 
 
-@torch.no_grad()
-def largest_difference(pair: Pair, groups: list[list[Completion]]) -> float:
-    """The largest distance between the engine's log-probs and the model's, in nats."""
-    largest = 0.0
-    for prompt, group in zip(PROMPTS, groups, strict=True):
-        for completion in group:
-            tokens = torch.tensor(np.concatenate([prompt, completion.token_ids]), dtype=torch.long)[None]
-            logprobs = pair.actor.model(input_ids=tokens).logits[0].log_softmax(-1)
-            expected = logprobs[len(prompt) - 1 : -1].gather(1, tokens[0, len(prompt) :, None])[:, 0]
-            largest = max(largest, float((torch.tensor(completion.logprobs) - expected).abs().max()))
-    return largest
-
-
 def test_engine_computes_what_the_model_computes(pair: Pair) -> None:
-    assert largest_difference(pair, generate(pair)) <= BOUND
+    assert largest_difference(pair.actor.model, generate(pair.engine)) <= BOUND
 
 
 def test_sync_brings_all_weights(pair: Pair) -> None:
-    before = generate(pair)
+    before = generate(pair.engine)
     for version in (1, 2):
-        perturb(pair, seed=version)
-        assert largest_difference(pair, before) > 0.05
+        perturb(pair.actor, seed=version)
+        assert largest_difference(pair.actor.model, before) > 0.05
         send(pair, version)
-        after = generate(pair)
-        assert largest_difference(pair, after) <= BOUND
+        after = generate(pair.engine)
+        assert largest_difference(pair.actor.model, after) <= BOUND
         assert {completion.policy_version for group in after for completion in group} == {version}
 
 
 def test_sync_brings_the_change_of_a_single_expert(pair: Pair) -> None:
     send(pair, 3)
-    before = generate(pair)
+    before = generate(pair.engine)
     perturb_one_expert(pair)
-    assert largest_difference(pair, before) > 1e-3
+    assert largest_difference(pair.actor.model, before) > 1e-3
     send(pair, 4)
-    assert largest_difference(pair, generate(pair)) <= BOUND
+    assert largest_difference(pair.actor.model, generate(pair.engine)) <= BOUND
 
 
 @pytest.mark.parametrize("whole_layer", [False, True])
@@ -130,4 +100,4 @@ def test_sync_without_a_matrix_or_any_of_a_layer_is_refused_and_can_be_made_up_f
     with pytest.raises(WeightSyncError, match=r"weights missing: (1|12) did not arrive"):
         send(pair, 5, leave_out=name.partition("2.")[0] if whole_layer else name)
     send(pair, 6)
-    assert largest_difference(pair, generate(pair)) <= BOUND
+    assert largest_difference(pair.actor.model, generate(pair.engine)) <= BOUND

@@ -21,9 +21,9 @@ from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.host import local_gpus
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.weights.source import WeightSource
+from weight_pairs import PROMPTS, perturb
 
 ON_GPU = local_gpus() > 0
-PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
 FP8_MAX = 448.0  # of float8_e4m3fn
 
 
@@ -77,13 +77,6 @@ def assert_same(completions: list[Completion], expected: list[Completion]) -> No
     for one, other in zip(completions, expected, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
-
-
-@torch.no_grad()
-def perturb(model: Any, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype), alpha=0.05)
 
 
 @pytest.fixture(scope="module", params=["qwen2", "qwen3_moe"])

@@ -20,8 +20,7 @@ from rlhf_rollout.engines.model_files import end_token_ids
 from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
 from rlhf_rollout.weights import Medium
 from rlhf_rollout.weights.source import WeightSource
-
-PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
+from weight_pairs import PROMPTS, generate, largest_difference, perturb
 
 
 @dataclass(frozen=True)
@@ -55,37 +54,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     asyncio.run(engine.close())
 
 
-def generate(pair: Pair, **sampling: Any) -> list[list[Completion]]:
-    async def all_at_once() -> Any:
-        params = SamplingParams(**({"num_samples": 2, "max_tokens": 24, "seed": 3} | sampling))
-        return await asyncio.gather(*(pair.engine.generate(prompt, params) for prompt in PROMPTS))
-
-    return asyncio.run(all_at_once())
-
-
 def send(pair: Pair, policy_version: int, sender: WeightSource | None = None) -> None:
     sender = sender or pair.sender
     sender.send(iter(pair.model.named_parameters()), [pair.engine], policy_version, ["the engine"])
-
-
-def perturb(pair: Pair, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in pair.model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
-
-
-@torch.no_grad()
-def largest_difference(pair: Pair, groups: list[list[Completion]], temperature: float = 1.0) -> float:
-    """The largest distance between the engine's log-probs and the model's, in nats."""
-    largest = 0.0
-    for prompt, group in zip(PROMPTS, groups, strict=True):
-        for completion in group:
-            tokens = torch.tensor(np.concatenate([prompt, completion.token_ids]), dtype=torch.long)[None]
-            logprobs = (pair.model(tokens).logits[0] / temperature).log_softmax(-1)
-            expected = logprobs[len(prompt) - 1 : -1].gather(1, tokens[0, len(prompt) :, None])[:, 0]
-            largest = max(largest, float((torch.tensor(completion.logprobs) - expected).abs().max()))
-    return largest
 
 
 def span_difference(
@@ -107,21 +78,21 @@ def span_difference(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_engine_logprobs_equal_the_models_after_temperature(pair: Pair, temperature: float) -> None:
-    assert largest_difference(pair, generate(pair, temperature=temperature), temperature) <= 1e-5
+    assert largest_difference(pair.model, generate(pair.engine, temperature=temperature), temperature) <= 1e-5
 
 
 def test_engine_greedy_logprobs_equal_the_models(pair: Pair) -> None:
-    assert largest_difference(pair, generate(pair, temperature=0.0, num_samples=1)) <= 1e-5
+    assert largest_difference(pair.model, generate(pair.engine, temperature=0.0, num_samples=1)) <= 1e-5
 
 
 def test_sync_makes_the_engines_logprobs_the_models(pair: Pair) -> None:
-    before = generate(pair)
-    perturb(pair, seed=1)
+    before = generate(pair.engine)
+    perturb(pair.model, seed=1)
     # A stale weight shows: the old completions are far from what the new weights say of them.
-    assert largest_difference(pair, before) > 0.05
+    assert largest_difference(pair.model, before) > 0.05
     send(pair, 1)
-    after = generate(pair)
-    assert largest_difference(pair, after) <= 1e-5
+    after = generate(pair.engine)
+    assert largest_difference(pair.model, after) <= 1e-5
     assert {completion.policy_version for group in after for completion in group} == {1}
 
 
@@ -130,7 +101,7 @@ def test_sync_forgets_the_prefixes_that_the_old_weights_computed(pair: Pair) -> 
     prompt = np.arange(3, 303, dtype=np.int32)
     params = SamplingParams(max_tokens=4, seed=3)
     asyncio.run(pair.engine.generate(prompt, params))
-    perturb(pair, seed=4)
+    perturb(pair.model, seed=4)
     send(pair, 1)
     for _ in range(2):  # the second time from prefixes that the new weights computed
         (completion,) = asyncio.run(pair.engine.generate(prompt, params))
@@ -148,7 +119,7 @@ def test_sync_amid_a_paused_request_splits_it_into_spans_of_their_own_weights(pa
         async with stopped_amid(pair.engine, [pair.engine.generate(prompt, params)], num_sequences=2) as [task]:
             pausing = asyncio.create_task(pair.engine.pause("keep"))
         await pausing
-        perturb(pair, seed=5)
+        perturb(pair.model, seed=5)
         await asyncio.to_thread(send, pair, 21)
         await pair.engine.resume()
         return await task
@@ -166,15 +137,15 @@ def test_sync_amid_a_paused_request_splits_it_into_spans_of_their_own_weights(pa
 def test_sync_perturbed_and_reverted_gives_the_same_tokens_bit_for_bit(pair: Pair) -> None:
     send(pair, 2)
     original = {name: parameter.detach().clone() for name, parameter in pair.model.named_parameters()}
-    before = generate(pair)
-    perturb(pair, seed=2)
+    before = generate(pair.engine)
+    perturb(pair.model, seed=2)
     send(pair, 3)
-    moved = generate(pair)
+    moved = generate(pair.engine)
     with torch.no_grad():
         for name, parameter in pair.model.named_parameters():
             parameter.copy_(original[name])
     send(pair, 4, WeightSource(pair.medium, bucket_bytes=1 << 20))
-    reverted = generate(pair)
+    reverted = generate(pair.engine)
     flat = [[completion for group in groups for completion in group] for groups in (before, moved, reverted)]
     assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(flat[0], flat[1], strict=True))
     for first, last in zip(flat[0], flat[2], strict=True):
@@ -188,7 +159,7 @@ def test_sync_in_bfloat16_is_cast_to_the_engines_type(pair: Pair) -> None:
             parameter.copy_(parameter.bfloat16())
     weights = ((name, parameter.bfloat16()) for name, parameter in pair.model.named_parameters())
     pair.sender.send(weights, [pair.engine], 5)
-    assert largest_difference(pair, generate(pair)) <= 1e-5
+    assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5
 
 
 def test_sync_many_times_keeps_the_engines_memory(pair: Pair) -> None:
@@ -213,12 +184,12 @@ def test_sync_brings_persistent_buffers_and_leaves_alone_those_that_are_not_sent
     bound = 5e-3  # vLLM holds the numbers of this activation in bfloat16
     try:
         send(pair, 1)  # the parameters only
-        assert largest_difference(pair, generate(pair)) <= bound
+        assert largest_difference(pair.model, generate(pair.engine)) <= bound
         for version, beta in ((2, 1.5), (3, -2.0)):
             for layer in model.model.layers:
                 layer.mlp.act_fn.beta.fill_(beta)
-            assert largest_difference(pair, generate(pair)) > 0.05
+            assert largest_difference(pair.model, generate(pair.engine)) > 0.05
             pair.sender.send(hf_named_weights(model), [engine], version, ["the engine"])
-            assert largest_difference(pair, generate(pair)) <= bound
+            assert largest_difference(pair.model, generate(pair.engine)) <= bound
     finally:
         asyncio.run(engine.close())
