@@ -4,7 +4,7 @@ import transformers.models.qwen2.modeling_qwen2
 
 import rlhf_train.learning.worker
 from rlhf_rollout.host import local_gpus
-from rlhf_train.engine.process_group import import_deepspeed
+from rlhf_train.engine.deepspeed_internals import import_deepspeed
 
 __all__ = ["rlhf_train", "transformers"]
 

@@ -80,7 +80,7 @@ def serve(numbers: dict[str, int]) -> None:
     if kind == "engine":
         prepare_environment()
     else:
-        from rlhf_train.engine.process_group import import_deepspeed
+        from rlhf_train.engine.deepspeed_internals import import_deepspeed
 
         import_deepspeed("cpu")
     before = dict(os.environ)

@@ -18,8 +18,14 @@ from rlhf_data.errors import CheckpointError, EngineError
 from rlhf_rollout.host import free_port
 from rlhf_train.engine import deepspeed_internals
 from rlhf_train.engine.deepspeed import DeepSpeedEngine
-from rlhf_train.engine.deepspeed_internals import OPTIMIZER_NAMES, SHARD_NAMES, TESTED_VERSION
-from rlhf_train.engine.process_group import import_deepspeed, init_process_group
+from rlhf_train.engine.deepspeed_internals import (
+    MODULE_NAMES,
+    OPTIMIZER_NAMES,
+    SHARD_NAMES,
+    TESTED_VERSION,
+    import_deepspeed,
+)
+from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.shards import Shards
 from rlhf_train.specs import OptimizerSpec
 from trainer_testing import run_ranks
@@ -85,6 +91,17 @@ def tamper(monkeypatch, change):
         return made
 
     monkeypatch.setattr(deepspeed, "initialize", changed)
+
+
+@pytest.mark.parametrize("module", MODULE_NAMES)
+def test_deepspeed_whose_modules_lack_a_name_is_refused(monkeypatch, module):
+    import_deepspeed(DEVICE)
+    owner, name = importlib.import_module(module), MODULE_NAMES[module][-1]
+    monkeypatch.delattr(owner, name)
+    monkeypatch.delattr(owner, "__getattr__", raising=False)  # by which one module makes a name when it is first read
+    said = rf"^DeepSpeed [\d.]+ keeps its states in a way that is not known: there is no {module}\.{name}\n"
+    with pytest.raises(EngineError, match=rf"{said}(.|\n)*hint: install deepspeed=={TESTED_VERSION}"):
+        import_deepspeed(DEVICE)
 
 
 RENAMED = [(kind, name) for kind, names in OPTIMIZER_NAMES.items() for name in names if name != "optimizer"]

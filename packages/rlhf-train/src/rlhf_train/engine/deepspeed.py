@@ -29,6 +29,7 @@ from rlhf_train.engine.deepspeed_internals import (
     flat_sums,
     float32_sums,
     group_of_copies,
+    import_deepspeed,
     local_part,
     num_elements,
     places,
@@ -36,7 +37,6 @@ from rlhf_train.engine.deepspeed_internals import (
 )
 from rlhf_train.engine.gradients import add_gradients_at_once
 from rlhf_train.engine.optimizer import Muon, make_optimizer
-from rlhf_train.engine.process_group import import_deepspeed
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
 from rlhf_train.engine.shards import (
     COLUMN_PARTS,

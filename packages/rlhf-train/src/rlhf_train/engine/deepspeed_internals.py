@@ -3,10 +3,13 @@
 Another version may rename them. Nothing else would then say that bfloat16 weights are saved as master weights, that
 moments are lost, or that gradients are missing in the norm. So the names stand here, and an engine looks for them when
 it starts (`check_optimizer`, `check_shards`) and tries what they lead to (`check_masters`, `check_gradient_sums`).
+`import_deepspeed` looks for those of its modules. Only this file imports DeepSpeed, and `engine.tensor_parallel`.
 
 `rlhf_models`, which does not depend on DeepSpeed, reads `ds_id` and `ds_shape` of weights, too.
 """
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import EngineError
+from rlhf_rollout.host import collection_paused
+from rlhf_rollout.private_names import missing
 from rlhf_train.engine.shards import WEIGHT, Place, Shards, first_element, save_moments
 
 TESTED_VERSION = "0.19.8"
@@ -46,7 +51,56 @@ OPTIMIZER_NAMES = {
         "_unflatten_partitioned_parameters",
     ),
 }
+# Of its modules.
+MODULE_NAMES = {
+    "deepspeed.module_inject": ("LinearAllreduce", "LinearLayer", "set_autotp_mode"),
+    "deepspeed.ops": ("__compatible_ops__",),
+    "deepspeed.utils": ("logger", "safe_get_local_fp32_param"),
+}
 SHARD_NAMES = ("ds_id", "ds_numel", "ds_secondary_tensor", "ds_shape", "ds_tensor")  # of weights at stage 3
+
+
+def import_deepspeed(device: str) -> Any:
+    """Return the module, set up for "cuda" or "cpu". Raises EngineError for one that lacks `MODULE_NAMES`."""
+    os.environ.setdefault("DS_ACCELERATOR", device)
+    if device == "cpu":
+        # The number of CPU devices for DeepSpeed. Set it anew for each rank set: a Ray worker inherits the number of a
+        # training that ran earlier in the process that started it.
+        os.environ["LOCAL_SIZE"] = os.environ.get("WORLD_SIZE", "1")
+    if "deepspeed" not in sys.modules:
+        with collection_paused():
+            _first_import()
+    import deepspeed
+
+    if lost := missing(MODULE_NAMES):
+        raise _unknown(f"there is no {', '.join(lost)}")
+    # On CPUs DeepSpeed would compile this extension at first use, and leak a shared-memory segment per run. Gloo does
+    # not need it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("ERROR")
+    return deepspeed
+
+
+def _first_import() -> None:
+    """Import DeepSpeed without what nothing here uses and takes seconds in every process.
+
+    Its autotuner imports MLflow where that is installed. Its Muon optimizer, which it compares every optimizer with, is
+    compiled on import.
+    """
+    is_hidden = "mlflow" not in sys.modules
+    if is_hidden:
+        sys.modules["mlflow"] = None  # type: ignore[assignment]
+    try:
+        from deepspeed.runtime import compiler
+    finally:
+        if is_hidden:
+            del sys.modules["mlflow"]
+    compile_decorator = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = compile_decorator
 
 
 def _unknown(what: str) -> EngineError:

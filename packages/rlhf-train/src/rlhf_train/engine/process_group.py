@@ -1,11 +1,7 @@
-"""Rank sets: the processes that train a model together, and DeepSpeed in each of them.
-
-No file imports DeepSpeed but this one, `engine.deepspeed`, `engine.deepspeed_internals` and `engine.tensor_parallel`.
-"""
+"""Rank sets: the processes that train a model together, and DeepSpeed in each of them."""
 
 import os
 import socket
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +9,8 @@ import torch
 from torch.distributed import distributed_c10d
 
 from rlhf_data.errors import EngineError
-from rlhf_rollout.host import collection_paused, stay_on_loopback
+from rlhf_rollout.host import stay_on_loopback
+from rlhf_train.engine.deepspeed_internals import import_deepspeed
 
 # How long ranks wait for one that loads a model, writes to a slow disk or sends weights to engines. The limits of
 # DeepSpeed, and of PyTorch with NCCL, 10 minutes, would end the run. Nobody needs it to notice a rank that has died:
@@ -88,44 +85,3 @@ def _open_store(rank: int, world_size: int, master: tuple[str, int]) -> torch.di
     store = torch.distributed.TCPStore(host, port, world_size, rank == 0, wait_for_workers=False, **options)
     store.set_timeout(RANK_TIMEOUT)  # after the connection; a group meets here at its first collective
     return store
-
-
-def import_deepspeed(device: str) -> Any:
-    """Return the module, set up for "cuda" or "cpu"."""
-    os.environ.setdefault("DS_ACCELERATOR", device)
-    if device == "cpu":
-        # The number of CPU devices for DeepSpeed. Set it anew for each rank set: a Ray worker inherits the number of a
-        # training that ran earlier in the process that started it.
-        os.environ["LOCAL_SIZE"] = os.environ.get("WORLD_SIZE", "1")
-    if "deepspeed" not in sys.modules:
-        with collection_paused():
-            _first_import()
-    import deepspeed
-
-    # On CPUs DeepSpeed would compile this extension at first use, and leak a shared-memory segment per run. Gloo does
-    # not need it.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.utils.logger.setLevel("ERROR")
-    return deepspeed
-
-
-def _first_import() -> None:
-    """Import DeepSpeed without what nothing here uses and takes seconds in every process.
-
-    Its autotuner imports MLflow where that is installed. Its Muon optimizer, which it compares every optimizer with, is
-    compiled on import.
-    """
-    is_hidden = "mlflow" not in sys.modules
-    if is_hidden:
-        sys.modules["mlflow"] = None  # type: ignore[assignment]
-    try:
-        from deepspeed.runtime import compiler
-    finally:
-        if is_hidden:
-            del sys.modules["mlflow"]
-    compile_decorator = compiler.compile
-    compiler.compile = lambda: lambda function: function
-    try:
-        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-    finally:
-        compiler.compile = compile_decorator
