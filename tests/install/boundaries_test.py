@@ -142,3 +142,15 @@ def test_a_file_belongs_to_its_longest_entry() -> None:
     layers = (["a.py"], ["run/trackers"], ["run"], ["."])
     paths = ("a.py", "run/x.py", "run/trackers/x.py", "other.py", "runner/x.py")
     assert [place_of(path, layers)[0] for path in paths] == [0, 2, 1, 3, 3]
+
+
+@each_package
+def test_private_names_of_ray_and_deepspeed_stand_in_one_file_each(boundary: Boundary) -> None:
+    found = {
+        (library, name)
+        for name, path in modules_of(boundary).items()
+        for library in re.findall(r"\b(ray|deepspeed)(?:\.\w+)*\._[a-z]", path.read_text(encoding="utf-8"))
+    }
+    known = {("ray", "rlhf_rollout.ray_internals"), ("deepspeed", "rlhf_train.engine.deepspeed_internals")}
+    assert found <= known
+    assert found or boundary.distribution != "rlhf-rollout"  # the pattern finds something
