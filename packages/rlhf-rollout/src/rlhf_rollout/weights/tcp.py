@@ -16,6 +16,7 @@ from rlhf_rollout.weights.buffer import BucketBuffer, OpenBuffer
 
 _TOKEN_BYTES = 32
 _TIMEOUT_S = 60.0  # without any progress
+_STOP_POLL_S = 0.02  # within which the server notices that it is to stop, which each update waits for
 
 
 class Buffer(BucketBuffer):
@@ -37,7 +38,7 @@ class Buffer(BucketBuffer):
 
         self._server = ThreadingTCPServer((host, 0), Handler)
         self._server.daemon_threads = True
-        Thread(target=self._server.serve_forever, daemon=True).start()
+        Thread(target=self._server.serve_forever, args=[_STOP_POLL_S], daemon=True).start()
 
     @classmethod
     def sender(cls, workers_per_engine: int, host: str) -> OpenBuffer:

@@ -55,10 +55,6 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 ON_CPU: Mapping[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
-    "vllm.v1.worker.cpu_worker:CPUWorker": ("compile_or_warm_up_model", "determine_available_memory", "load_model"),
-}
-ON_GPU: Mapping[str, tuple[str, ...]] = {
-    "vllm.v1.worker.gpu_worker:Worker": ("compile_or_warm_up_model", "determine_available_memory", "load_model"),
 }
 ROUTES_ON_CPU: Mapping[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts": (
@@ -66,6 +62,8 @@ ROUTES_ON_CPU: Mapping[str, tuple[str, ...]] = {
         "supports_routing_replay_capture",
     ),
 }
+# Of vLLM's worker, which each process of an engine imports.
+WORKER = ("compile_or_warm_up_model", "determine_available_memory", "get_kv_cache_spec", "get_model", "load_model")
 CORE = ("engine_core.batch_queue", "engine_core.scheduler.has_requests")  # of a core that has been built
 
 
@@ -83,10 +81,17 @@ def check_vllm(*, on_gpu: bool, routes: bool = False) -> None:
         on_gpu: where the engine runs.
         routes: whether the engine tells the experts of each token.
     """
-    names = dict(NAMES) | (ON_GPU if on_gpu else ON_CPU)
-    require(missing(names | ROUTES_ON_CPU if routes and not on_gpu else names))
+    needed = dict(NAMES) if on_gpu else {**NAMES, **ON_CPU}
+    if routes and not on_gpu:
+        needed |= ROUTES_ON_CPU
+    require(missing(needed))
     if not is_tested(version()):
         _logger.warning("vLLM %s is untested, and has all that an engine needs by name; %s", version(), _tested())
+
+
+def check_worker(kind: type) -> None:
+    """Raise EngineError if vLLM's class of workers lacks what `Worker` needs."""
+    require(missing({f"{kind.__module__}:{kind.__name__}": WORKER}))
 
 
 def check_core(core: Any) -> None:

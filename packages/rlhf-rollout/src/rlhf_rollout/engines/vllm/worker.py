@@ -4,6 +4,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from rlhf_rollout.engines.vllm.internals import check_worker
 from rlhf_rollout.engines.vllm.masking import mask_logits
 from rlhf_rollout.engines.vllm.memory import kv_cache_limit
 from rlhf_rollout.engines.vllm.warm_up import WarmUp
@@ -12,6 +13,8 @@ if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+check_worker(PlatformWorker)
 
 
 class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
