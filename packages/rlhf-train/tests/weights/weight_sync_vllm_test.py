@@ -17,6 +17,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.model_files import end_token_ids
+from rlhf_rollout.engines.spec import VLLM_PATCHES
 from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
 from rlhf_rollout.weights import Medium
 from rlhf_rollout.weights.source import WeightSource
@@ -174,11 +175,17 @@ def test_sync_many_times_keeps_the_engines_memory(pair: Pair) -> None:
     assert psutil.Process().memory_info().rss - before < 6 << 20
 
 
-def test_sync_brings_persistent_buffers_and_leaves_alone_those_that_are_not_sent(tmp_path: Path) -> None:
+def num_repeated(core: Any) -> int:
+    """Return how many weights the last update has loaded by recorded copies, on the thread that owns the core."""
+    return core.engine_core.model_executor.driver_worker.worker.weight_transfer_engine.num_repeated
+
+
+@pytest.mark.parametrize("skipped", [(), VLLM_PATCHES], ids=["patched", "without patches"])
+def test_sync_brings_persistent_buffers_and_leaves_alone_those_that_are_not_sent(tmp_path: Path, skipped) -> None:
     pytest.importorskip("vllm")
     path = tiny_model_dir(tmp_path, architecture="apertus", tied=False)
-    spec = EngineSpec(model=str(path), max_model_len=320, max_num_seqs=16, max_num_batched_tokens=512)
-    engine = build_engine("vllm", spec)
+    limits = {"max_model_len": 320, "max_num_seqs": 16, "max_num_batched_tokens": 512}
+    engine = build_engine("vllm", EngineSpec(model=str(path), skip_patches=skipped, **limits))
     model = load_actor(path, dtype="float32").eval().model
     pair = Pair(engine, model, WeightSource("shared_memory", bucket_bytes=40_000), "shared_memory", ())
     bound = 5e-3  # vLLM holds the numbers of this activation in bfloat16
@@ -189,7 +196,9 @@ def test_sync_brings_persistent_buffers_and_leaves_alone_those_that_are_not_sent
             for layer in model.model.layers:
                 layer.mlp.act_fn.beta.fill_(beta)
             assert largest_difference(pair.model, generate(pair.engine)) > 0.05
-            pair.sender.send(hf_named_weights(model), [engine], version, ["the engine"])
+            sent = dict(hf_named_weights(model))
+            pair.sender.send(iter(sent.items()), [engine], version, ["the engine"])
             assert largest_difference(pair.model, generate(pair.engine)) <= bound
+        assert engine._loop.call(num_repeated, drain=False).result(60) == (0 if skipped else len(sent))
     finally:
         asyncio.run(engine.close())
