@@ -188,6 +188,7 @@ def test_sync_brings_persistent_buffers_and_leaves_alone_those_that_are_not_sent
     engine = build_engine("vllm", EngineSpec(model=str(path), skip_patches=skipped, **limits))
     model = load_actor(path, dtype="float32").eval().model
     pair = Pair(engine, model, WeightSource("shared_memory", bucket_bytes=40_000), "shared_memory", ())
+    repeated: list[int] = []
     bound = 5e-3  # vLLM holds the numbers of this activation in bfloat16
     try:
         send(pair, 1)  # the parameters only
@@ -196,9 +197,9 @@ def test_sync_brings_persistent_buffers_and_leaves_alone_those_that_are_not_sent
             for layer in model.model.layers:
                 layer.mlp.act_fn.beta.fill_(beta)
             assert largest_difference(pair.model, generate(pair.engine)) > 0.05
-            sent = dict(hf_named_weights(model))
-            pair.sender.send(iter(sent.items()), [engine], version, ["the engine"])
+            pair.sender.send(hf_named_weights(model), [engine], version, ["the engine"])
+            repeated.append(engine._loop.call(num_repeated, drain=False).result(60))
             assert largest_difference(pair.model, generate(pair.engine)) <= bound
-        assert engine._loop.call(num_repeated, drain=False).result(60) == (0 if skipped else len(sent))
+        assert any(repeated) is not bool(skipped)
     finally:
         asyncio.run(engine.close())
