@@ -2,28 +2,28 @@
 
 UNITS = {
     "__init__": (["__init__"], []),
-    "algorithms": (["algorithms/"], ["rlhf-data/errors", "rlhf-train/shapes"]),
+    "algorithms": (["algorithms/"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-rollout/protocols", "rlhf-train/shapes"]),
     "background": (["background"], ["rlhf-data/errors"]),
     "batching": (["batching"], ["rlhf-data/packing"]),
     "cluster": (["cluster/"], ["rlhf-data/errors", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/ray_actors", "rlhf-rollout/ray_internals"]),
     "controller": (["controller"], ["rlhf-data/records", "rlhf-train/evaluation", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/online_job", "rlhf-train/report", "rlhf-train/run"]),
     "costs": (["costs"], []),
     "engine": (["engine/"], ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/backbone", "rlhf-models/dequantize", "rlhf-models/fast", "rlhf-models/host_states", "rlhf-models/lora", "rlhf-models/weights", "rlhf-rollout/host", "rlhf-rollout/private_names", "rlhf-train/specs"]),
-    "evaluation": (["evaluation"], ["rlhf-data/records", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/online_job", "rlhf-train/report", "rlhf-train/run"]),
+    "evaluation": (["evaluation"], ["rlhf-data/records", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/report", "rlhf-train/run"]),
     "generation": (["generation/"], ["rlhf-data/chat", "rlhf-data/errors", "rlhf-data/options", "rlhf-data/pretrained", "rlhf-data/records", "rlhf-data/sampler", "rlhf-models/attention", "rlhf-models/dequantize", "rlhf-models/host_states", "rlhf-models/reward", "rlhf-rollout/agents", "rlhf-rollout/event_loop", "rlhf-rollout/generator", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/ray_actors", "rlhf-rollout/records_io", "rlhf-rollout/rewards", "rlhf-rollout/router", "rlhf-rollout/supervisor", "rlhf-train/algorithms", "rlhf-train/engine", "rlhf-train/online_job", "rlhf-train/run", "rlhf-train/specs"]),
     "learning": (["learning/"], ["rlhf-data/errors", "rlhf-data/own_code", "rlhf-data/pretrained", "rlhf-data/records", "rlhf-models/attention", "rlhf-models/backbone", "rlhf-models/fast", "rlhf-models/host_states", "rlhf-rollout/engines", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/ray_actors", "rlhf-train/algorithms", "rlhf-train/batching", "rlhf-train/cluster", "rlhf-train/costs", "rlhf-train/engine", "rlhf-train/generation", "rlhf-train/losses", "rlhf-train/online_job", "rlhf-train/run", "rlhf-train/specs"]),
     "loop": (["loop"], ["rlhf-train/controller"]),
     "losses": (["losses/"], ["rlhf-models/attention", "rlhf-train/algorithms", "rlhf-train/batching", "rlhf-train/shapes"]),
     "memory": (["memory"], ["rlhf-rollout/engines", "rlhf-train/costs", "rlhf-train/specs"]),
-    "offline": (["offline/"], ["rlhf-data/errors", "rlhf-data/examples", "rlhf-data/sampler", "rlhf-models/attention", "rlhf-models/dequantize", "rlhf-models/reward", "rlhf-train/batching", "rlhf-train/costs", "rlhf-train/engine", "rlhf-train/run", "rlhf-train/specs"]),
+    "offline": (["offline/"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/examples", "rlhf-data/sampler", "rlhf-models/attention", "rlhf-models/dequantize", "rlhf-models/reward", "rlhf-train/batching", "rlhf-train/costs", "rlhf-train/engine", "rlhf-train/run", "rlhf-train/specs"]),
     "offline/objectives": (["offline/objectives/"], ["rlhf-data/errors", "rlhf-data/examples", "rlhf-models/attention", "rlhf-models/process_reward", "rlhf-train/batching", "rlhf-train/engine", "rlhf-train/losses", "rlhf-train/offline"]),
     "online": (["online"], ["rlhf-models/dequantize", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/supervisor", "rlhf-train/cluster", "rlhf-train/controller", "rlhf-train/costs", "rlhf-train/evaluation", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/loop", "rlhf-train/online_job", "rlhf-train/processes", "rlhf-train/report", "rlhf-train/run"]),
-    "online_job": (["online_job"], ["rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/agents", "rlhf-rollout/engines", "rlhf-rollout/protocols", "rlhf-rollout/rewards", "rlhf-train/algorithms", "rlhf-train/cluster", "rlhf-train/run", "rlhf-train/specs"]),
+    "online_job": (["online_job"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/agents", "rlhf-rollout/engines", "rlhf-rollout/protocols", "rlhf-rollout/rewards", "rlhf-train/algorithms", "rlhf-train/cluster", "rlhf-train/run", "rlhf-train/specs"]),
     "processes": (["processes"], ["rlhf-data/errors", "rlhf-rollout/ray_actors", "rlhf-train/cluster", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/online_job"]),
     "report": (["report"], ["rlhf-data/records", "rlhf-train/generation", "rlhf-train/online_job", "rlhf-train/run"]),
     "run": (["run/", "run/trackers/"], ["rlhf-data/errors", "rlhf-data/options", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/safety", "rlhf-models/attention", "rlhf-models/dequantize", "rlhf-models/experts", "rlhf-models/lora", "rlhf-models/reward", "rlhf-models/weights", "rlhf-rollout/records_io", "rlhf-train/background", "rlhf-train/engine", "rlhf-train/losses", "rlhf-train/specs"]),
     "shapes": (["shapes"], []),
-    "specs": (["specs"], ["rlhf-data/errors", "rlhf-models/lora"]),
+    "specs": (["specs"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-models/lora"]),
 }
 
 TESTS = {
