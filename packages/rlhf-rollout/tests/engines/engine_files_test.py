@@ -176,6 +176,11 @@ def test_build_engine_unknown_kind_raises_with_the_nearest() -> None:
         build_engine("vlm", EngineSpec(model="m"))
 
 
+def test_quantization_of_another_type_than_bfloat16_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"weights, and the engine's are float32\n\nhint: add ``dtype=bfloat16``"):
+        build_engine("vllm", EngineSpec(model="m", quantization="fp8", dtype="float32"))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

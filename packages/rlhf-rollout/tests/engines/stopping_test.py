@@ -99,7 +99,14 @@ def test_stop_must_be_texts(stop):
         SamplingParams(stop=stop)
 
 
-@pytest.mark.parametrize("options", [{"min_p": -0.1}, {"min_p": 1.1}, {"repetition_penalty": 0}])
-def test_bounds_of_filters(options):
-    with pytest.raises(ConfigError, match=r"must be in \[0, 1\] and repetition_penalty"):
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"min_p": -0.1}, "``min_p`` is -0.1; it must be at least 0 and at most 1"),
+        ({"min_p": 1.1}, "``min_p`` is 1.1; it must be at least 0 and at most 1"),
+        ({"repetition_penalty": 0}, "``repetition_penalty`` is 0; it must be above 0"),
+    ],
+)
+def test_bounds_of_filters(options, says):
+    with pytest.raises(ConfigError, match=says):
         SamplingParams(**options)

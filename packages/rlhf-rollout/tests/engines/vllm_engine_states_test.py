@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
+from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_data.own_code import TrustedModel, is_trusted
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
@@ -131,12 +131,6 @@ def test_engines_without_a_seed_draw_one_each(engine: Any, monkeypatch: pytest.M
         asyncio.run(other.close())
     first, second, seeded = (spec.seed for spec in built)
     assert first is not None and first != second and seeded == 5
-
-
-def test_quantization_of_another_type_than_bfloat16_is_refused(engine: Any) -> None:
-    spec = dataclasses.replace(engine._spec, quantization="fp8", dtype="float32")
-    with pytest.raises(ConfigError, match=r"and the engine's dtype is float32\n\nhint: add ``dtype=bfloat16``"):
-        vllm_engine.VllmEngine(spec)
 
 
 def generate(engine: Any) -> Any:
