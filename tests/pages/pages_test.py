@@ -210,7 +210,7 @@ def test_tree_of_the_architecture_page_has_the_folders_of_the_packages():
         above[depth] = line.split()[0].rstrip("/")
         listed.add("/".join(above[level] for level in range(depth + 1)))
     sources = [path.parent.relative_to(ROOT) for path in ROOT.glob("packages/*/src/**/*.py")]
-    folders = {str(path) for path in sources if path.name != "vllm"}  # the line of engines/ names vllm/
+    folders = {str(path) for path in sources}
     assert {path for path in listed if path.startswith("packages/")} == folders
 
 
