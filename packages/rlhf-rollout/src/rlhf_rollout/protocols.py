@@ -58,7 +58,7 @@ class SamplingParams:
             raise ConfigError(f"stop must be a list of texts that are not empty, got {self.stop!r}")
         if self.temperature == 0 and self.num_samples > 1:
             message = f"``num_samples`` is {self.num_samples} at ``temperature=0``: greedy responses are all the same"
-            raise ConfigError(message, hint="use 1 sample, or a temperature")
+            raise ConfigError(message, hint="use ``num_samples=1``, or a ``temperature`` above 0")
 
     @property
     def changes(self) -> dict[str, float]:

@@ -138,8 +138,8 @@ class ModelSpec:
     def check_ranks(self, num_ranks: int, how: str = "{} of them") -> None:
         """Raise ConfigError for what cannot be done on `num_ranks` processes, or not with this optimizer.
 
-        `how` says how to start more processes, with {} for their number.
         That is division of tokens or weights, a second copy of the weights, and states of the optimizer in host memory.
+        `how` says in a hint how to start more processes, with {} for their number.
         """
         for name in ("sequence_parallel_size", "tensor_parallel_size"):
             size = getattr(self, name)
