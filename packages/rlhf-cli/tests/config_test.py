@@ -27,7 +27,9 @@ def sft(*argv: str) -> Parsed[SftConfig]:
 def failure(*argv: str, command=ppo) -> str:
     with pytest.raises(ConfigError) as caught:
         command(*argv)
-    return with_flags(str(caught.value))
+    text = with_flags(str(caught.value))
+    assert "\n\nhint: " in text
+    return text
 
 
 # -- where values come from ---------------------------------------------------------------------------------------
@@ -176,7 +178,11 @@ def test_parse_flag_that_resembles_no_other_gets_no_guess(flag):
         (["--lambd", "nan"], "--lambd is nan; it must be a finite number"),
         (["--bf16", "maybe"], "--bf16 is maybe; it must be true or false"),
         (["--zero_stage", "4"], "--zero_stage is 4; it must be at most 3"),
-        (["--adam_betas", "0.9", "1.5"], "--adam_betas is (0.9, 1.5); each must be at least 0 and below 1"),
+        (
+            ["--adam_betas", "0.9", "1.5"],
+            "--adam_betas is (0.9, 1.5); each must be at least 0 and below 1\n\nhint: use --adam_betas 0.9 0.95, for",
+        ),
+        (["--value_clip", "0"], "must be above 0.0\n\nhint: --value_clip 0.5 is the default; `rlhf ppo --help` says"),
         (["--top_k", "0"], "--top_k is 0"),
         (["--stop", "END", ""], "--stop: a text that ends responses must not be empty"),
         (
@@ -188,6 +194,18 @@ def test_parse_flag_that_resembles_no_other_gets_no_guess(flag):
 )
 def test_parse_impossible_value_says_what_is_allowed(argv, message):
     assert message in failure(*argv)
+
+
+def test_every_value_that_an_option_refuses_is_refused_with_a_hint():
+    refused = []
+    for option in options(PpoConfig):
+        value = "zzz" if option.choices else "-1e9"
+        try:
+            ppo(f"--{option.name}={value}", *[value] * (option.num_values - 1))
+        except ConfigError as error:
+            refused.append(str(error))
+    assert len(refused) > 100
+    assert not [text for text in refused if "\n\nhint: " not in text]
 
 
 def test_stop_is_one_text_or_several_on_the_command_line_and_in_a_file(tmp_path):

@@ -31,7 +31,10 @@ def bounds_of(known: Field[Any]) -> Mapping[str, float]:
 
 
 def check_bounds(record: Any) -> None:
-    """Raise ConfigError for a number of a dataclass that is out of its bounds, or not a number."""
+    """Raise ConfigError for a number of a dataclass that is out of its bounds, or not a number.
+
+    The hint has a value that is allowed: the default, if there is one.
+    """
     for item in fields(record):
         value = getattr(record, item.name)
         numbers = value if isinstance(value, tuple) else (value,)
@@ -39,4 +42,17 @@ def check_bounds(record: Any) -> None:
         if not all(holds(number, limit) for holds, _, limit in rules for number in numbers):
             allowed = " and ".join(f"{words} {limit:g}" for _, words, limit in rules)
             what = "each" if isinstance(value, tuple) else "it"
-            raise ConfigError(f"``{item.name}`` is {value}; {what} must be {allowed}")
+            hint = f"use ``{item.name}={_example(item, value)}``, for example"
+            raise ConfigError(f"``{item.name}`` is {value}; {what} must be {allowed}", hint=hint)
+
+
+def _example(known: Field[Any], value: Any) -> str:
+    """Return an allowed value of a field, as it is typed: its default, else a number at or near its bounds."""
+    if known.default is not MISSING:
+        return " ".join(map(str, known.default)) if isinstance(known.default, tuple) else str(known.default)
+    bounds = bounds_of(known)
+    limits = list(bounds.values())
+    near = (*limits, min(limits) + 1, max(limits) - 1, sum(limits) / len(limits))
+    rules = [(_COMPARISONS[name][0], limit) for name, limit in bounds.items()]
+    number = next(number for number in near if all(holds(number, limit) for holds, limit in rules))
+    return " ".join([f"{number:g}"] * (len(value) if isinstance(value, tuple) else 1))

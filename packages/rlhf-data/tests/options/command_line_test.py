@@ -41,6 +41,7 @@ def optimizer(*argv):
 def failure(*argv):
     with pytest.raises(ConfigError) as caught:
         LINE.parse(argv)
+    assert "\n\nhint: " in str(caught.value)
     return str(caught.value)
 
 
@@ -62,13 +63,15 @@ def test_sets_gives_its_values_and_its_notice_unless_it_is_off():
     assert parsed.notices == ("muon has no betas",)
     off = LINE.parse(["--use_muon", "false"])
     assert (off.config.optimizer.kind, off.notices) == ("adam", ())
-    assert "--use_muon is maybe; it must be true or false" in failure("--use_muon", "maybe")
+    words = "--use_muon is maybe; it must be true or false\n\nhint: `demo --help` says what each flag does"
+    assert failure("--use_muon", "maybe") == words
 
 
 def test_mapped_word_stands_for_values():
     assert optimizer("--style", "quick") == _Optimizer(fused=True, rate=0.25)
     assert optimizer("--style", "plain") == _Optimizer()
     assert "did you mean `quick`?" in failure("--style", "quik")
+    assert "known: plain, quick\n\nhint: `demo --help`" in failure("--style", "zzz")
 
 
 def test_moot_flag_is_one_notice_however_often_it_is_given():

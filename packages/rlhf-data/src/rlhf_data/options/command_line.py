@@ -15,11 +15,13 @@ from pydantic import ValidationError
 
 from rlhf_data.errors import ConfigError, FeatureError, missing_file, nearest, unknown, with_hint
 from rlhf_data.options.declare import AnyConfig, Config, Option, options, with_trust
-from rlhf_data.options.flags import Foreign, Parser, Values, add_foreign, add_option, read_flags
+from rlhf_data.options.flags import Foreign, Parser, Values, add_foreign, add_option, default_words, read_flags
 from rlhf_data.safety import MASK, is_utf8, without_secrets
 
 # The word for "no value" on the command line and in TOML files, because TOML has no null.
 NONE = "None"
+
+_HINT = "\n\nhint: "  # see `with_hint`
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,14 @@ class CommandLine(Generic[AnyConfig]):
                 run, also a required option that is not set, or a flag for a feature that is not available.
             SystemExit: after --help.
         """
+        try:
+            return self._parse(argv)
+        except ConfigError as error:
+            if _HINT in str(error):
+                raise
+            raise type(error)(str(error), hint=f"`{self.prog} --help` says what each flag does") from None
+
+    def _parse(self, argv: Sequence[str]) -> Parsed[AnyConfig]:
         known = {option.name: option for option in options(self.config)}
         words = read_flags(self.parser(), argv, self.foreign)
         flags = self.adapt(dict(words.values))
@@ -102,7 +112,7 @@ class CommandLine(Generic[AnyConfig]):
             try:
                 recipe = read_toml(path, self.config)
             except ConfigError as error:
-                message = f"`{self.prog}` cannot take the options of {path.parent}: {error}".partition("\n\nhint: ")[0]
+                message = f"`{self.prog}` cannot take the options of {path.parent}: {error}".partition(_HINT)[0]
                 raise ConfigError(message, hint=f"name the folder of a run of `{self.prog}`") from None
             values = _over(recipe, values, known)
         config = with_trust(_validate(self.config, known, values, self.prog))
@@ -237,7 +247,7 @@ def _validate(config_class: type[AnyConfig], known: Mapping[str, Option], values
     try:
         return config_class.model_validate(sections)
     except ValidationError as error:
-        raise ConfigError(_explain(error.errors()[0], prog)) from None
+        raise ConfigError(_explain(error.errors()[0], known, prog)) from None
 
 
 def _check_text(name: str, value: str) -> None:
@@ -284,7 +294,7 @@ _ALLOWED = {
 }
 
 
-def _explain(error: Mapping[str, Any], prog: str) -> str:
+def _explain(error: Mapping[str, Any], known: Mapping[str, Option], prog: str) -> str:
     """Return the message for one of pydantic's errors, in terms of the flag of the program `prog`."""
     section, *rest = error["loc"]
     name = next((part for part in rest if isinstance(part, str)), section)
@@ -298,4 +308,8 @@ def _explain(error: Mapping[str, Any], prog: str) -> str:
         message = f"--{name} is {value}; it must be {_ALLOWED[kind].format(**error.get('ctx', {}))}"
     else:
         message = f"--{name} is {value!r}: {error['msg']}"
-    return message if "hint: " in message else with_hint(message, f"`{prog} --help` says what --{name} does")
+    if _HINT in message:
+        return message
+    default = default_words(known[name]) if name in known else None
+    normal = "" if default is None else f"--{name} {default} is the default; "
+    return with_hint(message, f"{normal}`{prog} --help` says what --{name} does")

@@ -267,11 +267,17 @@ def _shape(option: Option) -> dict[str, Any]:
     return {"metavar": "N" if int in kinds else "X" if float in kinds else "TEXT"}
 
 
-def _help(option: Option) -> str:
+def default_words(option: Option) -> str | None:
+    """Return the default of an option as it is typed; None if there is none, and for a switch that is off."""
     default = option.info.get_default()
-    text = (option.info.description or "").replace("%", "%%")
     if default is None or default is False:
-        return text
-    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-    shown = _TRUE if default is True else shown
-    return f"{text} (default: {shown})"
+        return None
+    if default is True:
+        return _TRUE
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def _help(option: Option) -> str:
+    text = (option.info.description or "").replace("%", "%%")
+    default = default_words(option)
+    return text if default is None else f"{text} (default: {default})"
