@@ -33,7 +33,8 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         (["--clip_eps_low", "0.1", "--eps_clip", "0.1"], "--eps_clip and --clip_eps_low set the same", "give one"),
         (["--eps_clip_low_high", "0.1", "0.2", "--clip_eps_high", "0.1"], "--clip_eps_high set the same", "give one"),
         (["--dual_clip", "3", "--policy_loss_type", "gspo"], "--dual_clip 3 belongs to the PPO loss", "drop --dual_cl"),
-        (["--eps_clip_low_high", "1.2", "0.1"], "--eps_clip_low_high is 1.2 0.1: LOW must be in", "between 1 - LOW"),
+        (["--eps_clip_low_high", "1.2", "0.1"], "--eps_clip_low_high is 1.2; it must be below 1", "ppo --help` says"),
+        (["--eps_clip_low_high", "0.1", "-1"], "--eps_clip_low_high is -1; it must be at least 0", "ppo --help` says"),
         (
             ["--old_logprobs", "skip", *ONE_UPDATE],
             "leaves nothing to compute the reward's KL penalty from",

@@ -174,7 +174,19 @@ def test_parse_flag_that_resembles_no_other_gets_no_guess(flag):
         (["--rollout_batch_size", "1.5"], "--rollout_batch_size is 1.5; it must be a whole number"),
         (["--rollout_batch_size", "0"], "--rollout_batch_size is 0; it must be at least 1"),
         (["--gamma", "2"], "--gamma is 2; it must be at most 1.0"),
-        (["--temperature", "0"], "--temperature is 0; it must be above 0 for training"),
+        (
+            [
+                "--temperature",
+                "0",
+                "--n_samples_per_prompt",
+                "1",
+                "--train_batch_size",
+                "32",
+                "--advantage_estimator",
+                "reinforce",
+            ],
+            "--temperature is 0; it must be above 0 for training",
+        ),
         (["--lambd", "nan"], "--lambd is nan; it must be a finite number"),
         (["--bf16", "maybe"], "--bf16 is maybe; it must be true or false"),
         (["--zero_stage", "4"], "--zero_stage is 4; it must be at most 3"),
@@ -189,7 +201,7 @@ def test_parse_flag_that_resembles_no_other_gets_no_guess(flag):
             ["--stop", "END", "--agent_func_path", "a.py"],
             "--stop ends responses of single turns, and an agent says",
         ),
-        (["--eps_clip_low_high", "1.5", "0.2"], "LOW must be in [0, 1)"),
+        (["--eps_clip_low_high", "1.5", "0.2"], "--eps_clip_low_high is 1.5; it must be below 1"),
     ],
 )
 def test_parse_impossible_value_says_what_is_allowed(argv, message):

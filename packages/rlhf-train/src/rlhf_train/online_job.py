@@ -349,10 +349,7 @@ class OnlineJob:
         self._check_early_forwards()
         if self.replay and self.eval_prompts:
             raise ConfigError("held-out prompts need an engine, and a replay has none", hint="give no eval_prompts")
-        if self.sampling.temperature <= 0:
-            raise ConfigError("temperature is 0: greedy rollouts teach nothing", hint="use ``temperature=1.0``")
-        if not self.replay:
-            self.algorithm.check_sampling(self.sampling)
+        self.algorithm.check_sampling(self.sampling, is_replay=bool(self.replay))
 
     def _check_early_forwards(self) -> None:
         """Check that nothing moves models or needs several processes while groups generate."""

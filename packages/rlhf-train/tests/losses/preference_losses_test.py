@@ -139,7 +139,7 @@ def test_kto_loss_and_gradient_by_hand():
     # beta = 0.5, kl = 1: desirable ratio 3: 2 (1 - sigmoid(1)); undesirable ratio -1: 3 (1 - sigmoid(1)).
     ratios = torch.tensor([3.0, -1.0], dtype=torch.float64, requires_grad=True)
     kl = torch.tensor(1.0, requires_grad=True)
-    options = {"beta": 0.5, "desirable_weight": 2.0, "undesirable_weight": 3.0}
+    options = {"beta": 0.5, "desirable_loss_weight": 2.0, "undesirable_loss_weight": 3.0}
     loss = kto_loss(ratios, torch.tensor([True, False]), kl, **options)
     loss.sum().backward()
     rest = 1 - sigmoid(1.0)

@@ -256,10 +256,10 @@ def test_score_moments_by_hand():
         ({"loss_type": "dpoo"}, "dpoo"),
         ({"beta": 0.0}, "beta 0.0"),
         ({"label_smoothing": 0.5}, "label_smoothing 0.5"),
-        ({"nll_coef": -1.0}, "nll_coef -1.0"),
-        ({"gamma": 1.0}, "gamma has no effect on the loss dpo"),
+        ({"nll_loss_coef": -1.0}, "nll_loss_coef -1.0"),
+        ({"simpo_gamma": 1.0}, "simpo_gamma has no effect on the loss dpo"),
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing has no effect"),
-        ({"loss_type": "orpo", "nll_coef": 0.1}, "nll_coef has no effect"),
+        ({"loss_type": "orpo", "nll_loss_coef": 0.1}, "nll_loss_coef has no effect"),
         ({"loss_type": "simpo", "length_average": True}, "length_average has no effect"),
     ],
 )
@@ -272,7 +272,7 @@ def test_preference_options_that_do_not_fit_are_refused(fields, message):
     "make",
     [
         lambda: KtoObjective(beta=0.0),
-        lambda: KtoObjective(desirable_weight=-1.0),
+        lambda: KtoObjective(desirable_loss_weight=-1.0),
         lambda: DistillationObjective(kd_coef=0.0),
         lambda: ProcessRewardObjective(reward_tokens=(5, 5)),
     ],
@@ -284,7 +284,7 @@ def test_options_of_objectives_out_of_range_are_refused(make):
 
 def test_margins_that_examples_lack_are_refused():
     with pytest.raises(DataError, match=r"3 of 3 pairs have no margin(.|\n)*hint: give ``margin_key``"):
-        RewardModelObjective(use_margins=True).items(pairs(3, 0))
+        RewardModelObjective(margin_loss=True).items(pairs(3, 0))
 
 
 def test_kto_of_one_example_is_refused():

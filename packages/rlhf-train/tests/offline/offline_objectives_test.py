@@ -107,10 +107,10 @@ PAIR_LOSSES = {
 }
 PREFERENCES = {
     "dpo": {"label_smoothing": 0.1},
-    "dpo of means, with likelihood": {"label_smoothing": 0.1, "length_average": True, "nll_coef": 0.7},
+    "dpo of means, with likelihood": {"label_smoothing": 0.1, "length_average": True, "nll_loss_coef": 0.7},
     "ipo": {},
     "ipo of means": {"length_average": True},
-    "simpo, with likelihood": {"gamma": 0.2, "nll_coef": 0.4},
+    "simpo, with likelihood": {"simpo_gamma": 0.2, "nll_loss_coef": 0.4},
     "orpo": {},
 }
 
@@ -139,7 +139,7 @@ def test_preference_loss_and_metrics_equal_plain_arithmetic(name, upfront, packi
                 compared.append(logprob / count)
         chosen, rejected = compared
         logprob, count = model.answer(pair.chosen)
-        weight = 1.0 if kind == "orpo" else options.get("nll_coef", 0.0)
+        weight = 1.0 if kind == "orpo" else options.get("nll_loss_coef", 0.0)
         loss = PAIR_LOSSES[kind](chosen, rejected) - weight * logprob / count
         total = total + loss
         order = 0.5 if pair.example_id == "c" else float(chosen > rejected)
@@ -162,11 +162,11 @@ def test_preference_loss_and_metrics_equal_plain_arithmetic(name, upfront, packi
         ({"beta": 0.0}, "beta must be above 0"),
         ({"label_smoothing": 0.5}, r"in \[0, 0.5\)"),
         ({"label_smoothing": -0.1}, r"in \[0, 0.5\)"),
-        ({"loss_type": "simpo", "gamma": -1.0}, "gamma -1.0"),
-        ({"nll_coef": -1.0}, "nll_coef -1.0"),
+        ({"loss_type": "simpo", "simpo_gamma": -1.0}, "simpo_gamma -1.0"),
+        ({"nll_loss_coef": -1.0}, "nll_loss_coef -1.0"),
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing has no effect on the loss ipo"),
-        ({"gamma": 0.1}, "gamma has no effect on the loss dpo"),
-        ({"loss_type": "orpo", "nll_coef": 0.1}, "nll_coef has no effect on the loss orpo"),
+        ({"simpo_gamma": 0.1}, "simpo_gamma has no effect on the loss dpo"),
+        ({"loss_type": "orpo", "nll_loss_coef": 0.1}, "nll_loss_coef has no effect on the loss orpo"),
         ({"loss_type": "simpo", "length_average": True}, "length_average has no effect on the loss simpo"),
     ],
 )
@@ -178,7 +178,7 @@ def test_preference_option_out_of_bounds_or_without_effect_is_refused(options, m
 @LAYOUTS
 def test_kto_loss_and_metrics_equal_plain_arithmetic(packing):
     model, reference = Bigram(0), Bigram(1)
-    weights = {"desirable_weight": 2.0, "undesirable_weight": 0.5}
+    weights = {"desirable_loss_weight": 2.0, "undesirable_loss_weight": 0.5}
     objective = KtoObjective(beta=0.4, kl=0.3, packing=packing, reference=reference, **weights)
     items = objective.items(UNPAIRED)
     total, rewards = 0.0, {True: [], False: []}
@@ -246,7 +246,7 @@ def test_kto_divergence_is_measured_in_eval_mode_and_the_mode_is_put_back(monkey
     assert engine.module.training == training
 
 
-@pytest.mark.parametrize("name", ["beta", "desirable_weight", "undesirable_weight"])
+@pytest.mark.parametrize("name", ["beta", "desirable_loss_weight", "undesirable_loss_weight"])
 def test_kto_option_out_of_bounds_is_refused(name):
     with pytest.raises(ConfigError, match=f"{name} is 0.0"):
         KtoObjective(**{name: 0.0})
@@ -344,13 +344,13 @@ def test_process_reward_of_a_single_token_is_refused():
 
 
 @LAYOUTS
-@pytest.mark.parametrize("use_margins", [False, True])
-def test_reward_model_loss_and_metrics_equal_plain_arithmetic(use_margins, packing):
-    model, objective = Bigram(0, scores=True), RewardModelObjective(use_margins=use_margins, packing=packing)
+@pytest.mark.parametrize("margin_loss", [False, True])
+def test_reward_model_loss_and_metrics_equal_plain_arithmetic(margin_loss, packing):
+    model, objective = Bigram(0, scores=True), RewardModelObjective(margin_loss=margin_loss, packing=packing)
     total, scores, margins, order = 0.0, [], [], []
     for pair in PAIRS:
         chosen, rejected = (model.table[int(s.token_ids[-1]), 0] for s in (pair.chosen, pair.rejected))
-        total = total - torch.sigmoid(chosen - rejected - (pair.margin if use_margins else 0.0)).log()
+        total = total - torch.sigmoid(chosen - rejected - (pair.margin if margin_loss else 0.0)).log()
         scores += [float(chosen), float(rejected)]
         margins.append(scores[-2] - scores[-1])
         order.append(0.5 if pair.example_id == "c" else float(margins[-1] > 0))
@@ -368,7 +368,7 @@ def test_reward_model_loss_and_metrics_equal_plain_arithmetic(use_margins, packi
 def test_reward_model_margins_that_are_missing_are_refused_only_when_wanted():
     pairs = [*PAIRS, PreferenceExample("d", PAIRS[0].chosen, PAIRS[0].rejected)]
     with pytest.raises(DataError, match="1 of 4 pairs have no margin, d among them"):
-        RewardModelObjective(use_margins=True).items(pairs)
+        RewardModelObjective(margin_loss=True).items(pairs)
     assert RewardModelObjective().items(pairs) == pairs
 
 

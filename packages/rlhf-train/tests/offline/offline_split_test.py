@@ -34,12 +34,12 @@ OPTIMIZER = OptimizerSpec(learning_rate=3e-3, eps=1e-4, scheduler="constant")
 OBJECTIVES = {
     "sft": SupervisedObjective(),
     "rm": RewardModelObjective(),
-    "rm with margin": RewardModelObjective(use_margins=True),
-    "dpo": PreferenceObjective(beta=0.5, label_smoothing=0.1, nll_coef=0.2),
+    "rm with margin": RewardModelObjective(margin_loss=True),
+    "dpo": PreferenceObjective(beta=0.5, label_smoothing=0.1, nll_loss_coef=0.2),
     "ipo": PreferenceObjective(loss_type="ipo", beta=0.1, length_average=True),
-    "simpo": PreferenceObjective(loss_type="simpo", beta=2.0, gamma=0.5),
+    "simpo": PreferenceObjective(loss_type="simpo", beta=2.0, simpo_gamma=0.5),
     "orpo": PreferenceObjective(loss_type="orpo", beta=0.5),
-    "kto": KtoObjective(beta=0.5, undesirable_weight=1.5),
+    "kto": KtoObjective(beta=0.5, undesirable_loss_weight=1.5),
     "prm": ProcessRewardObjective(reward_tokens=(GOOD, BAD)),
     "kd": DistillationObjective(kd_coef=0.3),
 }

@@ -166,7 +166,7 @@ def test_loss_reduction_is_the_given_one_else_the_losses_else_the_estimators():
         ({"batch": SINGLES, "dynamic_sampling": DynamicSampling()}, "a group has one sample"),
         (
             {"sampling": SamplingParams(temperature=0.0)},
-            r"teach nothing\n\nhint: use ``temperature=1.0``",
+            "``temperature`` is 0; it must be above 0 for training",
         ),
     ],
 )

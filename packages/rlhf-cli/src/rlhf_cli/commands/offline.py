@@ -6,12 +6,13 @@ prints and writes files.
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_cli.commands.objectives import encoder_of, objective_of
 from rlhf_cli.config.checkpoint import CheckpointSection, resumed_config
 from rlhf_cli.config.differences import offline_differences
 from rlhf_cli.config.offline import OfflineConfig
@@ -67,8 +68,7 @@ class Command:
         name: its name, as in `rlhf NAME`.
         description: the first paragraph of --help.
         config: the class of its configuration.
-        encoder: takes configuration and tokenizer; returns the encoder that turns rows into examples.
-        objective: takes configuration and tokenizer; returns the objective.
+        kind: of its examples; see `make_encoder`.
         prefix: prefix of the objective's metrics.
         metrics: names of these metrics, without the prefix; the first few are shown during a run.
     """
@@ -76,8 +76,7 @@ class Command:
     name: str
     description: str
     config: type[OfflineConfig]
-    encoder: Callable[[Any, Any], Any]
-    objective: Callable[[Any, Any], Any]
+    kind: str
     prefix: str
     metrics: tuple[str, ...]
 
@@ -179,10 +178,10 @@ class Command:
         if absent or parsed.missing:
             if has_data:
                 _open(config)
-            arithmetic = _arithmetic_without_examples(config)
+            arithmetic = _arithmetic(config, None)
         else:
             job, _ = _prepare(self, config, folder, console)
-            arithmetic = _arithmetic(job)
+            arithmetic = _arithmetic(config, job)
         console.result(to_toml(with_full_paths(config)))
         console.result(arithmetic)
         console.result(f"results will be in {folder}")
@@ -217,12 +216,12 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     saved = _set_templates(config, tokenizer)
     clock = keep_clock(tokenizer, config.checkpoint, folder)
     checkpoints = with_full_paths(config).checkpoint.spec()
-    objective = command.objective(config, tokenizer)
+    objective = objective_of(config, tokenizer)
     # All models are checked before the data is tokenized, which may take minutes.
     check_trained(model, model_config, path, has_values=objective.model_kind == "reward")
     check_context(model_config, config.data.max_len, "--max_len")
     reference = _reference(config, tokenizer)
-    encoder = command.encoder(config, tokenizer)
+    encoder = encoder_of(command.kind, config, tokenizer)
     num_ids = check_tokenizer_fits(model_config, tokenizer)
     loaded = {flag: _load(config, flag, rows, encoder, num_ids, console, place.rank) for flag, rows in sources.items()}
     for held in loaded.values():
@@ -379,27 +378,23 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", console: "C
     show_results(console, str(folder), artifacts, final, loader=_LOADERS[job.objective.model_kind])
 
 
-def _arithmetic_without_examples(config: OfflineConfig) -> str:
-    """Return the arithmetic of a run for people, where the number of examples is not known."""
+def _arithmetic(config: OfflineConfig, job: "OfflineJob | None") -> str:
+    """Return the arithmetic of a run for people: examples, epochs, updates and learning rate. Without a job, the number
+    of examples is not known."""
     training = config.training
-    return (
-        f"examples x {training.max_epochs} epochs = updates of {training.train_batch_size} on"
-        f" {launch().num_ranks} process(es); learning rate {training.learning_rate:g}"
+    count = "examples" if job is None else f"{len(job.examples)} examples"
+    num_updates = "updates" if job is None else f"{job.schedule.num_updates(len(job.examples))} updates"
+    text = (
+        f"{count} x {training.max_epochs} epochs = {num_updates} of {training.train_batch_size} on"
+        f" {launch().num_ranks} process(es)"
     )
-
-
-def _arithmetic(job: "OfflineJob") -> str:
-    """Return the arithmetic of a run for people: examples, epochs, updates and learning rate."""
-    schedule = job.schedule
-    count = len(job.examples)
-    per_pass = f"{schedule.micro_train_batch_size} per pass"
-    if schedule.micro_batch_tokens is not None:
-        per_pass = f"at most {schedule.micro_batch_tokens} tokens per pass"
-    return (
-        f"{count} examples x {schedule.max_epochs} epochs = {schedule.num_updates(count)} updates of"
-        f" {schedule.train_batch_size} on {job.num_ranks} process(es), {per_pass};"
-        f" learning rate {job.model.optimizer.learning_rate:g}, warm-up {job.model.optimizer.warmup_steps} updates"
-    )
+    rate = f"learning rate {training.learning_rate:g}"
+    if job is None:
+        return f"{text}; {rate}"
+    per_pass = f"{training.micro_train_batch_size} per pass"
+    if training.micro_batch_tokens is not None:
+        per_pass = f"at most {training.micro_batch_tokens} tokens per pass"
+    return f"{text}, {per_pass}; {rate}, warm-up {job.model.optimizer.warmup_steps} updates"
 
 
 def _take_own_gpu(place: Launch) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import without_effect
@@ -81,6 +81,7 @@ def _other_ways(own: str) -> list[str]:
     return [name for names in _CLIP_SPELLINGS if own not in names for name in names]
 
 
+ClipRange = tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0)]]
 ReductionName = Annotated[one_of(REDUCTIONS), BeforeValidator(_underscored)]
 
 
@@ -122,7 +123,7 @@ class AlgorithmSection(Section, title="algorithm"):
         lt=1,
         instead_of=_other_ways("eps_clip"),
     )
-    eps_clip_low_high: tuple[float, float] | None = flag(
+    eps_clip_low_high: ClipRange | None = flag(
         None,
         "LOW HIGH: clip the policy ratio to [1 - LOW, 1 + HIGH], instead of --eps_clip",
         instead_of=_other_ways("eps_clip_low_high"),
@@ -227,10 +228,6 @@ class AlgorithmSection(Section, title="algorithm"):
         (`single_update`).
         """
         clip_low, clip_high = self.clip_range
-        if not 0 <= clip_low < 1 or clip_high < 0:
-            given = f"--eps_clip_low_high is {clip_low:g} {clip_high:g}"
-            hint = "the policy ratio is kept between 1 - LOW and 1 + HIGH: try 0.2 0.28"
-            raise ConfigError(f"{given}: LOW must be in [0, 1), HIGH at least 0", hint=hint)
         low, high = self.is_correction_threshold or _CORRECTION_BOUNDS[self.is_correction_mode]
         by_default = "token" if quantized and self.old_logprobs != "rollout" else "off"
         level = self.is_correction_level or by_default

@@ -278,8 +278,7 @@ def _check_sampling(config: PpoConfig, given: Collection[str]) -> list[str]:
     rollout = config.rollout
     rollout.check(has_agent=config.agent.agent_func_path is not None)
     params = config.sampling()
-    if rollout.replay is None:
-        config.objective.check_sampling(params)
+    config.objective.check_sampling(params, is_replay=rollout.replay is not None)
     return [
         f"--{name} {getattr(params, name):g} {params.what_changes}, and the trainer's log-probs are those of the whole"
         " distribution: the mismatch/* metrics will not be near 0"

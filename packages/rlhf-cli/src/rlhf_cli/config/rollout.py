@@ -1,6 +1,5 @@
 """Options of rollouts: how responses are sampled for training."""
 
-from rlhf_data.errors import ConfigError
 from rlhf_data.options.declare import flag
 from rlhf_rollout.commands.sections import GroupSamplingSection
 
@@ -28,10 +27,3 @@ class RolloutSection(GroupSamplingSection):
         " override; no engine and no reward is started, and nothing is evaluated",
         instead_of=("save_path", "ckpt_path", "load_checkpoint", "eval_data", "best_metric_key"),
     )
-
-    def check(self, *, has_agent: bool = False) -> None:
-        """See `GroupSamplingSection`. Raises ConfigError also for greedy sampling."""
-        super().check(has_agent=has_agent)
-        if self.temperature == 0:
-            message = "--temperature is 0; it must be above 0 for training"
-            raise ConfigError(message, hint="greedy responses to a prompt are all the same; evaluation may be greedy")

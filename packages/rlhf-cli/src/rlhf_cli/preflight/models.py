@@ -1,6 +1,7 @@
 """Checks of models before a run: config, tokenizer, weight files, attention, context. No weights are loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rlhf_cli.config.model import ModelSection
@@ -8,6 +9,15 @@ from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import model_path
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.pretrained import ids_without_token, masked_ids_notice
+
+
+@contextmanager
+def naming(flag: str) -> Iterator[None]:
+    """Have the ConfigErrors of a `with` block begin with the flag of the model that they are about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"--{flag}: {error}") from None
 
 
 def load_model_files(path: str) -> tuple[Any, Any]:
@@ -32,9 +42,7 @@ def check_trained(section: ModelSection, model_config: Any, path: str, *, has_va
     """
     check_attention(section, model_config)
     check_experts(section, model_config)
-    if has_values:
-        check_head("pretrain", path)
-    check_saves("pretrain", section, path, has_values=has_values)
+    check_files("pretrain", section, path, has_values=has_values)
 
 
 def masked_ids(paths: Sequence[str | None], tokenizer: Any) -> tuple[dict[str, tuple[range, ...]], list[str]]:
@@ -139,8 +147,7 @@ def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], t
         check_companion("critic_pretrain", config.model, critic, tokenizer)
     unnamed = "reward_pretrain" if reward_models else "pretrain"
     flag = unnamed if named is None else "critic_pretrain"
-    check_head(flag, critic)
-    check_saves(flag, config.model, critic, has_values=True)
+    check_files(flag, config.model, critic, has_values=True)
     if config.model.critic_lora is not None:
         from rlhf_models.loading import load_config
         from rlhf_models.lora import check_lora
@@ -168,27 +175,17 @@ def check_teacher(config: PpoConfig, tokenizer: Any) -> str | None:
     return teacher
 
 
-def check_head(flag: str, path: str) -> None:
-    """Raise ConfigError if the model of a flag, which is to give one score or value per token, has another head."""
-    from rlhf_models.loading import check_critic
-
-    try:
-        check_critic(path)
-    except ConfigError as error:
-        raise ConfigError(f"--{flag}: {error}") from None
-
-
-def check_saves(flag: str, section: ModelSection, path: str, *, has_values: bool = False) -> None:
+def check_files(flag: str, section: ModelSection, path: str, *, has_values: bool) -> None:
     """Raise ConfigError if what training makes of the model of a flag could not be saved for plain transformers.
 
-    With `has_values` it is trained as a critic or reward model.
+    With `has_values` it is trained as a critic or reward model, and must not have a head of another kind.
     """
-    from rlhf_models.loading import check_trained_copy
+    from rlhf_models.loading import check_critic, check_trained_copy
 
-    try:
+    with naming(flag):
+        if has_values:
+            check_critic(path)
         check_trained_copy(path, section.dtype, has_values=has_values)
-    except ConfigError as error:
-        raise ConfigError(f"--{flag}: {error}") from None
 
 
 def check_companion(flag: str, section: ModelSection, path: str, tokenizer: Any) -> Any:
@@ -198,12 +195,10 @@ def check_companion(flag: str, section: ModelSection, path: str, tokenizer: Any)
     """
     from rlhf_models.loading import check_same_tokenizer, check_tokenizer_fits, check_weights, load_config
 
-    try:
+    with naming(flag):
         model_config = load_config(path)
         check_tokenizer_fits(model_config, tokenizer)
         check_same_tokenizer(path, tokenizer)
         check_weights(path)
         check_attention(section, model_config)
-    except ConfigError as error:
-        raise ConfigError(f"--{flag}: {error}") from None
     return model_config

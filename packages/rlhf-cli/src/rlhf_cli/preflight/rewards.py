@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import agent_path, model_path, reward_path, user_path
-from rlhf_cli.preflight.models import check_attention, check_context, longest_sequence
+from rlhf_cli.preflight.models import check_attention, check_context, longest_sequence, naming
 from rlhf_data.errors import ConfigError, DataError, RewardError
 from rlhf_data.records import Prompt
 from rlhf_rollout.agents import check_agent
@@ -77,10 +77,8 @@ def judges_steps(path: str) -> bool:
     from rlhf_models.loading import load_config
     from rlhf_models.process_reward import stored_step_format
 
-    try:
+    with naming("reward_pretrain"):
         return stored_step_format(load_config(path)) is not None
-    except ConfigError as error:
-        raise ConfigError(f"--reward_pretrain: {error}") from None
 
 
 def check_reward_models(
@@ -111,7 +109,7 @@ def check_reward_models(
             notices.append("--reward_sharding has no effect: reward models have one process each")
         notices += [f"--reward_sharding has no effect on {path}: it judges steps" for path in process_models]
     for path in model_paths(sources):
-        try:
+        with naming("reward_pretrain"):
             (check_weights if path in process_models else check_reward_model)(path)
             model_config = load_config(path)
             check_same_tokenizer(path, tokenizer)
@@ -127,8 +125,6 @@ def check_reward_models(
                     f"--normalize_reward has no effect on {path}: no mean and standard deviation are stored with it;"
                     " --running_reward_norm uses those of the run"
                 )
-        except ConfigError as error:
-            raise ConfigError(f"--reward_pretrain: {error}") from None
     return notices
 
 

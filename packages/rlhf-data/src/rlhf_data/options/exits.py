@@ -69,7 +69,6 @@ FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
         "overlong_buffer": "--overlong_buffer_len",
         "stop_properly_coef": "--stop_properly_penalty_coef",
         "whiten_std=False": "--no_advantage_std_norm",
-        "use_margins": "--margin_loss",
         "wandb": "--use_wandb",
         "TrustedModel": "--trust_remote_code",
         "WorkerOptions.env": "--reward_env",

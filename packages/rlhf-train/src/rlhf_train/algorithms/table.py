@@ -265,14 +265,18 @@ class AlgorithmSpec:
             message = "old log-probs are skipped, which needs rollouts of the newest weights, and rollouts may be stale"
             raise ConfigError(message, hint="use ``old_logprobs=recompute`` or rollout with ``asynchronous``")
 
-    def check_sampling(self, sampling: "SamplingParams") -> None:
-        """Raise ConfigError if log-probs of the engine are used, and `sampling` makes them differ from the trainer's.
+    def check_sampling(self, sampling: "SamplingParams", *, is_replay: bool = False) -> None:
+        """Raise ConfigError for greedy sampling, and if log-probs of the engine that it makes differ from the trainer's
+        are used, which a replay (`is_replay`) has from the run that it replays.
 
         They are those of the part of the distribution that the engine samples from, or those after the repetition
         penalty. As the old policy, or in a correction, they would be compared with log-probs of the whole distribution,
         as if the policy had changed.
         """
-        neutral = sampling.changes
+        if sampling.temperature <= 0:
+            message = f"``temperature`` is {sampling.temperature:g}; it must be above 0 for training"
+            raise ConfigError(message, hint="greedy responses to a prompt are all the same; evaluation may be greedy")
+        neutral = {} if is_replay else sampling.changes
         uses = {
             "``old_logprobs=rollout``": self.old_logprobs == "rollout",
             f"``CorrectionSpec.level={self.correction.level}``": self.correction.level != "off",

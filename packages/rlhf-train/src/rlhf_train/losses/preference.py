@@ -122,8 +122,8 @@ def kto_loss(
     kl: Tensor,
     *,
     beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
+    desirable_loss_weight: float = 1.0,
+    undesirable_loss_weight: float = 1.0,
 ) -> Tensor:
     """Return the loss of Kahneman-Tversky optimization (KTO) for each answer, judged good or bad on its own.
 
@@ -135,7 +135,7 @@ def kto_loss(
         is_desirable: [B] bool.
         kl: scalar, nats, >= 0, the policy's divergence from the reference, estimated on the whole update; a constant.
         beta: > 0; a larger value keeps the policy closer to the reference.
-        desirable_weight, undesirable_weight: w_d and w_u.
+        desirable_loss_weight, undesirable_loss_weight: w_d and w_u.
 
     Returns:
         [B] float, in [0, max(w_d, w_u)].
@@ -145,7 +145,9 @@ def kto_loss(
     check_same_shape(ratios=ratios, is_desirable=is_desirable)
     gain = beta * (ratios - kl.detach())
     # sigmoid(-x) equals 1 - sigmoid(x), without the cancellation that loses precision for large x.
-    return torch.where(is_desirable, desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain))
+    return torch.where(
+        is_desirable, desirable_loss_weight * torch.sigmoid(-gain), undesirable_loss_weight * torch.sigmoid(gain)
+    )
 
 
 def distillation_loss(logits: Tensor, teacher_logits: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ class PreferenceObjective(Objective[Compared]):
         loss_type: one of `LOSSES`.
         beta: of the loss; for "orpo" the weight of the odds ratio term.
         label_smoothing: for "dpo", the probability that the labels of a pair are swapped.
-        gamma: for "simpo", the target margin.
-        nll_coef: weight of the chosen answer's negative log-likelihood per token, added to the loss. "orpo" always adds
-            it with weight 1.
+        simpo_gamma: for "simpo", the target margin.
+        nll_loss_coef: weight of the chosen answer's negative log-likelihood per token, added to the loss. "orpo" always
+            adds it with weight 1.
         length_average: make "dpo" and "ipo" compare means over tokens instead of sums. "simpo" and "orpo" always
             compare means.
     """
@@ -38,15 +38,15 @@ class PreferenceObjective(Objective[Compared]):
     loss_type: str = "dpo"
     beta: float = 0.1
     label_smoothing: float = 0.0
-    gamma: float = 0.0
-    nll_coef: float = 0.0
+    simpo_gamma: float = 0.0
+    nll_loss_coef: float = 0.0
     length_average: bool = False
 
     def __post_init__(self) -> None:
         if self.loss_type not in LOSSES:
             raise ConfigError(unknown("loss", self.loss_type, LOSSES))
-        if self.beta <= 0 or not 0 <= self.label_smoothing < 0.5 or self.gamma < 0 or self.nll_coef < 0:
-            names = ("beta", "label_smoothing", "gamma", "nll_coef")
+        if self.beta <= 0 or not 0 <= self.label_smoothing < 0.5 or self.simpo_gamma < 0 or self.nll_loss_coef < 0:
+            names = ("beta", "label_smoothing", "simpo_gamma", "nll_loss_coef")
             given = ", ".join(f"{name} {getattr(self, name)}" for name in names)
             raise ConfigError(f"{given}: beta must be above 0, label_smoothing in [0, 0.5), the others 0 or more")
         for name, owners in _OWNERS.items():
@@ -81,7 +81,7 @@ class PreferenceObjective(Objective[Compared]):
         chosen, rejected = compared.chunk(2)
         nll = -means.chunk(2)[0]
         losses = self._pair_losses(chosen, rejected)
-        weight = 1.0 if self.loss_type == "orpo" else self.nll_coef
+        weight = 1.0 if self.loss_type == "orpo" else self.nll_loss_coef
         if weight:
             losses = losses + weight * nll
         rewards = {"chosen_reward": chosen, "rejected_reward": rejected, "margin": chosen - rejected}
@@ -95,13 +95,13 @@ class PreferenceObjective(Objective[Compared]):
         if self.loss_type == "ipo":
             return ipo_loss(chosen, rejected, beta=self.beta)
         if self.loss_type == "simpo":
-            return simpo_loss(chosen, rejected, beta=self.beta, gamma=self.gamma)
+            return simpo_loss(chosen, rejected, beta=self.beta, gamma=self.simpo_gamma)
         return self.beta * orpo_loss(chosen, rejected)
 
 
 _OWNERS = {
     "label_smoothing": ("dpo",),
-    "gamma": ("simpo",),
-    "nll_coef": ("dpo", "ipo", "simpo"),
+    "simpo_gamma": ("simpo",),
+    "nll_loss_coef": ("dpo", "ipo", "simpo"),
     "length_average": ("dpo", "ipo"),
 }

@@ -29,8 +29,8 @@ class KtoObjective(Objective[Compared]):
 
     Attributes:
         beta: > 0; a larger value keeps the policy closer to the reference.
-        desirable_weight, undesirable_weight: weights of the two kinds of answers. Choose them so that both kinds have
-            about the same total weight.
+        desirable_loss_weight, undesirable_loss_weight: weights of the two kinds of answers. Choose them so that both
+            kinds have about the same total weight.
         kl: the divergence in nats, >= 0; set by `for_batch`.
     """
 
@@ -38,12 +38,12 @@ class KtoObjective(Objective[Compared]):
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "kl", "undesirable_reward")
 
     beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    desirable_loss_weight: float = 1.0
+    undesirable_loss_weight: float = 1.0
     kl: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("beta", "desirable_weight", "undesirable_weight"):
+        for name in ("beta", "desirable_loss_weight", "undesirable_loss_weight"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
 
@@ -91,7 +91,10 @@ class KtoObjective(Objective[Compared]):
         ratios = self._ratios(engine, items, 0)
         desirable = torch.tensor([item.example.is_desirable for item in items], device=engine.device)
         kl = torch.tensor(self.kl, device=engine.device)
-        weights = {"desirable_weight": self.desirable_weight, "undesirable_weight": self.undesirable_weight}
+        weights = {
+            "desirable_loss_weight": self.desirable_loss_weight,
+            "undesirable_loss_weight": self.undesirable_loss_weight,
+        }
         losses = kto_loss(ratios, desirable, kl, beta=self.beta, **weights)
         metrics = mean_metrics("kto", len(items), loss=losses.sum(), kl=kl * len(items))
         for name, mask in (("desirable_reward", desirable), ("undesirable_reward", ~desirable)):

@@ -21,19 +21,19 @@ class RewardModelObjective(Objective[PreferenceExample]):
     """Bradley-Terry loss on the scores of pairs.
 
     Attributes:
-        use_margins: subtract each example's margin from the difference of the scores.
+        margin_loss: subtract each example's margin from the difference of the scores.
     """
 
     model_kind: ClassVar[str] = "reward"
 
-    use_margins: bool = False
+    margin_loss: bool = False
 
     def items(self, examples: Sequence[PreferenceExample]) -> Sequence[PreferenceExample]:
-        """See `Objective`. Raises DataError when `use_margins` is set and an example has no margin."""
-        missing = [example.example_id for example in examples if self.use_margins and example.margin is None]
+        """See `Objective`. Raises DataError when `margin_loss` is set and an example has no margin."""
+        missing = [example.example_id for example in examples if self.margin_loss and example.margin is None]
         if missing:
             message = f"{len(missing)} of {len(examples)} pairs have no margin, {missing[0]} among them"
-            raise DataError(message, hint="give ``margin_key`` the key of the margins, or drop ``use_margins``")
+            raise DataError(message, hint="give ``margin_key`` the key of the margins, or drop ``margin_loss``")
         return examples
 
     def lengths(self, item: PreferenceExample) -> Sequence[int]:
@@ -53,7 +53,7 @@ class RewardModelObjective(Objective[PreferenceExample]):
         scores = engine.forward(lay_out(tokens, packing=self.packing, device=engine.device))
         chosen, rejected = scores.chunk(2)
         margins = None
-        if self.use_margins:
+        if self.margin_loss:
             margins = torch.tensor([item.margin for item in items], dtype=scores.dtype, device=engine.device)
         losses = reward_model_loss(chosen, rejected, margins)
         order = {"accuracy": num_ordered(chosen, rejected), "margin": (chosen - rejected).sum()}

@@ -1,0 +1,56 @@
+"""What the commands on fixed examples do with a row, and what they learn from it."""
+
+from typing import Any
+
+from rlhf_cli.config.offline import LOSSES_WITH, DpoConfig, KdConfig, KtoConfig, OfflineConfig, PrmConfig, RmConfig
+from rlhf_data.errors import ConfigError
+from rlhf_data.options.declare import matching
+
+
+def encoder_of(kind: str, config: OfflineConfig, tokenizer: Any) -> Any:
+    """Return the encoder of examples of a kind; see `make_encoder`."""
+    from rlhf_data.examples.load import make_encoder  # imported here, so that --help does not wait for numpy
+
+    data = config.data
+    if kind == "preference" and not getattr(config.objective, "margin_loss", False):
+        data = data.model_copy(update={"margin_key": None})
+    return make_encoder(kind, data, tokenizer)
+
+
+def objective_of(config: OfflineConfig, tokenizer: Any) -> Any:
+    """Return the objective of the command that has this configuration.
+
+    Raises ConfigError if --reward_tokens are no tokens.
+    """
+    # Imported here, so that --help does not wait for torch.
+    from rlhf_train.offline.objectives.distillation import DistillationObjective
+    from rlhf_train.offline.objectives.dpo import PreferenceObjective
+    from rlhf_train.offline.objectives.kto import KtoObjective
+    from rlhf_train.offline.objectives.process_reward import ProcessRewardObjective
+    from rlhf_train.offline.objectives.reward_model import RewardModelObjective
+    from rlhf_train.offline.objectives.supervised import SupervisedObjective
+
+    if isinstance(config, PrmConfig):
+        # The encoder refuses a placeholder of several tokens.
+        placeholder = tokenizer(config.data.placeholder_token, add_special_tokens=False)["input_ids"]
+        return ProcessRewardObjective(reward_tokens=_verdict_ids(config, tokenizer), placeholder=placeholder[-1])
+    if isinstance(config, DpoConfig):
+        loss = config.objective.name
+        given = matching(PreferenceObjective, config.objective) | {"loss_type": loss}
+        used = {name: value for name, value in given.items() if loss in LOSSES_WITH.get(name, [loss])}
+        return PreferenceObjective(**used)
+    kinds = {RmConfig: RewardModelObjective, KtoConfig: KtoObjective, KdConfig: DistillationObjective}
+    kind = kinds.get(type(config))
+    return SupervisedObjective() if kind is None else kind(**matching(kind, config.objective))
+
+
+def _verdict_ids(config: PrmConfig, tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens of --reward_tokens."""
+    ids = []
+    for text in config.data.reward_tokens:
+        found = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids += found
+        if len(found) != 1:
+            message = f"--reward_tokens: {text!r} is {len(found)} tokens, not one"
+            raise ConfigError(message, hint="use a character, such as + and -, or a special token")
+    return tuple(ids)
