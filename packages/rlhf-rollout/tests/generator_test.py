@@ -127,7 +127,7 @@ def test_generate_groups_every_prompt_once_and_counted():
     counts = GenerationCounts()
     results = run(prompts_of(10), [ScriptedEngine(), ScriptedEngine()], ScriptedReward(), counts=counts)
     assert sorted(result.prompt.prompt_id for result in results) == sorted(f"p{index}" for index in range(10))
-    assert (counts.num_groups, counts.num_failed_groups, counts.num_retries) == (10, 0, 0)
+    assert (counts.num_groups, counts.num_failed_groups, counts.num_scored_groups) == (10, 0, 10)
     assert (counts.num_requested, counts.num_generated, counts.num_failed) == (20, 20, 0)
     assert counts.num_response_tokens == 40  # 2 tokens each
     assert counts.verdicts == {VerdictKind.OK: 20}
@@ -182,28 +182,19 @@ def test_generate_groups_reads_prompts_as_they_are_needed():
     assert num_tasks == 1  # closing the stream leaves nothing running
 
 
-def test_generate_groups_goes_to_the_least_loaded_engine():
-    slow, quick = ScriptedEngine(seconds=0.2), ScriptedEngine(seconds=0.01)
-    run(prompts_of(10), [slow, quick], max_in_flight=2, by=simulate)
-    assert slow.num_calls + quick.num_calls == 10
-    assert quick.num_calls >= 8
+def test_generate_groups_counts_from_its_start_on_and_leaves_nothing_of_its_groups():
+    workflow = workflow_of(ScriptedEngine(failures=[EngineError("hiccup")]))
 
+    async def retries(prefix):
+        counts = GenerationCounts()
+        stream = generate_groups(
+            prompts_of(1), workflow, SamplingParams(), None, max_in_flight=1, group_id_prefix=prefix, counts=counts
+        )
+        [result] = [result async for result in stream]
+        assert workflow.router.unfinished.state([result.group_id]) == {result.group_id: []}
+        return counts.num_retries
 
-def test_generate_groups_failing_engine_is_retried_on_another_and_then_avoided():
-    dead, alive = ScriptedEngine(failures=[EngineError("gone")] * 100), ScriptedEngine(seconds=0.01)
-    counts = GenerationCounts()
-    results = run(prompts_of(8), [dead, alive], max_in_flight=2, counts=counts)
-    assert all(result.group is not None for result in results)
-    assert dead.num_calls == counts.num_retries == 1
-    assert alive.num_calls == 8
-
-
-def test_generate_groups_single_engine_is_tried_twice():
-    engine = ScriptedEngine(failures=[EngineError("hiccup")])
-    counts = GenerationCounts()
-    (result,) = run(prompts_of(1), [engine], counts=counts)
-    assert result.group is not None
-    assert (engine.num_calls, counts.num_retries) == (2, 1)
+    assert [asyncio.run(retries(prefix)) for prefix in "ab"] == [1, 0]
 
 
 def test_generate_groups_group_that_fails_twice_is_reported_and_counted():

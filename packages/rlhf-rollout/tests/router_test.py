@@ -59,6 +59,10 @@ def test_router_load_is_counted_in_completions():
     async def scenario():
         large = asyncio.create_task(router.generate(PROMPT, SamplingParams(num_samples=4)))
         await asyncio.sleep(0)
+        router.suspend(second)
+        state = "engine 0 has 4 completions in flight; engine 1 has 0 completions in flight, suspended"
+        assert router.describe() == state
+        router.restore(second)
         await asyncio.gather(large, *[router.generate(PROMPT, SamplingParams()) for _ in range(4)])
 
     asyncio.run(scenario())

@@ -145,13 +145,13 @@ GONE = {"type": "http.disconnect"}
 
 def test_call_is_answered_while_its_client_waits():
     async def answer():
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         return 7
 
     async def fail():
         raise ValueError("as told")
 
-    assert asyncio.run(while_connected(request(), answer())) == 7
+    assert asyncio.run(while_connected(request({"type": "http.request"}), answer())) == 7
     with pytest.raises(ValueError, match="as told"):
         asyncio.run(while_connected(request(), fail()))
 

@@ -147,7 +147,7 @@ class Client:
                 if len(received) > max_bytes:
                     raise httpx.ReadError(f"the answer is longer than {max_bytes} bytes")
         kept = {name: value for name, value in response.headers.items() if name in ("content-type", "retry-after")}
-        return httpx.Response(response.status_code, headers=kept, content=bytes(received), request=response.request)
+        return httpx.Response(response.status_code, headers=kept, content=bytes(received))
 
     @property
     def _connections(self) -> httpx.AsyncClient:
