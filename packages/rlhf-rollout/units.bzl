@@ -97,7 +97,7 @@ TESTS = {
     "rewards/code_escape_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-data/testing", "rlhf-rollout/rewards", "tests/support/record_testing"],
     "rewards/code_fakes_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-data/testing", "rlhf-rollout/rewards", "tests/support/record_testing"],
     "rewards/code_reward_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-data/testing", "rlhf-rollout/rewards", "rlhf-rollout/workers", "tests/support/record_testing"],
-    "rewards/code_server_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-data/testing", "rlhf-rollout/rewards", "tests/support/record_testing"],
+    "rewards/code_server_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-data/testing", "rlhf-rollout/http", "rlhf-rollout/rewards", "tests/support/record_testing"],
     "rewards/form_reward_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-data/testing", "rlhf-rollout/rewards", "tests/support/record_testing"],
     "rewards/function_reward_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-data/testing", "rlhf-rollout/rewards", "rlhf-rollout/workers", "tests/support/record_testing"],
     "rewards/judge_pairwise_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-data/testing", "rlhf-rollout/commands", "rlhf-rollout/protocols", "rlhf-rollout/rewards", "rlhf-rollout/workers", "tests/support/record_testing", "tests/support/rollout_testing"],
