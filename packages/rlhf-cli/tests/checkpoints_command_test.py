@@ -338,11 +338,16 @@ def test_dry_run_of_an_export_tries_adapters_and_does_not_ask_the_hub(tmp_path, 
         ("whole --export 6 --output_path whole", r"--output_path .*/whole is not an empty folder\n\nhint"),
         ("whole --export 6 --output_path o --role critic", r"has no state of critic, but of actor\n\nhint: use --role"),
         ("whole --export 6 --prune 1 --output_path o", r"--export and --prune are two tasks\n\nhint: export first"),
+        ("broken", r"broken/config\.toml cannot be read: Expected .*\n\nhint: name the folder of a run"),
+        ("latin", r"latin/config\.toml cannot be read: 'utf-8' codec .*\n\nhint: name the folder of a run"),
         ("whole --prune 0", r"--prune is 0; it must be at least 1"),
         ("whole extra", r"`extra` belongs to no flag\n\nhint"),
     ],
 )
-def test_bad_input_is_refused_with_a_hint(capsys, words, says):
+def test_bad_input_is_refused_with_a_hint(home, capsys, words, says):
+    for name, config in {"broken": b"[model", "latin": b'[model]\npretrain = "\xe9"\n'}.items():
+        (home / name).mkdir(exist_ok=True)
+        (home / name / "config.toml").write_bytes(config)
     assert main(["checkpoints", *words.split()]) == 2
     assert re.search(says, capsys.readouterr().err)
 

@@ -84,12 +84,14 @@ def test_step_table_repeats_its_header(streams):
     assert sum("generate" in line for line in out.getvalue().splitlines()) == 3  # before lines 1, 21 and 41
 
 
-def test_step_table_with_an_interval_keeps_the_first_and_the_last(streams):
+def test_step_table_with_an_interval_keeps_the_first_the_due_and_the_last(streams, monkeypatch):
     out, err = streams
+    times = iter([0.0, 59.0, 60.0, 119.0, 119.5])
+    monkeypatch.setattr("rlhf_cli.console.views.time.monotonic", lambda: next(times))
     table = StepTable(Console(out, err), PPO_COLUMNS, min_interval_s=60.0)
     for step in range(1, 6):
         table.step(step, 5, METRICS)
-    assert [line.split()[0] for line in out.getvalue().splitlines()[1:]] == ["1/5", "5/5"]
+    assert [line.split()[0] for line in out.getvalue().splitlines()[1:]] == ["1/5", "3/5", "5/5"]
 
 
 def test_run_view_shows_samples_on_one_line_each_with_verdict_and_label(streams):

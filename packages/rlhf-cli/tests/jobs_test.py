@@ -77,6 +77,41 @@ def test_train_steps_that_the_prompts_do_not_suffice_for_are_a_notice(argv, num_
     assert count_steps(configure(*argv, "--num_episodes", str(int(episodes) - 1)), num_prompts) < int(argv[1])
 
 
+FEW = "--rollout_batch_size 32 is more than the 20 prompts: each is used 1.6 times per step"
+MANY = (
+    "--dynamic_filtering may draw 320 prompts per step (--rollout_batch_size x --dynamic_filtering_max_batches), more"
+    " than the {} there are: some are used again"
+)
+
+
+@pytest.mark.parametrize(
+    ("argv", "num_prompts", "told"),
+    [
+        ([], 20, [FEW]),
+        ([], 32, []),
+        (["--dynamic_filtering"], 20, [FEW]),
+        (["--dynamic_filtering"], 32, [MANY.format(32)]),
+        (["--dynamic_filtering"], 319, [MANY.format(319)]),
+        (["--dynamic_filtering"], 320, []),
+    ],
+)
+def test_prompts_that_do_not_suffice_for_a_step_are_a_notice(argv, num_prompts, told):
+    assert data_notices(configure("--train_steps", "None", *argv), prompt_set(num_prompts), None) == told
+
+
+def test_rows_that_are_left_out_of_training_or_held_out_prompts_are_a_notice():
+    config = configure("--train_steps", "None")
+    whole = prompt_set(40)
+    for found, told in (
+        (Counts(50, num_too_long=10, longest_tokens=99), "10 of 50 prompts are longer than --prompt_max_len"),
+        (Counts(50, num_bad=10), "10 of 50 rows cannot be used and are left out"),
+    ):
+        part = PromptSet(tuple(Prompt(f"h{i}", np.array([1]), f"held {i}") for i in range(40)), found)
+        for sets in ((part, None), (whole, part)):
+            [notice] = data_notices(config, *sets)
+            assert notice.startswith(told)
+
+
 def test_make_job_schedule_spans_all_optimizer_steps():
     # 100 prompts / 32 = 4 steps; 128 / 64 x 2 epochs = 4 updates each; 16 in all, 10 % of them warm-up.
     job = make(configure("--max_epochs", "2", "--lr_warmup_ratio", "0.1"), CPU)
@@ -283,11 +318,97 @@ def test_check_device_says_nothing_of_places_of_which_there_are_none():
     assert check_device(config, {"critic_num_nodes"}, num_gpus=0) == []
 
 
-def test_describe_batches_splits_over_processes():
-    config = configure("--actor_num_gpus_per_node", "2", "--micro_train_batch_size", "5")
-    text = describe_batches(config, make(config, CPU).plan, 100)
-    # 64 samples / 2 processes = 32; 32 / 5 = 6.4
-    assert "64 samples / 2 process(es) = 32 each, in 7 pass(es) of at most 5" in text
+OLD = ("old log-probs", "computed by the trainer before the first update of a step")
+STEP = ("step", "32 prompts x 4 samples = 128")
+TOKENS = ("tokens", "prompt 64 + response 32 = at most 96")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes", "rows"),
+    [
+        (
+            "--actor_num_gpus_per_node 4 --sequence_parallel_size 2 --packing_samples --dynamic_filtering"
+            " --dynamic_filtering_max_batches 3 --freezing_actor_steps 2 --overlong_buffer_len 8 --num_episodes 2"
+            " --overlong_penalty_factor 0.5 --eval_n_samples_per_prompt 3 --train_steps None --max_epochs 2"
+            " --micro_train_batch_size 12",
+            (100, 10),
+            [
+                STEP,
+                ("", "128 / 64 x 2 epoch(s) = 4 update(s)"),
+                # 64 / (4 / 2) = 32; 32 / 12 = 2.7
+                (
+                    "update",
+                    "64 samples / 2 group(s) of 2 processes that divide every sequence = 32 each,"
+                    " in 3 pass(es) of at most 12",
+                ),
+                OLD,
+                # 2 x 100 / 32 = 6.25; 7 x 32 = 224
+                ("run", "7 steps x 4 = 28 updates; 224 prompts drawn from 100, 2.24 passes"),
+                TOKENS,
+                ("dynamic sampling", "each step draws prompts until 32 pass the filter, at most 96"),
+                ("critic first", "2 steps train the critic only; the policy gets 20 updates"),  # (7 - 2) x 4
+                ("length penalty", "none up to 24 tokens, then growing to 0.5 over 8 tokens"),
+                ("held-out", "10 prompts x 3 sample(s)"),
+            ],
+        ),
+        (
+            "--actor_num_gpus_per_node 4 --ds_tensor_parallel_size 2 --packing_samples --micro_batch_tokens 999"
+            " --freezing_actor_steps 1",
+            (None, None),
+            [
+                STEP,
+                ("", "128 / 64 x 1 epoch(s) = 2 update(s)"),
+                (
+                    "update",
+                    "64 samples / 2 group(s) of 2 processes that divide the weights = 32 each,"
+                    " in passes of at most 999 tokens",
+                ),
+                OLD,
+                ("run", "prompts / 32 x 1 episode(s) = steps"),
+                TOKENS,
+            ],
+        ),
+        (
+            "--actor_num_gpus_per_node 2 --micro_train_batch_size 5 --overlong_buffer_len 0",
+            (64, 0),
+            [
+                STEP,
+                ("", "128 / 64 x 1 epoch(s) = 2 update(s)"),
+                ("update", "64 samples / 2 process(es) = 32 each, in 7 pass(es) of at most 5"),  # 32 / 5 = 6.4
+                OLD,
+                ("run", "2 steps x 2 = 4 updates; 64 prompts drawn from 64, 1.00 passes"),
+                TOKENS,
+            ],
+        ),
+    ],
+    ids=["rich", "tensor parallel", "plain"],
+)
+def test_describe_batches_is_the_arithmetic_of_the_run(flags, sizes, rows):
+    config = configure(*flags.split())
+    text = describe_batches(config, make_plan(config, [CPU]), *sizes)
+    assert text.splitlines() == [f"  {name:18} {words}" for name, words in rows]
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_gpus", "says"),
+    [
+        (
+            "--vllm_use_mps",
+            MANY_GPUS,
+            "--vllm_use_mps is for engines that share a GPU, and none do\n\nhint: use more --vllm_num_engines",
+        ),
+        (
+            "--sequence_parallel_size 2 --packing_samples --actor_num_gpus_per_node 3",
+            CPU,
+            "--sequence_parallel_size is 2, and a model has 3 training process(es)\n\nhint: use 2 or a multiple:"
+            " --actor_num_gpus_per_node 2, and as many for models",
+        ),
+    ],
+)
+def test_make_plan_refuses_what_its_processes_cannot_do(flags, num_gpus, says):
+    with pytest.raises(ConfigError) as caught:
+        make_plan(configure(*flags.split()), [num_gpus])
+    assert with_flags(str(caught.value)).startswith(says)
 
 
 def test_describe_batches_says_how_far_generation_runs_ahead():

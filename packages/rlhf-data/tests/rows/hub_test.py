@@ -65,7 +65,8 @@ def test_open_sources_tables_of_the_library_know_their_rows(tables, name, stream
     path = tables / name
     assert values == [(f"{path}#0", f"{name}#0", "a", CHAT, "1"), (f"{path}#1", f"{name}#1", "b", CHAT, "2")]
     assert (rows.fingerprint() is None) == streaming
-    assert len(list(open_sources(str(path), split="test", max_samples=1))) == 1
+    by_default = open_sources(str(path), split="test", max_samples=1)
+    assert len(list(by_default)) == 1 and by_default.fingerprint() is not None  # not streamed
 
 
 @pytest.mark.parametrize("streaming", [False, True])

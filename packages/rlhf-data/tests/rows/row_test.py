@@ -75,5 +75,16 @@ def test_values_without_a_json_form_are_left_and_named_where_they_are_used():
     assert json_value({"image": image})["image"] is image
     assert json_value(np.array([[1, 2]])) == [[1, 2]] and json_value(np.float32(0.5)) == 0.5
     assert json_value(float("inf")) == "inf" and json_value({1: (2, 3)}) == {"1": [2, 3]}
+    assert [json_value(value) for value in (None, True, 7, "ä")] == [None, True, 7, "ä"]
+    row = Row({"image": image}, "x", 1)
     with pytest.raises(DataError, match="`image` must be text or a number, got a value of type object"):
-        Row({"image": image}, "x", 1).text("image")
+        row.text("image")
+    with pytest.raises(DataError, match="x:1: `image` cannot be written as JSON: a value of type object"):
+        row.plain("image")
+
+
+def test_row_decoded_reads_text_as_json_and_leaves_other_values():
+    row = Row({"text": "[1, null]", "list": [2], "half": "[1,"}, "x", 7)
+    assert (row.decoded("text"), row.decoded("list")) == ([1, None], [2])
+    with pytest.raises(DataError, match="x:7: `half` is not JSON: Expecting value"):
+        row.decoded("half")

@@ -78,8 +78,9 @@ def test_read_rows_missing_file_suggests_the_nearest(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", [{"q": 1}])
     with pytest.raises(DataError, match=r"trian\.jsonl does not exist\n\nhint: did you mean .*train\.jsonl\?"):
         read_rows(tmp_path / "trian.jsonl")
-    with pytest.raises(DataError, match=r"hint: there is no folder .*nowhere"):
-        read_rows(tmp_path / "nowhere" / "train.jsonl")
+    for path in (tmp_path / "nowhere" / "train.jsonl", "/nowhere/train"):  # neither is taken for a hub name
+        with pytest.raises(DataError, match=r"data file .* does not exist\n\nhint: there is no folder .*nowhere"):
+            open_sources(path)
 
 
 @pytest.mark.parametrize("pattern", ["*.jsonl", "train-?.jsonl", "[ab].jsonl", "*"])

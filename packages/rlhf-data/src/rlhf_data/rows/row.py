@@ -217,8 +217,6 @@ def json_value(value: Any) -> Any:
     Dates and times become text by ISO 8601, whole decimals integers, others floating-point numbers, NaN null, bytes
     text if they are UTF-8 and else base64, arrays lists. What has no such form, such as an image, stays as it is.
     """
-    if value is None or isinstance(value, str | bool | int):
-        return value
     if isinstance(value, float | Decimal):
         number = float(value)
         if not math.isfinite(number):
