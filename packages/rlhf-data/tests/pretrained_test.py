@@ -116,6 +116,12 @@ def test_only_errors_about_path_and_network_hint_at_them(error, hint):
     assert str(caught.value).startswith(f"cannot load the model m: {error}\n\nhint: {hint}")
 
 
+@pytest.mark.parametrize(("text", "said"), [("a\nb", "a"), ("a:\n  b\nc", "a: b"), ("a:", "a:")])
+def test_error_of_several_lines_is_told_by_the_first_that_says_something(text, said):
+    with pytest.raises(ConfigError, match=f"model m: {said}\n\nhint"), pretrained.clear_errors("model", "m"):
+        raise ValueError(text)
+
+
 @pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "nowhere", "a/b/c"])
 def test_load_tokenizer_missing_folder_is_refused_and_the_hub_not_asked(path, monkeypatch):
     monkeypatch.setattr(pretrained, "hub_answers", lambda: pytest.fail("the hub was asked"))

@@ -41,6 +41,7 @@ def two_turns() -> Rollout:
 def test_rollout_views_join_the_spans():
     rollout = two_turns()
     assert rollout.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert rollout.tokens_before_policy.tolist() == [1, 2]
     assert rollout.loss_mask.tolist() == [False, False, True, False, False, True]
     assert rollout.rollout_logprobs.tolist() == [0, 0, -0.5, 0, 0, -0.25]
     assert (rollout.num_tokens, rollout.num_response_tokens, rollout.policy_version) == (6, 2, 7)

@@ -114,7 +114,7 @@ def load_examples(
     return ExampleSet(examples, counts)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Work:
     rows: Rows
     encoder: Encoder

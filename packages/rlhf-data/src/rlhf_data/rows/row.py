@@ -126,7 +126,7 @@ class Row:
         return self.text(key)
 
 
-@dataclass
+@dataclass(slots=True)
 class RowErrors:
     """Collects rows that cannot be used: a few are tolerated, many are an error.
 
