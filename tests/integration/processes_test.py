@@ -294,7 +294,7 @@ def scoring_job(folders, **request):
     """What `start_scorers` reads of a job."""
     sources = tuple(RewardSource(kind="model", targets=(str(folder),)) for folder in folders)
     plan = plan_placement(PlacementRequest(ranks={"actor": 1}, **request), [])
-    reward = RewardSpec(sources=sources, calls=CallOptions(batch_size=2), normalize_models=True)
+    reward = RewardSpec(sources=sources, calls=CallOptions(batch_size=2), normalize_reward=True)
     return SimpleNamespace(replay=None, plan=plan, reward=reward, engine=EngineSpec(model="none"))
 
 

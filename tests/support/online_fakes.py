@@ -315,7 +315,7 @@ def by_step(lines: list[dict]) -> list[dict]:
 def tiny_batch(prompts: int):
     """Batch sizes of `prompts` groups of four and updates of sixteen rollouts."""
     return BatchSizes(
-        rollout_batch_size=prompts, num_samples_per_prompt=4, train_batch_size=16, micro_train_batch_size=8,
+        rollout_batch_size=prompts, n_samples_per_prompt=4, train_batch_size=16, micro_train_batch_size=8,
         micro_rollout_batch_size=16,
     )  # fmt: skip
 

@@ -207,7 +207,7 @@ def tiny_job(model_path: str, folder: Path, **changes: Any) -> OnlineJob:
         plan=plan_placement(request, [local_gpus()]),
         batch=BatchSizes(
             rollout_batch_size=8,
-            num_samples_per_prompt=4,
+            n_samples_per_prompt=4,
             train_batch_size=16,
             micro_train_batch_size=8,
             micro_rollout_batch_size=16,

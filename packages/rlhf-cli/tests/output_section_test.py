@@ -67,16 +67,16 @@ def test_trackers_are_as_asked(monkeypatch, tmp_path):
         project="rlhf-sft",
         run_name="n",
         logging_steps=4,
-        tensorboard_dir=str(tmp_path / "events"),
-        wandb=True,
+        use_tensorboard=str(tmp_path / "events"),
+        use_wandb=True,
         wandb_org="o",
         wandb_group="g",
         wandb_project="p",
-        mlflow_uri=str(tmp_path / "runs"),
+        use_mlflow=str(tmp_path / "runs"),
     )
     plain = sft("--use_mlflow", "sqlite:///x.db").config
     spec = with_full_paths(plain).output.trackers("sft", "folder")
-    assert spec == TrackerSpec(project="rlhf-sft", run_name="folder", mlflow_uri="sqlite:///x.db")
+    assert spec == TrackerSpec(project="rlhf-sft", run_name="folder", use_mlflow="sqlite:///x.db")
 
 
 @pytest.mark.parametrize("config", [PpoConfig, *(command.config for command in COMMANDS.values())])

@@ -171,7 +171,7 @@ def test_step_of_a_run_is_repeated_elsewhere_and_compared(home, jobs, capsys):
     assert (spec.home(run), spec.before, spec.resume, spec.every, spec.full, spec.hf_model) == (
         disk, 3, True, 0, False, False,
     )  # fmt: skip
-    assert not job.record and not job.saves_models and job.trackers.tensorboard_dir is None
+    assert not job.record and not job.saves_models and job.trackers.use_tensorboard is None
     assert not job.save_path.startswith(str(home)) and not Path(job.save_path).exists()
     out = capsys.readouterr().out.splitlines()
     assert out[0].split() == ["metric", "recorded", "replayed", "difference"]

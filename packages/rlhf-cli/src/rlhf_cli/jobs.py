@@ -205,7 +205,7 @@ def describe_batches(
     if batch.micro_batch_tokens is not None:
         passes = f"passes of at most {batch.micro_batch_tokens} tokens"
     rows = {
-        "step": f"{size} prompts x {batch.num_samples_per_prompt} samples = {batch.num_rollouts}",
+        "step": f"{size} prompts x {batch.n_samples_per_prompt} samples = {batch.num_rollouts}",
         "": f"{batch.num_rollouts} / {batch.train_batch_size} x {batch.max_epochs} epoch(s) = {batch.num_updates}"
         " update(s)",
         "update": f"{batch.train_batch_size} samples / {processes} = {per_rank} each, in {passes}",

@@ -26,7 +26,7 @@ class BatchSizes:
 
     Attributes:
         rollout_batch_size: prompts per step.
-        num_samples_per_prompt: rollouts per prompt.
+        n_samples_per_prompt: rollouts per prompt.
         train_batch_size: rollouts per update.
         micro_train_batch_size: rollouts per forward-backward pass on one rank.
         micro_rollout_batch_size: rollouts per forward pass without gradient on one rank.
@@ -36,7 +36,7 @@ class BatchSizes:
     """
 
     rollout_batch_size: int = bounded(ge=1)
-    num_samples_per_prompt: int = bounded(ge=1)
+    n_samples_per_prompt: int = bounded(ge=1)
     train_batch_size: int = bounded(ge=1)
     micro_train_batch_size: int = bounded(ge=1)
     micro_rollout_batch_size: int = bounded(ge=1)
@@ -52,14 +52,14 @@ class BatchSizes:
             message = f"``train_batch_size`` is {size}, which does not divide the {count} samples of a step"
             product = f"``rollout_batch_size={self.rollout_batch_size}`` x"
             raise ConfigError(
-                f"{message} ({product} ``num_samples_per_prompt={self.num_samples_per_prompt}``)",
+                f"{message} ({product} ``n_samples_per_prompt={self.n_samples_per_prompt}``)",
                 hint=f"use ``train_batch_size={divisor}``",
             )
 
     @property
     def num_rollouts(self) -> int:
         """Rollouts per step."""
-        return self.rollout_batch_size * self.num_samples_per_prompt
+        return self.rollout_batch_size * self.n_samples_per_prompt
 
     def most_pass_tokens(self, max_response_tokens: int) -> int:
         """Return the trained tokens of the largest pass that a step of responses of this length could make."""
@@ -99,18 +99,18 @@ class RewardSpec:
         process_models: those of the reward models that judge the steps of a response; see `ProcessReward`.
         divided_models: those of the reward models whose weights are divided over their processes; see `DividedScorer`.
         step_separator: the text that ends a step.
-        by_turn: the other reward models score after each turn; see `ModelReward`.
-        normalize_models: shift and scale scores of reward models by the mean and deviation stored with the model.
+        reward_by_turn: the other reward models score after each turn; see `ModelReward`.
+        normalize_reward: shift and scale scores of reward models by the mean and deviation stored with the model.
         offload_models: keep the weights of reward models in host memory between calls.
-        running_norm: shift and scale rewards by the mean and deviation of all raw rewards of the run so far.
-        clip_range: smallest and largest reward after normalization; None for no bounds.
+        running_reward_norm: shift and scale rewards by the mean and deviation of all raw rewards of the run so far.
+        reward_clip_range: smallest and largest reward after normalization; None for no bounds.
         overlong_buffer: tokens before the length limit over which a penalty grows linearly; 0 for no penalty.
         overlong_penalty_factor: size of the penalty at the length limit.
-        stop_properly_coef: changes the reward of rollouts that the length limit ended; see
+        stop_properly_penalty_coef: changes the reward of rollouts that the length limit ended; see
             `rlhf_rollout.rewards.shaping.stop_properly`.
-        normalize: what is compared within a group. "together": the sum of the rewards, as the estimator says. "each":
-            every source's reward by itself, before they are weighed; see `group.decoupled_rewards`, which replaces
-            the four changes above and the estimator's baseline. "none": nothing, the estimator gets the sum.
+        reward_normalize: what is compared within a group. "together": the sum of the rewards, as the estimator says.
+            "each": every source's reward by itself, before they are weighed; see `group.decoupled_rewards`, which
+            replaces the four changes above and the estimator's baseline. "none": nothing, the estimator gets the sum.
     """
 
     sources: tuple[RewardSource, ...]
@@ -119,40 +119,40 @@ class RewardSpec:
     process_models: tuple[str, ...] = ()
     divided_models: tuple[str, ...] = ()
     step_separator: str = "\n"
-    by_turn: bool = False
-    normalize_models: bool = False
+    reward_by_turn: bool = False
+    normalize_reward: bool = False
     offload_models: bool = False
-    running_norm: bool = False
-    clip_range: tuple[float, float] | None = None
+    running_reward_norm: bool = False
+    reward_clip_range: tuple[float, float] | None = None
     overlong_buffer: int = 0
     overlong_penalty_factor: float = 1.0
-    stop_properly_coef: float | None = None
-    normalize: RewardNormalization = "together"
+    stop_properly_penalty_coef: float | None = None
+    reward_normalize: RewardNormalization = "together"
 
     def __post_init__(self) -> None:
-        _check_range("RewardSpec.clip_range", self.clip_range)
-        if self.by_turn and self.running_norm:
-            message = "``running_norm`` normalizes rewards of whole responses, and ``RewardSpec.by_turn`` gives several"
-            raise ConfigError(message, hint="drop one of them")
+        _check_range("reward_clip_range", self.reward_clip_range)
+        if self.reward_by_turn and self.running_reward_norm:
+            message = "``running_reward_norm`` normalizes rewards of whole responses, and ``reward_by_turn`` gives"
+            raise ConfigError(f"{message} several", hint="drop one of them")
         changes = {
-            "``running_norm``": self.running_norm,
-            "``RewardSpec.clip_range``": self.clip_range is not None,
+            "``running_reward_norm``": self.running_reward_norm,
+            "``reward_clip_range``": self.reward_clip_range is not None,
             "``overlong_buffer``": self.overlong_buffer > 0,
-            "``stop_properly_coef``": self.stop_properly_coef is not None,
-            "``RewardSpec.by_turn``": self.by_turn,
+            "``stop_properly_penalty_coef``": self.stop_properly_penalty_coef is not None,
+            "``reward_by_turn``": self.reward_by_turn,
         }
-        for name in (name for name, is_on in changes.items() if is_on and self.normalize == "each"):
-            message = f"{name} changes the sum of the rewards, and ``RewardSpec.normalize=each`` compares them before"
+        for name in (name for name, is_on in changes.items() if is_on and self.reward_normalize == "each"):
+            message = f"{name} changes the sum of the rewards, and ``reward_normalize=each`` compares them before"
             hint = "drop one of them; length:max=TOKENS is a reward for short responses"
             raise ConfigError(f"{message} they are added", hint=hint)
 
     def check_samples(self, num_samples: int) -> None:
         """Raise ConfigError if rewards are compared each by itself, and there is nothing to compare them with."""
-        if self.normalize == "each" and (len(self.sources) < 2 or num_samples < 2):
-            message = "``RewardSpec.normalize=each`` compares several rewards within a group; there are"
+        if self.reward_normalize == "each" and (len(self.sources) < 2 or num_samples < 2):
+            message = "``reward_normalize=each`` compares several rewards within a group; there are"
             counts = f"{len(self.sources)} rewards and {num_samples} responses per prompt"
             raise ConfigError(
-                f"{message} {counts}", hint="give several rewards, and ``num_samples_per_prompt=4`` or more"
+                f"{message} {counts}", hint="give several rewards, and ``n_samples_per_prompt=4`` or more"
             )
 
     @property
@@ -184,7 +184,7 @@ class DynamicSampling:
         """Raise ConfigError unless the samples of a prompt (`num_samples`) can differ."""
         if num_samples < 2:
             message = "dynamic sampling keeps groups whose samples differ, and a group has one sample"
-            raise ConfigError(message, hint="use ``num_samples_per_prompt=4`` or more")
+            raise ConfigError(message, hint="use ``n_samples_per_prompt=4`` or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,18 +331,18 @@ class OnlineJob:
         placed = [role for processes in self.plan.trainers for role in processes.roles]
         if sorted(placed) != sorted(self.models):
             raise ConfigError(f"the plan has places for {', '.join(placed)}, the models are {', '.join(self.models)}")
-        row.check_group(self.batch.num_samples_per_prompt)
+        row.check_group(self.batch.n_samples_per_prompt)
         self.algorithm.check_steps(
             num_rollouts=self.batch.num_rollouts,
             num_updates=self.batch.num_updates,
             num_frozen_steps=self.num_frozen_steps,
             max_staleness=self.max_staleness,
         )
-        self.algorithm.check_rewards(self.reward.normalize)
+        self.algorithm.check_rewards(self.reward.reward_normalize)
         if not self.replay:
-            self.reward.check_samples(self.batch.num_samples_per_prompt)
+            self.reward.check_samples(self.batch.n_samples_per_prompt)
         if self.dynamic_sampling is not None:
-            self.dynamic_sampling.check_samples(self.batch.num_samples_per_prompt)
+            self.dynamic_sampling.check_samples(self.batch.n_samples_per_prompt)
         self._check_options()
         if self.asynchronous is not None and self.max_staleness:
             self.asynchronous.check_sleep(engines=self.engine.enable_sleep, trainers=self.trainer_sleep)

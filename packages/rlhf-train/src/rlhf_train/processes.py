@@ -272,7 +272,7 @@ def start_scorers(job: OnlineJob, reserved: Reserved) -> list[list[RayScorer | D
         return []
     batch_size = job.reward.calls.batch_size
     options = {"dtype": job.engine.dtype, "attn_implementation": "auto", "device": job.plan.device}
-    options |= {"normalize": job.reward.normalize_models, "offload": job.reward.offload_models}
+    options |= {"normalize": job.reward.normalize_reward, "offload": job.reward.offload_models}
     options["max_length"] = job.engine.max_model_len
     options["parts"] = len(models)
     ranks = range(placed.num_ranks)

@@ -37,11 +37,11 @@ def test_rewards_that_nothing_is_done_to_stay_as_they_are_without_metrics():
 def test_rewards_are_normalised_then_clipped_then_shaped_by_length():
     # Seen: 0, 0, 6, 6 -> mean 3, sample deviation sqrt(36 / 3) = sqrt(12).
     made = shaper(
-        running_norm=True,
-        clip_range=(-0.5, 0.5),
+        running_reward_norm=True,
+        reward_clip_range=(-0.5, 0.5),
         overlong_buffer=4,
         overlong_penalty_factor=2.0,
-        stop_properly_coef=0.25,
+        stop_properly_penalty_coef=0.25,
     )
     seen = [rollout(0.0), rollout(0.0), rollout(6.0, length=8), rollout(6.0, length=10, truncated=True)]
     made.observe(seen)
@@ -55,18 +55,18 @@ def test_rewards_are_normalised_then_clipped_then_shaped_by_length():
 
 
 def test_clip_is_of_the_raw_reward_so_that_a_penalty_goes_beyond_it():
-    rewards, _ = shaper(clip_range=(-1, 1), overlong_buffer=10).shape([rollout(-5.0, length=10)])
+    rewards, _ = shaper(reward_clip_range=(-1, 1), overlong_buffer=10).shape([rollout(-5.0, length=10)])
     assert rewards.tolist() == [-2.0]
 
 
 def test_truncated_rollout_keeps_its_share_of_a_reward_or_has_at_most_a_negative_one():
     cut, whole = rollout(2.0, truncated=True), rollout(2.0)
-    assert shaper(stop_properly_coef=0.25).shape([cut, whole])[0].tolist() == [0.5, 2.0]
-    assert shaper(stop_properly_coef=-0.5).shape([cut, whole])[0].tolist() == [-0.5, 2.0]
+    assert shaper(stop_properly_penalty_coef=0.25).shape([cut, whole])[0].tolist() == [0.5, 2.0]
+    assert shaper(stop_properly_penalty_coef=-0.5).shape([cut, whole])[0].tolist() == [-0.5, 2.0]
 
 
 def test_normalisation_is_by_all_rewards_so_far():
-    made = shaper(running_norm=True)
+    made = shaper(running_reward_norm=True)
     made.observe([rollout(0.0), rollout(2.0)])
     made.observe([rollout(4.0)])
     # 0, 2, 4: mean 2, sample deviation 2
@@ -74,7 +74,9 @@ def test_normalisation_is_by_all_rewards_so_far():
 
 
 def test_shaping_of_no_rollouts_gives_no_rewards():
-    made = shaper(running_norm=True, clip_range=(-1, 1), overlong_buffer=4, stop_properly_coef=0.5)
+    made = shaper(
+        running_reward_norm=True, reward_clip_range=(-1, 1), overlong_buffer=4, stop_properly_penalty_coef=0.5
+    )
     made.observe([])
     rewards, metrics = made.shape([])
     assert rewards.shape == (0,) and all(value == 0.0 for value in metrics.values())
@@ -135,7 +137,7 @@ def test_source_that_abstains_is_no_part_of_rewards_that_are_compared_one_by_one
         rollouts.append(replace(made, group_id=name, verdict=replace(made.verdict, source_rewards=rewards)))
     sources = tuple(RewardSource(kind="function", targets=(name,)) for name in ("a.py", "b.py"))
     algorithm = make_algorithm("reinforce_baseline", kl_coef=0.0)
-    found, _ = compared_rewards(rollouts, np.ones(4), algorithm, RewardSpec(sources=sources, normalize="each"))
+    found, _ = compared_rewards(rollouts, np.ones(4), algorithm, RewardSpec(sources=sources, reward_normalize="each"))
     assert found == pytest.approx([-1.0, 1.0, 1.0, -1.0], abs=1e-5)
 
 
@@ -160,7 +162,7 @@ def test_reward_models_score_by_turn_if_the_job_says_so_except_those_that_judge_
         "rlhf_train.generation.scoring.build_reward", lambda sources, calls, **options: options["models"]
     )
     sources = tuple(RewardSource(kind="model", targets=(name,)) for name in ("scores", "steps"))
-    spec = RewardSpec(sources=sources, by_turn=True, process_models=("steps",))
+    spec = RewardSpec(sources=sources, reward_by_turn=True, process_models=("steps",))
     make_reward(spec, [[None], [None]], tmp_path / "reward.log")
     assert [options.get("by_turn") for options in made] == [True, None]
 

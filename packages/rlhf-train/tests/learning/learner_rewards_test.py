@@ -139,7 +139,7 @@ def test_rewards_normalised_each_by_itself_count_an_episode_once(job):
     rollouts = [spoken(name, (1,), 0.0, source_rewards=(0.0, 0.0)) for name in ("a.0", "a.1")]
     rollouts.append(spoken("b", (1, 1), 6.0, turn_rewards=(2.0, 4.0), source_rewards=(2.0, 4.0)))
     sources = tuple(RewardSource(kind="function", targets=(name,)) for name in ("a.py", "b.py"))
-    reward = dataclasses.replace(job.reward, sources=sources, normalize="each")
+    reward = dataclasses.replace(job.reward, sources=sources, reward_normalize="each")
     plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (Place(),)),))
     algorithm = make_algorithm("reinforce_baseline", kl_coef=0)
     models = {"actor": job.models["actor"]}
@@ -157,7 +157,7 @@ def dealt(job, estimator: str, normalize: str) -> list[float]:
     sources = tuple(
         RewardSource(kind="function", targets=(name,), weight=w) for name, w in (("a.py", 1.0), ("b.py", 2.0))
     )
-    reward = dataclasses.replace(job.reward, sources=sources, normalize=normalize)
+    reward = dataclasses.replace(job.reward, sources=sources, reward_normalize=normalize)
     algorithm = make_algorithm(estimator, kl_coef=0.0)
     ranks = LoggedRanks([], "actor")
     models = {"actor": job.models["actor"]}

@@ -76,7 +76,7 @@ def learned(paths, *, tokens=None, size=8, takes_turns=False, rehearses=False, *
 
 def rehearse(worker, models, tokens, size):
     batch = BatchSizes(
-        rollout_batch_size=48, num_samples_per_prompt=1, train_batch_size=48, micro_train_batch_size=size,
+        rollout_batch_size=48, n_samples_per_prompt=1, train_batch_size=48, micro_train_batch_size=size,
         micro_rollout_batch_size=size, micro_batch_tokens=tokens,
     )  # fmt: skip
     engine, sampling = SimpleNamespace(max_model_len=330), SimpleNamespace(max_tokens=200)

@@ -345,7 +345,7 @@ def test_made_up_step_keeps_to_the_budget_of_tokens_and_to_the_number_of_rollout
     assert columns.loss_mask.sum() == 6 * 12 - 1
     assert np.flatnonzero(columns.loss_mask[:64]).tolist() == list(range(52, 64))
     assert (columns.policy_versions == np.where(columns.loss_mask, 0, -1)).all()
-    few = dataclasses.replace(job.batch, rollout_batch_size=1, num_samples_per_prompt=1, train_batch_size=1)
+    few = dataclasses.replace(job.batch, rollout_batch_size=1, n_samples_per_prompt=1, train_batch_size=1)
     assert made_up_step(dataclasses.replace(job, batch=few))[0].lengths.tolist() == [63]
 
 

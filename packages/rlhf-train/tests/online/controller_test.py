@@ -324,7 +324,9 @@ def test_restored_run_goes_on_with_the_state_between_two_steps(make_run, tmp_pat
     options = {"algorithm": algorithm, "num_steps": 4}
 
     def normalize(run):
-        run.parts.learner._shaper = RewardShaper(dataclasses.replace(base.reward, running_norm=True), max_tokens=12)
+        run.parts.learner._shaper = RewardShaper(
+            dataclasses.replace(base.reward, running_reward_norm=True), max_tokens=12
+        )
 
     def run_steps(run, steps):
         run.world.kl = 1.5

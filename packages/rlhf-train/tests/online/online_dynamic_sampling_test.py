@@ -44,7 +44,7 @@ def test_dynamic_sampling_refills_until_the_batch_is_full_and_counts_what_it_dre
 
 def test_rewards_are_normalised_by_those_of_groups_that_are_not_trained_too(dynamic_run):
     run = dynamic_run(max_batches=1)
-    reward = dataclasses.replace(run.job.reward, running_norm=True)
+    reward = dataclasses.replace(run.job.reward, running_reward_norm=True)
     run.parts.learner._shaper = RewardShaper(reward, max_tokens=12)
     assert run.step(1)
     num_kept = len(run.world.rollouts[0]) // 4

@@ -57,7 +57,7 @@ def finished(make_run, reward, shaping=None, **changes):
     return run
 
 
-NORM = RewardSpec(sources=(RewardSource(kind="function", targets=("f.py",)),), running_norm=True)
+NORM = RewardSpec(sources=(RewardSource(kind="function", targets=("f.py",)),), running_reward_norm=True)
 CASES = {
     "plain": (SpreadReward(), {}),
     "dynamic sampling": (SpreadReward(), {"dynamic_sampling": DynamicSampling(max_batches=3), "shaping": NORM}),

@@ -29,7 +29,7 @@ from trainer_testing import random_rollouts, tiny_job
 
 TOKEN = CorrectionSpec(level="token")
 SINGLES = BatchSizes(
-    rollout_batch_size=8, num_samples_per_prompt=1, train_batch_size=8, micro_train_batch_size=4,
+    rollout_batch_size=8, n_samples_per_prompt=1, train_batch_size=8, micro_train_batch_size=4,
     micro_rollout_batch_size=4,
 )  # fmt: skip
 
@@ -196,14 +196,14 @@ def test_online_job_without_a_critic_or_a_group_refuses_what_needs_one(tmp_path,
 def test_batch_sizes_that_do_not_divide_are_refused():
     with pytest.raises(ConfigError, match=r"``train_batch_size`` is 24, which does not divide the 32"):
         BatchSizes(
-            rollout_batch_size=8, num_samples_per_prompt=4, train_batch_size=24, micro_train_batch_size=4,
+            rollout_batch_size=8, n_samples_per_prompt=4, train_batch_size=24, micro_train_batch_size=4,
             micro_rollout_batch_size=4,
         )  # fmt: skip
 
 
 def test_batch_sizes_count_updates_over_epochs():
     sizes = BatchSizes(
-        rollout_batch_size=8, num_samples_per_prompt=4, train_batch_size=16, micro_train_batch_size=4,
+        rollout_batch_size=8, n_samples_per_prompt=4, train_batch_size=16, micro_train_batch_size=4,
         micro_rollout_batch_size=4, max_epochs=3,
     )  # fmt: skip
     assert (sizes.num_rollouts, sizes.num_updates) == (32, 6)

@@ -35,7 +35,7 @@ def open_tracker(name, folder, **options):
         return JsonlTracker(folder / "metrics.jsonl")
     if name == "tensorboard":
         return open_tensorboard(TrackerSpec(**options), folder / "tensorboard")
-    chosen = {"wandb": {"wandb": True}, "mlflow": {"mlflow_uri": str(folder / "mlruns")}}[name]
+    chosen = {"wandb": {"use_wandb": True}, "mlflow": {"use_mlflow": str(folder / "mlruns")}}[name]
     [tracker] = open_remote(TrackerSpec(**chosen, **options), folder, CONFIG).values()
     return tracker
 
@@ -152,7 +152,7 @@ def test_wandb_without_a_key_is_an_error_and_no_question(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    for refused in (lambda: open_tracker("wandb", tmp_path), lambda: check_trackers(TrackerSpec(wandb=True))):
+    for refused in (lambda: open_tracker("wandb", tmp_path), lambda: check_trackers(TrackerSpec(use_wandb=True))):
         with pytest.raises(ConfigError, match=r"no API key.*\n\nhint: set WANDB_API_KEY"):
             refused()
 
@@ -160,7 +160,7 @@ def test_wandb_without_a_key_is_an_error_and_no_question(tmp_path, monkeypatch):
 def test_wandb_key_of_a_wrong_form_is_an_error_with_a_hint(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setenv("WANDB_API_KEY", "{your-wandb-token}")
-    for refused in (lambda: open_tracker("wandb", tmp_path), lambda: check_trackers(TrackerSpec(wandb=True))):
+    for refused in (lambda: open_tracker("wandb", tmp_path), lambda: check_trackers(TrackerSpec(use_wandb=True))):
         with pytest.raises(ConfigError, match=r"does not take the API key: .*\n\nhint: set WANDB_API_KEY") as caught:
             refused()
         assert "your-wandb-token" not in str(caught.value)
@@ -179,7 +179,7 @@ def test_mlflow_has_the_experiment_the_name_and_the_configuration(tmp_path):
 
 def test_mlflow_that_cannot_be_used_says_so(tmp_path):
     (tmp_path / "mlruns").write_text("a file in the way")
-    with pytest.raises(ConfigError, match=r"MLflow at .*mlruns cannot be used.*\n\nhint: give ``mlflow_uri``"):
+    with pytest.raises(ConfigError, match=r"MLflow at .*mlruns cannot be used.*\n\nhint: give ``use_mlflow``"):
         open_tracker("mlflow", tmp_path)
 
 
@@ -194,7 +194,7 @@ def test_mlflow_names(name, allowed):
 def test_tensorboard_folder_of_the_users_has_a_folder_per_run(tmp_path):
     run, shared = tmp_path / "run", tmp_path / "shared"
     for options, folder in (({}, "run"), ({"run_name": "mine"}, "mine")):
-        spec = TrackerSpec(tensorboard_dir=str(shared), **options)
+        spec = TrackerSpec(use_tensorboard=str(shared), **options)
         open_tensorboard(spec, run / "tensorboard").close()
         assert list((shared / folder).glob("events.*"))
     assert not run.exists()
@@ -202,7 +202,7 @@ def test_tensorboard_folder_of_the_users_has_a_folder_per_run(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "flag", "extra"),
-    [({"wandb": True}, "``wandb``", "wandb"), ({"mlflow_uri": "http://host"}, "``mlflow_uri``", "mlflow")],
+    [({"use_wandb": True}, "``use_wandb``", "wandb"), ({"use_mlflow": "http://host"}, "``use_mlflow``", "mlflow")],
 )
 def test_a_library_that_is_not_installed_is_named_with_the_extra(options, flag, extra, monkeypatch):
     TrackerSpec(**options).check_installed()

@@ -64,14 +64,8 @@ class OutputSection(Section, title="output"):
         """Return the trackers of a run. Unless --wandb_run_name names it, it is called `run_name`, as its folder."""
         from rlhf_train.run.trackers.spec import TrackerSpec
 
-        return TrackerSpec(
-            project=f"rlhf-{command}",
-            run_name=self.wandb_run_name or run_name,
-            tensorboard_dir=self.use_tensorboard,
-            wandb=self.use_wandb,
-            mlflow_uri=self.use_mlflow,
-            **matching(TrackerSpec, self),
-        )
+        own = {"project": f"rlhf-{command}", "run_name": self.wandb_run_name or run_name}
+        return TrackerSpec(**own, **matching(TrackerSpec, self))
 
     def check(self, given: Collection[str]) -> list[str]:
         """Return a notice for each option that has no effect."""

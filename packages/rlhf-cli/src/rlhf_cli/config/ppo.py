@@ -77,8 +77,7 @@ class PpoConfig(Config):
         """The batch sizes. Raises ConfigError unless the samples of a step divide into whole updates."""
         from rlhf_train.online_job import BatchSizes  # imported here, so that --help does not wait for it
 
-        num_samples = self.rollout.n_samples_per_prompt
-        return BatchSizes(num_samples_per_prompt=num_samples, **matching(BatchSizes, self.rollout, self.training))
+        return BatchSizes(**matching(BatchSizes, self.rollout, self.training))
 
     def sampling(self, seed: int | None = None) -> "SamplingParams":
         """Return how responses are sampled for training."""

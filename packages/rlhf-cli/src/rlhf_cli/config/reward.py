@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import without_effect
-from rlhf_data.options.declare import SymmetricRange, flag, one_of
+from rlhf_data.options.declare import SymmetricRange, flag, matching, one_of
 from rlhf_rollout.commands import sections
 
 if TYPE_CHECKING:
@@ -79,19 +79,13 @@ class RewardSection(sections.RewardSection):
         """Return the rewards of `rollout`. Raises ConfigError for ranges and changes that contradict each other."""
         from rlhf_train.online_job import RewardSpec  # imported here, so that --help does not wait for it
 
-        return RewardSpec(
-            sources=self.sources(),
-            calls=self.calls(rollout.rollout_batch_size, rollout.n_samples_per_prompt),
-            running_norm=self.running_reward_norm,
-            normalize=self.reward_normalize,
-            normalize_models=self.normalize_reward,
-            step_separator=self.step_end,
-            by_turn=self.reward_by_turn,
-            clip_range=self.reward_clip_range,
-            overlong_buffer=self.overlong_buffer(rollout.generate_max_len),
-            overlong_penalty_factor=self.overlong_penalty_factor,
-            stop_properly_coef=self.stop_properly_penalty_coef,
-        )
+        own = {
+            "sources": self.sources(),
+            "calls": self.calls(rollout.rollout_batch_size, rollout.n_samples_per_prompt),
+            "step_separator": self.step_end,
+            "overlong_buffer": self.overlong_buffer(rollout.generate_max_len),
+        }
+        return RewardSpec(**matching(RewardSpec, self) | own)
 
     def check_training(self, given: Collection[str], rollout: "RolloutSection") -> list[str]:
         """Check the rewards of a training run; return notices.

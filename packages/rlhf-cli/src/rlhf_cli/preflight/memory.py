@@ -191,7 +191,7 @@ def largest_passes(job: OnlineJob, num_shards: int) -> Passes:
         num_rows = min(num_rows, math.ceil(num_rollouts / num_shards))
         num_prompts = num_rows
         if job.models["actor"].share_prompts:
-            num_prompts = math.ceil(num_rows / batch.num_samples_per_prompt)
+            num_prompts = math.ceil(num_rows / batch.n_samples_per_prompt)
         most = batch.micro_batch_tokens or math.inf
         return min(num_rows * response + num_prompts * prompt, most), min(num_rows * response, most)
 

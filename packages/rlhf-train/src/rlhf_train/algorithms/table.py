@@ -54,8 +54,8 @@ class AlgorithmRow:
     def check_group(self, num_samples: int) -> None:
         """Raise ConfigError for groups of one rollout if rewards are compared within a group."""
         if self.uses_group and num_samples < 2:
-            message = f"``num_samples_per_prompt`` is {num_samples}, and {self.full_name} compares the samples of one"
-            raise ConfigError(f"{message} prompt", hint="use ``num_samples_per_prompt=4`` or more")
+            message = f"``n_samples_per_prompt`` is {num_samples}, and {self.full_name} compares the samples of one"
+            raise ConfigError(f"{message} prompt", hint="use ``n_samples_per_prompt=4`` or more")
 
     @property
     def uses_group(self) -> bool:
@@ -289,8 +289,8 @@ class AlgorithmSpec:
             raise ConfigError(f"{message} distribution", hint=hint)
 
     def check_rewards(self, normalize: str) -> None:
-        """Raise ConfigError for a way of comparing rewards, `RewardSpec.normalize`, that contradicts this algorithm."""
-        compares = f"``RewardSpec.normalize={normalize}``"
+        """Raise ConfigError for a way of comparing rewards, `reward_normalize`, that contradicts this algorithm."""
+        compares = f"``reward_normalize={normalize}``"
         if normalize == "each" and not self.whiten_std:
             message = f"{compares} divides rewards by their deviation, and ``whiten_std=False`` forbids it"
             raise ConfigError(message, hint="drop one of them")

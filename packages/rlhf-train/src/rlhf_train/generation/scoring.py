@@ -46,7 +46,7 @@ def make_reward(spec: RewardSpec, scorers: Sequence[Sequence[Scorer]], log_path:
     models = []
     for path, replicas in zip(spec.models, scorers, strict=True):
         calls = {"batch_size": spec.calls.batch_size, "success_threshold": spec.calls.success_threshold}
-        kind = ProcessReward if path in spec.process_models else partial(ModelReward, by_turn=spec.by_turn)
+        kind = ProcessReward if path in spec.process_models else partial(ModelReward, by_turn=spec.reward_by_turn)
         models.append(kind(replicas, timeout_s=spec.model_timeout_s, **calls))
     return build_reward(spec.sources, spec.calls, log_path=log_path, models=models)
 
@@ -63,7 +63,7 @@ class RewardShaper:
     def __init__(self, spec: RewardSpec, *, max_tokens: int) -> None:
         self._spec = spec
         self._max_tokens = max_tokens
-        self._moments = RunningMoments() if spec.running_norm else None
+        self._moments = RunningMoments() if spec.running_reward_norm else None
 
     def state(self) -> dict[str, float] | None:
         """Return the running mean and deviation, for `restore`; None without them."""
@@ -89,17 +89,17 @@ class RewardShaper:
         metrics: dict[str, float] = {}
         if self._moments is not None:
             rewards = self._moments.normalize(rewards)
-        if spec.clip_range is not None:
-            rewards, num_clipped = clip_rewards(rewards, *spec.clip_range)
+        if spec.reward_clip_range is not None:
+            rewards, num_clipped = clip_rewards(rewards, *spec.reward_clip_range)
             metrics["train/reward_clipped"] = num_clipped / max(len(rewards), 1)
         shaped = rewards
         if spec.overlong_buffer:
             lengths = np.array([_longest_answer(rollout) for rollout in rollouts])
             penalty = {"buffer": spec.overlong_buffer, "factor": spec.overlong_penalty_factor}
             shaped = shaped + overlong_penalty(lengths, max_tokens=self._max_tokens, **penalty)
-        if spec.stop_properly_coef is not None:
+        if spec.stop_properly_penalty_coef is not None:
             truncated = np.array([rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts], bool)
-            shaped = stop_properly(shaped, truncated, coef=spec.stop_properly_coef)
+            shaped = stop_properly(shaped, truncated, coef=spec.stop_properly_penalty_coef)
         if shaped is not rewards:
             metrics["train/length_penalty"] = float(np.mean(rewards - shaped)) if len(rewards) else 0.0
         if metrics or self._moments is not None:
@@ -131,7 +131,7 @@ def compared_rewards(
     """
     verdicts = [rollout.verdict for rollout in rollouts]
     group_ids = [rollout.group_id for rollout in rollouts]
-    if reward.normalize == "each":
+    if reward.reward_normalize == "each":
         # A failed reward that has a fixed value has it from every source.
         parts = [verdict.source_rewards or (verdict.reward,) * len(reward.sources) for verdict in verdicts]
         parts = np.array(parts, np.float64).reshape(-1, len(reward.sources))  # None becomes NaN
@@ -139,7 +139,7 @@ def compared_rewards(
         options = {"over_batch": not algorithm.row.whiten, "episode_ids": episode_ids}
         return decoupled_rewards(parts, factors, group_ids, **options).tolist(), [[] for _ in rollouts]
     options = {
-        "baseline": "none" if reward.normalize == "none" else algorithm.row.baseline,
+        "baseline": "none" if reward.reward_normalize == "none" else algorithm.row.baseline,
         "divide_by_std": algorithm.whiten_std,
         "episode_ids": episode_ids,
     }

@@ -62,7 +62,7 @@ class BlockForwards:
             rows = batch.micro_batch_tokens // job.engine.max_model_len
         # A block fills a pass, if the groups are small and enough blocks are left for all ranks.
         num_ranks = max(len(ranks.handles) for ranks in rank_sets)
-        self._size = max(min(rows // batch.num_samples_per_prompt, batch.rollout_batch_size // num_ranks), 1)
+        self._size = max(min(rows // batch.n_samples_per_prompt, batch.rollout_batch_size // num_ranks), 1)
         self._blocks: dict[tuple[str, int], _Block] = {}
         self._forget()
 

@@ -24,12 +24,12 @@ class MlflowTracker:
 
     def __init__(self, spec: TrackerSpec, folder: Path, config: str, run_id: str | None = None) -> None:
         """Start a run, or continue `run_id`. Raises ConfigError when the server or store cannot be used."""
-        assert spec.mlflow_uri
-        if urlsplit(spec.mlflow_uri).scheme in ("", "file"):
+        assert spec.use_mlflow
+        if urlsplit(spec.use_mlflow).scheme in ("", "file"):
             # MLflow no longer develops folder stores, and refuses to open one without this variable.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         try:
-            self._client = MlflowClient(tracking_uri=spec.mlflow_uri)
+            self._client = MlflowClient(tracking_uri=spec.use_mlflow)
             experiment = self._client.get_experiment_by_name(spec.project)
             experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(spec.project)
             self.run_id = run_id or self._client.create_run(experiment_id, run_name=spec.run_name).info.run_id
@@ -37,10 +37,10 @@ class MlflowTracker:
             self._client.log_text(self.run_id, config, "config.toml")
         except (MlflowException, OSError, ImportError) as error:
             raise ConfigError(
-                without_secrets(f"MLflow at {spec.mlflow_uri} cannot be used: {error}"),
-                hint="give ``mlflow_uri`` the URI of a tracking server, or a folder",
+                without_secrets(f"MLflow at {spec.use_mlflow} cannot be used: {error}"),
+                hint="give ``use_mlflow`` the URI of a tracking server, or a folder",
             ) from error
-        self.where = f"{without_secrets(spec.mlflow_uri)}, experiment {spec.project}, run {self.run_id}"
+        self.where = f"{without_secrets(spec.use_mlflow)}, experiment {spec.project}, run {self.run_id}"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Tracker`. Names change to the characters that MLflow allows, for example `pass@4` to `pass_at_4`."""

@@ -37,26 +37,27 @@ class TrackerSpec:
         project: name of the MLflow experiment, and of the Weights & Biases project if `wandb_project` is None.
         run_name: name of this run in all trackers; None for a name that the tracker chooses.
         logging_steps: steps, or updates of an offline run, between two that are sent to trackers.
-        tensorboard_dir: folder of event files; None for one in the run's folder.
-        wandb: use Weights & Biases. The key comes from WANDB_API_KEY or `wandb login` and is never part of this record.
+        use_tensorboard: folder of event files; None for one in the run's folder.
+        use_wandb: use Weights & Biases. The key comes from WANDB_API_KEY or `wandb login`, and is never part of this
+            record.
         wandb_org, wandb_group, wandb_project: entity, group and project of the run in Weights & Biases; None for the
             account's defaults.
-        mlflow_uri: tracking URI of MLflow, or a folder; None for no MLflow.
+        use_mlflow: tracking URI of MLflow, or a folder; None for no MLflow.
     """
 
     project: str = "rlhf"
     run_name: str | None = None
     logging_steps: int = 1
-    tensorboard_dir: str | None = None
-    wandb: bool = False
+    use_tensorboard: str | None = None
+    use_wandb: bool = False
     wandb_org: str | None = None
     wandb_group: str | None = None
     wandb_project: str | None = None
-    mlflow_uri: str | None = None
+    use_mlflow: str | None = None
 
     def check_installed(self) -> None:
         """Raise ConfigError when the library of a chosen tracker is not installed."""
-        for wanted, name, module in ((self.wandb, "wandb", "wandb"), (self.mlflow_uri, "mlflow_uri", "mlflow")):
+        for wanted, name, module in ((self.use_wandb, "use_wandb", "wandb"), (self.use_mlflow, "use_mlflow", "mlflow")):
             if wanted and importlib.util.find_spec(module) is None:
                 message = f"``{name}`` needs the Python package {module}, which is not installed"
                 raise ConfigError(message, hint=installs(f"rlhf-cli[{module}]"))

@@ -9,7 +9,7 @@ from rlhf_train.run.trackers.spec import Tracker, TrackerSpec
 def check_trackers(spec: TrackerSpec) -> None:
     """Raise ConfigError when the library of a chosen tracker is not installed, or Weights & Biases has no key."""
     spec.check_installed()
-    if spec.wandb:
+    if spec.use_wandb:
         from rlhf_train.run.trackers.wandb import check_key
 
         check_key()
@@ -22,8 +22,8 @@ def open_tensorboard(spec: TrackerSpec, folder: Path, resumed_step: int | None =
     """
     from rlhf_train.run.trackers.tensorboard import TensorBoardTracker
 
-    if spec.tensorboard_dir is not None:
-        folder = Path(spec.tensorboard_dir) / (spec.run_name or folder.parent.name)
+    if spec.use_tensorboard is not None:
+        folder = Path(spec.use_tensorboard) / (spec.run_name or folder.parent.name)
     return TensorBoardTracker(folder, resumed_step)
 
 
@@ -43,12 +43,12 @@ def open_remote(
     """
     trackers: dict[str, Tracker] = {}
     run_ids = run_ids or {}
-    if spec.wandb:
+    if spec.use_wandb:
         from rlhf_train.run.trackers.wandb import WandbTracker
 
         name = "Weights & Biases"
         trackers[name] = WandbTracker(spec, folder, config, run_ids.get(name))
-    if spec.mlflow_uri is not None:
+    if spec.use_mlflow is not None:
         from rlhf_train.run.trackers.mlflow import MlflowTracker
 
         trackers["MLflow"] = MlflowTracker(spec, folder, config, run_ids.get("MLflow"))
