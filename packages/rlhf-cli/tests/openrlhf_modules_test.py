@@ -29,7 +29,8 @@ def ran(monkeypatch) -> list[list[str]]:
     """The words that `rlhf` was called with."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     words: list[list[str]] = []
-    monkeypatch.setattr("rlhf_cli.main.main", lambda argv: words.append(list(argv)) or 7)
+    found = lambda name: (None, lambda flags: words.append([name, *flags]) or 7)  # noqa: E731
+    monkeypatch.setattr("rlhf_cli.main._found", found)
     return words
 
 

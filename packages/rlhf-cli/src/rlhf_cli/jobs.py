@@ -13,9 +13,9 @@ from rlhf_cli.preflight.resume import to_store
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.command_line import to_toml
 from rlhf_data.options.declare import matching
-from rlhf_rollout.agents import AgentSpec
 from rlhf_rollout.commands.sections import SHARE_ALONE
 from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.sources import model_paths
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.cluster.places import PlacementPlan
@@ -120,11 +120,7 @@ def make_job(
     return OnlineJob(
         models=_make_models(config, inputs, num_planned * batch.num_updates, num_frozen * batch.num_updates),
         algorithm=spec,
-        engine=replace(
-            _make_engine(config, inputs.model, plan),
-            expected_sampling=sampling,
-            masked_ids=inputs.masked_ids.get(inputs.model, ()),
-        ),
+        engine=_make_engine(config, inputs, plan, sampling),
         sampling=sampling,
         eval_sampling=replace(
             sampling, num_samples=evaluation.eval_n_samples_per_prompt, temperature=evaluation.eval_temperature
@@ -139,7 +135,8 @@ def make_job(
             process_models=inputs.process_models,
             divided_models=_divided_reward_models(config, inputs, plan),
         ),
-        agent=_make_agent(config, inputs),
+        agent=inputs.agent
+        and config.agent.spec(inputs.agent, longest_sequence(config)[0], config.reward.calls(), config.data),
         plan=plan,
         batch=batch,
         num_steps=num_steps,
@@ -263,20 +260,16 @@ def _weight_bytes(config: PpoConfig, path: str) -> int:
     return ITEM_BYTES[config.model.dtype] * count_parameters(load_config(path), has_head=False).total
 
 
-def _make_agent(config: PpoConfig, inputs: Inputs) -> AgentSpec | None:
-    if inputs.agent is None:
-        return None
-    return config.agent.spec(inputs.agent, longest_sequence(config)[0], config.reward.calls(), config.data)
-
-
-def _make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSpec:
+def _make_engine(config: PpoConfig, inputs: Inputs, plan: PlacementPlan, sampling: SamplingParams) -> EngineSpec:
     engine = config.engine
     by_nccl = engine.vllm_sync_backend == "nccl" and not config.placement.colocate_all_models
     return engine.spec(
-        model,
+        inputs.model,
         longest_sequence(config)[0],
         _default_share(config, plan),
-        tokenizer=model,
+        tokenizer=inputs.model,
+        expected_sampling=sampling,
+        masked_ids=inputs.masked_ids.get(inputs.model, ()),
         dtype=config.model.dtype,
         enable_sleep=engine.vllm_enable_sleep and plan.shares_gpus,
         seed=config.training.seed,

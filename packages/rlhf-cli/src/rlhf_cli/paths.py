@@ -39,11 +39,6 @@ def parts(texts: str) -> list[str]:
     return [trusted(part.strip(), is_trusted(texts)) for part in texts.split(",") if part.strip()]
 
 
-def data_paths(texts: str | None, *, held_out: bool = False) -> list[Path]:
-    """Return the data files of a comma-separated list."""
-    return [data_path(part, held_out=held_out) for part in split_sources(texts or "", user_folder())]
-
-
 def data_path(text: str, *, held_out: bool = False) -> Path:
     """Return the path of a data file; `builtin` stands for the file that ships with the package."""
     if text == BUILTIN:
@@ -53,11 +48,9 @@ def data_path(text: str, *, held_out: bool = False) -> Path:
 
 def source_names(texts: str, *, held_out: bool = False) -> str:
     """Return a comma-separated list of data sources with paths resolved. Hub names stay the same."""
-    return ",".join(_source_name(part, held_out) for part in split_sources(texts, user_folder()))
-
-
-def _source_name(text: str, held_out: bool) -> str:
-    return str(data_path(text, held_out=held_out)) if text == BUILTIN or is_data_path(text) else text
+    names = split_sources(texts, user_folder())
+    files = {name: str(data_path(name, held_out=held_out)) for name in names if name == BUILTIN or is_data_path(name)}
+    return ",".join(files.get(name, name) for name in names)
 
 
 def is_data_path(text: str) -> bool:

@@ -1,6 +1,5 @@
 """A dry run of `ppo`: shows the plan, what could not be checked from here, and what a run would still need."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_cli.config.ppo import PpoConfig
@@ -31,21 +30,6 @@ from rlhf_train.cluster.places import PlacementPlan
 _GPUS_OF_A_NODE = 8  # assumed where the machine is not known; more if a model asks for more GPUs per node
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What a dry run found.
-
-    Attributes:
-        inputs: everything that a run reads, checked; None if a part of it is not on this machine.
-        num_prompts: number of rows to train on; None if it is not known.
-        absent: what is not on this machine.
-    """
-
-    inputs: Inputs | None
-    num_prompts: int | None
-    absent: Absent
-
-
 def show_ppo(parsed: Parsed[PpoConfig], folder: Path, console: Console) -> int:
     """Show what a run of `ppo` would do; return the exit status.
 
@@ -55,34 +39,38 @@ def show_ppo(parsed: Parsed[PpoConfig], folder: Path, console: Console) -> int:
     """
     config = parsed.config
     console.working("checking model, data and reward")
-    seen = _look(parsed, folder)
-    plan = _plan(parsed, seen.absent)
+    absent = Absent()
+    inputs, num_prompts = _look(parsed, folder, absent)
+    plan = _plan(parsed, absent)
     job = None
-    if seen.inputs is not None and not parsed.unavailable:
-        job = make_job(config, seen.inputs, plan, folder)
+    if inputs is not None and not parsed.unavailable:
+        job = make_job(config, inputs, plan, folder)
     planned = config.placement.plan_gpu_memory
     gpu_bytes = gpu_memory_bytes() if planned is None else int(planned * 2**30)
     console.done()
-    notices = seen.inputs.notices if seen.inputs else ()
+    notices = inputs.notices if inputs else ()
     on_device = check_device(config, parsed.given, plan.num_gpus)
     on_memory = sleep_notices(job, gpu_bytes) if job else []
     for notice in once([*parsed.notices, *notices, *on_device, *on_memory])[len(parsed.notices) :]:
         console.notice(notice)
-    num_held_out = len(seen.inputs.eval_prompts or ()) if seen.inputs else None
+    num_held_out = len(inputs.eval_prompts or ()) if inputs else None
     console.result(to_toml(with_full_paths(config)))
     console.result(f"placement: {plan.describe()}")
-    console.result(f"batches\n{describe_batches(config, plan, seen.num_prompts, num_held_out)}")
+    console.result(f"batches\n{describe_batches(config, plan, num_prompts, num_held_out)}")
     if job is not None and plan.num_gpus:
         console.result(describe_memory(job, gpu_bytes))
     console.result(f"results will be in {folder}")
-    show_lacks(console, parsed, seen.absent, parsed.unavailable)
+    show_lacks(console, parsed, absent)
     return SUCCESS
 
 
-def _look(parsed: Parsed[PpoConfig], folder: Path) -> Seen:
-    """Check those of a run's inputs that are on this machine."""
+def _look(parsed: Parsed[PpoConfig], folder: Path, absent: Absent) -> tuple[Inputs | None, int | None]:
+    """Check those of a run's inputs that are on this machine, and add the others to `absent`.
+
+    Return everything that a run reads, or None if a part is absent, and the number of prompts, or None if it is not
+    known.
+    """
     config = parsed.config
-    absent = Absent()
     check_run_folders(config.checkpoint, folder)
     functions = [source.targets[0] for source in config.reward.sources() if source.kind == "function"]
     critic = config.model.critic_pretrain if config.algorithm.row.uses_critic else None
@@ -97,14 +85,14 @@ def _look(parsed: Parsed[PpoConfig], folder: Path) -> Seen:
     absent.models("teacher_model", config.algorithm.teacher_model)
     if not absent and not parsed.missing:
         inputs = check_inputs(config, folder)
-        return Seen(inputs, len(inputs.prompts) or None, absent)
+        return inputs, len(inputs.prompts) or None
     if has_model and config.model.pretrain is not None:
         _check_model(config, config.model.pretrain)
     num_prompts = None
     if has_data and config.data.prompt_data is not None:
         rows, _ = open_prompts(config)
         num_prompts = sum(1 for _ in rows)
-    return Seen(None, num_prompts, absent)
+    return None, num_prompts
 
 
 def _check_model(config: PpoConfig, name: str) -> None:

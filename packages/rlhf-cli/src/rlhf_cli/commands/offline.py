@@ -185,7 +185,7 @@ class Command:
         console.result(to_toml(with_full_paths(config)))
         console.result(arithmetic)
         console.result(f"results will be in {folder}")
-        show_lacks(console, parsed, absent, parsed.unavailable)
+        show_lacks(console, parsed, absent)
 
 
 def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Console") -> tuple["OfflineJob", Any]:

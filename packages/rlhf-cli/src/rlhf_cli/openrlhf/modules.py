@@ -1,15 +1,14 @@
 """OpenRLHF's command modules: `python -m rlhf_cli.train_ppo_ray ...` runs `rlhf ppo ...` with OpenRLHF's flags."""
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NoReturn
 
-from rlhf_cli.console.exits import BAD_INPUT
-from rlhf_cli.launcher import LAUNCHED, check_launched_once
+from rlhf_cli.console.exits import exit_status
+from rlhf_cli.launcher import LAUNCHED
+from rlhf_cli.main import run as rlhf
 from rlhf_data.errors import ConfigError, unknown
-from rlhf_data.safety import visible
 
 # By module of `openrlhf.cli`, the command of `rlhf`.
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -51,17 +50,9 @@ def main(module: str, argv: Sequence[str] | None = None) -> int:
         module: the module's dotted name, such as `rlhf_cli.train_ppo_ray`.
         argv: OpenRLHF's flags; None for the process's own.
     """
-    from rlhf_cli.main import main as rlhf
-
     name = module.rpartition(".")[2]
-    words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        check_launched_once(COMMANDS[name], f"python3 -m rlhf_cli.{name}")
-        return rlhf(_command_words(name, words))
-    except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":  # all launched processes fail alike, so one of them prints the error
-            print(visible(f"error: {error}"), file=sys.stderr)
-        return BAD_INPUT
+    typed = f"python3 -m rlhf_cli.{name}"
+    return exit_status(lambda words: rlhf(_command_words(name, list(words)), typed), argv)
 
 
 def _command_words(name: str, words: list[str]) -> list[str]:

@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any
 
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.paths import data_paths, source_names
+from rlhf_cli.paths import data_path, source_names, user_folder
 from rlhf_data import keys
 from rlhf_data.errors import ConfigError, DataError, missing_file, unknown
 from rlhf_data.options.declare import matching
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import Prompt
 from rlhf_data.rows.row import Counts
-from rlhf_data.rows.sources import SUFFIXES, Rows, open_sources, parse_probs
+from rlhf_data.rows.sources import SUFFIXES, Rows, open_sources, parse_probs, split_sources
 
 _METRICS = ("accuracy", "reward", "score", "response_tokens", "truncated", "failed")
 _SOURCE_METRICS = ("response_tokens", "truncated")
@@ -31,7 +31,7 @@ def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
     """
     data = config.data
     held_out = {}
-    files = data_paths(data.eval_data, held_out=True)
+    files = [data_path(name, held_out=True) for name in split_sources(data.eval_data or "", user_folder())]
     names = [path.stem for path in files]
     for name in names:
         if names.count(name) > 1:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from rlhf_cli.builtin import BUILTIN
 from rlhf_cli.config.offline import OfflineConfig
 from rlhf_cli.paths import is_data_path, model_path, parts, reward_path, user_path
-from rlhf_data.errors import ConfigError
 from rlhf_data.options.command_line import Parsed
 from rlhf_data.options.exits import with_flags
 
@@ -90,14 +89,14 @@ def absent_offline(config: OfflineConfig) -> tuple[Absent, bool]:
     return absent, has_data
 
 
-def show_lacks(console: "Console", parsed: Parsed, absent: Absent, unavailable: Iterable[ConfigError]) -> None:
+def show_lacks(console: "Console", parsed: Parsed, absent: Absent) -> None:
     """Write what could not be checked, what is not available, and what is missing."""
-    lacks = [str(error) for error in parsed.missing] + absent.missing
     for title, texts in (
         ("not looked at", absent.unseen),
-        ("cannot run yet", [str(error) for error in unavailable]),
-        ("still missing", lacks),
+        ("cannot run yet", map(str, parsed.unavailable)),
+        ("still missing", [*map(str, parsed.missing), *absent.missing]),
     ):
+        texts = list(texts)
         if texts:
             console.result(f"\n{title}", "bold")
         for text in texts:
