@@ -8,7 +8,7 @@ import pytest
 from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.rows.row import RowErrors
-from rlhf_data.rows.sources import open_sources, split_sources
+from rlhf_data.rows.sources import open_sources, parse_probs, split_sources
 
 
 def write(path, content, is_compressed):
@@ -266,12 +266,17 @@ def test_open_sources_options_out_of_range_are_refused(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"q": 1}])
     for text, options, says in (
         (" , ", {}, "no data source is named"),
-        (str(path), {"probs": [0.5, 0.5]}, "1 data sources need as many probabilities, got 2"),
-        (f"{path},{path}", {"probs": [1, 0]}, "must be above 0"),
+        (str(path), {"probs": [0.5] * 2}, "1 data sources need as many probabilities, got 2\n\nhint: 1 draws from all"),
+        (f"{path},{path}", {"probs": [1]}, "2 data sources need as many probabilities, got 1\n\nhint: 1,1 draws from"),
+        (f"{path},{path}", {"probs": [1, 0]}, r"must be above 0, got \[1, 0\]\n\nhint: leave out the source"),
         (f"{path}@sub", {}, "has no subsets, got `@sub`"),
     ):
         with pytest.raises(ConfigError, match=says):
             open_sources(text, **options)
+    with pytest.raises(
+        ConfigError, match="``probs`` is 1;2; it must be numbers separated by commas\n\nhint: write one"
+    ):
+        parse_probs("probs", "1;2")
 
 
 def test_open_sources_all_rows_broken_says_so(tmp_path):

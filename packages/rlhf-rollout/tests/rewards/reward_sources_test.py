@@ -33,7 +33,7 @@ def test_parse_sources_nothing_is_no_source(text):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a.py,,b.py", "`a.py,,b.py` names nothing between two commas"),
+        ("a.py,,b.py", "`a.py,,b.py` names nothing between two commas\n\nhint: drop one"),
         ("a.py,", "names nothing"),
         (",", "names nothing"),
         ("a.py, b.py,a.py", "names a.py twice"),

@@ -71,7 +71,8 @@ def parse_probs(option: str, text: str | None) -> tuple[float, ...] | None:
     try:
         return None if text is None else tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"``{option}`` is {text}; it must be numbers separated by commas") from None
+        message = f"``{option}`` is {text}; it must be numbers separated by commas"
+        raise ConfigError(message, hint="write one per data source, such as 0.7,0.3") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +201,11 @@ def open_sources(
         raise ConfigError(f"the number of samples to read must be at least 1, got {max_samples}")
     if probs is not None:
         if len(probs) != len(names):
-            raise ConfigError(f"{len(names)} data sources need as many probabilities, got {len(probs)}")
+            message = f"{len(names)} data sources need as many probabilities, got {len(probs)}"
+            raise ConfigError(message, hint=f"{','.join('1' for _ in names)} draws from all alike")
         if not all(0 < prob < float("inf") for prob in probs):
-            raise ConfigError(f"the probabilities of data sources must be above 0, got {list(probs)}")
+            message = f"the probabilities of data sources must be above 0, got {list(probs)}"
+            raise ConfigError(message, hint="leave out the source that is not to be drawn from")
         probs = tuple(prob / sum(probs) for prob in probs)
     sources = _told_apart([_open(name, streaming, split) for name in names])
     return Rows(sources, probs, seed, max_samples, preset)

@@ -56,7 +56,8 @@ def format_reward(expression: str) -> Callable[..., dict[str, Any]]:
     try:
         matches = PRESETS.get(expression) or re.compile(expression, re.DOTALL).fullmatch
     except (re.error, OverflowError, RecursionError) as error:
-        raise ConfigError(f"format:{expression} is no regular expression: {error}") from None
+        message = f"format:{expression} is no regular expression: {error}"
+        raise ConfigError(message, hint="write \\ before a sign that stands for itself, as in \\(") from None
     if not expression:
         raise ConfigError(
             "format: has no expression", hint=f"give one, or one of {', '.join(map('format:'.__add__, PRESETS))}"

@@ -200,9 +200,9 @@ def _names(text: str) -> Iterator[str]:
     for name in text.split(",") if text.strip() else ():
         name = trusted(name.strip(), is_trusted(text))
         if not name:
-            raise ConfigError(f"`{text}` names nothing between two commas")
+            raise ConfigError(f"`{text}` names nothing between two commas", hint="drop one of the commas")
         if name in seen:
-            raise ConfigError(f"`{text}` names {name} twice")
+            raise ConfigError(f"`{text}` names {name} twice", hint="name it once; a weight says how much it counts")
         seen.add(name)
         yield name
 
