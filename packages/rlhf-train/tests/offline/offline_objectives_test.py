@@ -246,13 +246,19 @@ def test_kto_divergence_is_measured_in_eval_mode_and_the_mode_is_put_back(monkey
     assert engine.module.training == training
 
 
+def test_kto_weighs_both_kinds_of_answers_alike_unless_it_is_told_otherwise():
+    default, given = KtoObjective(), KtoObjective(beta=0.1, desirable_loss_weight=1.0, undesirable_loss_weight=1.0, kl=0.0)
+    assert default == given
+
+
 @pytest.mark.parametrize("name", ["beta", "desirable_loss_weight", "undesirable_loss_weight"])
 def test_kto_option_out_of_bounds_is_refused(name):
     with pytest.raises(ConfigError, match=f"{name} is 0.0"):
         KtoObjective(**{name: 0.0})
 
 
-DEMONSTRATIONS = [sequence([5, 1, 2, 3, 0], 2), sequence([4, 4, 1], 1), sequence([0, 2], 1)]
+# Fewer trained tokens than the vocabulary has, so that the two axes of the logits have different sizes.
+DEMONSTRATIONS = [sequence([5, 1, 2, 3, 0], 3), sequence([4, 4, 1], 1), sequence([0, 2], 1)]
 
 
 @LAYOUTS
@@ -273,7 +279,7 @@ def test_distillation_loss_and_metrics_equal_plain_arithmetic(width, packing):
     total["loss"] = 0.7 * total["nll"] + 0.3 * total["distillation"]
     found, metrics = objective.loss(model.engine, DEMONSTRATIONS, DENOMINATORS)
     check(found, total["loss"] / DENOMINATORS.num_tokens, model)
-    assert count == 3 + 2 + 1
+    assert count == 2 + 2 + 1
     assert values(metrics) == pytest.approx({f"kd/{name}": float(t) / count for name, t in total.items()}, rel=1e-5)
 
 
@@ -290,7 +296,7 @@ def test_supervised_loss_and_metrics_equal_plain_arithmetic(packing):
     entropy = -sum(float((row.exp() * row).sum()) for example in DEMONSTRATIONS for row in model.rows(example))
     found, metrics = objective.loss(model.engine, DEMONSTRATIONS, DENOMINATORS)
     check(found, total / DENOMINATORS.num_tokens, model)
-    assert values(metrics) == pytest.approx({"sft/loss": float(total) / 6, "sft/entropy": entropy / 6}, rel=1e-5)
+    assert values(metrics) == pytest.approx({"sft/loss": float(total) / 5, "sft/entropy": entropy / 5}, rel=1e-5)
 
 
 SOLUTIONS = [
@@ -391,3 +397,17 @@ def test_score_moments_of_equal_scores_have_no_deviation():
 )
 def test_every_objective_says_which_of_its_metrics_are_better_when_they_are_lower(objective, lower):
     assert set(objective.lower_is_better) == lower
+
+
+@pytest.mark.parametrize(
+    ("objective", "reference", "teacher"),
+    [
+        (SupervisedObjective, False, False),
+        (RewardModelObjective, False, False),
+        (ProcessRewardObjective, False, False),
+        (KtoObjective, True, False),
+        (DistillationObjective, False, True),
+    ],
+)
+def test_every_objective_says_which_second_model_it_needs(objective, reference, teacher):
+    assert (objective.needs_reference, objective.needs_teacher) == (reference, teacher)
