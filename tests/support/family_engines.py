@@ -1,4 +1,7 @@
-"""A tiny model of each family in vLLM: its log-probs against plain transformers, before and after weights are sent."""
+"""A tiny model of each family in vLLM: its log-probs against plain transformers, before and after weights are sent.
+
+The weights that are sent are those of the model as trainers load it.
+"""
 
 import asyncio
 import sys
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor
 
 from families import distance, logprobs_of, plain_model, write_tiny
+from rlhf_models.loading import load_actor
 from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
@@ -37,16 +41,16 @@ def gaps(family: str) -> list[float]:
 
 def _answers(folder: Path) -> list[Answers]:
     """Return what vLLM answers after each of the changes."""
-    model, _ = plain_model(folder)
     spec = EngineSpec(model=str(folder), max_model_len=128, max_num_seqs=4, max_num_batched_tokens=256)
+    actor = load_actor(folder, dtype="float32", max_length=spec.max_model_len)
     engine = build_engine("vllm", spec)
     try:
         sender = WeightSource("shared_memory", bucket_bytes=100_000)
         found = []
         for version, size in enumerate(_CHANGES):
-            _change(model, size)
+            _change(actor.model, size)
             if version:
-                sender.send(hf_named_weights(model), [engine], version, ["the engine"])
+                sender.send(hf_named_weights(actor), [engine], version, ["the engine"])
             found.append(_ask(engine))
         return found
     finally:

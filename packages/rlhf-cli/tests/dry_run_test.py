@@ -139,3 +139,12 @@ def test_cluster_that_does_not_answer_is_not_looked_at(folder, capsys, monkeypat
     assert main([*flags(), "--dry_run"]) == 0
     (line,) = lists(capsys)["not looked at"]
     assert "127.0.0.1:1" in line
+
+
+@pytest.mark.parametrize("lacking", ["nothing", "prompts"])
+def test_model_that_vllm_computes_otherwise_than_the_trainer_is_refused(folder, capsys, lacking):
+    file = folder / "model/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["DogeForCausalLM"]}))
+    changes = {"prompt_data": None} if lacking == "prompts" else {}
+    assert main([*flags(**changes), "--dry_run"]) == 2
+    assert "error: vLLM computes a doge model without the mask" in capsys.readouterr().err

@@ -27,6 +27,7 @@ from rlhf_rollout.engines.model_files import (
 from rlhf_rollout.engines.requests import check_request, sample_seeds
 from rlhf_rollout.engines.vllm.core import register_architectures
 from rlhf_rollout.engines.vllm.memory import gpu_kv_cache_bytes, kv_cache_bytes
+from rlhf_rollout.engines.vllm.own_classes import model_classes, model_impl
 from rlhf_rollout.protocols import SamplingParams
 
 
@@ -255,3 +256,32 @@ def test_package_that_vllms_class_of_a_model_needs_is_named(monkeypatch: pytest.
     }
     with pytest.raises(ConfigError, match=rf"Seeing needs the package {missing}, [^\n]*\n\nhint: {install[missing]}"):
         register_architectures(["Unknown", "Seeing"])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "impl"),
+    [
+        ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "transformers"),
+        ("OlmoeForCausalLM", {"clip_qkv": None}, "auto"),
+        ("OlmoeForCausalLM", {}, "auto"),
+        ("Qwen2MoeForCausalLM", {"use_sliding_window": True}, "transformers"),
+        ("Qwen2MoeForCausalLM", {"use_sliding_window": False}, "auto"),
+        ("Gemma3nForCausalLM", {}, "transformers"),
+        ("Gemma3nForCausalLM", {"text_config": {}}, "auto"),
+        ("Ministral3ForCausalLM", {}, "transformers"),
+        ("LlamaForCausalLM", {"clip_qkv": 8.0, "use_sliding_window": True}, "auto"),
+    ],
+)
+def test_vllm_runs_by_transformers_layers_what_its_own_class_computes_otherwise(architecture, fields, impl) -> None:
+    classes = model_classes({"architectures": [architecture], **fields})
+    assert model_impl(classes) == impl
+    assert (classes == [architecture]) == (impl == "auto")
+
+
+def test_config_without_architectures_names_no_class_of_vllm() -> None:
+    assert model_classes({}) == model_classes({"architectures": None}) == []
+
+
+def test_model_that_no_class_of_vllm_computes_as_transformers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"vLLM computes a doge model without the mask[^\n]*\n\nhint: use a model of"):
+        model_classes({"architectures": ["DogeForCausalLM"]})

@@ -16,6 +16,7 @@ from rlhf_cli.preflight.models import (
     check_adapters,
     check_attention,
     check_context,
+    check_engine,
     check_experts,
     load_model_files,
     longest_sequence,
@@ -100,6 +101,7 @@ def _check_model(config: PpoConfig, name: str) -> None:
     model_config, _ = load_model_files(model_path(name))
     check_attention(config.model, model_config)
     check_experts(config.model, model_config)
+    check_engine(model_config)
     check_context(model_config, *longest_sequence(config))
     check_adapters(config.model, model_config)
 

@@ -11,6 +11,7 @@ from rlhf_cli.preflight.data import check_best_metric, data_notices, load_all, o
 from rlhf_cli.preflight.models import (
     check_adapters,
     check_context,
+    check_engine,
     check_teacher,
     check_trained,
     choose_critic,
@@ -89,6 +90,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     set_chat_template(tokenizer, variables=config.data.chat_template_kwargs)
     clock = keep_clock(tokenizer, config.checkpoint, folder)
     check_trained(config.model, model_config, model)
+    check_engine(model_config)
     check_context(model_config, *longest_sequence(config))
     adapter_notices = check_adapters(config.model, model_config)
     process_models = tuple(filter(judges_steps, model_paths(sources)))

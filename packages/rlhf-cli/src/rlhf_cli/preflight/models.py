@@ -108,6 +108,13 @@ def check_experts(section: ModelSection, model_config: Any) -> None:
         check_replays(model_config)
 
 
+def check_engine(model_config: Any) -> None:
+    """Raise ConfigError if vLLM does not compute a model of this config as the trainer does."""
+    from rlhf_rollout.engines.vllm.own_classes import model_classes
+
+    model_classes(model_config.to_dict())
+
+
 def check_context(model_config: Any, num_tokens: int, flags: str) -> None:
     """Raise ConfigError if `num_tokens`, which `flags` ask for, exceed the context of the model."""
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)

@@ -10,6 +10,7 @@ from rlhf_data.errors import ConfigError, installs
 from rlhf_data.own_code import is_trusted
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.memory import kv_cache_bytes, limit_config
+from rlhf_rollout.engines.vllm.own_classes import model_classes, model_impl
 from rlhf_rollout.host import place_vllm_sockets
 
 logger = logging.getLogger(__name__)
@@ -97,9 +98,10 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         import torch
 
         torch.set_num_threads(spec.num_threads)
-    register_architectures(model_config.get("architectures", []))
+    classes = model_classes(model_config)
+    register_architectures(classes)
     is_eager = spec.enforce_eager or not on_gpu
-    config = _engine_config(spec, model_dir, model_config, is_eager=is_eager, on_gpu=on_gpu)
+    config = _engine_config(spec, model_dir, model_config, model_impl(classes), is_eager=is_eager, on_gpu=on_gpu)
     core = EngineCoreClient.make_client(
         multiprocess_mode=False,
         asyncio_mode=False,
@@ -113,7 +115,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
 
 
 def _engine_config(
-    spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], *, is_eager: bool, on_gpu: bool
+    spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], impl: str, *, is_eager: bool, on_gpu: bool
 ) -> Any:
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -127,6 +129,7 @@ def _engine_config(
     whole_prompt = 0 if on_gpu else spec.max_model_len
     return EngineArgs(
         model=str(model_dir),
+        model_impl=impl,
         # Requests and completions are tokens, so a tokenizer would only cost time.
         skip_tokenizer_init=True,
         # Requests have no images or sounds: vLLM leaves out what reads them, and needs none of the libraries for it.

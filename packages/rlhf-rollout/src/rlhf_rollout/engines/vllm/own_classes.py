@@ -1,0 +1,57 @@
+"""Models of which vLLM's own class computes other log-probs than transformers, and so than the trainer.
+
+They run by vLLM's backend for models of transformers, which takes from vLLM only the attention and the products of
+matrices. docs/models.md has the differences of all families.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlhf_data.errors import ConfigError
+
+
+def _always(config: Mapping[str, Any]) -> bool:
+    return True
+
+
+def _clips(config: Mapping[str, Any]) -> bool:
+    return config.get("clip_qkv") is not None
+
+
+def _has_windows(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("use_sliding_window"))
+
+
+# By architecture, whether vLLM's class leaves out something that a model with this config has.
+_LEAVES_OUT: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "Gemma3nForCausalLM": _always,  # the embedding that each token has in each layer
+    "Ministral3ForCausalLM": _always,  # the scale of queries by position, and `mscale` of YaRN
+    "OlmoeForCausalLM": _clips,  # the bound on queries, keys and values
+    "Qwen2MoeForCausalLM": _has_windows,
+}
+_BACKENDS = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
+
+
+def model_classes(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of vLLM's classes, one of which runs a model: those of its config, or of the other backend.
+
+    Args:
+        config: the fields of config.json.
+
+    Raises:
+        ConfigError: no class of vLLM computes the model as transformers does.
+    """
+    names = list(config.get("architectures") or ())
+    if "text_config" in config:
+        return names
+    if "DogeForCausalLM" in names:
+        message = "vLLM computes a doge model without the mask that its layers make from the values of each token"
+        raise ConfigError(message, hint="use a model of another family, such as those in docs/models.md")
+    if any(name in _LEAVES_OUT and _LEAVES_OUT[name](config) for name in names):
+        return list(_BACKENDS)
+    return names
+
+
+def model_impl(classes: Sequence[str]) -> str:
+    """Return vLLM's name of the implementation that has these classes."""
+    return "transformers" if tuple(classes) == _BACKENDS else "auto"
