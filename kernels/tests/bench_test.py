@@ -48,7 +48,7 @@ def test_linear_bench_runs_ours_and_torch_and_says_why_others_are_missing(linear
     report, printed = json.loads(out.read_text()), capsys.readouterr().out
     (size,) = report["sizes"]
     assert report["command"].startswith("python kernels/bench/linear.py --seconds 0")
-    assert report["environment"]["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(report["environment"]["versions"]["torch"])  # without "+cu130"
     assert size["products"]["ms"].keys() == {"1", "3", "4"}
     results = {name: {key: passed["status"] for key, passed in two.items()} for name, two in size["contenders"].items()}
     assert results["torch"] == {"forward": "ok", "step": "ok"}

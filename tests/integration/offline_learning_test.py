@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-TOOL = Path(__file__).parents[2] / "tools/bench/offline.py"
+TOOL = Path(__file__).parents[2] / "tools/bench/run.py"
 TIMEOUT_S = 600
 BATCH = "--train_batch_size 32 --micro_train_batch_size 32"
 # Trainers and their flags, in halves of about the same time. Rows of `kto` have one answer, half of a pair.
@@ -30,7 +30,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 
 def benchmark(names: tuple[str, ...], flags: str, out: Path) -> list[dict[str, Any]]:
     """Run the benchmark of some trainers with further flags; return its table."""
-    command = [sys.executable, str(TOOL), "--seeds", "1", f"--flags={flags}", "--only", *names, "--out", str(out)]
+    words = ["--seeds", "1", "--only", *names, "--out", str(out), "--", *flags.split()]
+    command = [sys.executable, str(TOOL), "offline", *words]
     # Bazel's Python does not look beside a script for what it imports.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TOOL.parent), *filter(None, sys.path)])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)

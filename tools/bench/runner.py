@@ -1,10 +1,11 @@
-"""What benchmarks share: flags, runs of `rlhf ppo`, and reports with the command, hardware, versions and commit."""
+"""What benchmarks share: flags, runs of `rlhf`, and reports with the command, hardware, versions and commit."""
 
 import importlib.metadata
 import json
 import multiprocessing
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -20,32 +21,43 @@ PACKAGES = (
 ROOT = Path(__file__).resolve().parents[2]
 # Variables of a run that is measured: it must not join a Ray cluster that happens to run on this machine.
 OWN_CLUSTER = {"RAY_ADDRESS": "local"}
+MORE_FLAGS: Mapping[str, Any] = {"nargs": "*", "help": "further flags of the command, after --"}
 
 
-def arguments(doc: str | None, *, more_flags: bool = False, **defaults: Any) -> ArgumentParser:
+class UsageError(Exception):
+    """Flags that contradict each other, or name what is not there."""
+
+
+def arguments(doc: str | None, **flags: Any) -> ArgumentParser:
     """Return the parser of a benchmark, with `--out` for its report.
 
     Args:
         doc: what `--help` says.
-        more_flags: whether further flags of the measured command may follow behind `--`.
-        defaults: a flag by name: its default, the type of one that has no default, or a pair of either and its help. A
-            list takes several values, and False is a switch.
+        flags: a flag by name: its default, the type of one that has no default, or a pair of either and its help. A
+            list takes several values, and False is a switch. A mapping has the arguments of `add_argument`, and
+            `MORE_FLAGS` lets further flags of the measured command follow behind `--`.
     """
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
-    for name, given in defaults.items():
-        default, text = given if isinstance(given, tuple) else (given, None)
-        if default is False:
-            parser.add_argument(f"--{name}", action="store_true", help=text)
-        elif isinstance(default, list):
-            parser.add_argument(f"--{name}", type=type(default[0]), nargs="+", default=default, help=text)
-        elif isinstance(default, type):
-            parser.add_argument(f"--{name}", type=default, help=text)
+    for name, given in flags.items():
+        if given is MORE_FLAGS:
+            parser.add_argument(name, **MORE_FLAGS)
         else:
-            parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
-    parser.add_argument("--out", type=Path, required=True)
-    if more_flags:
-        parser.add_argument("flags", nargs="*", help="further flags of the command, after --")
+            parser.add_argument(f"--{name}", **_settings(given))
+    parser.add_argument("--out", type=Path, required=True, help="file of the report")
     return parser
+
+
+def _settings(given: Any) -> Mapping[str, Any]:
+    """Return the arguments of `add_argument` for a flag of `arguments`."""
+    if isinstance(given, Mapping):
+        return given
+    default, text = given if isinstance(given, tuple) else (given, None)
+    if default is False:
+        return {"action": "store_true", "help": text}
+    if isinstance(default, type):
+        return {"type": default, "help": text}
+    kind = type(default[0] if isinstance(default, list) else default)
+    return {"type": kind, "default": default, "help": text} | ({"nargs": "+"} if isinstance(default, list) else {})
 
 
 def write(options: Namespace, benchmark: str, content: Mapping[str, Any]) -> None:
@@ -57,6 +69,11 @@ def write(options: Namespace, benchmark: str, content: Mapping[str, Any]) -> Non
         "options": {name: value for name, value in vars(options).items() if name != "out"},
     }
     options.out.write_text(json.dumps(head | dict(content), indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def progress(found: Mapping[str, Any]) -> None:
+    """Print what was measured until now, in a line."""
+    print(json.dumps(found), flush=True)
 
 
 def over_seeds(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -80,6 +97,23 @@ class Metrics(NamedTuple):
         """Return the median of a metric over all steps."""
         return statistics.median(step[name] for step in self.steps)
 
+    def accuracies(self) -> dict[str, Any]:
+        """Return the held-out accuracy before and after training, with seconds and the largest log-prob gap."""
+        return {
+            "accuracy_before": self.final["eval/accuracy_before"],
+            "accuracy_after": self.final["eval/accuracy_after"],
+            **self.costs(),
+        }
+
+    def costs(self) -> dict[str, Any]:
+        """Return seconds of the run, its start and a step, and the largest log-prob gap of engine and trainer."""
+        return {
+            "seconds_total": self.final["time/total"],
+            "seconds_startup": self.final.get("time/startup"),
+            "seconds_a_step": self.median("time/step"),
+            "logprob_gap_max": max(step.get("mismatch/logprob_gap_max", 0.0) for step in self.steps),
+        }
+
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the values of a file of JSON lines."""
@@ -94,29 +128,22 @@ def read_metrics(folder: Path) -> Metrics:
 
 
 def run_ppo(
-    flags: Sequence[str],
-    folder: Path,
-    *,
-    environ: Mapping[str, str] | None = None,
-    timeout_s: float | None = None,
-    is_quiet: bool = True,
+    flags: Sequence[str], folder: Path, *, environ: Mapping[str, str] | None = None, timeout_s: float | None = None
 ) -> Metrics:
-    """Run `rlhf ppo` in a process of its own, with `folder` as its --save_path.
+    """Run `rlhf ppo` in a process of its own, with `folder` as its --save_path and its output on stderr.
 
     Args:
         flags: the others.
         folder: of the run.
         environ: in place of this process's environment.
         timeout_s: after which it is killed, and TimeoutExpired is raised.
-        is_quiet: drop what it prints, which else goes to stderr.
 
     Raises:
         CalledProcessError: it failed.
     """
     command = [sys.executable, "-m", "rlhf_cli.main", "ppo", *flags, "--save_path", str(folder)]
-    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} if is_quiet else {"stdout": sys.stderr}
     variables = os.environ if environ is None else environ
-    subprocess.run(command, check=True, env={**variables, **OWN_CLUSTER}, timeout=timeout_s, **output)
+    subprocess.run(command, check=True, env={**variables, **OWN_CLUSTER}, timeout=timeout_s, stdout=sys.stderr)
     return read_metrics(folder)
 
 
@@ -178,3 +205,8 @@ def _output(*command: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def memory_mib() -> float:
+    """Return the resident memory of this process in MiB."""
+    return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1]) / 1024

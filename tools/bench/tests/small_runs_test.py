@@ -1,0 +1,84 @@
+"""Benchmarks in small, on a CPU: what they compare computes the same, and reports say what was measured."""
+
+import json
+
+import pytest
+
+from workloads.speed import head_step, zero3
+
+
+def test_agents_tell_the_cost_of_the_door_and_of_many_episodes(bench):
+    shape = ["--door_episodes", "10", "--episodes", "100", "--turns", "3", "--latency_s", "0.3"]
+    _, report = bench("agents", *shape)
+    door, rounds = report["door"], report["episodes"]["rounds"]
+    assert door["num_requests"] == 30
+    assert 0 < door["direct_median_ms"] < door["door_median_ms"]
+    assert 0 < door["overhead_median_ms"] <= door["overhead_p99_ms"]
+    for one in rounds:
+        assert 50 < one["max_concurrent_episodes"] <= 100
+        # Three times the question and the answer; the prompt is the question, too.
+        assert one["num_tokens"] == 100 * (4 * 65 + 3 * 25)
+        assert one["lag_median_ms"] <= one["lag_p99_ms"] <= one["lag_max_ms"]
+
+
+def test_two_ranks_of_long_context_agree_with_one(bench):
+    status, report = bench("long_context", "--shape", "tiny", "--num_tokens", "48", "--ranks", "1", "2")
+    ranks = report["ranks"]
+    assert status == 0
+    assert {name: len(run["updates"]) for name, run in ranks.items()} == {"1": 4, "2": 4}
+    for value in ranks["2"]["first_update"].values():
+        assert value["relative_error"] == pytest.approx(0, abs=1e-5)
+    losses = [[update["sft/loss"] for update in run["updates"]] for run in ranks.values()]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert len(set(losses[0])) == 4  # another sequence in each update
+
+
+def test_all_ways_of_zero3_compute_the_same(bench):
+    on_cpu = [way for way in zero3.WAYS if way != "compiled"]
+    flags = ["--shape", "tiny", "--num_tokens", "16", "--passes", "2", "--turns", "1"]
+    _, report = bench("zero3", *flags, "--ways", *on_cpu)
+    ways = report["ways"]
+    assert [*ways] == on_cpu
+    parts, layers, *others = ways.values()
+    assert parts["ratio"] == 1
+    assert layers["ratio"] == pytest.approx(layers["seconds"] / parts["seconds"])
+    for other in (layers, *others):
+        assert other["loss"] == pytest.approx(parts["loss"], rel=1e-6)
+        assert other["grad_norm"] == pytest.approx(parts["grad_norm"], rel=1e-5)
+    assert parts["grad_norm"] > 0
+
+
+def test_compiled_layers_are_refused_without_a_gpu(bench, capsys):
+    with pytest.raises(SystemExit):
+        bench("zero3", "--ways", "layers", "compiled")
+    assert "compiled layers need a GPU" in capsys.readouterr().err
+
+
+def test_heads_are_compared_before_they_are_timed(bench, monkeypatch):
+    flags = ["--num_tokens", "512", "--repeats", "1"]
+    _, report = bench("head_step", *flags)
+    assert [*report["heads"]] == [*head_step.HEADS]
+    assert all(head["seconds"] > 0 and head["errors"]["gradient"] < 1e-4 for head in report["heads"].values())
+    wrong = head_step.HEADS | {"linear_policy_loss": lambda *given: head_step.loss_of(given[0].sum(-1), given[0])}
+    monkeypatch.setattr(head_step, "HEADS", wrong)
+    with pytest.raises(RuntimeError, match="linear_policy_loss is wrong"):
+        bench("head_step", *flags)
+
+
+def test_shared_prompts_have_fewer_tokens_and_the_same_log_probs(bench):
+    flags = ["--shape", "tiny", "--prompt_tokens", "8", "--response_tokens", "4", "--samples", "3", "--rounds", "1"]
+    _, report = bench("shared_prompts", *flags)
+    assert (report["copies"]["tokens_in_layers"], report["shared"]["tokens_in_layers"]) == (72, 40)
+    assert report["logprob_gap_mean"] < 1e-5
+    assert report["seconds_ratio"] == pytest.approx(report["shared"]["seconds"] / report["copies"]["seconds"])
+
+
+def test_fine_tuning_is_measured_padded_and_packed(bench, tmp_path):
+    rows = [{"question": "q" * 30, "answer": "a" * length} for length in (3, 60, 9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    sizes = ["--batch_size", "3", "--micro_batch_size", "3", "--pack_tokens", "64", "--steps", "3", "--warmup", "1"]
+    _, report = bench("sft_throughput", "--lengths", str(tmp_path / "rows.jsonl"), *sizes, "--repeats", "1")
+    assert report["mean_tokens"] == pytest.approx(11 + (2 + 21 + 4) / 3)
+    assert [run["layout"] for run in report["runs"]] == ["padded, 3 rows", "packed, 64 tokens"]
+    padded, packed = (run["tokens_a_second"] for run in report["runs"])
+    assert report["packed_over_padded"] == {"packed, 64 tokens": pytest.approx(packed / padded)}

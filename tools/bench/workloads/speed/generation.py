@@ -1,0 +1,279 @@
+"""Tokens per second of vLLM alone, with one or several engines on one GPU.
+
+    python tools/bench/run.py generation --engines 1 2 3 --out generation.json
+
+Each engine is a `VllmEngine` with random weights in a process of its own. All engines start before the first
+measurement and stay. For each number in `--engines`, so many of them share the prompts of a round: they begin together,
+and the round ends when the last one is done. Prompts are new in each round, and prefixes of earlier rounds are dropped,
+as after a weight update. Defaults are the sizes of W1 of `online.py`.
+
+A variant is a name and settings: fields of `EngineSpec` or of vLLM's `EngineArgs`, environment variables in upper case,
+`mps=true`, which lets its engines share the GPU by NVIDIA's Multi-Process Service instead of time slices, and
+`idle_slots=false`, `bulk_decoding=false` and other names of `VLLM_PATCHES`, which leave out a speed-up of vLLM:
+
+    --variant base --variant v1 VLLM_USE_V2_MODEL_RUNNER=0 --variant mps mps=true --variant blocks block_size=64
+
+More samples than an engine has slots (`max_num_seqs=256`) of mixed lengths (`--mean_response_tokens`) are what engines
+have in an asynchronous run: whenever a response ends, another begins.
+
+The engines of all variants are on the GPU together, and those that do not generate wait. A variant whose engines fail
+is reported with its error. The report is written after each number of engines. It has, of the first engine, the
+milliseconds per step in parts of the engine core, and from one more round of a single engine the time of its GPU
+kernels.
+
+Without a GPU the times mean nothing, but the benchmark can be tried with `--shape tiny --prompts 4 --samples 2
+--prompt_tokens 16 --response_tokens 8`.
+"""
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from models import SHAPES, place, random_model
+from rlhf_data.errors import ConfigError, EngineError, RlhfError
+from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.mps import MpsDaemon
+from rlhf_rollout.protocols import SamplingParams
+from runner import UsageError, progress
+from workloads.speed.generation_engine import engine_process
+
+FLAGS = {
+    "engines": ([1, 2, 3], "numbers of engines to measure"),
+    "prompts": (64, "per round"),
+    "samples": (8, "per prompt"),
+    "prompt_tokens": 256,
+    "response_tokens": 512,
+    "mean_response_tokens": (float, "of geometric lengths; default: all are full"),
+    "rounds": (3, "per number of engines"),
+    "timeout_s": (300.0, "of an engine's start, and of a round"),
+    "variant": {"nargs": "+", "action": "append", "metavar": ("NAME", "KEY=VALUE")},
+    "shape": {"choices": SHAPES, "default": "qwen2-0.5b"},
+}
+
+
+def parse_variant(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Return name and settings of `NAME KEY=VALUE ...`; values are JSON, or else strings.
+
+    Raises:
+        ConfigError: a word after the name has no `=`.
+    """
+    settings: dict[str, Any] = {}
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"{word!r} of variant {words[0]} has no value", hint="write KEY=VALUE")
+        try:
+            settings[key] = json.loads(value)
+        except ValueError:
+            settings[key] = value
+    return words[0], settings
+
+
+class Work(NamedTuple):
+    """What engines generate in a round: for each of N prompts [N, P] the tokens of its responses [N, S]."""
+
+    prompts: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def drawn(cls, options: Namespace, vocab_size: int, rng: np.random.Generator) -> "Work":
+        """Return new prompts, with lengths as `options` says."""
+        prompts = rng.integers(vocab_size, size=(options.prompts, options.prompt_tokens))
+        lengths = np.full((options.prompts, options.samples), options.response_tokens)
+        if options.mean_response_tokens:
+            lengths = np.minimum(rng.geometric(1 / options.mean_response_tokens, size=lengths.shape), lengths)
+        return cls(prompts, lengths)
+
+
+class EngineProcess:
+    """An engine in a process of its own."""
+
+    def __init__(self, *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=engine_process, args=(other, *args))
+        self._process.start()
+        other.close()
+
+    def send(self, task: Any) -> None:
+        """Send a task, the sign to begin it, or None to end."""
+        with contextlib.suppress(OSError):  # `receive` tells of a process that has ended
+            self._pipe.send(task)
+
+    def receive(self, timeout_s: float) -> Any:
+        """Return its answer. Raises EngineError when it failed, ended, or took longer than `timeout_s`."""
+        if not self._pipe.poll(timeout_s):
+            raise EngineError(f"an engine did not answer within {timeout_s:g} s")
+        try:
+            kind, value = self._pipe.recv()
+        except EOFError:
+            self._process.join(10)
+            raise EngineError(f"an engine's process ended with code {self._process.exitcode}") from None
+        if kind == "failed":
+            raise EngineError(value)
+        return value
+
+    def end(self) -> None:
+        """End the process."""
+        self.send(None)
+        self._process.join(10)
+        self._process.kill()
+
+
+def engine_spec(options: Namespace, model: Path) -> EngineSpec:
+    """Return the settings of the engines of a model, whose KV cache holds all sequences."""
+    here = place()
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    token_bytes = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * here.dtype.itemsize
+    most = -(-options.prompts // min(options.engines)) * options.samples
+    max_model_len = options.prompt_tokens + options.response_tokens
+    return EngineSpec(
+        model=str(model),
+        dtype=here.dtype_name,
+        max_model_len=max_model_len,
+        max_num_seqs=most,
+        # Engines that start at the same time cannot measure what is free; vLLM asks only that so much is.
+        gpu_memory_utilization=0.02,
+        kv_cache_memory_bytes=most * (max_model_len + 128) * token_bytes,
+        weight_transfer="ipc" if here.device.type == "cuda" else "shared_memory",
+    )
+
+
+def start_engines(
+    settings: Mapping[str, Any], number: int, spec: EngineSpec, sampling: SamplingParams, mps: Mapping[str, str]
+) -> list[EngineProcess]:
+    """Start engines with the settings of a variant; return them without waiting until they are loaded."""
+    own = {field.name for field in dataclasses.fields(EngineSpec)}
+    changed = {key: value for key, value in settings.items() if key in own}
+    others = {key: value for key, value in settings.items() if key not in own and key != "mps"}
+    if settings.get("mps"):
+        others |= mps
+    specs = [dataclasses.replace(spec, **{"seed": seed} | changed) for seed in range(number)]
+    return [EngineProcess(each, sampling, others) for each in specs]
+
+
+def run_round(
+    engines: Sequence[EngineProcess], work: Work, timeout_s: float, *, profile: bool = False
+) -> dict[str, Any]:
+    """Let engines generate shares of the work at the same time; return seconds, tokens and the first's figures.
+
+    Raises:
+        EngineError: an engine failed or took longer than `timeout_s`.
+    """
+    for number, engine in enumerate(engines):
+        share = {name: part[number :: len(engines)] for name, part in work._asdict().items()}
+        engine.send(share | {"profile": profile})
+    for engine in engines:
+        engine.receive(timeout_s)
+    start = time.perf_counter()
+    for engine in engines:
+        engine.send("begin")
+    answers = [engine.receive(timeout_s) for engine in engines]
+    seconds = time.perf_counter() - start
+    return answers[0] | {"seconds": seconds, "tokens": sum(answer["tokens"] for answer in answers)}
+
+
+def figures_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return medians of rounds, and the parts of a step in the last one."""
+    return {
+        "seconds": statistics.median(each["seconds"] for each in rounds),
+        "tokens_per_second": statistics.median(each["tokens"] / each["seconds"] for each in rounds),
+        "rounds": [each["seconds"] for each in rounds],
+        "steps": rounds[-1]["steps"],
+        "milliseconds_per_step": rounds[-1]["milliseconds_per_step"],
+    }
+
+
+def measure_variant(
+    engines: Sequence[EngineProcess], draw: Callable[[], Work], options: Namespace
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield numbers of engines and their figures, after a round of all engines that warms them up.
+
+    Raises:
+        EngineError: an engine failed.
+    """
+    run_round(engines, draw(), options.timeout_s)
+    for number in sorted(options.engines):
+        sharing = engines[:number]
+        figures = figures_of([run_round(sharing, draw(), options.timeout_s) for _ in range(options.rounds)])
+        if number == 1:
+            figures |= {"profile": run_round(sharing, draw(), options.timeout_s, profile=True)["profile"]}
+        yield number, figures
+
+
+@contextlib.contextmanager
+def noted(variant: dict[str, Any]) -> Iterator[None]:
+    """Note the error of a variant that cannot be measured."""
+    try:
+        yield
+    except RlhfError as error:
+        variant["error"] = str(error)
+
+
+def measure_variants(
+    variants: Mapping[str, dict[str, Any]], spec: EngineSpec, draw: Callable[[], Work], options: Namespace
+) -> Iterator[None]:
+    """Start and measure the variants, put figures or errors into them, and yield after each number of engines."""
+    sampling = SamplingParams(num_samples=options.samples, max_tokens=options.response_tokens)
+    engines: dict[str, list[EngineProcess]] = {}
+    mps: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+
+        def start(variant: Mapping[str, Any], number: int) -> list[EngineProcess]:
+            if variant["settings"].get("mps") and not mps:
+                daemon = MpsDaemon()
+                stack.callback(daemon.stop)
+                mps.update(daemon.environ)
+            started = start_engines(variant["settings"], number, spec, sampling, mps)
+            for engine in started:
+                stack.callback(engine.end)
+            return started
+
+        with contextlib.suppress(RlhfError):  # compiles for all others
+            [first] = start(next(iter(variants.values())), 1)
+            first.receive(options.timeout_s)
+            first.end()
+        for name, variant in variants.items():
+            with noted(variant):
+                engines[name] = start(variant, max(options.engines))
+        for name, started in engines.items():
+            with noted(variants[name]):
+                variants[name]["seconds_start"] = [engine.receive(options.timeout_s) for engine in started]
+        for name, started in engines.items():
+            variant = variants[name]
+            with noted(variant):
+                for number, figures in measure_variant(started, draw, options) if "error" not in variant else ():
+                    variant.setdefault("engines", {})[str(number)] = figures
+                    progress({"variant": name, "engines": number} | figures)
+                    yield
+
+
+def measure(options: Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """Measure all variants."""
+    if not 1 <= min(options.engines) <= max(options.engines) <= options.prompts:
+        raise UsageError("--engines must lie between 1 and the number of --prompts")
+    settings = dict(parse_variant(words) for words in options.variant or [["base"]])
+    model = Path(random_model(options.shape, folder / "model"))
+    vocab_size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    spec = engine_spec(options, model)
+    rng = np.random.default_rng(0)
+    variants: dict[str, dict[str, Any]] = {name: {"settings": own} for name, own in settings.items()}
+    report = {
+        "max_num_seqs": spec.max_num_seqs,
+        "kv_cache_memory_bytes": spec.kv_cache_memory_bytes,
+        "variants": variants,
+    }
+    for _ in measure_variants(variants, spec, lambda: Work.drawn(options, vocab_size, rng), options):
+        yield report
+    missed = [f"{name}: {variant['error']}" for name, variant in variants.items() if "error" in variant]
+    yield report | {"missed": missed}
