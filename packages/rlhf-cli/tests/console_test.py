@@ -332,10 +332,15 @@ def test_show_results_names_every_model_that_was_saved(streams):
         assert [*name.split(), f"/runs/a/{path}"] in lines
 
 
-def test_console_pipe_has_no_control_codes_and_does_not_wrap(streams):
+def test_console_pipe_has_no_control_codes_and_does_not_wrap(streams, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
     out, err = streams
-    Console(out, err).result("word " * 100, "bold red")
-    assert out.getvalue() == "word " * 100 + "\n"
+    console = Console(out, err)
+    console.result("word " * 100, "bold red")
+    console.row([("[b]:smile: ", "red"), ("word " * 100, "")])
+    console.log("word " * 100, "red")
+    assert out.getvalue() == "word " * 100 + "\n[b]:smile: " + "word " * 100 + "\n"
+    assert err.getvalue() == "word " * 100 + "\n"
 
 
 def test_console_terminal_has_colours_unless_no_color_is_set(monkeypatch, streams):

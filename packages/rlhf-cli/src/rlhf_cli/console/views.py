@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from rich.console import Console as RichConsole
 from rich.text import Text
@@ -23,7 +23,6 @@ _MAX_SHOWN = 400  # characters of a prompt or response
 _MAX_LABEL = 40  # characters of a label
 _MAX_NAMES = 4  # metrics of an offline objective in the table
 _MAX_SOURCES = 6  # lines with the results of single data sources
-_PLAIN_WIDTH = 10_000  # characters: wide enough that rich never wraps a line in a pipe or file
 
 
 class Column(NamedTuple):
@@ -123,7 +122,7 @@ class Console:
     def row(self, cells: Sequence[tuple[str, str]]) -> None:
         """Write a line of (text, style) cells to stdout."""
         self.done()
-        self._out.print(Text.assemble(*((visible(text), style) for text, style in cells)), soft_wrap=True)
+        self._out.print(Text.assemble(*((visible(text), style) for text, style in cells)))
 
 
 class StepTable:
@@ -416,5 +415,5 @@ def _tail(text: str) -> str:
 
 
 def _rich_console(file: TextIO) -> RichConsole:
-    options: dict[str, Any] = {} if file.isatty() else {"width": _PLAIN_WIDTH, "color_system": None, "no_color": True}
-    return RichConsole(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True, **options)
+    # Lines are never wrapped, and without a terminal have no colors, even where FORCE_COLOR is set.
+    return RichConsole(file=file, soft_wrap=True, color_system="auto" if file.isatty() else None)
