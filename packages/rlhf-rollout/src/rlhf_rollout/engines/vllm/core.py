@@ -2,6 +2,8 @@
 
 import logging
 import os
+from dataclasses import asdict
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,8 @@ from typing import Any
 from rlhf_data.errors import ConfigError, installs
 from rlhf_data.own_code import is_trusted
 from rlhf_rollout.engines.spec import EngineSpec
-from rlhf_rollout.engines.vllm.memory import kv_cache_bytes, limit_config
+from rlhf_rollout.engines.vllm.internals import SETTINGS, check_core
+from rlhf_rollout.engines.vllm.memory import kv_cache_bytes
 from rlhf_rollout.engines.vllm.own_classes import model_classes, model_impl
 from rlhf_rollout.host import place_vllm_sockets
 
@@ -20,6 +23,8 @@ _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 # vLLM's own "fp8" has one scale per tensor, so that a projection fused of several has one for all of them.
 _QUANTIZATIONS = {None: None, "fp8": "fp8_per_channel"}
+# Of each that runs, in the KV cache: prefixes that later requests share, and turns of agents that wait.
+_SEQUENCES_KEPT = 4
 _FP8_CAPABILITY = 89  # of GPUs that multiply FP8: Ada, Hopper and newer
 
 
@@ -76,13 +81,32 @@ def _leave_out_onednn() -> None:
     torch.backends.mkldnn.enabled = False
 
 
+@cache
+def _tell_routes_on_cpu() -> None:
+    """Let vLLM be built with `enable_return_routed_experts` on a CPU, by having its kernels tell what they choose.
+
+    On GPUs, vLLM asks its routers. On CPUs, one kernel chooses the experts and computes them.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    choose = CPUUnquantizedExperts._select_experts
+
+    def choose_and_tell(self: Any, *args: Any, **options: Any) -> tuple[Any, Any]:
+        weights, routes = choose(self, *args, **options)
+        if self.routing_replay_capture_fn is not None:
+            self.routing_replay_capture_fn(routes)
+        return weights, routes
+
+    CPUUnquantizedExperts._select_experts = choose_and_tell
+    CPUUnquantizedExperts.supports_routing_replay_capture = lambda self: True
+
+
 def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], *, on_gpu: bool) -> Any:
     """Return vLLM's in-process engine client with the model loaded."""
     from vllm.platforms import current_platform
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
 
-    from rlhf_rollout.engines.vllm.internals import check_core
     from rlhf_rollout.engines.vllm.patches import patch_scheduler
 
     if spec.quantization and on_gpu and not current_platform.has_device_capability(_FP8_CAPABILITY):
@@ -91,9 +115,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
     if spec.quantization and not on_gpu:
         _leave_out_onednn()
     if spec.return_routes and not on_gpu:
-        from rlhf_rollout.engines.vllm.routes import capture_on_cpu
-
-        capture_on_cpu()
+        _tell_routes_on_cpu()
     if spec.num_threads is not None:
         import torch
 
@@ -114,6 +136,18 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
     return core
 
 
+def worker_settings(spec: EngineSpec, model_config: dict[str, Any]) -> dict[str, Any]:
+    """Return what `worker.Worker` and `weights` read in each worker, as plain data, which vLLM hashes."""
+    sampling = spec.expected_sampling
+    return {
+        "expected_sampling": None if sampling is None else asdict(sampling),
+        "has_experts": "expert" in str(model_config),
+        "kv_cache_sequences": None if spec.kv_cache_memory_bytes is not None else _SEQUENCES_KEPT * spec.max_num_seqs,
+        "masked_ids": [[ids.start, ids.stop] for ids in spec.masked_ids],
+        "skip_patches": list(spec.skip_patches),
+    }
+
+
 def _engine_config(
     spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], impl: str, *, is_eager: bool, on_gpu: bool
 ) -> Any:
@@ -121,10 +155,7 @@ def _engine_config(
     from vllm.engine.arg_utils import EngineArgs
 
     from rlhf_rollout.engines.vllm import weights
-    from rlhf_rollout.engines.vllm.masking import mask_config
-    from rlhf_rollout.engines.vllm.warm_up import WarmUp
 
-    warm_up = WarmUp(spec.expected_sampling, has_experts="expert" in str(model_config))
     # Without chunked prefill one engine step must have room for a whole prompt.
     whole_prompt = 0 if on_gpu else spec.max_model_len
     return EngineArgs(
@@ -160,10 +191,7 @@ def _engine_config(
         weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{spec.weight_transfer}"),
         worker_cls=f"{__package__}.worker.Worker",
         worker_extension_cls=f"{weights.__name__}.BucketWorkerExtension",
-        additional_config=warm_up.config()
-        | limit_config(spec)
-        | mask_config(spec)
-        | {weights.SKIPPED: list(spec.skip_patches)},
+        additional_config={SETTINGS: worker_settings(spec, model_config)},
     ).create_engine_config()
 
 

@@ -13,6 +13,8 @@ from rlhf_rollout.private_names import missing, missing_paths
 
 TESTED_VERSIONS = ("0.26", "0.28")  # the oldest and the newest; between them, too
 
+SETTINGS = "rlhf"  # in vLLM's additional configuration: what an engine tells its workers
+
 _logger = logging.getLogger(__name__)
 
 # By module, or class of a module.

@@ -11,8 +11,6 @@ from rlhf_rollout.engines.spec import EngineSpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 FIXED_BYTES = 2 << 30  # CUDA's context, libraries and CUDA graphs
-KV_CACHE_LIMIT = "rlhf_kv_cache_sequences"  # in vLLM's additional configuration
-_SEQUENCES_KEPT = 4  # of each that runs: prefixes that later requests share, and turns of agents that wait
 _LOGIT_COPIES = 7  # in float32: the sampler keeps logits, log-probs, and their order for top-k and top-p
 
 
@@ -29,28 +27,6 @@ def kv_cache_bytes(spec: EngineSpec, model_dir: Path, config: Mapping[str, Any],
         return gpu_kv_cache_bytes(spec, model_dir, config, torch.cuda.get_device_properties(0).total_memory)
     sizes = {"max_num_seqs": spec.max_num_seqs, "max_model_len": spec.max_model_len}
     return cpu_kv_cache_bytes(config, item_bytes=ITEM_BYTES[spec.dtype], **sizes)
-
-
-def limit_config(spec: EngineSpec) -> dict[str, Any]:
-    """Return the part of vLLM's additional configuration that `kv_cache_limit` reads in each worker."""
-    return {} if spec.kv_cache_memory_bytes is not None else {KV_CACHE_LIMIT: _SEQUENCES_KEPT * spec.max_num_seqs}
-
-
-def kv_cache_limit(layers: Mapping[str, Any], vllm_config: Any) -> int | None:
-    """Return the most bytes of KV cache that a worker's GPU has a use for; None if its size is fixed.
-
-        limit = 4 * max_num_seqs * bytes of one sequence of max_model_len tokens
-
-    A larger cache takes longer to allocate, to put to sleep and to wake up.
-
-    Args:
-        layers: what vLLM says of the cache of each layer, by its name (`KVCacheSpec`).
-        vllm_config: of the engine.
-    """
-    sequences = vllm_config.additional_config.get(KV_CACHE_LIMIT)
-    if sequences is None:
-        return None
-    return sequences * sum(layer.max_memory_usage_bytes(vllm_config) for layer in layers.values())
 
 
 def gpu_kv_cache_bytes(spec: EngineSpec, model_dir: Path, config: Mapping[str, Any], gpu_bytes: int) -> int:

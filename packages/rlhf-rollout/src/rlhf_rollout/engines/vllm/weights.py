@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 
 from rlhf_data.errors import EngineError, RlhfError, WeightSyncError
 from rlhf_rollout.engines.model_files import checkpoint_shapes
+from rlhf_rollout.engines.vllm.internals import SETTINGS
 from rlhf_rollout.engines.vllm.patches import load
 from rlhf_rollout.engines.vllm.patches.copies import CopyRecord, CopyRecorder, Target
 from rlhf_rollout.weights import MEDIA
@@ -31,7 +32,6 @@ logger = logging.getLogger(__name__)
 # What says nothing about whether the weights fit: of the host, of CUDA and of NCCL.
 _TRANSIENT = (MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError, distributed.DistError)
 
-SKIPPED = "rlhf_skipped_patches"  # in vLLM's additional configuration
 BACKENDS = {f"rlhf_{medium}": medium for medium in MEDIA}
 
 
@@ -70,7 +70,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._expected = checkpoint_shapes(Path(self.model_config.model))
         self._received: set[str] = set()
         self._recorder: CopyRecorder | None = None
-        self._copies = load("recorded_copies", vllm_config.additional_config[SKIPPED])
+        self._copies = load("recorded_copies", vllm_config.additional_config[SETTINGS]["skip_patches"])
         self._check_in_place: Any = None
         self._record: CopyRecord | None = None
         self._places: Any = None

@@ -1,13 +1,23 @@
-"""vLLM's worker, which an engine has one of per GPU. It may run in a process of its own."""
+"""vLLM's worker, which an engine has one of per GPU. It may run in a process of its own.
 
+What the engine wants of it is in vLLM's configuration, which all of its processes get: see `core.worker_settings`.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
-from rlhf_rollout.engines.vllm.internals import check_worker
-from rlhf_rollout.engines.vllm.masking import mask_logits
-from rlhf_rollout.engines.vllm.memory import kv_cache_limit
-from rlhf_rollout.engines.vllm.warm_up import WarmUp
+from rlhf_data.errors import EngineError
+from rlhf_rollout.engines.vllm.internals import SETTINGS, check_worker
+from rlhf_rollout.engines.vllm.jobs import sampler_params
+from rlhf_rollout.protocols import SamplingParams
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -23,18 +33,95 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
     vLLM takes it by its name.
     """
 
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return self.vllm_config.additional_config[SETTINGS]
+
     def determine_available_memory(self) -> int:
-        """See vLLM. The KV cache takes as many bytes."""
+        """See vLLM. The KV cache takes as many bytes, but no more than it has a use for:
+
+            limit = 4 * max_num_seqs * bytes of one sequence of max_model_len tokens
+
+        A larger cache takes longer to allocate, to put to sleep and to wake up.
+        """
         available = int(super().determine_available_memory())
-        limit = kv_cache_limit(self.get_kv_cache_spec(), self.vllm_config)
-        return available if limit is None else min(available, limit)
+        sequences = self._settings["kv_cache_sequences"]
+        if sequences is None:  # the size is fixed
+            return available
+        layers = self.get_kv_cache_spec().values()
+        return min(available, sequences * sum(layer.max_memory_usage_bytes(self.vllm_config) for layer in layers))
 
     def load_model(self, *args: Any, **options: Any) -> None:
         """See vLLM. The model then gives the ids that the engine masks the logit -inf."""
         super().load_model(*args, **options)
-        mask_logits(self.get_model(), self.vllm_config)
+        mask_logits(self.get_model(), self._settings["masked_ids"])
 
     def compile_or_warm_up_model(self) -> Any:
         """See vLLM."""
-        with WarmUp.of(self.vllm_config).limited():
+        sampling = self._settings["expected_sampling"]
+        expected = None if sampling is None else SamplingParams(**sampling)
+        with limited_warm_up(expected, has_experts=self._settings["has_experts"]):
             return super().compile_or_warm_up_model()
+
+
+def mask_logits(model: nn.Module, ranges: Sequence[Sequence[int]]) -> None:
+    """Have a model of vLLM give the ids in `ranges`, each with its end, the logit -inf, in each pass from now on.
+
+    Requests could name the allowed ids instead, but vLLM then copies a mask of the whole vocabulary to the GPU whenever
+    a request begins or ends. Slices need no memory on the GPU, which would be lost when the engine sleeps.
+
+    Raises EngineError for a model whose logits do not come from vLLM's `LogitsProcessor`.
+    """
+    if not ranges:
+        return
+
+    def mask(module: nn.Module, arguments: Any, logits: Tensor | None) -> None:
+        if logits is None:  # with tensor parallelism, one worker may gather the logits of all
+            return
+        for start, stop in ranges:
+            logits[..., start:stop] = -torch.inf
+
+    layers = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    if not layers:
+        message = f"{type(model).__name__} of vLLM has no layer in which ids of the vocabulary can be masked"
+        raise EngineError(message, hint="use another version of vLLM, or a tokenizer with a token for each id")
+    for layer in layers:
+        layer.register_forward_hook(mask)
+
+
+@contextmanager
+def limited_warm_up(sampling: SamplingParams | None, *, has_experts: bool) -> Iterator[None]:
+    """Have vLLM warm up for `sampling` in this process, for the time of a `with` block.
+
+    vLLM's own warm-up compiles all that its sampler can do, such as penalties, top-k and top-p, which takes 15 s on a
+    machine that has not compiled it before. What is left out is compiled when a request first needs it.
+
+    Args:
+        sampling: how requests will mostly sample; None leaves the sampler's warm-up as it is.
+        has_experts: whether the model is a mixture of experts.
+    """
+    own = VllmSamplingParams.for_sampler_warmup
+    try:
+        if sampling is not None:
+            VllmSamplingParams.for_sampler_warmup = staticmethod(lambda: sampler_params(sampling))
+        with nullcontext() if has_experts else _no_router_kernels():
+            yield
+    finally:
+        VllmSamplingParams.for_sampler_warmup = staticmethod(own)
+
+
+@contextmanager
+def _no_router_kernels() -> Iterator[None]:
+    """Keep versions of vLLM before 0.28 from compiling kernels of other models' routers, which takes 10 s."""
+    from vllm.model_executor.warmup import kernel_warmup
+
+    own = getattr(kernel_warmup, "_warmup_ll_bf16_router_gemm", None)
+    # Later versions take the model and see for themselves whether it has a router.
+    if own is None or inspect.signature(own).parameters:
+        yield
+        return
+    kernel_warmup._warmup_ll_bf16_router_gemm = lambda: None
+    try:
+        yield
+    finally:
+        kernel_warmup._warmup_ll_bf16_router_gemm = own
