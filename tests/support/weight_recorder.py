@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import zlib
 from pathlib import Path
 
@@ -19,7 +20,8 @@ WEIGHTS = {
 
 
 def segments() -> set[str]:
-    """Return the descriptors of this process that are memory for weights."""
+    """Return the descriptors of this process that are memory for weights, without what earlier tests have left."""
+    gc.collect()
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor by which the folder is read

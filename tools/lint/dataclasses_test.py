@@ -8,10 +8,10 @@ ROOT = Path(__file__).parents[2]
 CHANGING = {
     "Absent", "Answer", "Asked", "BucketInitInfo", "BucketUpdateInfo", "CallError", "Client", "Draft", "Experience",
     "GenerationCounts", "GroupMaker", "Job", "Reply", "Request", "RowErrors", "Sample", "Ticket", "_Branch", "_Place",
-    "_Request", "_Running", "_Session", "_Split", "_Work",
+    "_Request", "_Running", "_Session", "_Slot", "_Split", "_Work",
 }  # fmt: skip
 WITHOUT_SLOTS = {
-    "BucketInitInfo", "BucketUpdateInfo", "CallError", "Client", "TokenBatch", "WarmUp", "_Request", "_Split",
+    "BucketInitInfo", "BucketUpdateInfo", "CallError", "Client", "TokenBatch", "_Request", "_Split",
 }  # fmt: skip
 
 

@@ -15,6 +15,12 @@ def patience(monkeypatch):
 
 
 @pytest.fixture
+def quick_retries(monkeypatch):
+    """Let pauses between two tries of a request begin with a millisecond."""
+    monkeypatch.setattr("rlhf_rollout.http.client.random.uniform", lambda low, high: 0.002)
+
+
+@pytest.fixture
 def write(tmp_path):
     """Return a function that writes the code of a module, by default of a reward, and returns its path."""
 

@@ -22,10 +22,11 @@ from rlhf_rollout.commands.serve_rm import create_app
 from rlhf_rollout.records_io import batch_records, parse_group, rollout_record
 from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
 from rlhf_rollout.rewards.remote import RemoteReward, check_reward_server
+from rlhf_rollout.rewards.sources import CallOptions
 from rlhf_rollout.workers.guarded import WorkerOptions
 from rollout_testing import app_server, json_server
 
-WORKER = WorkerOptions(extra_keys=("level", "tests"))
+CALLS = CallOptions(worker=WorkerOptions(extra_keys=("level", "tests")))
 CELLS = {"level": 3, "tests": ["a", {"b": None}]}
 TAKES = """
     def reward_func(queries, prompts, labels, level, *, tests, responses):
@@ -55,8 +56,8 @@ def test_function_receives_the_cells_as_lists(write, parameters):
         source = source.replace("        assert", "        level, tests, responses = (kwargs[name] for name in"
                                 " ('level', 'tests', 'responses'))\n        assert")  # fmt: skip
     path = write(source)
-    assert check_reward_function(path, [asked()], worker=WORKER) is None
-    assert scored(FunctionReward(path, worker=WORKER), asked()) == [3.0, 3.0]
+    assert check_reward_function(path, [asked()], CALLS) is None
+    assert scored(FunctionReward(path, CALLS), asked()) == [3.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -72,11 +73,11 @@ def test_function_receives_the_cells_as_lists(write, parameters):
 def test_function_that_does_not_take_them_is_refused_before_the_run(write, parameters, message):
     path = write(f"def reward_func(queries, prompts, labels, {parameters}): return {{'rewards': [1.0] * len(queries)}}")
     with pytest.raises(RewardError, match=f"(?s){message}"):
-        check_reward_function(path, [], worker=WORKER)
+        check_reward_function(path, [], CALLS)
 
 
 def test_built_in_reward_goes_without_them():
-    assert scored(FunctionReward("math", worker=WORKER), asked(), ["#### 4", "#### 5"]) == [1.0, 0.0]
+    assert scored(FunctionReward("math", CALLS), asked(), ["#### 4", "#### 5"]) == [1.0, 0.0]
 
 
 def test_server_receives_them_as_fields():

@@ -24,6 +24,7 @@ from rlhf_rollout.commands.serve_rm import MAX_QUERIES, create_app
 from rlhf_rollout.host import free_port
 from rlhf_rollout.rewards.model import LocalScorer, ModelReward
 from rlhf_rollout.rewards.remote import RemoteReward, check_reward_server
+from rlhf_rollout.rewards.sources import CallOptions
 from rollout_testing import app_server
 
 ANSWERS = [("two plus two is", " four"), ("two plus two is", " five or so"), ("the sky", " is blue"), ("", "alone")]
@@ -56,11 +57,11 @@ def serving(reward, tokenizer, token=""):
         yield url
 
 
-def ask(url, answers, **options):
+def ask(url, answers):
     """Score each answer through `RemoteReward`, a request each, all at once."""
 
     async def run():
-        reward = RemoteReward([url + "/get_reward"], batch_size=1, retry_wait_s=0.001, **options)
+        reward = RemoteReward([url + "/get_reward"], CallOptions(batch_size=1))
         try:
             prompts = [make_prompt(prompt or " ", "label") for prompt, _ in answers]
             calls = [
@@ -74,9 +75,10 @@ def ask(url, answers, **options):
     return asyncio.run(run())
 
 
-def test_model_behind_the_server_scores_as_it_was_trained_and_batches_across_requests(model_dir):
+def test_model_behind_the_server_scores_as_it_was_trained_and_batches_across_requests(model_dir, monkeypatch):
+    monkeypatch.setattr("rlhf_rollout.http.batcher.MAX_WAIT_S", 30.0)
     scorer, tokenizer = Counting(LocalScorer(str(model_dir))), load_tokenizer(str(model_dir))
-    with serving(ModelReward([scorer], batch_size=3, max_wait_s=30.0), tokenizer) as url:
+    with serving(ModelReward([scorer], CallOptions(batch_size=3)), tokenizer) as url:
         verdicts = ask(url, ANSWERS[:3])
     # The tokens that the trainers make of the same rows: prompt and answer apart, one EOS.
     encoder = SftEncoder(tokenizer=tokenizer)
@@ -184,11 +186,13 @@ def test_server_failure_of_one_answer_is_charged_to_it_alone():
     assert "the function cannot run" in verdicts[1].detail
 
 
-def test_token_is_asked_for_and_accepted():
+def test_token_is_asked_for_and_accepted(monkeypatch):
     with serving(Told(), ByteTokenizer(), token="secret") as url:
-        [refused] = ask(url, [("a", "bc")], token="wrong")
+        monkeypatch.setenv("RLHF_REMOTE_RM_TOKEN", "wrong")
+        [refused] = ask(url, [("a", "bc")])
         assert refused.kind is VerdictKind.CRASH and "401" in refused.detail
-        [accepted] = ask(url, [("a", "bc")], token="secret")
+        monkeypatch.setenv("RLHF_REMOTE_RM_TOKEN", "secret")
+        [accepted] = ask(url, [("a", "bc")])
         assert accepted.reward == 2.0
 
 

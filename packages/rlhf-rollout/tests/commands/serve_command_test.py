@@ -35,8 +35,8 @@ PROMPT = np.array([4, 5, 6], np.int32)
 WEIGHTS = {"a": np.arange(700_001, dtype=np.float32), "b": np.ones((3, 5), np.float16)}
 
 
-def client(url, **options):
-    return HttpEngine(EngineSpec(model="m", base_url=url, health_timeout_s=60.0), retry_wait_s=0.001, **options)
+def client(url):
+    return HttpEngine(EngineSpec(model="m", base_url=url, health_timeout_s=60.0))
 
 
 async def send(engine, version, weights=WEIGHTS, *, checksum=True):
@@ -164,7 +164,7 @@ def test_requests_that_cannot_be_answered_in_full_are_refused(body, status, says
         assert httpx.post(url + "/v1/completions", json={"prompt": [1], "seed": 3}).status_code == 200
 
 
-def test_token_guards_every_path_and_what_is_mounted():
+def test_token_guards_every_path_and_what_is_mounted(monkeypatch):
     app = create_app(FakeEngine(), {}, token="secret")
     inner = FastAPI()
     inner.add_api_route("/hello", lambda: "there")
@@ -176,9 +176,11 @@ def test_token_guards_every_path_and_what_is_mounted():
         assert httpx.get(url + "/more/hello", headers=given).json() == "there"
         assert httpx.get(url + "/health").json()["status"] == "ok"
         sampling = SamplingParams(seed=1)
-        assert asyncio.run(client(url, api_key="secret").generate(PROMPT, sampling))
+        monkeypatch.setenv("RLHF_ENGINE_TOKEN", "secret")
+        assert asyncio.run(client(url).generate(PROMPT, sampling))
+        monkeypatch.setenv("RLHF_ENGINE_TOKEN", "wrong")
         with pytest.raises(EngineError, match=r"(?s)status 401.*hint: set RLHF_ENGINE_TOKEN"):
-            asyncio.run(client(url, api_key="wrong").generate(PROMPT, sampling))
+            asyncio.run(client(url).generate(PROMPT, sampling))
 
 
 def metric(url, name):

@@ -6,9 +6,9 @@ import pytest
 
 from record_testing import make_prompt, make_rollout
 from rlhf_data.records import VerdictKind
-from rlhf_rollout.http.breaker import Breaker
+from rlhf_rollout.http.breaker import Breaker, Failure
 from rlhf_rollout.rewards.function import FunctionReward
-from rlhf_rollout.rewards.outcomes import Failure
+from rlhf_rollout.rewards.sources import CallOptions
 
 HANG = Failure(VerdictKind.TIMEOUT, "no answer within 5 s")
 
@@ -87,7 +87,8 @@ def test_breaker_counts_the_failures_of_a_prompt_anew_after_a_success(clock):
     assert breaker.note(HANG, 5.0, prompt_id="b")
 
 
-def test_function_that_hangs_for_one_prompt_is_called_for_the_others(write):
+def test_function_that_hangs_for_one_prompt_is_called_for_the_others(write, monkeypatch):
+    monkeypatch.setattr("rlhf_rollout.rewards.function.MAX_FAILURES", 3)
     reward = write("""
         import time
         def reward_func(queries, prompts, labels):
@@ -96,7 +97,7 @@ def test_function_that_hangs_for_one_prompt_is_called_for_the_others(write):
     """)
 
     async def run():
-        function = FunctionReward(reward, num_workers=1, timeout_s=2.0, max_failures=3)
+        function = FunctionReward(reward, CallOptions(timeout_s=2.0))
         bad = make_prompt("bad")
         good = make_prompt("good")
         failed = await function.score(bad, [make_rollout(bad, str(index)) for index in range(4)])
@@ -109,7 +110,8 @@ def test_function_that_hangs_for_one_prompt_is_called_for_the_others(write):
     assert [verdict.kind for verdict in scored] == [VerdictKind.OK]
 
 
-def test_function_that_always_hangs_is_held_back_with_its_last_error(write, tmp_path, caplog):
+def test_function_that_always_hangs_is_held_back_with_its_last_error(write, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("rlhf_rollout.rewards.function.MAX_FAILURES", 2)
     reward = write(f"""
         import time
         def reward_func(queries, prompts, labels):
@@ -118,7 +120,7 @@ def test_function_that_always_hangs_is_held_back_with_its_last_error(write, tmp_
     """)
 
     async def run():
-        function = FunctionReward(reward, num_workers=1, timeout_s=2.0, max_failures=2)
+        function = FunctionReward(reward, CallOptions(timeout_s=2.0))
         verdicts = []
         for prompt in [make_prompt("one"), make_prompt("two")] * 15:
             verdicts += await function.score(prompt, [make_rollout(prompt, "4")])

@@ -46,7 +46,7 @@ class User:
 
     def make(self, url="https://host", *, timeout_s=20.0, transport=None, **options):
         if self.kind == "reward":
-            return RemoteReward([url], timeout_s=timeout_s, max_wait_s=0.0, transport=transport, **options)
+            return RemoteReward([url], CallOptions(timeout_s=timeout_s), transport=transport, **options)
         if self.kind == "engine":
             spec = EngineSpec(model="m", base_url=url, request_timeout_s=timeout_s)
             return HttpEngine(spec, transport=transport, **options)
@@ -95,6 +95,7 @@ class User:
 def user(request, tmp_path, monkeypatch):
     for module in ("rewards.judge", "rewards.remote", "http.breaker"):
         monkeypatch.setattr(f"rlhf_rollout.{module}.time", SimpleNamespace(monotonic=now))
+    monkeypatch.setattr("rlhf_rollout.http.batcher.MAX_WAIT_S", 0.0)
     for variable in VARIABLES.values():
         monkeypatch.delenv(variable, raising=False)
     (tmp_path / "polite.txt").write_text("Is it polite?", encoding="utf-8")
@@ -272,6 +273,24 @@ def test_token_is_not_sent_to_where_a_server_points(user, monkeypatch):
     monkeypatch.setenv(VARIABLES[user.kind], "s3cret-key")
     assert "status 307" in user.ask(status(307, "there", Location="https://thief/x"))[0]
     assert [request.url.host for request in user.requests] == ["host"]
+
+
+def test_each_server_gets_its_own_token_and_no_message_has_the_query_of_a_url(monkeypatch):
+    monkeypatch.setenv("RLHF_REMOTE_RM_TOKEN", "https://far=t0ken")
+    sent = []
+
+    def answer(request):
+        sent.append(request.headers.get("Authorization"))
+        return httpx.Response(500, text=f"you asked {request.url}")
+
+    async def run():
+        client = Client([far, here], timeout_s=1.0, transport=httpx.MockTransport(answer))
+        return [(await client.send(url, {})).detail for url in (far, here)]
+
+    far, here = "https://far/get_reward?key=s3cret", "http://127.0.0.1:5000/get_reward"
+    details = asyncio.run(run())
+    assert sent == ["Bearer t0ken", None]
+    assert details[0] == "https://far/get_reward?***: status 500: you asked https://far/get_reward?***"
 
 
 @pytest.mark.parametrize("token", ["two\nlines", "schlüssel"])

@@ -10,6 +10,8 @@ import pytest
 from record_testing import make_prompt, make_rollout, named_programs
 from rlhf_data.records import VerdictKind
 from rlhf_rollout.rewards.code.code_reward import CodeReward
+from rlhf_rollout.rewards.sources import CallOptions
+from rlhf_rollout.workers.guarded import WorkerOptions
 
 STDIN = json.dumps({"inputs": ["3\n", "4\n"], "outputs": ["482915\n", "771342\n"]})
 CALL = json.dumps({"fn_name": "f", "inputs": [[3], [4]], "outputs": [482915, 771342]})
@@ -170,7 +172,10 @@ finally: pass
 def test_verdict_cannot_be_faked(bubblewrap, name):
     program = named_programs(FAKES)[name]
     program = LOOK + program if "look()" in program else program
-    reward = CodeReward(bubblewrap, timeout_s=2 if "(hangs)" in name else 120, memory_gb=0.5, partial=True)
+    calls = CallOptions(
+        timeout_s=2 if "(hangs)" in name else 120, worker=WorkerOptions(memory_gb=0.5), code_partial=True
+    )
+    reward = CodeReward(bubblewrap, calls)
     prompt = make_prompt(label=LABELS[name.partition(":")[0]])
     (verdict,) = asyncio.run(reward.score(prompt, [make_rollout(prompt, f"```python\n{program}\n```")]))
     assert (verdict.kind, verdict.reward, verdict.extra["passed"]) == (VerdictKind.WRONG, 0.0, 0.0), verdict

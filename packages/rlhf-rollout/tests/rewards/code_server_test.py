@@ -15,13 +15,14 @@ from rlhf_data.records import VerdictKind
 from rlhf_rollout.http.client import Client, RequestFailure
 from rlhf_rollout.rewards.code.code_reward import CodeReward
 from rlhf_rollout.rewards.code.sandbox import SandboxServer, check_sandbox
+from rlhf_rollout.rewards.sources import CallOptions
 
 OK, WRONG, CRASH = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH
 
 
 def judge(url, label, *programs):
     prompt = make_prompt(label=label)
-    reward = CodeReward(SandboxServer(url), timeout_s=120)
+    reward = CodeReward(SandboxServer(url), CallOptions(timeout_s=120))
     rollouts = [make_rollout(prompt, f"```\n{program}\n```", index=index) for index, program in enumerate(programs)]
     return asyncio.run(reward.score(prompt, rollouts))
 

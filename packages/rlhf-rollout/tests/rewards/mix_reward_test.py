@@ -195,6 +195,15 @@ def test_mixed_reward_close_closes_all_and_tells_what_failed():
     assert other.closed
 
 
+def test_failures_get_the_reward_that_is_set_and_stay_failures():
+    source = ScriptedReward(Verdict(CRASH, detail="by zero"), Verdict(OK, 1.0))
+    verdicts = score(ScoredFailures(source, -2.0), 2)
+    assert [(v.kind, v.reward, v.score, v.detail) for v in verdicts] == [
+        (CRASH, -2.0, -2.0, "by zero"),
+        (OK, 1.0, 1.0, ""),
+    ]
+
+
 @pytest.mark.parametrize(
     ("names", "weight", "says"),
     [
@@ -229,36 +238,8 @@ def test_build_reward_one_source_of_weight_one_is_itself(function):
         assert isinstance(reward, kind)
         close(reward)
     assert build_reward([model], models=[scorer]) is scorer
-
-
-# Rewards of -0.5, 0 and 1, with scores in [0, 1]: a wrong answer has a score of 0.333.
-PARTIAL_CREDIT = """
-def reward_func(queries, prompts, labels):
-    rewards = []
-    for query, prompt, label in zip(queries, prompts, labels):
-        answer = query[len(prompt):]
-        rewards.append((1.0 if answer == label else 0.0) if answer.isdigit() else -0.5)
-    return {"rewards": rewards, "scores": [(reward + 0.5) / 1.5 for reward in rewards]}
-"""
-
-
-@pytest.mark.parametrize(("threshold", "right"), [(1.0, [True, False, False]), (0.3, [True, True, False])])
-def test_build_reward_counts_as_right_what_reaches_the_threshold(tmp_path, threshold, right):
-    (tmp_path / "partial.py").write_text(PARTIAL_CREDIT)
-    source = RewardSource(kind="function", targets=(str(tmp_path / "partial.py"),))
-    prompt = make_prompt("2+2=", "4")
-    rollouts = [make_rollout(prompt, text) for text in ("4", "5", "four")]
-
-    async def run():
-        reward = build_reward([source], CallOptions(success_threshold=threshold))
-        try:
-            return await reward.score(prompt, rollouts)
-        finally:
-            await reward.close()
-
-    verdicts = asyncio.run(run())
-    assert [verdict.score for verdict in verdicts] == pytest.approx([1.0, 1 / 3, 0.0])
-    assert [verdict.kind is OK for verdict in verdicts] == right
+    weighted = RewardSource(kind="model", targets=("a/model",), weight=0.5)
+    assert isinstance(build_reward([weighted], models=[scorer]), MixedReward)
 
 
 def test_build_reward_mixes_functions_and_models_in_their_order(function):
@@ -282,18 +263,6 @@ def test_build_reward_mixes_functions_and_models_in_their_order(function):
     assert closed == [True, True]
 
 
-def test_build_reward_single_source_with_a_weight_is_weighted(function):
-    async def run():
-        weighted = RewardSource(kind="function", targets=function.targets, weight=0.5)
-        reward = build_reward([weighted], CallOptions(timeout_s=20.0))
-        prompt = make_prompt()
-        verdicts = await reward.score(prompt, [make_rollout(prompt, "4")])
-        await reward.close()
-        return verdicts
-
-    assert asyncio.run(run())[0].reward == 1.0
-
-
 def test_build_reward_sources_that_cannot_work_are_refused(function):
     with pytest.raises(ConfigError, match="got 0 reward models for 1 sources of the kind model"):
         build_reward([RewardSource(kind="model", targets=("m",))])
@@ -307,24 +276,6 @@ def test_build_reward_sources_that_cannot_work_are_refused(function):
         build_reward([RewardSource(kind="function", targets=("nothere.py",))])
 
 
-def test_build_reward_gives_failures_the_reward_that_is_set_and_counts_them(tmp_path):
-    path = tmp_path / "half.py"
-    path.write_text("def reward_func(q, p, l): return {'rewards': [1 / (len(t) - 3) for t in q]}\n")
-    source = RewardSource(kind="function", targets=(str(path),))
-
-    async def run():
-        reward = build_reward([source], CallOptions(timeout_s=20.0, failed_reward=-2.0))
-        try:
-            prompt = make_prompt("q=")
-            return await reward.score(prompt, [make_rollout(prompt, "1"), make_rollout(prompt, "22", index=1)])
-        finally:
-            await reward.close()
-
-    verdicts = asyncio.run(run())
-    assert [(v.kind, v.reward, v.score) for v in verdicts] == [(CRASH, -2.0, -2.0), (OK, 1.0, 1.0)]
-    assert "division by zero" in verdicts[0].detail
-
-
 def test_check_reward_asks_what_the_source_is(function):
     assert check_reward(function, [make_prompt()], CallOptions(timeout_s=20.0)) is None
     failing = RewardSource(kind="function", targets=("rlhf_rollout.rewards.math",))
@@ -332,10 +283,3 @@ def test_check_reward_asks_what_the_source_is(function):
     with pytest.raises(ConfigError, match="the reward server does not answer"):
         check_reward(RewardSource(kind="server", targets=(NO_SERVER,)), [make_prompt()], CallOptions(timeout_s=5.0))
     assert check_reward(RewardSource(kind="model", targets=("m",)), [make_prompt()]) is None
-
-
-def test_check_reward_gives_a_function_as_long_as_told(tmp_path):
-    path = tmp_path / "hang.py"
-    path.write_text("import time\ndef reward_func(queries, prompts, labels): time.sleep(1000)\n")
-    source = RewardSource(kind="function", targets=(str(path),))
-    assert check_reward(source, [make_prompt()], CallOptions(timeout_s=0.5)).startswith("no answer within 0.5 s")

@@ -14,6 +14,7 @@ from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, V
 from rlhf_models.host_states import RestingModel
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.rewards.model import LocalScorer, ModelReward, ProcessReward
+from rlhf_rollout.rewards.sources import CallOptions
 
 PROMPT = Prompt("p0", [5, 6], "two tokens")
 
@@ -46,7 +47,8 @@ def run(coroutine: Any) -> Any:
 
 def test_model_reward_sends_prompt_and_response_as_tokens_and_compares_with_the_threshold() -> None:
     scorer = Scripted()
-    verdicts = run(ModelReward([scorer], success_threshold=1.5).score(PROMPT, rollouts([7, 12], [9], [10])))
+    reward = ModelReward([scorer], CallOptions(success_threshold=1.5))
+    verdicts = run(reward.score(PROMPT, rollouts([7, 12], [9], [10])))
     assert scorer.batches == [[[5, 6, 7, 12], [5, 6, 9], [5, 6, 10]]]
     assert [(verdict.kind, verdict.reward, verdict.score) for verdict in verdicts] == [
         (VerdictKind.OK, 2.0, 2.0),
@@ -66,7 +68,7 @@ def test_model_reward_by_turn_scores_the_conversation_after_each_turn() -> None:
     failing = Rollout("f", "g", (*spans[:2], Span(SpanSource.ENVIRONMENT, [13]), *spans[3:]), FinishReason.STOP)
     scorer = Scripted()
     [empty] = rollouts([])
-    verdicts = run(ModelReward([scorer], success_threshold=1.0, by_turn=True).score(PROMPT, [talk, failing, empty]))
+    verdicts = run(ModelReward([scorer], by_turn=True).score(PROMPT, [talk, failing, empty]))
     assert (
         sorted(scorer.batches[0], key=len)[:2] == [[5, 6], [5, 6, 7, 12]] and [5, 6, 7, 12, 8, 11] in scorer.batches[0]
     )
@@ -97,7 +99,7 @@ class Judge:
 
 def test_process_reward_puts_each_steps_probability_at_its_end_and_scores_by_the_worst() -> None:
     judge = Judge()
-    reward = ProcessReward([judge], success_threshold=0.5)
+    reward = ProcessReward([judge], CallOptions(success_threshold=0.5))
     verdicts = run(reward.score(PROMPT, rollouts([8, 6], [9, 2], [], [13], [14])))
     assert judge.batches[0][0] == ([5, 6, 8, 6], [False, False, True, True])
     good, bad, empty, crashed, broken = verdicts
@@ -124,9 +126,10 @@ def test_local_scorer_with_a_step_separator_judges_steps(tmp_path: Path) -> None
     assert verdict.token_rewards == tuple(expected) and len(expected) == 1 and not scorer.has_moments
 
 
-def test_model_reward_batches_across_calls_up_to_the_batch_size() -> None:
+def test_model_reward_batches_across_calls_up_to_the_batch_size(monkeypatch) -> None:
+    monkeypatch.setattr("rlhf_rollout.http.batcher.MAX_WAIT_S", 0.05)
     scorer = Scripted()
-    reward = ModelReward([scorer], batch_size=4, max_wait_s=0.05)
+    reward = ModelReward([scorer], CallOptions(batch_size=4))
 
     async def groups() -> Any:
         return await asyncio.gather(*(reward.score(PROMPT, rollouts([20 + index], [30 + index])) for index in range(3)))
@@ -140,7 +143,7 @@ def test_model_reward_prefers_the_replica_with_the_fewest_under_way() -> None:
     async def scenario() -> list[list[int]]:
         hold = asyncio.Event()
         scorers = [Scripted(hold), Scripted(hold)]
-        reward = ModelReward(scorers, batch_size=3, max_wait_s=0.0)
+        reward = ModelReward(scorers, CallOptions(batch_size=3))
         tasks = []
         for count in (3, 1, 1, 1):
             tasks.append(asyncio.create_task(reward.score(PROMPT, rollouts(*[[20]] * count))))
@@ -176,7 +179,7 @@ class Dead:
 
 def test_model_reward_dead_replica_charges_nobody_and_is_asked_last() -> None:
     alive = Scripted()
-    reward = ModelReward([Dead(), alive], batch_size=2, max_wait_s=0.0)
+    reward = ModelReward([Dead(), alive], CallOptions(batch_size=2))
 
     async def rounds() -> list[Any]:
         return [await reward.score(PROMPT, rollouts([11], [12], [11])) for _ in range(4)]
@@ -213,7 +216,7 @@ def test_model_reward_hung_replica_is_a_timeout_of_the_whole_batch_with_a_hint()
     assert hung.num_cancelled == 1  # one call: its sequences are not asked for one by one
     detail = verdicts[0].detail
     assert detail.startswith("the reward model gave no scores for 3 sequences within 0.05 s")
-    assert "lower ``ModelReward.batch_size``" in detail
+    assert "lower ``CallOptions.batch_size``" in detail
 
 
 def test_model_reward_another_replica_answers_for_a_hung_one() -> None:

@@ -9,6 +9,9 @@ import pytest
 from record_testing import make_prompt, make_rollout
 from rlhf_data.records import VerdictKind
 from rlhf_rollout.rewards.remote import RemoteReward
+from rlhf_rollout.rewards.sources import CallOptions
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
 
 OK, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.CRASH, VerdictKind.TIMEOUT
 GOOD = "http://good/r"
@@ -33,8 +36,8 @@ def score(urls, handler, *groups, **options):
     """Score groups of responses one after the other; return the verdicts of each."""
 
     async def run():
-        options.setdefault("timeout_s", 1.2)
-        reward = RemoteReward(urls, retry_wait_s=0.001, transport=httpx.MockTransport(handler), **options)
+        calls = CallOptions(**{"timeout_s": 1.2, **options})
+        reward = RemoteReward(urls, calls, transport=httpx.MockTransport(handler))
         prompt = make_prompt("q=")
         verdicts = []
         for texts in groups:
@@ -71,6 +74,7 @@ def test_only_server_that_hangs_costs_one_timeout_per_batch_after_a_while():
     ("body", "kinds", "says"),
     [
         ('{"rewards": [1' + "0" * 400 + ", 1]}", [CRASH, OK], "the reward is inf"),
+        ('{"rewards": [NaN, 1]}', [CRASH, OK], "the reward is nan"),
         ('{"rewards": [1e39, 1]}', [CRASH, OK], "the reward is 1e+39, more than float32 can hold"),
         ('{"rewards": [1' + "0" * 5000 + ", 1]}", [CRASH, CRASH], f"{GOOD}: no JSON: "),
         ("[" * 100_000, [CRASH, CRASH], f"{GOOD}: no JSON: [[["),
@@ -81,7 +85,7 @@ def test_only_server_that_hangs_costs_one_timeout_per_batch_after_a_while():
         ),
         ('{"\\ud800\\u001b[2J": 1}', [CRASH, CRASH], f"{GOOD}: the reward server's dictionary has no `rewards`: "),
     ],
-    ids=["401 digits", "1e39", "5001 digits", "deep", "surrogate in a log", "surrogate in an error"],
+    ids=["401 digits", "NaN", "1e39", "5001 digits", "deep", "surrogate in a log", "surrogate in an error"],
 )
 def test_unusable_answer_becomes_a_verdict_that_can_be_written(body, kinds, says):
     [verdicts] = score([GOOD], lambda request: httpx.Response(200, content=body), ["1", "2"], timeout_s=20.0)

@@ -13,7 +13,10 @@ from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import VerdictKind
 from rlhf_rollout.rewards.remote import TOKEN_VARIABLE, RemoteReward, check_reward_server
+from rlhf_rollout.rewards.sources import CallOptions
 from rollout_testing import json_server
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
 
 OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
 NO_SERVER = "http://127.0.0.1:9/get_reward"  # the discard port: nothing listens there
@@ -62,7 +65,8 @@ def score(urls, *groups, **options):
     """Score groups of responses, all at once and each to a prompt of its own; return the verdicts of each."""
 
     async def run():
-        reward = RemoteReward(urls, **{"retry_wait_s": 0.001, "timeout_s": 60.0, **options})
+        tries = {name: options.pop(name) for name in ("num_retries", "transport") if name in options}
+        reward = RemoteReward(urls, CallOptions(**{"timeout_s": 60.0, **options}), **tries)
         try:
             calls = []
             for number, texts in enumerate(groups):
@@ -137,34 +141,21 @@ def test_remote_reward_servers_take_turns(serve):
     assert (len(one.requests), len(two.requests)) == (2, 2)
 
 
-def test_remote_reward_busy_server_is_left_for_the_next(serve):
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_remote_reward_server_that_is_busy_or_gone_is_left_for_the_next(serve, is_gone):
     (busy, url_busy), (free, url_free) = serve(), serve()
     busy.respond = lambda body: (503, "busy")
-    (verdicts,) = score([url_busy, url_free], ["1", "2"])
+    (verdicts,) = score([NO_SERVER if is_gone else url_busy, url_free], ["1", "2"])
     assert [verdict.reward for verdict in verdicts] == [1.0, 2.0]
-    assert (len(busy.requests), len(free.requests)) == (1, 1)
+    assert (len(busy.requests), len(free.requests)) == (not is_gone, 1)
 
 
-def test_remote_reward_server_that_is_gone_is_left_for_the_next(serve):
-    server, url = serve()
-    (verdicts,) = score([NO_SERVER, url], ["1"])
-    assert verdicts[0].reward == 1.0
-    assert len(server.requests) == 1
-
-
-def test_remote_reward_pauses_double_and_the_last_failure_is_told(serve):
+def test_remote_reward_tells_the_last_failure_of_a_busy_server_that_is_not_asked_sample_by_sample(serve):
     server, url = serve()
     server.respond = lambda body: (503, "  still\nbusy ")
-    started = time.monotonic()
-    (verdicts,) = score([url], ["1", "2"], num_retries=3, retry_wait_s=0.05)
-    # 0.05 + 0.1 + 0.2 s; a busy server is not asked sample by sample.
-    assert time.monotonic() - started > 0.35
+    (verdicts,) = score([url], ["1", "2"], num_retries=3)
     assert [(v.kind, v.reward, v.detail) for v in verdicts] == [(CRASH, None, f"{url}: status 503: still busy")] * 2
     assert len(server.requests) == 4
-
-
-def unreachable(request):
-    raise httpx.ConnectTimeout("nobody is there")
 
 
 def test_remote_reward_silent_server_is_a_timeout_after_two_tries_of_the_batch_and_one_of_each_sample():
@@ -177,15 +168,6 @@ def test_remote_reward_silent_server_is_a_timeout_after_two_tries_of_the_batch_a
     (verdicts,) = score(["http://r"], ["1", "2"], timeout_s=0.5, num_retries=5, transport=httpx.MockTransport(silent))
     assert [(v.kind, v.detail) for v in verdicts] == [(TIMEOUT, "http://r: no answer within 0.5 s")] * 2
     assert sizes == [2, 2, 1, 1]
-
-
-@pytest.mark.parametrize("status", [401, 404, 302])
-def test_remote_reward_refused_request_is_not_repeated(serve, status):
-    server, url = serve()
-    server.respond = lambda body: (status, "no")
-    (verdicts,) = score([url], ["1", "2"])
-    assert [verdict.detail for verdict in verdicts] == [f"{url}: status {status}: no"] * 2
-    assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -225,29 +207,13 @@ def test_remote_reward_samples_of_a_broken_batch_are_tried_twice(serve):
     assert [len(request["query"]) for request in server.requests] == [2, 1, 1, 1, 1]
 
 
-def test_remote_reward_number_that_is_not_finite_charges_its_sample_alone(serve):
-    server, url = serve()
-    server.answers = [(200, '{"rewards": [NaN, 1, Infinity]}')]
-    (verdicts,) = score([url], ["1", "2", "3"])
-    assert [(v.kind, v.detail) for v in verdicts] == [
-        (CRASH, "the reward is nan"),
-        (OK, ""),
-        (CRASH, "the reward is inf"),
-    ]
-    assert len(server.requests) == 1
-
-
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
         ("oops", "no JSON: oops"),
-        ("", "no JSON:"),
         ([1.0], "the reward server returned a value of type list, not a dictionary"),
         ({"reward": [1.0]}, "the reward server's dictionary has no `rewards`: ['reward']"),
         ({"rewards": [1.0, 2.0]}, "`rewards` has 2 numbers for 1 samples"),
-        ({"rewards": []}, "`rewards` has 0 numbers for 1 samples"),
-        ({"rewards": None}, "`rewards` must be a list of numbers, got None"),
-        ({"rewards": ["1"]}, "`rewards` must hold numbers, got a value of type str"),
         ({"rewards": [1.0], "verdicts": ["fine"]}, "unknown verdict `fine`; known: abstained, crash, ok, timeout"),
     ],
 )
@@ -261,32 +227,12 @@ def test_remote_reward_unusable_answer_is_a_crash(serve, answer, says):
     assert len(server.requests) == 1
 
 
-def test_remote_reward_token_comes_from_the_environment_or_the_caller(serve, monkeypatch):
-    server, url = serve()
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    score([url], ["1"])
-    monkeypatch.setenv(TOKEN_VARIABLE, "of-the-environment\n")
-    score([url], ["1"])
-    score([url], ["1"], token="given")
-    score([url], ["1"], token="")
-    assert TOKEN_VARIABLE == "RLHF_REMOTE_RM_TOKEN"
-    assert [headers.get("Authorization") for headers in server.headers] == [
-        None, "Bearer of-the-environment", "Bearer given", None,
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("options", [{"urls": []}, {"timeout_s": 0}, {"num_retries": -1}, {"batch_size": 0}])
-def test_remote_reward_numbers_that_make_no_sense_are_refused(options):
-    with pytest.raises(ConfigError):
-        RemoteReward(**{"urls": ["http://host"], **options})
-
-
 def test_remote_reward_close_ends_a_request_under_way(serve):
     server, url = serve()
     server.open.clear()
 
     async def run():
-        reward = RemoteReward([url], timeout_s=1000.0)
+        reward = RemoteReward([url], CallOptions(timeout_s=1000.0))
         prompt = make_prompt()
         task = asyncio.create_task(reward.score(prompt, [make_rollout(prompt, "1")]))
         while not server.requests:
@@ -319,12 +265,7 @@ def test_check_reward_server_without_prompts_looks_at_the_urls_only():
 def test_check_reward_server_unreachable_is_refused_with_a_hint(serve):
     _, url = serve()
     with pytest.raises(ConfigError, match=r"does not answer: http://127.0.0.1:9(.|\n)*hint: start it.*127\.0\.0\.1"):
-        check_reward_server([url, NO_SERVER], [make_prompt(label="1")], timeout_s=5.0)
-
-
-def test_check_reward_server_out_of_reach_is_refused():
-    with pytest.raises(ConfigError, match=r"does not answer: http://far: ConnectTimeout"):
-        check_reward_server(["http://far"], [make_prompt()], transport=httpx.MockTransport(unreachable))
+        check_reward_server([url, NO_SERVER], [make_prompt(label="1")], CallOptions(timeout_s=5.0))
 
 
 @pytest.mark.parametrize(
@@ -352,5 +293,6 @@ def test_check_reward_server_that_is_unwell_or_slow_is_told():
         return httpx.Response(500, text="traceback")
 
     urls = ["http://broken", "http://slow"]
-    problem = check_reward_server(urls, [make_prompt()], timeout_s=1.0, transport=httpx.MockTransport(answer))
+    transport = httpx.MockTransport(answer)
+    problem = check_reward_server(urls, [make_prompt()], CallOptions(timeout_s=1.0), transport=transport)
     assert problem == "http://broken: status 500: traceback; http://slow: no answer within 1 s"

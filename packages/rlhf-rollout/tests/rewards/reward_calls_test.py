@@ -85,15 +85,14 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def function(write):
-    return lambda size, **options: FunctionReward(
-        write('def reward_func(q, p, l): return {"rewards": []}'), batch_size=size, num_workers=1, **options
-    )
+    path = write('def reward_func(q, p, l): return {"rewards": []}')
+    return lambda size: FunctionReward(path, CallOptions(batch_size=size))
 
 
 @pytest.mark.parametrize("num_samples", [1, 2])
 def test_function_that_normalizes_its_call_works_as_printed_for_several_prompts(write, num_samples, monkeypatch):
     monkeypatch.setattr(asyncio, "sleep", _at_once(asyncio.sleep))
-    reward = FunctionReward(write(NORMALIZING), num_workers=1, timeout_s=60.0)
+    reward = FunctionReward(write(NORMALIZING), CallOptions(timeout_s=60.0))
     groups = generated(reward, 4, num_samples=num_samples)
     asyncio.run(reward.close())
     verdicts = [rollout.verdict for group in groups for rollout in group.rollouts]
@@ -183,7 +182,7 @@ def test_reward_keeps_no_event_loop_that_has_ended(function, calls):
 def test_sums_of_rewards_gather_the_same_calls(calls, write):
     function = RewardSource(kind="function", targets=(write('def reward_func(q, p, l): return {"rewards": []}'),))
     two = RewardSource(kind="function", targets=("math",))
-    reward = build_reward([function, two], CallOptions(failed_reward=0.0, num_workers=1))
+    reward = build_reward([function, two], CallOptions(failed_reward=0.0))
     assert isinstance(reward, ScoredFailures)
     generated(reward, 5, by=simulate)
     assert Counter(calls) == {5: 1, 1: 5}  # `math` compares nothing: its calls go out as groups become complete
@@ -191,13 +190,13 @@ def test_sums_of_rewards_gather_the_same_calls(calls, write):
 
 def test_calls_of_a_run_hold_the_samples_of_its_prompts(calls, write):
     source = RewardSource(kind="function", targets=(write('def reward_func(q, p, l): return {"rewards": []}'),))
-    reward = build_reward([source], CallOptions(batch_size=8, step_prompts=4, num_samples=2, num_workers=1))
+    reward = build_reward([source], CallOptions(batch_size=8, step_prompts=4, num_samples=2))
     generated(reward, 4, num_samples=2, by=simulate)
     assert calls == [8]
 
 
 def test_built_in_rewards_are_called_for_each_prompt_as_it_becomes_complete(calls):
-    generated(FunctionReward("math", num_workers=1), 4, num_samples=2, by=simulate)
+    generated(FunctionReward("math"), 4, num_samples=2, by=simulate)
     assert calls == [2] * 4
 
 
@@ -276,7 +275,7 @@ def test_function_that_compares_charges_the_failing_response_alone(write):
     """)
 
     async def run():
-        function = FunctionReward(reward, num_workers=1)
+        function = FunctionReward(reward)
         prompts = [make_prompt(f"{number}=", prompt_id=str(number)) for number in range(4)]
         texts = ["1", "2", "no number", "3"]
         groups = [
@@ -310,10 +309,6 @@ def test_responses_that_a_failing_call_held_are_compared_again(
     size = num_prompts * num_samples
     assert sizes == [size, *[1] * size, size]
     assert {rollout.verdict.reward for group in groups for rollout in group.rollouts} == {size}
-
-
-def test_no_responses_have_no_verdicts(function, calls):
-    assert asyncio.run(function(4).score(make_prompt(), [])) == []
 
 
 def test_judge_together_falls_back_on_what_samples_got_alone():
@@ -396,7 +391,7 @@ def test_function_may_abstain_of_some_responses_and_of_all_to_a_prompt(write):
     """)
 
     async def run():
-        function = ScoredFailures(FunctionReward(reward, num_workers=1, timeout_s=60.0), -1.0)
+        function = ScoredFailures(FunctionReward(reward, CallOptions(timeout_s=60.0)), -1.0)
         prompts = [make_prompt(f"{number}=", prompt_id=str(number)) for number in range(2)]
         groups = []
         for prompt, texts in zip(prompts, (["x", "a"], ["b", "c"]), strict=True):

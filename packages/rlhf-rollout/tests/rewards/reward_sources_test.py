@@ -89,6 +89,11 @@ def test_reward_source_that_is_none_is_refused(kind, targets, says):
         RewardSource(kind=kind, targets=targets)
 
 
+def test_name_of_a_server_has_no_secret():
+    for url in ("http://me:s3cret@far:5000/x", "http://far:5000?key=s3cret", "http://far:5000/?key=s3cret"):
+        assert RewardSource(kind="server", targets=(url,)).name.removeprefix("***@") == "far:5000"
+
+
 def test_reward_source_pickle_round_trip():
     (source,) = parse_sources("http://one,http://two", weights=(0.5,))
     assert pickle.loads(pickle.dumps(source)) == source

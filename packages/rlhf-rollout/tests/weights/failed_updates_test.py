@@ -46,12 +46,6 @@ def descriptor_is_missing_once(monkeypatch, bucket):
     return bucket
 
 
-def bytes_are_wrong_once(monkeypatch, bucket):
-    found = iter([bucket.checksum ^ 1, bucket.checksum])
-    monkeypatch.setattr("rlhf_rollout.weights.bucket.bucket_checksum", lambda *arguments: next(found))
-    return bucket
-
-
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
     monkeypatch.setattr("rlhf_rollout.weights.bucket._PAUSE_S", 0.0)
@@ -159,9 +153,8 @@ def test_run_goes_on_after_an_update_that_did_not_reach_one_engine(fault, reason
     assert back == f"engine {BROKEN} is back, with weights of version 2"
 
 
-@pytest.mark.parametrize("fault", [descriptor_is_missing_once, bytes_are_wrong_once])
-def test_engine_goes_on_after_weights_that_arrive_at_the_second_try(fault):
-    versions, engines, said = asyncio.run(run_with(("change", fault)))
+def test_engine_goes_on_after_weights_that_arrive_at_the_second_try():
+    versions, engines, said = asyncio.run(run_with(("change", descriptor_is_missing_once)))
     assert versions == [{1}, {2}, {3}, {4}]
     assert [engine.num_restarts for engine in engines] == [0, 0, 0]
     assert [engine.policy_version for engine in engines] == [4, 4, 4]

@@ -7,15 +7,16 @@ import sys
 from record_testing import make_prompt, make_rollout
 from rlhf_data.records import VerdictKind
 from rlhf_rollout.rewards.function import FunctionReward
+from rlhf_rollout.rewards.sources import CallOptions
 from rlhf_rollout.workers import guarded
-from rlhf_rollout.workers.guarded import WorkerOptions
+from rlhf_rollout.workers.guarded import DEFAULT_WORKER, WorkerOptions
 
 
-def score(reward, **options):
+def score(reward, worker=DEFAULT_WORKER, **options):
     """Score one response in a reward of its own; return the verdict."""
 
     async def run():
-        function = FunctionReward(reward, **{"num_workers": 1, "timeout_s": 20.0, **options})
+        function = FunctionReward(reward, CallOptions(worker=worker), **options)
         try:
             prompt = make_prompt("2+2=", "4")
             return (await function.score(prompt, [make_rollout(prompt, "4")]))[0]

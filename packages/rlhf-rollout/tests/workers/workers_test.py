@@ -19,6 +19,7 @@ from rlhf_rollout.agents.hosted import HostedAgent
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.function import FunctionReward
+from rlhf_rollout.rewards.sources import CallOptions
 from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.workers.guarded import WorkerOptions
 from rlhf_rollout.workers.rpc import Activity
@@ -52,7 +53,7 @@ class Reward:
     late = "no answer within 1 s"
 
     def __init__(self, path, *, timeout_s=60.0, **options):
-        self.function = FunctionReward(path, num_workers=1, timeout_s=timeout_s, **options)
+        self.function = FunctionReward(path, CallOptions(timeout_s=timeout_s, **options))
         self.pool = self.function._pool
         self.close = self.function.close
 

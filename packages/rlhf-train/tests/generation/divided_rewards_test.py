@@ -167,7 +167,7 @@ def test_model_without_a_score_is_an_error_of_the_start(tmp_path):
 def test_processes_start_again_after_one_has_died_and_lose_no_score(folder):
     started: list = []
     scorer = DividedScorer(starts_of(folder, started), batch_size=4, on_cpu=True)
-    reward = ModelReward([scorer], batch_size=8, timeout_s=120)
+    reward = ModelReward([scorer], CallOptions(batch_size=8), timeout_s=120)
     rollouts = random_rollouts(6, vocab_size=VOCAB_SIZE)
     wanted = expected(folder, [rollout.token_ids for rollout in rollouts])
 
@@ -235,7 +235,9 @@ def test_sequences_of_a_call_that_failed_are_scored_one_by_one(folder):
     def start():
         return ray.remote(Failing).options(num_cpus=0).remote(folder, dtype="float32")
 
-    reward = ModelReward([DividedScorer([start] * 2, batch_size=8, on_cpu=True)], batch_size=8, timeout_s=120)
+    reward = ModelReward(
+        [DividedScorer([start] * 2, batch_size=8, on_cpu=True)], CallOptions(batch_size=8), timeout_s=120
+    )
     rollouts = random_rollouts(6, vocab_size=VOCAB_SIZE)
     found = asyncio.run(reward.score(Prompt("prompt", [3], "text"), rollouts))
     wanted = expected(folder, [rollout.token_ids for rollout in rollouts])

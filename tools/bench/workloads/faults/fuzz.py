@@ -123,7 +123,7 @@ def read_rewards(data: bytes, folder: Path) -> None:
 
     async def run() -> list[Verdict]:
         transport = httpx.MockTransport(lambda request: httpx.Response(status, content=data))
-        reward = RemoteReward(["http://127.0.0.1:1/x"], num_retries=0, max_wait_s=0.0, transport=transport)
+        reward = RemoteReward(["http://127.0.0.1:1/x"], num_retries=0, transport=transport)
         prompt = Prompt("p", [1], "p")
         spans = (Span(SpanSource.PROMPT, prompt.token_ids),)
         rollouts = [Rollout(text, "g0", spans, FinishReason.STOP, text) for text in ("a", "b")]

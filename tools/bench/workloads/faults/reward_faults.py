@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
+from rlhf_rollout.http.breaker import Breaker
 from rlhf_rollout.rewards.function import FunctionReward
+from rlhf_rollout.rewards.sources import CallOptions
 from runner import memory_mib
 
 GOAL_MIB = 20.0  # largest growth of this process's memory over all hung rewards
@@ -53,10 +55,11 @@ def measure(options: Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Hang `--count` rewards."""
     pids = folder / "pids"
     (folder / "hang.py").write_text(HANG.format(path=str(pids)), encoding="utf-8")
-    shape = {"timeout_s": options.timeout_s, "num_workers": options.num_workers, "batch_size": 1, "max_failures": 2**31}
+    calls = CallOptions(timeout_s=options.timeout_s, num_workers=options.num_workers, batch_size=1)
     before = memory_mib()
     started = time.monotonic()
-    reward = FunctionReward(str(folder / "hang.py"), log_path=folder / "log", **shape)
+    reward = FunctionReward(str(folder / "hang.py"), calls, log_path=folder / "log")
+    reward._breaker = Breaker(2**31)
     verdicts = asyncio.run(score(reward, options.count, options.num_workers))
     seconds = time.monotonic() - started
     growth = memory_mib() - before

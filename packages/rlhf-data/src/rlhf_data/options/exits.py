@@ -16,6 +16,7 @@ _FIELD = re.compile(r"``([A-Za-z][\w./]*(?:=[^`\n]*)?)``")
 # What to type for the fields of libraries that have another name than the option that sets them.
 FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
     {
+        "CallOptions.batch_size": "--reward_batch_size",
         "CheckpointSpec.every": "--save_steps",
         "CheckpointSpec.folder": "--ckpt_path",
         "CheckpointSpec.full=False": "--disable_ds_ckpt",
@@ -24,7 +25,6 @@ FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
         "CorrectionSpec.mode": "--is_correction_mode",
         "JudgeOptions.model": "--judge_model",
         "JudgeOptions.url": "--judge_url",
-        "ModelReward.batch_size": "--reward_batch_size",
         "ModelSpec.offload": "--ref_reward_offload",
         "OfflineJob.model_path": "--save_path",
         "OptimizerSpec.offload": "--adam_offload",

@@ -127,8 +127,7 @@ class RewardJob:
             TERMINAL.progress.show("loading the reward models", done=number, total=len(self.models))
             scorer = self._scorer(path, tokenizer)
             stack.callback(scorer.close)
-            options = {"batch_size": calls.batch_size, "success_threshold": calls.success_threshold}
-            models.append(ModelReward([scorer], **options))
+            models.append(ModelReward([scorer], calls))
         with TERMINAL.progress.doing("starting the rewards"):
             reward = build_reward(self.sources, calls, models=models)
         stack.push_async_callback(reward.close)

@@ -46,17 +46,14 @@ class HttpEngine:
             server may write nothing during an attempt at a request, by the counters of its `/metrics`. For a server
             without them, it is the deadline of an attempt, with all of its samples.
         num_retries: further attempts at a request after a temporary error: no connection, a timeout, or status 408,
-            425, 429 or 5xx. A second timeout ends the attempts. Control calls are not repeated.
-        retry_wait_s: shortest pause before the first retry; it doubles with each further one, to at most 30 s.
-        policy_version: version of the weights of vLLM's server.
-        api_key: sent as a bearer token; None for the value of the environment variable RLHF_ENGINE_TOKEN.
+            425, 429 or 5xx; see `insist`. A second timeout ends the attempts. Control calls are not repeated.
         transport: replaces the network, for tests.
 
     Attributes:
         takes_conversation: `generate` takes the key of a conversation.
 
     Raises:
-        ConfigError: the api_key would go to another machine without encryption, see `tokens_of`.
+        ConfigError: `tokens_of` refuses the token in the environment variable RLHF_ENGINE_TOKEN.
     """
 
     takes_conversation = True
@@ -66,24 +63,14 @@ class HttpEngine:
         spec: EngineSpec,
         *,
         num_retries: int = 3,
-        retry_wait_s: float = 0.5,
-        policy_version: int = 0,
-        api_key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._address = (spec.base_url or "").rstrip("/").removesuffix("/v1")
         self._url = without_secrets(self._address)  # for messages
-        self._http = Client(
-            [self._address],
-            variable=ENGINE_TOKEN_VARIABLE,
-            token=api_key,
-            timeout_s=spec.request_timeout_s,
-            transport=transport,
-        )
+        limits = {"timeout_s": spec.request_timeout_s, "transport": transport}
+        self._http = Client([self._address], variable=ENGINE_TOKEN_VARIABLE, **limits)
         self._spec = spec
         self._num_retries = num_retries
-        self._retry_wait_s = retry_wait_s
-        self._policy_version = policy_version
         self._num_in_flight = 0
         self._progress = Progress()
         self._listening: asyncio.Task[None] | None = None
@@ -183,7 +170,7 @@ class HttpEngine:
             raise self._unusable(f"answered {len(token_ids)} tokens with log-probs", logprobs)
         if reason not in tuple(FinishReason):
             raise EngineError(f"{self._url} ended a completion with the unknown finish_reason {reason!r}")
-        parts = choice.get("policy_versions", [[self._policy_version, len(token_ids)]])
+        parts = choice.get("policy_versions", [[0, len(token_ids)]])
         if sum(count for _, count in parts) != len(token_ids):
             raise self._unusable(f"answered {len(token_ids)} tokens with policy_versions", parts)
         spans = []
@@ -202,7 +189,7 @@ class HttpEngine:
             within = time_limit(limit_s, self._progress)
             return await self._client.send(self._address + _PATH, request, headers=headers, within=within)
 
-        outcome, failures = await insist(ask, num_retries=self._num_retries, first_pause_s=self._retry_wait_s)
+        outcome, failures = await insist(ask, num_retries=self._num_retries)
         url = self._url + _PATH
         if isinstance(outcome, RequestFailure) and outcome.passing:
             message = f"{url} failed {len(failures)} times; last: {outcome.problem}"
@@ -241,7 +228,7 @@ class HttpEngine:
         async with deadline(self._spec.health_timeout_s, f"a request to {url}"):
             outcome = await self._client.send(self._address + "/health", within=nullcontext())
         if isinstance(outcome, httpx.Response) and not outcome.content:  # vLLM's server says no more
-            own = {"policy_version": self._policy_version, "num_in_flight": self._num_in_flight}
+            own = {"policy_version": 0, "num_in_flight": self._num_in_flight}
             return EngineHealth(**own, is_paused=False, is_asleep=False)
         state = self._answer(outcome, url)
         try:

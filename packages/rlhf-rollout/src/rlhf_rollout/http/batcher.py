@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Generic, TypeVar
 
-from rlhf_data.errors import ConfigError, RewardError
+from rlhf_data.errors import RewardError
 from rlhf_data.records import Prompt, Rollout, Verdict
 
 Sample = tuple[Prompt, Rollout]
+
+MAX_WAIT_S = 0.005  # that an item waits for others at most
 
 # Turns of the event loop that a waiting group leaves to tasks that are about to expect or submit others.
 _TURNS = 8
@@ -19,26 +21,17 @@ Result = TypeVar("Result")
 class Batcher(Generic[Item, Result]):
     """Gathers the items of concurrent `submit` calls into batches, in the order of their arrival.
 
-    A batch goes out when it is full, or `max_wait_s` after its first item. Several batches may be in flight. Use it
+    A batch goes out when it is full, or `MAX_WAIT_S` after its first item. Several batches may be in flight. Use it
     from one event loop at a time.
 
     Args:
         call: takes the items of a batch and returns one result per item, in order.
         max_batch: items per batch at most.
-        max_wait_s: seconds that an item waits for others at most.
-
-    Raises:
-        ConfigError: `max_batch` is below 1, or `max_wait_s` is negative.
     """
 
-    def __init__(
-        self, call: Callable[[list[Item]], Awaitable[list[Result]]], *, max_batch: int, max_wait_s: float = 0.005
-    ) -> None:
-        if max_batch < 1 or max_wait_s < 0:
-            raise ConfigError(f"max_batch ({max_batch}) must be at least 1 and max_wait_s ({max_wait_s}) not negative")
+    def __init__(self, call: Callable[[list[Item]], Awaitable[list[Result]]], *, max_batch: int) -> None:
         self._call = call
         self._max_batch = max_batch
-        self._max_wait_s = max_wait_s
         self._waiting: dict[asyncio.Future[Result], Item] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._running: set[asyncio.Task[None]] = set()
@@ -74,7 +67,7 @@ class Batcher(Generic[Item, Result]):
         if len(self._waiting) == self._max_batch:
             self._send_all()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._max_wait_s, self._send_all)
+            self._timer = asyncio.get_running_loop().call_later(MAX_WAIT_S, self._send_all)
 
     def _send_all(self) -> None:
         self._stop_timer()

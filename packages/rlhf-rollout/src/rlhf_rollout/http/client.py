@@ -169,7 +169,7 @@ async def insist(
     ask: Callable[[int], Awaitable[Answer | RequestFailure]],
     *,
     num_retries: int | None = None,
-    first_pause_s: float,
+    first_pause_s: float = 0.5,
     deadline: float = math.inf,
 ) -> tuple[Answer | RequestFailure, list[RequestFailure]]:
     """Ask until the outcome is no passing failure; return the last outcome, and the passing failures.

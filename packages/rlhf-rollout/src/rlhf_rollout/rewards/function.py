@@ -6,22 +6,26 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import ConfigError, RewardError, nearest
+from rlhf_data.errors import RewardError, nearest
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.event_loop import EventLoopThread
 from rlhf_rollout.http.batcher import GroupBatcher, Sample
 from rlhf_rollout.http.breaker import Breaker
 from rlhf_rollout.rewards.outcomes import Failure, judge
-from rlhf_rollout.rewards.user_function import BUILTIN, SUCCESS_THRESHOLD, Scored, is_builtin, parse_reward, verdict_of
-from rlhf_rollout.workers.guarded import DEFAULT_WORKER, WorkerOptions
+from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions
+from rlhf_rollout.rewards.user_function import BUILTIN, Scored, is_builtin, parse_reward, verdict_of
+from rlhf_rollout.workers.guarded import WorkerOptions
 from rlhf_rollout.workers.pool import WorkerPool
 from rlhf_rollout.workers.rpc import Call, CallError, UserCode
 from rlhf_rollout.workers.user_code import Target
 
 _LOGGER = logging.getLogger(__name__)
+MAX_FAILURES = 8  # costly failures in a row after which a function is held back; at most half for one prompt
+NUM_TRIED = 4  # prompts in the trial of a source whose calls need not be as large as those of the run
 _CLOSED = "the reward function's workers have been shut down"
 
 
@@ -36,51 +40,32 @@ class FunctionReward:
 
     Args:
         reward: `FILE.py` (its `reward_func`), `FILE.py:function`, `module` or `module:function`.
-        timeout_s: time limit for one rollout in seconds, from the moment that a worker has it. A call for several gets
-            more time by the longest time per rollout that a successful call has taken so far.
-        num_workers: concurrent calls, each in its own process; further calls wait.
-        batch_size: rollouts per call at most, except for a prompt that has more. A built-in reward compares nothing and
-            is called for each prompt by itself.
-        worker: how the processes run.
-        max_failures: costly failures in a row after which the function is held back; at most half for one prompt.
-        success_threshold: see `verdict_of`.
+        calls: how it is called. `timeout_s` is the time limit for one rollout, from the moment that a worker has it. A
+            call for several gets more time by the longest time per rollout that a successful call has taken so far.
+            Each worker runs one call at a time; further calls wait. A built-in reward compares nothing and is called
+            for each prompt by itself.
         log_path: file for what the function prints, at most 10 MiB; None for this process's standard error, at most
             16 KiB per worker.
 
     Raises:
-        ConfigError: the reward is refused by `parse_reward`, or a number is not positive.
+        ConfigError: the reward is refused by `parse_reward`.
     """
 
-    def __init__(
-        self,
-        reward: str,
-        *,
-        timeout_s: float = 30.0,
-        num_workers: int = 2,
-        batch_size: int = 64,
-        worker: WorkerOptions = DEFAULT_WORKER,
-        max_failures: int = 8,
-        success_threshold: float = SUCCESS_THRESHOLD,
-        log_path: str | Path | None = None,
-    ) -> None:
-        numbers = {"timeout_s": timeout_s, "num_workers": num_workers, "max_failures": max_failures}
-        numbers["batch_size"] = batch_size
-        for name, value in numbers.items():
-            if value <= 0:
-                raise ConfigError(f"the reward's {name} must be positive, got {value}")
-        code = reward_code(parse_reward(reward), worker)
-        self._pool = WorkerPool(code, worker, num_processes=num_workers, timeout_s=timeout_s, log_path=log_path)
+    def __init__(self, reward: str, calls: CallOptions = DEFAULT_CALLS, *, log_path: str | Path | None = None) -> None:
+        num_prompts, num_samples = calls.function_shape
+        code = reward_code(parse_reward(reward), calls.worker)
+        limits = {"num_processes": calls.num_workers, "timeout_s": calls.timeout_s}
+        self._pool = WorkerPool(code, calls.worker, log_path=log_path, **limits)
         self._target = code.target
-        self._timeout_s = timeout_s
-        self._breaker = Breaker(max_failures)
-        self._success_threshold = success_threshold
+        self._calls = calls
+        self._breaker = Breaker(MAX_FAILURES)
         self._compares = not is_builtin(reward)
-        self._batch_size = batch_size if self._compares else 1
+        self._batch_size = num_prompts * num_samples if self._compares else 1
         # By event loop, and by what is scored together.
         self._batchers: dict[tuple[asyncio.AbstractEventLoop, str], GroupBatcher] = {}
         self._pools: dict[str, str] = {}  # of the groups that are expected
         self._pace_s = 0.0  # the longest time per rollout of a successful call
-        self._turns = asyncio.Semaphore(num_workers)
+        self._turns = asyncio.Semaphore(calls.num_workers)
         # The workers' own, because callers may come from several: started when it is first used.
         self._loop: EventLoopThread | None = None
         self._closed = False
@@ -135,7 +120,7 @@ class FunctionReward:
         return self._batchers[key]
 
     async def _judge(self, samples: list[Sample]) -> list[Verdict]:
-        return await judge(samples, self._ask, self._success_threshold, together=self._compares)
+        return await judge(samples, self._ask, self._calls.success_threshold, together=self._compares)
 
     async def _ask(self, samples: Sequence[Sample], _: Failure | None) -> Scored | Failure:
         if self._closed:
@@ -155,7 +140,8 @@ class FunctionReward:
             if refusal := self._breaker.refusal():
                 return refusal
             call = RewardCall(samples)
-            outcome, is_fatal = await ask(self._pool, call, self._timeout_s + (len(samples) - 1) * self._pace_s)
+            limit_s = self._calls.timeout_s + (len(samples) - 1) * self._pace_s
+            outcome, is_fatal = await ask(self._pool, call, limit_s)
             seconds = time.monotonic() - call.activity.since
             if isinstance(outcome, Scored):
                 self._pace_s = max(self._pace_s, seconds / len(samples))
@@ -207,17 +193,12 @@ async def ask(pool: WorkerPool, call: RewardCall, timeout_s: float) -> tuple[Sco
 
 
 def check_reward_function(
-    reward: str,
-    prompts: Sequence[Prompt] = (),
-    *,
-    num_samples: int = 2,
-    timeout_s: float = 30.0,
-    worker: WorkerOptions = DEFAULT_WORKER,
+    reward: str, prompts: Sequence[Prompt] = (), calls: CallOptions = DEFAULT_CALLS
 ) -> str | None:
     """Import a reward function and call it once in a worker process, before anything expensive starts.
 
-    The call holds each of the `prompts` `num_samples` times, in turn with its label and with an empty text as the
-    response. The other arguments are those of `FunctionReward`.
+    The call is as large as those of a run, and holds the prompts in turn. A built-in reward compares nothing: its call
+    holds each of the first four prompts twice. Responses are in turn the label of their prompt and an empty text.
 
     Returns:
         The reason when the call raised or hung, which a run would count as failed verdicts; None when it gave rewards.
@@ -228,13 +209,17 @@ def check_reward_function(
             rewards than queries, or a reward that is not finite.
     """
     target = parse_reward(reward)
-    samples = trial_samples(prompts, num_samples)
+    if is_builtin(reward):
+        samples = trial_samples(prompts[:NUM_TRIED])
+    else:
+        num_prompts, num_samples = calls.function_shape
+        samples = trial_samples(list(islice(cycle(prompts), num_prompts)), num_samples)
 
     async def trial() -> Scored | Failure | None:
-        pool = WorkerPool(reward_code(target, worker), worker, num_processes=1, timeout_s=timeout_s)
+        pool = WorkerPool(reward_code(target, calls.worker), calls.worker, num_processes=1, timeout_s=calls.timeout_s)
         try:
             await pool.start()
-            return (await ask(pool, RewardCall(samples), timeout_s))[0] if samples else None
+            return (await ask(pool, RewardCall(samples), calls.timeout_s))[0] if samples else None
         finally:
             await pool.close()
 

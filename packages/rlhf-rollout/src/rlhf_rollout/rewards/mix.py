@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import cycle, islice
 from pathlib import Path
 
 from rlhf_data.errors import ConfigError, RewardError
@@ -14,7 +13,7 @@ from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.code.code_reward import CodeReward, check_code
 from rlhf_rollout.rewards.code.sandbox import open_sandbox
-from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
+from rlhf_rollout.rewards.function import NUM_TRIED, FunctionReward, check_reward_function
 from rlhf_rollout.rewards.sources import (
     DEFAULT_CALLS,
     JUDGE_KINDS,
@@ -23,10 +22,8 @@ from rlhf_rollout.rewards.sources import (
     metric_names,
     model_paths,
 )
-from rlhf_rollout.rewards.user_function import is_builtin, is_usable
+from rlhf_rollout.rewards.user_function import is_usable
 from rlhf_rollout.workers.user_code import one_line
-
-_NUM_TRIED = 4  # prompts in the trial of a source whose calls need not be as large as those of the run
 
 
 class MixedReward:
@@ -216,22 +213,16 @@ def build_reward(
     if len(models) != (num_models := len(model_paths(sources))):
         raise ConfigError(f"got {len(models)} reward models for {num_models} sources of the kind model")
     remaining = iter(models)
-    common = {"timeout_s": calls.timeout_s, "success_threshold": calls.success_threshold}
     rewards: list[RewardFunction] = []
     for source in sources:
         if source.kind == "function":
-            num_prompts, num_samples = calls.function_shape
-            options = {"num_workers": calls.num_workers, "worker": calls.worker, "log_path": log_path}
-            options["batch_size"] = num_prompts * num_samples
-            rewards.append(FunctionReward(source.targets[0], **options, **common))
+            rewards.append(FunctionReward(source.targets[0], calls, log_path=log_path))
         elif source.kind == "code":
-            limits = {"timeout_s": calls.timeout_s, "num_workers": calls.num_workers}
-            limits["memory_gb"] = calls.worker.memory_gb
-            rewards.append(CodeReward(open_sandbox(calls.code_sandbox), partial=calls.code_partial, **limits))
+            rewards.append(CodeReward(open_sandbox(calls.code_sandbox), calls))
         elif source.kind == "server":
             from rlhf_rollout.rewards.remote import RemoteReward  # imports httpx
 
-            rewards.append(RemoteReward(source.targets, batch_size=calls.batch_size, **common))
+            rewards.append(RemoteReward(source.targets, calls))
         elif source.kind in JUDGE_KINDS:
             from rlhf_rollout.rewards.judge import JUDGES  # imports httpx
 
@@ -249,27 +240,21 @@ def build_reward(
 def check_reward(
     source: RewardSource, prompts: Sequence[Prompt] = (), calls: CallOptions = DEFAULT_CALLS
 ) -> str | None:
-    """Try a source before anything expensive starts; a function in a call as large as those of the run.
+    """Try a source before anything expensive starts.
 
     See `check_reward_function`, `remote.check_reward_server` and `judge.check_judge`. A reward model is not tried,
     since that means loading it. Returns the reason of a failed trial, None without one.
     """
-    first = prompts[:_NUM_TRIED]
     if source.kind == "function":
-        target = source.targets[0]
-        options = {"timeout_s": calls.timeout_s, "worker": calls.worker}
-        if is_builtin(target):
-            return check_reward_function(target, first, **options)
-        num_prompts, options["num_samples"] = calls.function_shape
-        return check_reward_function(target, list(islice(cycle(prompts), num_prompts)), **options)
+        return check_reward_function(source.targets[0], prompts, calls)
     if source.kind == "code":
-        return check_code(first, calls.code_sandbox)
+        return check_code(prompts[:NUM_TRIED], calls.code_sandbox)
     if source.kind == "server":
         from rlhf_rollout.rewards.remote import check_reward_server  # imports httpx
 
-        return check_reward_server(source.targets, prompts, timeout_s=calls.timeout_s)
+        return check_reward_server(source.targets, prompts, calls)
     if source.kind in JUDGE_KINDS:
         from rlhf_rollout.rewards.judge import check_judge  # imports httpx
 
-        return check_judge(source, first, calls)
+        return check_judge(source, prompts, calls)
     return None

@@ -13,7 +13,8 @@ from rlhf_data.errors import ConfigError, RewardError, RlhfError, first_line, in
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.http.batcher import Batcher
 from rlhf_rollout.rewards.outcomes import Failure, judge
-from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored
+from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions
+from rlhf_rollout.rewards.user_function import Scored
 
 MODEL_TIMEOUT_S = 1800.0  # as long as an engine's request: a call may wait for all calls before it
 
@@ -36,25 +37,21 @@ class ModelReward:
 
     Args:
         scorers: replicas of one model. The caller closes them.
-        batch_size: sequences per call.
-        max_wait_s: seconds that a sequence waits for others at most.
+        calls: its `batch_size` are sequences per call, and its `success_threshold` is that of the verdicts.
         timeout_s: deadline of one call, in which it may wait for other calls of the same replica.
-        success_threshold: see `verdict_of`.
         by_turn: score a rollout after each of its turns. Each score is the reward of the turn's last token, their sum
             the rollout's reward, and the last one its score. A turn that cannot be scored fails the rollout.
 
     Raises:
-        ConfigError: there is no scorer, the batch size is below 1, or the deadline is not positive.
+        ConfigError: there is no scorer, or the deadline is not positive.
     """
 
     def __init__(
         self,
         scorers: Sequence[Scorer],
+        calls: CallOptions = DEFAULT_CALLS,
         *,
-        batch_size: int = 64,
-        max_wait_s: float = 0.005,
         timeout_s: float = MODEL_TIMEOUT_S,
-        success_threshold: float = SUCCESS_THRESHOLD,
         by_turn: bool = False,
     ) -> None:
         if not scorers:
@@ -66,11 +63,8 @@ class ModelReward:
         self._scorers = list(scorers)
         self._num_under_way = [0] * len(self._scorers)
         self._num_failures = [0] * len(self._scorers)  # since the last success of each
-        self._batcher = Batcher(
-            partial(judge, ask=self._ask, success_threshold=success_threshold),
-            max_batch=batch_size,
-            max_wait_s=max_wait_s,
-        )
+        judging = partial(judge, ask=self._ask, success_threshold=calls.success_threshold)
+        self._batcher = Batcher(judging, max_batch=calls.batch_size)
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
         """Return one verdict per rollout, in order."""
@@ -112,7 +106,9 @@ class ModelReward:
                     raise RewardError(f"the reward model gave {len(scores)} scores for {len(token_ids)} sequences")
             except Exception as error:  # a scorer may raise anything; the failure becomes a verdict
                 self._num_failures[index] += 1
-                failure = self._late(len(token_ids)) if timer.expired() else _crashed(error)
+                failure = Failure(VerdictKind.CRASH, first_line(error))
+                if timer.expired():
+                    failure = self._late(len(token_ids))
                 indices = [other for other in indices if other != index]
             else:
                 self._num_failures[index] = 0
@@ -123,7 +119,7 @@ class ModelReward:
 
     def _late(self, num_sequences: int) -> Failure:
         message = f"the reward model gave no scores for {num_sequences} sequences within {self._timeout_s:g} s"
-        hint = "its process hangs, or is overloaded: lower ``ModelReward.batch_size``, or give it more replicas"
+        hint = "its process hangs, or is overloaded: lower ``CallOptions.batch_size``, or give it more replicas"
         return Failure(VerdictKind.TIMEOUT, f"{message}; {hint}", of_sample=False)
 
 
@@ -147,10 +143,6 @@ class ProcessReward(ModelReward):
             verdicts=[None] * len(judged),
             token_rewards=[tuple(steps) for steps in answers],
         )
-
-
-def _crashed(error: Exception) -> Failure:
-    return Failure(VerdictKind.CRASH, first_line(error))
 
 
 class LocalScorer:

@@ -14,15 +14,16 @@ from functools import partial
 
 import httpx
 
-from rlhf_data.errors import ConfigError, RewardError
+from rlhf_data.errors import RewardError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.http.batcher import Batcher, Sample
 from rlhf_rollout.http.breaker import Breaker, Failure
 from rlhf_rollout.http.client import Client, RequestFailure, check_passing, insist, unusable
 from rlhf_rollout.http.tokens import TOKEN_VARIABLE, check_url
-from rlhf_rollout.rewards.function import check_finite, extra_cells, reward_arguments, trial_samples
+from rlhf_rollout.rewards.function import NUM_TRIED, check_finite, extra_cells, reward_arguments, trial_samples
 from rlhf_rollout.rewards.outcomes import judge
-from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored, read_result
+from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions
+from rlhf_rollout.rewards.user_function import Scored, read_result
 
 _MAX_FAILURES = 4  # slow failures in a row after which a server is asked only now and then
 _WANTED = "the server must accept a POST of query, prompts and labels; check the path, such as /get_reward"
@@ -40,46 +41,30 @@ class RemoteReward:
 
     Args:
         urls: full addresses of the requests, one per server.
-        timeout_s: time limit of one request in seconds, from its start to the end of the answer.
-        batch_size: rollouts per request at most; they may belong to different prompts.
-        token: sent as a bearer token to the server that it belongs to, see `tokens_of`; None for the value of the
-            environment variable RLHF_REMOTE_RM_TOKEN, if set.
+        calls: how they are asked. `timeout_s` is the limit of one request, from its start to the end of the answer.
         num_retries: further tries of a request.
-        retry_wait_s: shortest pause before the first retry; it doubles with each further one, to at most 30 s.
-        max_wait_s: seconds that a rollout waits for others at most.
-        success_threshold: see `verdict_of`.
         transport: replaces the network, for tests.
 
     Raises:
-        ConfigError: a URL is invalid, a number is not positive, or `tokens_of` refuses the token.
+        ConfigError: a URL is invalid, or `tokens_of` refuses the token in the environment variable
+            RLHF_REMOTE_RM_TOKEN.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
+        calls: CallOptions = DEFAULT_CALLS,
         *,
-        timeout_s: float = 30.0,
-        batch_size: int = 64,
-        token: str | None = None,
         num_retries: int = 3,
-        retry_wait_s: float = 0.5,
-        max_wait_s: float = 0.005,
-        success_threshold: float = SUCCESS_THRESHOLD,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._urls = [check_url(url) for url in urls]
-        if not urls or timeout_s <= 0 or num_retries < 0:
-            raise ConfigError(f"{len(urls)} reward servers, timeout_s {timeout_s} and num_retries {num_retries}")
-        self._client = Client(self._urls, token=token, timeout_s=timeout_s, transport=transport)
+        self._client = Client(self._urls, timeout_s=calls.timeout_s, transport=transport)
         self._num_retries = num_retries
-        self._retry_wait_s = retry_wait_s
         self._turns = itertools.count()
         self._breakers = [Breaker(_MAX_FAILURES) for _ in urls]
-        self._batcher = Batcher(
-            partial(judge, ask=self._ask, success_threshold=success_threshold),
-            max_batch=batch_size,
-            max_wait_s=max_wait_s,
-        )
+        judging = partial(judge, ask=self._ask, success_threshold=calls.success_threshold)
+        self._batcher = Batcher(judging, max_batch=calls.batch_size)
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
         """Return one verdict per rollout, in order."""
@@ -107,7 +92,7 @@ class RemoteReward:
             self._breakers[index].note(outcome if is_passing else None, time.monotonic() - started)
             return outcome
 
-        outcome, _ = await insist(ask, num_retries=num_retries, first_pause_s=self._retry_wait_s)
+        outcome, _ = await insist(ask, num_retries=num_retries)
         if not (isinstance(outcome, RequestFailure) and outcome.kind is VerdictKind.TIMEOUT):
             return outcome
         return replace(outcome, of_sample=not are_hung)
@@ -137,8 +122,8 @@ class RemoteReward:
 def check_reward_server(
     urls: Sequence[str],
     prompts: Sequence[Prompt] = (),
+    calls: CallOptions = DEFAULT_CALLS,
     *,
-    timeout_s: float = 30.0,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> str | None:
     """Ask each server once, before anything expensive starts. Must not be called from within an event loop.
@@ -154,10 +139,10 @@ def check_reward_server(
         RewardError: a server refuses the request, or its answer has no `rewards`, another number of rewards than
             queries, or a reward that is not finite.
     """
-    samples = trial_samples(prompts[:4])
+    samples = trial_samples(prompts[:NUM_TRIED])
 
     async def ask_all() -> list[Scored | RequestFailure]:
-        reward = RemoteReward(urls, timeout_s=timeout_s, transport=transport)
+        reward = RemoteReward(urls, calls, transport=transport)
         try:
             return await asyncio.gather(*[reward.ask_server(url, samples) for url in urls if samples])
         finally:

@@ -231,7 +231,9 @@ class _Update:
             bucket = replace(bucket, checksum=bucket_checksum(written, bucket.tensors))
         self._buffer.publish()
         handles = dict(zip(self._indices, self._buffer.handles, strict=True))
-        self._reading = self._call(self._receivers.receive(bucket, handles))
+        self._reading = self._call(
+            self._receivers.call(lambda index, engine: engine.receive_weights(replace(bucket, handle=handles[index])))
+        )
         self.size_bytes += sum(spec.size_bytes for spec in specs)
         self.num_buckets += 1
         if not self._buffer.holds_two:
@@ -285,10 +287,6 @@ class _Receivers:
         """Count all engines that have not failed so far as failed."""
         self.failures |= dict.fromkeys(self._live, reason)
         self._live.clear()
-
-    async def receive(self, bucket: WeightBucket, handles: Mapping[int, Any]) -> None:
-        """Have the engines read a bucket, each by its own one of `handles`, by position."""
-        await self.call(lambda index, engine: engine.receive_weights(replace(bucket, handle=handles[index])))
 
     async def call(self, method: Callable[[int, RolloutEngine], Awaitable[None]]) -> None:
         """Call the engines that have not failed so far, all at once, and wait for all of them.

@@ -77,9 +77,11 @@ class GuardedProcess:
         self._connection, theirs = socket.socketpair()
         with theirs:
             descriptor = str(theirs.fileno())
-            memory_bytes = str(_memory_bytes(options.memory_gb))
+            memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+            if options.memory_gb is not None:
+                memory_bytes = int(options.memory_gb * _GIB)
             # -P: files of the working folder are not modules. The guard is a script, which imports nothing of ours.
-            command = [sys.executable, "-P", guard.__file__, descriptor, str(log_path or ""), memory_bytes]
+            command = [sys.executable, "-P", guard.__file__, descriptor, str(log_path or ""), str(memory_bytes)]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -107,7 +109,15 @@ class GuardedProcess:
     def ending(self) -> str:
         """Return in words how the process has ended."""
         self.wait()
-        return _ending(self._process.returncode)
+        code = self._process.returncode
+        if code is None:
+            return "closed its connection"
+        if code >= 0:
+            return f"exited with status {code}"
+        try:
+            return f"was ended by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was ended by signal {-code}"
 
     def wait(self, timeout_s: float = _EXIT_TIMEOUT_S) -> None:
         """Wait until the process has ended, or for `timeout_s` seconds."""
@@ -139,20 +149,3 @@ def _holds_password(value: str) -> bool:
 def _tell_withheld(names: str) -> None:
     text = "reward functions and agents do not receive %s, which holds a password, unless reward_env names it"
     _LOGGER.warning(text, names)
-
-
-def _memory_bytes(memory_gb: float | None) -> int:
-    if memory_gb is not None:
-        return int(memory_gb * _GIB)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "closed its connection"
-    if code >= 0:
-        return f"exited with status {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Coroutine, Hashable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -176,15 +177,15 @@ class WorkerPool:
         return True
 
 
+@dataclass(eq=False, slots=True)
 class _Slot:
     """A place for a process. `num_calls` includes those that wait for the process to start.
 
     An extra place has the `key` of the calls that are tried again in it, and needs admission before it is used.
     """
 
-    def __init__(self, key: Hashable | None = None) -> None:
-        self.key = key
-        self.is_admitted = False
-        self.process: WorkerProcess | None = None
-        self.lock = asyncio.Lock()
-        self.num_calls = 0
+    key: Hashable | None = None
+    is_admitted: bool = False
+    process: WorkerProcess | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_calls: int = 0

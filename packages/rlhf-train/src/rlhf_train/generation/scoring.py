@@ -45,9 +45,8 @@ def make_reward(spec: RewardSpec, scorers: Sequence[Sequence[Scorer]], log_path:
         return NoReward()
     models = []
     for path, replicas in zip(spec.models, scorers, strict=True):
-        calls = {"batch_size": spec.calls.batch_size, "success_threshold": spec.calls.success_threshold}
         kind = ProcessReward if path in spec.process_models else partial(ModelReward, by_turn=spec.reward_by_turn)
-        models.append(kind(replicas, timeout_s=spec.model_timeout_s, **calls))
+        models.append(kind(replicas, spec.calls, timeout_s=spec.model_timeout_s))
     return build_reward(spec.sources, spec.calls, log_path=log_path, models=models)
 
 

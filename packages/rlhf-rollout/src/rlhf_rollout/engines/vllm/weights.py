@@ -328,7 +328,7 @@ def _drop_expert_kernels(model: torch.nn.Module) -> None:
 
 
 def _watch_expert_kernels(model: torch.nn.Module) -> None:
-    """Have new kernels of experts report what they choose to whom the ones before reported it (`capture_on_cpu`)."""
+    """Have new kernels of experts report what they choose to whom the ones before reported it."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         capture = getattr(method, "rlhf_capture_fn", None)

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from rlhf_data.errors import ConfigError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.rewards.code.sandbox import Job, Sandbox, SandboxError, check_sandbox
+from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions
 from rlhf_rollout.workers.user_code import one_line
 
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
@@ -67,32 +67,16 @@ class CodeReward:
 
     Args:
         sandbox: runs the programs.
-        timeout_s: time limit of all tests of a program, in seconds.
-        num_workers: programs that run at the same time, per event loop.
-        memory_gb: memory of a program in GiB; None for 1.
-        partial: the reward is the share of tests that passed, instead of 1 if all passed and else 0.
-
-    Raises:
-        ConfigError: a number is not positive.
+        calls: how they are run. `num_workers` programs run at the same time per event loop, each with
+            `worker.memory_gb` of memory, by default 1 GiB.
     """
 
-    def __init__(
-        self,
-        sandbox: Sandbox,
-        *,
-        timeout_s: float = 30.0,
-        num_workers: int = 1,
-        memory_gb: float | None = None,
-        partial: bool = False,
-    ) -> None:
-        memory_gb = _DEFAULT_MEMORY_GB if memory_gb is None else memory_gb
-        for name, value in {"timeout_s": timeout_s, "num_workers": num_workers, "memory_gb": memory_gb}.items():
-            if value <= 0:
-                raise ConfigError(f"the reward's {name} must be positive, got {value}")
+    def __init__(self, sandbox: Sandbox, calls: CallOptions = DEFAULT_CALLS) -> None:
+        memory_gb = calls.worker.memory_gb or _DEFAULT_MEMORY_GB
         self._sandbox = sandbox
-        self._limits = {"timeout_s": timeout_s, "memory_bytes": int(memory_gb * 2**30)}
-        self._num_workers = num_workers
-        self._partial = partial
+        self._limits = {"timeout_s": calls.timeout_s, "memory_bytes": int(memory_gb * 2**30)}
+        self._num_workers = calls.num_workers
+        self._partial = calls.code_partial
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
@@ -176,7 +160,7 @@ def parse_tests(label: str) -> Tests:
 
 
 def check_code(prompts: Sequence[Prompt], sandbox_url: str | None) -> str | None:
-    """Run a program in the sandbox, and read the labels of `prompts`. Must not be called from within an event loop.
+    """Run a program in the sandbox, and read the labels of `prompts`.
 
     Returns why a label has no tests; None when all have some. Raises ConfigError when there is no working sandbox.
     """

@@ -10,10 +10,10 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,7 +38,6 @@ _INSTALL = (
 # or `tests`, and the limits `timeout_s` (of all tests), `memory_bytes` and `output_bytes` (of one test).
 Job = Mapping[str, Any]
 
-_TRIAL_S = 120.0  # a busy machine must not look like one without a sandbox
 _LIMITS = {"timeout_s": 60.0, "memory_bytes": 2**30, "output_bytes": 2**16}
 _TRIAL: Job = {"form": "stdin", "program": "print(input())", "name": "", "inputs": ["sandbox"], **_LIMITS}
 
@@ -73,13 +72,7 @@ class Bubblewrap:
         if bwrap is None:
             raise ConfigError("the reward `code` needs a sandbox, and there is no program `bwrap`", hint=_INSTALL)
         self._command = [bwrap, *_isolation(), "--", _PYTHON, "-I", "-S", "-X", "utf8", "-c", _JUDGE]
-        _check(lambda: _results(self._try()))
-
-    def _try(self) -> bytes:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.run(
-            self._command, input=_complete(_TRIAL), env=_ENVIRONMENT, timeout=_TRIAL_S, check=False, **pipes
-        ).stdout
+        _check(self)
 
     async def run(self, job: Job) -> list[dict[str, Any]]:
         output = bytearray()
@@ -159,21 +152,22 @@ def open_sandbox(url: str | None) -> Sandbox:
 
 
 def check_sandbox(url: str | None) -> None:
-    """Run a program in the sandbox, before anything expensive starts. Must not be called from within an event loop.
+    """Run a program in the sandbox, before anything expensive starts.
 
     Raises:
         ConfigError: the sandbox cannot be had or does not work.
     """
     sandbox = open_sandbox(url)
     if url is not None:  # bubblewrap is tried when it is opened
-        _check(lambda: asyncio.run(sandbox.run(_TRIAL)))
+        _check(sandbox)
 
 
-def _check(run: Callable[[], list[dict[str, Any]]]) -> None:
-    """Raise ConfigError unless `run` gives the result of `_TRIAL`."""
+def _check(sandbox: Sandbox) -> None:
+    """Raise ConfigError unless a sandbox gives the result of `_TRIAL`."""
     try:
-        results = run()
-    except (SandboxError, OSError, subprocess.SubprocessError) as error:
+        with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
+            results = thread.submit(asyncio.run, sandbox.run(_TRIAL)).result()
+    except SandboxError as error:
         raise ConfigError(f"the sandbox of the reward `code` does not work: {error}", hint=_INSTALL) from None
     if results != [{"output": "sandbox\n", "why": ""}]:
         message = f"the sandbox of the reward `code` cannot run a program: {one_line(str(results))}"
