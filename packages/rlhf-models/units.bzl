@@ -40,7 +40,7 @@ TESTS = {
     "host_states_test.py": ["rlhf-data/errors", "rlhf-models/host_states", "rlhf-models/testing"],
     "loading_test.py": ["rlhf-data/errors", "rlhf-data/pretrained", "rlhf-models/attention", "rlhf-models/dequantize", "rlhf-models/testing"],
     "lora_test.py": ["rlhf-data/errors", "rlhf-models/actor", "rlhf-models/attention", "rlhf-models/checkpoint", "rlhf-models/dequantize", "rlhf-models/lora", "rlhf-models/testing", "rlhf-models/weights"],
-    "own_code_test.py": ["rlhf-data/errors", "rlhf-data/own_code", "rlhf-models/attention", "rlhf-models/dequantize", "rlhf-models/lora", "rlhf-models/testing", "rlhf-models/weights"],
+    "own_code_test.py": ["rlhf-data/errors", "rlhf-data/own_code", "rlhf-models/attention", "rlhf-models/dequantize", "rlhf-models/lora", "rlhf-models/testing", "rlhf-models/weights", "tests/support/own_code_testing"],
     "process_reward_test.py": ["rlhf-data/errors", "rlhf-models/checkpoint", "rlhf-models/dequantize", "rlhf-models/process_reward", "rlhf-models/testing"],
     "quantized_test.py": ["rlhf-data/errors", "rlhf-models/actor", "rlhf-models/dequantize", "rlhf-models/testing", "rlhf-models/weights"],
     "reward_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/checkpoint", "rlhf-models/dequantize", "rlhf-models/reward", "rlhf-models/testing"],

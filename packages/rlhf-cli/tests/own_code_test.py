@@ -14,13 +14,14 @@ os.environ.setdefault("HF_MODULES_CACHE", tempfile.mkdtemp())
 
 import rlhf_data.own_code
 import rlhf_models.loading
+from own_code_testing import own_code_model_dir
 from rlhf_cli.console.views import loading_line
 from rlhf_cli.main import COMMANDS, command_line, main
 from rlhf_data.main import main as data_main
 from rlhf_data.options.declare import options
 from rlhf_data.own_code import TrustedModel
 from rlhf_models.loading import load_critic, load_tokenizer
-from rlhf_models.testing import own_code_model_dir, tiny_model_dir
+from rlhf_models.testing import tiny_model_dir
 from rlhf_models.weights import save_hf
 
 CODE = {"configuration_mine.py", "modeling_mine.py", "tokenization_mine.py"}

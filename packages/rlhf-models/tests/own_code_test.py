@@ -16,6 +16,7 @@ os.environ.setdefault("HF_MODULES_CACHE", tempfile.mkdtemp())
 
 from transformers import AutoModelForCausalLM
 
+from own_code_testing import own_code_model_dir
 from rlhf_data.errors import ConfigError
 from rlhf_data.own_code import TrustedModel, admit_code, trusted
 from rlhf_models import dequantize
@@ -32,7 +33,6 @@ from rlhf_models.loading import (
     load_tokenizer,
 )
 from rlhf_models.lora import LoraSpec, add_lora, check_lora, merge_adapter, save_adapter
-from rlhf_models.testing import own_code_model_dir
 from rlhf_models.weights import check_saves, save_hf
 
 FILES = {"configuration_mine.py", "modeling_mine.py", "tokenization_mine.py"}

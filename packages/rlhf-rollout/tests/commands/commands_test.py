@@ -289,7 +289,7 @@ def test_score_keys_that_its_rows_do_not_have_are_a_notice(capsys):
     ],
 )
 def test_dry_run_refuses_a_model_whose_code_may_not_run(prompts, tmp_path, capsys, flags, status):
-    from rlhf_models.testing import own_code_model_dir
+    from own_code_testing import own_code_model_dir
 
     model = str(own_code_model_dir(tmp_path / "mine", tmp_path / "was-run"))
     words = [model if word == "MODEL" else word for word in flags.split()]

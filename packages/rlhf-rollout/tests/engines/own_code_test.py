@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from own_code_testing import own_code_model_dir
 from rlhf_data.errors import ConfigError
 from rlhf_data.own_code import TrustedModel, is_trusted
-from rlhf_models.testing import own_code_model_dir, tiny_model_dir
+from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines.model_files import read_config, resolve_model_dir
 from rlhf_rollout.engines.spec import EngineSpec
 
