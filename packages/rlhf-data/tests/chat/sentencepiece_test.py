@@ -59,11 +59,11 @@ def test_plain_prompt_and_answer_have_the_tokens_of_both_together(kind):
     tokenizer = make_tokenizer(kind)
     row = Row({"prompt": "What is 3 plus 4?", "chosen": "It is 7.", "rejected": "Yes", "label": 1}, "o", 1)
     keys = {"tokenizer": tokenizer, "input_template": "Q: {}\nA:"}
-    sft = SftEncoder(input_key="prompt", output_key="chosen", **keys)
+    single = {"input_key": "prompt", "output_key": "chosen", **keys}
     pair = PreferenceEncoder(prompt_key="prompt", **keys)(row)
     for made, answer in (
-        (sft(row), "It is 7."),
-        (UnpairedEncoder(sft=sft)(row), "It is 7."),
+        (SftEncoder(**single)(row), "It is 7."),
+        (UnpairedEncoder(**single)(row), "It is 7."),
         (pair.chosen, "It is 7."),
         (pair.rejected, "Yes"),
     ):

@@ -37,9 +37,9 @@ def test_tools_with_half_of_a_surrogate_pair_are_refused():
 
 def test_all_examples_and_prompts_have_the_tools(tmp_path):
     row = Row(VALUES, "o", 1)
-    answer = SftEncoder(input_key="q", output_key="good", **CHAT)
-    assert text_of(answer(row)) == f"{ASKED}4<eos>"
-    assert text_of(UnpairedEncoder(sft=answer, label_key="verdict")(row)) == f"{ASKED}4<eos>"
+    keys = {"input_key": "q", "output_key": "good", **CHAT}
+    for encoder in (SftEncoder(**keys), UnpairedEncoder(label_key="verdict", **keys)):
+        assert text_of(encoder(row)) == f"{ASKED}4<eos>"
     pair = PreferenceEncoder(prompt_key="q", chosen_key="good", rejected_key="bad", **CHAT)(row)
     assert (text_of(pair.chosen), text_of(pair.rejected)) == (f"{ASKED}4<eos>", f"{ASKED}5<eos>")
     rows = open_sources(write_jsonl(tmp_path / "a.jsonl", [VALUES]))

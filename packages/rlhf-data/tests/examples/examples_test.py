@@ -100,8 +100,8 @@ KINDS = [
     (ENCODER, {"input": "a", "output": "b"}, {"finish_reason": "length"}),
     (PreferenceEncoder(tokenizer=ByteTokenizer(), prompt_key="prompt"), PAIR, {"rejected": "s"}),
     (PreferenceEncoder(tokenizer=ByteTokenizer(), margin_key="m"), PAIR | {"m": 1}, {"m": 2}),
-    (UnpairedEncoder(sft=ENCODER), {"input": "a", "output": "b", "label": True}, {"label": False}),
-    (UnpairedEncoder(sft=ENCODER), {"input": "a", "output": "b", "label": True}, {"input": "b"}),
+    (UnpairedEncoder(tokenizer=ByteTokenizer()), {"input": "a", "output": "b", "label": True}, {"label": False}),
+    (UnpairedEncoder(tokenizer=ByteTokenizer()), {"input": "a", "output": "b", "label": True}, {"input": "b"}),
     (ProcessEncoder(tokenizer=ByteTokenizer(), placeholder="*"), STEPS, {"label": [1, 1]}),
 ]
 
@@ -184,11 +184,11 @@ def test_load_examples_cached_examples_are_those_of_memory(tmp_path):
     assert again.rejected.loss_mask.dtype == np.bool_
 
 
-def test_load_examples_cache_of_an_encoder_within_an_encoder_is_found_again(tmp_path):
+def test_load_examples_cache_depends_on_the_key_of_the_verdict(tmp_path):
     rows = open_sources(write_jsonl(tmp_path / "a.jsonl", [{"input": "q", "output": "a", "label": 1, "other": 0}]))
 
     def load(label_key, **options):
-        encoder = UnpairedEncoder(sft=SftEncoder(tokenizer=ByteTokenizer(), **options), label_key=label_key)
+        encoder = UnpairedEncoder(tokenizer=ByteTokenizer(), label_key=label_key, **options)
         calls = []
         [example] = load_examples(rows, encoder, cache_dir=tmp_path / "c", progress=calls.append).examples
         return example.is_desirable, bool(calls)

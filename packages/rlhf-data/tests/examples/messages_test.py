@@ -100,9 +100,8 @@ def test_completions_may_be_messages(prompt, completion):
 
 @pytest.mark.parametrize(("prompt", "completion"), COMPLETIONS)
 def test_answers_with_verdicts_and_pairs_may_be_messages(prompt, completion):
-    encoder = UnpairedEncoder(
-        sft=SftEncoder(tokenizer=ByteTokenizer(), apply_chat_template=True, input_key="q", output_key="a")
-    )
+    keys = {"input_key": "q", "output_key": "a"}
+    encoder = UnpairedEncoder(tokenizer=ByteTokenizer(), apply_chat_template=True, **keys)
     assert pair_of(encoder(row_of(q=prompt, a=completion, label=True))) == masked(PROMPT, [*b"4", EOS_ID])
     worse = [*completion[:-1], {"role": "assistant", "content": "5"}]
     pair = PreferenceEncoder(tokenizer=ByteTokenizer(), apply_chat_template=True, prompt_key="q")(

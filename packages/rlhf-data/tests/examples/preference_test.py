@@ -14,7 +14,7 @@ from rlhf_data.examples.preference import (
     UnpairedEncoder,
     UnpairedExample,
 )
-from rlhf_data.examples.sft import SftEncoder, SftExample
+from rlhf_data.examples.sft import SftExample
 from rlhf_data.rows.row import Row
 from rlhf_data.testing import BOS_ID, EOS_ID, ByteTokenizer
 
@@ -123,7 +123,7 @@ def test_preference_encoder_template_without_a_prompt_has_no_effect_and_is_refus
 
 
 def judged(values, **options):
-    return UnpairedEncoder(sft=SftEncoder(tokenizer=ByteTokenizer()), **options)(Row(values, "a.jsonl", 7))
+    return UnpairedEncoder(tokenizer=ByteTokenizer(), **options)(Row(values, "a.jsonl", 7))
 
 
 @pytest.mark.parametrize(("label", "verdict"), [(True, True), (1, True), ("1", True), ("False", False), (0.0, False)])
@@ -141,7 +141,7 @@ def test_unpaired_encoder_other_verdicts_are_refused(label):
 
 def test_unpaired_encoder_trains_the_answer_only():
     with pytest.raises(ConfigError, match="a verdict is about one answer"):
-        UnpairedEncoder(sft=SftEncoder(tokenizer=ByteTokenizer(), pretrain=True))
+        UnpairedEncoder(tokenizer=ByteTokenizer(), pretrain=True)
 
 
 def steps(values, placeholder="#", **options):

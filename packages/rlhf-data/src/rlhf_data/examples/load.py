@@ -7,7 +7,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -54,9 +54,9 @@ def make_encoder(kind: str, options: Section, tokenizer: Any) -> Any:
     if kind == "process":
         steps = matching(ProcessEncoder, options)
         return ProcessEncoder(tokenizer=tokenizer, placeholder=options.placeholder_token, **steps)
+    encoder = UnpairedEncoder if kind == "unpaired" else SftEncoder
     pretrain = getattr(options, "pretrain_mode", False)
-    encoder = SftEncoder(tokenizer=tokenizer, pretrain=pretrain, **matching(SftEncoder, options))
-    return UnpairedEncoder(sft=encoder, label_key=options.label_key) if kind == "unpaired" else encoder
+    return encoder(tokenizer=tokenizer, pretrain=pretrain, **matching(encoder, options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def load_examples(
         raise ConfigError(f"max_len must be at least 2 (a prompt and an EOS), got {max_len}")
     if num_workers < 0:
         raise ConfigError(f"num_workers must be at least 0, got {num_workers}")
-    work = _Work(rows, encoder if num_ids is None else _Within(encoder, num_ids), max_len, num_workers, progress)
+    work = _Work(rows, encoder, max_len, num_ids, num_workers, progress)
     examples, counts = work.cached(Path(cache_dir)) if cache_dir is not None else (tuple(work.encode()), work.counts)
     RowErrors(skip_bad_rows, counts.num_bad, list(counts.bad)).check(counts.num_rows)
     if not examples:
@@ -119,6 +119,7 @@ class _Work:
     rows: Rows
     encoder: Encoder
     max_len: int
+    num_ids: int | None
     num_workers: int
     progress: Callable[[int], None]
     counts: Counts = field(default_factory=Counts)  # set when `encode` has yielded everything
@@ -132,7 +133,7 @@ class _Work:
                 errors.add(told)
                 continue
             num_encoded += 1
-            length = _longest_sequence(example)
+            length = max(part.num_tokens for part in _sequences(example))
             longest = max(longest, length)
             if length <= self.max_len:
                 digest.update(told)
@@ -151,7 +152,7 @@ class _Work:
         if data is None:
             message = f"{self.rows.name} is streamed and cannot be cached"
             raise ConfigError(message, hint="leave out the cache, or streaming")
-        folder = cache_dir / _key(data, self.encoder, self.max_len)
+        folder = cache_dir / _key(data, self.encoder, (self.max_len, self.num_ids))
         if not folder.exists():
             cache_dir.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".draft-", dir=cache_dir) as scratch:
@@ -166,13 +167,13 @@ class _Work:
         return Store(folder), read_item(folder / "counts.pickle")
 
     def _results(self, rows: Iterator[Row]) -> Iterator[Result]:
+        attempt = _Attempt(self.encoder, _keys_of(self.encoder), self.num_ids)
         if not self.num_workers:
-            keys = _keys_of(self.encoder)
-            yield from (_attempt(self.encoder, keys, row) for row in rows)
+            yield from map(attempt, rows)
             return
         # Spawn, because this process may have threads (of the tokenizer or torch), which forking would break.
         context = get_context("spawn")
-        with ProcessPoolExecutor(self.num_workers, context, _start_worker, (self.encoder,)) as pool:
+        with ProcessPoolExecutor(self.num_workers, context, _start_worker, (attempt,)) as pool:
             waiting: deque[Future[list[Result]]] = deque()
             while chunk := list(islice(rows, _CHUNK)):
                 waiting.append(pool.submit(_encode_chunk, chunk))
@@ -183,70 +184,54 @@ class _Work:
 
 
 @dataclass(frozen=True, slots=True)
-class _Within(Generic[Example]):
-    """An encoder that refuses rows with token ids beyond those of a model."""
+class _Attempt:
+    """Encodes a row, and says why if that is not possible or gives token ids beyond the `num_ids` of a model."""
 
-    encoder: Encoder[Example]
-    num_ids: int
+    encoder: Encoder
+    keys: Sequence[str | None]  # of the cells that the encoder reads
+    num_ids: int | None
 
-    @property
-    def tokenizer(self) -> Any:
-        return self.encoder.tokenizer
-
-    def __call__(self, row: Row) -> Example:
-        example = self.encoder(row)
-        pair = isinstance(example, PreferenceExample)
-        largest = max(part.token_ids.max() for part in ((example.chosen, example.rejected) if pair else (example,)))
-        if largest >= self.num_ids:
-            raise DataError(unknown_id(row, int(largest), self.tokenizer, self.num_ids))
-        return example
-
-
-_worker_encoder: Any = None
+    def __call__(self, row: Row) -> Result:
+        try:
+            example = self.encoder(row)
+        except DataError as error:
+            return None, str(error)
+        largest = max(int(part.token_ids.max()) for part in _sequences(example))
+        if self.num_ids is not None and largest >= self.num_ids:
+            return None, unknown_id(row, largest, self.encoder.tokenizer, self.num_ids)
+        return example, row.digest(self.keys)
 
 
-def _start_worker(encoder: Encoder) -> None:
-    global _worker_encoder
+_worker_attempt: Any = None
+
+
+def _start_worker(attempt: _Attempt) -> None:
+    global _worker_attempt
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would compete with the other workers
-    _worker_encoder = encoder
+    _worker_attempt = attempt
 
 
 def _encode_chunk(rows: Iterable[Row]) -> list[Result]:
-    keys = _keys_of(_worker_encoder)
-    return [_attempt(_worker_encoder, keys, row) for row in rows]
+    return [*map(_worker_attempt, rows)]
 
 
 def _keys_of(encoder: Any) -> list[str | None]:
     """Return the keys of the cells that an encoder reads."""
-    keys: list[str | None] = ["finish_reason"]  # see `Row.is_truncated`
-    for part in fields(encoder):
-        value = getattr(encoder, part.name)
-        if part.name.endswith("_key"):
-            keys.append(value)
-        elif is_dataclass(value):
-            keys += _keys_of(value)
-    return keys
+    keys = [getattr(encoder, part.name) for part in fields(encoder) if part.name.endswith("_key")]
+    return ["finish_reason", *keys]  # see `Row.is_truncated`
 
 
-def _attempt(encoder: Encoder, keys: Sequence[str | None], row: Row) -> Result:
-    try:
-        return encoder(row), row.digest(keys)
-    except DataError as error:
-        return None, str(error)
+def _sequences(example: Any) -> Sequence[Any]:
+    """Return the sequences of an example: two of a pair."""
+    return (example.chosen, example.rejected) if isinstance(example, PreferenceExample) else (example,)
 
 
-def _longest_sequence(example: Any) -> int:
-    if isinstance(example, PreferenceExample):
-        return max(example.chosen.num_tokens, example.rejected.num_tokens)
-    return example.num_tokens
-
-
-def _key(data: str, encoder: Any, max_len: int) -> str:
+def _key(data: str, encoder: Any, limits: tuple[int, int | None]) -> str:
     tokenizer = encoder.tokenizer
     # Pickles of a Hugging Face tokenizer differ between processes; the text form of its Rust part does not.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = pickle.dumps(tokenizer) if backend is None else backend.to_str().encode()
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template, *template_dates(tokenizer))
     # The repr of an encoder has all of its options except the tokenizer.
-    parts = repr((_FORMAT, data, encoder, max_len, ends)).encode()
+    parts = repr((_FORMAT, data, encoder, limits, ends)).encode()
     return hashlib.sha256(parts + words).hexdigest()[:24]

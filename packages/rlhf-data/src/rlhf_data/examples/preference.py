@@ -158,29 +158,23 @@ class PreferenceEncoder(InputTemplate):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnpairedEncoder:
-    """Turns a row into an answer with a verdict. `SftEncoder` encodes prompt and answer.
+class UnpairedEncoder(SftEncoder):
+    """Turns a row into an answer with a verdict.
 
-    Attributes:
-        sft: encoder of prompt and answer. Only the answer may be trained.
+    Attributes, in addition to those of `SftEncoder`:
         label_key: the key of the verdict: true or false, 1 or 0.
 
     Raises:
-        ConfigError: an encoder that trains more than the answer.
+        ConfigError: options that train more than the answer; and as `SftEncoder`.
         DataError: when called with a row that cannot be used.
     """
 
-    sft: SftEncoder
     label_key: str = "label"
 
     def __post_init__(self) -> None:
-        if self.sft.multiturn or self.sft.pretrain:
+        SftEncoder.__post_init__(self)
+        if self.multiturn or self.pretrain:
             raise ConfigError("a verdict is about one answer: multiturn and pretrain do not go with it")
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self.sft.tokenizer
 
     def __call__(self, row: Row) -> UnpairedExample:
         """Return the answer of a row with its verdict."""
@@ -188,7 +182,7 @@ class UnpairedEncoder:
         verdict = _VERDICTS.get(str(value).strip().lower()) if isinstance(value, str | bool | int | float) else None
         if verdict is None:
             raise DataError(f"{row.origin}: `{self.label_key}` must be true or false, 1 or 0, got {value!r}")
-        example = self.sft(row)
+        example = SftEncoder.__call__(self, row)
         return UnpairedExample(example.example_id, example.token_ids, example.loss_mask, verdict)
 
 
