@@ -14,7 +14,7 @@ from rlhf_data.errors import ConfigError, DataError
 from rlhf_models.attention import flash
 from rlhf_models.attention import packed as attention
 from rlhf_models.attention.packed import PACKED_ATTENTION, check_shares_prompts, packed_attention
-from rlhf_models.attention.shared_prompts import SharedPrompts, attend, attend_group_by_group
+from rlhf_models.attention.shared_prompts import Layout, SharedPrompts, attend, attend_group_by_group
 from rlhf_models.batch import TokenBatch
 from rlhf_models.critic import Critic
 from rlhf_models.loading import load_actor
@@ -72,12 +72,15 @@ def tensors(dtype=torch.float64):
     return [torch.randn(1, heads, 18, 8, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
 
 
+def layout_of(shared):
+    return Layout(**{name: getattr(shared, name) for name in Layout._fields})
+
+
 @pytest.mark.parametrize("scale", [None, 0.7])
 def test_attention_group_by_group_equals_one_mask_with_gradients(scale):
     shared = SharedPrompts.of(TOKENS, PROMPT_LENGTHS)
-    names = ("bounds", "prompt_bounds", "group_bounds", "num_prompt_tokens")
     inputs, others = tensors(), tensors()
-    output = attend_group_by_group(*inputs, **{name: getattr(shared, name) for name in names}, scale=scale)
+    output = attend_group_by_group(*inputs, layout_of(shared), scale=scale)
     expected = dense(*others, scale)
     torch.testing.assert_close(output, expected, atol=1e-12, rtol=0)
     weights = torch.randn_like(expected)
@@ -168,14 +171,11 @@ def version(request, monkeypatch):
 
 @pytest.mark.parametrize("scale", [None, 0.7])
 def test_two_calls_of_the_kernel_make_one_attention_with_gradients(version, scale):
-    arguments = SharedPrompts.of(TOKENS, PROMPT_LENGTHS).arguments()
-    layout = {name: arguments[name] for name in ("prompt_bounds", "group_bounds", "num_prompt_tokens")}
-    layout |= {name: arguments[name] for name in ("longest_prompt", "longest_group")}
-    layout |= {"bounds": arguments["cu_seq_lens_q"], "longest": arguments["max_length_q"]}
+    layout = layout_of(SharedPrompts.of(TOKENS, PROMPT_LENGTHS))
     inputs = tensors(torch.float32)
     others = [tensor.detach().double().requires_grad_() for tensor in inputs]
     rows = [tensor[0].transpose(0, 1) for tensor in inputs]
-    output = attend(*rows, **layout, scale=scale, version=version)
+    output = attend(*rows, layout, scale=scale, version=version)
     expected = dense(*others, scale)
     torch.testing.assert_close(output[None].double(), expected, atol=1e-6, rtol=1e-6)
     weights = torch.randn_like(expected)

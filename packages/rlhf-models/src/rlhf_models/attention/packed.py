@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rlhf_data.errors import ConfigError
 from rlhf_models.attention.flash import flash_4_is_faster, flash_4_unavailable_reason
 from rlhf_models.attention.sequence_parallel import SequenceGroup
-from rlhf_models.attention.shared_prompts import attend, attend_group_by_group
+from rlhf_models.attention.shared_prompts import Layout, attend, attend_group_by_group
 from rlhf_models.batch import TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ UNPACKED = "turn packing off, with ``packing=false``"  # a hint
 NO_MASK = torch.empty(1, 1, 0, 0)
 _UNEQUAL_HEADS = "its heads of keys and values must have the same size"
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value of a layer
 _kernel: dict[str, Any] = {}  # torch's varlen attention and its parameter names, filled in when it is known to run
 _forwarding_packed: ContextVar[bool] = ContextVar("forwarding_packed", default=False)
 
@@ -223,15 +224,14 @@ def packed_attention(
     if not sliding_window and not torch.compiler.is_compiling() and _window_of(module):
         message = f"{type(module).__name__} has its sliding window in a mask, and packed sequences have no mask"
         raise ConfigError(message, hint=UNPACKED)
+    how = _Scores(scaling, dropout, sliding_window, version)
     if prompt_bounds is not None:
-        layout = {
-            name: kwargs[name] for name in ("group_bounds", "num_prompt_tokens", "longest_prompt", "longest_group")
-        }
-        layout |= {"bounds": cu_seq_lens_q, "longest": max_length_q, "prompt_bounds": prompt_bounds}
-        return _attend_shared(query, key, value, scaling, dropout, sliding_window, version, layout), None
+        own = {"bounds": cu_seq_lens_q, "longest": max_length_q, "prompt_bounds": prompt_bounds}
+        layout = Layout(**own, **{name: kwargs[name] for name in Layout._fields if name not in own})
+        return _attend_shared((query, key, value), layout, how), None
     if sequence_group is not None:
         query, key, value = (sequence_group.to_heads(tensor) for tensor in (query, key, value))
-    output = _attend(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout, sliding_window, version)
+    output = _attend((query, key, value), cu_seq_lens_q, max_length_q, how)
     return output if sequence_group is None else sequence_group.to_tokens(output), None
 
 
@@ -243,53 +243,42 @@ def _window_of(module: nn.Module) -> int | None:
     return getattr(text, "sliding_window", None) if has_window else None
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    longest: int | None,
-    scaling: float | None,
-    dropout: float,
-    sliding_window: int | None,
-    version: int,
-) -> Tensor:
+class _Scores(NamedTuple):
+    """How the scores of an attention layer become weights; see `packed_attention`."""
+
+    scaling: float | None
+    dropout: float
+    sliding_window: int | None
+    version: int
+
+
+def _attend(tensors: Heads, cu_seqlens: Tensor, longest: int | None, how: _Scores) -> Tensor:
     """Return the output of `packed_attention` by the kernel, or sequence by sequence where it cannot run."""
-    if _has_kernel(query, value, dropout):
-        if version == 4 and not sliding_window:
-            longest = int(cu_seqlens.diff().max()) if longest is None else longest
-            none_shared = {"prompt_bounds": cu_seqlens, "group_bounds": cu_seqlens, "num_prompt_tokens": 0}
-            none_shared |= {"longest_prompt": 0, "longest_group": 0}
-            tensors = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-            return attend(*tensors, bounds=cu_seqlens, longest=longest, scale=scaling, version=4, **none_shared)[None]
-        return _varlen(query, key, value, cu_seqlens, longest, scaling, sliding_window)
-    return _sequence_by_sequence(query, key, value, cu_seqlens, scaling, dropout, sliding_window)
+    if not _has_kernel(tensors, how.dropout):
+        return _sequence_by_sequence(*tensors, cu_seqlens, how)
+    if longest is None:
+        longest = int(cu_seqlens.diff().max())
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors)
+    if how.version == 4 and not how.sliding_window:
+        none_shared = Layout(cu_seqlens, cu_seqlens, cu_seqlens, 0, longest, 0, 0)
+        return attend(query, key, value, none_shared, scale=how.scaling, version=4)[None]
+    return _varlen(query, key, value, cu_seqlens, longest, how)
 
 
-def _attend_shared(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    dropout: float,
-    sliding_window: int | None,
-    version: int,
-    layout: dict[str, Any],
-) -> Tensor:
+def _attend_shared(tensors: Heads, layout: Layout, how: _Scores) -> Tensor:
     """Do as `_attend` for sequences that share prompts."""
-    if sliding_window or dropout:
-        what = "a sliding window" if sliding_window else "dropout"
+    if how.sliding_window or how.dropout:
+        what = "a sliding window" if how.sliding_window else "dropout"
         raise ConfigError(f"attention with {what} cannot share prompts", hint="drop ``share_prompts``")
-    if _has_kernel(query, value, dropout):
-        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return attend(query, key, value, scale=scaling, version=version, **layout)[None]
-    for name in ("longest", "longest_prompt", "longest_group"):
-        del layout[name]
-    return attend_group_by_group(query, key, value, scale=scaling, **layout)
+    if not _has_kernel(tensors, how.dropout):
+        return attend_group_by_group(*tensors, layout, scale=how.scaling)
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors)
+    return attend(query, key, value, layout, scale=how.scaling, version=how.version)[None]
 
 
-def _has_kernel(query: Tensor, value: Tensor, dropout: float) -> bool:
+def _has_kernel(tensors: Heads, dropout: float) -> bool:
     """Return whether torch's varlen attention can take such tensors. Where it cannot, say so once."""
+    query, _, value = tensors
     if torch.compiler.is_compiling() and query.is_cuda:
         # `compile_unavailable_reason` has already checked that the kernel runs, and its cached check cannot be traced.
         return True
@@ -336,47 +325,28 @@ def _unpacked_attention(module: nn.Module, *tensors: Any, **kwargs: Any) -> tupl
     return sdpa_attention_forward(module, *tensors, **kwargs)
 
 
-def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    longest: int | None,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, how: _Scores) -> Tensor:
     """Call the kernel with the arguments of the installed torch: older versions have `is_causal` and no window."""
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     parameters = _kernel["parameters"]
     options: dict[str, Any] = {}
     if "window_size" in parameters:
-        options["window_size"] = (sliding_window - 1 if sliding_window else -1, 0)
-    elif sliding_window and longest is not None and longest > sliding_window:
+        options["window_size"] = (how.sliding_window - 1 if how.sliding_window else -1, 0)
+    elif how.sliding_window and longest > how.sliding_window:
         hint = f"{UNPACKED}, or use a newer torch"
         raise ConfigError(f"varlen attention of torch {torch.__version__} has no sliding window", hint=hint)
     else:
         options["is_causal"] = True
     if "scale" in parameters:
-        options["scale"] = scaling
-    elif scaling is not None:
+        options["scale"] = how.scaling
+    elif how.scaling is not None:
         # The kernel scales by D ** -0.5 itself.
-        query = query * (scaling * query.shape[-1] ** 0.5)
+        query = query * (how.scaling * query.shape[-1] ** 0.5)
     if "enable_gqa" in parameters:  # versions without this parameter take grouped heads as they are
         options["enable_gqa"] = key.shape[1] != query.shape[1]
-    if longest is None:
-        longest = int(cu_seqlens.diff().max())
     return _kernel["function"](query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)[None]
 
 
-def _sequence_by_sequence(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    scaling: float | None,
-    dropout: float,
-    sliding_window: int | None,
-) -> Tensor:
+def _sequence_by_sequence(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, how: _Scores) -> Tensor:
     lengths = cu_seqlens.diff().tolist()
     groups = query.shape[1] // key.shape[1]
     if query.is_cuda and groups > 1:  # SDPA's memory-efficient kernel refuses grouped heads
@@ -384,11 +354,9 @@ def _sequence_by_sequence(
     outputs = []
     # A causal mask without a window is a flag of SDPA and takes no memory; a window needs a mask [length, length].
     for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True):
-        window = _window_mask(q.shape[2], sliding_window, q.device)
-        output = scaled_dot_product_attention(
-            q, k, v, attn_mask=window, dropout_p=dropout, is_causal=window is None, scale=scaling, enable_gqa=True
-        )
-        outputs.append(output.transpose(1, 2))
+        window = _window_mask(q.shape[2], how.sliding_window, q.device)
+        options = {"attn_mask": window, "is_causal": window is None, "dropout_p": how.dropout, "scale": how.scaling}
+        outputs.append(scaled_dot_product_attention(q, k, v, enable_gqa=True, **options).transpose(1, 2))
     return torch.cat(outputs, dim=1)  # contiguous, as the kernels' output is: some families take a view of it
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -110,35 +110,36 @@ class SharedPrompts:
         }
 
 
+class Layout(NamedTuple):
+    """Where prompts and responses lie among stored tokens; the numbers and bounds of `SharedPrompts`.
+
+    If `longest_group` is 0, no prompts are shared, and attention reads `bounds` and `longest` only.
+    """
+
+    bounds: Tensor
+    prompt_bounds: Tensor
+    group_bounds: Tensor
+    num_prompt_tokens: int
+    longest: int
+    longest_prompt: int
+    longest_group: int
+
+
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    bounds: Tensor,
-    longest: int,
-    prompt_bounds: Tensor,
-    group_bounds: Tensor,
-    num_prompt_tokens: int,
-    longest_prompt: int,
-    longest_group: int,
-    scale: float | None,
-    version: int = 2,
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, scale: float | None, version: int = 2
 ) -> Tensor:
     """Attend to stored tokens by FlashAttention, on a GPU.
 
     Args:
         query: [U, H, D] bfloat16 or float16.
         key, value: [U, K, D], K dividing H.
-        bounds, longest, prompt_bounds, group_bounds, num_prompt_tokens, longest_prompt, longest_group: see
-            `SharedPrompts`. If `longest_group` is 0, only `bounds` and `longest` are used.
+        layout: of the U tokens.
         scale: factor of the scores; None means D ** -0.5.
         version: of FlashAttention, 2 or 4.
 
     Returns:
         The output [U, H, D].
     """
-    layout = (bounds, prompt_bounds, group_bounds, num_prompt_tokens, longest, longest_prompt, longest_group)
     return _attend(query, key, value, *layout, scale, version)[0]
 
 
@@ -225,24 +226,14 @@ def _propagate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 _attend.register_autograd(_propagate, setup_context=_keep)
 
 
-def attend_group_by_group(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    bounds: Tensor,
-    prompt_bounds: Tensor,
-    group_bounds: Tensor,
-    num_prompt_tokens: int,
-    scale: float | None,
-) -> Tensor:
+def attend_group_by_group(query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, scale: float | None) -> Tensor:
     """Do as `attend` with calls of scaled_dot_product_attention, on any device.
 
     `query` is [1, H, U, D], `key` and `value` are [1, K, U, D], and the output is [1, U, H, D].
     """
-    num_groups = len(prompt_bounds) - 1
-    segments = [slice(*ends) for ends in pairwise(bounds.tolist())]
-    starts = group_bounds.tolist()
+    num_groups = len(layout.prompt_bounds) - 1
+    segments = [slice(*ends) for ends in pairwise(layout.bounds.tolist())]
+    starts = layout.group_bounds.tolist()
     groups = query.shape[1] // key.shape[1]
     if query.is_cuda and groups > 1:  # SDPA's memory-efficient kernel refuses grouped heads
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
@@ -254,7 +245,7 @@ def attend_group_by_group(
     for own in segments[num_groups:]:
         if own.start == own.stop:
             continue
-        prompt = segments[bisect_right(starts, own.start - num_prompt_tokens) - 1]
+        prompt = segments[bisect_right(starts, own.start - layout.num_prompt_tokens) - 1]
         keys, values = (torch.cat([tensor[:, :, prompt], tensor[:, :, own]], dim=2) for tensor in (key, value))
         size = own.stop - own.start
         seen = torch.ones(size, keys.shape[2], dtype=torch.bool, device=query.device)
