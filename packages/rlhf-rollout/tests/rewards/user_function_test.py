@@ -284,10 +284,11 @@ def test_reward_target_and_scored_pickle_round_trip():
 def test_reward_file_for_openrlhf_finds_its_functions_for_mathematical_answers(tmp_path):
     file = tmp_path / "theirs.py"
     file.write_text(
-        "from openrlhf.utils import extract_boxed_answer, grade_answer\n"
+        "import openrlhf.utils as theirs\n"
+        "from openrlhf.utils import extract_boxed_answer\n"
         "def reward_func(queries, prompts, labels):\n"
         "    found = [extract_boxed_answer(query) for query in queries]\n"
-        "    return {'rewards': [float(grade_answer(a, label)) for a, label in zip(found, labels)]}\n"
+        "    return {'rewards': [float(theirs.grade_answer(a, label)) for a, label in zip(found, labels)]}\n"
     )
     function = load_function(parse_reward(str(file)))
     queries = [r"so \boxed{4}", r"\boxed{\frac{1}{2}}", r"\boxed{5}", "4", r"\boxed{}"]

@@ -33,7 +33,7 @@ def test_functions_of_all_kinds_return_their_result():
 
 
 def test_function_that_runs_on_after_its_call_is_counted_until_it_ends():
-    release = threading.Event()
+    release, begun = threading.Event(), threading.Event()
 
     async def call(*running):
         CALL.set(asyncio.current_task())
@@ -44,8 +44,9 @@ def test_function_that_runs_on_after_its_call_is_counted_until_it_ends():
         thread = CodeThread()
         outside = asyncio.create_task(called(release.wait, 30.0))  # no call has it
         own = thread.run(release.wait, 30.0)
-        during = await asyncio.create_task(call(called(release.wait, 30.0), own, thread.run(print)))
-        after = num_hanging()  # the last one has not begun
+        during = await asyncio.create_task(call(called(release.wait, 30.0), own, thread.run(begun.set)))
+        after = num_hanging()
+        assert not begun.is_set()  # there is one thread
         release.set()
         await outside
         thread.close()
@@ -76,13 +77,13 @@ def test_function_that_raises_is_not_counted():
 def test_closed_thread_ends_after_its_last_function_and_holds_up_nobody():
     release = threading.Event()
     threads = []
+    thread = CodeThread()
 
     def last():
         threads.append(threading.current_thread())
         release.wait(30.0)
 
     async def scenario():
-        thread = CodeThread()
         running = asyncio.create_task(thread.run(last))
         await asyncio.sleep(0.1)
         running.cancel()
