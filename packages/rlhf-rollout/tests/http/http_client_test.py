@@ -376,6 +376,10 @@ def test_connections_are_as_many_as_it_takes_and_given_up_before_the_request(mon
     assert made[0]["mounts"] == {"all://127.0.0.1": None}
 
 
+def test_client_is_shown_without_its_token():
+    assert "s3cret" not in repr(Client(["https://host"], timeout_s=1.0, token="s3cret"))
+
+
 def test_client_has_connections_for_each_event_loop():
     client = Client(["http://host"], timeout_s=1.0, transport=httpx.MockTransport(lambda _: httpx.Response(200)))
 

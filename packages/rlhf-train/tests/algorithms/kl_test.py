@@ -24,6 +24,15 @@ def test_kl_estimate_matches_hand_values(estimator, expected):
     assert kl_estimate(logprobs, logprobs - difference, estimator)[0].tolist() == pytest.approx(expected, rel=1e-12)
 
 
+def test_kl_estimate_averages_to_the_divergence():
+    # The expectation of k1 and k3 under the policy is the divergence itself: sum p log(p / q).
+    p, q = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.3, 0.3, 0.4]).double()
+    divergence = (p * (p / q).log()).sum()
+    for estimator in ("k1", "k3"):
+        estimate = kl_estimate(p.log()[None], q.log()[None], estimator)[0]
+        assert (p * estimate).sum().item() == pytest.approx(divergence.item())
+
+
 def test_kl_estimate_far_from_the_reference_is_bounded():
     far = torch.tensor([[1000.0, -1000.0]], dtype=torch.float64)
     for estimator, bounds in {
@@ -45,7 +54,7 @@ def test_kl_estimate_by_k3_is_exact_below_ten_nats_and_without_a_gradient_above(
 
 
 def test_kl_estimate_of_an_unknown_name_or_other_shapes_is_refused():
-    with pytest.raises(ValueError, match="k4"):
+    with pytest.raises(ValueError, match="k4.*k1, k2, k3"):
         kl_estimate(torch.zeros(1, 2), torch.zeros(1, 2), "k4")
     with pytest.raises(ValueError, match="shapes differ"):
         kl_estimate(torch.zeros(1, 2), torch.zeros(1, 3), "k1")
