@@ -54,7 +54,7 @@ def test_kl_estimate_by_k3_is_exact_below_ten_nats_and_without_a_gradient_above(
 
 
 def test_kl_estimate_of_an_unknown_name_or_other_shapes_is_refused():
-    with pytest.raises(ValueError, match="k4.*k1, k2, k3"):
+    with pytest.raises(ValueError, match=r"k4.*k1, k2, k3"):
         kl_estimate(torch.zeros(1, 2), torch.zeros(1, 2), "k4")
     with pytest.raises(ValueError, match="shapes differ"):
         kl_estimate(torch.zeros(1, 2), torch.zeros(1, 3), "k1")
