@@ -27,7 +27,7 @@ from rlhf_rollout.engines.model_files import (
 from rlhf_rollout.engines.requests import check_request, sample_seeds
 from rlhf_rollout.engines.vllm.core import register_architectures
 from rlhf_rollout.engines.vllm.memory import gpu_kv_cache_bytes, kv_cache_bytes
-from rlhf_rollout.engines.vllm.own_classes import model_classes, model_impl
+from rlhf_rollout.engines.vllm.own_classes import fit_to_cpu, model_classes, model_impl
 from rlhf_rollout.protocols import SamplingParams
 
 
@@ -245,11 +245,14 @@ def test_package_that_vllms_class_of_a_model_needs_is_named(monkeypatch: pytest.
     def other() -> None:
         raise RuntimeError
 
-    models = {"Seeing": SimpleNamespace(load_model_cls=load_model_cls), "Other": SimpleNamespace(load_model_cls=other)}
-    registry = SimpleNamespace(models=models, register_model=dict)
+    loads = {"Seeing": load_model_cls, "Other": other, "Known": lambda: int}
+    models = {name: SimpleNamespace(load_model_cls=load) for name, load in loads.items()}
+    registered = {}
+    registry = SimpleNamespace(models=models, register_model=registered.__setitem__)
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models", SimpleNamespace(ModelRegistry=registry))
     monkeypatch.setattr(metadata, "version", {"torch": "2.11.0+cpu"}.__getitem__)
-    register_architectures(["Unknown", "Other"])
+    assert register_architectures(["Unknown", "Other", "Known"]) == [int]
+    assert registered == {"Known": int}
     install = {
         "timm": "pip install timm",
         "torchvision": r"pip install 'torchvision==0\.26\.\*' from the index that torch 2",
@@ -285,3 +288,27 @@ def test_config_without_architectures_names_no_class_of_vllm() -> None:
 def test_model_that_no_class_of_vllm_computes_as_transformers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"vLLM computes a doge model without the mask[^\n]*\n\nhint: use a model of"):
         model_classes({"architectures": ["DogeForCausalLM"]})
+
+
+def test_engine_on_a_cpu_caches_no_prefixes_of_layers_with_a_state() -> None:
+    spec = EngineSpec(model="m")
+    recurrent = type("Recurrent", (), {"has_inner_state": True})
+    assert fit_to_cpu(spec, ["Mamba2ForCausalLM"], [int, recurrent]) == dataclasses.replace(
+        spec, enable_prefix_caching=False
+    )
+    assert fit_to_cpu(spec, ["LlamaForCausalLM"], [int]) is spec
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"])
+def test_linear_attention_on_a_cpu_needs_bfloat16(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"only in bfloat16, and ``dtype`` is float32\n\nhint: set ``dtype=bfloat16``"
+    ):
+        fit_to_cpu(EngineSpec(model="m"), [name], [])
+    spec = EngineSpec(model="m", dtype="bfloat16")
+    assert fit_to_cpu(spec, [name], []) is spec
+
+
+def test_family_whose_experts_vllm_chooses_otherwise_on_a_cpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"of an ernie4_5_moe on a CPU without [^\n]*\n\nhint: use a GPU"):
+        fit_to_cpu(EngineSpec(model="m"), ["Ernie4_5_MoeForCausalLM"], [])

@@ -13,7 +13,7 @@ from rlhf_data.own_code import is_trusted
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.internals import SETTINGS, check_core
 from rlhf_rollout.engines.vllm.memory import kv_cache_bytes
-from rlhf_rollout.engines.vllm.own_classes import model_classes, model_impl
+from rlhf_rollout.engines.vllm.own_classes import fit_to_cpu, model_classes, model_impl
 from rlhf_rollout.host import place_vllm_sockets
 
 logger = logging.getLogger(__name__)
@@ -120,10 +120,12 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         import torch
 
         torch.set_num_threads(spec.num_threads)
-    classes = model_classes(model_config)
-    register_architectures(classes)
+    names = model_classes(model_config)
+    classes = register_architectures(names)
+    if not on_gpu:
+        spec = fit_to_cpu(spec, names, classes)
     is_eager = spec.enforce_eager or not on_gpu
-    config = _engine_config(spec, model_dir, model_config, model_impl(classes), is_eager=is_eager, on_gpu=on_gpu)
+    config = _engine_config(spec, model_dir, model_config, model_impl(names), is_eager=is_eager, on_gpu=on_gpu)
     core = EngineCoreClient.make_client(
         multiprocess_mode=False,
         asyncio_mode=False,
@@ -195,25 +197,31 @@ def _engine_config(
     ).create_engine_config()
 
 
-def register_architectures(architectures: list[str]) -> None:
-    """Import the model's class in this process: otherwise vLLM starts a process for that, which takes seconds.
+def register_architectures(architectures: list[str]) -> list[type]:
+    """Import the model's classes in this process, and return them.
+
+    Otherwise vLLM starts a process for that, which takes seconds. A class that vLLM does not have is left out.
 
     Raises:
         ConfigError: the class needs a package that is not installed, which vLLM itself would not name.
     """
     from vllm.model_executor.models import ModelRegistry
 
+    classes = []
     for name in architectures:
         entry = ModelRegistry.models.get(name)
         if entry is None:
             continue
         try:
-            ModelRegistry.register_model(name, entry.load_model_cls())
+            kind = entry.load_model_cls()
+            ModelRegistry.register_model(name, kind)
+            classes.append(kind)
         except ModuleNotFoundError as error:
             message = f"vLLM's class {name} needs the package {error.name}, which is not installed"
             raise ConfigError(message, hint=_installs_beside_torch(error.name)) from error
         except Exception:
             logger.debug("vLLM itself reports this when it loads the model", exc_info=True)
+    return classes
 
 
 def _installs_beside_torch(package: str | None) -> str:

@@ -1,13 +1,15 @@
-"""Models of which vLLM's own class computes other log-probs than transformers, and so than the trainer.
+"""Models that vLLM's own classes compute otherwise than transformers, and so than the trainer, or only in part.
 
-They run by vLLM's backend for models of transformers, which takes from vLLM only the attention and the products of
-matrices. docs/models.md has the differences of all families.
+Where a class leaves something out, a model runs by vLLM's backend for models of transformers, which takes from vLLM
+only the attention, the experts and the products of matrices. docs/models.md has the differences of all families.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlhf_data.errors import ConfigError
+from rlhf_rollout.engines.spec import EngineSpec
 
 
 def _always(config: Mapping[str, Any]) -> bool:
@@ -55,3 +57,28 @@ def model_classes(config: Mapping[str, Any]) -> list[str]:
 def model_impl(classes: Sequence[str]) -> str:
     """Return vLLM's name of the implementation that has these classes."""
     return "transformers" if tuple(classes) == _BACKENDS else "auto"
+
+
+def fit_to_cpu(spec: EngineSpec, names: Sequence[str], classes: Sequence[type]) -> EngineSpec:
+    """Return the settings with which vLLM runs a model on a CPU.
+
+    There it caches the states of recurrent layers, such as Mamba's, only with chunked prefill, which engines do not use
+    on a CPU. Such a model runs without a cache of prefixes.
+
+    Args:
+        spec: the settings that were asked for.
+        names: the model's architectures.
+        classes: vLLM's classes of these names.
+
+    Raises:
+        ConfigError: vLLM does not compute the model on a CPU in this `dtype`, or computes another one.
+    """
+    if "Ernie4_5_MoeForCausalLM" in names:
+        message = "vLLM chooses the experts of an ernie4_5_moe on a CPU without the correction of their scores"
+        raise ConfigError(message, hint="use a GPU, or a model of another family from docs/models.md")
+    if spec.dtype != "bfloat16" and any(name.startswith(("Qwen3Next", "Qwen3_5")) for name in names):
+        message = f"vLLM computes linear attention on a CPU only in bfloat16, and ``dtype`` is {spec.dtype}"
+        raise ConfigError(message, hint="set ``dtype=bfloat16``")
+    if any(getattr(kind, "has_inner_state", False) for kind in classes):
+        return replace(spec, enable_prefix_caching=False)
+    return spec
