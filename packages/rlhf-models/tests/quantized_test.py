@@ -6,7 +6,7 @@ import runpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config, GptOssConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config, GptOssConfig, LlamaConfig
 
 from rlhf_data.errors import ConfigError
 from rlhf_models import dequantize as dequantize_module
@@ -87,6 +87,7 @@ def test_model_that_transformers_dequantized_is_refused_before_training_with_wha
 @pytest.mark.parametrize("make", [fp8_dir, lambda path: fp8_dir(path, "qwen3_moe"), mxfp4_dir])
 def test_dequantized_copy_has_the_whole_weights_in_plain_transformers(tmp_path, make, capsys):
     folder, whole = make(tmp_path / "quantized")
+    (tmp_path / "copy").mkdir()  # an empty folder may be there
     assert main([str(folder), str(tmp_path / "copy")]) == 0
     assert capsys.readouterr().out.endswith(f"written to {tmp_path / 'copy'}\n")
     stored = load_file(tmp_path / "copy" / "model.safetensors")
@@ -109,8 +110,30 @@ def test_dequantize_asks_for_whole_weights_also_where_a_gpu_could_compute_with_q
         return plain(*args, quantization_config=quantization_config, **options)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
+    entrusted = []
+    monkeypatch.setattr(dequantize_module, "entrust", lambda config, name: entrusted.append((type(config), name)))
     dequantize(folder, tmp_path / "copy")
     assert asked == [True]
+    assert entrusted == [(LlamaConfig, str(folder))]  # whose code, if it has any, the copy gets
+
+
+def test_dequantize_writes_nothing_that_transformers_would_not_load(tmp_path, monkeypatch):
+    def refuse(actor):
+        raise ConfigError(f"a {actor.model.config.model_type} could not be saved")
+
+    folder, _ = fp8_dir(tmp_path / "quantized")
+    monkeypatch.setattr(dequantize_module, "check_saves", refuse)
+    with pytest.raises(ConfigError, match="a llama could not be saved"):
+        dequantize(folder, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_help_of_dequantize_explains_the_command_and_each_of_its_words(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    for text in ("which can be trained", "quantized by fp8 or mxfp4", "new folder", "read it before"):
+        assert text in told
 
 
 def test_module_is_a_command(tmp_path, monkeypatch, capsys):

@@ -216,7 +216,8 @@ def test_routes_of_another_model_are_refused(moe_dir):
     replay = replaying(moe_dir).model.base_model.router_replay
     replay.check(np.full((5, LAYERS, TOP_K), EXPERTS - 1, np.uint8))
     replay.check(random_routes(0))
-    for routes in (np.zeros((5, 3, TOP_K), int), np.zeros((5, LAYERS, 1), int), np.full((5, LAYERS, TOP_K), EXPERTS)):
+    others = [np.zeros((rows, 3, TOP_K), int) for rows in (5, 0)]
+    for routes in (*others, np.zeros((5, LAYERS, 1), int), np.full((5, LAYERS, TOP_K), EXPERTS)):
         with pytest.raises(DataError, match=r"(?s)the model has 2 layers with 2 .*, of 4\n\nhint: generate with"):
             replay.check(routes)
 
