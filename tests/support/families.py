@@ -63,6 +63,7 @@ _FALCON_H1 |= {"key_multiplier": 2.0, "attention_in_multiplier": 0.5, "attention
 _FALCON_H1 |= {"ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.5, "ssm_multipliers": [0.5, 2.0, 0.7, 1.5, 1.2]}
 _ROUTED = {"routed_scaling_factor": 2.5}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "original_max_position_embeddings": 16}
+_YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 _LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
 _LONG_ROPE |= {"long_factor": [4.0] * 16, "short_factor": [1.0] * 16}
 _SMALL_PART = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -120,11 +121,12 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
                 "interleave_moe_layer_step": 2,
                 "floor_scale": 4,
                 "intermediate_size_mlp": 128,
+                "num_experts_per_tok": 1,
             },
             "vision_config": _LLAMA_EYE,
         },
     ),
-    "llama4_text": ("llama4_text", {"attention_chunk_size": _WINDOW, "floor_scale": 4}),
+    "llama4_text": ("llama4_text", {"attention_chunk_size": _WINDOW, "floor_scale": 4, "num_experts_per_tok": 1}),
     "mamba2": ("mamba2", {"num_heads": 16, "head_dim": 16, "state_size": 16, "n_groups": 1}),
     "mimo_v2_flash": ("mimo_v2_flash", _ROUTED),
     "minicpm3": ("minicpm3", _LATENT),
@@ -135,6 +137,7 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("nemotron", {"head_dim": 32, "num_key_value_heads": 2}),
     "nemotron_h": ("nemotron_h", _ROUTED),
     "olmo": ("olmo", {"clip_qkv": 0.5}),
+    "olmoe, clipped": ("olmoe", {"clip_qkv": 0.5}),
     "phi": ("phi", {"num_key_value_heads": 4}),
     "phi3, LongRoPE": ("phi3", {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 16}),
     "phi3, window": ("phi3", {"sliding_window": _WINDOW}),

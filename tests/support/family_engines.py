@@ -4,6 +4,7 @@ The weights that are sent are those of the model as trainers load it.
 """
 
 import asyncio
+import json
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
@@ -22,7 +23,8 @@ from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 from rlhf_rollout.weights.source import WeightSource
 
-_PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
+_BLOCK = 128  # tokens of vLLM's KV cache on a CPU; a chunk of Llama 4's attention is made of whole blocks
+_PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40, _BLOCK - 8)]
 _CHANGES = (0.0, 0.0, 0.05)  # of the weights: none at the start, the same weights are sent, then others
 
 Answers = list[tuple[list[int], Tensor]]  # each prompt with its answer, and the log-probs of the answer
@@ -33,15 +35,23 @@ def gaps(family: str) -> list[float]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_tiny(family, folder)
+        _widen_chunks(folder / "config.json")
         answers = _answers(folder)
         # In a process of its own, because vLLM may change the classes of transformers in this one.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as others:
             return others.submit(_distances, folder, answers).result()
 
 
+def _widen_chunks(file: Path) -> None:
+    def widened(fields: dict[str, Any]) -> dict[str, Any]:
+        return fields | ({"attention_chunk_size": _BLOCK} if fields.get("attention_chunk_size") else {})
+
+    file.write_text(json.dumps(json.loads(file.read_text(), object_hook=widened)))
+
+
 def _answers(folder: Path) -> list[Answers]:
     """Return what vLLM answers after each of the changes."""
-    spec = EngineSpec(model=str(folder), max_model_len=128, max_num_seqs=4, max_num_batched_tokens=256)
+    spec = EngineSpec(model=str(folder), max_model_len=256, max_num_seqs=4, max_num_batched_tokens=256)
     actor = load_actor(folder, dtype="float32", max_length=spec.max_model_len)
     engine = build_engine("vllm", spec)
     try:
