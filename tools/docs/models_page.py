@@ -41,7 +41,7 @@ def _in_vllm(family: str) -> str:
     if found is not None:
         return found[1]
     print(done.stderr[-2000:], file=sys.stderr)
-    if "ConfigError: vLLM computes" in done.stderr:
+    if "errors.ConfigError: " in done.stderr:
         return "refused"
     return "fails" if "Error: weights" in done.stderr or "WeightSync" in done.stderr else "does not start"
 
