@@ -170,7 +170,8 @@ def test_failed_weight_update_answers_the_requests_it_held(engine: Any, core: Co
 
     async def scenario() -> None:
         core.failing = {failing}
-        with pytest.raises(EngineError):  # which says nothing about whether the weights fit
+        # It says nothing about whether the weights fit.
+        with pytest.raises(EngineError, match=f"vLLM could not .*: ({failing} failed|vLLM kept prefixes)"):
             await update(1)
         if held := getattr(update, "held", None):
             assert message in await held
@@ -211,18 +212,6 @@ def test_bucket_that_a_worker_could_not_load_raises_the_workers_error(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("failing", ["start_weight_update", "rlhf_receive_weights", "finish_weight_update"])
-def test_update_that_fails_in_vllm_is_a_failure_of_the_engine_alone(engine: Any, core: Core, failing: str) -> None:
-    async def update() -> None:
-        await engine.begin_weight_update(1)
-        await engine.receive_weights(None)
-        await engine.finish_weight_update()
-
-    core.failing = {failing}
-    with pytest.raises(EngineError, match=f"vLLM could not .*{failing} failed"):
-        asyncio.run(update())
-
-
 class Worker(BucketWorkerExtension):
     """A worker of vLLM that is told what happens to a bucket."""
 
@@ -241,14 +230,6 @@ class Worker(BucketWorkerExtension):
     def finish_weight_update(self) -> None:
         self._weight_update_active = False
         self.calls.append("worker")
-
-
-def test_worker_answers_with_its_error_so_that_the_answers_of_all_workers_are_read() -> None:
-    for error in (EngineError("not arrived"), WeightSyncError("too short")):
-        assert Worker(error).rlhf_receive_weights("bucket") == [error]
-    [error] = Worker(ValueError("no such layer")).rlhf_receive_weights("bucket")
-    assert isinstance(error, WeightSyncError) and "ValueError: no such layer" in str(error)
-    assert Worker(None).rlhf_receive_weights("bucket") == []
 
 
 def test_abandoned_update_ends_also_where_a_worker_had_loaded_its_bucket() -> None:

@@ -342,3 +342,5 @@ def test_a_worker_tells_weights_that_did_not_arrive_from_weights_that_do_not_fit
 
     [told] = Worker().rlhf_receive_weights(None)
     assert type(told) is kind and str(error) in str(told)
+    if isinstance(error, EngineError | WeightSyncError):
+        assert told is error

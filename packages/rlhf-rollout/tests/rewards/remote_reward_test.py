@@ -1,10 +1,7 @@
-"""Rewards from servers, against small ones on this machine: values, turns, batches, retries, and unusable answers."""
+"""Rewards from servers, on a network that is made up: values, turns, batches, retries, hangs, and unusable answers."""
 
 import asyncio
-import contextlib
 import json
-import threading
-import time
 
 import httpx
 import pytest
@@ -14,7 +11,6 @@ from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import VerdictKind
 from rlhf_rollout.rewards.remote import TOKEN_VARIABLE, RemoteReward, check_reward_server
 from rlhf_rollout.rewards.sources import CallOptions
-from rollout_testing import json_server
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
@@ -25,21 +21,23 @@ NO_SERVER = "http://127.0.0.1:9/get_reward"  # the discard port: nothing listens
 class Server:
     """A reward server. Answers (status, body) from `answers` one after the other, then what `respond` says.
 
-    By default that is the number that the response of each query is, 0 for an empty one.
+    By default that is the number that the response of each query is, 0 for an empty one. A query with "hang" in it has
+    no answer.
     """
 
     def __init__(self):
         self.answers, self.requests, self.headers = [], [], []
+        self.hangs = False
         self.respond = lambda body: (200, {"rewards": [float(text or 0) for text in responses(body)]})
-        self.open = threading.Event()
-        self.open.set()
 
-    def __call__(self, body, headers):
+    async def __call__(self, request):
+        body = json.loads(request.content)
         self.requests.append(body)
-        self.headers.append(headers)
+        self.headers.append(request.headers)
+        if self.hangs or any("hang" in query for query in body["query"]):
+            await asyncio.sleep(1000)
         status, answer = self.answers.pop(0) if self.answers else self.respond(body)
-        self.open.wait(100)
-        return status, answer
+        return httpx.Response(status, text=answer if isinstance(answer, str) else json.dumps(answer))
 
 
 def responses(body):
@@ -47,26 +45,30 @@ def responses(body):
 
 
 @pytest.fixture
-def serve():
-    """Return a function that starts a server and returns it with its URL."""
-    servers = []
-    with contextlib.ExitStack() as stack:
+def serve(monkeypatch):
+    """Replace the network; return a function that starts a server and returns it with its URL."""
+    servers = {}
 
-        def start():
-            servers.append(Server())
-            return servers[-1], stack.enter_context(json_server(servers[-1])) + "/get_reward"
+    async def answer(transport, request):
+        if request.url.host not in servers:
+            raise httpx.ConnectError("nobody is there")
+        return await servers[request.url.host](request)
 
-        yield start
-        for server in servers:
-            server.open.set()
+    def start():
+        host = f"server{len(servers)}"
+        servers[host] = Server()
+        return servers[host], f"http://{host}/get_reward"
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", answer)
+    return start
 
 
 def score(urls, *groups, **options):
     """Score groups of responses, all at once and each to a prompt of its own; return the verdicts of each."""
 
     async def run():
-        tries = {name: options.pop(name) for name in ("num_retries", "transport") if name in options}
-        reward = RemoteReward(urls, CallOptions(**{"timeout_s": 60.0, **options}), **tries)
+        num_retries = options.pop("num_retries", 3)
+        reward = RemoteReward(urls, CallOptions(**{"timeout_s": 60.0, **options}), num_retries=num_retries)
         try:
             calls = []
             for number, texts in enumerate(groups):
@@ -131,7 +133,7 @@ def test_remote_reward_concurrent_calls_share_requests_up_to_the_batch_size(serv
     server, url = serve()
     groups = [[str(2 * number), str(2 * number + 1)] for number in range(5)]
     verdicts = score([url], *groups, batch_size=4)
-    assert sorted(len(request["query"]) for request in server.requests) == [2, 4, 4]
+    assert sorted(sizes(server)) == [2, 4, 4]
     assert [[verdict.reward for verdict in group] for group in verdicts] == [[float(t) for t in g] for g in groups]
 
 
@@ -158,16 +160,49 @@ def test_remote_reward_tells_the_last_failure_of_a_busy_server_that_is_not_asked
     assert len(server.requests) == 4
 
 
-def test_remote_reward_silent_server_is_a_timeout_after_two_tries_of_the_batch_and_one_of_each_sample():
-    sizes = []
+def sizes(server):
+    return [len(request["query"]) for request in server.requests]
 
-    async def silent(request):
-        sizes.append(len(json.loads(request.content)["query"]))
-        await asyncio.sleep(1000)
 
-    (verdicts,) = score(["http://r"], ["1", "2"], timeout_s=0.5, num_retries=5, transport=httpx.MockTransport(silent))
-    assert [(v.kind, v.detail) for v in verdicts] == [(TIMEOUT, "http://r: no answer within 0.5 s")] * 2
-    assert sizes == [2, 2, 1, 1]
+def test_remote_reward_silent_server_is_a_timeout_after_two_tries_of_the_batch_and_one_of_each_sample(serve):
+    server, url = serve()
+    server.hangs = True
+    (verdicts,) = score([url], ["1", "2"], timeout_s=0.5, num_retries=5)
+    assert [(v.kind, v.detail) for v in verdicts] == [(TIMEOUT, f"{url}: no answer within 0.5 s")] * 2
+    assert sizes(server) == [2, 2, 1, 1]
+
+
+def in_turn(urls, *groups):
+    """Score groups of responses one after the other by one reward; return the kinds of their verdicts."""
+
+    async def run():
+        reward = RemoteReward(urls, CallOptions(timeout_s=1.2))
+        prompt = make_prompt("q=")
+        found = [await reward.score(prompt, [make_rollout(prompt, text) for text in texts]) for texts in groups]
+        await reward.close()
+        return [[verdict.kind for verdict in verdicts] for verdicts in found]
+
+    return asyncio.run(run())
+
+
+def test_timeout_of_a_batch_is_charged_to_the_culprit_alone(serve):
+    server, url = serve()
+    assert in_turn([url], ["1", "hang", "2"]) == [[OK, TIMEOUT, OK]]
+    assert sizes(server) == [3, 3, 1, 1, 1]
+
+
+def test_hung_server_is_left_alone_while_another_answers(serve):
+    (hung, url_hung), (_, url) = serve(), serve()
+    hung.hangs = True
+    assert in_turn([url_hung, url], *[["1"]] * 20) == [[OK]] * 20
+    assert len(hung.requests) <= 5  # four in a row, and one more after a rest
+
+
+def test_only_server_that_hangs_costs_one_timeout_per_batch_after_a_while(serve):
+    server, url = serve()
+    server.hangs = True
+    assert in_turn([url], ["1", "2"], ["1", "2"]) == [[TIMEOUT] * 2] * 2
+    assert sizes(server) == [2, 2, 1, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +222,7 @@ def test_remote_reward_only_the_culprit_of_a_batch_is_charged(serve, fail):
     groups = score([url], ["1", "bad"], ["3"], num_retries=0)
     assert [[verdict.reward for verdict in group] for group in groups] == [[1.0, None], [3.0]]
     assert groups[0][1].kind is CRASH
-    assert sorted(len(request["query"]) for request in server.requests) == [1, 1, 1, 3]
+    assert sorted(sizes(server)) == [1, 1, 1, 3]
 
 
 def test_remote_reward_samples_of_a_broken_batch_are_tried_twice(serve):
@@ -204,7 +239,7 @@ def test_remote_reward_samples_of_a_broken_batch_are_tried_twice(serve):
     server.respond = respond
     (verdicts,) = score([url], ["1", "2"], num_retries=3)
     assert [verdict.reward for verdict in verdicts] == [1.0, None]
-    assert [len(request["query"]) for request in server.requests] == [2, 1, 1, 1, 1]
+    assert sizes(server) == [2, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -227,9 +262,42 @@ def test_remote_reward_unusable_answer_is_a_crash(serve, answer, says):
     assert len(server.requests) == 1
 
 
+@pytest.mark.parametrize(
+    ("body", "kinds", "says"),
+    [
+        ('{"rewards": [1' + "0" * 400 + ", 1]}", [CRASH, OK], "the reward is inf"),
+        ('{"rewards": [NaN, 1]}', [CRASH, OK], "the reward is nan"),
+        ('{"rewards": [1e39, 1]}', [CRASH, OK], "the reward is 1e+39, more than float32 can hold"),
+        ('{"rewards": [1' + "0" * 5000 + ", 1]}", [CRASH, CRASH], "no JSON: "),
+        ("[" * 100_000, [CRASH, CRASH], "no JSON: [[["),
+        (
+            '{"rewards": [1, 1], "extra_logs": {"a\\ud800": 1e300}}',
+            [OK, OK],
+            "left out of the logs: a\\ud800 is 1e+300",
+        ),
+        ('{"\\ud800\\u001b[2J": 1}', [CRASH, CRASH], "the reward server's dictionary has no `rewards`: "),
+    ],
+    ids=["401 digits", "NaN", "1e39", "5001 digits", "deep", "surrogate in a log", "surrogate in an error"],
+)
+def test_unusable_answer_becomes_a_verdict_that_can_be_written(serve, body, kinds, says):
+    server, url = serve()
+    server.respond = lambda _: (200, body)
+    (verdicts,) = score([url], ["1", "2"])
+    assert [verdict.kind for verdict in verdicts] == kinds
+    assert verdicts[0].detail.removeprefix(f"{url}: ").startswith(says)
+    assert all(char.isprintable() for char in verdicts[0].detail)
+    assert json.dumps(dict(verdicts[0].extra), ensure_ascii=False).encode()
+
+
+def test_score_is_right_from_the_threshold_on(serve):
+    _, url = serve()
+    (verdicts,) = score([url], ["0.4", "0.5"], success_threshold=0.5)
+    assert [verdict.kind for verdict in verdicts] == [WRONG, OK]
+
+
 def test_remote_reward_close_ends_a_request_under_way(serve):
     server, url = serve()
-    server.open.clear()
+    server.hangs = True
 
     async def run():
         reward = RemoteReward([url], CallOptions(timeout_s=1000.0))
@@ -240,9 +308,7 @@ def test_remote_reward_close_ends_a_request_under_way(serve):
         await reward.close()
         return await asyncio.gather(task, return_exceptions=True)
 
-    started = time.monotonic()
-    assert isinstance(asyncio.run(run())[0], asyncio.CancelledError)
-    assert time.monotonic() - started < 60
+    assert isinstance(asyncio.run(asyncio.wait_for(run(), 60))[0], asyncio.CancelledError)
 
 
 def test_check_reward_server_tries_each_with_labels_and_empty_responses(serve):
@@ -264,7 +330,7 @@ def test_check_reward_server_without_prompts_looks_at_the_urls_only():
 
 def test_check_reward_server_unreachable_is_refused_with_a_hint(serve):
     _, url = serve()
-    with pytest.raises(ConfigError, match=r"does not answer: http://127.0.0.1:9(.|\n)*hint: start it.*127\.0\.0\.1"):
+    with pytest.raises(ConfigError, match=r"does not answer: http://127.0.0.1:9.* nobody(.|\n)*hint: start it.*0\.1"):
         check_reward_server([url, NO_SERVER], [make_prompt(label="1")], CallOptions(timeout_s=5.0))
 
 
@@ -287,12 +353,9 @@ def test_check_reward_server_bad_answer_is_refused(serve, status, answer, says):
     assert len(server.requests) == 1
 
 
-def test_check_reward_server_that_is_unwell_or_slow_is_told():
-    async def answer(request):
-        await asyncio.sleep(1000 if request.url.host == "slow" else 0)
-        return httpx.Response(500, text="traceback")
-
-    urls = ["http://broken", "http://slow"]
-    transport = httpx.MockTransport(answer)
-    problem = check_reward_server(urls, [make_prompt()], CallOptions(timeout_s=1.0), transport=transport)
-    assert problem == "http://broken: status 500: traceback; http://slow: no answer within 1 s"
+def test_check_reward_server_that_is_unwell_or_slow_is_told(serve):
+    (broken, url_broken), (slow, url_slow) = serve(), serve()
+    broken.respond = lambda body: (500, "traceback")
+    slow.hangs = True
+    problem = check_reward_server([url_broken, url_slow], [make_prompt()], CallOptions(timeout_s=1.0))
+    assert problem == f"{url_broken}: status 500: traceback; {url_slow}: no answer within 1 s"
