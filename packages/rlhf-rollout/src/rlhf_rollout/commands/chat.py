@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,8 @@ from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
 from rlhf_data.rows.row import Row
 from rlhf_data.safety import visible
-from rlhf_rollout.commands.configs import ChatConfig, ConversationRows, ConversationSection
-from rlhf_rollout.commands.parts import EngineJob, make_engine
+from rlhf_rollout.commands.configs import ChatConfig
+from rlhf_rollout.commands.parts import make_engine
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import build_engine
 from rlhf_rollout.engines.stopping import before_stop
@@ -25,45 +24,21 @@ _PIECE = 8  # tokens: few enough for a smooth display, enough that repeated pref
 _CUT_CHARACTER = "\ufffd"  # what a tokenizer decodes incomplete bytes of a character to
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatJob:
-    """One conversation.
-
-    Attributes:
-        engine: the engine that answers.
-        sampling: how responses are sampled; one per question.
-        conversation: what it begins with.
-        data: how it becomes tokens.
-    """
-
-    engine: EngineJob
-    sampling: SamplingParams
-    conversation: ConversationSection
-    data: ConversationRows
-
-
-def make_job(config: ChatConfig) -> ChatJob:
-    """Return the job of a configuration."""
-    length = config.data.prompt_max_len + config.rollout.generate_max_len
-    return ChatJob(
-        engine=make_engine(config.model, config.engine, length),
-        sampling=config.rollout.params(1, config.rollout.seed),
-        conversation=config.conversation,
-        data=config.data,
-    )
-
-
-def run(job: ChatJob) -> int:
+def run(config: ChatConfig) -> int:
     """Hold the conversation until the input ends; return 0. Raises ConfigError for a model that cannot be used."""
+    data = config.data
+    sampling = config.rollout.params(1, config.rollout.seed)
+    job = make_engine(config.model, config.engine, data.prompt_max_len + sampling.max_tokens)
     with TERMINAL.progress.doing("loading the model"):
-        tokenizer = job.engine.load_tokenizer(job.data)
-        engine = build_engine(job.engine.kind, job.engine.masked_spec(tokenizer))
-    input_template = job.data.input_template
+        tokenizer = job.load_tokenizer(data)
+        engine = build_engine(job.kind, job.masked_spec(tokenizer))
+    input_template = data.input_template
     with_template = input_template is None and bool(getattr(tokenizer, "chat_template", None))
     template = InputTemplate(tokenizer=tokenizer, apply_chat_template=with_template, input_template=input_template)
     if not with_template:
         TERMINAL.say("notice: without a chat template the model sees each question alone, without those before it")
-    start: list[dict[str, Any]] = [{"role": "system", "content": system}] if (system := job.conversation.system) else []
+    system = config.conversation.system
+    start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages = [*start]
     TERMINAL.say("/clear starts a new conversation, /exit ends the program")
     # `input` runs outside of the event loop: within it Ctrl-C would take effect only after the next line.
@@ -78,13 +53,13 @@ def run(job: ChatJob) -> int:
                 row = Row({"input": asked if with_template else question}, "chat", len(asked))
                 prompt = template.render(row, "input")
                 [token_ids] = encode_prompts([prompt], tokenizer, has_special_tokens=with_template)
-                if len(token_ids) > job.data.prompt_max_len:
-                    limit = f"--prompt_max_len {job.data.prompt_max_len}"
+                if len(token_ids) > data.prompt_max_len:
+                    limit = f"--prompt_max_len {data.prompt_max_len}"
                     TERMINAL.say(
                         f"the conversation has {len(token_ids)} tokens, more than {limit}; /clear starts a new one"
                     )
                     continue
-                answer = runner.run(_reply(engine, np.array(token_ids, np.int32), job.sampling, tokenizer))
+                answer = runner.run(_reply(engine, np.array(token_ids, np.int32), sampling, tokenizer))
                 messages = [*asked, {"role": "assistant", "content": answer}]
         finally:
             runner.run(engine.close())

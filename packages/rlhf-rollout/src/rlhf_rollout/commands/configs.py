@@ -1,6 +1,7 @@
 """The configuration of each command of `rlhf-rollout`: its sections, and checks across several options."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from rlhf_data.errors import ConfigError
@@ -15,12 +16,11 @@ from rlhf_data.options.sections import (
     TemplateText,
     TemplateVariableSection,
 )
+from rlhf_data.rows.sources import parse_probs
+from rlhf_rollout.agents import AgentSpec
 from rlhf_rollout.commands.post_process import POST_PROCESSORS, SELECTORS
 from rlhf_rollout.commands.sections import (
-    CODE_OPTIONS,
-    FUNCTION_OPTIONS,
-    JUDGE_OPTIONS,
-    PROCESS_OPTIONS,
+    SHARE_ALONE,
     AgentSection,
     EngineModelSection,
     EngineSection,
@@ -34,34 +34,16 @@ from rlhf_rollout.commands.sections import (
     TokenizerSection,
 )
 from rlhf_rollout.engines import ENGINE_KINDS
+from rlhf_rollout.protocols import SamplingParams
 
 EngineKind = one_of(ENGINE_KINDS)
 WITH_MODEL = ("transformers", "vllm")  # kinds of engines that load a model
 PostProcessor = one_of(POST_PROCESSORS)
 Selector = one_of(SELECTORS)
 
-_VLLM_OPTIONS = (
-    "vllm_tensor_parallel_size",
-    "vllm_gpu_memory_utilization",
-    "vllm_quantization",
-    "vllm_skip_patches",
-    "enforce_eager",
-    "enable_prefix_caching",
-)
-_REWARD_OPTIONS = (
-    "reward_weights",
-    "reward_timeout_s",
-    "failed_reward",
-    "success_threshold",
-    "extra_keys",
-    *FUNCTION_OPTIONS,
-    *PROCESS_OPTIONS,
-    *CODE_OPTIONS,
-    *JUDGE_OPTIONS,
-    "reward_batch_size",
-    "normalize_reward",
-    "min_reward",
-)
+# What only vLLM reads, and what only rewards do.
+_VLLM_OPTIONS = [name for name in EngineSection.model_fields if name not in ("vllm_max_num_seqs", "engine_timeout_s")]
+_REWARD_OPTIONS = [name for name in RewardSection.model_fields if name not in ("remote_rm_url", "reward_pretrain")]
 
 
 class SeededSampling(Section, title="sampling"):
@@ -106,7 +88,8 @@ class OneEngineSection(EngineSection):
         return lacks
 
     def check(self, given: Collection[str]) -> list[str]:
-        """Return notices for options that this kind of engine ignores."""
+        """Return notices for options that this kind of engine ignores. Raises ConfigError for unknown patches."""
+        self.spec("", 1, SHARE_ALONE)
         kind = f"--engine is {self.engine}"
         computes = self.engine in WITH_MODEL
         return without_effect(
@@ -160,6 +143,11 @@ class GenerateFileSection(SelectedFileSection):
         "rollouts", "; ".join(f"{name}: {text}" for name, text in POST_PROCESSORS.items())
     )
 
+    @property
+    def rollouts_path(self) -> Path:
+        """The file of rollouts: the file of results itself, or one beside it."""
+        return self.path if self.post_processor == "rollouts" else self.path.with_suffix(".rollouts.jsonl")
+
 
 class ScoreFileSection(SelectedFileSection):
     """Adds what is written: all rows, or training data made from them."""
@@ -180,6 +168,20 @@ class GenerateConfig(Config):
     reward: RewardSection = RewardSection()
     output: GenerateFileSection = GenerateFileSection()
 
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest conversation."""
+        return self.agent.max_len(self.data.prompt_max_len, self.rollout.generate_max_len)[0]
+
+    def sampling(self) -> SamplingParams:
+        """Return how responses are sampled."""
+        return self.rollout.params(self.rollout.n_samples_per_prompt, self.rollout.seed)
+
+    def agent_spec(self) -> AgentSpec | None:
+        """Return the agent; None for single turns."""
+        path = self.agent.agent_func_path
+        return None if path is None else self.agent.spec(path, self.max_len, self.reward.calls(), self.data)
+
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
         lacks = self.data.missing_data()
@@ -197,8 +199,10 @@ class GenerateConfig(Config):
         if kind in ("best_of_n", "iter_dpo") and num_samples < 2:
             message = f"--post_processor {kind} compares responses to a prompt; --n_samples_per_prompt is {num_samples}"
             raise ConfigError(message, hint="give --n_samples_per_prompt 4")
-        self.rollout.params(num_samples, self.rollout.seed)
-        if kind != "rollouts" and self.agent.agent_func_path is not None:
+        self.sampling()
+        self.agent_spec()
+        parse_probs("prompt_data_probs", self.data.prompt_data_probs)
+        if kind != "rollouts" and has_agent:
             message = f"--post_processor {kind} makes rows of one prompt and one answer, and episodes of an agent have"
             raise ConfigError(f"{message} several turns", hint="drop --post_processor, or --agent_func_path")
         self.output.check_template(kind)
@@ -212,7 +216,7 @@ class GenerateConfig(Config):
             notices += [*self.reward.check(given, num_samples), *self.reward.what_is_right("verdicts")]
         return notices + without_effect(
             given,
-            (not has_reward, _REWARD_OPTIONS, "nothing scores the responses"),
+            (not has_reward, [*_REWARD_OPTIONS, "min_reward"], "nothing scores the responses"),
             (has_reward and kind != "rs", ["min_reward"], f"--post_processor is {kind}"),
             (kind != "csft", ["reward_template"], f"--post_processor is {kind}"),
         )
@@ -280,6 +284,11 @@ class BenchConfig(Config):
     engine: OneEngineSection = OneEngineSection()
     load: LoadSection = LoadSection()
 
+    def sampling(self) -> SamplingParams:
+        """Return how responses are sampled; request number i has the seed of this plus i."""
+        sampling = self.rollout.params(self.rollout.n_samples_per_prompt, self.rollout.seed)
+        return replace(sampling, min_tokens=sampling.max_tokens) if self.load.fixed_length else sampling
+
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
         return self.data.missing_data() + self.engine.missing(self.model)
@@ -287,6 +296,7 @@ class BenchConfig(Config):
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`."""
         self.rollout.check()
+        self.sampling()
         lasts = (self.load.fixed_length, ["stop"], "--fixed_length gives every response the same length")
         return self.engine.check(given) + self.data.check_chat(given) + without_effect(given, lasts)
 

@@ -20,12 +20,10 @@ from rlhf_data.options.declare import matching
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import FinishReason
 from rlhf_data.rows.row import RowErrors
-from rlhf_data.rows.sources import parse_probs
 from rlhf_rollout.agents import AgentSpec, check_agent, make_workflow
-from rlhf_rollout.commands.configs import GenerateConfig, GenerateFileSection
+from rlhf_rollout.commands.configs import GenerateConfig
 from rlhf_rollout.commands.parts import EngineJob, RewardJob, check_new_file, make_engine, open_prompts, write_rows
 from rlhf_rollout.commands.post_process import training_rows
-from rlhf_rollout.commands.sections import PromptSection
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import build_engine
 from rlhf_rollout.generator import GenerationCounts, generate_groups
@@ -40,119 +38,15 @@ _CLOCK = "template_clock"  # the key of a record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateJob:
-    """One run of `generate`.
+class _Task:
+    """A run whose inputs have been read.
 
     Attributes:
-        data: the prompts to answer.
-        seed: of the order in which prompts are drawn from several sources.
+        config: all options.
         engine: the engine that answers.
         sampling: how responses are sampled.
         agent: turns prompts into episodes of several turns; None for single turns.
         reward: what scores the responses to which the agent gives no reward; without sources they are not scored.
-        output: the file of results, and their form.
-    """
-
-    data: PromptSection
-    seed: int
-    engine: EngineJob
-    sampling: SamplingParams
-    agent: AgentSpec | None
-    reward: RewardJob
-    output: GenerateFileSection
-
-    @property
-    def rollouts_path(self) -> Path:
-        """The file of rollouts: the file of results itself, or one beside it."""
-        is_result = self.output.post_processor == "rollouts"
-        return self.output.path if is_result else self.output.path.with_suffix(".rollouts.jsonl")
-
-    def load_prompts(self, tokenizer: Any) -> tuple[PromptSet, list[dict[str, Any]]]:
-        """Return the prompts, and for each the cells that it was made from: `input`, text or messages, and `tools`."""
-        data = self.data
-        extra_keys = self.reward.options.extra_names
-        rows = replace(open_prompts(data, self.seed, extra_keys), skip_samples=data.skip_samples)
-        prompts = load_prompts(rows, tokenizer, extra_keys=extra_keys, **matching(load_prompts, data))
-        # A second pass gives the same rows in the same order; rows that made no prompt are skipped.
-        again = iter(rows.read(RowErrors()))
-        keys = {"input": data.input_key} | ({} if data.tools_key is None else {"tools": data.tools_key})
-        cells = []
-        for prompt in prompts:
-            row = next(row for row in again if row.row_id == prompt.prompt_id)
-            cells.append({name: row.cell(key) for name, key in keys.items()})
-        return prompts, cells
-
-    def digest(self, prompts: PromptSet) -> str:
-        """Return a hash of everything that determines the rollouts: model, sampling, agent, rewards and prompts."""
-        spec = self.engine.spec
-        settings = (self.engine.kind, spec.model, spec.tokenizer, spec.dtype, self.sampling)
-        if self.agent is not None:
-            settings += (self.agent.path, self.agent.limits, self.agent.history, self.agent.tool_parser)
-            settings += (self.agent.chat_template_kwargs,)
-        rewards = (self.reward.sources, self.reward.options.normalize_reward, self.reward.options.judge_model)
-        asked = [(prompt.prompt_id, prompt.token_ids.tobytes(), prompt.label, prompt.extra) for prompt in prompts]
-        return hashlib.sha256(repr((settings, rewards, asked)).encode()).hexdigest()[:16]
-
-
-def make_job(config: GenerateConfig) -> GenerateJob:
-    """Return the job of a configuration. Raises ConfigError for numbers that cannot work."""
-    # Both are read again where they are used. Reading them here lets a dry run refuse them.
-    parse_probs("prompt_data_probs", config.data.prompt_data_probs)
-    calls = config.reward.calls()
-    rollout = config.rollout
-    max_len, _ = config.agent.max_len(config.data.prompt_max_len, rollout.generate_max_len)
-    agent = config.agent.agent_func_path
-    sampling = rollout.params(rollout.n_samples_per_prompt, rollout.seed)
-    return GenerateJob(
-        data=config.data,
-        seed=rollout.seed or 0,
-        engine=make_engine(config.model, config.engine, max_len, expected_sampling=sampling),
-        sampling=sampling,
-        agent=None if agent is None else config.agent.spec(agent, max_len, calls, config.data),
-        reward=RewardJob(config.reward, config.model.dtype, max_len),
-        output=config.output,
-    )
-
-
-def run(job: GenerateJob) -> int:
-    """Generate, score and write; return 1 when some prompts failed, else 0.
-
-    Raises:
-        ConfigError: an output file exists, a model or an agent does not exist, or a reward cannot be used.
-        RewardError: the agent cannot be imported.
-        DataError: rows cannot be used.
-    """
-    output = job.output
-    for path in (output.path, job.rollouts_path):
-        hint = "give another --output_path, or --overwrite, or --resume to continue"
-        check_new_file(path, replace=output.overwrite or output.resume, hint=hint)
-    with TERMINAL.progress.doing("reading the prompts"):
-        task = _prepare(job)
-    calls = job.reward.options.calls(len(task.prompts), job.sampling.num_samples)
-    for source in job.reward.sources:
-        with TERMINAL.progress.doing(f"trying the reward {source.kind}"):
-            problem = check_reward(source, task.prompts, calls)
-        if problem:
-            TERMINAL.say(f"warning: the reward {source.kind} failed a trial call: {problem}")
-    if job.agent is not None:
-        with TERMINAL.progress.doing("importing the agent"):
-            check_agent(job.agent)
-    status = asyncio.run(_write_rollouts(task, calls)) if len(task.done) < len(task.prompts) else 0
-    if job.rollouts_path != output.path:
-        rows = training_rows(job.rollouts_path, output.post_processor, **matching(training_rows, output))
-        num_rows = write_rows(output.path, rows)
-        TERMINAL.say(
-            f"{output.post_processor}: {num_rows} rows of {len(task.prompts)} prompts written to {output.path}"
-        )
-    return status
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Task:
-    """A job whose inputs have been read.
-
-    Attributes:
-        job: the job.
         tokenizer: the engine's tokenizer.
         prompts, inputs: the prompts, and the cells that each was made from.
         settings: what every record of the file begins with: the hash of the settings as `run`, and as `template_clock`
@@ -160,7 +54,11 @@ class _Task:
         done: numbers of the prompts whose rollouts are already in the file.
     """
 
-    job: GenerateJob
+    config: GenerateConfig
+    engine: EngineJob
+    sampling: SamplingParams
+    agent: AgentSpec | None
+    reward: RewardJob
     tokenizer: Any
     prompts: PromptSet
     inputs: list[dict[str, Any]]
@@ -168,23 +66,93 @@ class _Task:
     done: frozenset[int]
 
 
-def _prepare(job: GenerateJob) -> _Task:
-    job.reward.check_models()
-    tokenizer = job.engine.load_tokenizer(job.data)
-    clock = template_clock(tokenizer, recorded_clock(job.rollouts_path) if job.output.resume else None)
-    prompts, inputs = job.load_prompts(tokenizer)
+def run(config: GenerateConfig) -> int:
+    """Generate, score and write; return 1 when some prompts failed, else 0.
+
+    Raises:
+        ConfigError: an output file exists, a model or an agent does not exist, or a reward cannot be used.
+        RewardError: the agent cannot be imported.
+        DataError: rows cannot be used.
+    """
+    output = config.output
+    for path in (output.path, output.rollouts_path):
+        hint = "give another --output_path, or --overwrite, or --resume to continue"
+        check_new_file(path, replace=output.overwrite or output.resume, hint=hint)
+    with TERMINAL.progress.doing("reading the prompts"):
+        task = _prepare(config)
+    calls = config.reward.calls(len(task.prompts), task.sampling.num_samples)
+    for source in task.reward.sources:
+        with TERMINAL.progress.doing(f"trying the reward {source.kind}"):
+            problem = check_reward(source, task.prompts, calls)
+        if problem:
+            TERMINAL.say(f"warning: the reward {source.kind} failed a trial call: {problem}")
+    if task.agent is not None:
+        with TERMINAL.progress.doing("importing the agent"):
+            check_agent(task.agent)
+    status = asyncio.run(_write_rollouts(task, calls)) if len(task.done) < len(task.prompts) else 0
+    if output.rollouts_path != output.path:
+        rows = training_rows(output.rollouts_path, output.post_processor, **matching(training_rows, output))
+        num_rows = write_rows(output.path, rows)
+        TERMINAL.say(
+            f"{output.post_processor}: {num_rows} rows of {len(task.prompts)} prompts written to {output.path}"
+        )
+    return status
+
+
+def _prepare(config: GenerateConfig) -> _Task:
+    output = config.output
+    sampling = config.sampling()
+    agent = config.agent_spec()
+    reward = RewardJob(config.reward, config.model.dtype, config.max_len)
+    engine = make_engine(config.model, config.engine, config.max_len, expected_sampling=sampling)
+    reward.check_models()
+    tokenizer = engine.load_tokenizer(config.data)
+    clock = template_clock(tokenizer, recorded_clock(output.rollouts_path) if output.resume else None)
+    prompts, inputs = _load_prompts(config, tokenizer)
     TERMINAL.say(prompts.summary)
-    if job.output.post_processor == "csft" and not all(isinstance(cells["input"], str) for cells in inputs):
+    if output.post_processor == "csft" and not all(isinstance(cells["input"], str) for cells in inputs):
         raise DataError(
             "--post_processor csft writes the reward into the input, so inputs must be text and not messages"
         )
-    digest = job.digest(prompts)
+    # Everything that determines the rollouts: model, sampling, agent, rewards and prompts.
+    settings = (engine.kind, engine.spec.model, engine.spec.tokenizer, engine.spec.dtype, sampling)
+    if agent is not None:
+        settings += (agent.path, agent.limits, agent.history, agent.tool_parser, agent.chat_template_kwargs)
+    rewards = (reward.sources, config.reward.normalize_reward, config.reward.judge_model)
+    asked = [(prompt.prompt_id, prompt.token_ids.tobytes(), prompt.label, prompt.extra) for prompt in prompts]
+    digest = hashlib.sha256(repr((settings, rewards, asked)).encode()).hexdigest()[:16]
     done: frozenset[int] = frozenset()
-    if job.output.resume and job.rollouts_path.exists():
-        done = take_up(job.rollouts_path, digest, job.sampling.num_samples)
+    if output.resume and output.rollouts_path.exists():
+        done = take_up(output.rollouts_path, digest, sampling.num_samples)
         TERMINAL.say(f"{len(done)} of {len(prompts)} prompts are already done")
-    settings = {"run": digest} | ({} if clock is None else {_CLOCK: clock.isoformat()})
-    return _Task(job=job, tokenizer=tokenizer, prompts=prompts, inputs=inputs, settings=settings, done=done)
+    return _Task(
+        config=config,
+        engine=engine,
+        sampling=sampling,
+        agent=agent,
+        reward=reward,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        inputs=inputs,
+        settings={"run": digest} | ({} if clock is None else {_CLOCK: clock.isoformat()}),
+        done=done,
+    )
+
+
+def _load_prompts(config: GenerateConfig, tokenizer: Any) -> tuple[PromptSet, list[dict[str, Any]]]:
+    """Return the prompts, and for each the cells that it was made from: `input`, text or messages, and `tools`."""
+    data = config.data
+    extra_keys = config.reward.extra_names
+    rows = replace(open_prompts(data, config.rollout.seed or 0, extra_keys), skip_samples=data.skip_samples)
+    prompts = load_prompts(rows, tokenizer, extra_keys=extra_keys, **matching(load_prompts, data))
+    # A second pass gives the same rows in the same order; rows that made no prompt are skipped.
+    again = iter(rows.read(RowErrors()))
+    keys = {"input": data.input_key} | ({} if data.tools_key is None else {"tools": data.tools_key})
+    cells = []
+    for prompt in prompts:
+        row = next(row for row in again if row.row_id == prompt.prompt_id)
+        cells.append({name: row.cell(key) for name, key in keys.items()})
+    return prompts, cells
 
 
 def recorded_clock(path: Path) -> datetime | None:
@@ -233,37 +201,37 @@ def take_up(path: Path, digest: str, num_samples: int) -> frozenset[int]:
 
 
 async def _write_rollouts(task: _Task, calls: CallOptions) -> int:
-    job = task.job
+    output = task.config.output
     counts = GenerationCounts()
     failures: list[str] = []
     rewards: list[float] = []
     num_cut = 0
     started = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
-        reward = job.reward.open(task.tokenizer, stack, calls) if job.reward.sources else None
+        reward = task.reward.open(task.tokenizer, stack, calls) if task.reward.sources else None
         with TERMINAL.progress.doing("starting the engine"):
-            engine = build_engine(job.engine.kind, job.engine.masked_spec(task.tokenizer))
+            engine = build_engine(task.engine.kind, task.engine.masked_spec(task.tokenizer))
         stack.push_async_callback(engine.close)
-        if job.output.overwrite:
-            job.rollouts_path.unlink(missing_ok=True)
-        writer = RolloutWriter(job.rollouts_path)
+        if output.overwrite:
+            output.rollouts_path.unlink(missing_ok=True)
+        writer = RolloutWriter(output.rollouts_path)
         stack.callback(writer.close)
         workflow = make_workflow(
-            job.agent,
+            task.agent,
             EngineRouter([engine]),
             task.tokenizer,
-            tokenizer_path=job.engine.tokenizer,
-            gives_reward=not job.reward.sources,
+            tokenizer_path=task.engine.tokenizer,
+            gives_reward=not task.reward.sources,
         )
         stack.push_async_callback(workflow.close)
         await workflow.start()
         results = generate_groups(
             task.prompts,
             workflow,
-            job.sampling,
+            task.sampling,
             reward,
             # Twice what the engine decodes at once, so that it never waits for the next prompt.
-            max_in_flight=max(1, 2 * job.engine.spec.max_num_seqs // job.sampling.num_samples),
+            max_in_flight=max(1, 2 * task.engine.spec.max_num_seqs // task.sampling.num_samples),
             group_id_prefix="generate",
             counts=counts,
             skip=task.done,
@@ -282,9 +250,9 @@ async def _write_rollouts(task: _Task, calls: CallOptions) -> int:
                 verdicts = [rollout.verdict for rollout in result.group.rollouts if rollout.verdict is not None]
                 rewards += [verdict.reward for verdict in verdicts if verdict.reward is not None]
             TERMINAL.progress.show("generating", done=counts.num_groups + counts.num_failed_groups, total=num_wanted)
-    TERMINAL.say(_summary(counts, rewards, time.monotonic() - started, job.rollouts_path))
+    TERMINAL.say(_summary(counts, rewards, time.monotonic() - started, output.rollouts_path))
     if num_cut:
-        limit = f"--generate_max_len {job.sampling.max_tokens}" if job.agent is None else "a limit of the episode"
+        limit = f"--generate_max_len {task.sampling.max_tokens}" if task.agent is None else "a limit of the episode"
         TERMINAL.say(f"{num_cut} of {counts.num_generated} rollouts were cut by {limit}")
     for failure in failures[:_NUM_SHOWN_FAILURES]:
         TERMINAL.say(f"failed: {failure}")

@@ -25,9 +25,9 @@ from rlhf_rollout.commands.terminal import TERMINAL, log_file
 from rlhf_rollout.host import wait_passively
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RolloutCommand:
-    """One command. Its module in this folder has `make_job(config)`, and `run(job)`, which returns the exit status.
+    """One command. Its module in this folder has `run(config)`, which returns the exit status.
 
     Attributes:
         name: the word that calls it, and its module's name.
@@ -60,7 +60,7 @@ class RolloutCommand:
             return SUCCESS
         config = complete(parsed.config)
         if parsed.dry_run:
-            self._module().make_job(config)
+            self._module()
             self._check_code(config)
             return SUCCESS
         output_path = config.output.output_path if "output" in type(config).model_fields else None
@@ -68,8 +68,7 @@ class RolloutCommand:
         with TERMINAL.captured(log_file(self.name, output_path)):
             with TERMINAL.progress.doing("loading libraries"):
                 module = self._module()
-                job = module.make_job(config)
-            return module.run(job)
+            return module.run(config)
 
     def _check_code(self, config: Config) -> None:
         """Raise ConfigError if a model in a folder needs code of its own, which may not run."""
@@ -90,30 +89,15 @@ class RolloutCommand:
             raise ConfigError(message, hint=installs(f"rlhf-rollout[{self.extra}]")) from None
 
 
-COMMANDS: Mapping[str, RolloutCommand] = MappingProxyType(
-    {
-        command.name: command
-        for command in (
-            RolloutCommand(
-                name="generate",
-                title="sample responses to prompts, and make training data of them",
-                config=GenerateConfig,
-            ),
-            RolloutCommand(name="score", title="score the answers in a file", config=ScoreConfig),
-            RolloutCommand(name="serve", title="serve an engine over HTTP", config=EngineServerConfig, extra="server"),
-            RolloutCommand(
-                name="serve_rm",
-                title="serve a reward, such as a reward model, over HTTP",
-                config=ServeConfig,
-                extra="server",
-            ),
-            RolloutCommand(
-                name="bench", title="measure an engine: tokens per second, latency, lengths", config=BenchConfig
-            ),
-            RolloutCommand(name="chat", title="talk to a model in the terminal", config=ChatConfig),
-        )
-    }
+_ALL = (
+    RolloutCommand("generate", "sample responses to prompts, and make training data of them", GenerateConfig),
+    RolloutCommand("score", "score the answers in a file", ScoreConfig),
+    RolloutCommand("serve", "serve an engine over HTTP", EngineServerConfig, extra="server"),
+    RolloutCommand("serve_rm", "serve a reward, such as a reward model, over HTTP", ServeConfig, extra="server"),
+    RolloutCommand("bench", "measure an engine: tokens per second, latency, lengths", BenchConfig),
+    RolloutCommand("chat", "talk to a model in the terminal", ChatConfig),
 )
+COMMANDS: Mapping[str, RolloutCommand] = MappingProxyType({command.name: command for command in _ALL})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from rlhf_data.pretrained import set_chat_template
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 from rlhf_data.rows.row import Row, RowErrors
 from rlhf_data.rows.sources import Rows, open_sources
-from rlhf_rollout.commands.configs import AnswerSection, ScoreConfig, ScoreFileSection
+from rlhf_rollout.commands.configs import AnswerSection, ScoreConfig
 from rlhf_rollout.commands.parts import RewardJob, check_new_file, write_rows
 from rlhf_rollout.commands.post_process import post_process
 from rlhf_rollout.commands.terminal import TERMINAL
@@ -30,57 +29,35 @@ _NUM_AT_ONCE = 1024  # rows that are scored concurrently
 Sample = tuple[Prompt, Rollout]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreJob:
-    """One run of `score`.
-
-    Attributes:
-        data: the answers to score.
-        tokenizer: folder or hub name; None for the reward model's.
-        reward: what scores.
-        output: the file of the rows with their rewards, or of training data made from them.
-    """
-
-    data: AnswerSection
-    tokenizer: str | None
-    reward: RewardJob
-    output: ScoreFileSection
-
-
-def make_job(config: ScoreConfig) -> ScoreJob:
-    """Return the job of a configuration."""
-    reward = RewardJob(config.reward, config.model.dtype, config.data.max_len)
-    return ScoreJob(data=config.data, tokenizer=config.model.tokenizer, reward=reward, output=config.output)
-
-
-def run(job: ScoreJob) -> int:
+def run(config: ScoreConfig) -> int:
     """Score every row and write it with its rewards; return 0, or 1 if no row could be scored.
 
     Raises:
         ConfigError: the output file exists or cannot be written, a model does not exist, or a reward cannot be used.
         DataError: rows cannot be used.
     """
-    hint = "give another --output_path, or --overwrite"
-    check_new_file(job.output.path, replace=job.output.overwrite, hint=hint)
+    data = config.data
+    output = config.output
+    reward = RewardJob(config.reward, config.model.dtype, data.max_len)
+    check_new_file(output.path, replace=output.overwrite, hint="give another --output_path, or --overwrite")
     with TERMINAL.progress.doing("reading the rows"):
-        data = job.data
         options = {"max_samples": data.max_samples, "split": data.dataset_split, "preset": data.preset_data}
         rows = open_sources(data.dataset, **options)
         for notice in unread_tools([rows], data):
             TERMINAL.say(f"notice: {notice}")
-        tokenizer = job.reward.load_tokenizer(job.tokenizer)
+        tokenizer = reward.load_tokenizer(config.model.tokenizer)
         set_chat_template(tokenizer, variables=data.chat_template_kwargs)
         _check_keys(data, rows)
-        check_extra_keys(rows, extra_keys := job.reward.options.extra_names)
-        reader = _Reader(job.data, rows, tokenizer, extra_keys)
+        check_extra_keys(rows, extra_keys := config.reward.extra_names)
+        reader = _Reader(data, rows, tokenizer, extra_keys)
         num_rows = sum(1 for _ in rows.read(RowErrors()))
-    scored = asyncio.run(_score(job.reward, reader, num_rows))
-    kind = job.output.post_processor
-    num_written = write_rows(job.output.path, scored if kind == "rows" else _selected(job, scored))
+    scored = asyncio.run(_score(reward, reader, num_rows))
+    kind = output.post_processor
+    num_written = write_rows(output.path, scored if kind == "rows" else _selected(config, scored))
     reader.report()
-    num_whole = _report(scored, pairs=job.data.chosen_key is not None)
+    num_whole = _report(scored, pairs=data.chosen_key is not None)
     made = "" if kind == "rows" else f"{kind}: "
-    TERMINAL.say(f"{made}{num_written} rows written to {job.output.path}")
+    TERMINAL.say(f"{made}{num_written} rows written to {output.path}")
     return 1 if scored and not num_whole else 0
 
 
@@ -184,9 +161,9 @@ async def _score(job: RewardJob, reader: _Reader, num_rows: int) -> list[dict[st
     return scored
 
 
-def _selected(job: ScoreJob, scored: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _selected(config: ScoreConfig, scored: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the training data that `post_process` makes of scored answers. Those to one input are compared."""
-    data = job.data
+    data = config.data
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in scored:
         asked = row[data.input_key]
@@ -200,7 +177,7 @@ def _selected(job: ScoreJob, scored: Sequence[dict[str, Any]]) -> Iterator[dict[
         }
         groups.setdefault(json.dumps(asked, sort_keys=True), []).append(record)
     for group in groups.values():
-        yield from post_process(group, job.output.post_processor, **matching(post_process, job.output))
+        yield from post_process(group, config.output.post_processor, **matching(post_process, config.output))
 
 
 def _columns(prefix: str, verdict: Verdict) -> dict[str, Any]:

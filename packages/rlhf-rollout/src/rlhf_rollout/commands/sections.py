@@ -25,17 +25,11 @@ from rlhf_rollout.rewards.sources import (
 from rlhf_rollout.rewards.user_function import EXTRAS, SAMPLE_ARGUMENTS, is_builtin
 from rlhf_rollout.workers.guarded import WorkerOptions
 
-FUNCTION_OPTIONS = ("reward_start_timeout_s", "reward_env")
-PROCESS_OPTIONS = ("reward_num_workers", "reward_memory_gb")
-CODE_OPTIONS = ("code_sandbox", "code_partial_reward")
-AGENT_OPTIONS = (
-    *("max_steps", "agent_max_len", "agent_max_seconds", "agent_num_workers", "agent_timeout_s"),
-    *("agent_history", "agent_tool_parser"),
-)
 # Options of reward functions that also say how an agent's processes run and what counts as right.
-SHARED_WITH_AGENTS = (*FUNCTION_OPTIONS, "reward_memory_gb", "failed_reward", "success_threshold", "extra_keys")
-JUDGE_OPTIONS = ("judge_url", "judge_model", "judge_num_calls")
-Quantization = one_of(QUANTIZATIONS)
+_SHARED_WITH_AGENTS = {
+    *("reward_start_timeout_s", "reward_env", "reward_memory_gb"),
+    *("failed_reward", "success_threshold", "extra_keys"),
+}
 
 
 def _stop_texts(value: Any) -> Any:
@@ -176,7 +170,7 @@ class EngineSection(Section, title="generation engine (vLLM)"):
         default=None,
     )
     vllm_max_num_seqs: int = flag_of(EngineSpec.max_num_seqs, "responses that an engine decodes at the same time")
-    vllm_quantization: Quantization | None = flag(
+    vllm_quantization: one_of(QUANTIZATIONS) | None = flag(
         None,
         "fp8: engines round weights and activations of linear layers to FP8 while they load and at each weight update;"
         " needs --bf16 and an Ada, Hopper or newer GPU (on a CPU it works, slowly). None: no rounding",
@@ -314,25 +308,23 @@ class RewardSection(Section, title="reward"):
         return names
 
     def calls(self, step_prompts: int | None = None, num_samples: int = 1) -> CallOptions:
-        """Return how the sources are called.
+        """Return how the sources are called, with `num_samples` responses per prompt.
 
-        Args:
-            step_prompts: prompts that are scored together; None if nobody knows.
-            num_samples: responses per prompt.
-
-        Raises:
-            ConfigError: a bad name of an environment variable.
+        `step_prompts` are scored together; None if nobody knows. Raises ConfigError for a bad name of a variable.
         """
-        names = words_of(self.reward_env)
-        limits = {"start_timeout_s": self.reward_start_timeout_s, "memory_gb": self.reward_memory_gb}
-        limits["extra_keys"] = self.extra_names
+        worker = WorkerOptions(
+            start_timeout_s=self.reward_start_timeout_s,
+            memory_gb=self.reward_memory_gb,
+            env=words_of(self.reward_env),
+            extra_keys=self.extra_names,
+        )
         return CallOptions(
             timeout_s=self.reward_timeout_s,
             num_workers=self.reward_num_workers,
             batch_size=self.reward_batch_size,
             step_prompts=step_prompts,
             num_samples=num_samples,
-            worker=WorkerOptions(env=names, **limits),
+            worker=worker,
             failed_reward=self.failed_reward,
             success_threshold=self.success_threshold,
             code_sandbox=self.code_sandbox,
@@ -346,11 +338,8 @@ class RewardSection(Section, title="reward"):
             lacks = [] if all(source.kind not in JUDGE_KINDS for source in sources) else ["judge_url", "judge_model"]
             hint = "give --judge_url https://HOST/v1 and --judge_model NAME"
             return [missing(name, "a judge scores", hint) for name in lacks if getattr(self, name) is None]
-        hint = (
-            "add --remote_rm_url FILE.py, which defines reward_func(queries, prompts, labels), or a reward server's"
-            " http:// address, or --reward_pretrain MODEL"
-        )
-        return [missing("remote_rm_url", why, hint)]
+        hint = "add --remote_rm_url FILE.py, which defines reward_func(queries, prompts, labels), or a reward server's"
+        return [missing("remote_rm_url", why, f"{hint} http:// address, or --reward_pretrain MODEL")]
 
     def what_is_right(self, numbers: str) -> list[str]:
         """Return a notice that says when a response counts as right in `numbers`, if users may expect something else:
@@ -381,10 +370,10 @@ class RewardSection(Section, title="reward"):
             given,
             (not takes, ["extra_keys"], "no reward function or server of yours scores"),
             (kinds <= {"model"}, ["reward_timeout_s"], "no reward function or server scores"),
-            ("function" not in kinds, FUNCTION_OPTIONS, "no reward function scores"),
-            (not kinds & {"function", "code"}, PROCESS_OPTIONS, "no reward function scores"),
-            ("code" not in kinds, CODE_OPTIONS, "--remote_rm_url does not name code"),
-            (not kinds & set(JUDGE_KINDS), JUDGE_OPTIONS, "no judge scores"),
+            ("function" not in kinds, ["reward_start_timeout_s", "reward_env"], "no reward function scores"),
+            (not kinds & {"function", "code"}, ["reward_num_workers", "reward_memory_gb"], "no reward function scores"),
+            ("code" not in kinds, ["code_sandbox", "code_partial_reward"], "--remote_rm_url does not name code"),
+            (not kinds & set(JUDGE_KINDS), ["judge_url", "judge_model", "judge_num_calls"], "no judge scores"),
             (
                 not kinds & {"server", "model"} and not calls_own,
                 ["reward_batch_size"],
@@ -413,7 +402,6 @@ class AgentSection(Section, title="agent"):
     agent_timeout_s: float = flag(
         60.0, "time limit of the agent's own code between two answers of the policy, in seconds", gt=0
     )
-
     agent_history: Literal["append", "split"] = flag(
         "append",
         "if the chat template rewrites earlier answers of a conversation over HTTP, keep them as they were written"
@@ -453,9 +441,9 @@ class AgentSection(Section, title="agent"):
 
     def check(self, given: Collection[str], *more: str) -> list[str]:
         """Return notices for options without effect; `more` are further ones that only agents use."""
-        is_missing = self.agent_func_path is None
-        return without_effect(given, (is_missing, (*AGENT_OPTIONS, *more), "there is no --agent_func_path"))
+        own = [name for name in AgentSection.model_fields if name != "agent_func_path"]
+        return without_effect(given, (self.agent_func_path is None, [*own, *more], "there is no --agent_func_path"))
 
     def beside(self, given: Collection[str]) -> Collection[str]:
         """Return `given` for the checks of rewards: an agent uses some options that would have no effect otherwise."""
-        return given if self.agent_func_path is None else set(given).difference(SHARED_WITH_AGENTS)
+        return given if self.agent_func_path is None else set(given) - _SHARED_WITH_AGENTS

@@ -18,7 +18,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, fields
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -29,8 +29,8 @@ from pydantic import BaseModel, Field, NonNegativeInt
 from starlette.exceptions import HTTPException
 
 from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError
-from rlhf_rollout.commands.configs import EngineServerConfig, ServerSection
-from rlhf_rollout.commands.parts import EngineJob, make_engine
+from rlhf_rollout.commands.configs import EngineServerConfig
+from rlhf_rollout.commands.parts import make_engine
 from rlhf_rollout.commands.sessions import Sessions, cached_tokens
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import build_engine
@@ -107,44 +107,28 @@ class BucketHead(Update):
     checksum: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineServerJob:
-    """One run of `serve`.
-
-    Attributes:
-        server: where it listens.
-        engine: the engine that it serves.
-    """
-
-    server: ServerSection
-    engine: EngineJob
-
-
-def make_job(config: EngineServerConfig) -> EngineServerJob:
-    """Return the job of a configuration."""
-    options = {"enable_sleep": config.engine.vllm_enable_sleep}
-    engine = make_engine(config.model, config.engine, config.engine.max_model_len, **options)
-    return EngineServerJob(server=config.server, engine=engine)
-
-
-def run(job: EngineServerJob) -> int:
+def run(config: EngineServerConfig) -> int:
     """Serve until interrupted; return 0.
 
     Raises ConfigError for a model that cannot be used, and for an address that other machines reach without a token.
     """
-    token = token_for(job.server.host, ENGINE_TOKEN_VARIABLE)
+    server = config.server
+    token = token_for(server.host, ENGINE_TOKEN_VARIABLE)
+    job = make_engine(
+        config.model, config.engine, config.engine.max_model_len, enable_sleep=config.engine.vllm_enable_sleep
+    )
     with TERMINAL.progress.doing("starting the engine"):
-        job.engine.check_model()
-        spec = job.engine.spec
+        job.check_model()
+        spec = job.spec
         try:
-            spec = job.engine.masked_spec()
+            spec = job.masked_spec()
         except ConfigError as error:  # a server gets and sends tokens: its model need not have a tokenizer
             reason = str(error).partition("\n")[0]
             TERMINAL.say(f"notice: no ids of the vocabulary are masked: {reason}")
-        engine = build_engine(job.engine.kind, spec)
-    about = {"engine": job.engine.kind, "model": job.engine.spec.model, "max_model_len": job.engine.spec.max_model_len}
-    TERMINAL.say(f"POST to http://{job.server.host}:{job.server.port}/v1/completions")
-    listen(create_app(engine, about, token=token), job.server.host, job.server.port, log=TERMINAL.err)
+        engine = build_engine(job.kind, spec)
+    about = {"engine": job.kind, "model": spec.model, "max_model_len": spec.max_model_len}
+    TERMINAL.say(f"POST to http://{server.host}:{server.port}/v1/completions")
+    listen(create_app(engine, about, token=token), server.host, server.port, log=TERMINAL.err)
     return 0
 
 
@@ -280,8 +264,7 @@ class EngineServer:
             state = await self._engine.health()
         except EngineError as error:
             return _failure(error, 503)
-        parts = ("policy_version", "num_in_flight", "is_paused", "is_asleep")
-        return JSONResponse({"status": "ok"} | {name: getattr(state, name) for name in parts})
+        return JSONResponse({"status": "ok"} | asdict(state))
 
     async def version(self) -> dict[str, Any]:
         """Tell what is served."""

@@ -8,7 +8,6 @@ GET /health tells whether the server is up.
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -20,7 +19,7 @@ from rlhf_data.errors import DataError, RewardError
 from rlhf_data.examples.sft import completed
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 from rlhf_data.rows.row import Row
-from rlhf_rollout.commands.configs import ServeConfig, ServerSection
+from rlhf_rollout.commands.configs import ServeConfig
 from rlhf_rollout.commands.parts import RewardJob
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.http.server import application, listen, read_json, token_for
@@ -46,42 +45,23 @@ class Query(BaseModel, extra="allow"):
     labels: list[str | None] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeJob:
-    """One run of `serve_rm`.
-
-    Attributes:
-        server: where it listens.
-        tokenizer: folder or hub name; None for the reward model's.
-        reward: the reward that scores.
-    """
-
-    server: ServerSection
-    tokenizer: str | None
-    reward: RewardJob
-
-
-def make_job(config: ServeConfig) -> ServeJob:
-    """Return the job of a configuration."""
-    reward = RewardJob(config.reward, config.model.dtype, config.data.max_len)
-    return ServeJob(server=config.server, tokenizer=config.model.tokenizer, reward=reward)
-
-
-def run(job: ServeJob) -> int:
+def run(config: ServeConfig) -> int:
     """Serve until interrupted; return 0.
 
     Raises ConfigError for a reward that cannot be used, and for an address that other machines reach without a token.
     """
-    token = token_for(job.server.host, TOKEN_VARIABLE)
+    server = config.server
+    token = token_for(server.host, TOKEN_VARIABLE)
+    job = RewardJob(config.reward, config.model.dtype, config.data.max_len)
     with TERMINAL.progress.doing("loading the tokenizer"):
-        tokenizer = job.reward.load_tokenizer(job.tokenizer)
+        tokenizer = job.load_tokenizer(config.model.tokenizer)
     resources = contextlib.AsyncExitStack()
     # Opened before the server starts: an error within the server's start would not reach the caller.
-    reward = job.reward.open(tokenizer, resources)
-    TERMINAL.say(f"POST to http://{job.server.host}:{job.server.port}/get_reward")
-    limits = {"extra_keys": job.reward.options.extra_names, "max_len": job.reward.max_length}
+    reward = job.open(tokenizer, resources)
+    TERMINAL.say(f"POST to http://{server.host}:{server.port}/get_reward")
+    limits = {"extra_keys": config.reward.extra_names, "max_len": config.data.max_len}
     app = create_app(reward, tokenizer, resources, token=token, **limits)
-    listen(app, job.server.host, job.server.port, log=TERMINAL.err)
+    listen(app, server.host, server.port, log=TERMINAL.err)
     return 0
 
 
