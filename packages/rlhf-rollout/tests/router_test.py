@@ -24,11 +24,9 @@ class Engine:
         self.seconds = seconds
         self.broken = broken
         self.asked = []
-        self.timeouts = []
 
-    async def generate(self, token_ids, sampling, *, timeout_s=None, drafts=None):
+    async def generate(self, token_ids, sampling, *, drafts=None):
         self.asked.append(sampling)
-        self.timeouts.append(timeout_s)
         await asyncio.sleep(self.seconds)
         if self.broken:
             raise EngineError("broken")
@@ -109,12 +107,6 @@ def test_router_single_engine_is_asked_again_and_then_the_reasons_are_raised():
     with pytest.raises(EngineError, match=r"^engine 0: EngineError: broken; engine 0: EngineError: broken$"):
         ask(router)
     assert (engine.num_asked, router.num_retries) == (2, 1)
-
-
-def test_router_hands_the_deadline_on():
-    engine = Engine()
-    ask(EngineRouter([engine]), timeout_s=2.5)
-    assert engine.timeouts == [2.5]
 
 
 def test_router_attaches_and_detaches_while_requests_run():
@@ -274,11 +266,10 @@ def test_router_forgets_the_conversation_that_was_idle_longest(monkeypatch):
 
 def test_single_turn_asks_for_all_samples_in_one_request():
     engine = Engine()
-    workflow = SingleTurn(EngineRouter([engine]), lambda ids: str(ids.tolist()), timeout_s=3.0)
+    workflow = SingleTurn(EngineRouter([engine]), lambda ids: str(ids.tolist()))
     prompt = make_prompt()
     episodes = asyncio.run(workflow.run(prompt, SamplingParams(num_samples=3, seed=5), "s/00001"))
     assert engine.asked == [SamplingParams(num_samples=3, seed=5)]
-    assert engine.timeouts == [3.0]
     assert [episode.episode_id for episode in episodes] == ["s/00001/0", "s/00001/1", "s/00001/2"]
     (rollout,) = episodes[1].rollouts
     assert (rollout.rollout_id, rollout.group_id, rollout.text) == ("s/00001/1", "s/00001", "[7]")

@@ -65,9 +65,8 @@ class Fleet:
             self.num_sending -= 1
         return failures
 
-    def ask(self, num_tokens, **options):
-        prompt = np.array([num_tokens], np.int32)
-        return asyncio.create_task(self.router.generate(prompt, TOKENS, **options))
+    def ask(self, num_tokens):
+        return asyncio.create_task(self.router.generate(np.array([num_tokens], np.int32), TOKENS))
 
     async def synchronize(self):
         self.version += 1
@@ -146,11 +145,11 @@ def test_requests_that_come_in_an_update_wait_longer_than_their_deadline_and_go_
     fleet = Fleet(send_s=300.0, at_update=mode)
 
     async def scenario():
-        old = fleet.ask(60, timeout_s=61)
+        old = fleet.ask(60)
         await asyncio.sleep(1)
         updating = asyncio.create_task(fleet.synchronize())
         await asyncio.sleep(1)
-        new = [fleet.ask(4, timeout_s=5) for _ in range(8)]
+        new = [fleet.ask(4) for _ in range(8)]
         await updating
         await asyncio.sleep(1)
         loads = [fleet.router.num_in_flight(engine) for engine in fleet.engines]

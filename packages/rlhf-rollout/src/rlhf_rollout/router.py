@@ -114,13 +114,12 @@ class EngineRouter:
         token_ids: np.ndarray,
         sampling: SamplingParams,
         *,
-        timeout_s: float | None = None,
         conversation: str | None = None,
         group_id: str | None = None,
     ) -> list[Completion]:
         """Return `sampling.num_samples` completions of one prompt [P] int32.
 
-        `timeout_s` is for how long an engine may write nothing. Requests with the same `conversation` go to the same
+        Requests with the same `conversation` go to the same
         engine, whose cache holds their common prefix, as long as it is attached and does not fail. What is written for
         a group is kept in `unfinished` until its `forget`. Raises EngineError when no engine is attached or all
         attempts failed; the message names the failure of each attempt.
@@ -140,9 +139,7 @@ class EngineRouter:
             try:
                 known = conversation is not None and getattr(place.engine, "takes_conversation", False)
                 more = {"conversation": conversation} if known else {}
-                completions = await place.engine.generate(
-                    token_ids, sampling, timeout_s=timeout_s, drafts=drafts, **more
-                )
+                completions = await place.engine.generate(token_ids, sampling, drafts=drafts, **more)
                 _check_complete(completions, sampling)
             except Exception as error:  # an engine in another process or on another machine may raise anything
                 place.num_failures += 1

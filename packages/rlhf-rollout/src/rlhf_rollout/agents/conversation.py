@@ -1,9 +1,9 @@
 """Conversations as tokens: what the policy has seen and written stays as recorded, and what is new is tokenized."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf_data.chat.template import check_begun, render_chat, render_follow_up
@@ -15,14 +15,6 @@ _CHECK = "a conversation with a second question"
 _ANSWERS = {"answers": "It is 4.", "reasoning": "<think>\nTwo and two.\n</think>\n\nIt is 4."}
 
 History = Literal["append", "split"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """Tokens up to the end of an answer, and whether a token that the policy wrote ends it."""
-
-    token_ids: list[int]
-    is_ended: bool
 
 
 class Conversations:
@@ -42,7 +34,8 @@ class Conversations:
     def __init__(self, tokenizer: Tokenizer, history: History = "append") -> None:
         self._tokenizer = tokenizer
         self._history = history
-        self._chats: dict[bytes, _Recorded] = {}
+        # By digest: tokens up to the end of an answer, and whether a token that the policy wrote ends it.
+        self._chats: dict[bytes, tuple[list[int], bool]] = {}
         self._texts: list[tuple[str, list[int]]] = []
 
     def encode_chat(
@@ -54,11 +47,28 @@ class Conversations:
         """
         if is_continued:
             check_begun(messages[-1], _ORIGIN)
-        for count, digest in reversed(list(enumerate(_digests(messages, tools), 1))):
-            recorded = self._chats.get(digest)
-            if recorded is not None:
-                return self._continued(recorded, messages, count, tools, is_continued)
-        return self._encode(self._render(messages, tools, is_continued))
+        render = functools.partial(self._render, messages, tools, is_continued)
+        digests = _digests(messages, tools)
+        count = max((number for number, digest in enumerate(digests, 1) if digest in self._chats), default=0)
+        if not count:
+            return self._encode(render())
+        recorded, is_ended = self._chats[digests[count - 1]]
+        following = [dict(message) for message in messages[count:]]
+        if is_continued and not following:
+            return self._encode(render()) if is_ended else recorded
+        try:
+            text = render_follow_up(following, self._tokenizer, origin=_ORIGIN, tools=tools, is_continued=is_continued)
+        except DataError:  # a template may ask for the tool call that a tool's message answers
+            return self._encode(render())
+        added = encode_continuation(text, self._tokenizer)
+        if is_ended and added[:1] == recorded[-1:]:
+            added = added[1:]
+        token_ids = [*recorded, *added]
+        if self._history == "split":
+            rendered = render()
+            if self._tokenizer.decode(token_ids, skip_special_tokens=False) != rendered:
+                return self._encode(rendered)
+        return token_ids
 
     def add_chat(
         self,
@@ -69,7 +79,7 @@ class Conversations:
         is_ended: bool,
     ) -> None:
         """Remember the tokens of messages, of which the last is an answer of the assistant."""
-        self._chats[_digests(messages, tools)[-1]] = _Recorded(token_ids, is_ended)
+        self._chats[_digests(messages, tools)[-1]] = token_ids, is_ended
 
     def encode_text(self, text: str) -> list[int]:
         """Return the tokens of a prompt for completion."""
@@ -83,34 +93,6 @@ class Conversations:
     def add_text(self, text: str, token_ids: list[int]) -> None:
         """Remember the tokens of a prompt for completion and what was written after it."""
         self._texts.append((text, token_ids))
-
-    def _continued(
-        self,
-        recorded: _Recorded,
-        messages: Sequence[Mapping[str, Any]],
-        count: int,
-        tools: Sequence[Any],
-        is_continued: bool,
-    ) -> list[int]:
-        """Return the recorded tokens of the first `count` messages and those of what follows them."""
-        following = [dict(message) for message in messages[count:]]
-        if is_continued and not following and not recorded.is_ended:
-            return recorded.token_ids
-        if is_continued and not following:
-            return self._encode(self._render(messages, tools, is_continued))
-        try:
-            text = render_follow_up(following, self._tokenizer, origin=_ORIGIN, tools=tools, is_continued=is_continued)
-        except DataError:  # a template may ask for the tool call that a tool's message answers
-            return self._encode(self._render(messages, tools, is_continued))
-        added = encode_continuation(text, self._tokenizer)
-        if recorded.is_ended and added[:1] == recorded.token_ids[-1:]:
-            added = added[1:]
-        token_ids = [*recorded.token_ids, *added]
-        if self._history == "split":
-            rendered = self._render(messages, tools, is_continued)
-            if self._tokenizer.decode(token_ids, skip_special_tokens=False) != rendered:
-                return self._encode(rendered)
-        return token_ids
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], is_continued: bool) -> str:
         if not getattr(self._tokenizer, "chat_template", None):

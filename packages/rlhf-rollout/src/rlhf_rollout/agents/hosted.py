@@ -48,7 +48,6 @@ class HostedAgent:
             has cut it. Otherwise another reward scores it.
         failed_reward: reward and score of an episode that failed after an answer of the policy; None for none.
         success_threshold: lowest score of an episode that counts as right, unless the agent says what is right.
-        timeout_s: deadline of each request; None for the engine's own.
         gateway: serves agents that speak HTTP; it starts and ends with the workflow. None without one.
     """
 
@@ -63,7 +62,6 @@ class HostedAgent:
         gives_reward: bool = True,
         failed_reward: float | None = None,
         success_threshold: float = SUCCESS_THRESHOLD,
-        timeout_s: float | None = None,
     ) -> None:
         self._gives_reward = gives_reward
         self._failed_reward = failed_reward
@@ -71,9 +69,8 @@ class HostedAgent:
         self.router = router
         self.gateway = gateway
         self._pool = pool
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._limits = limits
-        self._timeout_s = timeout_s
 
     async def run(self, prompt: Prompt, sampling: SamplingParams, group_id: str) -> tuple[Episode, ...]:
         """See `Workflow.run`: `sampling.num_samples` episodes, which run at the same time."""
@@ -98,9 +95,8 @@ class HostedAgent:
             name=name,
             group_id=group_id,
             limits=self._limits,
-            decode=self._decode,
-            vocab_size=len(self._tokenizer),
-            timeout_s=self._timeout_s,
+            decode=functools.partial(self.tokenizer.decode, skip_special_tokens=True),
+            vocab_size=len(self.tokenizer),
         )
         told = {
             "episode": name,
@@ -162,7 +158,7 @@ class HostedAgent:
 
     def encode(self, text: str, before: str | None = None) -> list[int]:
         """Return the token ids of a text in a conversation, without start and end tokens; "" as `before` begins one."""
-        return encode_continuation(text, self._tokenizer, before)
+        return encode_continuation(text, self.tokenizer, before)
 
     def render(
         self, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]], before: Sequence[int], name: str
@@ -173,14 +169,11 @@ class HostedAgent:
         """
         options = {"origin": f"episode {name}", "tools": tools}
         if before:
-            added = self.encode(render_follow_up(list(messages), self._tokenizer, **options))
+            added = self.encode(render_follow_up(list(messages), self.tokenizer, **options))
             # The template writes the end of the answer, and an answer that was not cut has it already.
             return [*before, *(added[1:] if added[:1] == list(before[-1:]) else added)]
-        text = render_prompt(list(messages), self._tokenizer, **options)
+        text = render_prompt(list(messages), self.tokenizer, **options)
         return self.encode(text, "")
-
-    def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
 class _Attempt(Call):
@@ -244,13 +237,14 @@ class _Attempt(Call):
         except (TypeError, ValueError) as error:  # also DataError and ConfigError, from what the agent asks for
             return {"error": str(error)}
         answer = completion.token_ids.tolist()
+        decode = self._workflow.tokenizer.decode
         stop = texts_of((request.get("sampling") or {}).get("stop") or self._message["sampling"]["stop"])
         return {
             "prompt_token_ids": token_ids,
             "token_ids": answer,
             "logprobs": completion.logprobs.tolist(),
-            "text": before_stop(self._workflow._decode(answer), stop),
-            "raw_text": before_stop(self._workflow._decode(answer, skip_special_tokens=False), stop),
+            "text": before_stop(decode(answer, skip_special_tokens=True), stop),
+            "raw_text": before_stop(decode(answer, skip_special_tokens=False), stop),
             "finish_reason": str(completion.finish_reason),
         }
 

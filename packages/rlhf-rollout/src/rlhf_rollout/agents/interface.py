@@ -6,6 +6,7 @@
 Source of the classes: OpenRLHF, `openrlhf/utils/agent.py`, versions 0.8.8 to 0.11.2.
 """
 
+import abc
 import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -127,7 +128,7 @@ class Session:
         return Reply(**{field.name: answer[field.name] for field in dataclasses.fields(Reply)})
 
 
-class AgentInstanceBase:
+class AgentInstanceBase(abc.ABC):
     """One episode's environment: `reset` begins it, `step` answers each turn of the policy.
 
     `__init__` may be a coroutine function. `reset` receives {"observation": prompt, "label": reference answer} and
@@ -141,9 +142,9 @@ class AgentInstanceBase:
         """Return the first observation; by default the prompt."""
         return {"observation": states["observation"]}
 
+    @abc.abstractmethod
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Return what the policy's answer leads to."""
-        raise NotImplementedError(f"{type(self).__name__} has no `step`")
 
 
 class AgentExecutorBase:

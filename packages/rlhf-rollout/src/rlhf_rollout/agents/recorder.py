@@ -100,7 +100,6 @@ class EpisodeRecorder:
         limits: see `EpisodeLimits`.
         decode: returns the text of token ids [n].
         vocab_size: ids that an agent gives must lie below it.
-        timeout_s: for which an engine may write nothing; None for its own limit.
 
     Attributes:
         sampling: of every answer, where the agent asks for nothing else.
@@ -120,7 +119,6 @@ class EpisodeRecorder:
         limits: EpisodeLimits,
         decode: Callable[[Sequence[int]], str],
         vocab_size: int = 2**31,
-        timeout_s: float | None = None,
     ) -> None:
         self._router = router
         self._prompt = prompt
@@ -130,7 +128,6 @@ class EpisodeRecorder:
         self._limits = limits
         self._decode = decode
         self._vocab_size = vocab_size
-        self._timeout_s = timeout_s
         self._branches: list[_Branch] = []
         self._started = time.monotonic()
         self._is_cut = False
@@ -171,21 +168,21 @@ class EpisodeRecorder:
         token_ids = [int(token) for token in token_ids]
         sampling = self._sampling_for(token_ids, overrides or {})
         # An engine that gets such a token fails, which would cost the run more than this episode.
-        self._check_tokens([*token_ids[len(self._branch_of(token_ids).tokens) :], *sampling.stop_token_ids])
+        new = [*token_ids[len(self._branch_of(token_ids).tokens) :], *sampling.stop_token_ids]
+        strange = next((token for token in new if not 0 <= token < self._vocab_size), None)
+        if strange is not None:
+            message = f"an agent used the token id {strange}, and the vocabulary has {self._vocab_size} tokens"
+            raise DataError(message, hint="tokenize with the run's own tokenizer")
         self.num_turns += 1
         request = self.num_turns
         try:
             [completion] = await self._router.generate(
-                np.array(token_ids, np.int32),
-                sampling,
-                timeout_s=self._timeout_s,
-                conversation=self.name,
-                group_id=self._group_id,
+                np.array(token_ids, np.int32), sampling, conversation=self.name, group_id=self._group_id
             )
         except EngineError as error:
             self.error = error
             raise
-        is_own_limit = sampling.max_tokens < min(self.sampling.max_tokens, self._room(token_ids))
+        is_own_limit = sampling.max_tokens < min(self.sampling.max_tokens, self._limits.max_length - len(token_ids))
         is_truncated = completion.finish_reason is FinishReason.LENGTH and not is_own_limit
         return Sampled(token_ids, completion, request, is_truncated)
 
@@ -247,13 +244,9 @@ class EpisodeRecorder:
         elsewhere = (before, sum(earned.values()) - before)
         return dataclasses.replace(verdict, turn_rewards=tuple(sums.tolist()), earned_elsewhere=elsewhere)
 
-    def _room(self, token_ids: Sequence[int]) -> int:
-        """Return how many tokens a conversation can still have."""
-        return self._limits.max_length - len(token_ids)
-
     def _sampling_for(self, token_ids: Sequence[int], overrides: Mapping[str, Any]) -> SamplingParams:
         limits = self._limits
-        room = self._room(token_ids)
+        room = limits.max_length - len(token_ids)
         is_late = time.monotonic() - self._started > limits.max_seconds
         if room < 1 or self.num_turns >= limits.max_turns or is_late:
             self._is_cut = True
@@ -270,22 +263,15 @@ class EpisodeRecorder:
         if asked > longest:
             _say_that_answers_are_no_longer(longest)
         wanted = min(asked, longest, room)
-        stops = tuple(int(token) for token in chosen.get("stop_token_ids", self.sampling.stop_token_ids))
         seed = self.sampling.seed
         return dataclasses.replace(
             self.sampling,
             max_tokens=wanted,
             min_tokens=min(self.sampling.min_tokens, wanted),
-            stop_token_ids=stops,
+            stop_token_ids=tuple(map(int, chosen.get("stop_token_ids", self.sampling.stop_token_ids))),
             stop=texts_of(chosen.get("stop", self.sampling.stop)),
             seed=None if seed is None else (seed + self.num_turns) % 2**31,
         )
-
-    def _check_tokens(self, token_ids: Sequence[int]) -> None:
-        strange = next((token for token in token_ids if not 0 <= token < self._vocab_size), None)
-        if strange is not None:
-            message = f"an agent used the token id {strange}, and the vocabulary has {self._vocab_size} tokens"
-            raise DataError(message, hint="tokenize with the run's own tokenizer")
 
     def _branch_of(self, token_ids: list[int]) -> _Branch:
         """Return the rollout that the conversation continues, or an empty one."""

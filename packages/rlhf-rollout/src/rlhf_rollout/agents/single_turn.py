@@ -9,8 +9,6 @@ from rlhf_rollout.engines.stopping import before_stop
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
 
-Decode = Callable[[np.ndarray], str]
-
 
 class SingleTurn:
     """A `Workflow` of one turn: an episode is one rollout, which holds the prompt and the policy's answer.
@@ -22,19 +20,15 @@ class SingleTurn:
     Args:
         router: answers the requests.
         decode: returns the text of an answer's token ids [n], which include a stop token.
-        timeout_s: for which an engine may write nothing; None for its own limit.
     """
 
-    def __init__(self, router: EngineRouter, decode: Decode, *, timeout_s: float | None = None) -> None:
+    def __init__(self, router: EngineRouter, decode: Callable[[np.ndarray], str]) -> None:
         self.router = router
         self._decode = decode
-        self._timeout_s = timeout_s
 
     async def run(self, prompt: Prompt, sampling: SamplingParams, group_id: str) -> tuple[Episode, ...]:
         """See `Workflow.run`: episode and rollout `<group_id>/<number>` for each sample."""
-        completions = await self.router.generate(
-            prompt.token_ids, sampling, timeout_s=self._timeout_s, group_id=group_id
-        )
+        completions = await self.router.generate(prompt.token_ids, sampling, group_id=group_id)
         asked = Span(SpanSource.PROMPT, prompt.token_ids)
         episodes = []
         for index, completion in enumerate(completions):
