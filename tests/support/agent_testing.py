@@ -1,6 +1,7 @@
 """Runs users' agents with the fake engine, for tests."""
 
 import asyncio
+import itertools
 
 from record_testing import make_prompt
 from rlhf_data.testing import EOS_ID, ByteTokenizer
@@ -43,35 +44,40 @@ def agent_pool(source, **options):
     return make_pool(AgentSpec(path=source, limits=EpisodeLimits(), **{"num_processes": 1, **options}), None)
 
 
-def run(
-    source,
-    engine,
-    *,
-    prompts=None,
-    samples=1,
-    limits=None,
-    gives_reward=True,
-    failed_reward=None,
-    tokenizer=TOKENIZER,
-    engine_tokens=32,
-    **options,
-):
+class Hosted:
+    """A user's agent with one process and an engine. It is closed when the context ends."""
+
+    def __init__(self, source, engine, *, limits=None, tokenizer=TOKENIZER, gives_reward=True, failed_reward=None,
+                 **options):  # fmt: skip
+        self.pool = agent_pool(source, **options)
+        rewards = {"gives_reward": gives_reward, "failed_reward": failed_reward}
+        limits = limits or EpisodeLimits(max_length=200)
+        self.agent = HostedAgent(EngineRouter([engine]), self.pool, tokenizer, limits, **rewards)
+        self._group_ids = map("g{}".format, itertools.count())
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        await self.pool.close()
+
+    async def episodes(self, prompt, max_tokens=32, samples=1):
+        sampling = SamplingParams(max_tokens=max_tokens, seed=3, num_samples=samples)
+        return await self.agent.run(prompt, sampling, next(self._group_ids))
+
+    async def episode(self, label="4", text="2+2="):
+        [episode] = await self.episodes(make_prompt(text, label))
+        return episode
+
+
+def run(source, engine, *, prompts=None, samples=1, engine_tokens=32, **options):
     """Return the episodes of a prompt, or of each prompt, and how many processes were replaced."""
-    limits = limits or EpisodeLimits(max_length=200)
 
     async def collect():
-        pool = agent_pool(source, **options)
-        try:
-            rewards = {"gives_reward": gives_reward, "failed_reward": failed_reward}
-            agent = HostedAgent(EngineRouter([engine]), pool, tokenizer, limits, **rewards)
-            sampling = SamplingParams(max_tokens=engine_tokens, seed=3, num_samples=samples)
+        async with Hosted(source, engine, **options) as hosted:
             asked = [make_prompt("2+2=", "4")] if prompts is None else prompts
-            results = await asyncio.gather(
-                *(agent.run(prompt, sampling, f"g{number}") for number, prompt in enumerate(asked))
-            )
-            return [episode for episodes in results for episode in episodes], pool.num_replaced
-        finally:
-            await pool.close()
+            results = await asyncio.gather(*(hosted.episodes(prompt, engine_tokens, samples) for prompt in asked))
+            return [episode for episodes in results for episode in episodes], hosted.pool.num_replaced
 
     return asyncio.run(collect())
 

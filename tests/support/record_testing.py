@@ -26,6 +26,11 @@ def write_jsonl(path: str | Path, rows: Iterable[Any]) -> Path:
     return path
 
 
+def read_jsonl(path: Path) -> list[Any]:
+    """Return the values of a file's lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def make_prompt(text: str = "2+2=", label: str | None = "4", *, prompt_id: str | None = None) -> Prompt:
     """Return a prompt with the tokens of `ByteTokenizer`."""
     return Prompt(prompt_id or f"p-{text}", ByteTokenizer().encode(text), text, label)

@@ -55,6 +55,11 @@ def limit_only(monkeypatch: pytest.MonkeyPatch, hangs: Callable[[list[str]], boo
     monkeypatch.setattr(WorkerProcess, "call", patient)
 
 
+def generate_words(prompts: Any, out: Any, *more: str) -> list[str]:
+    """Return the command line that answers prompts with the fake engine."""
+    return ["generate", "--engine", "fake", "--prompt_data", str(prompts), "--output_path", str(out), *more]
+
+
 @contextmanager
 def json_server(respond: Callable[[Any, Mapping[str, str]], tuple[Any, ...]]) -> Iterator[str]:
     """Yield the URL of a server on this machine. It stops when the context ends.

@@ -37,6 +37,12 @@ def simulate(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return runner.run(coroutine)
 
 
+def simulated(test: Any) -> Any:
+    """Have a test that is a coroutine function run by a simulated clock."""
+    test.run_by = simulate
+    return test
+
+
 def now() -> float:
     """Return the time of the running loop, seconds."""
     return asyncio.get_running_loop().time()

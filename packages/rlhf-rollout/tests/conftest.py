@@ -1,10 +1,23 @@
 """Fixtures of all tests of this package."""
 
+import asyncio
 import functools
+import inspect
 import textwrap
 
 import httpx
 import pytest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that is a coroutine function in an event loop of its own, or as `simulated` says."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    run = getattr(pyfuncitem.obj, "run_by", asyncio.run)
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(autouse=True)

@@ -160,7 +160,7 @@ def test_generate_groups_rewards_overlap_generation():
     assert counts.reward_wait_s == pytest.approx(0.4)
 
 
-def test_generate_groups_reads_prompts_as_they_are_needed():
+async def test_generate_groups_reads_prompts_as_they_are_needed():
     taken = []
 
     def endless():
@@ -168,15 +168,12 @@ def test_generate_groups_reads_prompts_as_they_are_needed():
             taken.append(prompt)
             yield prompt
 
-    async def first():
-        stream = generate_groups(
-            endless(), workflow_of(ScriptedEngine()), SamplingParams(), None, max_in_flight=2, group_id_prefix="g"
-        )
-        result = await anext(stream)
-        await stream.aclose()
-        return result, len(asyncio.all_tasks())
-
-    result, num_tasks = asyncio.run(first())
+    stream = generate_groups(
+        endless(), workflow_of(ScriptedEngine()), SamplingParams(), None, max_in_flight=2, group_id_prefix="g"
+    )
+    result = await anext(stream)
+    await stream.aclose()
+    num_tasks = len(asyncio.all_tasks())
     assert result.group is not None
     assert len(taken) == 4  # twice max_in_flight
     assert num_tasks == 1  # closing the stream leaves nothing running
@@ -326,7 +323,7 @@ def test_generate_groups_closed_early_cancels_what_its_engines_do():
     assert sorted(cancelled) == ["1", "2"]
 
 
-def test_generate_groups_workflow_that_breaks_its_protocol_fails_its_group_only():
+async def test_generate_groups_workflow_that_breaks_its_protocol_fails_its_group_only():
     class Odd(SingleTurn):
         async def run(self, prompt, sampling, group_id):
             episodes = await super().run(prompt, sampling, group_id)
@@ -336,24 +333,21 @@ def test_generate_groups_workflow_that_breaks_its_protocol_fails_its_group_only(
                 raise ZeroDivisionError("by zero")
             return episodes
 
-    async def collect():
-        stream = generate_groups(
-            prompts_of(3),
-            Odd(EngineRouter([ScriptedEngine()]), str),
-            SamplingParams(num_samples=2),
-            None,
-            max_in_flight=3,
-            group_id_prefix="g",
-        )
-        return {result.prompt.prompt_id: result async for result in stream}
-
-    results = asyncio.run(collect())
+    stream = generate_groups(
+        prompts_of(3),
+        Odd(EngineRouter([ScriptedEngine()]), str),
+        SamplingParams(num_samples=2),
+        None,
+        max_in_flight=3,
+        group_id_prefix="g",
+    )
+    results = {result.prompt.prompt_id: result async for result in stream}
     assert results["p0"].failure == "the workflow made 1 episodes instead of 2"
     assert results["p1"].failure == "ZeroDivisionError: by zero"
     assert len(results["p2"].group.episodes) == 2
 
 
-def test_generate_groups_scores_all_rollouts_of_an_episode_and_keeps_them_in_it():
+async def test_generate_groups_scores_all_rollouts_of_an_episode_and_keeps_them_in_it():
     class Branching:
         router = EngineRouter([ScriptedEngine()])
 
@@ -366,14 +360,11 @@ def test_generate_groups_scores_all_rollouts_of_an_episode_and_keeps_them_in_it(
         verdicts=lambda rollouts: [Verdict(VerdictKind.OK, float(rollout.text)) for rollout in rollouts]
     )
 
-    async def collect():
-        stream = generate_groups(
-            prompts_of(1), Branching(), SamplingParams(num_samples=2), reward, max_in_flight=1, group_id_prefix="g",
-            counts=counts,
-        )  # fmt: skip
-        return [result async for result in stream]
-
-    (result,) = asyncio.run(collect())
+    stream = generate_groups(
+        prompts_of(1), Branching(), SamplingParams(num_samples=2), reward, max_in_flight=1, group_id_prefix="g",
+        counts=counts,
+    )  # fmt: skip
+    (result,) = [result async for result in stream]
     first, second = result.group.episodes
     assert [rollout.verdict.reward for rollout in first.rollouts] == [0.0, 1.0]
     assert (first.verdict.reward, second.verdict.reward) == (1.0, 2.0)

@@ -15,7 +15,7 @@ from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.supervisor import EngineSupervisor
-from simulated import MortalEngine, now, simulate
+from simulated import MortalEngine, now, simulate, simulated
 
 LONGEST = 200
 NUM_CLIENTS = 40
@@ -117,7 +117,8 @@ def test_lengths_of_answers_are_those_that_were_asked_for(at_update, death_s, up
     "options", [{}, {"max_tokens": 9}, {"stop": ("ab", "c")}, {"min_tokens": 4, "stop_token_ids": (5,)}]
 )
 @pytest.mark.parametrize("report_s", [None, 1.0])
-def test_answers_that_other_engines_finish_are_those_of_one_engine(options, report_s):
+@simulated
+async def test_answers_that_other_engines_finish_are_those_of_one_engine(options, report_s):
     sampling = SamplingParams(**{"max_tokens": 40} | options)
 
     def write(tokens, seed):
@@ -128,56 +129,51 @@ def test_answers_that_other_engines_finish_are_those_of_one_engine(options, repo
             tokens.append(97 + choice % 5 if choice % 9 or len(tokens) < 6 else choice % 2 * 5)
         return tokens[-40:]
 
-    async def scenario():
-        rng = np.random.default_rng(7)
-        make = partial(FakeEngine, SPEC, script=write, token_latency_s=1.0)
-        engines = [MortalEngine(make, report_s=report_s) for _ in range(2)]
-        router = EngineRouter(engines)
+    rng = np.random.default_rng(7)
+    make = partial(FakeEngine, SPEC, script=write, token_latency_s=1.0)
+    engines = [MortalEngine(make, report_s=report_s) for _ in range(2)]
+    router = EngineRouter(engines)
 
-        async def harm():
-            while True:
-                await asyncio.sleep(rng.exponential(8.0))
-                engines[rng.integers(2)].restart()
+    async def harm():
+        while True:
+            await asyncio.sleep(rng.exponential(8.0))
+            engines[rng.integers(2)].restart()
 
-        harming = asyncio.create_task(harm())
-        prompts = [np.array([number]) for number in range(60)]
-        found = await asyncio.gather(*[router.generate(prompt, sampling) for prompt in prompts])
-        harming.cancel()
-        engine = FakeEngine(SPEC, script=write)
-        return found, [await engine.generate(prompt, sampling) for prompt in prompts], router.num_retries
-
-    found, expected, num_retries = simulate(scenario())
+    harming = asyncio.create_task(harm())
+    prompts = [np.array([number]) for number in range(60)]
+    found = await asyncio.gather(*[router.generate(prompt, sampling) for prompt in prompts])
+    harming.cancel()
+    engine = FakeEngine(SPEC, script=write)
+    expected = [await engine.generate(prompt, sampling) for prompt in prompts]
+    num_retries = router.num_retries
     assert num_retries >= 10
     for [one], [other] in zip(found, expected, strict=True):
         assert (one.token_ids.tolist(), one.finish_reason) == (other.token_ids.tolist(), other.finish_reason)
         assert len(one.logprobs) == len(one.token_ids)
 
 
-def test_long_answers_are_whole_however_long_they_take():
+@simulated
+async def test_long_answers_are_whole_however_long_they_take():
     """A token per 40 s, up to 200 of them, where an engine may write nothing for 60 s."""
     spec = dataclasses.replace(SPEC, request_timeout_s=60.0, control_timeout_s=1.0)
 
-    async def scenario():
-        engine = FakeEngine(spec, script=lambda tokens, seed: [7] * (LONGEST - 1) + [0], token_latency_s=40.0)
-        asked = asyncio.create_task(EngineRouter([engine]).generate(np.array([3], np.int32), SAMPLING))
-        await asyncio.sleep(100)
-        await engine.pause("drain")  # which waits for them, with the same limit
-        return await asked
-
-    assert [len(completion.token_ids) for completion in simulate(scenario())] == [LONGEST] * 4
+    engine = FakeEngine(spec, script=lambda tokens, seed: [7] * (LONGEST - 1) + [0], token_latency_s=40.0)
+    asked = asyncio.create_task(EngineRouter([engine]).generate(np.array([3], np.int32), SAMPLING))
+    await asyncio.sleep(100)
+    await engine.pause("drain")  # which waits for them, with the same limit
+    assert [len(completion.token_ids) for completion in (await asked)] == [LONGEST] * 4
 
 
-def test_answers_that_stop_growing_are_cut_where_they_stopped():
+@simulated
+async def test_answers_that_stop_growing_are_cut_where_they_stopped():
     spec = dataclasses.replace(SPEC, request_timeout_s=60.0)
 
-    async def scenario():
-        engine = FakeEngine(spec, script=lambda tokens, seed: [7] * LONGEST, token_latency_s=1.0)
-        asked = asyncio.create_task(EngineRouter([engine]).generate(np.array([3], np.int32), SAMPLING))
-        await asyncio.sleep(20.5)
-        engine._writing.close()
-        return await asked, now()
-
-    completions, ended = simulate(scenario())
+    engine = FakeEngine(spec, script=lambda tokens, seed: [7] * LONGEST, token_latency_s=1.0)
+    asked = asyncio.create_task(EngineRouter([engine]).generate(np.array([3], np.int32), SAMPLING))
+    await asyncio.sleep(20.5)
+    engine._writing.close()
+    completions = await asked
+    ended = now()
     assert [len(completion.token_ids) for completion in completions] == [20] * 4
     assert {completion.finish_reason for completion in completions} == {FinishReason.LENGTH}
     assert ended <= 20 + 3 * 68

@@ -7,7 +7,6 @@ import pytest
 
 from rlhf_data.errors import ConfigError
 from rlhf_rollout.mps import MpsDaemon
-from rlhf_rollout.ray_actors import MpsActor
 
 PROGRAM = """#!/bin/sh
 echo "$@ $(cat) $CUDA_MPS_PIPE_DIRECTORY $CUDA_MPS_LOG_DIRECTORY" >> {log}
@@ -34,24 +33,25 @@ def install(monkeypatch, tmp_path):
 
 def test_daemon_has_folders_of_its_own_and_is_told_to_quit(install):
     calls = install(0)
-    actor = MpsActor()
-    environ = actor.environ()
+    daemon = MpsDaemon()
+    environ = daemon.start()
     pipe, log = environ["CUDA_MPS_PIPE_DIRECTORY"], environ["CUDA_MPS_LOG_DIRECTORY"]
     assert len(environ) == 2 and pipe != log
     assert not environ.keys() & os.environ.keys()  # no other process becomes a client
-    actor.stop()
+    daemon.stop()
     assert [line.split() for line in calls.read_text().splitlines()] == [["-d", pipe, log], ["quit", pipe, log]]
     assert not Path(pipe).parent.exists()
 
 
 def test_daemon_that_does_not_start_is_an_error_with_its_words(install):
     install(1)
+    daemon = MpsDaemon()
     with pytest.raises(ConfigError, match=r"does not start: no device\s+hint: .*without MPS"):
-        MpsDaemon()
-    MpsActor().stop()  # nothing runs
+        daemon.start()
+    daemon.stop()  # nothing runs
 
 
 def test_missing_program_says_what_to_do(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match=r"hint: .*without MPS"):
-        MpsDaemon()
+        MpsDaemon().start()

@@ -12,7 +12,7 @@ from rlhf_data.errors import EngineError
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import Draft, SamplingParams
 from rlhf_rollout.ray_actors import RayEngine
-from simulated import now, simulate
+from simulated import now, simulated
 
 PROMPT = np.array([4, 5, 6], np.int32)
 
@@ -37,7 +37,8 @@ class WritingActor:
         (0, {"request": ("StalledError", 8), "drains": ("StalledError", 10), "call": ("EngineError", 2)}),
     ],
 )
-def test_ray_engine_waits_for_requests_as_long_as_they_get_further(monkeypatch, num_new, ends) -> None:
+@simulated
+async def test_ray_engine_waits_for_requests_as_long_as_they_get_further(monkeypatch, num_new, ends) -> None:
     monkeypatch.setattr(ray, "cancel", lambda reference: None)
     spec = EngineSpec(model="fake", request_timeout_s=8.0, control_timeout_s=2.0)
 
@@ -48,13 +49,10 @@ def test_ray_engine_waits_for_requests_as_long_as_they_get_further(monkeypatch, 
             return type(error).__name__, round(now())
         return "done", round(now())
 
-    async def scenario() -> Any:
-        engine = RayEngine(WritingActor(num_new), spec)
-        calls = {
-            "request": engine.generate(PROMPT, SamplingParams(max_tokens=200)),
-            "drains": engine.begin_weight_update(1),
-            "call": engine.sleep(),
-        }
-        return dict(zip(calls, await asyncio.gather(*map(end, calls.values())), strict=True))
-
-    assert simulate(scenario()) == ends
+    engine = RayEngine(WritingActor(num_new), spec)
+    calls = {
+        "request": engine.generate(PROMPT, SamplingParams(max_tokens=200)),
+        "drains": engine.begin_weight_update(1),
+        "call": engine.sleep(),
+    }
+    assert dict(zip(calls, await asyncio.gather(*map(end, calls.values())), strict=True)) == ends

@@ -13,7 +13,7 @@ from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.supervisor import EngineSupervisor
-from simulated import MortalEngine, now, simulate
+from simulated import MortalEngine, now, simulated
 
 REQUEST_TIMEOUT_S = 120.0
 TOKENS = SamplingParams(max_tokens=64, num_samples=2)
@@ -72,19 +72,14 @@ class Fleet:
         self.version += 1
         await self.supervisor.synchronize(self.version)
 
-    def run(self, scenario):
-        """Run a coroutine function by a simulated clock, after the first weights and beside `watch`."""
+    async def __aenter__(self):
+        """Send the first weights, and watch the engines."""
+        await self.supervisor.synchronize(self.version)
+        self.watching = asyncio.create_task(self.supervisor.watch())
 
-        async def supervised():
-            await self.supervisor.synchronize(self.version)
-            watching = asyncio.create_task(self.supervisor.watch())
-            try:
-                return await scenario()
-            finally:
-                watching.cancel()
-                await asyncio.wait([watching])
-
-        return simulate(supervised())
+    async def __aexit__(self, *_):
+        self.watching.cancel()
+        await asyncio.wait([self.watching])
 
     @property
     def states(self):
@@ -99,10 +94,11 @@ def spans(task):
 
 
 @pytest.mark.parametrize("mode", ["drain", "keep", "restart"])
-def test_requests_in_flight_are_drained_kept_or_restarted(mode):
+@simulated
+async def test_requests_in_flight_are_drained_kept_or_restarted(mode):
     fleet = Fleet(at_update=mode)
 
-    async def scenario():
+    async with fleet:
         begun = now()
         running = [fleet.ask(30), fleet.ask(40)]
         await asyncio.sleep(20.5)
@@ -112,9 +108,9 @@ def test_requests_in_flight_are_drained_kept_or_restarted(mode):
         await updating
         updated = now() - begun
         await asyncio.gather(*running, late)
-        return updated, [spans(task) for task in running], spans(late), now() - begun
-
-    updated, running, late, ended = fleet.run(scenario)
+        running = [spans(task) for task in running]
+        late = spans(late)
+        ended = now() - begun
     # The send takes 10 s, in which kept requests write at most the token at hand.
     assert (updated, ended, running) == {
         "drain": (50.0, 55.0, [[(1, 30)], [(1, 40)]]),
@@ -127,24 +123,24 @@ def test_requests_in_flight_are_drained_kept_or_restarted(mode):
     assert (fleet.router.num_retries, fleet.said, fleet.states) == (0, [], ["ready", "ready"])
 
 
-def test_engines_without_requests_are_not_paused():
+@simulated
+async def test_engines_without_requests_are_not_paused():
     fleet = Fleet(at_update="keep")
     for engine in fleet.engines:
         engine.hanging = {"pause", "resume"}
 
-    async def scenario():
+    async with fleet:
         await fleet.synchronize()
-        return [engine.engine.policy_version for engine in fleet.engines]
-
-    assert fleet.run(scenario) == [2, 2]
+        assert [engine.engine.policy_version for engine in fleet.engines] == [2, 2]
     assert not fleet.supervisor.updates
 
 
 @pytest.mark.parametrize("mode", ["drain", "keep"])
-def test_requests_that_come_in_an_update_wait_longer_than_their_deadline_and_go_everywhere(mode):
+@simulated
+async def test_requests_that_come_in_an_update_wait_longer_than_their_deadline_and_go_everywhere(mode):
     fleet = Fleet(send_s=300.0, at_update=mode)
 
-    async def scenario():
+    async with fleet:
         old = fleet.ask(60)
         await asyncio.sleep(1)
         updating = asyncio.create_task(fleet.synchronize())
@@ -154,9 +150,7 @@ def test_requests_that_come_in_an_update_wait_longer_than_their_deadline_and_go_
         await asyncio.sleep(1)
         loads = [fleet.router.num_in_flight(engine) for engine in fleet.engines]
         await asyncio.gather(old, *new)
-        return loads, [spans(task) for task in new]
-
-    loads, new = fleet.run(scenario)
+        new = [spans(task) for task in new]
     assert new == [[(2, 4)]] * 8
     # Two samples each; no engine was given requests before the others could take some.
     assert sum(loads) == 16 + 2 * (mode == "keep") and abs(loads[0] - loads[1]) <= 2
@@ -164,10 +158,11 @@ def test_requests_that_come_in_an_update_wait_longer_than_their_deadline_and_go_
 
 
 @pytest.mark.parametrize("mode", ["drain", "keep", "restart"])
-def test_engine_that_dies_in_an_update_has_its_requests_answered_elsewhere(mode):
+@simulated
+async def test_engine_that_dies_in_an_update_has_its_requests_answered_elsewhere(mode):
     fleet = Fleet(at_update=mode)
 
-    async def scenario():
+    async with fleet:
         running = [fleet.ask(30), fleet.ask(30)]
         await asyncio.sleep(10.5)
         updating = asyncio.create_task(fleet.synchronize())
@@ -176,9 +171,7 @@ def test_engine_that_dies_in_an_update_has_its_requests_answered_elsewhere(mode)
         await updating
         await asyncio.gather(*running)
         await asyncio.sleep(60)
-        return [spans(task) for task in running]
-
-    found = fleet.run(scenario)
+        found = [spans(task) for task in running]
     assert found[0] == {"drain": [(1, 30)], "keep": [(1, 10), (2, 20)], "restart": [(1, 10), (2, 20)]}[mode]
     # One that drains goes on writing until it dies. Another engine goes on behind what there is.
     assert found[1] == ([(1, 15), (2, 15)] if mode == "drain" else [(1, 10), (2, 20)])
@@ -190,10 +183,11 @@ def test_engine_that_dies_in_an_update_has_its_requests_answered_elsewhere(mode)
 
 
 @pytest.mark.parametrize(("method", "mode"), [("resume", "keep"), ("pause", "keep"), ("resume", "drain")])
-def test_engine_that_never_answers_pause_or_resume_is_restarted(method, mode):
+@simulated
+async def test_engine_that_never_answers_pause_or_resume_is_restarted(method, mode):
     fleet = Fleet(at_update=mode)
 
-    async def scenario():
+    async with fleet:
         running = [fleet.ask(20), fleet.ask(20)]
         await asyncio.sleep(10.5)
         fleet.engines[1].hanging = {method, "health"} if method == "pause" else {method}
@@ -202,9 +196,7 @@ def test_engine_that_never_answers_pause_or_resume_is_restarted(method, mode):
         lasted = now() - begun
         await asyncio.gather(*running)
         await asyncio.sleep(60)
-        return lasted, [spans(task) for task in running]
-
-    lasted, found = fleet.run(scenario)
+        found = [spans(task) for task in running]
     if mode == "keep":  # an engine that does not hear of the pause goes on until it is restarted
         assert found == [[(1, 10), (2, 10)], [(1, 10), (2, 10)] if method == "resume" else [(1, 20)]]
     # The send takes 10 s, `resume` may take three intervals of 10 s, and three missed checks 90 s.
@@ -213,10 +205,11 @@ def test_engine_that_never_answers_pause_or_resume_is_restarted(method, mode):
     assert any("`resume` took longer than 30 s" in line for line in fleet.said) == (method == "resume")
 
 
-def test_engine_that_hangs_while_it_drains_is_noticed_before_its_requests_are_late():
+@simulated
+async def test_engine_that_hangs_while_it_drains_is_noticed_before_its_requests_are_late():
     fleet = Fleet()
 
-    async def scenario():
+    async with fleet:
         running = [fleet.ask(20), fleet.ask(60)]
         await asyncio.sleep(1)
         fleet.engines[1].engine._writing.close()  # it writes no more
@@ -225,32 +218,30 @@ def test_engine_that_hangs_while_it_drains_is_noticed_before_its_requests_are_la
         await fleet.synchronize()
         lasted = now() - begun
         await asyncio.gather(*running)
-        return lasted, spans(running[1])
-
-    lasted, answer = fleet.run(scenario)
+        answer = spans(running[1])
     assert answer == [(2, 60)]
     assert lasted < REQUEST_TIMEOUT_S
     assert fleet.engines[1].num_restarts == 1
 
 
-def test_healthy_engine_may_drain_for_longer_than_many_health_checks():
+@simulated
+async def test_healthy_engine_may_drain_for_longer_than_many_health_checks():
     fleet = Fleet(interval_s=1.0)
 
-    async def scenario():
+    async with fleet:
         running = fleet.ask(60)
         await asyncio.sleep(1)
         await fleet.synchronize()
-        return spans(running)
-
-    assert fleet.run(scenario) == [(1, 60)]
+        assert spans(running) == [(1, 60)]
     assert fleet.said == []
 
 
 @pytest.mark.parametrize("mode", ["drain", "keep", "restart"])
-def test_update_that_fails_as_a_whole_leaves_no_engine_paused_and_no_request_waiting(mode):
+@simulated
+async def test_update_that_fails_as_a_whole_leaves_no_engine_paused_and_no_request_waiting(mode):
     fleet = Fleet(at_update=mode)
 
-    async def scenario():
+    async with fleet:
         running = [fleet.ask(20), fleet.ask(20)]
         await asyncio.sleep(1)
         fleet.error = WeightSyncError("a weight has another shape")
@@ -263,35 +254,34 @@ def test_update_that_fails_as_a_whole_leaves_no_engine_paused_and_no_request_wai
             await waiting
         outcomes = await asyncio.gather(*running, return_exceptions=True)
         assert not any(engine.engine._paused for engine in fleet.engines)
-        return now(), [str(outcome) for outcome in outcomes if isinstance(outcome, Exception)]
-
-    ended, failures = fleet.run(scenario)
+        ended = now()
+        failures = [str(outcome) for outcome in outcomes if isinstance(outcome, Exception)]
     # The update has begun and never ends, so kept requests end at their deadline, and have nowhere else to go.
     assert ended <= REQUEST_TIMEOUT_S + 30
     assert len(failures) == (0 if mode == "drain" else 2) and all("no engine is attached" in text for text in failures)
     assert fleet.supervisor.error is fleet.error
 
 
-def test_reason_why_the_run_cannot_go_on_is_not_covered_by_what_follows_from_it():
+@simulated
+async def test_reason_why_the_run_cannot_go_on_is_not_covered_by_what_follows_from_it():
     fleet = Fleet(interval_s=15.0)
 
-    async def scenario():
+    async with fleet:
         await asyncio.sleep(14)
         fleet.engines[1].hanging = {"health"}
         fleet.engines[0].kill()
         await asyncio.sleep(5)  # one engine starts again, the other is being examined
         fleet.error = WeightSyncError("a weight has another shape")
         await asyncio.sleep(300)
-        return fleet.engines[1].num_restarts
-
-    assert fleet.run(scenario) == 0
+        assert fleet.engines[1].num_restarts == 0
     assert (fleet.supervisor.error, fleet.states) == (fleet.error, ["lost", "lost"])
 
 
-def test_update_that_is_cancelled_resumes_the_engines():
+@simulated
+async def test_update_that_is_cancelled_resumes_the_engines():
     fleet = Fleet(at_update="keep")
 
-    async def scenario():
+    async with fleet:
         running = [fleet.ask(20), fleet.ask(20)]
         await asyncio.sleep(1)
         fleet.engines[1].hanging = {"pause"}
@@ -302,15 +292,14 @@ def test_update_that_is_cancelled_resumes_the_engines():
         assert not [task for task in asyncio.all_tasks() if "MortalEngine.pause" in repr(task)]
         assert not fleet.engines[0].engine._paused
         await asyncio.gather(*running)
-        return [sum(length for _, length in spans(task)) for task in running]
-
-    assert fleet.run(scenario) == [20, 20]
+        assert [sum(length for _, length in spans(task)) for task in running] == [20, 20]
 
 
-def test_only_engine_that_dies_paused_and_is_given_up_fails_its_requests():
+@simulated
+async def test_only_engine_that_dies_paused_and_is_given_up_fails_its_requests():
     fleet = Fleet(1, at_update="keep", max_restarts=0)
 
-    async def scenario():
+    async with fleet:
         running = fleet.ask(20)
         await asyncio.sleep(1)
         fleet.engines[0].hanging = {"finish_weight_update"}
@@ -321,13 +310,12 @@ def test_only_engine_that_dies_paused_and_is_given_up_fails_its_requests():
             await updating
         with pytest.raises(EngineError):
             await running
-        return now()
-
-    assert fleet.run(scenario) < REQUEST_TIMEOUT_S
+        assert now() < REQUEST_TIMEOUT_S
 
 
 @pytest.mark.parametrize("mode", ["drain", "keep", "restart"])
-def test_hours_of_updates_and_deaths_lose_hardly_any_request(mode):
+@simulated
+async def test_hours_of_updates_and_deaths_lose_hardly_any_request(mode):
     """Three engines, twelve clients, an update every minute and a death or a hang every four, for two hours."""
     fleet = Fleet(3, at_update=mode, max_restarts=5)
     rng = random.Random(3)
@@ -359,7 +347,7 @@ def test_hours_of_updates_and_deaths_lose_hardly_any_request(mode):
                 engine.hanging = {what, "health"}
             counts[what] += 1
 
-    async def scenario():
+    async with fleet:
         until = 2 * 3600.0
         tasks = [asyncio.create_task(client(until)) for _ in range(12)]
         harming = asyncio.create_task(harm(until))
@@ -369,9 +357,7 @@ def test_hours_of_updates_and_deaths_lose_hardly_any_request(mode):
         await asyncio.gather(*tasks)
         harming.cancel()
         await asyncio.sleep(600)
-        return [engine.engine.policy_version for engine in fleet.engines]
-
-    versions = fleet.run(scenario)
+        versions = [engine.engine.policy_version for engine in fleet.engines]
     assert versions == [fleet.version] * 3 and fleet.states == ["ready"] * 3
     assert counts.keys() <= {"answers", "lost", "kill", "pause", "resume", "generate"}, counts
     assert counts["answers"] > 1000 and counts["lost"] < 0.01 * counts["answers"], counts

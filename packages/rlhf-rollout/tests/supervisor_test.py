@@ -323,19 +323,16 @@ def test_transfer_that_fails_while_requests_wait_fails_the_requests():
     assert fleet.states == ["lost"]
 
 
-def test_sleep_counts_engines_that_fail_as_dead_and_waits_for_one_that_starts():
+async def test_sleep_counts_engines_that_fail_as_dead_and_waits_for_one_that_starts():
     fleet = Fleet(Engine(), Engine(), Engine())
 
-    async def scenario():
-        await fleet.supervisor.synchronize(5)
-        fleet.engines[1].alive = False
-        fleet.supervisor._places[2].state = EngineState.STARTING
-        await fleet.supervisor.sleep()
-        states = fleet.states
-        await fleet.supervisor.wake_up()
-        return states
-
-    assert asyncio.run(scenario()) == ["ready", "dead", "syncing"]
+    await fleet.supervisor.synchronize(5)
+    fleet.engines[1].alive = False
+    fleet.supervisor._places[2].state = EngineState.STARTING
+    await fleet.supervisor.sleep()
+    states = fleet.states
+    await fleet.supervisor.wake_up()
+    assert states == ["ready", "dead", "syncing"]
     assert [engine.log for engine in fleet.engines] == [["sleep", "wake_up"], ["kill"], ["sleep", "wake_up"]]
     assert [engine.num_ready for engine in fleet.engines] == [0, 0, 1]
     assert fleet.said == ["engine 1 failed: the process is gone\nit is restarted (1 of 3)"]
@@ -363,20 +360,17 @@ def test_process_of_an_engine_that_cannot_sleep_ends_and_another_one_starts_with
     assert fleet.engines[0].version == 5
 
 
-def test_engines_that_slept_get_the_weights_of_the_same_version_again():
+async def test_engines_that_slept_get_the_weights_of_the_same_version_again():
     fleet = Fleet(Engine(), Engine())
 
-    async def scenario():
-        await fleet.supervisor.synchronize(5)
-        await fleet.supervisor.sleep()
-        version = fleet.supervisor.policy_version
-        await fleet.supervisor.wake_up()
-        for engine in fleet.engines:
-            engine.version = 0
-        await fleet.supervisor.synchronize(5)
-        return version
-
-    assert asyncio.run(scenario()) is None
+    await fleet.supervisor.synchronize(5)
+    await fleet.supervisor.sleep()
+    version = fleet.supervisor.policy_version
+    await fleet.supervisor.wake_up()
+    for engine in fleet.engines:
+        engine.version = 0
+    await fleet.supervisor.synchronize(5)
+    assert version is None
     assert [engine.version for engine in fleet.engines] == [5, 5]
     assert fleet.supervisor.policy_version == 5
 

@@ -1,6 +1,5 @@
 """Samples of groups that are not complete go from one process to another through JSON."""
 
-import asyncio
 import json
 
 import numpy as np
@@ -134,14 +133,11 @@ async def ask(router, *conversation):
     return answers
 
 
-def test_episode_that_begins_again_has_its_answers_until_its_environment_says_something_else():
-    async def scenario():
-        router = EngineRouter([Counting()])
-        had = await ask(router, [1], [2], [3])
-        engine = Counting()
-        again = EngineRouter([engine])
-        again.unfinished = continued(router.unfinished, "g")
-        assert (await ask(again, [1], [2], [9]))[:2] == had[:2]
-        assert engine.num_asked == 1
-
-    asyncio.run(scenario())
+async def test_episode_that_begins_again_has_its_answers_until_its_environment_says_something_else():
+    router = EngineRouter([Counting()])
+    had = await ask(router, [1], [2], [3])
+    engine = Counting()
+    again = EngineRouter([engine])
+    again.unfinished = continued(router.unfinished, "g")
+    assert (await ask(again, [1], [2], [9]))[:2] == had[:2]
+    assert engine.num_asked == 1

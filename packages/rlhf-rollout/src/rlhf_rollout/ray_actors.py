@@ -19,7 +19,6 @@ from rlhf_data.errors import EngineError, RewardError, RlhfError
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.requests import Progress, deadline
 from rlhf_rollout.host import collection_paused, place_vllm_sockets, wait_passively
-from rlhf_rollout.mps import MpsDaemon
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams
 from rlhf_rollout.ray_internals import process_name, session_folder
 from rlhf_rollout.rewards.model import LocalScorer
@@ -156,23 +155,6 @@ class RewardModelActor(_Actor):
     async def has_moments(self) -> bool:
         """See `LocalScorer.has_moments`."""
         return self.part.has_moments
-
-
-class MpsActor:
-    """Runs an `MpsDaemon` on its node: `ray.remote(MpsActor)`."""
-
-    def __init__(self) -> None:
-        self._daemon: MpsDaemon | None = None
-
-    def environ(self) -> dict[str, str]:
-        """Start the daemon; return the environment of its clients. Raises ConfigError when it does not start."""
-        self._daemon = MpsDaemon()
-        return self._daemon.environ
-
-    def stop(self) -> None:
-        """End the daemon, if it runs, once its clients have ended."""
-        if self._daemon is not None:
-            self._daemon.stop()
 
 
 def end_actors(handles: Sequence[Any]) -> None:

@@ -5,7 +5,7 @@ import enum
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 from rlhf_data.errors import EngineError
@@ -61,6 +61,7 @@ class _Place:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by who takes it to another state
 
 
+@dataclass(eq=False, repr=False)
 class EngineSupervisor:
     """Keeps engines running, and tells the router which of them can be used. Use it from one event loop.
 
@@ -73,7 +74,7 @@ class EngineSupervisor:
     those in flight finish first, are kept, or are restarted, as `at_update` says. If the engine dies meanwhile, the
     router has another one go on with them.
 
-    Args:
+    Attributes:
         engines: started engines, which lack the weights.
         router: sends requests to them; the supervisor attaches them.
         send_weights: see `SendWeights`. Its errors end the run.
@@ -81,40 +82,31 @@ class EngineSupervisor:
         max_restarts: see above.
         interval_s: seconds between two health checks.
         at_update: what happens to the requests in flight, see `RolloutEngine.pause`.
-
-    Attributes:
         updates: sequences that updates found in flight so far, by what became of them: "drained", "kept", "restarted",
             or "cut" if their engine died in the update.
         policy_version: version of the weights that the engines should have; None before `synchronize`.
         error: why the engines cannot be used any more; None while they can.
     """
 
-    def __init__(
-        self,
-        engines: Sequence[RestartableEngine],
-        router: EngineRouter,
-        send_weights: SendWeights,
-        warn: Callable[[str], None],
-        *,
-        max_restarts: int = MAX_RESTARTS,
-        interval_s: float = CHECK_INTERVAL_S,
-        at_update: PauseMode = "drain",
-    ) -> None:
-        self._places = [_Place(number, engine) for number, engine in enumerate(engines)]
-        self._router = router
-        self._send_weights = send_weights
-        self._warn = warn
-        self._max_restarts = max_restarts
-        self._interval_s = interval_s
-        self._at_update = at_update
-        self._sending = asyncio.Lock()
-        self.updates: Counter[str] = Counter()
-        self.policy_version: int | None = None
-        self.error: Exception | None = None
-        for engine in engines:
-            router.attach(engine)
-            router.suspend(engine)
-        router.on_result = self._on_result
+    engines: Sequence[RestartableEngine]
+    router: EngineRouter
+    send_weights: SendWeights
+    warn: Callable[[str], None]
+    _: KW_ONLY
+    max_restarts: int = MAX_RESTARTS
+    interval_s: float = CHECK_INTERVAL_S
+    at_update: PauseMode = "drain"
+    updates: Counter[str] = field(default_factory=Counter, init=False)
+    policy_version: int | None = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
+    _sending: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
+    def __post_init__(self) -> None:
+        self._places = [_Place(number, engine) for number, engine in enumerate(self.engines)]
+        for engine in self.engines:
+            self.router.attach(engine)
+            self.router.suspend(engine)
+        self.router.on_result = self._on_result
 
     @property
     def states(self) -> list[EngineState]:
@@ -188,7 +180,7 @@ class EngineSupervisor:
         try:
             while self.error is None and place.state is not EngineState.LOST:
                 if place.state is EngineState.READY:
-                    await _wait(place.alarm, self._interval_s)
+                    await _wait(place.alarm, self.interval_s)
                 await self._advance(place)
         except Exception as error:  # of `send_weights`; it must not leave requests waiting
             self._fail(error)
@@ -233,7 +225,7 @@ class EngineSupervisor:
         has_weights = health.policy_version >= (self.policy_version or 0)
         place.state = EngineState.READY if has_weights else EngineState.SYNCING
         if has_weights:
-            self._router.restore(place.engine)
+            self.router.restore(place.engine)
 
     async def _health(self, place: _Place) -> EngineHealth:
         """Return the health of an engine. Raises when it misses `NUM_CHECKS` checks in a row."""
@@ -248,8 +240,8 @@ class EngineSupervisor:
         """Send the current weights to engines, whose locks the caller holds, and use those that took them."""
         for place in places:
             place.state = EngineState.SYNCING
-            self._router.suspend(place.engine)
-        busy = [place for place in places if self._router.num_in_flight(place.engine)]
+            self.router.suspend(place.engine)
+        busy = [place for place in places if self.router.num_in_flight(place.engine)]
         try:
             await asyncio.gather(*[self._pause(place) for place in busy])
             await self._send(places)
@@ -260,24 +252,24 @@ class EngineSupervisor:
             # Also those that are given up: nobody ends their processes, where requests would wait.
             await asyncio.gather(*[self._resume(place) for place in busy if place.state is not EngineState.DEAD])
         for place in busy:
-            outcome = _OUTCOMES[self._at_update] if place.state is EngineState.SYNCING else "cut"
+            outcome = _OUTCOMES[self.at_update] if place.state is EngineState.SYNCING else "cut"
             self.updates[outcome] += place.num_paused
         for place in places:
             if place.state is not EngineState.SYNCING:
                 continue
             place.state = EngineState.READY
             place.alarm.clear()
-            self._router.restore(place.engine)
+            self.router.restore(place.engine)
             if not place.is_back:
                 place.is_back = True
-                self._warn(f"engine {place.number} is back, with weights of version {self.policy_version}")
+                self.warn(f"engine {place.number} is back, with weights of version {self.policy_version}")
 
     async def _pause(self, place: _Place) -> None:
         """Pause an engine. It counts as dead if it fails, or stops answering health checks while requests finish."""
-        place.num_paused = self._router.num_in_flight(place.engine)  # until the engine tells
-        pausing = asyncio.ensure_future(place.engine.pause(self._at_update))
+        place.num_paused = self.router.num_in_flight(place.engine)  # until the engine tells
+        pausing = asyncio.ensure_future(place.engine.pause(self.at_update))
         try:
-            while not (await asyncio.wait([pausing], timeout=self._interval_s))[0]:
+            while not (await asyncio.wait([pausing], timeout=self.interval_s))[0]:
                 await self._health(place)
             place.num_paused = pausing.result()
         except Exception as error:
@@ -289,14 +281,14 @@ class EngineSupervisor:
         """Send the current weights to the engines that live."""
         engines = {place.number: place.engine for place in places if place.state is EngineState.SYNCING}
         async with self._sending:
-            failures = await self._send_weights(engines) if engines else {}
+            failures = await self.send_weights(engines) if engines else {}
         for number, reason in failures.items():
             self._bury(self._places[number], reason)
 
     async def _resume(self, place: _Place) -> None:
         """Resume an engine. It counts as dead if it takes longer than a dead one takes to be noticed."""
         try:
-            async with deadline(NUM_CHECKS * self._interval_s, "`resume`"):
+            async with deadline(NUM_CHECKS * self.interval_s, "`resume`"):
                 await place.engine.resume()
         except Exception as error:
             if place.state is EngineState.SYNCING:
@@ -311,31 +303,31 @@ class EngineSupervisor:
 
     def _suspect(self, place: _Place) -> None:
         place.state = EngineState.SUSPECT
-        self._router.suspend(place.engine)
+        self.router.suspend(place.engine)
         place.alarm.set()
 
     def _bury(self, place: _Place, reason: object) -> None:
         """Count the death of an engine, and give the engine up if it has died too often."""
-        self._router.suspend(place.engine)
+        self.router.suspend(place.engine)
         place.num_deaths += 1
         place.is_back = False
         text = f"engine {place.number} failed: {reason}"
-        if place.num_deaths <= self._max_restarts:
+        if place.num_deaths <= self.max_restarts:
             place.state = EngineState.DEAD
-            self._warn(f"{text}\nit is restarted ({place.num_deaths} of {self._max_restarts})")
+            self.warn(f"{text}\nit is restarted ({place.num_deaths} of {self.max_restarts})")
             return
         place.state = EngineState.LOST
-        self._router.detach(place.engine)
-        self._warn(f"{text}\nit is given up after {self._max_restarts} restarts in a row")
-        if not self._router.engines:
+        self.router.detach(place.engine)
+        self.warn(f"{text}\nit is given up after {self.max_restarts} restarts in a row")
+        if not self.router.engines:
             message = f"no engine is left; engine {place.number} failed {place.num_deaths} times in a row: {reason}"
             self._fail(EngineError(message))
 
     def _fail(self, error: Exception) -> None:
         """Make all requests fail: the run cannot go on."""
         self.error = self.error or error  # what fails because all engines are detached is no reason
-        for engine in self._router.engines:
-            self._router.detach(engine)
+        for engine in self.router.engines:
+            self.router.detach(engine)
         for place in self._places:
             place.state = EngineState.LOST
 

@@ -1,20 +1,16 @@
 """Executors of OpenRLHF that serve the policy themselves: a server in a thread of its own, used for many episodes."""
 
-import asyncio
 from types import SimpleNamespace
 
 import numpy as np
 
-from agent_testing import TOKENIZER, agent_pool, run, texts_of
+from agent_testing import Hosted, run, texts_of
 from record_testing import make_prompt
 from rlhf_data.records import FinishReason, SpanSource, VerdictKind
 from rlhf_data.testing import EOS_ID
-from rlhf_rollout.agents.hosted import HostedAgent
 from rlhf_rollout.agents.interface import overrides
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.engines.fake import VOCAB_SIZE, FakeEngine
-from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.router import EngineRouter
 
 PROMPT, POLICY = SpanSource.PROMPT, SpanSource.POLICY
 OK, WRONG, CRASH = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH
@@ -117,25 +113,15 @@ def test_episodes_at_the_same_time_get_their_own_answers_from_executors_with_ser
         np.testing.assert_allclose(verdict.extra["logprob"], -5 * np.log(VOCAB_SIZE), rtol=1e-6)
 
 
-def test_executor_whose_episode_ended_well_runs_the_next_ones(write, tmp_path):
+async def test_executor_whose_episode_ended_well_runs_the_next_ones(write, tmp_path):
     source = write(SERVING.replace("LOG", repr(str(tmp_path / "log"))))
 
-    async def one_after_the_other(labels):
-        pool = agent_pool(source, timeout_s=60.0)
-        limits = EpisodeLimits(max_length=200, max_turns=1)
-        agent = HostedAgent(EngineRouter([FakeEngine(script=echo)]), pool, TOKENIZER, limits)
-        try:
-            found = []
-            for number, label in enumerate(labels):
-                [episode] = await agent.run(
-                    make_prompt(f"say {number}", label), SamplingParams(max_tokens=32), f"g{number}"
-                )
-                found.append((episode.verdict.kind, texts_of(episode.rollouts[0])[1][1]))
-            return found
-        finally:
-            await pool.close()
-
-    found = asyncio.run(one_after_the_other(["00000", "", "bad", "twice", "44444", ""]))
+    found = []
+    limits = EpisodeLimits(max_length=200, max_turns=1)
+    async with Hosted(source, FakeEngine(script=echo), limits=limits, timeout_s=60.0) as hosted:
+        for number, label in enumerate(["00000", "", "bad", "twice", "44444", ""]):
+            episode = await hosted.episode(label, f"say {number}")
+            found.append((episode.verdict.kind, texts_of(episode.rollouts[0])[1][1]))
     # An agent that fails because the episode has no turns left is no failure of the agent.
     assert found == [
         (OK, "00000"),

@@ -7,19 +7,14 @@ from collections import Counter
 
 import pytest
 
-from agent_testing import TOKENIZER, agent_pool, run, texts_of, writes
+from agent_testing import Hosted, agent_pool, run, texts_of, writes
 from record_testing import make_prompt
 from rlhf_data.errors import RewardError
 from rlhf_data.records import VerdictKind
-from rlhf_rollout.agents.hosted import HostedAgent
-from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.engines.fake import FakeEngine
-from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.workers.guarded import WorkerOptions
 from rlhf_rollout.workers.rpc import WorkerProcess
 
-SAMPLING = SamplingParams(max_tokens=32, seed=3)
 TIMEOUT_S = 60.0
 
 # It can be imported once the file `may_start` exists.
@@ -47,47 +42,34 @@ async def until(is_true):
     assert is_true()
 
 
-async def episode_of(pool, engine):
-    agent = HostedAgent(EngineRouter([engine]), pool, TOKENIZER, EpisodeLimits(max_length=200))
-    [episode] = await asyncio.wait_for(agent.run(make_prompt("2+2=", "4"), SAMPLING, "g"), TIMEOUT_S)
-    return episode
+async def cancelled(task):
+    task.cancel()
+    await asyncio.wait([task])
 
 
-def test_episode_that_is_cancelled_while_its_process_starts_leaves_none_that_is_half_started(slow, tmp_path):
-    async def scenario():
-        pool = agent_pool(slow, timeout_s=TIMEOUT_S)
-        try:
-            first = asyncio.create_task(episode_of(pool, writes(["a"])))
-            await until((tmp_path / "starting").exists)
-            first.cancel()
-            await asyncio.wait([first])
-            (tmp_path / "may_start").touch()
-            return await episode_of(pool, writes(["b"]))
-        finally:
-            await pool.close()
-
-    episode = asyncio.run(scenario())
+async def test_episode_that_is_cancelled_while_its_process_starts_leaves_none_that_is_half_started(slow, tmp_path):
+    async with Hosted(slow, writes(["a"]), timeout_s=TIMEOUT_S) as hosted:
+        first = asyncio.create_task(hosted.episode())
+        await until((tmp_path / "starting").exists)
+        await cancelled(first)
+        (tmp_path / "may_start").touch()
+        episode = await asyncio.wait_for(hosted.episode(), TIMEOUT_S)
     assert episode.verdict.reward == 1.0
-    assert texts_of(episode.rollouts[0])[-1][1] == "b<eos>"
+    assert texts_of(episode.rollouts[0])[-1][1] == "a<eos>"
 
 
-def test_process_that_starts_too_slowly_leaves_no_descriptor_in_the_event_loop(slow):
+async def test_process_that_starts_too_slowly_leaves_no_descriptor_in_the_event_loop(slow):
     """asyncio would not hear of data for the next socket with the same number."""
-
-    async def scenario():
-        pool = agent_pool(slow, worker=WorkerOptions(start_timeout_s=0.5))
-        with pytest.raises(RewardError, match=r"took longer than 0.5 s"):
-            await pool.start()
-        await pool.close()
-        return list(asyncio.get_running_loop()._selector.get_map())
-
-    async def alone():
-        return list(asyncio.get_running_loop()._selector.get_map())
-
-    assert len(asyncio.run(scenario())) == len(asyncio.run(alone()))
+    watched = asyncio.get_running_loop()._selector.get_map()
+    num_watched = len(watched)
+    pool = agent_pool(slow, worker=WorkerOptions(start_timeout_s=0.5))
+    with pytest.raises(RewardError, match=r"took longer than 0.5 s"):
+        await pool.start()
+    await pool.close()
+    assert len(watched) == num_watched
 
 
-def test_late_request_of_an_episode_that_was_given_up_disturbs_no_other(write):
+async def test_late_request_of_an_episode_that_was_given_up_disturbs_no_other(write):
     source = write("""
         async def run_episode(session):
             try:
@@ -96,26 +78,20 @@ def test_late_request_of_an_episode_that_was_given_up_disturbs_no_other(write):
             finally:
                 await session.reply("late")
     """)
-
-    async def scenario():
-        pool = agent_pool(source, timeout_s=TIMEOUT_S)
-        slow = FakeEngine(latency_s=1000.0)
-        try:
-            first = asyncio.create_task(episode_of(pool, slow))
-            async with asyncio.timeout(TIMEOUT_S):
-                while not (await slow.health()).num_in_flight:
-                    await asyncio.sleep(0.01)
-            first.cancel()
-            await asyncio.wait([first])
-            return await episode_of(pool, writes(["b"])), pool.num_replaced
-        finally:
-            await pool.close()
-
-    episode, num_replaced = asyncio.run(scenario())
-    assert (episode.verdict.reward, num_replaced) == (1.0, 0)
+    engine = FakeEngine(latency_s=1000.0)
+    async with Hosted(source, engine, timeout_s=TIMEOUT_S) as hosted:
+        first = asyncio.create_task(hosted.episode())
+        async with asyncio.timeout(TIMEOUT_S):
+            while not (await engine.health()).num_in_flight:
+                await asyncio.sleep(0.01)
+        await cancelled(first)
+        hosted.agent.router.detach(engine)
+        hosted.agent.router.attach(writes(["b"]))
+        episode = await asyncio.wait_for(hosted.episode(), TIMEOUT_S)
+    assert (episode.verdict.reward, hosted.pool.num_replaced) == (1.0, 0)
 
 
-def test_episode_that_comes_while_a_blocked_process_is_killed_has_another_one(write, monkeypatch):
+async def test_episode_that_comes_while_a_blocked_process_is_killed_has_another_one(write, monkeypatch):
     source = write("""
         import time
         async def run_episode(session):
@@ -135,48 +111,31 @@ def test_episode_that_comes_while_a_blocked_process_is_killed_has_another_one(wr
         time.sleep(0.5)
         return ending(process)
 
-    async def scenario():
-        pool = agent_pool(source, timeout_s=12.0)
-        agent = HostedAgent(EngineRouter([writes(["a"])]), pool, TOKENIZER, EpisodeLimits())
-        await agent.start()
+    async with Hosted(source, writes(["a"]), timeout_s=12.0) as hosted:
+        await hosted.agent.start()
         monkeypatch.setattr(WorkerProcess, "kill", kill_late)
         monkeypatch.setattr(WorkerProcess, "ending", end_late)
-        first = asyncio.create_task(agent.run(make_prompt("x", "block"), SAMPLING, "g1"))
+        first = asyncio.create_task(hosted.episode("block"))
         try:
-            await until(lambda: pool._slots[0].process._failure)
-            second = asyncio.create_task(agent.run(make_prompt("y", "good"), SAMPLING, "g2"))
+            await until(lambda: hosted.pool._slots[0].process._failure)
+            second = asyncio.create_task(hosted.episode("good"))
             await asyncio.sleep(0.2)
-            may_kill.set()
-            return [(await task)[0].verdict.kind for task in (first, second)]
         finally:
             may_kill.set()
-            await pool.close()
-
-    assert asyncio.run(scenario()) == [VerdictKind.TIMEOUT, VerdictKind.OK]
+        assert [(await task).verdict.kind for task in (first, second)] == [VerdictKind.TIMEOUT, VerdictKind.OK]
 
 
-def test_cancelled_episode_ends_its_requests_to_the_policy(write):
+async def test_cancelled_episode_ends_its_requests_to_the_policy(write):
     source = write("""
         import asyncio
         async def run_episode(session):
             await asyncio.gather(session.reply("a"), session.reply("b"))
     """)
-
-    async def scenario():
-        engine = FakeEngine(latency_s=1000.0)
-        router = EngineRouter([engine])
-        pool = agent_pool(source)
-        agent = HostedAgent(router, pool, TOKENIZER, EpisodeLimits())
-        task = asyncio.create_task(agent.run(make_prompt(), SAMPLING, "g"))
-        try:
-            await until(lambda: "2 completions in flight" in router.describe())
-            task.cancel()
-            await asyncio.wait([task])
-            await until(lambda: "0 completions in flight" in router.describe())
-        finally:
-            await pool.close()
-
-    asyncio.run(scenario())
+    async with Hosted(source, FakeEngine(latency_s=1000.0)) as hosted:
+        task = asyncio.create_task(hosted.episode())
+        await until(lambda: "2 completions in flight" in hosted.agent.router.describe())
+        await cancelled(task)
+        await until(lambda: "0 completions in flight" in hosted.agent.router.describe())
 
 
 KILLER = """
@@ -262,56 +221,38 @@ class Environment:
 """
 
 
-def test_functions_that_hang_are_counted(write, tmp_path):
+async def test_functions_that_hang_are_counted(write, tmp_path):
     """The steps by their episodes' end, the `close` by its own limit."""
-
-    async def scenario():
-        pool = agent_pool(write(HANGS), timeout_s=2.0)
-        agent = HostedAgent(EngineRouter([writes(["a"])]), pool, TOKENIZER, EpisodeLimits(max_length=200))
-        try:
-            labels = ["hang", "hang", "hang in close", "4"]
-            runs = [agent.run(make_prompt("x", label), SAMPLING, f"g{n}") for n, label in enumerate(labels)]
-            episodes = await asyncio.gather(*runs)
-            await until(lambda: pool._slots[0].process.num_hanging == 3)
-            return [episode.verdict.kind.failed for [episode] in episodes], pool.num_replaced
-        finally:
-            await pool.close()
-
-    failed, num_replaced = asyncio.run(scenario())
+    async with Hosted(write(HANGS), writes(["a"]), timeout_s=2.0) as hosted:
+        labels = ["hang", "hang", "hang in close", "4"]
+        episodes = await asyncio.gather(*map(hosted.episode, labels))
+        await until(lambda: hosted.pool._slots[0].process.num_hanging == 3)
+    failed = [episode.verdict.kind.failed for episode in episodes]
     assert failed[:2] == [True, True] and not failed[3]
-    assert num_replaced == 0
+    assert hosted.pool.num_replaced == 0
 
 
-def test_process_in_which_many_functions_hang_gets_no_more_episodes_and_ends_after_those_that_it_has(write, tmp_path):
+async def test_process_in_which_many_functions_hang_gets_no_more_episodes_and_ends_after_those_that_it_has(
+    write, tmp_path
+):
     may_end = tmp_path / "may_end"
     source = write(HANGS.replace("FILE", repr(str(may_end))))
-
-    async def scenario():
-        pool = agent_pool(source, timeout_s=TIMEOUT_S)
-        agent = HostedAgent(EngineRouter([writes(["a"])]), pool, TOKENIZER, EpisodeLimits(max_length=200))
+    async with Hosted(source, writes(["a"]), timeout_s=TIMEOUT_S) as hosted:
 
         async def score(label):
-            [episode] = await agent.run(make_prompt("x", label), SAMPLING, label)
-            return episode.verdict.score
+            return (await hosted.episode(label)).verdict.score
 
-        try:
-            await pool.start()
-            old = pool._slots[0].process
-            old.num_hanging = 15
-            first = await score("4")
-            waiting = asyncio.create_task(score("wait"))
-            await until(lambda: old._running)
-            old.num_hanging = 16
-            second = await score("4")
-            third = await score("4")
-            was_alive = old.alive and not waiting.done()
-            may_end.touch()
-            ended = await waiting
-            await until(lambda: not old.alive)
-            return first, second, third, ended, was_alive, pool.num_replaced
-        finally:
-            await pool.close()
-
-    first, second, third, ended, was_alive, num_replaced = asyncio.run(scenario())
-    assert first == ended != second == third
-    assert was_alive and num_replaced == 1
+        await hosted.pool.start()
+        old = hosted.pool._slots[0].process
+        old.num_hanging = 15
+        first = await score("4")
+        waiting = asyncio.create_task(score("wait"))
+        await until(lambda: old._running)
+        old.num_hanging = 16
+        second = await score("4")
+        third = await score("4")
+        assert old.alive and not waiting.done()
+        may_end.touch()
+        assert first == await waiting != second == third
+        await until(lambda: not old.alive)
+    assert hosted.pool.num_replaced == 1

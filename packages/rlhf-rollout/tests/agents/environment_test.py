@@ -12,17 +12,14 @@ import gymnasium
 import numpy as np
 import pytest
 
-from agent_testing import TOKENIZER, ToolTokenizer, agent_pool, run, texts_of, writes
+from agent_testing import TOKENIZER, Hosted, ToolTokenizer, run, texts_of, writes
 from record_testing import make_prompt
 from rlhf_data.errors import RewardError
 from rlhf_data.records import FinishReason, Prompt, SpanSource, VerdictKind
 from rlhf_data.testing import EOS_ID
 from rlhf_rollout.agents.environments import episode_seed, find_action, fit_action, read_reset, read_step
-from rlhf_rollout.agents.hosted import HostedAgent
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.engines.fake import FakeEngine
-from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.router import EngineRouter
 
 PROMPT, POLICY, ENVIRONMENT = SpanSource.PROMPT, SpanSource.POLICY, SpanSource.ENVIRONMENT
 
@@ -161,7 +158,7 @@ def test_process_that_an_environment_ends_is_counted(guess):
     assert replaced == 1  # counted when it dies; another one starts when an episode needs it
 
 
-def test_cancelled_episodes_close_their_environments(guess, tmp_path):
+async def test_cancelled_episodes_close_their_environments(guess, tmp_path):
     source, log = guess(
         """
     class Slow(Environment):
@@ -171,20 +168,13 @@ def test_cancelled_episodes_close_their_environments(guess, tmp_path):
             return super().step(action)
     """.replace("\n    ", "\n    ")
     )
-
-    async def cancel():
-        pool = agent_pool(source + ":Slow")
-        agent = HostedAgent(EngineRouter([writes(["1"])]), pool, TOKENIZER, EpisodeLimits())
-        await agent.start()
-        sampling = SamplingParams(max_tokens=8, num_samples=3)
-        task = asyncio.create_task(agent.run(make_prompt(), sampling, "g"))
+    async with Hosted(source + ":Slow", writes(["1"])) as hosted:
+        await hosted.agent.start()
+        task = asyncio.create_task(hosted.episodes(make_prompt(), samples=3))
         await asyncio.to_thread(wait_until, lambda: log().count("steps") >= 3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await pool.close()
-
-    asyncio.run(cancel())
     assert log().count("made") == log().count("closed") >= 3
 
 
@@ -224,7 +214,7 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
-def test_environment_that_is_made_while_its_episode_is_cancelled_is_closed(guess, tmp_path):
+async def test_environment_that_is_made_while_its_episode_is_cancelled_is_closed(guess, tmp_path):
     source, log = guess("""
     POOL_SIZE = 0
 
@@ -233,36 +223,22 @@ def test_environment_that_is_made_while_its_episode_is_cancelled_is_closed(guess
             super().__init__()
             time.sleep(0.5)
     """)
-
-    async def cancel():
-        pool = agent_pool(source + ":Slow")
-        agent = HostedAgent(EngineRouter([writes(["1"])]), pool, TOKENIZER, EpisodeLimits())
-        await agent.start()
-        task = asyncio.create_task(agent.run(make_prompt(), SamplingParams(max_tokens=8), "g"))
+    async with Hosted(source + ":Slow", writes(["1"])) as hosted:
+        await hosted.agent.start()
+        task = asyncio.create_task(hosted.episode())
         await asyncio.to_thread(wait_until, (tmp_path / "log").exists)
         task.cancel()
         await asyncio.wait([task])
-        await pool.close()
-
-    asyncio.run(cancel())
     assert log() == ["closed", "made"]
 
 
-def test_environments_are_made_ahead_and_reused_where_the_class_says_so(guess):
+async def test_environments_are_made_ahead_and_reused_where_the_class_says_so(guess):
     source, log = guess("Environment.reusable = True\nPOOL_SIZE = 2\n")
-    prompts = [make_prompt("a", "4")]
-
-    async def play():
-        pool = agent_pool(source)
-        agent = HostedAgent(EngineRouter([writes(["4"])]), pool, TOKENIZER, EpisodeLimits())
-        await agent.start()
-        before = log()
-        for number in range(6):
-            await agent.run(prompts[0], SamplingParams(max_tokens=8), f"g{number}")
-        await pool.close()
-        return before
-
-    assert asyncio.run(play()) == ["made", "made"]
+    async with Hosted(source, writes(["4"])) as hosted:
+        await hosted.agent.start()
+        assert log() == ["made", "made"]
+        for _ in range(6):
+            await hosted.episode()
     assert log().count("made") == log().count("closed") <= 3
 
 

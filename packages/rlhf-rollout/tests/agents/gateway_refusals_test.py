@@ -22,23 +22,20 @@ PROMPT, POLICY = SpanSource.PROMPT, SpanSource.POLICY
 
 
 @pytest.mark.parametrize("limits", [{"max_turns": 1}, {"max_length": 30}])
-def test_spent_episode_answers_once_with_nothing_and_then_refuses(limits):
-    async def run():
-        async with opened(writes("abc"), limits=EpisodeLimits(**limits)) as door:
-            first = await door.chat([HI])
-            assert first.message.content == "abc"
-            history = [HI, {"role": "assistant", "content": "abc"}, HI]
-            cut = await door.chat(history)
-            assert (cut.message.content, cut.finish_reason) == ("", "length")
-            assert not door.session.is_refused
-            with pytest.raises(openai.BadRequestError, match="no turns, tokens or time left") as caught:
-                await door.chat(history)
-            assert caught.value.code == "episode_budget_spent" and door.session.is_refused
-            with pytest.raises(anthropic.BadRequestError, match="no turns"):
-                await door.anthropic.messages.create(model="m", max_tokens=5, messages=history)
-            return door.recorder.episode((), None)
-
-    [rollout] = asyncio.run(run()).rollouts
+async def test_spent_episode_answers_once_with_nothing_and_then_refuses(limits):
+    async with opened(writes("abc"), limits=EpisodeLimits(**limits)) as door:
+        first = await door.chat([HI])
+        assert first.message.content == "abc"
+        history = [HI, {"role": "assistant", "content": "abc"}, HI]
+        cut = await door.chat(history)
+        assert (cut.message.content, cut.finish_reason) == ("", "length")
+        assert not door.session.is_refused
+        with pytest.raises(openai.BadRequestError, match="no turns, tokens or time left") as caught:
+            await door.chat(history)
+        assert caught.value.code == "episode_budget_spent" and door.session.is_refused
+        with pytest.raises(anthropic.BadRequestError, match="no turns"):
+            await door.anthropic.messages.create(model="m", max_tokens=5, messages=history)
+        [rollout] = door.recorder.episode((), None).rollouts
     assert texts_of(rollout)[1:] == [(POLICY, "abc<eos>")]
     assert rollout.finish_reason is FinishReason.LENGTH
 
@@ -48,7 +45,10 @@ async def raw(url, content, method="POST"):
         return await client.request(method, url, content=content)
 
 
-CHAT, TEXT, MESSAGES = "chat/completions", "completions", "messages"
+CHAT = "chat/completions"
+TEXT = "completions"
+MESSAGES = "messages"
+RESPONSES = "responses"
 
 
 @pytest.mark.parametrize(
@@ -81,21 +81,44 @@ CHAT, TEXT, MESSAGES = "chat/completions", "completions", "messages"
         (MESSAGES, {"messages": [{"role": "user", "content": 5}]}, "neither text nor a list"),
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "reads text only"),
         (MESSAGES, {"messages": [HI], "tools": [{}]}, "a tool has no name"),
+        (RESPONSES, {}, "`input` is empty"),
+        (RESPONSES, {"input": 5}, "`input` must be a list"),
+        (RESPONSES, {"input": ["hi"]}, "an item of `input` is no object"),
+        (RESPONSES, {"input": [{"content": "hi"}]}, "a message's role must be a text"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "reads text only"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference' is not supported"),
+        (RESPONSES, {"input": [{"type": ["x"]}]}, "is not supported"),
+        (RESPONSES, {"input": [{"type": "function_call", "name": "add", "arguments": "{}"}]}, "call_id must be a text"),
+        (
+            RESPONSES,
+            {"input": [{"type": "function_call", "call_id": "c"}]},
+            "the name of a called function must be a text",
+        ),
+        (
+            RESPONSES,
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]},
+            "neither text nor a list",
+        ),
+        (RESPONSES, {"input": [{"type": "function_call_output", "output": "3"}]}, "call_id must be a text"),
+        (RESPONSES, {"input": "hi", "tools": [{"type": "web_search"}]}, "a tool must be a function"),
+        (RESPONSES, {"input": "hi", "tools": [{"type": "function"}]}, "a tool has no name"),
+        (RESPONSES, {"input": "hi", "previous_response_id": "resp_1"}, "send the whole conversation as `input`"),
+        (RESPONSES, {"input": "hi", "conversation": "conv_1"}, "`conversation` is not supported"),
+        (RESPONSES, {"input": "hi", "background": True}, "`background` is not supported"),
+        (RESPONSES, {"input": "hi", "max_output_tokens": 0}, "positive whole number"),
+        (RESPONSES, {"input": "hi", "include": "all"}, "`include` must be a list"),
     ],
 )
-def test_body_that_is_no_request_is_refused_and_costs_nothing(path, body, message):
-    async def run():
-        async with opened(writes("a")) as door:
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            answer = await raw(f"{door.session.url}/v1/{path}", content)
-            assert answer.status_code == 400 and answer.headers["x-should-retry"] == "false"
-            told = answer.json()
-            assert message in told["error"]["message"] and told["error"]["type"] == "invalid_request_error"
-            assert (told.get("type") == "error") is (path == MESSAGES)
-            assert door.recorder.num_turns == 0
-            assert (await door.chat([HI])).message.content == "a"
-
-    asyncio.run(run())
+async def test_body_that_is_no_request_is_refused_and_costs_nothing(path, body, message):
+    async with opened(writes("a")) as door:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        answer = await raw(f"{door.session.url}/v1/{path}", content)
+        assert answer.status_code == 400 and answer.headers["x-should-retry"] == "false"
+        told = answer.json()
+        assert message in told["error"]["message"] and told["error"]["type"] == "invalid_request_error"
+        assert (told.get("type") == "error") is (path == MESSAGES)
+        assert door.recorder.num_turns == 0
+        assert (await door.chat([HI])).message.content == "a"
 
 
 def test_session_is_the_authorization():
@@ -136,60 +159,48 @@ async def exchange(url, head):
     return line.decode()
 
 
-def test_bodies_that_are_huge_or_slow_are_refused(monkeypatch):
+async def test_bodies_that_are_huge_or_slow_are_refused(monkeypatch):
     # Small, so that a client has sent all of it before it is answered.
     monkeypatch.setattr(server, "MAX_BODY_BYTES", 1000)
 
-    async def run():
-        async with opened(writes("a")) as door:
-            url = door.session.url
-            # No session: refused without waiting for the body, which never comes.
-            assert " 404 " in await exchange(url + "x", "Content-Length: 1000\r\n\r\n")
-            with monkeypatch.context() as patch:
-                patch.setattr(server, "READ_TIMEOUT_S", 0.2)
-                assert " 408 " in await exchange(url, "Content-Length: 1000\r\n\r\n{")
-            assert (await raw(url + "/v1/completions", b" " * 1001)).status_code == 413
-            assert (await door.chat([HI])).message.content == "a"
-
-    asyncio.run(run())
+    async with opened(writes("a")) as door:
+        url = door.session.url
+        # No session: refused without waiting for the body, which never comes.
+        assert " 404 " in await exchange(url + "x", "Content-Length: 1000\r\n\r\n")
+        with monkeypatch.context() as patch:
+            patch.setattr(server, "READ_TIMEOUT_S", 0.2)
+            assert " 408 " in await exchange(url, "Content-Length: 1000\r\n\r\n{")
+        assert (await raw(url + "/v1/completions", b" " * 1001)).status_code == 413
+        assert (await door.chat([HI])).message.content == "a"
 
 
-def test_end_of_a_session_ends_its_requests():
+async def test_end_of_a_session_ends_its_requests():
     engine = writes("a", latency_s=1000.0)
 
-    async def run():
-        async with opened(engine) as door:
-            with door.gateway.session(door.recorder, Activity()) as other:
-                client = openai.AsyncOpenAI(base_url=other.url + "/v1", api_key="none")
-                request = asyncio.create_task(client.completions.create(model="m", prompt="x"))
-                async with asyncio.timeout(60):
-                    while not (await engine.health()).num_in_flight:
-                        await asyncio.sleep(0.01)
-            with pytest.raises(openai.NotFoundError, match="the session has ended"):
-                await request
-            await client.close()
-
-    asyncio.run(run())
+    async with opened(engine) as door:
+        with door.gateway.session(door.recorder, Activity()) as other:
+            client = openai.AsyncOpenAI(base_url=other.url + "/v1", api_key="none")
+            request = asyncio.create_task(client.completions.create(model="m", prompt="x"))
+            async with asyncio.timeout(60):
+                while not (await engine.health()).num_in_flight:
+                    await asyncio.sleep(0.01)
+        with pytest.raises(openai.NotFoundError, match="the session has ended"):
+            await request
+        await client.close()
 
 
-def test_engine_that_fails_is_an_error_that_is_not_sent_again():
+async def test_engine_that_fails_is_an_error_that_is_not_sent_again():
     engine = FakeEngine(fail_after=0)
 
-    async def run():
-        async with opened(engine) as door:
-            with pytest.raises(openai.InternalServerError, match="told to fail"):
-                await door.chat([HI])
-            assert door.recorder.num_turns == 1
-            assert "told to fail" in str(door.recorder.error)
-
-    asyncio.run(run())
+    async with opened(engine) as door:
+        with pytest.raises(openai.InternalServerError, match="told to fail"):
+            await door.chat([HI])
+        assert door.recorder.num_turns == 1
+        assert "told to fail" in str(door.recorder.error)
 
 
-def test_tokenizer_without_a_chat_template_completes_texts_only():
-    async def run():
-        async with opened(writes("a"), tokenizer=ByteTokenizer(add_bos=False, chat_template=None)) as door:
-            with pytest.raises(openai.BadRequestError, match="no chat template"):
-                await door.chat([HI])
-            return (await door.client.completions.create(model="m", prompt="x")).choices[0].text
-
-    assert asyncio.run(run()) == "a"
+async def test_tokenizer_without_a_chat_template_completes_texts_only():
+    async with opened(writes("a"), tokenizer=ByteTokenizer(add_bos=False, chat_template=None)) as door:
+        with pytest.raises(openai.BadRequestError, match="no chat template"):
+            await door.chat([HI])
+        assert (await door.client.completions.create(model="m", prompt="x")).choices[0].text == "a"

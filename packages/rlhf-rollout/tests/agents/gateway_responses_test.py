@@ -1,6 +1,5 @@
 """The door with `client.responses` of the `openai` library: what is recorded, streamed, counted and refused."""
 
-import asyncio
 import json
 
 import openai
@@ -17,28 +16,25 @@ ADD = {"type": "function", "name": "add", "description": "Add.", "parameters": {
 LOGPROBS = ["message.output_text.logprobs"]
 
 
-def test_agent_with_a_tool_is_one_rollout():
-    async def run():
-        async with opened(writes(CALL, "3", "bye")) as door:
-            common = {"model": "m", "instructions": "Be brief.", "tools": [ADD], "temperature": 0.5}
-            first = await door.client.responses.create(input="hi", **common)
-            [message, call] = first.output
-            assert (first.status, first.output_text, message.role) == ("completed", "I ask.", "assistant")
-            assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1, "b": [2]})
-            # As agents send it back: the items of the answer, and behind them what the tool has found.
-            history = [HI, *first.output]
-            found = [{"type": "input_text", "text": "3"}]
-            history.append({"type": "function_call_output", "call_id": call.call_id, "output": found})
-            second = await door.client.responses.create(input=history, **common)
-            assert second.output_text == "3"
-            history += [*second.output, {"type": "reasoning", "id": "r", "summary": []}]
-            history.append({"type": "message", "role": "user", "content": [{"type": "input_text", "text": "so?"}]})
-            raw = await door.client.responses.with_raw_response.create(input=history, **common)
-            assert raw.headers["x-ignored-parameters"] == "temperature"
-            assert raw.parse().output_text == "bye"
-            return door.rollouts()
-
-    [spans] = asyncio.run(run())
+async def test_agent_with_a_tool_is_one_rollout():
+    async with opened(writes(CALL, "3", "bye")) as door:
+        common = {"model": "m", "instructions": "Be brief.", "tools": [ADD], "temperature": 0.5}
+        first = await door.client.responses.create(input="hi", **common)
+        [message, call] = first.output
+        assert (first.status, first.output_text, message.role) == ("completed", "I ask.", "assistant")
+        assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1, "b": [2]})
+        # As agents send it back: the items of the answer, and behind them what the tool has found.
+        history = [HI, *first.output]
+        found = [{"type": "input_text", "text": "3"}]
+        history.append({"type": "function_call_output", "call_id": call.call_id, "output": found})
+        second = await door.client.responses.create(input=history, **common)
+        assert second.output_text == "3"
+        history += [*second.output, {"type": "reasoning", "id": "r", "summary": []}]
+        history.append({"type": "message", "role": "user", "content": [{"type": "input_text", "text": "so?"}]})
+        raw = await door.client.responses.with_raw_response.create(input=history, **common)
+        assert raw.headers["x-ignored-parameters"] == "temperature"
+        assert raw.parse().output_text == "bye"
+        [spans] = door.rollouts()
     told, _, rest = spans[0][1].partition("system: ")
     assert '"name": "add", "description": "Add.", "parameters": {"type": "object"}' in told
     assert rest == "Be brief.<eos>\nuser: hi<eos>\nassistant: "
@@ -52,104 +48,64 @@ def test_agent_with_a_tool_is_one_rollout():
 
 
 @pytest.mark.parametrize("answer", ["plain", CALL, TWO, ""])
-def test_stream_tells_the_same(answer):
-    async def run():
-        async with opened(writes(answer)) as door:
-            asked = {"model": "m", "input": [HI], "tools": [ADD], "include": LOGPROBS}
-            whole = await door.client.responses.create(**asked)
-            async with door.client.responses.stream(**asked) as events:
-                text, arguments = "", {}
-                async for event in events:
-                    if event.type == "response.output_text.delta":
-                        text += event.delta
-                    elif event.type == "response.function_call_arguments.delta":
-                        arguments[event.output_index] = arguments.get(event.output_index, "") + event.delta
-                streamed = await events.get_final_response()
-            stream = await door.client.responses.create(**asked, stream=True)
-            events = [event async for event in stream]
-            assert [event.sequence_number for event in events] == list(range(len(events)))
-            assert [event.response.status for event in events[:2]] == ["in_progress"] * 2
-            for event in events:
-                told = event.to_dict()
-                type(event).model_validate(told)  # raises if a field is missing that the library requires
-                if event.type == "response.output_item.added":
-                    assert (told["item"].get("content"), told["item"].get("arguments")) in (([], None), (None, ""))
+async def test_stream_tells_the_same(answer):
+    async with opened(writes(answer)) as door:
+        asked = {"model": "m", "input": [HI], "tools": [ADD], "include": LOGPROBS}
+        whole = await door.client.responses.create(**asked)
+        async with door.client.responses.stream(**asked) as events:
+            text, arguments = "", {}
+            async for event in events:
+                if event.type == "response.output_text.delta":
+                    text += event.delta
+                elif event.type == "response.function_call_arguments.delta":
+                    arguments[event.output_index] = arguments.get(event.output_index, "") + event.delta
+            streamed = await events.get_final_response()
+        stream = await door.client.responses.create(**asked, stream=True)
+        events = [event async for event in stream]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert [event.response.status for event in events[:2]] == ["in_progress"] * 2
+        for event in events:
+            told = event.to_dict()
+            type(event).model_validate(told)  # raises if a field is missing that the library requires
+            if event.type == "response.output_item.added":
+                assert (told["item"].get("content"), told["item"].get("arguments")) in (([], None), (None, ""))
 
-            def plain(response):
-                items = [item.model_dump(exclude={"id", "call_id", "parsed_arguments"}) for item in response.output]
-                for item in items:
-                    for part in item.get("content") or []:
-                        part.pop("parsed", None)
-                return items, response.status, response.usage
+        def plain(response):
+            items = [item.model_dump(exclude={"id", "call_id", "parsed_arguments"}) for item in response.output]
+            for item in items:
+                for part in item.get("content") or []:
+                    part.pop("parsed", None)
+            return items, response.status, response.usage
 
-            type(whole).model_validate(whole.to_dict())
-            details = (
-                whole.usage.input_tokens_details.cached_tokens,
-                whole.usage.output_tokens_details.reasoning_tokens,
-            )
-            assert details == (0, 0)
-            assert plain(streamed) == plain(whole)
-            assert text == whole.output_text
-            calls = {index: item.arguments for index, item in enumerate(whole.output) if item.type == "function_call"}
-            assert (arguments, len(calls)) == (calls, answer.count("<tool_call>"))
-            assert whole.usage.output_tokens == len(answer) + 1
-            spans = door.recorder.episode((), None).rollouts[0].spans
-            assert whole.usage.input_tokens == len(spans[0].token_ids)
-            assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
-            if answer == "plain":
-                logprobs = whole.output[0].content[0].logprobs
-                assert "".join(one.token for one in logprobs) == "plain<eos>"
-                assert [one.logprob for one in logprobs] == spans[1].logprobs.tolist()
-
-    asyncio.run(run())
+        type(whole).model_validate(whole.to_dict())
+        details = (
+            whole.usage.input_tokens_details.cached_tokens,
+            whole.usage.output_tokens_details.reasoning_tokens,
+        )
+        assert details == (0, 0)
+        assert plain(streamed) == plain(whole)
+        assert text == whole.output_text
+        calls = {index: item.arguments for index, item in enumerate(whole.output) if item.type == "function_call"}
+        assert (arguments, len(calls)) == (calls, answer.count("<tool_call>"))
+        assert whole.usage.output_tokens == len(answer) + 1
+        spans = door.recorder.episode((), None).rollouts[0].spans
+        assert whole.usage.input_tokens == len(spans[0].token_ids)
+        assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+        if answer == "plain":
+            logprobs = whole.output[0].content[0].logprobs
+            assert "".join(one.token for one in logprobs) == "plain<eos>"
+            assert [one.logprob for one in logprobs] == spans[1].logprobs.tolist()
 
 
-def test_answer_that_is_cut_is_incomplete_and_tools_may_be_forbidden():
-    async def run():
-        async with opened(writes("abcdef", CALL), limits=EpisodeLimits(max_turns=2)) as door:
-            create = door.client.responses.create
-            cut = await create(model="m", input="hi", max_output_tokens=3)
-            assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-            assert cut.output_text == "abc" and cut.output[0].content[0].logprobs == []
-            plain = await create(model="m", input="hi", tools=[ADD], tool_choice="none")
-            assert (plain.output_text, plain.incomplete_details) == (CALL, None)
-            spent = [event async for event in await create(model="m", input="hi", stream=True)]
-            assert spent[-1].type == "response.incomplete" and spent[-1].response.output_text == ""
-            with pytest.raises(openai.BadRequestError, match="no turns"):
-                await create(model="m", input="hi")
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({}, "`input` is empty"),
-        ({"input": 5}, "`input` must be a list"),
-        ({"input": ["hi"]}, "an item of `input` is no object"),
-        ({"input": [{"content": "hi"}]}, "a message's role must be a text"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "reads text only"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference' is not supported"),
-        ({"input": [{"type": ["x"]}]}, "is not supported"),
-        ({"input": [{"type": "function_call", "name": "add", "arguments": "{}"}]}, "call_id must be a text"),
-        ({"input": [{"type": "function_call", "call_id": "c"}]}, "the name of a called function must be a text"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]}, "neither text nor a list"),
-        ({"input": [{"type": "function_call_output", "output": "3"}]}, "call_id must be a text"),
-        ({"input": "hi", "tools": [{"type": "web_search"}]}, "a tool must be a function"),
-        ({"input": "hi", "tools": [{"type": "function"}]}, "a tool has no name"),
-        ({"input": "hi", "previous_response_id": "resp_1"}, "send the whole conversation as `input`"),
-        ({"input": "hi", "conversation": "conv_1"}, "`conversation` is not supported"),
-        ({"input": "hi", "background": True}, "`background` is not supported"),
-        ({"input": "hi", "max_output_tokens": 0}, "positive whole number"),
-        ({"input": "hi", "include": "all"}, "`include` must be a list"),
-    ],
-)
-def test_body_that_is_no_request_is_refused_and_costs_nothing(body, message):
-    async def run():
-        async with opened(writes("a")) as door:
-            with pytest.raises(openai.BadRequestError) as caught:
-                await door.client.post("/responses", body=body, cast_to=object)
-            assert message in caught.value.body["message"] and caught.value.type == "invalid_request_error"
-            assert door.recorder.num_turns == 0
-
-    asyncio.run(run())
+async def test_answer_that_is_cut_is_incomplete_and_tools_may_be_forbidden():
+    async with opened(writes("abcdef", CALL), limits=EpisodeLimits(max_turns=2)) as door:
+        create = door.client.responses.create
+        cut = await create(model="m", input="hi", max_output_tokens=3)
+        assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert cut.output_text == "abc" and cut.output[0].content[0].logprobs == []
+        plain = await create(model="m", input="hi", tools=[ADD], tool_choice="none")
+        assert (plain.output_text, plain.incomplete_details) == (CALL, None)
+        spent = [event async for event in await create(model="m", input="hi", stream=True)]
+        assert spent[-1].type == "response.incomplete" and spent[-1].response.output_text == ""
+        with pytest.raises(openai.BadRequestError, match="no turns"):
+            await create(model="m", input="hi")

@@ -80,18 +80,16 @@ async def ask_anthropic(door, is_stream):
 
 @pytest.mark.parametrize("ask", [ask_openai, ask_anthropic])
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_client_that_times_out_and_asks_again_gets_the_answer_that_was_being_sampled(ask, is_stream):
+async def test_client_that_times_out_and_asks_again_gets_the_answer_that_was_being_sampled(ask, is_stream):
     engine = Counting(latency_s=0.9)
 
-    async def run():
-        async with opened(engine) as door:
-            return await ask(door, is_stream), answers_of(door), door.recorder.num_turns
-
-    assert asyncio.run(run()) == ("answer 1", ["answer 1<eos>"], 1)
-    assert engine.asked == 1
+    async with opened(engine) as door:
+        assert await ask(door, is_stream) == "answer 1"
+        assert answers_of(door) == ["answer 1<eos>"]
+    assert door.recorder.num_turns == engine.asked == 1
 
 
-def test_lengths_that_agents_get_are_those_that_were_sampled():
+async def test_lengths_that_agents_get_are_those_that_were_sampled():
     sampled = []
 
     def script(prompt, seed):
@@ -103,70 +101,56 @@ def test_lengths_that_agents_get_are_those_that_were_sampled():
             client = door.client.with_options(timeout=0.25, max_retries=3)
             return len((await client.chat.completions.create(model="m", messages=[HI])).choices[0].message.content)
 
-    async def run():
-        engine = FakeEngine(script=script, token_latency_s=0.008)
-        return await asyncio.gather(*(ask(engine) for _ in range(10)))
-
-    assert sorted(asyncio.run(run())) == sorted(sampled) == [5] * 5 + [60] * 5
+    engine = FakeEngine(script=script, token_latency_s=0.008)
+    assert sorted(await asyncio.gather(*(ask(engine) for _ in range(10)))) == sorted(sampled) == [5] * 5 + [60] * 5
 
 
-def test_what_was_not_delivered_is_no_part_of_the_episode():
+async def test_what_was_not_delivered_is_no_part_of_the_episode():
     engine = Counting(latency_s=0.2)
 
-    async def run():
-        async with opened(engine) as door:
-            await leave(door, engine)
-            assert (await door.chat([{**HI, "content": "other"}])).message.content == "answer 2"
-            assert (door.recorder.num_turns, door.recorder.num_answers) == (2, 1)
-            return answers_of(door)
-
-    assert asyncio.run(run()) == ["answer 2<eos>"]
+    async with opened(engine) as door:
+        await leave(door, engine)
+        assert (await door.chat([{**HI, "content": "other"}])).message.content == "answer 2"
+        assert (door.recorder.num_turns, door.recorder.num_answers) == (2, 1)
+        assert answers_of(door) == ["answer 2<eos>"]
 
 
-def test_requests_that_were_left_are_answered_in_their_order_and_then_a_new_one_begins():
+async def test_requests_that_were_left_are_answered_in_their_order_and_then_a_new_one_begins():
     engine = Counting(latency_s=0.2)
 
-    async def run():
-        async with opened(engine) as door:
-            await leave(door, engine, {}, {"temperature": 0.1, "stream": True})  # the same, as far as is sampled
-            texts = [(await door.chat([HI])).message.content for _ in range(3)]
-            return texts, answers_of(door)
-
-    texts, recorded = asyncio.run(run())
+    async with opened(engine) as door:
+        await leave(door, engine, {}, {"temperature": 0.1, "stream": True})  # the same, as far as is sampled
+        texts = [(await door.chat([HI])).message.content for _ in range(3)]
+        recorded = answers_of(door)
     assert texts == ["answer 1", "answer 2", "answer 3"]
     assert recorded == [text + "<eos>" for text in texts]
 
 
-def test_request_that_differs_in_what_is_sampled_gets_an_answer_of_its_own():
+async def test_request_that_differs_in_what_is_sampled_gets_an_answer_of_its_own():
     engine = Counting(latency_s=0.1)
 
-    async def run():
-        async with opened(engine) as door:
-            tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-            await leave(door, engine, {"max_tokens": 7}, {"stop": "x"}, {"tools": tools})
-            return (await door.chat([HI])).message.content
-
-    assert asyncio.run(run()) == "answer 4"
+    async with opened(engine) as door:
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        await leave(door, engine, {"max_tokens": 7}, {"stop": "x"}, {"tools": tools})
+        assert (await door.chat([HI])).message.content == "answer 4"
 
 
-def test_retry_of_an_answer_that_was_lost_on_its_way_gets_it_again():
+async def test_retry_of_an_answer_that_was_lost_on_its_way_gets_it_again():
     engine = Counting(latency_s=0.0)
 
-    async def run():
-        async with opened(engine) as door:
-            tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-            same = dict(reversed(tool.items()))  # the order of keys means nothing in JSON
-            first = await door.chat([HI], tools=[tool])
-            lost = await door.chat([HI], tools=[same], extra_headers={"x-stainless-retry-count": "1"})
-            new = await door.chat([HI], extra_headers={"x-stainless-retry-count": "0"})
-            return [choice.message.content for choice in (first, lost, new)], answers_of(door)
-
-    texts, recorded = asyncio.run(run())
+    async with opened(engine) as door:
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        same = dict(reversed(tool.items()))  # the order of keys means nothing in JSON
+        first = await door.chat([HI], tools=[tool])
+        lost = await door.chat([HI], tools=[same], extra_headers={"x-stainless-retry-count": "1"})
+        new = await door.chat([HI], extra_headers={"x-stainless-retry-count": "0"})
+        texts = [choice.message.content for choice in (first, lost, new)]
+        recorded = answers_of(door)
     assert texts == ["answer 1", "answer 1", "answer 2"]
     assert recorded == ["answer 1<eos>", "answer 2<eos>"]
 
 
-def test_answer_that_cannot_be_written_is_not_sampled_again(monkeypatch):
+async def test_answer_that_cannot_be_written_is_not_sampled_again(monkeypatch):
     engine = Counting(latency_s=0.0)
     chat = gateway_module.DIALECTS["chat/completions"]
     failures = [RuntimeError("planted")]
@@ -178,24 +162,18 @@ def test_answer_that_cannot_be_written_is_not_sampled_again(monkeypatch):
 
     monkeypatch.setitem(gateway_module.DIALECTS, "chat/completions", dataclasses.replace(chat, write=write))
 
-    async def run():
-        async with opened(engine) as door:
-            return (await door.chat([HI])).message.content, answers_of(door)  # the client asks again after status 500
-
-    assert asyncio.run(run()) == ("answer 1", ["answer 1<eos>"])
+    async with opened(engine) as door:
+        assert (await door.chat([HI])).message.content, answers_of(door) == ("answer 1", ["answer 1<eos>"])
 
 
-def test_follow_up_after_a_retry_continues_the_rollout():
+async def test_follow_up_after_a_retry_continues_the_rollout():
     engine = Counting(latency_s=0.2)
 
-    async def run():
-        async with opened(engine) as door:
-            await leave(door, engine)
-            first = await door.chat([HI])
-            await door.chat([HI, first.message.model_dump(), HI])
-            return door.rollouts()
-
-    [spans] = asyncio.run(run())
+    async with opened(engine) as door:
+        await leave(door, engine)
+        first = await door.chat([HI])
+        await door.chat([HI, first.message.model_dump(), HI])
+        [spans] = door.rollouts()
     assert [text for source, text in spans if source is POLICY] == ["answer 1<eos>", "answer 2<eos>"]
 
 
@@ -220,18 +198,16 @@ def test_slow_answers_keep_their_connection_alive(monkeypatch, is_stream):
     assert asyncio.run(run()) == "answer 1"
 
 
-def test_stream_begins_with_comments(monkeypatch):
+async def test_stream_begins_with_comments(monkeypatch):
     monkeypatch.setattr(gateway_module, "KEEP_ALIVE_S", 0.05)
     engine = Counting(latency_s=0.5)
 
-    async def run():
-        async with opened(engine) as door, httpx.AsyncClient(timeout=60) as client:
-            body = {"messages": [HI], "stream": True}
-            async with client.stream("POST", f"{door.session.url}/v1/chat/completions", json=body) as response:
-                begun = (await engine.health()).num_in_flight
-                return begun, response.status_code, [line async for line in response.aiter_lines()]
-
-    num_in_flight, status, lines = asyncio.run(run())
+    async with opened(engine) as door, httpx.AsyncClient(timeout=60) as client:
+        body = {"messages": [HI], "stream": True}
+        async with client.stream("POST", f"{door.session.url}/v1/chat/completions", json=body) as response:
+            num_in_flight = (await engine.health()).num_in_flight
+            status = response.status_code
+            lines = [line async for line in response.aiter_lines()]
     assert (num_in_flight, status) == (1, 200)  # the headers came before the answer
     first = next(index for index, line in enumerate(lines) if line.startswith("data:"))
     assert first > 2 and all(not line or line.startswith(":") for line in lines[:first])
@@ -239,123 +215,101 @@ def test_stream_begins_with_comments(monkeypatch):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_failure_after_the_headers_reaches_the_client(monkeypatch, is_stream):
+async def test_failure_after_the_headers_reaches_the_client(monkeypatch, is_stream):
     monkeypatch.setattr(gateway_module, "KEEP_ALIVE_S", 0.05)
     engine = Counting(latency_s=0.4, fail_after=0)
 
-    async def run():
-        async with opened(engine) as door:
-            # A stream tells it by an event; otherwise the connection ends, and the retry gets the status.
-            with pytest.raises(openai.APIError, match="told to fail") as caught:
-                await text_of(door, is_stream=is_stream)
-            assert door.recorder.num_turns == 1
-            return caught.value
-
-    assert isinstance(asyncio.run(run()), openai.InternalServerError) is not is_stream
+    async with opened(engine) as door:
+        # A stream tells it by an event; otherwise the connection ends, and the retry gets the status.
+        with pytest.raises(openai.APIError, match="told to fail") as caught:
+            await text_of(door, is_stream=is_stream)
+        assert door.recorder.num_turns == 1
+        assert isinstance(caught.value, openai.InternalServerError) is not is_stream
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.15])
-def test_retry_that_arrives_with_the_end_of_its_first_connection_or_before_it_gets_the_first_answer(late_s):
+async def test_retry_that_arrives_with_the_end_of_its_first_connection_or_before_it_gets_the_first_answer(late_s):
     engine = Counting(latency_s=0.3 + late_s)
 
-    async def run():
-        async with opened(engine) as door:
-            place = urllib.parse.urlsplit(door.session.url)
-            content = json.dumps({"messages": [HI]}).encode()
-            head = f"POST {place.path}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
-            first, second = [socket.create_connection((place.hostname, place.port)) for _ in range(2)]
-            first.sendall(head.encode() + b"\r\n" + content)
-            async with asyncio.timeout(60):
-                while not (await engine.health()).num_in_flight:
-                    await asyncio.sleep(0.005)
-            # Without `await`: the server, in this event loop, reads all of it at once.
-            second.sendall(head.encode() + b"X-Stainless-Retry-Count: 1\r\n\r\n" + content)
-            if late_s:
-                await asyncio.sleep(late_s)
-            first.close()
-            async with asyncio.timeout(60):
-                while not door.recorder.num_answers:
-                    await asyncio.sleep(0.005)
-            second.close()
-            return answers_of(door)
-
-    assert asyncio.run(run()) == ["answer 1<eos>"]
+    async with opened(engine) as door:
+        place = urllib.parse.urlsplit(door.session.url)
+        content = json.dumps({"messages": [HI]}).encode()
+        head = f"POST {place.path}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
+        first, second = [socket.create_connection((place.hostname, place.port)) for _ in range(2)]
+        first.sendall(head.encode() + b"\r\n" + content)
+        async with asyncio.timeout(60):
+            while not (await engine.health()).num_in_flight:
+                await asyncio.sleep(0.005)
+        # Without `await`: the server, in this event loop, reads all of it at once.
+        second.sendall(head.encode() + b"X-Stainless-Retry-Count: 1\r\n\r\n" + content)
+        if late_s:
+            await asyncio.sleep(late_s)
+        first.close()
+        async with asyncio.timeout(60):
+            while not door.recorder.num_answers:
+                await asyncio.sleep(0.005)
+        second.close()
+        assert answers_of(door) == ["answer 1<eos>"]
     assert engine.asked == 1
 
 
-def test_error_of_an_answer_that_nobody_waits_for_is_no_noise():
+async def test_error_of_an_answer_that_nobody_waits_for_is_no_noise():
     engine = Counting(latency_s=0.6, fail_after=0)
     noise = []
 
-    async def run():
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: noise.append(context["message"]))
-        async with opened(engine) as door:
-            await leave(door, engine)
-            async with asyncio.timeout(60):
-                while door.recorder.error is None:
-                    await asyncio.sleep(0.01)
-
-    asyncio.run(run())
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: noise.append(context["message"]))
+    async with opened(engine) as door:
+        await leave(door, engine)
+        async with asyncio.timeout(60):
+            while door.recorder.error is None:
+                await asyncio.sleep(0.01)
     gc.collect()
     assert noise == []
 
 
-def test_equal_requests_at_the_same_time_are_draws_of_their_own_also_when_both_are_sent_again():
+async def test_equal_requests_at_the_same_time_are_draws_of_their_own_also_when_both_are_sent_again():
     engine = Counting(latency_s=0.6)
 
-    async def run():
-        async with opened(engine) as door:
-            asking = [ask_openai(door, is_stream=False) for _ in range(2)]
-            return sorted(await asyncio.gather(*asking)), sorted(answers_of(door))
-
-    assert asyncio.run(run()) == (["answer 1", "answer 2"], ["answer 1<eos>", "answer 2<eos>"])
+    async with opened(engine) as door:
+        asking = [ask_openai(door, is_stream=False) for _ in range(2)]
+        assert sorted(await asyncio.gather(*asking)) == ["answer 1", "answer 2"]
+        assert sorted(answers_of(door)) == ["answer 1<eos>", "answer 2<eos>"]
     assert engine.asked == 2
 
 
-def test_door_forgets_the_conversations_of_delivered_requests():
+async def test_door_forgets_the_conversations_of_delivered_requests():
     engine = Counting(latency_s=0.0)
 
-    async def run():
-        async with opened(engine) as door:
-            await door.chat([HI])
-            [[asked]] = door.session._asked.values()
-            return asked.is_delivered, asked.request, asked.sampled
-
-    assert asyncio.run(run()) == (True, None, None)
+    async with opened(engine) as door:
+        await door.chat([HI])
+        [[asked]] = door.session._asked.values()
+        assert (asked.is_delivered, asked.request, asked.sampled) == (True, None, None)
 
 
 # How deep a value may be depends on how deep the server's own calls are.
 @pytest.mark.parametrize(("depth", "statuses"), [(950, (200, 400)), (990, (200, 400)), (100_000, (400,))])
-def test_requests_that_are_nested_deeply_are_answered_or_refused(depth, statuses):
+async def test_requests_that_are_nested_deeply_are_answered_or_refused(depth, statuses):
     engine = Counting(latency_s=0.0)
 
-    async def run():
-        async with opened(engine) as door, httpx.AsyncClient(timeout=60) as client:
-            tool = (
-                '{"type":"function","function":{"name":"f","parameters":' + '{"a":' * depth + "1" + "}" * depth + "}}"
-            )
-            body = '{"messages":[{"role":"user","content":"hi"}],"tools":[' + tool + "]}"
-            return await client.post(f"{door.session.url}/v1/chat/completions", content=body)
-
-    answer = asyncio.run(run())
+    async with opened(engine) as door, httpx.AsyncClient(timeout=60) as client:
+        tool = '{"type":"function","function":{"name":"f","parameters":' + '{"a":' * depth + "1" + "}" * depth + "}}"
+        body = '{"messages":[{"role":"user","content":"hi"}],"tools":[' + tool + "]}"
+        answer = await client.post(f"{door.session.url}/v1/chat/completions", content=body)
     assert answer.status_code in statuses, answer.text
     assert answer.status_code == 200 or "recursion" in answer.text
 
 
-def test_request_whose_body_arrives_after_the_end_of_the_episode_is_refused():
+async def test_request_whose_body_arrives_after_the_end_of_the_episode_is_refused():
     engine = Counting(latency_s=0.0)
 
-    async def run():
-        async with opened(engine) as door:
+    async with opened(engine) as door:
 
-            async def body():
-                yield b'{"messages":'
-                await asyncio.sleep(0.1)
-                door.session.close()
-                yield json.dumps([HI]).encode() + b"}"
+        async def body():
+            yield b'{"messages":'
+            await asyncio.sleep(0.1)
+            door.session.close()
+            yield json.dumps([HI]).encode() + b"}"
 
-            async with httpx.AsyncClient(timeout=60) as client:
-                return await client.post(f"{door.session.url}/v1/chat/completions", content=body())
-
-    assert asyncio.run(run()).status_code == 404
+        async with httpx.AsyncClient(timeout=60) as client:
+            assert (await client.post(f"{door.session.url}/v1/chat/completions", content=body())).status_code == 404
     assert engine.asked == 0

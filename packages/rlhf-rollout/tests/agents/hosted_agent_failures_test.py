@@ -6,19 +6,15 @@ import time
 
 import pytest
 
-from agent_testing import TOKENIZER, agent_pool, run, texts_of, writes
+from agent_testing import Hosted, run, texts_of, writes
 from record_testing import make_prompt
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import FinishReason, SpanSource, VerdictKind
-from rlhf_rollout.agents.hosted import HostedAgent
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.agents.user_agent import parse_agent
-from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.router import EngineRouter
 
 PROMPT, POLICY, ENVIRONMENT = SpanSource.PROMPT, SpanSource.POLICY, SpanSource.ENVIRONMENT
 OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
-SAMPLING = SamplingParams(max_tokens=32, seed=3)
 
 BAD = """
 import asyncio, os, sys, time
@@ -126,7 +122,7 @@ def test_plain_steps_that_hang_hold_up_no_other_episode(write):
     assert replaced == 0
 
 
-def test_agent_is_not_late_while_its_question_waits_for_this_process(write, tmp_path):
+async def test_agent_is_not_late_while_its_question_waits_for_this_process(write, tmp_path):
     source = write(f"""
         import asyncio, pathlib
         folder = pathlib.Path({str(tmp_path)!r})
@@ -141,22 +137,15 @@ def test_agent_is_not_late_while_its_question_waits_for_this_process(write, tmp_
             await asking
             return 1.0
     """)
-
-    async def scenario():
-        pool = agent_pool(source, timeout_s=6.0)
-        agent = HostedAgent(EngineRouter([writes(["a"])]), pool, TOKENIZER, EpisodeLimits())
-        task = asyncio.create_task(agent.run(make_prompt(), SAMPLING, "g"))
+    async with Hosted(source, writes(["a"]), timeout_s=6.0) as hosted:
+        task = asyncio.create_task(hosted.episode())
         while not (tmp_path / "replied").exists():
             await asyncio.sleep(0.001)
         (tmp_path / "busy").touch()  # this process is, until long after the question
         while not (tmp_path / "asked").exists():
             time.sleep(0.01)
         time.sleep(6.5)
-        [episode] = await task
-        await pool.close()
-        return episode
-
-    episode = asyncio.run(scenario())
+        episode = await task
     assert (episode.verdict.kind, episode.verdict.reward) == (OK, 1.0), episode.verdict
 
 
@@ -196,7 +185,7 @@ def test_seconds_of_an_episode_are_limited(write):
     assert episode.rollouts[0].finish_reason is FinishReason.LENGTH
 
 
-def test_cancelled_episodes_end_in_their_process(write, tmp_path):
+async def test_cancelled_episodes_end_in_their_process(write, tmp_path):
     source = write(f"""
         import asyncio
         async def run_episode(session):
@@ -206,11 +195,8 @@ def test_cancelled_episodes_end_in_their_process(write, tmp_path):
             finally:
                 open({str(tmp_path / "ended")!r}, "w")
     """)
-
-    async def cancel():
-        pool = agent_pool(source)
-        agent = HostedAgent(EngineRouter([writes(["a"])]), pool, TOKENIZER, EpisodeLimits())
-        task = asyncio.create_task(agent.run(make_prompt(), SAMPLING, "g"))
+    async with Hosted(source, writes(["a"])) as hosted:
+        task = asyncio.create_task(hosted.episode())
         while not (tmp_path / "began").exists():
             await asyncio.sleep(0.02)
         task.cancel()
@@ -219,7 +205,4 @@ def test_cancelled_episodes_end_in_their_process(write, tmp_path):
         deadline = time.monotonic() + 60
         while not (tmp_path / "ended").exists() and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        await pool.close()
-
-    asyncio.run(cancel())
     assert (tmp_path / "ended").exists()

@@ -1,6 +1,5 @@
 """The commands: what they refuse before anything starts, notices, dry runs, and how quickly they help."""
 
-import json
 import os
 import re
 import resource
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from record_testing import write_jsonl
+from record_testing import read_jsonl, write_jsonl
 from rlhf_rollout.commands.main import COMMANDS, main
 from rlhf_rollout.commands.parts import EngineJob, make_engine
 from rlhf_rollout.engines import EngineSpec
@@ -20,6 +19,7 @@ from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_rollout.workers.guarded import WorkerOptions
+from rollout_testing import generate_words
 
 _MATH = ("--remote_rm_url", "rlhf_rollout.rewards.math")
 
@@ -38,7 +38,7 @@ def padded(tmp_path_factory):
 def test_generate_samples_only_ids_with_a_token(prompts, padded, tmp_path, capsys, temperature):
     more = ["--engine", "transformers", "--pretrain", padded, "--generate_max_len", "24", "--temperature", temperature]
     assert generate(prompts, tmp_path / "out.jsonl", *more, "--seed", "1") == 0
-    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    records = read_jsonl(tmp_path / "out.jsonl")
     assert len(records) == 5
     assert max(token for record in records for token in record["token_ids"]) < 300
     assert capsys.readouterr().err.count("no token for 600 of the 900 ids") == 1
@@ -49,7 +49,7 @@ def test_fake_engine_answers_prompts_in_the_tokens_of_any_tokenizer(padded, tmp_
     # Ids from 256 on are whole words of this tokenizer.
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"q": "the sum of the numbers"}])
     assert generate(prompts, tmp_path / "out.jsonl", flag, padded, "--generate_max_len", "8", "--seed", "1") == 0
-    [record] = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    [record] = read_jsonl(tmp_path / "out.jsonl")
     num_prompt = record["spans"][0]["num_tokens"]
     assert max(record["token_ids"][:num_prompt]) >= 256 > max(record["token_ids"][num_prompt:])
 
@@ -99,8 +99,7 @@ def prompts(tmp_path):
 
 
 def generate(prompts, out, *more):
-    words = ["generate", "--engine", "fake", "--input_key", "q"]
-    return main([*words, "--prompt_data", str(prompts), "--output_path", str(out), *more])
+    return main(generate_words(prompts, out, "--input_key", "q", *more))
 
 
 @pytest.mark.parametrize(
@@ -152,38 +151,18 @@ def test_generate_model_without_tokenizer_is_refused(prompts, tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        [
-            "generate",
-            "--prompt_data",
-            "{prompts}",
-            "--input_key",
-            "q",
-            "--output_path",
-            "{out}",
-            "--pretrain",
-            "{none}",
-        ],
-        [
-            "generate",
-            "--prompt_data",
-            "{prompts}",
-            "--output_path",
-            "{out}",
-            "--engine",
-            "fake",
-            "--reward_pretrain",
-            "{none}",
-        ],
-        ["score", "--dataset", "{prompts}", "--output_path", "{out}", "--reward_pretrain", "{none}"],
-        ["serve_rm", "--reward_pretrain", "{none}"],
-        ["chat", "--pretrain", "{none}"],
-        ["chat", "--engine", "transformers", "--pretrain", "{none}", "--tokenizer", "owner/name"],
+        "generate --prompt_data {prompts} --input_key q --output_path {out} --pretrain {none}",
+        "generate --prompt_data {prompts} --output_path {out} --engine fake --reward_pretrain {none}",
+        "score --dataset {prompts} --output_path {out} --reward_pretrain {none}",
+        "serve_rm --reward_pretrain {none}",
+        "chat --pretrain {none}",
+        "chat --engine transformers --pretrain {none} --tokenizer owner/name",
     ],
 )
 def test_model_folder_that_does_not_exist_is_refused_at_once(prompts, tmp_path, capsys, arguments):
     names = {"prompts": prompts, "out": tmp_path / "out.jsonl", "none": tmp_path / "none"}
     started = time.process_time()  # which passes only while this process runs
-    assert main([argument.format(**names) for argument in arguments]) == 2
+    assert main(arguments.format(**names).split()) == 2
     assert time.process_time() - started < 5
     told = capsys.readouterr().err
     assert f"there is no model folder {names['none']}\n\nhint: give an existing folder" in told

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from record_testing import write_jsonl
+from record_testing import read_jsonl, write_jsonl
 from rlhf_data.testing import EOS_ID
 from rlhf_rollout.commands.main import main
 from rlhf_rollout.engines.fake import FakeEngine
+from rollout_testing import generate_words
 
 RETRIES = str(Path(__file__).parents[4] / "examples" / "math_retries.py")
 # The first answer is in one rollout, the second one, to another history, in another. One prompt kills its agent.
@@ -39,10 +40,9 @@ def second_answer_is_4(monkeypatch):
 
 def generate(prompts, out, agent, *more):
     """Return the status and the records in the order of their ids."""
-    words = ["generate", "--engine", "fake", "--prompt_data", str(prompts), "--input_key", "q", "--label_key", "a"]
-    words += ["--output_path", str(out), "--agent_func_path", agent, "--agent_num_workers", "1", "--seed", "3", *more]
-    status = main(words)
-    records = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    words = ["--input_key", "q", "--label_key", "a", "--agent_func_path", agent, "--agent_num_workers", "1"]
+    status = main(generate_words(prompts, out, *words, "--seed", "3", *more))
+    records = read_jsonl(out) if out.exists() else []
     for record in records:
         record.pop("score_seconds")
     return status, sorted(records, key=lambda record: record["rollout_id"])
@@ -126,6 +126,5 @@ def test_agents_that_cannot_run_and_options_that_do_not_fit_are_refused(prompts,
     ):
         assert generate(prompts, out, agent, *more) == (2, [])
         assert says in capsys.readouterr().err
-    words = ["generate", "--engine", "fake", "--prompt_data", str(prompts), "--input_key", "q"]
-    assert main([*words, "--output_path", str(out), "--max_steps", "3", "--dry_run"]) == 0
+    assert main(generate_words(prompts, out, "--input_key", "q", "--max_steps", "3", "--dry_run")) == 0
     assert "--max_steps has no effect: there is no --agent_func_path" in capsys.readouterr().err

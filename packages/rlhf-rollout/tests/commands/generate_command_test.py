@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from record_testing import write_jsonl
+from record_testing import read_jsonl, write_jsonl
 from rlhf_data.chat.tokens import encode_prompts
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.examples.load import load_examples
@@ -21,20 +21,15 @@ from rlhf_rollout.commands.generate import take_up
 from rlhf_rollout.commands.main import main
 from rlhf_rollout.commands.post_process import post_process
 from rlhf_rollout.engines.fake import FakeEngine
+from rollout_testing import generate_words
 
 TOKENIZER = ByteTokenizer()
 TEMPLATE = "Q: {} A:"
 
 
 def record(text, reward, verdict="ok", finish_reason="stop", question="q"):
-    return {
-        "input": question,
-        "text": text,
-        "reward": reward,
-        "verdict": verdict,
-        "finish_reason": finish_reason,
-        "label": "L",
-    }
+    values = {"reward": reward, "verdict": verdict, "finish_reason": finish_reason}
+    return {"input": question, "text": text, "label": "L", **values}
 
 
 GROUP = [
@@ -52,19 +47,24 @@ def made(kind, group=GROUP, **options):
     return list(post_process(group, kind, **options))
 
 
-def outputs(kind, **options):
-    return [row["output"] for row in made(kind, **options)]
-
-
-def test_plain_keeps_every_response_that_is_not_empty():
-    assert outputs("plain") == ["low", "high", "cut", "crashed", "high", "middle"]
+@pytest.mark.parametrize(
+    ("kind", "options", "kept"),
+    [
+        ("plain", {}, ["low", "high", "cut", "crashed", "high", "middle"]),  # all that are not empty
+        ("best_of_n", {}, ["cut"]),
+        ("rs", {}, ["high", "cut", "middle"]),  # once each
+        ("rs", {"min_reward": 1.0}, ["high", "cut"]),
+        ("rs", {"min_reward": -1.0}, ["low", "high", "cut", "middle"]),
+    ],
+)
+def test_responses_that_are_kept(kind, options, kept):
+    rows = made(kind, **options)
+    assert [row["output"] for row in rows] == kept
+    assert all(row["finish_reason"] == ("length" if row["output"] == "cut" else "stop") for row in rows)
 
 
 def test_rendered_has_the_prompt_as_the_model_saw_it():
-    group = [
-        {**record("low", -1.0), "prompt": "<user> q <bot>"},
-        {**record("crashed", None), "prompt": "<user> q <bot>"},
-    ]
+    group = [one | {"prompt": "<user> q <bot>"} for one in (record("low", -1.0), record("crashed", None))]
     assert [(row["input"], row["output"]) for row in made("rendered", group)] == [
         ("<user> q <bot>", "low"),
         ("<user> q <bot>", "crashed"),
@@ -72,15 +72,8 @@ def test_rendered_has_the_prompt_as_the_model_saw_it():
     assert made("plain")[0] == {"input": "q", "output": "low", "reward": -1.0, "label": "L", "finish_reason": "stop"}
 
 
-def test_best_of_n_keeps_the_highest_reward_and_that_it_was_cut():
-    assert [(row["output"], row["finish_reason"]) for row in made("best_of_n")] == [("cut", "length")]
+def test_best_of_responses_without_a_reward_is_none():
     assert made("best_of_n", [GROUP[3]]) == []
-
-
-def test_rejection_sampling_keeps_what_is_accepted_once():
-    assert outputs("rs") == ["high", "cut", "middle"]
-    assert outputs("rs", min_reward=1.0) == ["high", "cut"]
-    assert outputs("rs", min_reward=-1.0) == ["low", "high", "cut", "middle"]
 
 
 def test_iterative_dpo_pairs_the_best_and_the_worst_of_those_that_ended():
@@ -120,19 +113,9 @@ def scripted(monkeypatch):
     )
 
 
-def arguments(prompts, out, *more):
-    words = [
-        "generate",
-        "--engine",
-        "fake",
-        "--prompt_data",
-        str(prompts),
-        "--input_key",
-        "q",
-        "--output_path",
-        str(out),
-    ]
-    return [*words, "--input_template", TEMPLATE, "--seed", "3", *more]
+def arguments(prompts, out, more=""):
+    """Return the command line with the words of `more`."""
+    return generate_words(prompts, out, "--input_key", "q", "--input_template", TEMPLATE, "--seed", "3", *more.split())
 
 
 @pytest.mark.parametrize("kind", ["plain", "best_of_n", "rs", "csft"])
@@ -140,21 +123,12 @@ def test_rows_of_answers_are_read_by_the_sft_loader_with_the_tokens_of_generatio
     prompts, reward, tmp_path, scripted, capsys, kind
 ):
     out = tmp_path / "out.jsonl"
-    more = (
-        "--n_samples_per_prompt",
-        "4",
-        "--generate_max_len",
-        "6",
-        "--remote_rm_url",
-        reward,
-        "--post_processor",
-        kind,
-    )
-    assert main(arguments(prompts, out, *more)) == 0
+    more = f"--n_samples_per_prompt 4 --generate_max_len 6 --remote_rm_url {reward} --post_processor {kind}"
+    assert main(arguments(prompts, out, more)) == 0
     encoder = SftEncoder(tokenizer=TOKENIZER, input_template=TEMPLATE)
     examples = load_examples(open_sources(out), encoder, max_len=100)
-    rollouts = [json.loads(line) for line in (tmp_path / "out.rollouts.jsonl").read_text().splitlines()]
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rollouts = read_jsonl(tmp_path / "out.rollouts.jsonl")
+    rows = read_jsonl(out)
     num_cut = sum(record["finish_reason"] == "length" for record in rollouts)
     assert 0 < num_cut < 24
     assert f"{num_cut} of 24 rollouts were cut by --generate_max_len 6" in capsys.readouterr().err
@@ -170,17 +144,8 @@ def test_rows_of_answers_are_read_by_the_sft_loader_with_the_tokens_of_generatio
 
 def test_pairs_are_read_by_the_preference_loader(prompts, reward, tmp_path, scripted):
     out = tmp_path / "out.jsonl"
-    more = (
-        "--n_samples_per_prompt",
-        "4",
-        "--generate_max_len",
-        "9",
-        "--remote_rm_url",
-        reward,
-        "--post_processor",
-        "iter_dpo",
-    )
-    assert main(arguments(prompts, out, *more)) == 0
+    more = f"--n_samples_per_prompt 4 --generate_max_len 9 --remote_rm_url {reward} --post_processor iter_dpo"
+    assert main(arguments(prompts, out, more)) == 0
     encoder = PreferenceEncoder(tokenizer=TOKENIZER, prompt_key="prompt", margin_key="margin", input_template=TEMPLATE)
     examples = load_examples(open_sources(out), encoder, max_len=100).examples
     assert examples
@@ -192,18 +157,8 @@ def test_pairs_are_read_by_the_preference_loader(prompts, reward, tmp_path, scri
 def test_chat_prompts_stay_messages_and_are_read_with_the_template(tmp_path, scripted):
     messages = [{"role": "user", "content": "hello"}]
     prompts, out = write_jsonl(tmp_path / "chat.jsonl", [{"m": messages}]), tmp_path / "out.jsonl"
-    words = [
-        "generate",
-        "--engine",
-        "fake",
-        "--prompt_data",
-        str(prompts),
-        "--input_key",
-        "m",
-        "--output_path",
-        str(out),
-    ]
-    assert main([*words, "--apply_chat_template", "--post_processor", "plain"]) == 0
+    more = ["--input_key", "m", "--apply_chat_template", "--post_processor", "plain"]
+    assert main(generate_words(prompts, out, *more)) == 0
     assert json.loads(out.read_text())["input"] == messages
     [example] = load_examples(
         open_sources(out), SftEncoder(tokenizer=TOKENIZER, apply_chat_template=True), max_len=100
@@ -220,9 +175,8 @@ def test_tools_of_a_prompt_stay_in_the_rows_that_are_made(tmp_path, capsys, post
     reward.write_text(
         "def reward_func(queries, prompts, labels):\n    return {'rewards': [float(len(set(q))) for q in queries]}\n"
     )
-    words = ["generate", "--engine", "fake", "--prompt_data", str(prompts), "--output_path", str(out), "--seed", "1"]
-    words += ["--apply_chat_template", "--post_processor", post_processor, "--n_samples_per_prompt", "2"]
-    words += ["--remote_rm_url", str(reward), "--generate_max_len", "5000", "--overwrite"]
+    more = f"--apply_chat_template --post_processor {post_processor} --n_samples_per_prompt 2 --remote_rm_url {reward}"
+    words = generate_words(prompts, out, *f"{more} --generate_max_len 5000 --overwrite --seed 1".split())
     assert main([*words, "--tools_key", "tools"]) == 0
     assert "notice" not in capsys.readouterr().err
     assert [json.loads(line)["tools"] for line in out.read_text().splitlines()] == [tools] * num_rows
@@ -233,31 +187,22 @@ def test_tools_of_a_prompt_stay_in_the_rows_that_are_made(tmp_path, capsys, post
 
 def timeless_records(path):
     """The records of a file of rollouts, but for how long scoring took, in the order of their ids."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = read_jsonl(path)
     assert all(record.pop("score_seconds") > 0 for record in records)
     return sorted(records, key=lambda record: record["rollout_id"])
 
 
 def test_resumed_run_after_a_kill_equals_one_that_was_not_interrupted(prompts, reward, tmp_path, capsys):
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    more = (
-        "--n_samples_per_prompt",
-        "2",
-        "--remote_rm_url",
-        reward,
-        "--post_processor",
-        "best_of_n",
-        "--vllm_max_num_seqs",
-        "1",
-    )
-    assert main(arguments(prompts, whole, *more)) == 0
+    more = f"--n_samples_per_prompt 2 --remote_rm_url {reward} --post_processor best_of_n --vllm_max_num_seqs 1"
+    assert main(arguments(prompts, whole, more)) == 0
     # As slow as a real engine, one prompt at a time, and killed without a chance to tidy up.
     code = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
         "import rlhf_rollout.commands.generate as batch, rlhf_rollout.commands.main as m\n"
         "from rlhf_rollout.engines.fake import FakeEngine\n"
         "batch.build_engine = lambda kind, spec: FakeEngine(spec, latency_s=1.0)\n"
-        f"m.main({arguments(prompts, cut, *more)!r})"
+        f"m.main({arguments(prompts, cut, more)!r})"
     )
     journal = tmp_path / "cut.rollouts.jsonl"
     process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ})
@@ -274,12 +219,12 @@ def test_resumed_run_after_a_kill_equals_one_that_was_not_interrupted(prompts, r
         first, second = journal.read_text().splitlines()[:2]
         file.write(first.replace("generate/00000", "generate/00005") + "\n" + second[:40])
     capsys.readouterr()
-    assert main(arguments(prompts, cut, *more, "--resume")) == 0
+    assert main(arguments(prompts, cut, more + " --resume")) == 0
     assert f"{num_lines // 2} of 6 prompts are already done" in capsys.readouterr().err
     rollouts = [timeless_records(tmp_path / f"{name}.rollouts.jsonl") for name in ("whole", "cut")]
     assert rollouts[0] == rollouts[1] and len(rollouts[0]) == 12
     assert cut.read_text() == whole.read_text()
-    assert main(arguments(prompts, cut, *more, "--resume")) == 0  # nothing left to do
+    assert main(arguments(prompts, cut, more + " --resume")) == 0  # nothing left to do
     assert cut.read_text() == whole.read_text()
 
 
@@ -312,7 +257,7 @@ def dated_model(tmp_path):
 
 def test_resumed_run_writes_the_date_of_the_run_that_began_into_its_prompts(prompts, tmp_path, dated_model, capsys):
     out = tmp_path / "out.jsonl"
-    words = arguments(prompts, out, "--pretrain", dated_model, "--apply_chat_template")
+    words = arguments(prompts, out, f"--pretrain {dated_model} --apply_chat_template")
     place = words.index("--input_template")
     del words[place : place + 2]
     assert main(words) == 0
@@ -321,18 +266,18 @@ def test_resumed_run_writes_the_date_of_the_run_that_began_into_its_prompts(prom
     capsys.readouterr()
     assert main([*words, "--resume"]) == 0
     assert "2 of 6 prompts are already done" in capsys.readouterr().err
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+    records = read_jsonl(out)
     assert len(records) == 6
     assert len({record["template_clock"] for record in records}) == 1
     assert len({record["prompt"][: len("12:34:56.123456")] for record in records}) == 1
 
 
-@pytest.mark.parametrize("more", [("--temperature", "0.5"), ("--max_samples", "3"), ("--seed", "4")])
+@pytest.mark.parametrize("more", ["--temperature 0.5", "--max_samples 3", "--seed 4"])
 def test_resume_with_other_settings_is_refused_and_changes_nothing(prompts, tmp_path, capsys, more):
     out = tmp_path / "out.jsonl"
     assert main(arguments(prompts, out)) == 0
     before = out.read_text()
-    assert main([*arguments(prompts, out), *more, "--resume"]) == 2
+    assert main(arguments(prompts, out, more + " --resume")) == 2
     assert "was written with another model or agent, other prompts, sampling or rewards" in capsys.readouterr().err
     assert out.read_text() == before
 
@@ -349,22 +294,19 @@ def test_take_up_refuses_what_it_has_not_written(tmp_path):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--post_processor", "best"], "did you mean `best_of_n`?"),
-        (["--post_processor", "best_of_n", "--n_samples_per_prompt", "2"], "needs a reward"),
-        (["--post_processor", "iter_dpo", "--remote_rm_url", "REWARD"], "give --n_samples_per_prompt 4"),
-        (
-            ["--post_processor", "csft", "--remote_rm_url", "REWARD", "--reward_template", "{input}"],
-            "must hold {input} and",
-        ),
-        (["--resume", "--overwrite"], "either replaced or continued"),
-        (["--reward_pretrain", "FOLDER"], "a reward model reads tokens, and no tokenizer is named"),
-        (["--reward_pretrain", "FOLDER", "--tokenizer", "FOLDER"], "cannot load the tokenizer "),
+        ("--post_processor best", "did you mean `best_of_n`?"),
+        ("--post_processor best_of_n --n_samples_per_prompt 2", "needs a reward"),
+        ("--post_processor iter_dpo --remote_rm_url {reward}", "give --n_samples_per_prompt 4"),
+        ("--post_processor csft --remote_rm_url {reward} --reward_template {{input}}", "must hold {input} and"),
+        ("--resume --overwrite", "either replaced or continued"),
+        ("--reward_pretrain {folder}", "a reward model reads tokens, and no tokenizer is named"),
+        ("--reward_pretrain {folder} --tokenizer {folder}", "cannot load the tokenizer "),
     ],
 )
 def test_options_that_do_not_fit_are_refused(prompts, reward, tmp_path, capsys, more, says):
     (tmp_path / "config.json").write_text("{}")
-    more = [{"REWARD": reward, "FOLDER": str(tmp_path)}.get(word, word) for word in more]
-    assert main(arguments(prompts, tmp_path / "out.jsonl", *more)) == 2
+    more = more.format(reward=reward, folder=tmp_path)
+    assert main(arguments(prompts, tmp_path / "out.jsonl", more)) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -372,7 +314,7 @@ def test_options_that_do_not_fit_are_refused(prompts, reward, tmp_path, capsys, 
 def test_prompts_of_a_data_preset_have_their_labels(tmp_path):
     row = {"question": "2 + 2?", "answer": "It is <<2+2=4>>4.\n#### 4"}
     prompts, out = write_jsonl(tmp_path / "gsm8k.jsonl", [row]), tmp_path / "out.jsonl"
-    words = ["generate", "--engine", "fake", "--prompt_data", str(prompts), "--output_path", str(out)]
-    assert main([*words, "--preset_data", "gsm8k", "--remote_rm_url", "rlhf_rollout.rewards.math"]) == 0
-    [record] = [json.loads(line) for line in out.read_text().splitlines()]
+    more = ["--preset_data", "gsm8k", "--remote_rm_url", "rlhf_rollout.rewards.math"]
+    assert main(generate_words(prompts, out, *more)) == 0
+    [record] = read_jsonl(out)
     assert (record["input"], record["label"], record["verdict"]) == ("2 + 2?", "4", "unparsable")

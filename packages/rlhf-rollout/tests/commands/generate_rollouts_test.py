@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from record_testing import write_jsonl
+from record_testing import read_jsonl, write_jsonl
 from rlhf_rollout.commands.main import main
 from rlhf_rollout.engines.fake import FakeEngine
-from rollout_testing import json_server
+from rollout_testing import generate_words, json_server
 
 
 @pytest.fixture
@@ -16,8 +16,7 @@ def prompts(tmp_path):
 
 
 def generate(prompts, out, *more):
-    words = ["generate", "--engine", "fake", "--input_key", "q"]
-    return main([*words, "--prompt_data", str(prompts), "--output_path", str(out), *more])
+    return main(generate_words(prompts, out, "--input_key", "q", *more))
 
 
 def test_generate_writes_one_scored_record_per_rollout(prompts, tmp_path, capsys):
@@ -25,7 +24,7 @@ def test_generate_writes_one_scored_record_per_rollout(prompts, tmp_path, capsys
     reward.write_text("def reward_func(q, p, l): return {'rewards': [float(label) for label in l]}\n")
     out = tmp_path / "out.jsonl"
     status = generate(prompts, out, "--label_key", "a", "--remote_rm_url", str(reward), "--n_samples_per_prompt", "3")
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+    records = read_jsonl(out)
     assert status == 0
     assert len(records) == 15
     assert len({record["group_id"] for record in records}) == 5
@@ -46,7 +45,7 @@ def test_generate_mixes_functions_and_servers_by_weight(prompts, tmp_path, capsy
     (tmp_path / "label.py").write_text("def reward_func(q, p, l): return {'rewards': [float(label) for label in l]}\n")
     rewards, out = f"{tmp_path}/label.py,{reward_url}/a,{reward_url}/b", tmp_path / "out.jsonl"
     assert generate(prompts, out, "--label_key", "a", "--remote_rm_url", rewards, "--reward_weights", "2,0.5") == 0
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+    records = read_jsonl(out)
     assert all(record["reward"] == 2 * float(record["label"]) + 0.5 * 10 for record in records)
     host = reward_url.removeprefix("http://").replace(":", "_")
     assert all(

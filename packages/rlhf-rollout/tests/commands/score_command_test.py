@@ -1,14 +1,13 @@
 """Rewards of answers in files: columns, pairs, reward models against their own scores, rows that are left out."""
 
 import contextlib
-import json
 
 import httpx
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, Gemma2Config
 
-from record_testing import write_jsonl
+from record_testing import read_jsonl, write_jsonl
 from rlhf_data.examples.preference import PreferenceEncoder
 from rlhf_data.examples.sft import SftEncoder
 from rlhf_data.pretrained import load_tokenizer
@@ -51,7 +50,7 @@ def score(tmp_path, rows, *more):
     out = tmp_path / "out.jsonl"
     data = write_jsonl(tmp_path / "data.jsonl", rows)
     status = main(["score", "--dataset", str(data), "--output_path", str(out), *more])
-    return status, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else None
+    return status, read_jsonl(out) if out.exists() else None
 
 
 def test_function_rewards_are_added_to_the_rows_as_they_are(tmp_path, capsys, length):
@@ -225,7 +224,7 @@ def test_every_command_gives_a_model_with_soft_caps_the_attention_of_its_family(
     words = ["--engine", "transformers", "--pretrain", str(tiny_model_dir(tmp_path / "policy"))]
     words += ["--prompt_data", str(prompts), "--output_path", str(out), "--reward_pretrain", str(folder)]
     assert main(["generate", *words, "--generate_max_len", "8", "--seed", "1"]) == 0
-    made = [json.loads(line) for line in out.read_text().splitlines()]
+    made = read_jsonl(out)
     assert len(made) == 2
 
     job = RewardJob(RewardSection(reward_pretrain=str(folder)), "float32")

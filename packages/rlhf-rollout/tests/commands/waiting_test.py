@@ -1,6 +1,5 @@
 """What the commands show while a person waits: each slow part by name before it begins, and how much of it is done."""
 
-import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
@@ -78,7 +77,7 @@ def test_score_counts_answers_and_those_that_are_left_out(tmp_path, shown, rewar
     assert [call for call in shown if call[0] == "scoring"] == [("scoring", done, 8) for done in (0, 5, 6, 7, 8)]
 
 
-def test_reward_models_are_counted_while_they_load(monkeypatch, shown):
+async def test_reward_models_are_counted_while_they_load(monkeypatch, shown):
     class Scorer:
         def close(self):
             """Nothing is behind it."""
@@ -86,10 +85,7 @@ def test_reward_models_are_counted_while_they_load(monkeypatch, shown):
     monkeypatch.setattr(RewardJob, "_scorer", lambda self, path, tokenizer: shown.append(path) or Scorer())
     job = RewardJob(RewardSection(reward_pretrain="one,two", reward_batch_size=2), "float32")
 
-    async def load():
-        async with AsyncExitStack() as stack:
-            job.open(ByteTokenizer(), stack)
-
-    asyncio.run(load())
+    async with AsyncExitStack() as stack:
+        job.open(ByteTokenizer(), stack)
     name = "loading the reward models"
     assert shown == [(name, 0, 2), "one", (name, 1, 2), "two", ("starting the rewards", None, None)]

@@ -17,8 +17,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlhf_data.errors import ConfigError, EngineError
+from rlhf_rollout.mps import MpsDaemon
 from rlhf_rollout.ray_actors import (
-    MpsActor,
     RayEngine,
     RayScorer,
     RemoteEngine,
@@ -142,8 +142,8 @@ def mps_daemons(plan: PlacementPlan, reserved: Reserved, *, is_on: bool) -> Iter
             [node_id] = wait([look], timeout_s=PLACEMENT_TIMEOUT_S, what="a look at a node")
             # Not in the placement group: the daemon must outlive the engines, which end with the group.
             on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            started[node] = ray.remote(MpsActor).options(num_cpus=0, scheduling_strategy=on_node).remote()
-        calls = [daemon.environ.remote() for daemon in started.values()]
+            started[node] = ray.remote(MpsDaemon).options(num_cpus=0, scheduling_strategy=on_node).remote()
+        calls = [daemon.start.remote() for daemon in started.values()]
         found = wait(calls, timeout_s=PLACEMENT_TIMEOUT_S, what="the start of the MPS daemons")
         environs = dict(zip(started, found, strict=True))
         yield [environs[place.node] if number in users else {} for number, place in enumerate(places)]

@@ -16,7 +16,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -96,13 +96,14 @@ def fit_action(action: Any, space: Any) -> Any:
     return value
 
 
+@dataclass(eq=False, repr=False)
 class EnvironmentAgent:
     """Runs episodes of a policy in an environment: it answers, the environment steps, until that is done.
 
     An action that cannot be parsed, or that is not in the environment's `action_space`, is answered with what is wrong,
     and counted as `invalid_actions`. The score is `info["score"]` of the last step, or the sum of the rewards.
 
-    Args:
+    Attributes:
         make: the environment's class, or a function without parameters that makes one.
         render: returns the text of an observation.
         parse: returns the action in an answer, or raises ValueError.
@@ -110,32 +111,27 @@ class EnvironmentAgent:
             them if its attribute `reusable` is true, or left out with Gymnasium's `action_space`.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], Any],
-        *,
-        render: Callable[[Any], str] | None = None,
-        parse: Callable[[str], Any] = find_action,
-        pool_size: int = 1,
-    ) -> None:
-        if pool_size < 0:
-            raise RewardError(f"POOL_SIZE of the environments must not be negative, got {pool_size}")
-        self._make = make
-        self._render = render or (lambda observation: "" if observation is None else str(observation))
-        self._parse = parse
-        self._pool_size = pool_size
-        self._ready: list[_Environment] = []
-        self._filling: asyncio.Task[None] | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+    make: Callable[[], Any]
+    _: KW_ONLY
+    render: Callable[[Any], str] = lambda observation: "" if observation is None else str(observation)
+    parse: Callable[[str], Any] = find_action
+    pool_size: int = 1
+    _ready: list["_Environment"] = field(default_factory=list, init=False)
+    _filling: asyncio.Task[None] | None = field(default=None, init=False)
+    _closing: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        if self.pool_size < 0:
+            raise RewardError(f"POOL_SIZE of the environments must not be negative, got {self.pool_size}")
 
     async def start(self) -> None:
         """Make the first environments. Raises whatever their class raises."""
-        while len(self._ready) < self._pool_size:
-            self._ready.append(await _Environment.made_by(self._make))
+        while len(self._ready) < self.pool_size:
+            self._ready.append(await _Environment.made_by(self.make))
 
     async def close(self) -> None:
         """Close the environments that no episode has, and wait for those that are being closed."""
-        self._pool_size = 0
+        self.pool_size = 0
         if self._filling is not None:
             await asyncio.wait([self._filling])
         await asyncio.gather(*map(self._close, self._ready), *self._closing)
@@ -150,7 +146,7 @@ class EnvironmentAgent:
             result = await self._play(environment, session)
             is_usable = environment.reusable
         finally:
-            if is_usable and len(self._ready) < self._pool_size:
+            if is_usable and len(self._ready) < self.pool_size:
                 self._ready.append(environment)
             else:
                 await self._close(environment)
@@ -158,7 +154,7 @@ class EnvironmentAgent:
 
     async def _made(self) -> "_Environment":
         """Return a new environment. If this is cancelled meanwhile, it is closed as soon as it has been made."""
-        making = asyncio.create_task(_Environment.made_by(self._make))
+        making = asyncio.create_task(_Environment.made_by(self.make))
 
         async def end() -> None:
             with contextlib.suppress(Exception):
@@ -188,7 +184,7 @@ class EnvironmentAgent:
             print(f"an environment could not be made ahead: {error}", file=sys.stderr)
 
     async def _play(self, environment: "_Environment", session: Session) -> dict[str, Any]:
-        text = self._render(await environment.reset(session))
+        text = self.render(await environment.reset(session))
         rewards: list[float] = []
         num_invalid = 0
         step = Step(None, 0.0, is_done=False)
@@ -198,7 +194,7 @@ class EnvironmentAgent:
             except BudgetSpentError:
                 break
             try:
-                action = environment.fit(self._parse(reply.text))
+                action = environment.fit(self.parse(reply.text))
             except (ValueError, RecursionError) as error:  # the answer's fault, which must not leave it untrained
                 num_invalid += 1
                 rewards.append(0.0)
@@ -206,7 +202,7 @@ class EnvironmentAgent:
                 continue
             step = await environment.step(action)
             rewards.append(step.reward)
-            text = self._render(step.observation)
+            text = self.render(step.observation)
         extra = {"turns": len(rewards), "invalid_actions": num_invalid}
         result = {"rewards": rewards, "truncated": step.is_cut or not step.is_done, "extra": extra}
         return {**result, "score": step.info["score"]} if "score" in step.info else result

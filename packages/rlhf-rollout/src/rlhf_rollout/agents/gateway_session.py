@@ -5,7 +5,7 @@ import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from rlhf_data.chat.tokens import Tokenizer
 from rlhf_data.records import FinishReason
@@ -48,6 +48,7 @@ class Asked:
     is_delivered: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class GatewaySession:
     """The gateway's session of one episode.
 
@@ -55,38 +56,31 @@ class GatewaySession:
     the answer that was being sampled: another draw would favour answers that are fast, and so short. An answer becomes
     a part of the episode when it is delivered.
 
-    Args:
+    Attributes:
         url: its address, without `/v1`.
         recorder: of the episode.
         activity: told when the agent waits for the policy.
         tokenizer: of the policy.
         history: see `Conversations`.
         parse: finds the tool calls in an answer.
-
-    Attributes:
         is_refused: a request was refused because the episode has reached a limit.
     """
 
-    def __init__(
-        self,
-        url: str,
-        recorder: EpisodeRecorder,
-        activity: Activity,
-        *,
-        tokenizer: Tokenizer,
-        history: History,
-        parse: ParseCalls,
-    ) -> None:
-        self.url = url
-        self._recorder = recorder
-        self._activity = activity
-        self._tokenizer = tokenizer
-        self._parse = parse
-        self._conversations = Conversations(tokenizer, history)
-        self._is_spent = False
-        self.is_refused = False
-        self._is_closed = False
-        self._asked: defaultdict[bytes, list[Asked]] = defaultdict(list)  # by the digest of the request
+    url: str
+    recorder: EpisodeRecorder
+    activity: Activity
+    _: KW_ONLY
+    tokenizer: Tokenizer
+    history: History
+    parse: ParseCalls
+    is_refused: bool = field(default=False, init=False)
+    _is_spent: bool = field(default=False, init=False)
+    _is_closed: bool = field(default=False, init=False)
+    # By the digest of the request.
+    _asked: defaultdict[bytes, list[Asked]] = field(default_factory=lambda: defaultdict(list), init=False)
+
+    def __post_init__(self) -> None:
+        self._conversations = Conversations(self.tokenizer, self.history)
 
     def ask(self, request: Request, *, is_retry: bool) -> Asked:
         """Return an equal request whose client has left before its answer; otherwise begin this one.
@@ -122,7 +116,7 @@ class GatewaySession:
         """Return a context in which a client waits for an answer. It has left if the answer is not delivered then."""
         asked.has_client = True
         try:
-            with self._activity.waiting():
+            with self.activity.waiting():
                 yield
         finally:
             asked.has_client = asked.is_delivered
@@ -135,7 +129,7 @@ class GatewaySession:
         asked.is_delivered = True
         if request is None or sampled is None:
             return
-        self._recorder.add(sampled)
+        self.recorder.add(sampled)
         tokens = [*sampled.token_ids, *sampled.completion.token_ids.tolist()]
         if request.messages:
             is_ended = sampled.completion.finish_reason is FinishReason.STOP
@@ -166,7 +160,7 @@ class GatewaySession:
             token_ids = self._conversations.encode_text(given) if isinstance(given, str) else list(given or [])
         shorter = {"max_tokens": request.max_tokens, "stop": self._stop(request)}
         try:
-            sampled = await self._recorder.sample(token_ids, shorter)
+            sampled = await self.recorder.sample(token_ids, shorter)
         except BudgetSpentError:
             if self._is_spent:
                 self.is_refused = True
@@ -185,12 +179,12 @@ class GatewaySession:
         completion = sampled.completion
         ids = completion.token_ids.tolist()
         stop = self._stop(request)
-        text = before_stop(self._tokenizer.decode(ids, skip_special_tokens=True), stop)
+        text = before_stop(self.tokenizer.decode(ids, skip_special_tokens=True), stop)
         calls = []
         if request.tools:
             # Some tokenizers mark tool calls with special tokens.
-            whole = before_stop(self._tokenizer.decode(_without_end(ids, self._tokenizer)), stop)
-            found = self._parse(whole)
+            whole = before_stop(self.tokenizer.decode(_without_end(ids, self.tokenizer)), stop)
+            found = self.parse(whole)
             if found and not any(call.error for call in found):
                 calls = found
                 text = _CALL.split(whole, maxsplit=1)[0].strip()
@@ -201,12 +195,12 @@ class GatewaySession:
             is_cut=completion.finish_reason is FinishReason.LENGTH,
             num_prompt_tokens=len(sampled.token_ids),
             num_tokens=len(ids),
-            tokens=[(self._tokenizer.decode([token]), logprob) for token, logprob in logprobs],
+            tokens=[(self.tokenizer.decode([token]), logprob) for token, logprob in logprobs],
         )
 
     def _stop(self, request: Request) -> tuple[str, ...]:
         """Return the texts that end an answer: the run's and the request's."""
-        return (*self._recorder.sampling.stop, *request.stop)
+        return (*self.recorder.sampling.stop, *request.stop)
 
 
 def _without_end(token_ids: list[int], tokenizer: Tokenizer) -> list[int]:

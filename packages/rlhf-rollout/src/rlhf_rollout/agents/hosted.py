@@ -7,6 +7,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlhf_data.chat.template import render_follow_up, render_prompt
@@ -33,13 +34,14 @@ _COLLECTIONS = (1, 5000)
 _CUT = Verdict(VerdictKind.WRONG, 0.0, detail="a limit ended the episode before its reward")
 
 
+@dataclass(eq=False, repr=False)
 class HostedAgent:
     """A `Workflow` that runs a user's agent in the processes of a pool.
 
     An agent that raises, hangs or kills its process costs its own episode only: that episode has a failed verdict and
     is not trained, unless failed episodes have a reward.
 
-    Args:
+    Attributes:
         router: answers the requests.
         pool: runs the agent; `close` closes it.
         tokenizer: turns the agent's texts into tokens, and the policy's tokens into texts.
@@ -51,26 +53,15 @@ class HostedAgent:
         gateway: serves agents that speak HTTP; it starts and ends with the workflow. None without one.
     """
 
-    def __init__(
-        self,
-        router: EngineRouter,
-        pool: WorkerPool,
-        tokenizer: Tokenizer,
-        limits: EpisodeLimits,
-        *,
-        gateway: "Gateway | None" = None,
-        gives_reward: bool = True,
-        failed_reward: float | None = None,
-        success_threshold: float = SUCCESS_THRESHOLD,
-    ) -> None:
-        self._gives_reward = gives_reward
-        self._failed_reward = failed_reward
-        self._success_threshold = success_threshold
-        self.router = router
-        self.gateway = gateway
-        self._pool = pool
-        self.tokenizer = tokenizer
-        self._limits = limits
+    router: EngineRouter
+    pool: WorkerPool
+    tokenizer: Tokenizer
+    limits: EpisodeLimits
+    _: KW_ONLY
+    gateway: "Gateway | None" = None
+    gives_reward: bool = True
+    failed_reward: float | None = None
+    success_threshold: float = SUCCESS_THRESHOLD
 
     async def run(self, prompt: Prompt, sampling: SamplingParams, group_id: str) -> tuple[Episode, ...]:
         """See `Workflow.run`: `sampling.num_samples` episodes, which run at the same time."""
@@ -94,7 +85,7 @@ class HostedAgent:
             sampling,
             name=name,
             group_id=group_id,
-            limits=self._limits,
+            limits=self.limits,
             decode=functools.partial(self.tokenizer.decode, skip_special_tokens=True),
             vocab_size=len(self.tokenizer),
         )
@@ -105,17 +96,17 @@ class HostedAgent:
             "messages": prompt.messages,
             "label": prompt.label or "",
             "extra": dict(prompt.extra),
-            "max_turns": self._limits.max_turns,
-            "max_length": self._limits.max_length,
+            "max_turns": self.limits.max_turns,
+            "max_length": self.limits.max_length,
             "sampling": {key: value for key, value in dataclasses.asdict(sampling).items() if key != "num_samples"},
         }
         attempt = _Attempt(make_recorder, told, self)
         started = time.monotonic()
         try:
-            said = await self._pool.call(attempt)
+            said = await self.pool.call(attempt)
             is_cut = bool(said.get("truncated"))
-            turn_rewards, verdict = read_outcome(said, self._success_threshold)
-            if verdict is None and self._gives_reward:
+            turn_rewards, verdict = read_outcome(said, self.success_threshold)
+            if verdict is None and self.gives_reward:
                 verdict = _CUT if is_cut else Verdict(VerdictKind.CRASH, detail="the agent gave no reward")
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
             detail = f"the agent's rewards cannot be read: {error}"
@@ -124,7 +115,7 @@ class HostedAgent:
             kind = VerdictKind.TIMEOUT if failure.is_late else VerdictKind.CRASH
             turn_rewards, verdict, is_cut = (), Verdict(kind, detail=str(failure)), False
             if attempt.is_refused:  # an agent that does not know of limits fails when the policy answers no more
-                verdict = _CUT if self._gives_reward else None
+                verdict = _CUT if self.gives_reward else None
         finally:
             attempt.end()
         recorder = attempt.recorder
@@ -134,9 +125,9 @@ class HostedAgent:
             if not recorder.num_answers and not verdict.kind.failed:
                 what = "got no answer of the policy" if recorder.num_turns else "never asked the policy"
                 verdict = Verdict(VerdictKind.CRASH, detail=f"the agent {what}")
-            if verdict.kind.failed and recorder.num_answers and self._failed_reward is not None:
+            if verdict.kind.failed and recorder.num_answers and self.failed_reward is not None:
                 turn_rewards = ()
-                verdict = dataclasses.replace(verdict, reward=self._failed_reward)
+                verdict = dataclasses.replace(verdict, reward=self.failed_reward)
             verdict = dataclasses.replace(verdict, seconds=time.monotonic() - started)
         return recorder.episode(turn_rewards, verdict, is_cut=is_cut)
 
@@ -148,11 +139,11 @@ class HostedAgent:
         gc.set_threshold(gc.get_threshold()[0], *_COLLECTIONS)
         if self.gateway is not None:
             await self.gateway.start()
-        await self._pool.start()
+        await self.pool.start()
 
     async def close(self) -> None:
         """End the agent's processes and the gateway."""
-        await self._pool.close()
+        await self.pool.close()
         if self.gateway is not None:
             await self.gateway.close()
 
@@ -186,10 +177,7 @@ class _Attempt(Call):
     """
 
     def __init__(
-        self,
-        make_recorder: Callable[[], EpisodeRecorder],
-        told: Mapping[str, Any],
-        workflow: HostedAgent,
+        self, make_recorder: Callable[[], EpisodeRecorder], told: Mapping[str, Any], workflow: HostedAgent
     ) -> None:
         super().__init__(told)
         self._make_recorder = make_recorder

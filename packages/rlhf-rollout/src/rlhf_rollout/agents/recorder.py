@@ -5,7 +5,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,7 @@ class Sampled:
     is_truncated: bool
 
 
+@dataclass(eq=False, repr=False)
 class EpisodeRecorder:
     """Sends the requests of one episode to the router and keeps what comes back, token by token.
 
@@ -91,53 +92,38 @@ class EpisodeRecorder:
     become an environment span. A request that rewrites the history, or that continues it a second time, begins another
     rollout of the episode. Its whole history is then its prompt, so that no token is trained twice.
 
-    Args:
+    Attributes:
         router: answers the requests.
         prompt: what the episode is about.
-        sampling: of every answer; `num_samples` must be 1.
+        sampling: of every answer, where the agent asks for nothing else; `num_samples` must be 1.
         name: id of the episode; also the engine's key for the conversation.
         group_id: id of the episode's group.
         limits: see `EpisodeLimits`.
         decode: returns the text of token ids [n].
         vocab_size: ids that an agent gives must lie below it.
-
-    Attributes:
-        sampling: of every answer, where the agent asks for nothing else.
-        name: id of the episode.
         num_turns: requests that were answered or are under way, whether or not their answers are recorded.
         error: the error of the engine that ends the episode; None without one.
     """
 
-    def __init__(
-        self,
-        router: EngineRouter,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        *,
-        name: str,
-        group_id: str,
-        limits: EpisodeLimits,
-        decode: Callable[[Sequence[int]], str],
-        vocab_size: int = 2**31,
-    ) -> None:
-        self._router = router
-        self._prompt = prompt
-        self.sampling = sampling
-        self.name = name
-        self._group_id = group_id
-        self._limits = limits
-        self._decode = decode
-        self._vocab_size = vocab_size
-        self._branches: list[_Branch] = []
-        self._started = time.monotonic()
-        self._is_cut = False
-        self.num_turns = 0
-        self.error: EngineError | None = None
+    router: EngineRouter
+    prompt: Prompt
+    sampling: SamplingParams
+    _: KW_ONLY
+    name: str
+    group_id: str
+    limits: EpisodeLimits
+    decode: Callable[[Sequence[int]], str]
+    vocab_size: int = 2**31
+    num_turns: int = field(default=0, init=False)
+    error: EngineError | None = field(default=None, init=False)
+    _branches: list[_Branch] = field(default_factory=list, init=False)
+    _started: float = field(default_factory=time.monotonic, init=False)
+    _is_cut: bool = field(default=False, init=False)
 
     @property
     def token_ids(self) -> list[int]:
         """Tokens of the conversation that was continued last; those of the prompt before the first answer."""
-        return self._branches[-1].tokens if self._branches else self._prompt.token_ids.tolist()
+        return self._branches[-1].tokens if self._branches else self.prompt.token_ids.tolist()
 
     @property
     def num_answers(self) -> int:
@@ -169,20 +155,20 @@ class EpisodeRecorder:
         sampling = self._sampling_for(token_ids, overrides or {})
         # An engine that gets such a token fails, which would cost the run more than this episode.
         new = [*token_ids[len(self._branch_of(token_ids).tokens) :], *sampling.stop_token_ids]
-        strange = next((token for token in new if not 0 <= token < self._vocab_size), None)
+        strange = next((token for token in new if not 0 <= token < self.vocab_size), None)
         if strange is not None:
-            message = f"an agent used the token id {strange}, and the vocabulary has {self._vocab_size} tokens"
+            message = f"an agent used the token id {strange}, and the vocabulary has {self.vocab_size} tokens"
             raise DataError(message, hint="tokenize with the run's own tokenizer")
         self.num_turns += 1
         request = self.num_turns
         try:
-            [completion] = await self._router.generate(
-                np.array(token_ids, np.int32), sampling, conversation=self.name, group_id=self._group_id
+            [completion] = await self.router.generate(
+                np.array(token_ids, np.int32), sampling, conversation=self.name, group_id=self.group_id
             )
         except EngineError as error:
             self.error = error
             raise
-        is_own_limit = sampling.max_tokens < min(self.sampling.max_tokens, self._limits.max_length - len(token_ids))
+        is_own_limit = sampling.max_tokens < min(self.sampling.max_tokens, self.limits.max_length - len(token_ids))
         is_truncated = completion.finish_reason is FinishReason.LENGTH and not is_own_limit
         return Sampled(token_ids, completion, request, is_truncated)
 
@@ -213,20 +199,20 @@ class EpisodeRecorder:
             is_cut: the episode was ended by a limit of its own, not by the policy.
         """
         if not self._branches:
-            self._branches.append(_Branch([], [Span(SpanSource.PROMPT, self._prompt.token_ids)]))
+            self._branches.append(_Branch([], [Span(SpanSource.PROMPT, self.prompt.token_ids)]))
         rollouts = []
         for number, branch in enumerate(self._branches):
             name = self.name if len(self._branches) == 1 else f"{self.name}.{number}"
             is_last = number == len(self._branches) - 1
             reason = FinishReason.LENGTH if is_last and (is_cut or self._is_cut) else branch.finish_reason
-            text = self._decode([token for span in branch.spans[1:] for token in span.token_ids.tolist()])
-            rollout = Rollout(name, self._group_id, tuple(branch.spans), reason, text, routes=branch.routes)
+            text = self.decode([token for span in branch.spans[1:] for token in span.token_ids.tolist()])
+            rollout = Rollout(name, self.group_id, tuple(branch.spans), reason, text, routes=branch.routes)
             if verdict is not None:
                 rollout = dataclasses.replace(
                     rollout, verdict=self._verdict_for(rollout, branch, verdict, turn_rewards)
                 )
             rollouts.append(rollout)
-        return Episode(self.name, self._group_id, tuple(rollouts))
+        return Episode(self.name, self.group_id, tuple(rollouts))
 
     def _verdict_for(
         self, rollout: Rollout, branch: _Branch, verdict: Verdict, turn_rewards: Sequence[float]
@@ -245,7 +231,7 @@ class EpisodeRecorder:
         return dataclasses.replace(verdict, turn_rewards=tuple(sums.tolist()), earned_elsewhere=elsewhere)
 
     def _sampling_for(self, token_ids: Sequence[int], overrides: Mapping[str, Any]) -> SamplingParams:
-        limits = self._limits
+        limits = self.limits
         room = limits.max_length - len(token_ids)
         is_late = time.monotonic() - self._started > limits.max_seconds
         if room < 1 or self.num_turns >= limits.max_turns or is_late:

@@ -1,6 +1,7 @@
 """The workflow of one prompt and one answer."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
 
 
+@dataclass(eq=False, repr=False)
 class SingleTurn:
     """A `Workflow` of one turn: an episode is one rollout, which holds the prompt and the policy's answer.
 
@@ -17,14 +19,13 @@ class SingleTurn:
 
     All samples of a prompt go out as one request, so that the engine computes the prompt once.
 
-    Args:
+    Attributes:
         router: answers the requests.
         decode: returns the text of an answer's token ids [n], which include a stop token.
     """
 
-    def __init__(self, router: EngineRouter, decode: Callable[[np.ndarray], str]) -> None:
-        self.router = router
-        self._decode = decode
+    router: EngineRouter
+    decode: Callable[[np.ndarray], str]
 
     async def run(self, prompt: Prompt, sampling: SamplingParams, group_id: str) -> tuple[Episode, ...]:
         """See `Workflow.run`: episode and rollout `<group_id>/<number>` for each sample."""
@@ -33,7 +34,7 @@ class SingleTurn:
         episodes = []
         for index, completion in enumerate(completions):
             name = f"{group_id}/{index}"
-            text = before_stop(self._decode(completion.token_ids), sampling.stop)
+            text = before_stop(self.decode(completion.token_ids), sampling.stop)
             spans = (asked, *completion.spans)
             rollout = Rollout(name, group_id, spans, completion.finish_reason, text, routes=completion.routes)
             episodes.append(Episode(name, group_id, (rollout,)))
