@@ -233,7 +233,7 @@ def measure_variants(
             if variant["settings"].get("mps") and not mps:
                 daemon = MpsDaemon()
                 stack.callback(daemon.stop)
-                mps.update(daemon.environ)
+                mps.update(daemon.start())
             started = start_engines(variant["settings"], number, spec, sampling, mps)
             for engine in started:
                 stack.callback(engine.end)
