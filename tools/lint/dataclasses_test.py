@@ -6,9 +6,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # Their fields change while they live: counts, what is waited for, and the parts of something that is being built.
 CHANGING = {
-    "Absent", "Answer", "Asked", "BucketInitInfo", "BucketUpdateInfo", "CallError", "Client", "Draft", "Experience",
-    "GenerationCounts", "GroupMaker", "Job", "Reply", "Request", "RowErrors", "Sample", "Ticket", "_Branch", "_Place",
-    "_Request", "_Running", "_Session", "_Slot", "_Split", "_Work",
+    "Absent", "Answer", "Asked", "BucketInitInfo", "BucketUpdateInfo", "CallError", "Client", "Draft",
+    "EngineSupervisor", "EnvironmentAgent", "EpisodeRecorder", "Experience", "GatewaySession", "GenerationCounts",
+    "GroupMaker", "Job", "Reply", "Request", "RowErrors", "Sample", "Ticket", "_Branch", "_Place", "_Request",
+    "_Running", "_Session", "_Slot", "_Split", "_Work",
 }  # fmt: skip
 WITHOUT_SLOTS = {
     "BucketInitInfo", "BucketUpdateInfo", "CallError", "Client", "TokenBatch", "_Request", "_Split",

@@ -61,7 +61,7 @@ class _Place:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by who takes it to another state
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class EngineSupervisor:
     """Keeps engines running, and tells the router which of them can be used. Use it from one event loop.
 
@@ -99,6 +99,7 @@ class EngineSupervisor:
     updates: Counter[str] = field(default_factory=Counter, init=False)
     policy_version: int | None = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
+    _places: list[_Place] = field(init=False)
     _sending: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def __post_init__(self) -> None:

@@ -96,7 +96,7 @@ def fit_action(action: Any, space: Any) -> Any:
     return value
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class EnvironmentAgent:
     """Runs episodes of a policy in an environment: it answers, the environment steps, until that is done.
 

@@ -48,7 +48,7 @@ class Asked:
     is_delivered: bool = False
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class GatewaySession:
     """The gateway's session of one episode.
 
@@ -74,6 +74,7 @@ class GatewaySession:
     history: History
     parse: ParseCalls
     is_refused: bool = field(default=False, init=False)
+    _conversations: Conversations = field(init=False)
     _is_spent: bool = field(default=False, init=False)
     _is_closed: bool = field(default=False, init=False)
     # By the digest of the request.

@@ -34,7 +34,7 @@ _COLLECTIONS = (1, 5000)
 _CUT = Verdict(VerdictKind.WRONG, 0.0, detail="a limit ended the episode before its reward")
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class HostedAgent:
     """A `Workflow` that runs a user's agent in the processes of a pool.
 

@@ -84,7 +84,7 @@ class Sampled:
     is_truncated: bool
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class EpisodeRecorder:
     """Sends the requests of one episode to the router and keeps what comes back, token by token.
 

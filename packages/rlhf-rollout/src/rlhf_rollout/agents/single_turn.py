@@ -11,7 +11,7 @@ from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SingleTurn:
     """A `Workflow` of one turn: an episode is one rollout, which holds the prompt and the policy's answer.
 
