@@ -10,16 +10,16 @@ from rlhf_data.options.command_line import CommandLine, Parsed
 from rlhf_data.options.exits import with_flags
 from rlhf_train.algorithms.table import ALGORITHMS
 
-FP8 = ("--vllm_quantization", "fp8", "--bf16")
-GRPO = ("--advantage_estimator", "group_norm")
-SKIP = ("--old_logprobs", "skip", "--init_kl_coef", "0")
-ONE_UPDATE = ("--train_batch_size", "128")
-TAUGHT = ("--remote_rm_url", "None", "--teacher_model", "m")
-JUDGE = ("--judge_url", "http://127.0.0.1/v1", "--judge_model", "m")
-PAIRWISE = ("--remote_rm_url", "pairwise:r.txt")
-EACH = ("--remote_rm_url", "a.py,b.py", "--reward_normalize", "each")
-BY_TURN = ("--group_by", "turn")
-MODEL_ONLY = ("--remote_rm_url", "None", "--reward_pretrain", "m")
+FP8 = "--vllm_quantization fp8 --bf16"
+GRPO = "--advantage_estimator group_norm"
+SKIP = "--old_logprobs skip --init_kl_coef 0"
+ONE_UPDATE = "--train_batch_size 128"
+TAUGHT = "--remote_rm_url None --teacher_model m"
+JUDGE = "--judge_url http://127.0.0.1/v1 --judge_model m"
+PAIRWISE = "--remote_rm_url pairwise:r.txt"
+EACH = "--remote_rm_url a.py,b.py --reward_normalize each"
+BY_TURN = "--group_by turn"
+MODEL_ONLY = "--remote_rm_url None --reward_pretrain m"
 
 
 def ppo(*argv: str) -> Parsed[PpoConfig]:
@@ -29,113 +29,128 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
 @pytest.mark.parametrize(
     ("argv", "message", "hint"),
     [
-        # the policy loss
-        (["--clip_eps_low", "0.1", "--eps_clip", "0.1"], "--eps_clip and --clip_eps_low set the same", "give one"),
-        (["--eps_clip_low_high", "0.1", "0.2", "--clip_eps_high", "0.1"], "--clip_eps_high set the same", "give one"),
-        (["--dual_clip", "3", "--policy_loss_type", "gspo"], "--dual_clip 3 belongs to the PPO loss", "drop --dual_cl"),
-        (["--eps_clip_low_high", "1.2", "0.1"], "--eps_clip_low_high is 1.2; it must be below 1", "ppo --help` says"),
-        (["--eps_clip_low_high", "0.1", "-1"], "--eps_clip_low_high is -1; it must be at least 0", "ppo --help` says"),
+        # what is needed, batches, sampling
+        ("--pretrain m", "--prompt_data is missing", "add --prompt_data FILE.jsonl"),
+        ("--prompt_data p.jsonl", "--pretrain is missing", "--pretrain builtin"),
+        ("--pretrain m --prompt_data p.jsonl", "--remote_rm_url is missing", "reward_func(queries, prompts, labels)"),
+        # 32 x 4 = 128 samples; of the divisors of 128, 32 is the largest that is not above 48.
+        ("--train_batch_size 48", "does not divide the 128 samples of a step", "use --train_batch_size 32"),
+        ("--train_batch_size 256", "--train_batch_size is 256", "use --train_batch_size 128"),
+        ("--use_kl_loss --init_kl_coef 0", "the coefficient of the KL is 0", "set --init_kl_coef above 0"),
         (
-            ["--old_logprobs", "skip", *ONE_UPDATE],
+            "--top_p 0.9 --old_logprobs rollout",
+            "--top_p 0.9 samples from a part of the distribution, and --old_logprobs rollout compares",
+            "use --top_p 1",
+        ),
+        (
+            "--top_k 20 --is_correction_level token",
+            "--top_k 20 samples from a part of the distribution, and --is_correction_level token compares",
+            "--is_correction_level off",
+        ),
+        (
+            "--min_p 0.1 --old_logprobs rollout",
+            "--min_p 0.1 samples from a part of the distribution, and --old_logprobs rollout compares",
+            "use --min_p 0; or --old_logprobs recompute",
+        ),
+        (
+            "--repetition_penalty 1.2 --top_k 9 --is_correction_level sequence",
+            "--top_k 9 and --repetition_penalty 1.2 samples from a changed distribution, and --is_correction_level",
+            "use --top_k -1 --repetition_penalty 1; or",
+        ),
+        ("--repetition_penalty 0.9 --async_train", "--old_logprobs rollout compares", "--repetition_penalty 1"),
+        ("--top_p 0.9 --async_train", "--old_logprobs rollout compares", "or --old_logprobs recompute"),
+        ("--eval_temperature 0 --eval_n_samples_per_prompt 2", "greedy responses are all the same", "use 1"),
+        # the policy loss
+        ("--clip_eps_low 0.1 --eps_clip 0.1", "--eps_clip and --clip_eps_low set the same", "give one"),
+        ("--eps_clip_low_high 0.1 0.2 --clip_eps_high 0.1", "--clip_eps_high set the same", "give one"),
+        ("--dual_clip 3 --policy_loss_type gspo", "--dual_clip 3 belongs to the PPO loss", "drop --dual_cl"),
+        ("--eps_clip_low_high 1.2 0.1", "--eps_clip_low_high is 1.2; it must be below 1", "ppo --help` says"),
+        ("--eps_clip_low_high 0.1 -1", "--eps_clip_low_high is -1; it must be at least 0", "ppo --help` says"),
+        (
+            f"--old_logprobs skip {ONE_UPDATE}",
             "leaves nothing to compute the reward's KL penalty from",
             "add --use_kl_loss",
         ),
         # the KL
-        (
-            ["--kl_target", "0.1", "--init_kl_coef", "0"],
-            "--kl_target with --init_kl_coef 0",
-            "set --init_kl_coef above",
-        ),
-        (["--kl_unbiased_gradient"], "--use_kl_loss is off", "add --use_kl_loss"),
+        ("--kl_target 0.1 --init_kl_coef 0", "--kl_target with --init_kl_coef 0", "set --init_kl_coef above"),
+        ("--kl_unbiased_gradient", "--use_kl_loss is off", "add --use_kl_loss"),
         # corrections
         (
-            ["--is_correction_level", "token", "--old_logprobs", "rollout"],
+            "--is_correction_level token --old_logprobs rollout",
             "with --old_logprobs rollout the ratio of PPO clip is current / engine",
             "use --is_correction_mode mask, or --old_logprobs recompute",
         ),
         (
-            [*SKIP, *ONE_UPDATE, "--is_correction_level", "token", "--is_correction_mode", "mask"],
+            f"{SKIP} {ONE_UPDATE} --is_correction_level token --is_correction_mode mask",
             "an importance correction needs the trainer's log-probs before the update",
             "use --old_logprobs recompute",
         ),
-        (["--vllm_quantization", "fp8"], "--vllm_quantization fp8 rounds bfloat16 weights", "add --bf16"),
-        (["--is_correction_threshold", "2", "1"], "--is_correction_threshold is 2 1", "LOW before HIGH"),
-        (["--is_correction_threshold", "-1", "3"], "--is_correction_threshold is -1 3", "LOW before HIGH"),
+        ("--vllm_quantization fp8", "--vllm_quantization fp8 rounds bfloat16 weights", "add --bf16"),
+        ("--is_correction_threshold 2 1", "--is_correction_threshold is 2 1", "LOW before HIGH"),
+        ("--is_correction_threshold -1 3", "--is_correction_threshold is -1 3", "LOW before HIGH"),
         # rewards
-        (["--remote_rm_url", "None"], "--remote_rm_url is missing", "or --reward_pretrain MODEL"),
-        (["--reward_weights", "1,2"], "2 weights for 1 rewards", "give one weight per reward"),
-        (["--reward_weights", "much"], "--reward_weights is much; it must be numbers", ""),
-        (["--reward_weights", "-1,1"], "--reward_weights: `-1,1` begins with `-`", "write --reward_weights=-1,1"),
-        (["--reward_weights", "inf"], "--reward_weights is inf; it must be numbers", ""),
-        (["--reward_by_turn", "--running_reward_norm"], "and --reward_by_turn gives several", "drop one of them"),
-        (["--reward_clip_range", "1", "1"], "--reward_clip_range is 1 1", "LOW before HIGH"),
-        (["--reward_clip_range", "1", "2", "3"], "--reward_clip_range is 1 2 3; it must be 2 numbers", ""),
-        (["--reward_clip_range", "-10"], "--reward_clip_range: -10 is one number, which must be above 0", "LOW HIGH"),
-        (["--reward_clip_range", "0"], "--reward_clip_range: 0 is one number", "LOW HIGH"),
-        (["--reward_clip_range", "nan"], "--reward_clip_range: nan is one number", "LOW HIGH"),
-        (["--reward_clip_range", "wide"], "--reward_clip_range is wide; it must be a number", ""),
-        (["--overlong_buffer_len", "33"], "is 33 of the 32 tokens", "give 1 to 32 tokens"),
-        (["--overlong_buffer_len", "0.01"], "--overlong_buffer_len 0.01 is 0 of the 32 tokens", "give 1 to 32"),
-        (["--stop_properly_penalty_coef", "1.5"], "it must be at most 1", ""),
+        ("--remote_rm_url None", "--remote_rm_url is missing", "or --reward_pretrain MODEL"),
+        ("--reward_weights 1,2", "2 weights for 1 rewards", "give one weight per reward"),
+        ("--reward_weights much", "--reward_weights is much; it must be numbers", ""),
+        ("--reward_weights -1,1", "--reward_weights: `-1,1` begins with `-`", "write --reward_weights=-1,1"),
+        ("--reward_weights inf", "--reward_weights is inf; it must be numbers", ""),
+        ("--reward_by_turn --running_reward_norm", "and --reward_by_turn gives several", "drop one of them"),
+        ("--reward_clip_range 1 1", "--reward_clip_range is 1 1", "LOW before HIGH"),
+        ("--reward_clip_range 1 2 3", "--reward_clip_range is 1 2 3; it must be 2 numbers", ""),
+        ("--reward_clip_range -10", "--reward_clip_range: -10 is one number, which must be above 0", "LOW HIGH"),
+        ("--reward_clip_range 0", "--reward_clip_range: 0 is one number", "LOW HIGH"),
+        ("--reward_clip_range nan", "--reward_clip_range: nan is one number", "LOW HIGH"),
+        ("--reward_clip_range wide", "--reward_clip_range is wide; it must be a number", ""),
+        ("--overlong_buffer_len 33", "is 33 of the 32 tokens", "give 1 to 32 tokens"),
+        ("--overlong_buffer_len 0.01", "--overlong_buffer_len 0.01 is 0 of the 32 tokens", "give 1 to 32"),
+        ("--stop_properly_penalty_coef 1.5", "it must be at most 1", ""),
         (PAIRWISE, "--judge_url is missing: a judge scores", "give --judge_url https://HOST/v1 and --judge_model NAME"),
-        (["--reward_normalize", "each"], "there are 1 rewards and 4 responses per prompt", "give several rewards"),
+        ("--reward_normalize each", "there are 1 rewards and 4 responses per prompt", "give several rewards"),
         (
-            [*EACH, "--n_samples_per_prompt", "1"],
+            f"{EACH} --n_samples_per_prompt 1",
             "there are 2 rewards and 1 responses per prompt",
             "--n_samples_per_prompt 4",
         ),
         *(
-            ([*EACH, f"--{name}", *value], f"--{name} changes the sum of the rewards", "drop one of them")
-            for name, *value in (
-                ["running_reward_norm"],
-                ["reward_clip_range", "5"],
-                ["overlong_buffer_len", "8"],
-                ["stop_properly_penalty_coef", "0.5"],
+            (f"{EACH} --{flag}", f"--{flag.split()[0]} changes the sum of the rewards", "drop one of them")
+            for flag in (
+                "running_reward_norm",
+                "reward_clip_range 5",
+                "overlong_buffer_len 8",
+                "stop_properly_penalty_coef 0.5",
             )
         ),
         (BY_TURN, "and PPO has no baseline of a group", "use --advantage_estimator group_norm, dr_grpo"),
-        ([*GRPO, *BY_TURN, "--gamma", "0.9"], "and --gamma 0.9 discounts by token", "--turn_gamma, and drop --gamma"),
-        ([*GRPO, *BY_TURN, *EACH], "turn by turn, and --reward_normalize each compares those of whole", "drop one"),
+        (f"{GRPO} {BY_TURN} --gamma 0.9", "and --gamma 0.9 discounts by token", "--turn_gamma, and drop --gamma"),
+        (f"{GRPO} {BY_TURN} {EACH}", "turn by turn, and --reward_normalize each compares those of whole", "drop one"),
         (
-            [*GRPO, *BY_TURN, "--reward_normalize", "none"],
+            f"{GRPO} {BY_TURN} --reward_normalize none",
             "turn by turn, and --reward_normalize none compares none",
             "drop one of them",
         ),
-        ([*EACH, "--no_advantage_std_norm"], "--no_advantage_std_norm forbids it", "drop one of them"),
-        (
-            [*PAIRWISE, *JUDGE, "--n_samples_per_prompt", "1"],
-            "a pairwise judge compares",
-            "judge:FILE",
-        ),
+        (f"{EACH} --no_advantage_std_norm", "--no_advantage_std_norm forbids it", "drop one of them"),
+        (f"{PAIRWISE} {JUDGE} --n_samples_per_prompt 1", "a pairwise judge compares", "judge:FILE"),
         # dynamic sampling
         (
-            ["--dynamic_filtering", "--dynamic_filtering_reward_range", "1", "0"],
+            "--dynamic_filtering --dynamic_filtering_reward_range 1 0",
             "--dynamic_filtering_reward_range is 1 0",
             "LOW before HIGH",
         ),
         # the teacher
-        ([*TAUGHT, "--dynamic_filtering"], "--dynamic_filtering compares scores, and nothing", "--reward_weights 0"),
-        ([*TAUGHT, "--best_metric_key", "eval/accuracy"], "--best_metric_key compares scores", "add --remote_rm_url"),
-        (
-            [*TAUGHT, "--init_kl_coef", "0", "--old_logprobs", "skip", *ONE_UPDATE],
-            "the teacher's log-probs",
-            "recompute",
-        ),
-        (["--teacher_coef", "0", *TAUGHT], "--teacher_coef is 0; it must be above 0", ""),
+        (f"{TAUGHT} --dynamic_filtering", "--dynamic_filtering compares scores, and nothing", "--reward_weights 0"),
+        (f"{TAUGHT} --best_metric_key eval/accuracy", "--best_metric_key compares scores", "add --remote_rm_url"),
+        (f"{TAUGHT} --init_kl_coef 0 --old_logprobs skip {ONE_UPDATE}", "the teacher's log-probs", "recompute"),
+        (f"--teacher_coef 0 {TAUGHT}", "--teacher_coef is 0; it must be above 0", ""),
         # training, evaluation, placement
-        ([*GRPO, "--freezing_actor_steps", "3"], "GRPO (group_norm) has none", "--advantage_estimator gae"),
-        (["--ema_beta", "1", "--enable_ema"], "--ema_beta is 1; it must be below 1", ""),
-        (
-            ["--eval_data", "None", "--best_metric_key", "eval/pass@1"],
-            "--eval_data is missing",
-            "add --eval_data FILE.jsonl",
-        ),
-        (["--ref_num_nodes", "-1"], "--ref_num_nodes is -1; it must be at least 0", ""),
+        (f"{GRPO} --freezing_actor_steps 3", "GRPO (group_norm) has none", "--advantage_estimator gae"),
+        ("--ema_beta 1 --enable_ema", "--ema_beta is 1; it must be below 1", ""),
+        ("--eval_data None --best_metric_key eval/pass@1", "--eval_data is missing", "add --eval_data FILE.jsonl"),
+        ("--ref_num_nodes -1", "--ref_num_nodes is -1; it must be at least 0", ""),
     ],
 )
 def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint):
     with pytest.raises(ConfigError) as caught:
-        ppo(*argv)
+        ppo(*argv.split())
     text, _, given_hint = with_flags(str(caught.value)).partition("\n\nhint: ")
     assert message in text
     assert hint in given_hint
@@ -144,119 +159,128 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
 @pytest.mark.parametrize(
     ("argv", "notice"),
     [
-        (["--policy_loss_type", "gspo"], "--policy_loss_type gspo clips the ratio to 1 - 0.0003 and 1 + 0.0004"),
-        (["--policy_loss_type", "gspo", "--eps_clip", "0.2"], "--policy_loss_type gspo: the mean ratio of a response"),
-        (["--policy_loss_type", "cispo"], "--policy_loss_type cispo: --clip_eps_high is 0.2; its paper tunes it"),
-        (["--policy_loss_type", "cispo", "--clip_eps_low", "0.5"], "--policy_loss_type cispo: --clip_eps_high is 0.2"),
+        ("--policy_loss_type gspo", "--policy_loss_type gspo clips the ratio to 1 - 0.0003 and 1 + 0.0004"),
+        ("--policy_loss_type gspo --eps_clip 0.2", "--policy_loss_type gspo: the mean ratio of a response"),
+        ("--policy_loss_type cispo", "--policy_loss_type cispo: --clip_eps_high is 0.2; its paper tunes it"),
+        ("--policy_loss_type cispo --clip_eps_low 0.5", "--policy_loss_type cispo: --clip_eps_high is 0.2"),
+        ("--policy_loss_type reinforce --eps_clip 0.1", "--eps_clip has no effect: --policy_loss_type reinf"),
         (
-            ["--policy_loss_type", "reinforce", "--eps_clip", "0.1"],
-            "--eps_clip has no effect: --policy_loss_type reinf",
-        ),
-        (  # 32 x 4 = 128 samples / 64 = 2 updates
-            ["--policy_loss_type", "reinforce"],
+            "--policy_loss_type reinforce",
             "--policy_loss_type reinforce does not use the policy ratio, so nothing corrects for samples of an older",
         ),
-        ([*SKIP, *ONE_UPDATE, "--eps_clip", "0.1"], "--eps_clip has no effect: with one update per step the policy"),
-        ([*SKIP[2:], *ONE_UPDATE, "--dual_clip", "3"], "--dual_clip has no effect: with one update per step the"),
-        (["--lora_alpha", "8"], "--lora_alpha has no effect: --lora_rank is 0"),
-        (["--lora_rank", "8", "--ref_num_nodes", "2"], "--ref_num_nodes has no effect: with --lora_rank the reference"),
-        (["--kl_horizon", "500"], "--kl_horizon has no effect: there is no --kl_target"),
-        (["--teacher_coef", "2"], "--teacher_coef has no effect: there is no --teacher_model"),
-        (["--teacher_num_nodes", "2"], "--teacher_num_nodes has no effect: there is no --teacher_model"),
-        ([*TAUGHT, "--running_reward_norm"], "--running_reward_norm has no effect: there is no reward, only --teacher"),
-        ([*TAUGHT], "PPO (gae) trains a critic, and without a reward it has nothing to predict but penalties"),
-        ([*GRPO, "--bootstrap_truncated"], "--bootstrap_truncated has no effect: GRPO (group_norm) has no critic"),
-        ([*GRPO, "--save_value_network"], "--save_value_network has no effect: GRPO (group_norm) has no critic"),
-        ([*GRPO, "--critic_pretrain", "m"], "--critic_pretrain has no effect: GRPO (group_norm) has no critic"),
+        (f"{SKIP} {ONE_UPDATE} --eps_clip 0.1", "--eps_clip has no effect: with one update per step the policy"),
+        (f"--init_kl_coef 0 {ONE_UPDATE} --dual_clip 3", "--dual_clip has no effect: with one update per step the"),
+        ("--lora_alpha 8", "--lora_alpha has no effect: --lora_rank is 0"),
+        ("--lora_rank 8 --ref_num_nodes 2", "--ref_num_nodes has no effect: with --lora_rank the reference"),
+        ("--kl_horizon 500", "--kl_horizon has no effect: there is no --kl_target"),
+        ("--teacher_coef 2", "--teacher_coef has no effect: there is no --teacher_model"),
+        ("--teacher_num_nodes 2", "--teacher_num_nodes has no effect: there is no --teacher_model"),
+        (f"{TAUGHT} --running_reward_norm", "--running_reward_norm has no effect: there is no reward, only --teacher"),
+        (TAUGHT, "PPO (gae) trains a critic, and without a reward it has nothing to predict but penalties"),
+        (f"{GRPO} --bootstrap_truncated", "--bootstrap_truncated has no effect: GRPO (group_norm) has no critic"),
+        (f"{GRPO} --save_value_network", "--save_value_network has no effect: GRPO (group_norm) has no critic"),
+        (f"{GRPO} --critic_pretrain m", "--critic_pretrain has no effect: GRPO (group_norm) has no critic"),
         (
-            ["--old_logprobs", "rollout", "--is_correction_level", "token", "--is_correction_mode", "mask"],
+            "--old_logprobs rollout --is_correction_level token --is_correction_mode mask",
             "--old_logprobs rollout saves no forward pass with --is_correction_level token",
         ),
-        (["--is_correction_mode", "mask"], "--is_correction_mode has no effect: --is_correction_level is off"),
-        (["--is_correction_threshold", "0", "3"], "--is_correction_threshold has no effect: --is_correction_level is"),
-        (["--step_separator", "."], "--step_separator has no effect: there is no --reward_pretrain"),
-        ([*MODEL_ONLY, "--reward_by_turn"], "--reward_by_turn has no effect: there is no --agent_func_path"),
-        ([*GRPO, *BY_TURN], "--group_by has no effect: there is no --agent_func_path"),
-        (["--turn_gamma", "0.5"], "--turn_gamma has no effect: there is no --agent_func_path"),
-        ([*MODEL_ONLY, "--reward_timeout_s", "3"], "--reward_timeout_s has no effect: no reward function or server"),
-        ([*MODEL_ONLY, "--reward_num_workers", "3"], "--reward_num_workers has no effect: no reward function scores"),
-        (["--reward_normalize", "none"], "--reward_normalize has no effect: PPO (gae) compares no rewards within a"),
-        ([*PAIRWISE, *JUDGE], "accuracy and pass@k follow the judge, r: a score of at least 1"),
-        ([*PAIRWISE, *JUDGE], "the mean reward of a pairwise judge is always 0.5"),
-        (["--judge_model", "m"], "--judge_model has no effect: no judge scores"),
-        ([*GRPO, "--running_reward_norm"], "--running_reward_norm has no effect: GRPO (group_norm) shifts and scales"),
-        ([*MODEL_ONLY], "accuracy and pass@k follow the reward model, m: a score of at least 1 (--success_threshold)"),
+        ("--is_correction_mode mask", "--is_correction_mode has no effect: --is_correction_level is off"),
+        ("--is_correction_threshold 0 3", "--is_correction_threshold has no effect: --is_correction_level is"),
+        ("--step_separator .", "--step_separator has no effect: there is no --reward_pretrain"),
+        (f"{MODEL_ONLY} --reward_by_turn", "--reward_by_turn has no effect: there is no --agent_func_path"),
+        (f"{GRPO} {BY_TURN}", "--group_by has no effect: there is no --agent_func_path"),
+        ("--turn_gamma 0.5", "--turn_gamma has no effect: there is no --agent_func_path"),
+        (f"{MODEL_ONLY} --reward_timeout_s 3", "--reward_timeout_s has no effect: no reward function or server"),
+        (f"{MODEL_ONLY} --reward_num_workers 3", "--reward_num_workers has no effect: no reward function scores"),
+        ("--reward_normalize none", "--reward_normalize has no effect: PPO (gae) compares no rewards within a"),
+        (f"{PAIRWISE} {JUDGE}", "accuracy and pass@k follow the judge, r: a score of at least 1"),
+        (f"{PAIRWISE} {JUDGE}", "the mean reward of a pairwise judge is always 0.5"),
+        ("--judge_model m", "--judge_model has no effect: no judge scores"),
+        (f"{GRPO} --running_reward_norm", "--running_reward_norm has no effect: GRPO (group_norm) shifts and scales"),
+        (MODEL_ONLY, "accuracy and pass@k follow the reward model, m: a score of at least 1 (--success_threshold)"),
         (
-            ["--remote_rm_url", "a/b.py,c.py", "--success_threshold", "0.5"],
+            "--remote_rm_url a/b.py,c.py --success_threshold 0.5",
             "accuracy and pass@k follow the first of 2 rewards, b: a score of at least 0.5 (--success_threshold) counts"
             " as right, unless it says so itself",
         ),
         (
-            [*MODEL_ONLY, "--dynamic_filtering"],
+            f"{MODEL_ONLY} --dynamic_filtering",
             "--dynamic_filtering leaves out prompts whose responses all have the same",
         ),
+        ("--reward_batch_size 3", "--reward_batch_size has no effect: no own function, server or model scores"),
+        ("--overlong_penalty_factor 2", "--overlong_penalty_factor has no effect: there is no --overlong_buffer"),
+        ("--stop_properly_penalty_coef 1", "--stop_properly_penalty_coef has no effect"),
+        ("--dynamic_filtering_max_batches 3", "--dynamic_filtering_max_batches has no effect: --dynamic_filtering"),
+        ("--dynamic_filtering_reward_range 0 1", "--dynamic_filtering_reward_range has no effect"),
+        ("--mask_stale 0", "--mask_stale has no effect: no token is more than 0 steps old"),
         (
-            ["--reward_batch_size", "3"],
-            "--reward_batch_size has no effect: no own function, server or model scores",
-        ),
-        (["--overlong_penalty_factor", "2"], "--overlong_penalty_factor has no effect: there is no --overlong_buffer"),
-        (["--stop_properly_penalty_coef", "1"], "--stop_properly_penalty_coef has no effect"),
-        (
-            ["--dynamic_filtering_max_batches", "3"],
-            "--dynamic_filtering_max_batches has no effect: --dynamic_filtering",
-        ),
-        (["--dynamic_filtering_reward_range", "0", "1"], "--dynamic_filtering_reward_range has no effect"),
-        (["--mask_stale", "0"], "--mask_stale has no effect: no token is more than 0 steps old"),
-        (
-            [*GRPO, "--early_forwards", "--init_kl_coef", "0", "--old_logprobs", "rollout"],
+            f"{GRPO} --early_forwards --init_kl_coef 0 --old_logprobs rollout",
             "--early_forwards has no effect: no model runs before the update",
         ),
         (
-            ["--mask_stale", "2", "--async_train", "--max_staleness", "2"],
+            "--mask_stale 2 --async_train --max_staleness 2",
             "--mask_stale has no effect: no token is more than 2 steps old",
         ),
         (
-            ["--async_train", "--old_logprobs", "recompute"],
+            "--async_train --old_logprobs recompute",
             "--async_train trains on tokens of older weights, and nothing corrects for their probabilities:"
             " --is_correction_level token or --old_logprobs rollout does",
         ),
         (
-            ["--async_train", "--policy_loss_type", "reinforce", "--old_logprobs", "rollout", *ONE_UPDATE],
+            f"--async_train --policy_loss_type reinforce --old_logprobs rollout {ONE_UPDATE}",
             "--async_train trains on tokens of older weights, and nothing corrects for their probabilities:"
             " --is_correction_level token does",
         ),
         (
-            [*FP8],
+            FP8,
             "--vllm_quantization fp8 samples tokens from rounded weights: --is_correction_level is token, which"
             " corrects for it",
         ),
         (
-            [*FP8, "--is_correction_level", "off", "--old_logprobs", "recompute"],
+            f"{FP8} --is_correction_level off --old_logprobs recompute",
             "--vllm_quantization fp8 samples tokens from rounded weights, and nothing corrects for their probabilities:"
             " --is_correction_level token or --old_logprobs rollout does",
         ),
-        (["--ema_beta", "0.9"], "--ema_beta has no effect: --enable_ema is off"),
-        (["--eval_data", "None", "--source_key", "set"], "--source_key has no effect: there is no --eval_data"),
+        ("--ema_beta 0.9", "--ema_beta has no effect: --enable_ema is off"),
+        ("--eval_data None --source_key set", "--source_key has no effect: there is no --eval_data"),
         (
-            ["--best_metric_key", "eval/pass@1", "--eval_steps", "-1"],
+            "--best_metric_key eval/pass@1 --eval_steps -1",
             "--best_metric_key can only choose between the first and the last evaluation",
         ),
-        (["--best_metric_key", "eval/truncated"], "--best_metric_key eval/truncated keeps the highest value"),
-        (["--best_metric_key", "eval/a/response_tokens"], "--best_metric_key eval/a/response_tokens keeps the highest"),
-        (["--reward_num_nodes", "2"], "--reward_num_nodes has no effect: there is no --reward_pretrain"),
-        (["--colocate_critic_reward"], "--colocate_critic_reward has no effect: there is no --reward_pretrain"),
+        ("--best_metric_key eval/truncated", "--best_metric_key eval/truncated keeps the highest value"),
+        ("--best_metric_key eval/a/response_tokens", "--best_metric_key eval/a/response_tokens keeps the highest"),
+        ("--reward_num_nodes 2", "--reward_num_nodes has no effect: there is no --reward_pretrain"),
+        ("--colocate_critic_reward", "--colocate_critic_reward has no effect: there is no --reward_pretrain"),
         (
-            [*GRPO, "--reward_pretrain", "m", "--colocate_critic_reward"],
+            f"{GRPO} --reward_pretrain m --colocate_critic_reward",
             "--colocate_critic_reward has no effect: GRPO (group_norm) has no critic",
         ),
         (
-            ["--reward_pretrain", "m", "--colocate_critic_reward", "--colocate_all_models"],
+            "--reward_pretrain m --colocate_critic_reward --colocate_all_models",
             "--colocate_critic_reward has no effect: --colocate_all_models includes it",
         ),
+        ("--advantage_estimator group_norm --lambd 0.9", "--lambd has no effect: GRPO (group_norm) has no"),
+        ("--advantage_estimator group_norm --critic_learning_rate 1", "--critic_learning_rate has no effect"),
+        ("--advantage_estimator rloo --no_advantage_std_norm", "--no_advantage_std_norm has no effect: RLOO"),
+        ("--init_kl_coef 0 --kl_estimator k2", "--kl_estimator has no effect: --init_kl_coef is 0"),
+        ("--overlap_comm", "--overlap_comm has no effect: --zero_stage is 2"),
+        ("--lr_scheduler linear --min_lr_ratio 0", "--min_lr_ratio has no effect: --lr_scheduler is linear"),
+        (
+            "--eval_data None --eval_steps 5",
+            "--eval_steps has no effect: there is no --eval_data",
+        ),
+        ("--colocate_all_models --colocate_actor_ref", "--colocate_actor_ref has no effect"),
+        ("--vllm_enable_sleep", "--vllm_enable_sleep has no effect: --colocate_all_models is off, so"),
+        ("--deepspeed_enable_sleep", "--deepspeed_enable_sleep has no effect: --colocate_all_models is off, so"),
+        ("--top_p 0.9", "--top_p 0.9 samples from a part of the distribution"),
+        ("--min_p 0.1", "--min_p 0.1 samples from a part of the distribution, and the trainer's log-probs"),
+        ("--repetition_penalty 1.1", "--repetition_penalty 1.1 samples from a changed distribution"),
+        ("--init_kl_coef 0 --ref_reward_offload", "--ref_reward_offload has no effect: all models of this run"),
+        ("--lora_rank 2 --ref_reward_offload", "--ref_reward_offload has no effect: all models of this run"),
     ],
 )
 def test_check_ppo_what_has_no_effect_is_a_notice(argv, notice):
-    notices = ppo(*argv).notices
+    notices = ppo(*argv.split()).notices
     assert [text for text in notices if text.startswith(notice)], notices
     assert len(notices) == len(set(notices))
 
@@ -264,44 +288,48 @@ def test_check_ppo_what_has_no_effect_is_a_notice(argv, notice):
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--policy_loss_type", "gspo", "--clip_eps_high", "0.001"],
-        ["--policy_loss_type", "cispo", "--clip_eps_high", "0.3"],
-        [*GRPO, "--running_reward_norm", "--reward_clip_range", "1"],
-        [*GRPO, "--running_reward_norm", "--no_advantage_std_norm"],
-        ["--running_reward_norm", "--dynamic_filtering"],
-        ["--best_metric_key", "eval/accuracy"],
-        ["--policy_loss_type", "reinforce", *ONE_UPDATE],
-        [*SKIP, *ONE_UPDATE],
-        ["--old_logprobs", "rollout"],
-        ["--async_train"],
-        ["--async_train", "--max_staleness", "2", "--mask_stale", "1", "--old_logprobs", "rollout"],
-        ["--async_train", "--is_correction_level", "token"],
-        ["--async_train", "--max_staleness", "0"],
-        ["--use_kl_loss", "--kl_unbiased_gradient"],
-        ["--kl_target", "0.1", "--kl_horizon", "500"],
-        ["--is_correction_level", "sequence", "--is_correction_mode", "mask", "--is_correction_threshold", "0.5", "2"],
-        ["--overlong_buffer_len", "32", "--overlong_penalty_factor", "2"],
+        "--policy_loss_type gspo --clip_eps_high 0.001",
+        "--policy_loss_type cispo --clip_eps_high 0.3",
+        f"{GRPO} --running_reward_norm --reward_clip_range 1",
+        f"{GRPO} --running_reward_norm --no_advantage_std_norm",
+        "--running_reward_norm --dynamic_filtering",
+        "--best_metric_key eval/accuracy",
+        f"--policy_loss_type reinforce {ONE_UPDATE}",
+        f"{SKIP} {ONE_UPDATE}",
+        "--old_logprobs rollout",
+        "--async_train",
+        "--async_train --max_staleness 2 --mask_stale 1 --old_logprobs rollout",
+        "--async_train --is_correction_level token",
+        "--async_train --max_staleness 0",
+        "--use_kl_loss --kl_unbiased_gradient",
+        "--kl_target 0.1 --kl_horizon 500",
+        "--is_correction_level sequence --is_correction_mode mask --is_correction_threshold 0.5 2",
+        "--overlong_buffer_len 32 --overlong_penalty_factor 2",
         # models that do not exist, or live with the policy
-        ["--ref_num_nodes", "0"],
-        ["--critic_num_gpus_per_node", "0"],
-        ["--reward_num_nodes", "0", "--reward_num_gpus_per_node", "0"],
-        [*GRPO, "--critic_num_nodes", "0", "--critic_num_gpus_per_node", "0"],
-        ["--init_kl_coef", "0", "--ref_num_nodes", "0", "--ref_num_gpus_per_node", "0"],
+        "--ref_num_nodes 0",
+        "--critic_num_gpus_per_node 0",
+        "--reward_num_nodes 0 --reward_num_gpus_per_node 0",
+        f"{GRPO} --critic_num_nodes 0 --critic_num_gpus_per_node 0",
+        "--init_kl_coef 0 --ref_num_nodes 0 --ref_num_gpus_per_node 0",
+        *(f"--advantage_estimator {name} --critic_pretrain None --critic_learning_rate 9e-6" for name in ALGORITHMS),
         *(
-            ["--advantage_estimator", name, "--critic_pretrain", "None", "--critic_learning_rate", "9e-6"]
-            for name in ALGORITHMS
+            f"--ref_reward_offload {others}"
+            for others in ("", "--init_kl_coef 0 --teacher_model t", "--lora_rank 2 --teacher_model t")
         ),
     ],
-    ids=" ".join,
+    ids=str,
 )
 def test_check_ppo_what_works_gives_no_notice(argv):
-    assert ppo(*argv).notices == ()
+    assert ppo(*argv.split()).notices == ()
 
 
 def test_check_ppo_reward_model_options_have_effect_with_one():
-    argv = [*MODEL_ONLY, "--reward_batch_size", "8", "--reward_num_gpus_per_node", "2"]
+    argv = f"{MODEL_ONLY} --reward_batch_size 8 --reward_num_gpus_per_node 2".split()
     assert [notice for notice in ppo(*argv).notices if "no effect" in notice] == []
-    argv = [*MODEL_ONLY, "--dynamic_filtering", "--dynamic_filtering_reward_range", "0", "1"]
+    for others in ("--init_kl_coef 0", "--lora_rank 2"):
+        notices = ppo(*f"{MODEL_ONLY} --ref_reward_offload {others}".split()).notices
+        assert [notice for notice in notices if "ref_reward_offload" in notice] == []
+    argv = f"{MODEL_ONLY} --dynamic_filtering --dynamic_filtering_reward_range 0 1".split()
     assert [notice for notice in ppo(*argv).notices if "--dynamic_filtering" in notice] == []
 
 

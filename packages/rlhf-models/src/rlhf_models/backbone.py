@@ -12,12 +12,11 @@ from rlhf_models.attention.packed import (
     PACKED_ATTENTION,
     PACKED_ATTENTIONS,
     UNPACKED,
-    bounds_arguments,
     forwarding,
     packed_arguments,
 )
 from rlhf_models.attention.sequence_parallel import SequenceGroup, SequencePart, check_heads
-from rlhf_models.attention.shared_prompts import SharedPrompts
+from rlhf_models.attention.shared_prompts import SharedPrompts, bounds_arguments
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.pack_graph import PackGraph, can_be_replayed
 

@@ -14,7 +14,7 @@ from rlhf_data.errors import ConfigError, DataError
 from rlhf_models.attention import flash
 from rlhf_models.attention import packed as attention
 from rlhf_models.attention.packed import PACKED_ATTENTION, check_shares_prompts, packed_attention
-from rlhf_models.attention.shared_prompts import Layout, SharedPrompts, attend, attend_group_by_group
+from rlhf_models.attention.shared_prompts import SharedPrompts, attend, attend_group_by_group
 from rlhf_models.batch import TokenBatch
 from rlhf_models.critic import Critic
 from rlhf_models.loading import load_actor
@@ -34,10 +34,10 @@ def test_each_prompt_is_stored_once_and_before_all_responses():
     a, c, b = [0, 1, 2], [3, 4], [5]
     places = [[*a, 6, 7], c, [*a, 8], [*b, 14, 15, 16, 17], [*c, 11, 12, 13], [*a, 9, 10]]
     assert shared.stored_at.tolist() == [at for own in places for at in own]
-    assert shared.bounds.tolist() == [0, 3, 5, 6, 8, 9, 11, 11, 14, 18]
-    assert shared.prompt_bounds.tolist() == [0, 3, 5, 6]
-    assert shared.group_bounds.tolist() == [0, 5, 8, 12]
-    assert (shared.num_prompt_tokens, shared.longest, shared.longest_prompt, shared.longest_group) == (6, 4, 3, 5)
+    assert shared.layout.bounds.tolist() == [0, 3, 5, 6, 8, 9, 11, 11, 14, 18]
+    assert shared.layout.prompt_bounds.tolist() == [0, 3, 5, 6]
+    assert shared.layout.group_bounds.tolist() == [0, 5, 8, 12]
+    assert shared.layout[3:] == (6, 4, 3, 5)
 
 
 def test_equal_tokens_are_shared_only_as_prompts_of_equal_length():
@@ -72,15 +72,11 @@ def tensors(dtype=torch.float64):
     return [torch.randn(1, heads, 18, 8, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
 
 
-def layout_of(shared):
-    return Layout(**{name: getattr(shared, name) for name in Layout._fields})
-
-
 @pytest.mark.parametrize("scale", [None, 0.7])
 def test_attention_group_by_group_equals_one_mask_with_gradients(scale):
     shared = SharedPrompts.of(TOKENS, PROMPT_LENGTHS)
     inputs, others = tensors(), tensors()
-    output = attend_group_by_group(*inputs, layout_of(shared), scale=scale)
+    output = attend_group_by_group(*inputs, shared.layout, scale=scale)
     expected = dense(*others, scale)
     torch.testing.assert_close(output, expected, atol=1e-12, rtol=0)
     weights = torch.randn_like(expected)
@@ -171,7 +167,7 @@ def version(request, monkeypatch):
 
 @pytest.mark.parametrize("scale", [None, 0.7])
 def test_two_calls_of_the_kernel_make_one_attention_with_gradients(version, scale):
-    layout = layout_of(SharedPrompts.of(TOKENS, PROMPT_LENGTHS))
+    layout = SharedPrompts.of(TOKENS, PROMPT_LENGTHS).layout
     inputs = tensors(torch.float32)
     others = [tensor.detach().double().requires_grad_() for tensor in inputs]
     rows = [tensor[0].transpose(0, 1) for tensor in inputs]

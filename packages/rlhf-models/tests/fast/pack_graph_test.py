@@ -241,7 +241,7 @@ def test_passes_whose_graphs_cannot_be_captured_are_run_as_they_come(folder, cap
 
     monkeypatch.setattr(pack_graph, "capture", fail)
     backbone, sums = graphed(folder)
-    backbone.pack_graph._uses_graphs = True
+    backbone.pack_graph.uses_graphs = True
     for _ in range(2):
         assert learn(backbone, packed(30, 30)).shape[1] == 60
     assert caplog.text.count("no memory") == 1
@@ -252,7 +252,7 @@ def test_graphs_beside_which_a_plain_pass_does_not_fit_are_given_up(folder, capl
     # Each takes 10 MiB: three times 10 are within 50 of 1.5 times what is left, four are not.
     monkeypatch.setattr(pack_graph, "capture", lambda warm_up, passes, pool: (10 << 20, 50 << 20))
     backbone, _ = graphed(folder)
-    backbone.pack_graph._uses_graphs = True
+    backbone.pack_graph.uses_graphs = True
     for total in (60, 40, 44, 48, 52):
         learn(backbone, packed(total))
     assert sizes(backbone) == [NUM_TOKENS, 40, 44]

@@ -5,6 +5,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -125,44 +126,36 @@ class Console:
         self._out.print(Text.assemble(*((visible(text), style) for text, style in cells)))
 
 
+@dataclass
 class StepTable:
-    """A table with one line per step or update. The header is repeated every 20 lines."""
+    """A table with one line per step or update. The header is repeated every 20 lines.
 
-    def __init__(
-        self,
-        console: Console,
-        columns: Sequence[Column],
-        *,
-        noun: str = "step",
-        every: int = 1,
-        min_interval_s: float = 0.0,
-    ) -> None:
-        """Show every step whose number is a multiple of `every`, at most one per `min_interval_s`, and the last step.
+    It shows every step whose number is a multiple of `every`, at most one per `min_interval_s`, and the last step. The
+    first column has the title `noun`; the others show metrics.
+    """
 
-        The first column has the title `noun`; the others show metrics.
-        """
-        self._console = console
-        self._columns = columns
-        self._noun = noun
-        self._every = every
-        self._min_interval_s = min_interval_s
-        self._num_lines = 0
-        self._shown_at = float("-inf")
+    console: Console
+    columns: Sequence[Column]
+    noun: str = field(default="step", kw_only=True)
+    every: int = field(default=1, kw_only=True)
+    min_interval_s: float = field(default=0.0, kw_only=True)
+    _num_lines: int = field(default=0, init=False)
+    _shown_at: float = field(default=float("-inf"), init=False)
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """Show a step, if it is due."""
         now = time.monotonic()
-        is_due = step % self._every == 0 and now - self._shown_at >= self._min_interval_s
+        is_due = step % self.every == 0 and now - self._shown_at >= self.min_interval_s
         if not is_due and step != num_steps:
             return
         self._shown_at = now
-        width = max(2 * len(str(num_steps)) + 2, len(self._noun) + 1)
+        width = max(2 * len(str(num_steps)) + 2, len(self.noun) + 1)
         if self._num_lines % _HEADER_EVERY == 0:
-            titles = [(self._noun.rjust(width), "bold"), *((c.title.rjust(c.width), "bold") for c in self._columns)]
-            self._console.row(titles)
+            titles = [(self.noun.rjust(width), "bold"), *((c.title.rjust(c.width), "bold") for c in self.columns)]
+            self.console.row(titles)
         self._num_lines += 1
         cells = [(f"{step}/{num_steps}".rjust(width), "cyan")]
-        self._console.row([*cells, *((_cell(metrics.get(c.metric), c), c.style) for c in self._columns)])
+        self.console.row([*cells, *((_cell(metrics.get(c.metric), c), c.style) for c in self.columns)])
 
 
 class View:

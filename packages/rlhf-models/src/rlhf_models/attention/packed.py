@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rlhf_data.errors import ConfigError
 from rlhf_models.attention.flash import flash_4_is_faster, flash_4_unavailable_reason
 from rlhf_models.attention.sequence_parallel import SequenceGroup
-from rlhf_models.attention.shared_prompts import Layout, attend, attend_group_by_group
+from rlhf_models.attention.shared_prompts import Layout, attend, attend_group_by_group, bounds_arguments
 from rlhf_models.batch import TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -151,16 +151,6 @@ def packed_arguments(batch: TokenBatch, attention: str) -> dict[str, Any]:
         return {"attention_mask": NO_MASK} | batch.shared.arguments()
     mask = {"attention_mask": NO_MASK} if attention in PACKED_ATTENTIONS else {}
     return mask | bounds_arguments(batch.cu_seqlens, max(batch.lengths))
-
-
-def bounds_arguments(cu_seqlens: Tensor, longest: int) -> dict[str, Any]:
-    """Return bounds [S + 1] and the longest sequence under transformers' names."""
-    return {
-        "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
 
 
 @contextmanager

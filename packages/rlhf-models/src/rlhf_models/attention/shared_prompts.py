@@ -10,7 +10,7 @@ that each have a copy of their prompt, up to rounding.
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -24,25 +24,20 @@ from rlhf_kernels import merge_attention_
 from rlhf_models.attention import flash
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPrompts:
-    """How a packed batch of S sequences with G different prompts is stored in U tokens.
+class Layout(NamedTuple):
+    """Where the prompts and responses of a packed batch of S sequences with G different prompts are stored.
 
     Attributes:
-        input_ids, position_ids: [1, U] int64, of the stored tokens. The positions of a response go on from its prompt.
-        stored_at: [T] int64, the index among stored tokens of each token of the batch.
         bounds: [G + S + 1] int32, of all prompts and then all responses.
         prompt_bounds: [G + 1] int32, of the prompts.
         group_bounds: [G + 1] int32, of the responses to each prompt, counted from the first response.
         num_prompt_tokens: of all prompts together.
         longest: tokens of the longest prompt or response.
         longest_prompt: tokens of the longest prompt.
-        longest_group: tokens of all responses to one prompt, at most.
+        longest_group: tokens of all responses to one prompt, at most. If it is 0, no prompts are shared, and attention
+            reads `bounds` and `longest` only.
     """
 
-    input_ids: Tensor
-    position_ids: Tensor
-    stored_at: Tensor
     bounds: Tensor
     prompt_bounds: Tensor
     group_bounds: Tensor
@@ -50,6 +45,22 @@ class SharedPrompts:
     longest: int
     longest_prompt: int
     longest_group: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompts:
+    """How a packed batch of S sequences with G different prompts is stored in U tokens.
+
+    Attributes:
+        input_ids, position_ids: [1, U] int64, of the stored tokens. The positions of a response go on from its prompt.
+        stored_at: [T] int64, the index among stored tokens of each token of the batch.
+        layout: where the U tokens lie.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    stored_at: Tensor
+    layout: Layout
 
     @classmethod
     def of(cls, sequences: Sequence[Any], prompt_lengths: Sequence[int]) -> "SharedPrompts":
@@ -81,48 +92,37 @@ class SharedPrompts:
             input_ids=torch.from_numpy(np.concatenate([*prompts, *responses])[None]),
             position_ids=torch.from_numpy(np.concatenate(positions).reshape(1, -1)),
             stored_at=torch.from_numpy(np.concatenate([places[row] for row in range(len(rows))])),
-            bounds=torch.tensor(bounds, dtype=torch.int32),
-            prompt_bounds=torch.tensor(prompt_bounds, dtype=torch.int32),
-            group_bounds=torch.tensor([0, *accumulate(group_sizes)], dtype=torch.int32),
-            num_prompt_tokens=prompt_bounds[-1],
-            longest=max(high - low for low, high in pairwise(bounds)),
-            longest_prompt=max(map(len, prompts)),
-            longest_group=max(group_sizes),
+            layout=Layout(
+                bounds=torch.tensor(bounds, dtype=torch.int32),
+                prompt_bounds=torch.tensor(prompt_bounds, dtype=torch.int32),
+                group_bounds=torch.tensor([0, *accumulate(group_sizes)], dtype=torch.int32),
+                num_prompt_tokens=prompt_bounds[-1],
+                longest=max(high - low for low, high in pairwise(bounds)),
+                longest_prompt=max(map(len, prompts)),
+                longest_group=max(group_sizes),
+            ),
         )
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "SharedPrompts":
         """Return a copy with all tensors moved by `move`."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: move(part) for name, part in parts.items() if torch.is_tensor(part)})
+        layout = Layout(*(move(part) if torch.is_tensor(part) else part for part in self.layout))
+        return SharedPrompts(move(self.input_ids), move(self.position_ids), move(self.stored_at), layout)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments by which attention gets the layout: see `attend`, and `packed_attention`."""
-        return {
-            "cu_seq_lens_q": self.bounds,
-            "cu_seq_lens_k": self.bounds,
-            "max_length_q": self.longest,
-            "max_length_k": self.longest,
-            "prompt_bounds": self.prompt_bounds,
-            "group_bounds": self.group_bounds,
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "longest_prompt": self.longest_prompt,
-            "longest_group": self.longest_group,
-        }
+        """Return the keyword arguments by which attention gets the layout: see `packed_attention`."""
+        layout = self.layout._asdict()
+        bounds, longest = layout.pop("bounds"), layout.pop("longest")
+        return layout | bounds_arguments(bounds, longest)
 
 
-class Layout(NamedTuple):
-    """Where prompts and responses lie among stored tokens; the numbers and bounds of `SharedPrompts`.
-
-    If `longest_group` is 0, no prompts are shared, and attention reads `bounds` and `longest` only.
-    """
-
-    bounds: Tensor
-    prompt_bounds: Tensor
-    group_bounds: Tensor
-    num_prompt_tokens: int
-    longest: int
-    longest_prompt: int
-    longest_group: int
+def bounds_arguments(cu_seqlens: Tensor, longest: int) -> dict[str, Any]:
+    """Return bounds [S + 1] and the longest sequence under transformers' names."""
+    return {
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 def attend(

@@ -16,7 +16,7 @@ import gc
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -74,6 +74,7 @@ class PackShape:
         return bounds + [self.num_tokens] * missing if missing >= 0 else None
 
 
+@dataclass(eq=False)
 class PackGraph:
     """Forward and backward pass of a backbone over packs, as two CUDA graphs for each of a few shapes.
 
@@ -82,7 +83,7 @@ class PackGraph:
     the previous one. All graphs share one memory pool, so only one pair of passes can be in progress. Weights and sums
     must not move in memory, because graphs hold their addresses.
 
-    Args:
+    Attributes:
         backbone: in training mode, without gradient checkpointing.
         num_tokens: tokens of a full pack (the budget).
         gradient_sums: the float32 tensor to which the gradient of each trained weight is added. `weight.grad` stays
@@ -90,30 +91,22 @@ class PackGraph:
         uses_graphs: False runs the same passes kernel by kernel, which also works without CUDA.
     """
 
-    def __init__(
-        self,
-        backbone: nn.Module,
-        num_tokens: int,
-        gradient_sums: Mapping[nn.Parameter, Tensor],
-        *,
-        uses_graphs: bool = True,
-    ) -> None:
-        self._backbone = backbone
-        self._num_tokens = num_tokens
-        self._gradient_sums = gradient_sums
-        self._uses_graphs = uses_graphs
-        self._seen: list[tuple[int, ...]] = []  # lengths of the first packs
-        self._largest: PackShape | None = None
-        self._passes: dict[PackShape, Passes] = {}
-        self._num_bytes = 0  # device memory of all graphs
-        self._takes_more = True  # whether further shapes may be captured
+    backbone: nn.Module
+    num_tokens: int
+    gradient_sums: Mapping[nn.Parameter, Tensor]
+    uses_graphs: bool = field(default=True, kw_only=True)
+    _seen: list[tuple[int, ...]] = field(default_factory=list, init=False)  # lengths of the first packs
+    _largest: PackShape | None = field(default=None, init=False)
+    _passes: dict[PackShape, Passes] = field(default_factory=dict, init=False)
+    _num_bytes: int = field(default=0, init=False)  # device memory of all graphs
+    _takes_more: bool = field(default=True, init=False)  # whether further shapes may be captured
 
     def __call__(self, batch: TokenBatch) -> Tensor | None:
         """Return the hidden states [1, T, D] of a batch, or None if the caller must run it without graphs."""
         # A captured forward pass keeps its activations for a backward pass, which only training makes.
-        if not (torch.is_grad_enabled() and self._backbone.training and batch.is_packed) or batch.shared is not None:
+        if not (torch.is_grad_enabled() and self.backbone.training and batch.is_packed) or batch.shared is not None:
             return None
-        if not self._num_tokens * _LEAST_FILL <= sum(batch.lengths) <= self._num_tokens:
+        if not self.num_tokens * _LEAST_FILL <= sum(batch.lengths) <= self.num_tokens:
             return None
         if self._largest is None:
             self._learn(batch)
@@ -135,7 +128,7 @@ class PackGraph:
             longest = max(map(max, self._seen))
             # Room for packs with more sequences than any seen so far, and for those that fill a pack up.
             num_sequences = most + max(3, most // 8)
-            self._largest = PackShape(self._num_tokens, num_sequences, _rounded_up(longest, _LONGEST_STEP))
+            self._largest = PackShape(self.num_tokens, num_sequences, _rounded_up(longest, _LONGEST_STEP))
 
     def _passes_for(self, batch: TokenBatch) -> tuple[Passes | None, list[int]]:
         """Return the passes of the shape that fits a batch, captured if they are new, and the bounds of the full pack.
@@ -144,7 +137,7 @@ class PackGraph:
         """
         total = sum(batch.lengths)
         longest = max(batch.lengths)
-        num_tokens = min(_rounded_up(total, max(self._num_tokens // _SIZES, 1)), self._num_tokens)
+        num_tokens = min(_rounded_up(total, max(self.num_tokens // _SIZES, 1)), self.num_tokens)
         shape = PackShape(num_tokens, self._largest.num_sequences, _rounded_up(longest, _LONGEST_STEP))
         if not self._passes:  # capture the largest shape first: the memory pool then suffices for all that follow
             shape = self._largest
@@ -156,7 +149,7 @@ class PackGraph:
             # Nothing can be captured for this pack: fill it up to the captured shape that costs least.
             shape = min(fitting, key=lambda each: (each.num_tokens, each.longest))
         elif shape not in self._passes and is_last:
-            shape = replace(shape, num_tokens=self._num_tokens)
+            shape = replace(shape, num_tokens=self.num_tokens)
         bounds = shape.bounds(batch.lengths)
         if bounds is None:
             return None, []
@@ -168,8 +161,8 @@ class PackGraph:
     def _prepare(self, longest: int, bounds: Sequence[int]) -> Passes | None:
         """Capture the passes of a shape. If that fails or leaves too little memory, return None and capture no more."""
         # The first of the two warms up, the second is captured.
-        passes = [Passes(self._backbone, longest, bounds, self._gradient_sums) for _ in range(2)]
-        if not self._uses_graphs:
+        passes = [Passes(self.backbone, longest, bounds, self.gradient_sums) for _ in range(2)]
+        if not self.uses_graphs:
             return passes[0]
         try:
             taken, left = capture(*passes, next((each.pool for each in self._passes.values()), None))

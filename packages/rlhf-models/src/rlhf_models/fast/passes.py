@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from rlhf_kernels import accumulate_
-from rlhf_models.attention.packed import NO_MASK, bounds_arguments
+from rlhf_models.attention.packed import NO_MASK
+from rlhf_models.attention.shared_prompts import bounds_arguments
 from rlhf_models.batch import TokenBatch, to_device
 
 # Memory that must stay free, as a share of that of the graphs. Packs that run without graphs need as much again from
