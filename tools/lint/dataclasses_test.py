@@ -8,8 +8,8 @@ ROOT = Path(__file__).parents[2]
 CHANGING = {
     "Absent", "Answer", "Asked", "BucketInitInfo", "BucketUpdateInfo", "CallError", "Client", "Draft",
     "EngineSupervisor", "EnvironmentAgent", "EpisodeRecorder", "Experience", "GatewaySession", "GenerationCounts",
-    "GroupMaker", "Job", "Reply", "Request", "RowErrors", "Sample", "Ticket", "_Branch", "_Place", "_Request",
-    "_Running", "_Session", "_Slot", "_Split", "_Work",
+    "GroupMaker", "Job", "PackGraph", "Reply", "Request", "RowErrors", "Sample", "StepTable", "Ticket", "_Branch",
+    "_Place", "_Request", "_Running", "_Session", "_Slot", "_Split", "_Work",
 }  # fmt: skip
 WITHOUT_SLOTS = {
     "BucketInitInfo", "BucketUpdateInfo", "CallError", "Client", "TokenBatch", "_Request", "_Split",

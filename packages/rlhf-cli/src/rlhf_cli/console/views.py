@@ -126,7 +126,7 @@ class Console:
         self._out.print(Text.assemble(*((visible(text), style) for text, style in cells)))
 
 
-@dataclass
+@dataclass(slots=True)
 class StepTable:
     """A table with one line per step or update. The header is repeated every 20 lines.
 

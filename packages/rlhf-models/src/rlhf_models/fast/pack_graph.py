@@ -74,7 +74,7 @@ class PackShape:
         return bounds + [self.num_tokens] * missing if missing >= 0 else None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PackGraph:
     """Forward and backward pass of a backbone over packs, as two CUDA graphs for each of a few shapes.
 
