@@ -6,8 +6,10 @@ DeepSpeed's own code runs here, with names changed in its source, or with states
 import dataclasses
 import importlib
 import inspect
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +25,9 @@ from rlhf_train.engine.deepspeed_internals import (
     OPTIMIZER_NAMES,
     SHARD_NAMES,
     TESTED_VERSION,
+    clip_whole_groups,
+    drop_copies,
+    frozen_parts,
     import_deepspeed,
 )
 from rlhf_train.engine.process_group import init_process_group
@@ -281,6 +286,42 @@ def test_every_rank_checks_its_own_part():
     good, bad = run_ranks(start, 2)
     assert good == ["", ""]
     assert all("0.5 is written to the master weight" in text for text in bad)
+
+
+@pytest.mark.parametrize(("named", "expected"), [(None, "cpu"), ("cuda", "cuda")])
+def test_deepspeed_is_told_the_device_unless_a_user_names_one(monkeypatch, named, expected):
+    monkeypatch.setenv("DS_ACCELERATOR", named or "")
+    if named is None:
+        monkeypatch.delenv("DS_ACCELERATOR")
+    import_deepspeed("cpu")
+    assert os.environ["DS_ACCELERATOR"] == expected
+
+
+def test_parts_of_frozen_weights_are_shards_and_their_second_copies():
+    net = Net()
+    copied, single = net.layers[0].weight, net.layers[2].weight
+    for weight, copy in ((copied, torch.zeros(2)), (single, None)):
+        weight.ds_id = 0
+        weight.ds_tensor = torch.ones(2)
+        weight.ds_secondary_tensor = copy
+    plain = [net.layers[0].bias, net.layers[2].bias, net.frozen]
+    expected = [copied.ds_tensor, copied.ds_secondary_tensor, single.ds_tensor, *plain]
+    assert {id(part) for part in frozen_parts(net)} == set(map(id, expected))
+    assert len(list(frozen_parts(net))) == len(expected)
+    drop_copies(net.parameters())
+    assert copied.ds_secondary_tensor is None
+    assert not any(hasattr(weight, "ds_secondary_tensor") for weight in plain)
+
+
+def test_norms_on_a_cpu_sum_parts_of_at_most_2_to_the_20_elements(monkeypatch):
+    monkeypatch.setattr(deepspeed_internals, "float32_sums", lambda wrapper: {})
+    flat = [torch.arange(float(2**21 + 3)), torch.ones(5)]
+    wrapper = SimpleNamespace(fp32_groups_gradients_flat=flat)
+    clip_whole_groups(wrapper)
+    parts, _ = wrapper.get_grads_for_norm()
+    assert [len(part) for part in parts] == [2**20, 2**20, 3, 5]
+    assert torch.equal(torch.cat(parts), torch.cat(flat))
+    assert wrapper.get_grads_for_norm(for_clipping=True) is flat
 
 
 def test_names_stand_in_one_file():
