@@ -29,9 +29,10 @@ from rlhf_train.engine.deepspeed_internals import (
     drop_copies,
     frozen_parts,
     import_deepspeed,
+    places,
 )
 from rlhf_train.engine.process_group import init_process_group
-from rlhf_train.engine.shards import Shards
+from rlhf_train.engine.shards import Place, Shards
 from rlhf_train.specs import OptimizerSpec
 from trainer_testing import run_ranks
 
@@ -311,6 +312,21 @@ def test_parts_of_frozen_weights_are_shards_and_their_second_copies():
     drop_copies(net.parameters())
     assert copied.ds_secondary_tensor is None
     assert not any(hasattr(weight, "ds_secondary_tensor") for weight in plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "flats"),
+    [
+        ("BF16_Optimizer", "bf16_groups", "fp32_groups_flat_partition"),
+        ("DeepSpeedZeroOptimizer", "bit16_groups", "single_partition_of_fp32_groups"),
+    ],
+)
+def test_rank_keeps_nothing_of_a_weight_that_lies_in_the_parts_of_others(kind, groups, flats):
+    net = nn.Linear(2, 3, bias=False)
+    net.weight._hp_mapping = None
+    flat = torch.zeros(4)
+    wrapper = type(kind, (), {groups: [[net.weight]], flats: [flat]})()
+    assert places(net, wrapper) == [Place("weight", 0, 0, flat, 0)]
 
 
 def test_norms_on_a_cpu_sum_parts_of_at_most_2_to_the_20_elements(monkeypatch):
