@@ -67,6 +67,59 @@ def test_batcher_batches_run_side_by_side():
     assert call.most_running == 5
 
 
+class Gate:
+    """Answers the batches of a `Batcher` one at a time, each when the test says so."""
+
+    def __init__(self):
+        self.batches = []
+        self.answers = []
+
+    async def __call__(self, items):
+        self.batches.append(items)
+        self.answers.append(asyncio.get_running_loop().create_future())
+        if await self.answers[-1] == "fail":
+            raise ZeroDivisionError
+        return items
+
+
+@pytest.mark.parametrize("answer", ["return", "fail"])
+def test_batcher_items_that_come_while_enough_batches_run_go_out_together(answer):
+    call = Gate()
+
+    async def run():
+        batcher = Batcher(call, max_batch=3, max_running=1)
+        tasks = []
+        for item in range(5):
+            tasks.append(asyncio.create_task(batcher.submit(item)))
+            await asyncio.sleep(0.02 if item == 0 else 0)
+        await asyncio.sleep(0.02)
+        for number, sizes in enumerate([[1], [1, 3], [1, 3, 1]]):
+            assert [len(batch) for batch in call.batches] == sizes
+            call.answers[number].set_result(answer)
+            await asyncio.sleep(0.02)
+        for waiting in call.answers:
+            if not waiting.done():
+                waiting.set_result(answer)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    results = asyncio.run(run())
+    assert results == list(range(5)) if answer == "return" else {type(one) for one in results} == {ZeroDivisionError}
+
+
+def test_batcher_nothing_goes_out_after_its_end():
+    call = Gate()
+
+    async def run():
+        batcher = Batcher(call, max_batch=1, max_running=1)
+        tasks = [asyncio.create_task(batcher.submit(item)) for item in range(3)]
+        await asyncio.sleep(0.01)
+        await batcher.close()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert [type(result) for result in asyncio.run(run())] == [asyncio.CancelledError] * 3
+    assert call.batches == [[0]]
+
+
 def test_batcher_failing_call_fails_its_batch_alone():
     async def call(items):
         if 1 in items:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from itertools import islice
 from typing import Generic, TypeVar
 
 from rlhf_data.errors import RewardError
@@ -21,17 +22,25 @@ Result = TypeVar("Result")
 class Batcher(Generic[Item, Result]):
     """Gathers the items of concurrent `submit` calls into batches, in the order of their arrival.
 
-    A batch goes out when it is full, or `MAX_WAIT_S` after its first item. Several batches may be in flight. Use it
-    from one event loop at a time.
+    A batch goes out when it is full, or `MAX_WAIT_S` after its first item. While `max_running` batches are in flight,
+    items wait for one of them to return, and go out together. Use it from one event loop at a time.
 
     Args:
         call: takes the items of a batch and returns one result per item, in order.
         max_batch: items per batch at most.
+        max_running: batches in flight at most; None for any number.
     """
 
-    def __init__(self, call: Callable[[list[Item]], Awaitable[list[Result]]], *, max_batch: int) -> None:
+    def __init__(
+        self,
+        call: Callable[[list[Item]], Awaitable[list[Result]]],
+        *,
+        max_batch: int,
+        max_running: int | None = None,
+    ) -> None:
         self._call = call
         self._max_batch = max_batch
+        self._max_running = max_running
         self._waiting: dict[asyncio.Future[Result], Item] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._running: set[asyncio.Task[None]] = set()
@@ -57,6 +66,7 @@ class Batcher(Generic[Item, Result]):
         """Cancel waiting items and batches in flight."""
         for result in self._waiting:
             result.cancel()
+        self._waiting.clear()
         running = list(self._running)
         for task in running:
             task.cancel()
@@ -64,20 +74,26 @@ class Batcher(Generic[Item, Result]):
 
     def _consider(self) -> None:
         """Decide, when an item has come, whether a batch goes out."""
-        if len(self._waiting) == self._max_batch:
+        if len(self._waiting) >= self._max_batch:
             self._send_all()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(MAX_WAIT_S, self._send_all)
 
     def _send_all(self) -> None:
         self._stop_timer()
-        self._send(list(self._waiting))
+        while self._waiting and (self._max_running is None or len(self._running) < self._max_running):
+            self._send(list(islice(self._waiting, self._max_batch)))
 
     def _send(self, results: Iterable[asyncio.Future[Result]]) -> None:
         batch = {result: self._waiting.pop(result) for result in results}
         task = asyncio.get_running_loop().create_task(self._run(batch))
         self._running.add(task)  # the event loop itself keeps only a weak reference to a task
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if self._max_running is not None:  # items may have waited for this
+            self._send_all()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

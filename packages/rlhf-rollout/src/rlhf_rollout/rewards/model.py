@@ -29,8 +29,9 @@ class Scorer(Protocol):
 class ModelReward:
     """A `RewardFunction` that asks a reward model, which reads the tokens that the policy wrote and not their text.
 
-    Prompt and response form one sequence. Sequences of concurrent `score` calls are batched. A batch goes to the
-    replica with the fewest sequences in flight; replicas whose last calls failed come last. A batch that fails is sent
+    Prompt and response form one sequence. Sequences of concurrent `score` calls are batched; those that come while all
+    replicas are busy form the next batch. A batch goes to the replica with the fewest sequences in flight; replicas
+    whose last calls failed come last. A batch that fails is sent
     once more to another replica, if there is one, and then sequence by sequence, so that only the sequences at fault
     get the verdict crash. A batch without scores at the deadline is the fault of the replica and of no sequence: all
     get the verdict timeout unless another replica answers.
@@ -64,7 +65,8 @@ class ModelReward:
         self._num_under_way = [0] * len(self._scorers)
         self._num_failures = [0] * len(self._scorers)  # since the last success of each
         judging = partial(judge, ask=self._ask, success_threshold=calls.success_threshold)
-        self._batcher = Batcher(judging, max_batch=calls.batch_size)
+        # A replica scores one batch after the other, and a large batch in little more time than a single sequence.
+        self._batcher = Batcher(judging, max_batch=calls.batch_size, max_running=len(self._scorers))
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
         """Return one verdict per rollout, in order."""
