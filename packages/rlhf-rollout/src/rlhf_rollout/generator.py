@@ -133,7 +133,9 @@ async def generate_groups(
     num_retries = workflow.router.num_retries
     prompt_tokens = workflow.router.prompt_tokens.copy()
     tasks: set[asyncio.Task[GroupResult]] = set()
-    done: set[asyncio.Task[GroupResult]] = set()
+    done: list[asyncio.Task[GroupResult]] = []
+    # `asyncio.wait` would look at every group in flight each time that one is complete.
+    completed: asyncio.Queue[asyncio.Task[GroupResult]] = asyncio.Queue()
     try:
         while True:
             # The slots let half of these tasks generate; the others may wait for their rewards.
@@ -141,10 +143,15 @@ async def generate_groups(
                 maker.counts.num_requested += sampling.num_samples
                 number = f"{index:05d}"
                 group = _in_slot(slots, maker, f"{group_id_prefix}/{number}", prompt, f"{seed_key}/{number}")
-                tasks.add(asyncio.create_task(group))
+                task = asyncio.create_task(group)
+                task.add_done_callback(completed.put_nowait)
+                tasks.add(task)
             if not tasks:
                 return
-            done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done = [await completed.get()]
+            while not completed.empty():
+                done.append(completed.get_nowait())
+            tasks.difference_update(done)
             maker.counts.num_retries = workflow.router.num_retries - num_retries
             num_prompt_tokens, num_cached = workflow.router.prompt_tokens - prompt_tokens
             maker.counts.cached_share = float(num_cached / num_prompt_tokens) if num_prompt_tokens else None

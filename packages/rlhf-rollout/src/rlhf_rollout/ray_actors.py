@@ -2,6 +2,7 @@
 `ray_internals` import Ray."""
 
 import asyncio
+import gc
 import getpass
 import os
 import secrets
@@ -81,6 +82,7 @@ class _Actor:
         try:
             with collection_paused():
                 self._built = build()
+            gc.freeze()  # for as long as the process lives: an engine's steps would wait while all this is looked at
         except RlhfError as error:
             self._error = error
         self._startup_s = time.perf_counter() - started

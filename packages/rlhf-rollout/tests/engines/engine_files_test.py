@@ -1,6 +1,7 @@
 """What engines read from a model folder, the checks before a request, and the spec."""
 
 import dataclasses
+import itertools
 import json
 import os
 import struct
@@ -25,7 +26,7 @@ from rlhf_rollout.engines.model_files import (
     resolve_model_dir,
 )
 from rlhf_rollout.engines.requests import check_request, sample_seeds
-from rlhf_rollout.engines.vllm.core import register_architectures
+from rlhf_rollout.engines.vllm.core import graph_sizes, register_architectures
 from rlhf_rollout.engines.vllm.memory import gpu_kv_cache_bytes, kv_cache_bytes
 from rlhf_rollout.engines.vllm.own_classes import fit_to_cpu, model_classes, model_impl
 from rlhf_rollout.protocols import SamplingParams
@@ -312,3 +313,17 @@ def test_linear_attention_on_a_cpu_needs_bfloat16(name: str) -> None:
 def test_family_whose_experts_vllm_chooses_otherwise_on_a_cpu_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"of an ernie4_5_moe on a CPU without [^\n]*\n\nhint: use a GPU"):
         fit_to_cpu(EngineSpec(model="m"), ["Ernie4_5_MoeForCausalLM"], [])
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "sizes"),
+    [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20])],
+)
+def test_decode_steps_of_any_number_of_sequences_have_a_graph(num_slots, sizes):
+    assert graph_sizes(num_slots) == sizes
+
+
+def test_graphs_of_many_slots_are_an_eighth_apart_at_most():
+    sizes = graph_sizes(1100)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == 1100 and len(sizes) < 80
+    assert all(high - low <= max(8, low / 8) for low, high in itertools.pairwise(sizes))

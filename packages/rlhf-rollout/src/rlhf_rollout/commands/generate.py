@@ -5,6 +5,7 @@ Rollouts are written as they are generated. Training data is made of them at the
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import json
 import time
@@ -211,6 +212,7 @@ async def _write_rollouts(task: _Task, calls: CallOptions) -> int:
         reward = task.reward.open(task.tokenizer, stack, calls) if task.reward.sources else None
         with TERMINAL.progress.doing("starting the engine"):
             engine = build_engine(task.engine.kind, task.engine.masked_spec(task.tokenizer))
+        gc.freeze()  # libraries and model stay to the end; looking at them again and again would hold up the engine
         stack.push_async_callback(engine.close)
         if output.overwrite:
             output.rollouts_path.unlink(missing_ok=True)

@@ -18,9 +18,6 @@ from rlhf_rollout.host import place_vllm_sockets
 
 logger = logging.getLogger(__name__)
 
-# CUDA graphs of decode steps, without compiled layers: compiling takes some 20 s, and graphs hide what it would save.
-_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-
 # vLLM's own "fp8" has one scale per tensor, so that a projection fused of several has one for all of them.
 _QUANTIZATIONS = {None: None, "fp8": "fp8_per_channel"}
 # Of each that runs, in the KV cache: prefixes that later requests share, and turns of agents that wait.
@@ -178,7 +175,7 @@ def _engine_config(
         gpu_memory_utilization=spec.gpu_memory_utilization,
         kv_cache_memory_bytes=kv_cache_bytes(spec, model_dir, model_config, on_gpu=on_gpu),
         enforce_eager=is_eager,
-        **({} if is_eager else {"compilation_config": _GRAPHS}),
+        **({} if is_eager else {"compilation_config": _graphs(spec.max_num_seqs)}),
         enable_sleep_mode=spec.enable_sleep and on_gpu,
         enable_prefix_caching=spec.enable_prefix_caching,
         tensor_parallel_size=spec.tensor_parallel_size,
@@ -195,6 +192,21 @@ def _engine_config(
         worker_extension_cls=f"{weights.__name__}.BucketWorkerExtension",
         additional_config={SETTINGS: worker_settings(spec, model_config)},
     ).create_engine_config()
+
+
+def graph_sizes(num_slots: int) -> list[int]:
+    """Return the numbers of sequences for which a decode step has a CUDA graph; a step takes the next larger one.
+
+    They end with all slots. vLLM's own end with 512 sequences, however many or few slots there are, and a step without
+    a graph takes several times as long with a small model.
+    """
+    steps = (*range(8, 256, 8), *range(256, 512, 16), *range(512, 1024, 32), *range(1024, num_slots, 128))
+    return [size for size in (1, 2, 4, *steps) if size < num_slots] + [num_slots]
+
+
+def _graphs(num_slots: int) -> dict[str, Any]:
+    # No compiled layers: compiling takes some 20 s, and graphs hide what it would save.
+    return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graph_sizes(num_slots)}
 
 
 def register_architectures(architectures: list[str]) -> list[type]:
