@@ -5,11 +5,10 @@ import json
 import os
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
+from process_testing import descendants, eventually, is_running
 from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import ConfigError
 from rlhf_data.records import VerdictKind
@@ -214,54 +213,25 @@ def test_failure_of_the_sandbox_is_a_crash_of_one_line():
     assert (verdict.kind, verdict.detail) == (CRASH, "the sandbox failed: no room")
 
 
-def children():
-    """Return the ids of all descendants of this process."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-    found = {os.getpid()}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {os.getpid()}
-
-
 @needs_sandbox
 def test_a_cancelled_call_leaves_no_process_and_no_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    before = children()
+    before = descendants()
 
     async def cancel():
         prompt = make_prompt(label=SUM)
         reward = CodeReward(Bubblewrap(), CallOptions(timeout_s=60, num_workers=2))
         rollouts = [make_rollout(prompt, fenced("while True: pass"), index=index) for index in range(4)]
         task = asyncio.create_task(reward.score(prompt, rollouts))
-        deadline = time.monotonic() + 60
-        while len(children() - before) < 6 and time.monotonic() < deadline:  # bwrap, the judge and the program, twice
-            await asyncio.sleep(0.02)
-        assert len(children() - before) >= 6
+        # bwrap, the judge and the program, twice
+        assert await asyncio.to_thread(eventually, lambda: len(descendants() - before) >= 6)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await reward.close()
 
     asyncio.run(cancel())
-    deadline = time.monotonic() + 60
-    while children() - before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert children() <= before and os.listdir(tmp_path) == []
-
-
-def is_running(number):
-    """Tell whether a process runs; one that has ended and was not waited for does not."""
-    try:
-        stat = Path(f"/proc/{number}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+    assert eventually(lambda: descendants() <= before) and os.listdir(tmp_path) == []
 
 
 @needs_sandbox
@@ -276,18 +246,13 @@ async def main():
     await asyncio.sleep(600)
 asyncio.run(main())
 """
-    before = children()
+    before = descendants()
     process = subprocess.Popen([sys.executable, "-c", program])
-    deadline = time.monotonic() + 60
-    while len(children() - before) < 4 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    started = children() - before
-    assert len(started) >= 4
+    assert eventually(lambda: len(descendants() - before) >= 4)
+    started = descendants() - before
     process.kill()
     process.wait()
-    while any(is_running(number) for number in started) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not [number for number in started if is_running(number)]
+    assert eventually(lambda: not any(map(is_running, started)))
 
 
 def test_build_reward_passes_the_options_on(monkeypatch):

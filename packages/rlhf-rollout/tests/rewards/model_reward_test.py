@@ -25,10 +25,11 @@ def rollouts(*responses: Sequence[int]) -> list[Rollout]:
 
 
 class Scripted:
-    """Scores the last token minus 10; raises for the token 13, and gives NaN for 14."""
+    """Scores the last token minus 10; raises for the token 13, or `error` for any, and gives NaN for 14."""
 
-    def __init__(self, hold: asyncio.Event | None = None, excess: int = 0) -> None:
+    def __init__(self, hold: asyncio.Event | None = None, excess: int = 0, error: Exception | None = None) -> None:
         self.batches: list[list[list[int]]] = []
+        self._error = error
         self._hold = hold
         self._excess = excess
 
@@ -36,6 +37,8 @@ class Scripted:
         self.batches.append([ids.tolist() for ids in token_ids])
         if self._hold:
             await self._hold.wait()
+        if self._error:
+            raise self._error
         if any(13 in ids for ids in token_ids):
             raise RuntimeError("unlucky\nand more")
         return [float("nan") if ids[-1] == 14 else float(ids[-1]) - 10.0 for ids in token_ids] + [0.0] * self._excess
@@ -191,16 +194,9 @@ def test_model_reward_failed_batch_charges_the_culprit_only() -> None:
     assert verdicts[1].reward is None and verdicts[3].reward == 11.0
 
 
-class Dead:
-    """A replica whose process is gone."""
-
-    async def score(self, token_ids: list[np.ndarray]) -> list[float]:
-        raise RuntimeError("gone")
-
-
 def test_model_reward_dead_replica_charges_nobody_and_is_asked_last() -> None:
     alive = Scripted()
-    reward = ModelReward([Dead(), alive], CallOptions(batch_size=2))
+    reward = ModelReward([Scripted(error=RuntimeError("gone")), alive], CallOptions(batch_size=2))
 
     async def rounds() -> list[Any]:
         return [await reward.score(PROMPT, rollouts([11], [12], [11])) for _ in range(4)]
@@ -210,9 +206,10 @@ def test_model_reward_dead_replica_charges_nobody_and_is_asked_last() -> None:
     assert reward._num_failures[0] < 3  # not once a batch
 
 
-def test_model_reward_of_dead_replicas_says_why() -> None:
-    [verdict] = run(ModelReward([Dead(), Dead()]).score(PROMPT, rollouts([11])))
-    assert (verdict.kind, verdict.detail) == (VerdictKind.CRASH, "RuntimeError: gone")
+@pytest.mark.parametrize("error", [RuntimeError("gone"), TimeoutError("of a socket")])
+def test_model_reward_of_dead_replicas_says_why(error: Exception) -> None:
+    [verdict] = run(ModelReward([Scripted(error=error)] * 2).score(PROMPT, rollouts([11])))
+    assert (verdict.kind, verdict.detail) == (VerdictKind.CRASH, f"{type(error).__name__}: {error}")
 
 
 class Hung:
@@ -245,15 +242,6 @@ def test_model_reward_another_replica_answers_for_a_hung_one() -> None:
     verdicts = run(ModelReward([hung, alive], timeout_s=0.05).score(PROMPT, rollouts([11], [12])))
     assert [verdict.reward for verdict in verdicts] == [1.0, 2.0]
     assert (hung.num_cancelled, len(alive.batches)) == (1, 1)
-
-
-def test_model_reward_scorers_own_timeout_error_is_a_crash() -> None:
-    class Raising:
-        async def score(self, token_ids: list[np.ndarray]) -> list[float]:
-            raise TimeoutError("of a socket")
-
-    [verdict] = run(ModelReward([Raising()]).score(PROMPT, rollouts([11])))
-    assert (verdict.kind, verdict.detail) == (VerdictKind.CRASH, "TimeoutError: of a socket")
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0])

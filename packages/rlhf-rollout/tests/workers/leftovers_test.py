@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from agent_testing import agent_pool
+from process_testing import eventually, is_running, stat_of
 from rlhf_rollout.workers import leftovers
 
 # Its server has left the session of the process, and the environment takes its time to close.
@@ -47,19 +48,6 @@ RUN = """
 
     asyncio.run(main())
 """
-
-
-def eventually(condition):
-    deadline = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
-def is_running(process_id):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 class Running:
@@ -124,21 +112,17 @@ def has_begun(process, mark):
     return Path(f"/proc/{process.pid}/environ").read_bytes() == f"{leftovers.MARK}={mark}\0".encode()
 
 
-def start_of(process_id):
-    return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[19]
-
-
 def test_owner_is_gone_when_its_number_belongs_to_another_process_or_to_none(monkeypatch):
     monkeypatch.setattr(leftovers, "GUARDS_S", 0.0)
     me = os.getpid()
     here = os.readlink("/proc/self/ns/pid")
     gone = subprocess.Popen(["true"])
-    unreaped = f"{gone.pid}:{start_of(gone.pid)}"
+    unreaped = f"{gone.pid}:{stat_of(gone.pid)[19]}"
     assert eventually(lambda: not is_running(gone.pid))
     monkeypatch.setenv(leftovers.MARK, f"{me}:2:{here}")
     left = [f"{me}:1:{here}", f"{2**22 + 1}:1:{here}", f"{unreaped}:{here}"]
     kept = [
-        *(f"{me}:{start_of(me)}:{here}", f"{me}:2:{here}", f"{me}:1:pid:[1]", f"1:{start_of(1)}:{here}"),
+        *(f"{me}:{stat_of(me)[19]}:{here}", f"{me}:2:{here}", f"{me}:1:pid:[1]", f"1:{stat_of(1)[19]}:{here}"),
         *("", "x:1", f"{2**80}:1:{here}", f"{me}:1"),
     ]
     started = [subprocess.Popen(["sleep", "1000"], env={leftovers.MARK: mark}) for mark in left + kept]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent_testing import TOKENIZER, agent_pool, writes
+from process_testing import descendants, eventually, is_running
 from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import EngineError, RewardError
 from rlhf_data.records import VerdictKind
@@ -89,26 +90,16 @@ def code(write):
     return lambda body="", top="": write(CODE.format(top=top, body=body or "pass"), "guest.py")
 
 
-def children():
-    """Return the ids of this process's children, those included that have ended and nobody has waited for."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                found.add(path.parent.name)
-    return found
-
-
 @contextlib.asynccontextmanager
 async def running(user, path, **options):
     """Yield a user of the code, of which no process is left in the end, not even as a zombie."""
-    before = children()
+    before = descendants()
     used = user(path, **options)
     try:
         yield used
     finally:
         await used.close()
-    assert children() <= before
+    assert descendants() <= before
 
 
 def verdicts(user, path, labels, **options):
@@ -119,17 +110,6 @@ def verdicts(user, path, labels, **options):
             return await asyncio.gather(*map(used.verdict, labels)), used.pool.num_replaced
 
     return asyncio.run(run())
-
-
-def eventually(condition):
-    deadline = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
-def is_gone(process_id):
-    return not os.path.exists(f"/proc/{process_id}")
 
 
 FAILS = """
@@ -260,7 +240,7 @@ def test_what_hanging_code_has_started_ends_with_the_close_that_does_not_wait_fo
     assert asyncio.run(run()) < 60
     process_ids = (tmp_path / "pids").read_text().split()
     assert len(process_ids) == 4
-    assert all(map(is_gone, process_ids))
+    assert not any(map(is_running, process_ids))
 
 
 def test_what_hanging_code_has_started_ends_when_the_program_is_killed(user, code, write, tmp_path):
@@ -277,7 +257,7 @@ def test_what_hanging_code_has_started_ends_when_the_program_is_killed(user, cod
     assert eventually((tmp_path / "pids").exists)
     process.kill()
     process.wait()
-    assert eventually(lambda: all(map(is_gone, (tmp_path / "pids").read_text().split())))
+    assert eventually(lambda: not any(map(is_running, (tmp_path / "pids").read_text().split())))
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ class BucketBuffer:
     Attributes:
         holds_two: whether the next filling may be written while engines read the last one.
         is_mapped: whether engines map the memory, which takes time, so that it is worth keeping for the next update.
-        num_tries: how often an engine tries to read what did not arrive. One where a second try might wait for ever:
-            CUDA's state and a broadcast's are not known after a failure.
+        may_read_again: whether an engine tries a second time to read what did not arrive. It does not where that might
+            wait for ever: CUDA's state and a broadcast's are not known after a failure.
         open_memory: returns the memory of a handle as a flat uint8 tensor, in an engine. Raises EngineError for what
             may be transient, and WeightSyncError for memory that the engine can never open.
         data: [size_bytes] uint8, the memory on the trainer's side, for the next filling.
@@ -31,7 +31,7 @@ class BucketBuffer:
 
     holds_two: ClassVar[bool] = False
     is_mapped: ClassVar[bool] = False
-    num_tries: ClassVar[int] = 1
+    may_read_again: ClassVar[bool] = False
     open_memory: ClassVar[OpenMemory]
     data: "torch.Tensor"
     handles: Sequence[Any]

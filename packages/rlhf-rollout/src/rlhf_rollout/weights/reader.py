@@ -21,7 +21,7 @@ class BucketReader:
         self.medium = medium
         self.device = device
         form = buffer_class(medium)
-        self._num_tries = form.num_tries
+        self._may_read_again = form.may_read_again
         self._open_memory = form.receiver()
         self._opened: tuple[Any, torch.Tensor] | None = None
         self._kept = False
@@ -54,14 +54,14 @@ class BucketReader:
         """Return the used part of the bucket's buffer, [used_bytes] uint8. It may be the sender's own memory.
 
         Raises WeightSyncError for another medium than the engine's, or memory that it can never open, and EngineError
-        for weights that did not arrive, or not as they were sent. What may be transient is tried `num_tries` times, see
-        `BucketBuffer`.
+        for weights that did not arrive, or not as they were sent. What may be transient is tried twice where
+        `BucketBuffer.may_read_again`.
         """
         if bucket.medium != self.medium:
             raise WeightSyncError(f"a bucket arrived by {bucket.medium}, but the engine was built for {self.medium}")
-        if self._num_tries == 1:
-            return self._view(bucket)
-        return read_in_two_tries(lambda: self._view(bucket), between=self.close)
+        if self._may_read_again:
+            return read_in_two_tries(lambda: self._view(bucket), between=self.close)
+        return self._view(bucket)
 
     def _view(self, bucket: WeightBucket) -> torch.Tensor:
         # torch counts one release per export, so an export is opened once for all buckets that it carries.

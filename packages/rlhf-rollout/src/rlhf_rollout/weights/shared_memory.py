@@ -26,7 +26,7 @@ class Buffer(BucketBuffer):
     """
 
     is_mapped = True
-    num_tries = 2
+    may_read_again = True
 
     def __init__(self, size_bytes: int, engines: Sequence[str]) -> None:
         import torch

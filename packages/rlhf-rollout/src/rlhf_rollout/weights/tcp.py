@@ -22,7 +22,7 @@ _STOP_POLL_S = 0.02  # within which the server notices that it is to stop, which
 class Buffer(BucketBuffer):
     """Memory of this process, which answers every connection that begins with its token."""
 
-    num_tries = 2
+    may_read_again = True
 
     def __init__(self, size_bytes: int, engines: Sequence[str], host: str) -> None:
         self.data = torch.empty(size_bytes, dtype=torch.uint8)

@@ -249,7 +249,8 @@ class VllmEngine:
         self._updating = None
         try:
             caches = self._spec.enable_prefix_caching
-            forgotten = self._spec.keep_kv or self._loop.forget_prefixes(core) or not caches
+            # Frozen sequences are prefilled again when they go on.
+            forgotten = self._spec.keep_kv or core.reset_prefix_cache(self._loop.num_running > 0) or not caches
         except Exception:
             forgotten = False
         if not forgotten:
@@ -272,11 +273,10 @@ class VllmEngine:
         self._loop.refuse(core, "the engine sleeps", "await wake_up() before generate()")
         if not keep_weights:
             self._incomplete = DROPPED
-        core.sleep(self._sleep_level(core, keep_weights) if self._on_gpu else 0)
-
-    def _sleep_level(self, core: Any, keep_weights: bool) -> int:
-        """Return vLLM's level: 1 moves what the model holds to host memory, 2 keeps its buffers alone."""
-        return 1 if keep_weights or any(core.collective_rpc("rlhf_holds_more_than_weights")) else 2
+        level = 0
+        if self._on_gpu:  # vLLM's level 1 moves what the model holds to host memory, 2 keeps its buffers alone
+            level = 1 if keep_weights or any(core.collective_rpc("rlhf_holds_more_than_weights")) else 2
+        core.sleep(level)
 
     def _wake_up(self, core: Any) -> None:
         if not self._asleep:

@@ -194,10 +194,6 @@ class StepLoop:
             sample.draft.go_on(policy_version)
         self.policy_version = policy_version
 
-    def forget_prefixes(self, core: Any) -> bool:
-        """Drop cached prefixes and return whether that worked. Frozen sequences are prefilled again when they go on."""
-        return core.reset_prefix_cache(bool(self._samples))
-
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self, build: Callable[[], Any], started: "Future[None]") -> None:
