@@ -18,7 +18,7 @@ from rlhf_models.backbone import can_be_replayed, changes_logits, replay_full_pa
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
 from rlhf_models.loading import load_actor
-from rlhf_train.learning.dropout import without_dropout
+from rlhf_train.run.models import without_dropout
 
 PROMPT_LENGTHS = [9, 9]
 NUM_TOKENS = sum(map(len, SEQUENCES))

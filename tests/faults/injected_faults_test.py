@@ -21,8 +21,9 @@ from rlhf_data.records import FinishReason
 from rlhf_rollout.agents import AgentSpec, EpisodeLimits
 from rlhf_rollout.protocols import Completion
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
+from rlhf_train.generation.spec import AsyncSpec, RewardSpec
 from rlhf_train.online import train_and_save
-from rlhf_train.online_job import AsyncSpec, CheckpointSpec, RewardSpec
+from rlhf_train.online_job import CheckpointSpec
 from rlhf_train.run.checkpoint import RECEIPT, Checkpoints, write_receipt
 from rlhf_train.run.rank_state import file_name
 from rollout_testing import limit_only
@@ -38,9 +39,9 @@ def make_run(request, make_run):
 
 def accounted(run):
     """Check that the counts of the whole run add up, and return them."""
-    counts = run.controller._ledger.run
+    counts = run.controller.ledger.run
     done = counts.trained + counts.filtered + counts.failed + counts.stale
-    assert counts.requested == done + run.parts.rollouts.num_outstanding
+    assert counts.requested == done + run.controller.rollouts.num_outstanding
     return counts
 
 
@@ -76,9 +77,10 @@ def test_disk_that_is_full_during_a_checkpoint_costs_this_checkpoint_only(make_r
                 write_receipt(path, error)
             else:
                 write_receipt(path)
+        return [file_name(role, 0, 1) for role in ("actor", "critic")]
 
     run.world.on_save_state = save_state
-    train_and_save(run.job, run.parts, run.recorder)
+    train_and_save(run.job, run.controller, run.recorder)
     [warning] = run.listener.warnings
     for part in ("a checkpoint was not saved: ", "No space left on device", "name another folder with --ckpt_path"):
         assert part in with_flags(warning)
@@ -131,14 +133,14 @@ def test_disk_that_is_full_for_rollouts_ends_the_run_with_its_state_saved(make_r
         with pytest.raises(
             RlhfError, match=r"rollouts\.jsonl cannot be written: .*File too large(.|\n)*hint: free space"
         ):
-            train_and_save(run.job, run.parts, run.recorder)
+            train_and_save(run.job, run.controller, run.recorder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     num_steps = len([line for line in run.lines() if "time/step" in line])
     assert 1 <= num_steps < 9
     assert checkpoints_of(run) == [num_steps]
     assert run.world.log[-1] == f"save actor {run.recorder.path('final model')}"
-    assert run.controller._ledger.run.trained == num_steps * 64
+    assert run.controller.ledger.run.trained == num_steps * 64
     with pytest.raises(RlhfError, match="cannot be written"):
         run.recorder.close()
     run.recorder.close = lambda: None  # the fixture closes it, too
@@ -152,7 +154,7 @@ def test_disk_that_is_full_at_the_end_keeps_the_state_of_the_last_step(make_run)
 
     run.world.on_save = save
     with pytest.raises(CheckpointError, match="No space left"):
-        train_and_save(run.job, run.parts, run.recorder)
+        train_and_save(run.job, run.controller, run.recorder)
     assert checkpoints_of(run) == [3]
     assert "not everything was saved: cannot write the model" in run.listener.warnings[0]
     assert accounted(run).trained == 3 * 64
@@ -189,7 +191,7 @@ def test_answer_that_is_not_what_was_asked_for_is_asked_for_again_and_then_count
         return await generate(token_ids, *arguments, **options)
 
     run.world.generate = faulty
-    train_and_save(run.job, run.parts, run.recorder)
+    train_and_save(run.job, run.controller, run.recorder)
     assert sum(line["samples/retried_groups"] for line in run.lines() if "time/step" in line) == 1
     counts = accounted(run)
     num_failed = 4 * (times - 1)
@@ -202,7 +204,7 @@ def test_answer_that_is_not_what_was_asked_for_is_asked_for_again_and_then_count
 @pytest.mark.parametrize("fault", ["drop", "double"])
 def test_group_that_is_lost_or_doubled_before_the_ranks_stops_the_run_before_it_trains(make_run, monkeypatch, fault):
     run = make_run(SpreadReward(), num_steps=4, checkpoints=CheckpointSpec(folder="", every=1))
-    stream = run.parts.rollouts._stream
+    stream = run.controller.rollouts._stream
     take = stream.take
 
     def faulty():
@@ -213,7 +215,7 @@ def test_group_that_is_lost_or_doubled_before_the_ranks_stops_the_run_before_it_
 
     monkeypatch.setattr(stream, "take", faulty)
     with pytest.raises(RlhfError, match=r"rollouts were lost or counted twice: \d+ requested, 128 trained"):
-        train_and_save(run.job, run.parts, run.recorder)
+        train_and_save(run.job, run.controller, run.recorder)
     assert [len(batch) for batch in run.world.rollouts] == [64, 64] and not trained_twice(run)
     assert checkpoints_of(run) == [1, 2]
 
@@ -236,7 +238,7 @@ def test_slow_sync_is_waited_for_and_no_rollout_is_older_than_its_batch(make_run
         return await generate(*arguments, **options)
 
     run.world.send, run.world.generate = slow, checked
-    train_and_save(run.job, run.parts, run.recorder)
+    train_and_save(run.job, run.controller, run.recorder)
     lines = [line for line in run.lines() if "time/step" in line]
     assert all(line["time/sync"] >= 0.2 for line in lines)
     assert (accounted(run).trained, accounted(run).stale) == (3 * 64, 0)
@@ -263,7 +265,7 @@ def test_reward_that_hangs_on_one_prompt_costs_its_rollouts_only(make_run, tmp_p
     limit_only(monkeypatch, lambda queries: any(query.startswith("prompt 5") for query in queries))
     run = make_run(reward=RewardSpec(sources=(source,), calls=CallOptions(timeout_s=1.0)), num_steps=1)
     started = time.monotonic()
-    train_and_save(run.job, run.parts, run.recorder)
+    train_and_save(run.job, run.controller, run.recorder)
     assert time.monotonic() - started < 200
     run.recorder.close()  # a thread writes the records
     records = [json.loads(line) for line in run.recorder.path("rollouts").read_text().splitlines()]
@@ -279,9 +281,9 @@ def test_reward_server_that_hangs_teaches_nothing_and_ends_the_run_with_its_stat
         source = RewardSource(kind="server", targets=(f"http://127.0.0.1:{server.getsockname()[1]}/",))
         run = make_run(reward=RewardSpec(sources=(source,), calls=CallOptions(timeout_s=0.3)), num_steps=9)
         with pytest.raises(RewardError, match=r"3 step\(s\) in a row: no rollout has a reward; the last reason: "):
-            train_and_save(run.job, run.parts, run.recorder)
+            train_and_save(run.job, run.controller, run.recorder)
     counts = accounted(run)
-    assert (counts.requested - run.parts.rollouts.num_outstanding, counts.trained, counts.failed) == (192, 0, 192)
+    assert (counts.requested - run.controller.rollouts.num_outstanding, counts.trained, counts.failed) == (192, 0, 192)
     assert checkpoints_of(run) == [2]
 
 
@@ -301,7 +303,7 @@ def test_episodes_of_several_rollouts_and_failed_ones_are_accounted_for(make_run
     (tmp_path / "agent.py").write_text(AGENT)
     agent = AgentSpec(path=str(tmp_path / "agent.py"), limits=EpisodeLimits(max_length=64), num_processes=1)
     run = make_run(SpreadReward(), agent=agent)
-    train_and_save(run.job, run.parts, run.recorder)
+    train_and_save(run.job, run.controller, run.recorder)
     counts = accounted(run)
     # Of sixteen prompts per step with four samples, one fails. The episodes of the others have two rollouts.
     assert (counts.requested, counts.trained, counts.failed) == (3 * (15 * 8 + 4), 3 * 15 * 8, 3 * 4)
@@ -313,6 +315,6 @@ def test_reward_of_the_flags_scores_what_the_agent_leaves_to_it(make_run, tmp_pa
     (tmp_path / "agent.py").write_text("async def run_episode(session):\n    await session.reply()\n")
     agent = AgentSpec(path=str(tmp_path / "agent.py"), limits=EpisodeLimits(max_length=64), num_processes=1)
     run = make_run(SpreadReward(), agent=agent, num_steps=1)
-    train_and_save(run.job, run.parts, run.recorder)
+    train_and_save(run.job, run.controller, run.recorder)
     assert accounted(run).trained == 64
     assert not [text for text in run.listener.warnings if "rewards of its own" in text]

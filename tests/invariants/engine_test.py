@@ -132,7 +132,7 @@ def test_sync_makes_the_weights_the_trainers_and_reverting_gives_the_same_tokens
     # Two trainers, one engine: the plan's bundle is counted twice over, so that all three fit.
     with processes.ray_cluster(job.plan, None), processes.placed_bundles(job.plan) as reserved:
         [engine] = processes.start_engines(job, reserved, [0])
-        [own] = processes.start_workers(job, reserved)
+        [own] = processes.start_workers(job.plan, reserved)
         processes.wait(processes.load_models(job, [own]))
 
         def greedy() -> tuple[list[list[int]], np.ndarray]:

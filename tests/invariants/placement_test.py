@@ -18,8 +18,9 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.cluster.places import Place, PlacementPlan, ProcessPlan
+from rlhf_train.generation.spec import RewardSpec
 from rlhf_train.online import run_online
-from rlhf_train.online_job import OnlineJob, RewardSpec
+from rlhf_train.online_job import OnlineJob
 from rlhf_train.run.observer import Observer
 from trainer_testing import running_engine, tiny_job
 

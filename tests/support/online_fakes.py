@@ -12,8 +12,8 @@ import numpy as np
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason, Prompt, Verdict, VerdictKind
 from rlhf_rollout.protocols import Completion, EngineHealth
+from rlhf_train.batching import BatchSizes
 from rlhf_train.learning.ranks import RankSet
-from rlhf_train.online_job import BatchSizes
 from rlhf_train.run.checkpoint import write_receipt
 from rlhf_train.run.metrics import Mean, Sum
 from rlhf_train.run.observer import Observer
@@ -155,6 +155,7 @@ class World:
             path = Path(folder, file_name(role, 0, 1))
             path.write_text(f"{role} after {self.engine_version} updates")
             write_receipt(path)
+        return [file_name(role, 0, 1) for role in ("actor", "critic")]
 
     def on_load_state(self, folder):
         self.loaded = folder
@@ -285,11 +286,7 @@ class Run:
     world: World
     listener: Listener
     recorder: Recorder
-    parts: object
-
-    @property
-    def controller(self):
-        return self.parts.controller
+    controller: object
 
     def step(self, step: int) -> bool:
         """Do a step as the loop does; return whether something was learned."""

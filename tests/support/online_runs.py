@@ -19,8 +19,8 @@ def make_run(tmp_path, model_path, monkeypatch):
     """Return a function that makes a run of sixteen prompts per step, eight of them even, four samples each."""
     from online_fakes import FakeRanks, Listener, Run, World
     from rlhf_train.generation.scoring import make_reward
+    from rlhf_train.generation.spec import RewardSpec
     from rlhf_train.online import assemble
-    from rlhf_train.online_job import RewardSpec
     from rlhf_train.run.recorder import Recorder
     from rlhf_train.run.timeline import Timeline
     from trainer_testing import tiny_job
@@ -46,11 +46,11 @@ def make_run(tmp_path, model_path, monkeypatch):
             reward = None
         spec = dataclasses.replace(job.reward, sources=()) if job.replay else job.reward
         reward = reward or make_reward(spec, [], recorder.folder / "reward.log")
-        parts = assemble(job, [world], [FakeRanks(world)], reward, recorder, listener, Timeline())
-        runs.append(Run(job, world, listener, recorder, parts))
+        controller = assemble(job, [world], [FakeRanks(world)], reward, recorder, listener, Timeline())
+        runs.append(Run(job, world, listener, recorder, controller))
         return runs[-1]
 
     yield make
     for run in runs:
-        run.parts.rollouts.close()
+        run.controller.rollouts.close()
         run.recorder.close()

@@ -5,12 +5,74 @@ divided by, depend only on the seed and the mini-batch size. The number of ranks
 them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from rlhf_data.bounds import bounded, check_bounds
+from rlhf_data.errors import ConfigError
 from rlhf_data.packing import pack, split_balanced
+from rlhf_data.records import Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """Batch sizes. They count over all ranks, except the micro batch sizes, which are per rank.
+
+    Attributes:
+        rollout_batch_size: prompts per step.
+        n_samples_per_prompt: rollouts per prompt.
+        train_batch_size: rollouts per update.
+        micro_train_batch_size: rollouts per forward-backward pass on one rank.
+        micro_rollout_batch_size: rollouts per forward pass without gradient on one rank.
+        micro_batch_tokens: largest number of tokens per pass on one rank. If set, it replaces the two before. None for
+            no limit.
+        max_epochs: passes over the rollouts of a step.
+    """
+
+    rollout_batch_size: int = bounded(ge=1)
+    n_samples_per_prompt: int = bounded(ge=1)
+    train_batch_size: int = bounded(ge=1)
+    micro_train_batch_size: int = bounded(ge=1)
+    micro_rollout_batch_size: int = bounded(ge=1)
+    micro_batch_tokens: int | None = bounded(None, ge=1)
+    max_epochs: int = bounded(1, ge=1)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.num_rollouts % self.train_batch_size:
+            size = self.train_batch_size
+            count = self.num_rollouts
+            divisor = max(number for number in range(1, min(size, count) + 1) if count % number == 0)
+            message = f"``train_batch_size`` is {size}, which does not divide the {count} samples of a step"
+            product = f"``rollout_batch_size={self.rollout_batch_size}`` x"
+            raise ConfigError(
+                f"{message} ({product} ``n_samples_per_prompt={self.n_samples_per_prompt}``)",
+                hint=f"use ``train_batch_size={divisor}``",
+            )
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts per step."""
+        return self.rollout_batch_size * self.n_samples_per_prompt
+
+    def most_pass_tokens(self, max_response_tokens: int) -> int:
+        """Return the trained tokens of the largest pass that a step of responses of this length could make."""
+        if self.micro_batch_tokens is not None:
+            return min(max_response_tokens * self.num_rollouts, self.micro_batch_tokens)
+        largest = max(self.micro_train_batch_size, self.micro_rollout_batch_size)
+        return max_response_tokens * min(largest, self.num_rollouts)
+
+    @property
+    def num_updates(self) -> int:
+        """Updates per step, if no rollout is left out."""
+        return self.num_mini_batches(self.num_rollouts) * self.max_epochs
+
+    def num_mini_batches(self, num_trained: float) -> int:
+        """Return the updates per epoch over `num_trained` rollouts, which may be fewer than `num_rollouts`."""
+        return math.ceil(num_trained / self.train_batch_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +138,38 @@ def pass_fill(plans: Sequence[RankPlan], num_tokens: Sequence[int], pack_tokens:
     if max(num_passes, default=0) < 2:
         return None
     return sum(num_tokens) / (sum(num_passes) * pack_tokens)
+
+
+def plan_rollouts(
+    rollouts: Sequence[Rollout],
+    sizes: BatchSizes,
+    *,
+    num_ranks: int,
+    num_mini_batches: int,
+    max_response_tokens: int,
+    seed: int,
+    costs: Sequence[float] | None = None,
+    shares_prompts: bool = False,
+) -> tuple[RankPlan, ...]:
+    """Return one plan per rank for the rollouts of a step; see `plan_batches`.
+
+    Args:
+        sizes: of the passes.
+        shares_prompts: whether rollouts of one prompt share it in a pass.
+    """
+    return plan_batches(
+        [rollout.num_tokens for rollout in rollouts],
+        [rollout.num_response_tokens for rollout in rollouts],
+        costs,
+        num_ranks=num_ranks,
+        num_mini_batches=num_mini_batches,
+        micro_train_batch_size=sizes.micro_train_batch_size,
+        micro_rollout_batch_size=sizes.micro_rollout_batch_size,
+        max_response_tokens=max_response_tokens,
+        seed=seed,
+        micro_batch_tokens=sizes.micro_batch_tokens,
+        prompts=[rollout.tokens_before_policy for rollout in rollouts] if shares_prompts else None,
+    )
 
 
 def plan_batches(

@@ -1,5 +1,7 @@
 """The order of events in an online run. Other files implement the events."""
 
+from dataclasses import dataclass
+
 from rlhf_data.records import RolloutGroup
 from rlhf_train.evaluation import Evaluator
 from rlhf_train.generation.patience import Patience
@@ -7,7 +9,6 @@ from rlhf_train.generation.rollouts import Rollouts
 from rlhf_train.generation.summaries import episode_ids, scored
 from rlhf_train.generation.turns import Turns
 from rlhf_train.learning.learner import Learner
-from rlhf_train.online_job import OnlineJob
 from rlhf_train.report import Report
 from rlhf_train.run.checkpointing import Checkpointer
 from rlhf_train.run.interrupts import Interrupts
@@ -15,52 +16,37 @@ from rlhf_train.run.ledger import Ledger
 from rlhf_train.run.timeline import Timeline
 
 
+@dataclass(kw_only=True, eq=False)
 class Controller:
-    """Calls the parts of a run in order. `online.loop` calls its methods, one per line of the algorithm.
+    """Calls the parts of a run in order. `loop` calls its methods, one per line of the algorithm.
 
     Attributes:
+        num_steps: largest number of steps; the run ends earlier when it `is_exhausted`.
+        shows_samples: whether rollouts of the first and the last step are shown, as no evaluation shows any.
+        runs_ahead: whether generation goes on while the learner works.
         first_step: 1, or the step after the checkpoint from which the run continues.
     """
 
-    def __init__(
-        self,
-        job: OnlineJob,
-        *,
-        rollouts: Rollouts,
-        learner: Learner,
-        turns: Turns,
-        evaluator: Evaluator,
-        patience: Patience,
-        report: Report,
-        timeline: Timeline,
-        ledger: Ledger,
-        checkpointer: Checkpointer,
-        interrupts: Interrupts,
-        first_step: int = 1,
-    ) -> None:
-        self._job = job
-        self._rollouts = rollouts
-        self._learner = learner
-        self._turns = turns
-        self._evaluator = evaluator
-        self._patience = patience
-        self._report = report
-        self._timeline = timeline
-        self._ledger = ledger
-        self._checkpointer = checkpointer
-        self._interrupts = interrupts
-        self.first_step = first_step
-        self._batch: tuple[RolloutGroup, ...] = ()
-
-    @property
-    def num_steps(self) -> int:
-        """Largest number of steps; the run ends earlier when it `is_exhausted`."""
-        return self._job.num_steps
+    num_steps: int
+    shows_samples: bool
+    runs_ahead: bool
+    rollouts: Rollouts
+    learner: Learner
+    turns: Turns
+    evaluator: Evaluator
+    patience: Patience
+    report: Report
+    timeline: Timeline
+    ledger: Ledger
+    checkpointer: Checkpointer
+    interrupts: Interrupts
+    first_step: int = 1
+    _batch: tuple[RolloutGroup, ...] = ()
 
     @property
     def is_exhausted(self) -> bool:
         """Whether dynamic sampling finds nothing to learn from any more."""
-        return self._patience.is_exhausted
+        return self.patience.is_exhausted
 
     def start(self) -> None:
         """Send the weights to the engines, evaluate the initial ones, and start the clock of the first step.
@@ -68,92 +54,92 @@ class Controller:
         A run that continues ends the step after whose updates it was interrupted.
         """
         self.sync_weights()
-        self._report.end_part("startup")
+        self.report.end_part("startup")
         if self.first_step == 1:
             self.evaluate(0)
-            self._evaluator.finish()
-        self._report.end_part("first_evaluation")
-        if (step := self._evaluator.cut_off) is not None and step == self.first_step - 1:
+            self.evaluator.finish()
+        self.report.end_part("first_evaluation")
+        if (step := self.evaluator.cut_off) is not None and step == self.first_step - 1:
             self.evaluate(step)
-        if (step := self._checkpointer.unrecorded_step) is not None:
+        if (step := self.checkpointer.unrecorded_step) is not None:
             self.evaluate(step)
             self.record(step)
             self.checkpoint(step)
 
     def generate(self, step: int) -> None:
         """Have prompts answered and scored, and take the batch to learn from."""
-        self._turns.give_to_engines()
-        drawn = self._rollouts.next_batch(step)
+        self.turns.give_to_engines()
+        drawn = self.rollouts.next_batch(step)
         self._batch = drawn.kept
         # Rollouts fail in two places: whole groups in an engine, and single rollouts in the reward.
         num_rollouts = sum(len(group.rollouts) for group in drawn.groups)
         num_failed = num_rollouts - len(scored(drawn.groups))
         # An episode that became several rollouts was requested as one.
         num_further = num_rollouts - sum(len(group.episodes) for group in drawn.groups)
-        self._ledger.add(
+        self.ledger.add(
             requested=drawn.num_requested + num_further,
             failed=drawn.num_failed + num_failed,
             filtered=len(scored(drawn.dropped)),
             stale=len(scored(drawn.stale)),
         )
         self._check_ledger(taken=len(scored(self._batch)))  # before a rollout is trained twice
-        self._learner.observe(scored(drawn.groups))
-        self._patience.observe(drawn.groups)
-        self._report.rollouts(step, drawn)
-        if not self._job.eval_prompts and step in (1, self.num_steps):
-            self._report.samples(f"Samples of step {step}", drawn.groups)
+        self.learner.observe(scored(drawn.groups))
+        self.patience.observe(drawn.groups)
+        self.report.rollouts(step, drawn)
+        if self.shows_samples and step in (1, self.num_steps):
+            self.report.samples(f"Samples of step {step}", drawn.groups)
 
     def can_learn(self) -> bool:
         """Return whether the batch has a reward to learn from. Raises RewardError when rewards keep failing."""
-        can_learn = self._patience.can_learn(self._batch, self._ledger.step)
+        can_learn = self.patience.can_learn(self._batch, self.ledger.step)
         if not can_learn:
-            self._learner.skip()
-            self._rollouts.release(self._learner.policy_version)
+            self.learner.skip()
+            self.rollouts.release(self.learner.policy_version)
         return can_learn
 
     def make_experience(self, step: int) -> None:
         """Send the batch to the ranks, and compute old log-probs, reference log-probs and values."""
-        self._turns.give_to_trainers()
-        with self._timeline.phase("load"):
-            self._report.add(self._learner.deal(scored(self._batch), step, episode_ids(self._batch)))
-        self._report.write_rollouts()
-        with self._timeline.phase("experience"):
-            self._report.add(self._learner.fill_columns())
+        self.turns.give_to_trainers()
+        with self.timeline.phase("load"):
+            self.report.add(self.learner.deal(scored(self._batch), step, episode_ids(self._batch)))
+        self.report.write_rollouts()
+        with self.timeline.phase("experience"):
+            self.report.add(self.learner.fill_columns())
 
     def assign_advantages(self) -> None:
         """Compute advantages and returns from the rewards."""
-        with self._timeline.phase("experience"):
-            self._report.add(self._learner.assign_advantages())
+        with self.timeline.phase("experience"):
+            self.report.add(self.learner.assign_advantages())
 
     def update(self, step: int) -> None:
         """Update the critic and the actor on the batch.
 
         Meanwhile the models and the other parts of the run are between two states that could be saved, so signals wait.
         """
-        if self._evaluator.saves_best:
-            self._evaluator.finish()  # while the actor has the weights that are evaluated
-        self._interrupts.hold()
-        with self._timeline.phase("train"), self._rollouts.weights:
-            metrics, num_trained = self._learner.update(step)
-        self._report.add(metrics)
-        self._ledger.add(trained=num_trained)
+        if self.evaluator.best is not None:
+            self.evaluator.finish()  # while the actor has the weights that are evaluated
+        self.interrupts.hold()
+        with self.timeline.phase("train"), self.rollouts.weights:
+            metrics, num_trained = self.learner.update(step)
+        self.report.add(metrics)
+        self.ledger.add(trained=num_trained)
         self._check_ledger()
-        self._checkpointer.remember(step)
-        self._interrupts.release()
+        self.checkpointer.remember(step)
+        self.interrupts.release()
 
     def sync_weights(self) -> None:
         """Send the actor's weights to the engines, unless they have this version already.
 
         An evaluation of the old weights is waited for. From here on, further prompts may be admitted.
         """
-        version = self._learner.policy_version
-        if self._rollouts.policy_version != version:
-            self._evaluator.finish()
-            self._turns.give_to_engines()
-            with self._timeline.phase("sync"):
-                size = self._rollouts.synchronize(version)
-            self._report.add({"sync/size_bytes": size})
-        self._rollouts.release(version)
+        version = self.learner.policy_version
+        if self.rollouts.policy_version != version:
+            self.evaluator.finish()
+            self.turns.give_to_engines()
+            with self.timeline.phase("sync"):
+                size = self.rollouts.synchronize(version)
+            self.report.add({"sync/size_bytes": size})
+        self.rollouts.release(version)
 
     def evaluate(self, step: int) -> None:
         """Evaluate on the held-out prompts at the start, at the end, and every `eval_steps` steps in between.
@@ -162,24 +148,24 @@ class Controller:
         due, or a checkpoint, from which another process could not go on with it.
         """
         is_last = step == self.num_steps or self.is_exhausted
-        if self._evaluator.is_due(step, is_last=is_last):
-            self._evaluator.start(step, is_last=is_last)
-        if is_last or not self._job.max_staleness or self._checkpointer.is_due(step):
-            self._evaluator.finish()
+        if self.evaluator.is_due(step, is_last=is_last):
+            self.evaluator.start(step, is_last=is_last)
+        if is_last or not self.runs_ahead or self.checkpointer.is_due(step):
+            self.evaluator.finish()
 
     def record(self, step: int) -> None:
         """Check that no rollout was lost, and report the step."""
         self._check_ledger()
-        self._report.write_rollouts()
-        self._report.add(self._ledger.close_step())
-        self._report.step(step, self.num_steps)
+        self.report.write_rollouts()
+        self.report.add(self.ledger.close_step())
+        self.report.step(step)
 
     def checkpoint(self, step: int) -> None:
         """Save the state of the run if that is due. Signals wait, so that the checkpoint becomes whole."""
-        self._interrupts.hold()
-        self._checkpointer.after_step(step, self._evaluator.deciding_metric(step))
-        self._interrupts.release()
+        self.interrupts.hold()
+        self.checkpointer.after_step(step, self.evaluator.deciding_metric(step))
+        self.interrupts.release()
 
     def _check_ledger(self, taken: int = 0) -> None:
         """Raise RlhfError unless every rollout is accounted for; `taken` are about to be trained."""
-        self._ledger.check(outstanding=self._rollouts.num_outstanding + taken)
+        self.ledger.check(outstanding=self.rollouts.num_outstanding + taken)

@@ -51,17 +51,15 @@ def pass_costs(config: Any, *, has_head: bool = True) -> PassCosts:
         has_head: whether it predicts tokens. A scalar head costs next to nothing.
     """
     config = config.get_text_config()
-    hidden = number(config, "hidden_size", default=1)
-    num_layers = number(config, "num_hidden_layers", default=1)
-    num_heads, num_kv_heads, head_dim = heads_of(config)
-    attention = 2 * hidden * head_dim * (num_heads + num_kv_heads)
-    mlps = sum(_mlp_weights(hidden, mlp_of(config, layer)) for layer in range(num_layers))
+    sizes = sizes_of(config)
+    attention = 2 * sizes.hidden * sizes.head_dim * (sizes.num_heads + sizes.num_kv_heads)
+    mlps = sum(_mlp_weights(sizes.hidden, mlp_of(config, layer)) for layer in range(sizes.num_layers))
     window = field(config, "sliding_window")
-    kinds = field(config, "layer_types") or ["sliding_attention"] * num_layers
+    kinds = field(config, "layer_types") or ["sliding_attention"] * sizes.num_layers
     return PassCosts(
-        token_flops=2 * (num_layers * attention + mlps),
-        target_flops=2 * hidden * number(config, "vocab_size", default=1) * has_head,
-        pair_flops=4 * num_heads * head_dim,
+        token_flops=2 * (sizes.num_layers * attention + mlps),
+        target_flops=2 * sizes.hidden * sizes.vocab * has_head,
+        pair_flops=4 * sizes.num_heads * sizes.head_dim,
         windows=Counter(window if kind == "sliding_attention" else None for kind in kinds),
     )
 
@@ -82,12 +80,30 @@ class Mlp(NamedTuple):
     shared: int = 0
 
 
-def heads_of(config: Any) -> tuple[int, int, int]:
-    """Return the number of attention heads, that of key-value heads, and the size of a head."""
-    num_heads = number(config, "num_attention_heads", default=1)
-    num_kv_heads = number(config, "num_key_value_heads", default=num_heads)
+class Sizes(NamedTuple):
+    """The sizes that all layers of a model have in common."""
+
+    hidden: int
+    vocab: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def sizes_of(config: Any) -> Sizes:
+    """Return the sizes in the text part of a transformers config."""
+    config = config.get_text_config()
     hidden = number(config, "hidden_size", default=1)
-    return num_heads, num_kv_heads, number(config, "head_dim", default=max(hidden // num_heads, 1))
+    num_heads = number(config, "num_attention_heads", default=1)
+    return Sizes(
+        hidden,
+        number(config, "vocab_size", default=1),
+        number(config, "num_hidden_layers", default=1),
+        num_heads,
+        number(config, "num_key_value_heads", default=num_heads),
+        number(config, "head_dim", default=max(hidden // num_heads, 1)),
+    )
 
 
 def mlp_of(config: Any, layer: int) -> Mlp:

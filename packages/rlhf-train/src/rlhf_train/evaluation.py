@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data.records import RolloutGroup, VerdictKind
@@ -14,10 +15,11 @@ from rlhf_train.run.best_model import BestModel
 from rlhf_train.run.timeline import Timeline
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Has the held-out prompts answered, reports the metrics, and saves the weights with the best evaluation.
 
-    Args:
+    Attributes:
         every: steps between evaluations; 0 for those at the start and the end alone, None for none.
         rollouts: answers and scores the prompts.
         learner: holds the weights that are saved.
@@ -25,58 +27,41 @@ class Evaluator:
         report: receives the metrics and rollouts of each evaluation.
         timeline: counts the seconds of evaluating, and of saving the best weights.
         best: folder of the best weights; None to save none.
-
-    Attributes:
         cut_off: the step whose evaluation was going on when another process was interrupted; None without one.
     """
 
-    def __init__(
-        self,
-        every: int | None,
-        rollouts: Rollouts,
-        learner: Learner,
-        turns: Turns,
-        report: Report,
-        timeline: Timeline,
-        best: BestModel | None,
-    ) -> None:
-        self._every = every
-        self._rollouts = rollouts
-        self._learner = learner
-        self._turns = turns
-        self._report = report
-        self._timeline = timeline
-        self._best = best
-        self.cut_off: int | None = None
-        self._running: tuple[int, bool] | None = None  # step, and whether it is the last one
-        self._newest: tuple[int, Mapping[str, float]] = (-1, {})
+    every: int | None
+    rollouts: Rollouts
+    learner: Learner
+    turns: Turns
+    report: Report
+    timeline: Timeline
+    best: BestModel | None
+    cut_off: int | None = None
+    _running: tuple[int, bool] | None = None  # step, and whether it is the last one
+    _newest: tuple[int, Mapping[str, float]] = (-1, {})
 
     def state(self) -> dict[str, Any]:
         """Return the best evaluation so far, and the step whose evaluation goes on, for `restore`."""
-        best = self._best.state() if self._best is not None else None
+        best = self.best.state() if self.best is not None else None
         return {"best": best, "running": self._running[0] if self._running is not None else None}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue with the best evaluation of another process."""
         self.cut_off = state["running"]
-        if self._best is not None:
-            self._best.restore(state["best"])
+        if self.best is not None:
+            self.best.restore(state["best"])
 
     def deciding_metric(self, step: int) -> float | None:
         """Return the metric that decides the best weights, as evaluated after `step`; None if it was not."""
         evaluated, metrics = self._newest
-        return metrics.get(self._best.metric) if self._best is not None and evaluated == step else None
-
-    @property
-    def saves_best(self) -> bool:
-        """Whether the weights with the best evaluation are saved."""
-        return self._best is not None
+        return metrics.get(self.best.metric) if self.best is not None and evaluated == step else None
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Return whether to evaluate after `step`: at the start (step 0), at the end, and every `every` steps."""
-        if self._every is None:
+        if self.every is None:
             return False
-        is_between = self._every > 0 and step % self._every == 0
+        is_between = self.every > 0 and step % self.every == 0
         return step == 0 or is_last or is_between
 
     def start(self, step: int, *, is_last: bool) -> None:
@@ -85,9 +70,9 @@ class Evaluator:
         An evaluation that goes on, of weights that have not changed since, is waited for.
         """
         self.finish()
-        with self._timeline.phase("evaluate"):
-            self._turns.give_to_engines()
-            self._rollouts.start_evaluation(step)
+        with self.timeline.phase("evaluate"):
+            self.turns.give_to_engines()
+            self.rollouts.start_evaluation(step)
         self._running = step, is_last
 
     def finish(self) -> None:
@@ -98,30 +83,30 @@ class Evaluator:
         if self._running is None:
             return
         (step, is_last), self._running = self._running, None
-        with self._timeline.phase("evaluate"):
-            groups = self._rollouts.finish_evaluation()
+        with self.timeline.phase("evaluate"):
+            groups = self.rollouts.finish_evaluation()
             metrics = summarize_evaluation(groups)
-            self._report.evaluation(step, groups, metrics)
+            self.report.evaluation(step, groups, metrics)
         self._newest = step, metrics
         self._keep_best(step, metrics)
         if step > 0 and not is_last:
             return
         moment = "after" if is_last else "before"
-        self._report.add_final(
+        self.report.add_final(
             {f"{name}_{moment}": value for name, value in metrics.items() if name.startswith("eval/")}
         )
-        self._report.samples(f"Held-out samples {moment} training", groups)
+        self.report.samples(f"Held-out samples {moment} training", groups)
 
     def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._best is None:
+        if self.best is None:
             return
-        if self._best.metric not in metrics:
-            self._report.warning(f"this evaluation has no {self._best.metric}, which decides the best model")
-        elif self._best.beaten_by(metrics):
-            with self._timeline.phase("save"):
-                self._learner.save("actor", str(self._best.staging))
-                state = {"policy_version": self._learner.policy_version, "kl_coef": self._learner.kl_coef}
-                self._best.keep(step, metrics, state)
+        if self.best.metric not in metrics:
+            self.report.warning(f"this evaluation has no {self.best.metric}, which decides the best model")
+        elif self.best.beaten_by(metrics):
+            with self.timeline.phase("save"):
+                self.learner.save("actor", str(self.best.staging))
+                state = {"policy_version": self.learner.policy_version, "kl_coef": self.learner.kl_coef}
+                self.best.keep(step, metrics, state)
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -169,13 +154,10 @@ def _passes(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
         return {}
     num_samples = min(len(group.episodes) for group in groups)
     ks = {2**power for power in range(num_samples.bit_length())} | {num_samples}
+    verdicts = [[episode.verdict for episode in group.episodes] for group in groups]
+    num_right = [sum(v is not None and v.kind is VerdictKind.OK for v in of_group) for of_group in verdicts]
     metrics = {}
     for k in sorted(ks):
-        chances = [pass_at_k(len(group.episodes), _num_right(group), k) for group in groups]
+        chances = [pass_at_k(len(group.episodes), count, k) for group, count in zip(groups, num_right, strict=True)]
         metrics[f"{prefix}/pass@{k}"] = sum(chances) / len(chances)
     return metrics
-
-
-def _num_right(group: RolloutGroup) -> int:
-    verdicts = [episode.verdict for episode in group.episodes]
-    return sum(verdict is not None and verdict.kind is VerdictKind.OK for verdict in verdicts)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.vllm.memory import FIXED_BYTES, ITEM_BYTES, gpu_work_bytes
-from rlhf_train.costs import heads_of, mlp_of, number
+from rlhf_train.costs import Sizes, mlp_of, sizes_of
 from rlhf_train.specs import ModelSpec
 
 SPARE = 0.1
@@ -128,41 +128,40 @@ def count_parameters(config: Any, *, has_head: bool = True) -> Parameters:
     2 D. Models of other families are counted like these. Without a head, the model has one output of H weights.
     """
     config = config.get_text_config()
-    hidden = number(config, "hidden_size", default=1)
-    num_heads, num_kv_heads, head_dim = heads_of(config)
+    sizes = sizes_of(config)
+    hidden = sizes.hidden
     kind = getattr(config, "model_type", "")
-    num_layers = number(config, "num_hidden_layers", default=1)
     vectors = 2 * hidden
     if kind.startswith("qwen3"):
-        vectors += 2 * head_dim
+        vectors += 2 * sizes.head_dim
     if kind.startswith("qwen2") or getattr(config, "attention_bias", False):
-        vectors += head_dim * (num_heads + 2 * num_kv_heads)
+        vectors += sizes.head_dim * (sizes.num_heads + 2 * sizes.num_kv_heads)
     if not kind.startswith("qwen2") and getattr(config, "attention_bias", False):
         vectors += hidden  # of the output
     matrices = 0
     biases = 0
-    largest = number(config, "vocab_size", default=1) * hidden
-    for layer in range(num_layers):
+    largest = sizes.vocab * hidden
+    for layer in range(sizes.num_layers):
         mlp = mlp_of(config, layer)
         matrices += sum(rows * columns for rows, columns in _linears(config, layer).values())
         matrices += mlp.num_experts * hidden * (3 * mlp.width + 1)
         biases += (2 * mlp.width + hidden) * bool(getattr(config, "mlp_bias", False))
         largest = max(largest, hidden * mlp.width)
     num_tables = 1 + (has_head and not getattr(config, "tie_word_embeddings", False))
-    others = num_layers * vectors + biases + num_tables * number(config, "vocab_size", default=1) * hidden + hidden
+    others = sizes.num_layers * vectors + biases + num_tables * sizes.vocab * hidden + hidden
     return Parameters(matrices, others + (0 if has_head else hidden), largest)
 
 
 def _linears(config: Any, layer: int) -> dict[str, tuple[int, int]]:
     """Return inputs and outputs of the linear modules of a layer, by name. Experts and routers are none."""
-    hidden = number(config, "hidden_size", default=1)
-    num_heads, num_kv_heads, head_dim = heads_of(config)
+    hidden, _, _, num_heads, num_kv_heads, head_dim = sizes_of(config)
     mlp = mlp_of(config, layer)
     width = mlp.shared if mlp.num_experts else mlp.width
-    sizes = {"q_proj": (hidden, num_heads * head_dim), "o_proj": (num_heads * head_dim, hidden)}
-    sizes |= dict.fromkeys(("k_proj", "v_proj"), (hidden, num_kv_heads * head_dim))
-    sizes |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, width)) | {"down_proj": (width, hidden)} if width else {}
-    return sizes | ({"shared_expert_gate": (hidden, 1)} if mlp.num_experts and mlp.shared else {})
+    linears = {"q_proj": (hidden, num_heads * head_dim), "o_proj": (num_heads * head_dim, hidden)}
+    linears |= dict.fromkeys(("k_proj", "v_proj"), (hidden, num_kv_heads * head_dim))
+    if width:
+        linears |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, width)) | {"down_proj": (width, hidden)}
+    return linears | ({"shared_expert_gate": (hidden, 1)} if mlp.num_experts and mlp.shared else {})
 
 
 def count_adapters(config: Any, rank: int, targets: str | Sequence[str]) -> int:
@@ -170,12 +169,8 @@ def count_adapters(config: Any, rank: int, targets: str | Sequence[str]) -> int:
     by their last name, or for all of them with "all-linear"."""
     config = config.get_text_config()
     wanted = None if targets == "all-linear" else {targets} if isinstance(targets, str) else set(targets)
-    sizes = [
-        item
-        for layer in range(number(config, "num_hidden_layers", default=1))
-        for item in _linears(config, layer).items()
-    ]
-    return sum(rank * sum(size) for name, size in sizes if wanted is None or name in wanted)
+    linears = [item for layer in range(sizes_of(config).num_layers) for item in _linears(config, layer).items()]
+    return sum(rank * sum(size) for name, size in linears if wanted is None or name in wanted)
 
 
 def trainer_memory(
@@ -252,7 +247,7 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
     if spec.lora is not None:
         adapters = count_adapters(model.config, spec.lora.rank, spec.lora.target_modules)
         num_weights += adapters
-        trained = adapters + (0 if model.has_head else number(model.config.get_text_config(), "hidden_size", default=1))
+        trained = adapters + (0 if model.has_head else sizes_of(model.config).hidden)
     item = ITEM_BYTES[spec.dtype]
     is_float32 = spec.dtype == "float32"
     moments_item = 4 if optimizer.bf16_moments else 8  # bytes of both
@@ -335,22 +330,17 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
     item = ITEM_BYTES[spec.dtype]
     num_tokens, num_targets = passes.train if with_gradients else passes.forward
     num_tokens = _share(num_tokens, spec.sequence_parallel_size)
-    layers = [
-        num_tokens * _layer_bytes(config, spec, layer)
-        for layer in range(number(config, "num_hidden_layers", default=1))
-    ]
+    sizes = sizes_of(config)
+    layers = [num_tokens * _layer_bytes(config, spec, sizes, layer) for layer in range(sizes.num_layers)]
     kept = sum(layers)
     if spec.gradient_checkpointing:
-        kept = num_tokens * item * number(config, "hidden_size", default=1) * len(layers) + max(layers)
+        kept = num_tokens * item * sizes.hidden * len(layers) + max(layers)
     head = 0
     if model.has_head:
-        table = number(config, "vocab_size", default=1) * number(config, "hidden_size", default=1)
+        table = sizes.vocab * sizes.hidden
         is_plain = spec.zero_stage < 3 and all(getattr(config, name, None) is None for name in _TRANSFORMED)
-        whole = (
-            item * number(config, "vocab_size", default=1) * _share(num_targets, spec.sequence_parallel_size)
-            + item * table
-        )
-        in_blocks = item * number(config, "vocab_size", default=1) * passes.most_targets > MAX_LOGITS_BYTES and is_plain
+        whole = item * sizes.vocab * _share(num_targets, spec.sequence_parallel_size) + item * table
+        in_blocks = item * sizes.vocab * passes.most_targets > MAX_LOGITS_BYTES and is_plain
         head = LOGITS_CHUNK_BYTES + 4 * table if in_blocks else whole
         if not with_gradients or spec.lora is not None:
             head -= (4 if in_blocks else item) * table
@@ -364,15 +354,16 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
     }
 
 
-def _layer_bytes(config: Any, spec: ModelSpec, layer: int) -> int:
+def _layer_bytes(config: Any, spec: ModelSpec, sizes: Sizes, layer: int) -> int:
     """Return the bytes per token that a layer keeps for its backward pass."""
-    hidden = number(config, "hidden_size", default=1)
-    num_heads, num_kv_heads, head_dim = heads_of(config)
+    hidden = sizes.hidden
     mlp = mlp_of(config, layer)
     item = ITEM_BYTES[spec.dtype]
     width = mlp.per_token * mlp.width + mlp.shared
     size = item * 4 * hidden
-    size += _share(item * (2 * head_dim * (num_heads + num_kv_heads) + 3 * width), spec.tensor_parallel_size)
+    size += _share(
+        item * (2 * sizes.head_dim * (sizes.num_heads + sizes.num_kv_heads) + 3 * width), spec.tensor_parallel_size
+    )
     size += item * 2 * hidden * mlp.per_token * (mlp.num_experts > 0)
     is_inside = spec.zero_stage == 3 and not _whole_layer(config, spec)
     cannot = is_inside or spec.ranks_per_batch > 1 or spec.aux_loss_coef or spec.routing_replay
@@ -383,7 +374,7 @@ def _layer_bytes(config: Any, spec: ModelSpec, layer: int) -> int:
 
 def _whole_layer(config: Any, spec: ModelSpec) -> int:
     """The weights of a layer that ZeRO stage 3 gathers as one, as far as the config says; see `engine.whole_layers`."""
-    layer = count_parameters(config).matrices // number(config, "num_hidden_layers", default=1)
+    layer = count_parameters(config).matrices // sizes_of(config).num_layers
     return layer if spec.lora is None and layer <= MAX_LIVE_PARAMETERS else 0
 
 
@@ -399,15 +390,10 @@ def engine_memory(config: Any, spec: EngineSpec, gpu_bytes: int | None = None) -
     `gpu_bytes` bytes it is what weights and work leave of the engine's share, but at least one sequence.
     """
     config = config.get_text_config()
-    _, num_kv_heads, head_dim = heads_of(config)
+    sizes = sizes_of(config)
     item = ITEM_BYTES[spec.dtype]
-    per_token = (
-        2
-        * number(config, "num_hidden_layers", default=1)
-        * max(num_kv_heads // spec.tensor_parallel_size, 1)
-        * head_dim
-        * item
-    )
+    num_kv_heads = max(sizes.num_kv_heads // spec.tensor_parallel_size, 1)
+    per_token = 2 * sizes.num_layers * num_kv_heads * sizes.head_dim * item
     counted = count_parameters(config)
     saved = (item - 1) * counted.matrices if spec.quantization == "fp8" else 0
     weights = _share(item * counted.total - saved, spec.tensor_parallel_size)

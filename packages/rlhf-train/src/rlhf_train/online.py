@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from rlhf_models.loading import load_config
 from rlhf_rollout.host import quick_collection
@@ -40,19 +39,6 @@ from rlhf_train.run.timeline import Timeline
 from rlhf_train.run.watch import Watch
 
 RESTART_INTERVAL_S = 3600.0
-
-
-class Parts(NamedTuple):
-    """The parts of a run that its end needs: to save the models, to write the summary, and to close."""
-
-    controller: Controller
-    rollouts: Rollouts
-    learner: Learner
-    turns: Turns
-    report: Report
-    timeline: Timeline
-    checkpointer: Checkpointer
-    interrupts: Interrupts
 
 
 def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
@@ -138,7 +124,7 @@ def run_processes(
         spec = replace(job.reward, sources=()) if job.replay else job.reward
         reward = make_reward(spec, processes.scorers, recorder.folder / "reward.log")
         costs = {role: pass_costs(load_config(m.path), has_head=role != "critic") for role, m in job.models.items()}
-        parts = assemble(
+        run = assemble(
             job,
             processes.engines,
             processes.workers,
@@ -149,13 +135,13 @@ def run_processes(
             interrupts=interrupts,
             costs=costs,
         )
-        parts.report.add_final(processes.seconds)
-        stack.callback(parts.rollouts.close)
-        watch.details.append(parts.rollouts.pending)
+        run.report.add_final(processes.seconds)
+        stack.callback(run.rollouts.close)
+        watch.details.append(run.rollouts.pending)
         try:
             if checkpoint is not None:
-                parts.controller.first_step = parts.checkpointer.restore(checkpoint) + 1
-            return train_and_save(job, parts, recorder)
+                run.first_step = run.checkpointer.restore(checkpoint) + 1
+            return train_and_save(job, run, recorder)
         except BaseException as error:
             watch.ending(error)
             if isinstance(error, LostProcessError):
@@ -173,8 +159,8 @@ def assemble(
     timeline: Timeline,
     interrupts: Interrupts | None = None,
     costs: Mapping[str, PassCosts] | None = None,
-) -> Parts:
-    """Construct the parts of a run.
+) -> Controller:
+    """Construct the parts of a run, and the controller that calls them.
 
     Args:
         job: the run.
@@ -203,6 +189,7 @@ def assemble(
             timeline,
             observer,
             agent_log=recorder.folder / "agent.log",
+            clock=job.checkpoints.template_clock,
             settled=learner.settle if job.early_forwards else None,
         )
     turns = Turns(
@@ -225,8 +212,10 @@ def assemble(
     spec = job.checkpoints
     checkpoints = Checkpoints(spec.home(job.save_path), max_num=spec.max_num, max_bytes=spec.max_bytes)
     checkpointer = Checkpointer(spec, checkpoints, resumable, learner, recorder, timeline, observer)
-    controller = Controller(
-        job,
+    return Controller(
+        num_steps=job.num_steps,
+        shows_samples=not job.eval_prompts,
+        runs_ahead=job.max_staleness > 0,
         rollouts=rollouts,
         learner=learner,
         turns=turns,
@@ -238,10 +227,9 @@ def assemble(
         checkpointer=checkpointer,
         interrupts=interrupts,
     )
-    return Parts(controller, rollouts, learner, turns, report, timeline, checkpointer, interrupts)
 
 
-def train_and_save(job: OnlineJob, parts: Parts, recorder: Recorder) -> RunSummary:
+def train_and_save(job: OnlineJob, run: Controller, recorder: Recorder) -> RunSummary:
     """Run all steps, save the models, and return the final metrics and the paths of all artifacts.
 
     After an error, what was learned is saved: the models, and also the state of the run, except after an error within
@@ -249,51 +237,53 @@ def train_and_save(job: OnlineJob, parts: Parts, recorder: Recorder) -> RunSumma
     """
     try:
         with quick_collection():
-            train(parts.controller)
-        save_models(job, parts, recorder)
-        parts.checkpointer.close()
+            train(run)
+        save_models(job, run, recorder)
+        run.checkpointer.close()
     except (KeyboardInterrupt, CancelledError):
-        save_what_is_left(job, parts, recorder, models=False)
+        save_what_is_left(job, run, recorder, models=False)
         raise
     except Exception as error:
         has_peers = any(placed.num_ranks > 1 for placed in job.plan.trainers)
-        save_what_is_left(job, parts, recorder, models=True, by_ranks=not (has_peers and is_unforeseen(error)))
+        save_what_is_left(job, run, recorder, models=True, by_ranks=not (has_peers and is_unforeseen(error)))
         raise
-    parts.report.add_final({"memory/trainer_peak_bytes": float(parts.learner.peak_memory_bytes())})
-    return parts.report.finish(job.num_steps)
+    run.report.add_final({"memory/trainer_peak_bytes": float(run.learner.peak_memory_bytes())})
+    return run.report.finish()
 
 
-def save_what_is_left(job: OnlineJob, parts: Parts, recorder: Recorder, *, models: bool, by_ranks: bool = True) -> None:
+def save_what_is_left(
+    job: OnlineJob, run: Controller, recorder: Recorder, *, models: bool, by_ranks: bool = True
+) -> None:
     """Save as much as the end of a failed or interrupted run allows, what ranks have only with `by_ranks`. What cannot
     be saved is a warning."""
-    parts.interrupts.close()  # a second signal must not end the writing
-    parts.report.stopping()
-    live = parts.learner.live_roles() if by_ranks else set()
+    run.interrupts.close()  # a second signal must not end the writing
+    run.report.stopping()
+    live = run.learner.live_roles() if by_ranks else set()
     all_live = live == job.models.keys()
     if job.checkpoints.full and not models and not all_live:  # an error says by itself why the run ends
         missing = ", ".join(sorted(job.models.keys() - live))
-        parts.report.warning(f"no checkpoint is saved now, because these models' processes do not answer: {missing}")
+        run.report.warning(f"no checkpoint is saved now, because these models' processes do not answer: {missing}")
     try:
-        parts.report.write_rollouts()
-        if all_live and not parts.interrupts.is_held:
-            if parts.checkpointer.is_behind:
-                parts.report.notice("the run saves a checkpoint, then ends")
-            parts.checkpointer.save()
+        run.report.write_rollouts()
+        if all_live and not run.interrupts.is_held:
+            if run.checkpointer.is_behind:
+                run.report.notice("the run saves a checkpoint, then ends")
+            run.checkpointer.save()
         if models and "actor" in live:
-            save_models(job, parts, recorder, live)
+            save_models(job, run, recorder, live)
     except Exception as error:  # which must not hide the one that ends the run
-        parts.report.warning(f"not everything was saved: {error}")
-    parts.checkpointer.close(ranks_live=all_live)
+        run.report.warning(f"not everything was saved: {error}")
+    run.checkpointer.close(ranks_live=all_live)
 
 
-def save_models(job: OnlineJob, parts: Parts, recorder: Recorder, live: Collection[str] = ("critic",)) -> None:
+def save_models(job: OnlineJob, run: Controller, recorder: Recorder, live: Collection[str] = ("critic",)) -> None:
     """Save the actor and, if the job asks for them, its moving average and the critic, which must be `live`."""
     if not job.saves_models:
         return
-    parts.turns.give_to_trainers()
-    with parts.timeline.phase("save"):
-        parts.learner.save("actor", str(recorder.path("final model")))
+    run.turns.give_to_trainers()
+    with run.timeline.phase("save"):
+        run.learner.save("actor", str(recorder.path("final model")))
         if job.ema_beta is not None:
-            parts.learner.save_average(str(recorder.path("averaged model")))
+            run.learner.save_average(str(recorder.path("averaged model")))
         if job.save_critic and "critic" in live:
-            parts.learner.save("critic", str(recorder.path("critic")))
+            run.learner.save("critic", str(recorder.path("critic")))

@@ -31,6 +31,7 @@ from rlhf_train.cluster.ray_session import check_resources, join, started_cluste
 from rlhf_train.generation.divided_rewards import DividedScorer, RewardRank
 from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
+from rlhf_train.learning.spec import LearningSpec
 from rlhf_train.online_job import OnlineJob
 
 PLACEMENT_TIMEOUT_S = 60.0
@@ -189,7 +190,7 @@ def start_processes(
     check_files(job, reserved)
     spec = job.engine
     in_turn = job.plan.shares_gpus and spec.enable_sleep
-    workers = start_workers(job, reserved)  # which import libraries while engines load
+    workers = start_workers(job.plan, reserved)  # which import libraries while engines load
     by_number: dict[int, RayEngine] = {}
     for wave in job.plan.engine_waves:
         started = start_engines(job, reserved, wave, environs)
@@ -202,7 +203,8 @@ def start_processes(
     engines = [engine for _, engine in sorted(by_number.items())]
     handles = [engine.handle for engine in engines]
     scorers = start_scorers(job, reserved)
-    loads = wait(load_models(job, workers), timeout_s=spec.start_timeout_s, what="the start of the trainers")
+    no_prompts = replace(job, prompts=(), eval_prompts=())
+    loads = wait(load_models(no_prompts, workers), timeout_s=spec.start_timeout_s, what="the start of the trainers")
     scoring = [handle for scorer in chain.from_iterable(scorers) for handle in scorer.handles]
     rest = [*handles, *scoring]
     ready = _await_ready("the start of the engines and reward models", rest, spec.start_timeout_s)
@@ -292,15 +294,15 @@ def start_scorers(job: OnlineJob, reserved: Reserved) -> list[list[RayScorer | D
     return scorers
 
 
-def start_workers(job: OnlineJob, reserved: Reserved) -> list[RankSet]:
+def start_workers(plan: PlacementPlan, reserved: Reserved) -> list[RankSet]:
     """Start the rank sets that train, without models; return them without waiting."""
-    rank_sets = [RankSet(placed.roles, _start(ray.remote(RankActor), placed, reserved)) for placed in job.plan.trainers]
+    rank_sets = [RankSet(placed.roles, _start(ray.remote(RankActor), placed, reserved)) for placed in plan.trainers]
     for ranks in rank_sets:
         ranks.start(RankActor.prepare)
     return rank_sets
 
 
-def load_models(job: OnlineJob, rank_sets: Sequence[RankSet]) -> list[Any]:
+def load_models(spec: LearningSpec, rank_sets: Sequence[RankSet]) -> list[Any]:
     """Have the ranks load their models; return references to what `RankActor.load` returns."""
     loads = []
     for ranks in rank_sets:
@@ -308,9 +310,9 @@ def load_models(job: OnlineJob, rank_sets: Sequence[RankSet]) -> list[Any]:
         master = None
         if size > 1:
             first = [ranks.handles[0].master_address.remote()]
-            [master] = wait(first, timeout_s=job.engine.start_timeout_s, what="the start of a trainer's process")
-        models = {role: job.models[role] for role in ranks.roles}
-        loads += ranks.start_each(RankActor.load, [(rank, size, models, job, master) for rank in range(size)])
+            [master] = wait(first, timeout_s=spec.engine.start_timeout_s, what="the start of a trainer's process")
+        models = {role: spec.models[role] for role in ranks.roles}
+        loads += ranks.start_each(RankActor.load, [(rank, size, models, spec, master) for rank in range(size)])
     return loads
 
 

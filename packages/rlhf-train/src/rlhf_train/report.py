@@ -1,6 +1,7 @@
 """The output of an online run: to the files of its folder, to the terminal, and as the final summary."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_data.records import RolloutGroup
@@ -16,10 +17,11 @@ NUM_SHOWN = 3  # sample rollouts shown on the terminal before and after training
 LARGE_GAP = 0.3  # nats per token; rounding in bfloat16 gives below 0.1
 
 
+@dataclass(eq=False)
 class Report:
     """Collects the metrics of a step, and passes metrics, rollouts and samples to the recorder and the observer.
 
-    Args:
+    Attributes:
         recorder: writes the run's folder.
         observer: shows the run on the terminal.
         timeline: splits the wall-clock time of each step into phases; made at the start of the run.
@@ -27,26 +29,25 @@ class Report:
         record: write the rollouts that are trained on.
     """
 
-    def __init__(
-        self, recorder: Recorder, observer: Observer, timeline: Timeline, num_steps: int, *, record: bool = True
-    ) -> None:
-        self._num_steps = num_steps
-        self._record = record
-        self._recorder = recorder
-        self._observer = observer
-        self._timeline = timeline
-        self._metrics: dict[str, float] = {}
-        self._num_tokens = 0
-        self._unwritten: tuple[int, Drawn] | None = None  # rollouts of the current step
-        self._seconds: dict[str, float] = {}  # of the current step, up to the last `state`
-        self._final: dict[str, float] = {}
-        self._has_compared = False  # the engine's log-probs with the trainer's
-        self._earlier_s = 0.0  # of processes whose run this one continues
+    recorder: Recorder
+    observer: Observer
+    timeline: Timeline
+    num_steps: int
+    record: bool = True
+    _metrics: dict[str, float] = field(default_factory=dict)
+    _num_tokens: int = 0
+    _unwritten: tuple[int, Drawn] | None = None  # rollouts of the current step
+    _seconds: dict[str, float] = field(default_factory=dict)  # of the current step, up to the last `state`
+    _final: dict[str, float] = field(default_factory=dict)
+    _has_compared: bool = False  # the engine's log-probs with the trainer's
+    _earlier_s: float = 0.0  # of processes whose run this one continues
+
+    def __post_init__(self) -> None:
         self._parts = {"startup": 0.0, "first_evaluation": 0.0, "steps": 0.0, "final_save": 0.0}  # seconds
 
     def end_part(self, name: str) -> None:
         """End a part of the run that comes before the first step: "startup" or "first_evaluation"."""
-        self._parts[name] += self._timeline.take()[STEP]
+        self._parts[name] += self.timeline.take()[STEP]
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add to the metrics of the current step."""
@@ -76,36 +77,35 @@ class Report:
             return
         step, drawn = self._unwritten
         self._unwritten = None
-        with self._timeline.phase("write"):
-            fields = {"num_steps": self._num_steps}
-            if self._record:
-                self._recorder.rollouts("rollouts", step, drawn.kept, **fields, kept=True)
-                self._recorder.rollouts("rollouts", step, [*drawn.stale, *drawn.dropped], **fields, kept=False)
+        with self.timeline.phase("write"):
+            if self.record:
+                for kept, groups in ((True, drawn.kept), (False, [*drawn.stale, *drawn.dropped])):
+                    self.recorder.rollouts("rollouts", step, groups, num_steps=self.num_steps, kept=kept)
 
     def evaluation(self, step: int, groups: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
         """Write and show an evaluation."""
-        with self._timeline.phase("write"):
-            self._recorder.metrics(step, metrics)
-            self._recorder.rollouts("held-out rollouts", step, groups)
-        self._observer.evaluation(step, metrics)
+        with self.timeline.phase("write"):
+            self.recorder.metrics(step, metrics)
+            self.recorder.rollouts("held-out rollouts", step, groups)
+        self.observer.evaluation(step, metrics)
 
     def samples(self, title: str, groups: Sequence[RolloutGroup]) -> None:
         """Show the first rollout of a few groups."""
-        self._observer.samples(title, [(group.prompt, group.rollouts[0]) for group in groups[:NUM_SHOWN]])
+        self.observer.samples(title, [(group.prompt, group.rollouts[0]) for group in groups[:NUM_SHOWN]])
 
     def stopping(self) -> None:
         """Tell that the run takes no further steps."""
-        self._observer.stopping()
+        self.observer.stopping()
 
     def notice(self, text: str) -> None:
         """Show information that a person may want."""
-        self._observer.notice(text)
+        self.observer.notice(text)
 
     def warning(self, text: str) -> None:
         """Show a warning; the run goes on."""
-        self._observer.warning(text)
+        self.observer.warning(text)
 
-    def step(self, step: int, num_steps: int) -> None:
+    def step(self, step: int) -> None:
         """End the step: write and show its metrics, and start the clock of the next step.
 
         The first step that trains warns of an engine that computes another model than the trainer.
@@ -125,9 +125,9 @@ class Report:
             waited = seconds.get("generate", 0.0) + seconds.get("reward", 0.0)
             self.add({"async/training_idle": waited / seconds[STEP]})
         self.add({"throughput/response_tokens": self._num_tokens / total if total else 0.0})
-        with self._timeline.phase("write"):
-            self._recorder.step(step, self._metrics)
-        self._observer.step(step, num_steps, self._metrics)
+        with self.timeline.phase("write"):
+            self.recorder.step(step, self._metrics)
+        self.observer.step(step, self.num_steps, self._metrics)
         self._metrics = {}
         self._num_tokens = 0
 
@@ -135,7 +135,7 @@ class Report:
         """Return what the current step and the final summary need, for `restore`."""
         # Copies: another thread writes the state while this object goes on.
         step = {"metrics": dict(self._metrics), "num_tokens": self._num_tokens, "seconds": dict(self._take_seconds())}
-        elapsed_s = self._earlier_s + self._timeline.elapsed_s
+        elapsed_s = self._earlier_s + self.timeline.elapsed_s
         return {"step": step, "final": dict(self._final), "parts": dict(self._parts), "elapsed_s": elapsed_s}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -151,7 +151,7 @@ class Report:
         """Add to the metrics of the final summary."""
         self._final |= metrics
 
-    def finish(self, num_steps: int) -> RunSummary:
+    def finish(self) -> RunSummary:
         """Write the final metrics; return them with the paths of all artifacts that exist.
 
         `time/total` is the wall clock of the run up to here. Its parts add up to it: `time/startup` (processes, engines
@@ -160,16 +160,16 @@ class Report:
         """
         seconds = self._take_seconds()
         self._parts["final_save"] = sum(seconds.get(name, 0.0) for name in ("checkpoint", "save", *TURN_PHASES))
-        total = self._earlier_s + self._timeline.elapsed_s
+        total = self._earlier_s + self.timeline.elapsed_s
         self._final |= {f"time/{name}": value for name, value in self._parts.items()}
         self._final |= {"time/remainder": total - sum(self._parts.values()), "time/total": total}
-        self._recorder.metrics(num_steps, self._final)
-        artifacts = {name: path for name, path in ARTIFACTS.items() if self._recorder.path(name).exists()}
-        return RunSummary(save_path=str(self._recorder.folder), artifacts=artifacts, metrics=dict(self._final))
+        self.recorder.metrics(self.num_steps, self._final)
+        artifacts = {name: path for name, path in ARTIFACTS.items() if self.recorder.path(name).exists()}
+        return RunSummary(save_path=str(self.recorder.folder), artifacts=artifacts, metrics=dict(self._final))
 
     def _take_seconds(self) -> dict[str, float]:
         """Return the seconds of each phase since the step began."""
-        for name, value in self._timeline.take().items():
+        for name, value in self.timeline.take().items():
             self._seconds[name] = self._seconds.get(name, 0.0) + value
         return self._seconds
 

@@ -17,7 +17,7 @@ from trainer_testing import run_ranks
 def limits_of_all_groups(rank: int, num_ranks: int, master: Any) -> dict[str, Any]:
     """Form every kind of group, ours and DeepSpeed's; return how many there are, and the limits that they have."""
     from rlhf_train.engine.deepspeed import DeepSpeedEngine
-    from rlhf_train.engine.sequence_groups import join_sequence_group
+    from rlhf_train.engine.process_group import join_sequence_group
     from rlhf_train.engine.tensor_parallel import join_tensor_group
 
     init_process_group(rank=rank, world_size=num_ranks, master=master, device="cpu")

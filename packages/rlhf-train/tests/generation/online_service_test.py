@@ -14,8 +14,8 @@ from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, Span, Span
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
 from rlhf_train.generation.service import GenerationService
+from rlhf_train.generation.spec import DynamicSampling
 from rlhf_train.generation.stream import SampleStream
-from rlhf_train.online_job import DynamicSampling
 from rlhf_train.run.checkpoint import encode_state
 from simulated import now, simulate
 

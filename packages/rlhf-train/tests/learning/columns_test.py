@@ -26,7 +26,7 @@ def test_routes_come_back_rollout_by_rollout():
     columns = RolloutColumns.of(rollouts, [0.0] * 7, with_routes=True)
     assert columns.num_routed.tolist() == [0, *(len(one.routes) for one in rollouts[1:])]
     assert columns.routes.dtype == np.uint8
-    experience = Experience.from_columns(columns)
+    experience = Experience(columns)
     assert len(experience.routes) == 7 and experience.routes[0].shape == (0, 3, 2)
     for found, rollout in zip(experience.routes[1:], rollouts[1:], strict=True):
         assert found.tolist() == rollout.routes.tolist()
@@ -37,7 +37,7 @@ def test_no_routes_travel_unless_there_are_some_and_they_are_asked_for(asked):
     rollouts = random_rollouts(4, vocab_size=32)
     columns = RolloutColumns.of(rollouts if asked else with_routes(rollouts), [0.0] * 4, with_routes=asked)
     assert columns.routes is None and columns.num_routed.tolist() == [0] * 4
-    assert Experience.from_columns(columns).routes is None
+    assert Experience(columns).routes is None
 
 
 def test_routes_of_different_models_are_refused():

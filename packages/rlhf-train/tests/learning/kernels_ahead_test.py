@@ -18,7 +18,7 @@ from rlhf_data.errors import ConfigError
 from rlhf_models.loading import load_actor
 from rlhf_models.lora import LoraSpec
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
-from rlhf_train.learning import kernels_ahead, one_layer
+from rlhf_train.learning import kernels_ahead
 from rlhf_train.learning.kernels_ahead import compiled_ahead, is_worth_it
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import tiny_job
@@ -45,7 +45,7 @@ def job(paths, tmp_path):
 
 
 def test_one_layer_is_the_first_layer_of_the_model_with_all_other_weights(paths, tmp_path):
-    found = load_actor(one_layer.one_layer(paths["actor"], tmp_path / "one"), dtype="float32").state_dict()
+    found = load_actor(kernels_ahead.one_layer(paths["actor"], tmp_path / "one"), dtype="float32").state_dict()
     whole = load_actor(paths["actor"], dtype="float32").state_dict()
     assert set(found) == {name for name in whole if "layers." not in name or "layers.0." in name}
     assert len(found) < len(whole)
@@ -56,17 +56,17 @@ def test_one_layer_keeps_the_kind_of_the_first_layer_alone(paths, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text('{"num_hidden_layers": 2, "layer_types": ["full", "sliding"], "a": 1}')
-    config = json.loads((one_layer.one_layer(str(source), tmp_path / "one") / "config.json").read_text())
+    config = json.loads((kernels_ahead.one_layer(str(source), tmp_path / "one") / "config.json").read_text())
     assert config == {"num_hidden_layers": 1, "layer_types": ["full"], "a": 1}
     (source / "config.json").write_text('{"text_config": {"num_hidden_layers": 2}}')
     with pytest.raises(ConfigError, match="num_hidden_layers"):
-        one_layer.one_layer(str(source), tmp_path / "two")
+        kernels_ahead.one_layer(str(source), tmp_path / "two")
 
 
-class Noting(one_layer.OneLayerWorker):
+class Noting(kernels_ahead.OneLayerWorker):
     """Notes each pass: its role, whether it is for a gradient, and the lengths of its sequences."""
 
-    made: ClassVar[list[one_layer.OneLayerWorker]] = []
+    made: ClassVar[list[kernels_ahead.OneLayerWorker]] = []
 
     def __init__(self, *args, **kwargs):
         self.passes = []
@@ -86,14 +86,14 @@ class Noting(one_layer.OneLayerWorker):
 
 @pytest.fixture
 def noted(monkeypatch):
-    monkeypatch.setattr(one_layer, "OneLayerWorker", Noting)
+    monkeypatch.setattr(kernels_ahead, "OneLayerWorker", Noting)
     monkeypatch.setattr(Noting, "made", [])
-    monkeypatch.setattr(one_layer, "_MAX_PASS_TOKENS", 128)  # two rollouts of 64 tokens
+    monkeypatch.setattr(kernels_ahead, "_MAX_PASS_TOKENS", 128)  # two rollouts of 64 tokens
     return Noting.made
 
 
 def test_passes_run_every_model_of_the_step_with_one_layer_and_the_attention_of_torch(job, tmp_path, noted):
-    one_layer.run_part("passes", job.models, job, tmp_path / "models")
+    kernels_ahead.run_part("passes", job.models, job, tmp_path / "models")
     [worker] = noted
     assert worker.passes == [
         *(("actor", True, 128, 1), ("actor", True, 127, 1)),
@@ -109,7 +109,7 @@ def test_attention_runs_the_layers_of_trained_models_forward_and_backward(job, t
     wanted = []
     grad = torch.autograd.grad
     monkeypatch.setattr(torch.autograd, "grad", lambda *args, **kwargs: wanted.append(grad(*args, **kwargs)))
-    one_layer.run_part("attention", job.models, job, tmp_path / "models")
+    kernels_ahead.run_part("attention", job.models, job, tmp_path / "models")
     [worker] = noted
     assert worker.passes == [(role, True, length, 1) for role in ROLES for length in (128, 127)]
     assert len(wanted) == 4
@@ -122,7 +122,7 @@ def test_adapters_are_trained_on_one_layer_and_serve_as_their_own_reference(job,
     pytest.importorskip("peft")
     actor = dataclasses.replace(job.models["actor"], lora=LoraSpec(rank=2))
     models = job.models | {"actor": actor, "reference": dataclasses.replace(actor, lora=None, optimizer=None)}
-    one_layer.run_part("passes", models, job, tmp_path / "models")
+    kernels_ahead.run_part("passes", models, job, tmp_path / "models")
     [worker] = noted
     assert [role for role, has_grad, *_ in worker.passes if not has_grad] == ["actor", "critic", "actor"]
     assert any("lora_A" in name for name, _ in worker.engines["actor"].module.named_parameters())
@@ -169,9 +169,9 @@ def test_each_part_has_a_process_that_gets_the_models_and_the_job_and_ends_with_
     [folder] = {environ["TMPDIR"] for _, _, environ in started}
     assert not Path(folder).exists()
     for part, (command, given, environ) in zip(("attention", "passes"), started, strict=True):
-        assert command == [sys.executable, "-P", "-m", "rlhf_train.learning.one_layer"]
+        assert command == [sys.executable, "-P", "-m", "rlhf_train.learning.kernels_ahead"]
         assert given[:2] == (part, {"actor": job.models["actor"]}) and given[3] == os.getpid()
-        assert given[2].sampling == job.sampling and not given[2].prompts and not given[2].eval_prompts
+        assert given[2].sampling == job.sampling
         assert set(filter(None, sys.path)) == set(environ["PYTHONPATH"].split(os.pathsep))
 
 
@@ -195,12 +195,12 @@ def test_a_process_that_cannot_start_is_none_and_ends_those_that_did(job, monkey
 
 PROGRAM = """
 import torch
-from rlhf_train.learning import one_layer
+from rlhf_train.learning import kernels_ahead
 
 torch.cuda.set_per_process_memory_fraction = lambda share: None
-run = one_layer.run_passes
-one_layer.run_passes = lambda worker, roles, job, **options: (run(worker, roles, job, **options), print("ran", *roles))
-one_layer.main()
+run = kernels_ahead.run_passes
+kernels_ahead.run_passes = lambda worker, roles, *rest, **options: (run(worker, roles, *rest, **options), print(*roles))
+kernels_ahead.main()
 """
 
 
@@ -217,7 +217,7 @@ def start_program(given, parent):
 def test_the_program_runs_the_part_that_its_input_names(job):
     with start_program(("passes", job.models, job), os.getpid()) as program:
         out, err = program.communicate(timeout=300)
-    assert (program.returncode, out.split()) == (0, ["ran", *job.models]), err
+    assert (program.returncode, out.split()) == (0, list(job.models)), err
 
 
 def test_the_program_ends_when_the_process_that_started_it_has_ended(job):

@@ -53,7 +53,7 @@ def test_rollouts_of_a_prompt_stay_together_if_they_share_it(tmp_path, monkeypat
         assert changes <= 2 + len(plan.mini_batches)
     else:
         assert changes > 2 + len(plan.mini_batches)
-    assert Experience.from_columns(columns).prompt_lengths == lengths
+    assert Experience(columns).prompt_lengths == lengths
 
 
 def test_prompt_lengths_end_before_the_first_token_of_the_policy():
@@ -61,11 +61,11 @@ def test_prompt_lengths_end_before_the_first_token_of_the_policy():
     empty = dataclasses.replace(rollouts[0], spans=rollouts[0].spans[:1])
     told = Span(SpanSource.ENVIRONMENT, np.array([7, 8]))
     rollouts[3] = dataclasses.replace(rollouts[3], spans=(rollouts[3].spans[0], told, *rollouts[3].spans[1:]))
-    experience = Experience.from_columns(RolloutColumns.of([*rollouts, empty], [0.0] * 13))
+    experience = Experience(RolloutColumns.of([*rollouts, empty], [0.0] * 13))
     expected = [len(rollout.spans[0].token_ids) + 2 * (rollout is rollouts[3]) for rollout in rollouts]
     for rollout, length in zip([*rollouts, empty], [*expected, empty.num_tokens], strict=True):
         assert rollout.tokens_before_policy.tolist() == rollout.token_ids[:length].tolist()
     assert experience.prompt_lengths == [*expected, empty.num_tokens]
     experience.restrict(experience.loss_mask & False)  # dropped tokens do not move the end of a prompt
     assert experience.prompt_lengths == [*expected, empty.num_tokens]
-    assert Experience.from_columns(RolloutColumns.of([], [])).prompt_lengths == []
+    assert Experience(RolloutColumns.of([], [])).prompt_lengths == []

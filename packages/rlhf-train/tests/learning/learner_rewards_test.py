@@ -60,7 +60,7 @@ def test_rewards_of_steps_and_the_rest_are_each_compared_within_the_group(job, e
     learner = Learner(dataclasses.replace(job, models=models, plan=plan, algorithm=algorithm), [ranks])
     learner.deal([judged("a", ((1, 0.9), (4, 0.5)), 1.0), judged("b", ((2, 0.1),), 0.0)], 1)
     [(columns, _, _)] = ranks.shards
-    experience = Experience.from_columns(columns)
+    experience = Experience(columns)
     placed = placed_rewards(experience.rewards, experience.token_rewards, experience.loss_mask)
     zeros = torch.zeros(2, 5)
     advantages, _ = generalized_advantages(placed, zeros, experience.loss_mask, gamma=gamma, lambd=1.0)
@@ -117,7 +117,7 @@ def test_turns_are_compared_with_the_same_turn_however_many_rollouts_an_episode_
     ranks = LoggedRanks([], "actor")
     Learner(job, [ranks]).deal(rollouts, 1, [rollout.rollout_id[0] for rollout in rollouts])
     [(columns, _, _)] = ranks.shards
-    experience = Experience.from_columns(columns)
+    experience = Experience(columns)
     mask = experience.loss_mask
     placed = placed_rewards(experience.rewards, experience.token_rewards, mask)
     starts = turn_starts(experience.policy_versions, mask)

@@ -8,8 +8,8 @@ from online_fakes import FakeRanks, LoggedRanks, World
 from rlhf_data.errors import ConfigError
 from rlhf_train.algorithms.table import CorrectionSpec
 from rlhf_train.cluster.places import Place, PlacementPlan, ProcessPlan
+from rlhf_train.generation.spec import AsyncSpec
 from rlhf_train.learning.learner import Learner
-from rlhf_train.online_job import AsyncSpec
 from rlhf_train.run.metrics import Sum
 from trainer_testing import random_rollouts, tiny_job
 
@@ -63,13 +63,6 @@ def test_teachers_logprobs_go_to_the_actor(job):
         (("teacher",), ["teacher_logprobs"]),
         (("actor", "critic", "reference"), "part 0", "part 1"),
     ]
-    # The teacher is frozen, so that a checkpoint has no file of it.
-    models = {**job.models, "teacher": job.models["reference"]}
-    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", tuple(models), (Place(),)),))
-    algorithm = dataclasses.replace(job.algorithm, teacher_coef=1.0)
-    job = dataclasses.replace(job, models=models, plan=plan, algorithm=algorithm)
-    learner = Learner(job, [LoggedRanks(log, *models)])
-    assert [name.partition("-")[0] for name in learner.save_state("folder")] == ["actor", "critic"]
 
 
 def test_models_in_the_same_processes_exchange_nothing(job):

@@ -34,7 +34,7 @@ def make(monkeypatch):
         monkeypatch.setattr(residence, "release_cache", release)
         engines = {role: Engine(role, events) for role in ("actor", "critic")}
         models = {"reference": frozen, "teacher": lambda: None}  # the second one is no module of this process
-        made = Residence(engines, models, torch.device(device), in_turn=in_turn)
+        made = Residence(engines, models, torch.device(device), in_turn)
         for role in engines:
             made.loaded(role)
         return made, events, frozen

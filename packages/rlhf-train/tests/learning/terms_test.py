@@ -1,10 +1,9 @@
 """What the actor's loss is told of a shard, the mismatch that is measured and corrected, and tokens that drop out."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -33,21 +32,20 @@ NAN, INF = float("nan"), float("inf")
 MASK = torch.tensor([[False, True, True, True], [False, True, False, False]])
 
 
+def of_versions(name: str, *versions: int, logprobs: Sequence[float] | None = None) -> Rollout:
+    """A rollout of a prompt token and one token by each of these versions."""
+    spans = [Span(SpanSource.PROMPT, [1])]
+    for version, logprob in zip(versions, logprobs or [0.0] * len(versions), strict=True):
+        spans.append(Span(SpanSource.POLICY, [2], [logprob], version))
+    return Rollout(name, "group", tuple(spans), FinishReason.STOP, verdict=Verdict(VerdictKind.OK, 1.0))
+
+
 def experience_of(old: Tensor, rollout: Tensor, **columns: Tensor) -> Experience:
     """Two rollouts of one prompt token, with three response tokens and one."""
-    return Experience(
-        rollout_ids=["a", "b"],
-        token_ids=[np.zeros(4, np.int32), np.zeros(2, np.int32)],
-        loss_mask=MASK.clone(),
-        policy_mask=MASK.clone(),
-        policy_versions=torch.where(MASK, 3, -1),
-        rollout_logprobs=rollout.clone(),
-        rewards=torch.zeros(2),
-        token_rewards=torch.zeros(2, 4),
-        truncated=torch.zeros(2, dtype=torch.bool),
-        prompt_lengths=[1, 1],
-        columns={"old_logprobs": old.clone(), **columns},
-    )
+    experience = Experience(RolloutColumns.of([of_versions("a", 3, 3, 3), of_versions("b", 3)], [0.0, 0.0]))
+    experience.rollout_logprobs = rollout.clone()
+    experience.columns = {"old_logprobs": old.clone(), **columns}
+    return experience
 
 
 @pytest.mark.parametrize("number", [NAN, INF, -INF])
@@ -107,7 +105,7 @@ def test_staleness_counts_updates_and_steps_of_trained_tokens_only():
     assert staleness() == dict.fromkeys((*names, "async/mixed_version_rollouts"), 0.0)
     experience.loss_mask[:] = False
     assert staleness() == dict.fromkeys(names[1::2], 0.0)
-    none = Experience.from_columns(RolloutColumns.of([], []))
+    none = Experience(RolloutColumns.of([], []))
     assert results(limit_staleness(none, (0,))) == dict.fromkeys(names[1::2], 0.0)
 
 
@@ -282,14 +280,11 @@ MIXED = {"a": ((3, -1.0, -1.5), (3, -0.5, -0.25), (4, -2.0, -2.01), (4, -0.75, -
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_corrections_of_mixed_versions_compare_each_token_with_the_version_that_drew_it(level, mode):
-    def rollout(name: str) -> Rollout:
-        spans = [Span(SpanSource.PROMPT, [1])]
-        for version in (3, 4):
-            own = [engine for drawn, engine, _ in MIXED[name] if drawn == version]
-            spans += [Span(SpanSource.POLICY, [2] * len(own), own, version)] if own else []
-        return Rollout(name, "group", tuple(spans), FinishReason.STOP, verdict=Verdict(VerdictKind.OK, 1.0))
-
-    experience = Experience.from_columns(RolloutColumns.of([rollout("a"), rollout("b")], [1.0, 1.0]))
+    rollouts = []
+    for name, tokens in MIXED.items():
+        versions, logprobs, _ = zip(*tokens, strict=True)
+        rollouts.append(of_versions(name, *versions, logprobs=logprobs))
+    experience = Experience(RolloutColumns.of(rollouts, [1.0, 1.0]))
     trainer = torch.zeros(2, 5)
     for row, tokens in enumerate(MIXED.values()):
         trainer[row, 1 : 1 + len(tokens)] = torch.tensor([mine for *_, mine in tokens])

@@ -7,7 +7,7 @@ import torch
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
-from rlhf_train.learning.dropout import without_dropout
+from rlhf_train.run.models import without_dropout
 
 
 def test_without_dropout_training_mode_gives_the_logprobs_of_eval_mode(tmp_path):

@@ -11,12 +11,11 @@ from rlhf_models.lora import LoraSpec
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms.table import make_algorithm
-from rlhf_train.batching import plan_batches
+from rlhf_train.batching import BatchSizes, plan_batches
 from rlhf_train.engine.shards import Shards
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.rehearsal import run_passes, without_trace
 from rlhf_train.learning.worker import TrainWorker
-from rlhf_train.online_job import BatchSizes
 from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts

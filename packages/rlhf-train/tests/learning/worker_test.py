@@ -192,7 +192,8 @@ def test_models_that_train_in_turn_learn_the_same_and_one_has_its_states_on_the_
         assert most == [1 if trains_in_turn else 2]
         folder = tmp_path / str(trains_in_turn)
         folder.mkdir()
-        worker.save_state(str(folder))
+        names = worker.save_state(str(folder))  # those of frozen models are not among them
+        assert names == ["actor-0-of-1.safetensors", "critic-0-of-1.safetensors"]
         worker.finish_state()
         weights = {role: dict(engine.named_weights()) for role, engine in worker.engines.items()}
         found.append((metrics, {role: {n: w.clone() for n, w in own.items()} for role, own in weights.items()}))

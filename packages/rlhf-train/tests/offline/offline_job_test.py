@@ -24,9 +24,8 @@ from rlhf_train.offline.objectives.distillation import DistillationObjective
 from rlhf_train.offline.objectives.dpo import PreferenceObjective
 from rlhf_train.offline.objectives.kto import KtoObjective
 from rlhf_train.offline.objectives.process_reward import ProcessRewardObjective
-from rlhf_train.offline.objectives.reward_model import RewardModelObjective
+from rlhf_train.offline.objectives.reward_model import RewardModelObjective, score_moments
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
-from rlhf_train.offline.reward_models import score_moments
 from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 

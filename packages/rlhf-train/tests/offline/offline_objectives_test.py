@@ -20,9 +20,8 @@ from rlhf_train.offline.objectives.distillation import DistillationObjective
 from rlhf_train.offline.objectives.dpo import PreferenceObjective
 from rlhf_train.offline.objectives.kto import KtoObjective
 from rlhf_train.offline.objectives.process_reward import ProcessRewardObjective
-from rlhf_train.offline.objectives.reward_model import RewardModelObjective
+from rlhf_train.offline.objectives.reward_model import RewardModelObjective, score_moments
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
-from rlhf_train.offline.reward_models import score_moments
 
 VOCAB_SIZE = 6
 # What the whole batch is divided by; larger than a micro-batch's own counts, as in a run with several.

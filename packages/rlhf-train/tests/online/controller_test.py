@@ -85,13 +85,13 @@ def test_rollouts_without_a_reward_are_counted_as_failed_and_the_others_make_few
     assert (line["samples/generated"], line["samples/failed"], line["samples/trained"]) == (64, 48, 16)
     assert [len(rollouts) for rollouts in run.world.rollouts] == [16]
     # One update of sixteen rollouts in place of four.
-    assert run.world.log[-1] == "send 1 to 1" and run.parts.learner.policy_version == 1
+    assert run.world.log[-1] == "send 1 to 1" and run.controller.learner.policy_version == 1
 
 
 def test_steps_without_rewards_teach_nothing_and_the_third_in_a_row_ends_the_run_with_its_models_saved(make_run):
     run = make_run(CrashingReward(), num_steps=9, ema_beta=0.5, save_critic=True)
     with pytest.raises(RewardError, match=r"3 step\(s\) in a row: no rollout has a reward.*no disk"):
-        train_and_save(run.job, run.parts, run.recorder)
+        train_and_save(run.job, run.controller, run.recorder)
     assert len(run.listener.warnings) == 2 and "no disk" in run.listener.warnings[0]
     counts = [(line["samples/generated"], line["samples/failed"], line["samples/trained"]) for line in run.lines()]
     assert counts == [(64, 64, 0)] * 2
@@ -118,7 +118,7 @@ def test_engine_that_fails_for_good_ends_the_run_with_its_models_saved(make_run)
     run = make_run(SpreadReward())
     run.world.failing = 2
     with pytest.raises(EngineError):
-        train_and_save(run.job, run.parts, run.recorder)
+        train_and_save(run.job, run.controller, run.recorder)
     assert run.world.log == ["send 0 to 1", f"save actor {run.recorder.path('final model')}"]
 
 
@@ -126,9 +126,9 @@ def test_barren_steps_count_only_in_a_row(make_run):
     run = make_run(CrashingReward(), num_steps=9)
     for step in (1, 2):
         assert not run.step(step)
-    run.parts.rollouts._service._reward = SpreadReward()
+    run.controller.rollouts._service.reward = SpreadReward()
     assert run.step(3)
-    run.parts.rollouts._service._reward = CrashingReward()
+    run.controller.rollouts._service.reward = CrashingReward()
     for step in (4, 5):
         assert not run.step(step)
     with pytest.raises(RewardError):
@@ -137,7 +137,7 @@ def test_barren_steps_count_only_in_a_row(make_run):
 
 def test_run_ends_with_its_models_and_a_summary(make_run):
     run = make_run(SpreadReward(), num_steps=2)
-    summary = train_and_save(run.job, run.parts, run.recorder)
+    summary = train_and_save(run.job, run.controller, run.recorder)
     assert run.world.log[-1] == f"save actor {run.recorder.path('final model')}"
     assert summary.metrics["memory/trainer_peak_bytes"] == 7.0
     assert "final model" not in summary.artifacts and summary.artifacts["metrics"] == "metrics.jsonl"
@@ -164,7 +164,7 @@ def test_frozen_actor_is_not_updated_and_its_weights_keep_their_version(make_run
     run.step(1)
     done = [entry for entry in run.world.log if entry.startswith(("update", "send"))]
     assert done == ["send 0 to 1", "update critic"]
-    assert run.parts.learner.kl_coef == 0.01  # the KL of a policy that has not moved tells nothing
+    assert run.controller.learner.kl_coef == 0.01  # the KL of a policy that has not moved tells nothing
     run.step(2)
     assert run.world.log[-3:] == ["update critic", "update actor", "send 4 to 1"]
     assert [line["samples/trained"] for line in run.lines()] == [64, 64]
@@ -198,7 +198,7 @@ def test_evaluations_come_first_last_and_between_and_keep_the_best_weights(make_
     run = make_run(SpreadReward(), num_steps=5, eval_steps=2, best_metric="eval/reward", eval_prompts=held_out())
     best = run.recorder.path("best model")
     run.world.on_save = lambda role, path: Path(path).mkdir(parents=True)
-    summary = train_and_save(run.job, run.parts, run.recorder)
+    summary = train_and_save(run.job, run.controller, run.recorder)
     evaluations = [line for line in run.lines() if "eval/reward" in line]
     assert [line["step"] for line in evaluations] == [0, 2, 4, 5]
     assert json.loads((best / "state.json").read_text())["step"] == 0  # the fake policy never changes
@@ -219,17 +219,17 @@ def test_evaluation_without_the_metric_of_the_best_model_is_warned_of(make_run):
 def test_parts_of_a_run_add_up_to_its_wall_clock(make_run):
     run = make_run(SpreadReward(), num_steps=2, eval_prompts=held_out(), save_critic=True, ema_beta=0.5)
     run.world.delay_s = 0.02
-    timeline, finish = run.parts.timeline, run.parts.report.finish
+    timeline, finish = run.controller.timeline, run.controller.report.finish
     elapsed = []
 
-    def finish_between(step):
+    def finish_between():
         elapsed.append(timeline.elapsed_s)
-        summary = finish(step)
+        summary = finish()
         elapsed.append(timeline.elapsed_s)
         return summary
 
-    run.parts.report.finish = finish_between
-    summary = train_and_save(run.job, run.parts, run.recorder)
+    run.controller.report.finish = finish_between
+    summary = train_and_save(run.job, run.controller, run.recorder)
     lines = run.lines()
     final = {name: value for name, value in lines[-1].items() if name.startswith("time/")}
     assert final == {name: value for name, value in summary.metrics.items() if name.startswith("time/")}
@@ -256,7 +256,7 @@ def test_first_sync_is_a_part_of_the_startup(make_run):
 
     run.world.send = slow
     run.controller.start()
-    summary = run.parts.report.finish(0)
+    summary = run.controller.report.finish()
     assert summary.metrics["time/startup"] >= 0.1
     assert summary.metrics["time/first_evaluation"] < 0.1
     assert summary.metrics["time/steps"] == 0.0
@@ -266,7 +266,7 @@ def test_saving_the_best_model_is_a_phase_of_its_step(make_run):
     run = make_run(SpreadReward(), num_steps=2, best_metric="eval/reward", eval_prompts=held_out())
 
     def save(role, path):
-        phases.append(list(run.parts.timeline._open))
+        phases.append(list(run.controller.timeline._open))
         time.sleep(0.3)
         Path(path).mkdir(parents=True)
 
@@ -324,7 +324,7 @@ def test_restored_run_goes_on_with_the_state_between_two_steps(make_run, tmp_pat
     options = {"algorithm": algorithm, "num_steps": 4}
 
     def normalize(run):
-        run.parts.learner._shaper = RewardShaper(
+        run.controller.learner._shaper = RewardShaper(
             dataclasses.replace(base.reward, running_reward_norm=True), max_tokens=12
         )
 
@@ -340,12 +340,12 @@ def test_restored_run_goes_on_with_the_state_between_two_steps(make_run, tmp_pat
     first = make_run(SpreadReward(), save_path=str(tmp_path / "first"), checkpoints=saving, **options)
     normalize(first)
     run_steps(first, range(1, 4))  # the third step is lost
-    first.parts.checkpointer.close()
+    first.controller.checkpointer.close()
     [checkpoint] = Checkpoints(tmp_path / "checkpoints").all()
     assert (checkpoint.step, checkpoint.problems()) == (2, [])
     second = make_run(SpreadReward(), save_path=str(tmp_path / "second"), checkpoints=saving, **options)
     normalize(second)
-    assert second.parts.checkpointer.restore(checkpoint) == 2
+    assert second.controller.checkpointer.restore(checkpoint) == 2
     assert second.world.loaded == str(checkpoint.path)
     second.controller.first_step = 3
     second.controller.start()  # sends the restored version, and evaluates nothing
@@ -357,20 +357,20 @@ def test_restored_run_goes_on_with_the_state_between_two_steps(make_run, tmp_pat
     asked = [[rollout.token_ids.tolist() for rollout in batch] for batch in whole.world.rollouts]
     assert [[rollout.token_ids.tolist() for rollout in batch] for batch in second.world.rollouts] == asked[2:]
     for name in ("kl_coef", "policy_version"):
-        assert getattr(second.parts.learner, name) == getattr(whole.parts.learner, name)
-    assert second.controller._ledger.run == whole.controller._ledger.run
-    second.parts.checkpointer.close()
+        assert getattr(second.controller.learner, name) == getattr(whole.controller.learner, name)
+    assert second.controller.ledger.run == whole.controller.ledger.run
+    second.controller.checkpointer.close()
 
 
 def test_checkpoint_of_other_prompts_is_refused(make_run, tmp_path):
     saving = CheckpointSpec(folder=str(tmp_path / "checkpoints"), every=1)
     first = make_run(SpreadReward(), save_path=str(tmp_path / "first"), checkpoints=saving)
     first.step(1)
-    first.parts.checkpointer.close()
+    first.controller.checkpointer.close()
     prompts = first.job.prompts[:-1]
     second = make_run(SpreadReward(), save_path=str(tmp_path / "second"), checkpoints=saving, prompts=prompts)
     with pytest.raises(CheckpointError, match="the saved order has num_items"):
-        second.parts.checkpointer.restore(Checkpoints(tmp_path / "checkpoints").newest_whole(pytest.fail))
+        second.controller.checkpointer.restore(Checkpoints(tmp_path / "checkpoints").newest_whole(pytest.fail))
 
 
 def test_checkpoint_that_cannot_be_written_is_a_warning_and_training_goes_on(make_run, tmp_path):
@@ -378,7 +378,7 @@ def test_checkpoint_that_cannot_be_written_is_a_warning_and_training_goes_on(mak
     saving = CheckpointSpec(folder=str(tmp_path / "file"), every=1)
     run = make_run(SpreadReward(), checkpoints=saving)
     assert run.step(1) and run.step(2)
-    run.parts.checkpointer.close()
+    run.controller.checkpointer.close()
     assert len(run.listener.warnings) == 2
     assert all("a checkpoint was not saved: " in warning for warning in run.listener.warnings)
 
@@ -386,16 +386,16 @@ def test_checkpoint_that_cannot_be_written_is_a_warning_and_training_goes_on(mak
 def test_state_that_was_taken_does_not_change_with_later_steps(make_run):
     run = make_run(SpreadReward())
     run.step(1)
-    taken = run.parts.report.state()
+    taken = run.controller.report.state()
     seconds = taken["parts"]["steps"]
     run.step(2)
-    assert taken["parts"]["steps"] == seconds < run.parts.report.state()["parts"]["steps"]
+    assert taken["parts"]["steps"] == seconds < run.controller.report.state()["parts"]["steps"]
 
 
 def test_without_state_and_model_there_is_no_checkpoint(make_run, tmp_path):
     saving = CheckpointSpec(folder=str(tmp_path / "checkpoints"), full=False)
     run = make_run(SpreadReward(), checkpoints=saving)
     run.step(1)
-    run.parts.checkpointer.save()
-    run.parts.checkpointer.close()
+    run.controller.checkpointer.save()
+    run.controller.checkpointer.close()
     assert not (tmp_path / "checkpoints").exists()

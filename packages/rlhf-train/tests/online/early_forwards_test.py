@@ -17,13 +17,13 @@ from rlhf_rollout.host import free_port
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.batching import RankPlan
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
+from rlhf_train.generation.spec import AsyncSpec, DynamicSampling
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.forwards import BlockForwards
 from rlhf_train.learning.learner import Learner
 from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
 from rlhf_train.online import train_and_save
-from rlhf_train.online_job import AsyncSpec, DynamicSampling
 from trainer_testing import random_rollouts, tiny_job
 
 NUM_GROUPS = 8
@@ -279,7 +279,7 @@ def test_ranks_get_blocks_of_about_as_many_tokens(job, worker, groups):
 
 def test_run_sends_blocks_before_generation_ends_and_only_those_that_are_trained(make_run):
     run = make_run(SpreadReward(), early_forwards=True, dynamic_sampling=DynamicSampling())
-    train_and_save(run.job, run.parts, run.recorder)
+    train_and_save(run.job, run.controller, run.recorder)
     # Sixteen prompts of four rollouts, in blocks of four prompts. Those of odd prompts are left out.
     assert len(run.world.rollouts) == 3
     ids = [rollout_id for block in run.world.blocks for rollout_id in block]
@@ -303,7 +303,7 @@ def test_failed_rewards_and_groups_enter_no_block(make_run):
 
 def test_step_from_which_nothing_is_learned_leaves_no_groups_and_no_blocks_behind(make_run):
     run = make_run(SpreadReward(), early_forwards=True)
-    forwards = run.parts.learner._forwards
+    forwards = run.controller.learner._forwards
     run.controller.start()
     assert run.step(1)
     run.world.engine_version = 0  # the groups are complete, and too old to be trained
@@ -311,7 +311,7 @@ def test_step_from_which_nothing_is_learned_leaves_no_groups_and_no_blocks_behin
     assert len(run.world.blocks) == 8 and len(forwards._settled) == len(forwards._blocks) == 4
     assert not run.controller.can_learn()
     assert not forwards._settled and not forwards._blocks
-    run.world.engine_version = run.parts.learner.policy_version
+    run.world.engine_version = run.controller.learner.policy_version
     assert run.step(3)
 
 

@@ -93,8 +93,8 @@ def test_interrupted_run_saves_at_once_and_goes_on_as_if_nothing_had_happened(ma
     assert whole.listener.last_words is None
     first = make_part("first", every=2 if phase == "save_state" else 0)
     signal_in(first, phase, number)
-    with pytest.raises(Interrupted) as caught, first.parts.interrupts:
-        train_and_save(first.job, first.parts, first.recorder)
+    with pytest.raises(Interrupted) as caught, first.controller.interrupts:
+        train_and_save(first.job, first.controller, first.recorder)
     assert caught.value.signal_number == number
     # The signal of "save_state" arrives when the checkpoint of this step is being made.
     assert first.listener.last_words == ([] if phase == "save_state" else ["the run saves a checkpoint, then ends"])
@@ -102,11 +102,11 @@ def test_interrupted_run_saves_at_once_and_goes_on_as_if_nothing_had_happened(ma
     assert (checkpoint.step, checkpoint.state()["is_recorded"]) == (step, is_recorded)
     assert sum(entry == "update actor" for entry in first.world.log) == step  # it has not gone on after the signal
     second = make_part("second")
-    second.controller.first_step = second.parts.checkpointer.restore(checkpoint) + 1
-    second.world.engine_version = second.parts.learner.policy_version
+    second.controller.first_step = second.controller.checkpointer.restore(checkpoint) + 1
+    second.world.engine_version = second.controller.learner.policy_version
     train(second.controller)
     assert numbers(first) + numbers(second) == numbers(whole)
-    assert second.controller._ledger.run == whole.controller._ledger.run
+    assert second.controller.ledger.run == whole.controller.ledger.run
     asked = [[rollout.token_ids.tolist() for rollout in batch] for batch in whole.world.rollouts]
     assert [[rollout.token_ids.tolist() for rollout in batch] for batch in second.world.rollouts] == asked[step:]
 
@@ -115,11 +115,11 @@ def test_step_that_was_interrupted_keeps_the_seconds_and_tokens_from_before(make
     first = make_part("first")
     first.world.delay_s = 0.01
     signal_in(first, "evaluate", signal.SIGTERM)
-    with pytest.raises(Interrupted), first.parts.interrupts:
-        train_and_save(first.job, first.parts, first.recorder)
+    with pytest.raises(Interrupted), first.controller.interrupts:
+        train_and_save(first.job, first.controller, first.recorder)
     second = make_part("second")
     checkpoint = Checkpoints(tmp_path / "checkpoints").newest_whole(pytest.fail)
-    second.controller.first_step = second.parts.checkpointer.restore(checkpoint) + 1
+    second.controller.first_step = second.controller.checkpointer.restore(checkpoint) + 1
     second.controller.start()
     [line] = [line for line in second.lines() if "time/step" in line]
     assert line["step"] == 2

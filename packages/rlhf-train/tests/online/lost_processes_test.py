@@ -54,23 +54,23 @@ def test_engine_that_dies_in_a_sync_gets_the_new_weights_after_its_restart(make_
     run.controller._learner.policy_version = 4
     run.controller.sync_weights()
     assert run.world.log == ["send 0 to 1", "send 4 to 1", "restart", "send 4 to 1"]
-    assert (run.world.engine_version, run.parts.rollouts.policy_version) == (4, 4)
+    assert (run.world.engine_version, run.controller.rollouts.policy_version) == (4, 4)
 
 
 def test_engine_that_never_comes_back_ends_the_run_with_a_checkpoint_and_its_models(make_run, monkeypatch):
     run = make_run(SpreadReward(), checkpoints=CheckpointSpec(folder=""))
     monkeypatch.setattr(World, "restart", lambda world: world.log.append("restart"))
-    report_step = type(run.parts.report).step
+    report_step = type(run.controller.report).step
 
     def then_die(report, step, num_steps):
         report_step(report, step, num_steps)
         run.world.dead = True
 
-    monkeypatch.setattr(type(run.parts.report), "step", then_die)
+    monkeypatch.setattr(type(run.controller.report), "step", then_die)
     monkeypatch.setattr("rlhf_rollout.supervisor.NUM_CHECKS", 1)
     monkeypatch.setattr(World, "ready", World.health)
     with pytest.raises(EngineError, match="no engine is left; engine 0 failed 4 times in a row: the engine is gone"):
-        online_run.train_and_save(run.job, run.parts, run.recorder)
+        online_run.train_and_save(run.job, run.controller, run.recorder)
     assert run.world.log.count("restart") == 3
     assert [checkpoint.step for checkpoint in Checkpoints(run.recorder.path("checkpoints")).all()] == [1]
     assert run.world.log[-1] == f"save actor {run.recorder.path('final model')}"
@@ -93,7 +93,7 @@ def test_error_that_nobody_foresaw_ends_the_run_with_a_checkpoint_and_its_models
     run.world.on_run_model = run_model
     run.world.on_save = save
     with pytest.raises(RuntimeError, match="an illegal memory access"):
-        online_run.train_and_save(run.job, run.parts, run.recorder)
+        online_run.train_and_save(run.job, run.controller, run.recorder)
     assert [checkpoint.step for checkpoint in Checkpoints(run.recorder.path("checkpoints")).all()] == [1]
     assert run.world.log[-1] == f"save actor {run.recorder.path('final model')}"
     warnings = [] if can_save else ["not everything was saved: CUDA error: this device is of no use any more"]
@@ -123,7 +123,7 @@ def test_ranks_that_may_wait_for_one_that_failed_are_asked_for_nothing(make_run,
 
     run.world.on_run_model = run_model
     with pytest.raises(type(cause)) as caught:
-        online_run.train_and_save(dataclasses.replace(run.job, plan=plan), run.parts, run.recorder)
+        online_run.train_and_save(dataclasses.replace(run.job, plan=plan), run.controller, run.recorder)
     assert caught.value is error
     assert run.world.log[-1].startswith("save actor") == asks
     assert [checkpoint.step for checkpoint in Checkpoints(run.recorder.path("checkpoints")).all()] == [1] * asks
@@ -249,19 +249,19 @@ def test_process_that_is_lost_in_the_start_ends_the_run(job, monkeypatch):
 
 def test_models_of_live_ranks_are_saved_when_others_have_died(make_run, monkeypatch):
     run = make_run(SpreadReward(), save_critic=True)
-    monkeypatch.setattr(run.parts.learner, "live_roles", lambda: {"actor", "reference"})
-    online_run.save_what_is_left(run.job, run.parts, run.recorder, models=True)
+    monkeypatch.setattr(run.controller.learner, "live_roles", lambda: {"actor", "reference"})
+    online_run.save_what_is_left(run.job, run.controller, run.recorder, models=True)
     assert run.world.log == [f"save actor {run.recorder.path('final model')}"]
     run.world.log.clear()
-    monkeypatch.setattr(run.parts.learner, "live_roles", lambda: {"critic"})
-    online_run.save_what_is_left(dataclasses.replace(run.job), run.parts, run.recorder, models=True)
+    monkeypatch.setattr(run.controller.learner, "live_roles", lambda: {"critic"})
+    online_run.save_what_is_left(dataclasses.replace(run.job), run.controller, run.recorder, models=True)
     assert run.world.log == []
 
 
 def test_interrupted_run_whose_trainers_have_ended_says_that_it_saves_no_checkpoint(make_run, monkeypatch):
     run = make_run(SpreadReward(), checkpoints=CheckpointSpec(folder=""))
-    monkeypatch.setattr(run.parts.learner, "live_roles", lambda: {"critic"})
-    online_run.save_what_is_left(run.job, run.parts, run.recorder, models=False)
+    monkeypatch.setattr(run.controller.learner, "live_roles", lambda: {"critic"})
+    online_run.save_what_is_left(run.job, run.controller, run.recorder, models=False)
     [warning] = run.listener.warnings
     assert warning.startswith("no checkpoint is saved now,") and warning.endswith(": actor, reference")
     assert run.world.log == [] and not Checkpoints(run.recorder.path("checkpoints")).all()

@@ -8,8 +8,8 @@ import pytest
 from online_fakes import BrokenReward, Run, SpreadReward, by_step, tiny_batch
 from rlhf_data.errors import RewardError
 from rlhf_train.generation.scoring import RewardShaper
+from rlhf_train.generation.spec import DynamicSampling
 from rlhf_train.online import train_and_save
-from rlhf_train.online_job import DynamicSampling
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_dynamic_sampling_refills_until_the_batch_is_full_and_counts_what_it_dre
 def test_rewards_are_normalised_by_those_of_groups_that_are_not_trained_too(dynamic_run):
     run = dynamic_run(max_batches=1)
     reward = dataclasses.replace(run.job.reward, running_reward_norm=True)
-    run.parts.learner._shaper = RewardShaper(reward, max_tokens=12)
+    run.controller.learner._shaper = RewardShaper(reward, max_tokens=12)
     assert run.step(1)
     num_kept = len(run.world.rollouts[0]) // 4
     # Of 32 rewards one per kept group is 1, the others are 0.
@@ -66,7 +66,7 @@ def test_dynamic_sampling_goes_on_with_what_it_has_at_its_cap(dynamic_run):
 
 def test_dynamic_sampling_that_keeps_nothing_three_times_in_a_row_ends_the_run_well(dynamic_run):
     run = dynamic_run(max_batches=2, reward_range=(0.9, 1.0))  # group means are 0 and 1/4
-    train_and_save(run.job, run.parts, run.recorder)
+    train_and_save(run.job, run.controller, run.recorder)
     lines = by_step(run.lines())
     assert [(n["samples/generated"], n["samples/filtered"], n["samples/trained"]) for n in lines] == [(64, 64, 0)] * 3
     assert "nothing is learned from this step: all 64 scored rollouts" in run.listener.warnings[0]

@@ -10,9 +10,10 @@ import pytest
 from online_fakes import SpreadReward, by_step, held_out, tiny_batch
 from rlhf_data.errors import ConfigError
 from rlhf_train.algorithms.table import make_algorithm
+from rlhf_train.generation.spec import AsyncSpec
 from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.online import train_and_save
-from rlhf_train.online_job import AsyncSpec, CheckpointSpec
+from rlhf_train.online_job import CheckpointSpec
 from rlhf_train.run.checkpoint import Checkpoints
 
 OVERLAP = AsyncSpec(max_staleness=1)
@@ -37,7 +38,7 @@ def test_rollouts_of_the_next_step_are_generated_while_a_step_is_trained(make_ru
         return start(method, *arguments, **options)
 
     run.world.generate, run.world.start = generated, started
-    train_and_save(run.job, run.parts, run.recorder)
+    train_and_save(run.job, run.controller, run.recorder)
     assert [len(batch) for batch in run.world.rollouts] == [64] * 3
     lines = by_step(run.lines())
     assert all(0 <= line["async/training_idle"] <= 1 and 0 <= line["async/generation_idle"] <= 1 for line in lines)
@@ -67,7 +68,7 @@ def test_evaluation_goes_on_beside_training_with_one_version_of_the_weights(make
         return await generate(token_ids, *arguments, **options)
 
     run.world.generate = generated
-    train_and_save(run.job, run.parts, run.recorder)
+    train_and_save(run.job, run.controller, run.recorder)
     assert versions == {version: {2, 3} for version in (0, 4, 8, 12, 16)}
     assert updates_meanwhile >= 2
     evaluated = [line["step"] for line in run.lines() if "eval/reward" in line and "time/total" not in line]
@@ -80,7 +81,7 @@ def test_best_weights_are_saved_before_the_next_update_changes_them(make_run):
     )
     scores = iter([0.1, 0.2, 0.3, 0.4])
     run.world.on_save = lambda role, path: Path(path).mkdir(parents=True, exist_ok=True)
-    reward = run.parts.rollouts._service._reward
+    reward = run.controller.rollouts._service.reward
     score = reward.score
 
     async def rising(prompt, rollouts):
@@ -90,7 +91,7 @@ def test_best_weights_are_saved_before_the_next_update_changes_them(make_run):
         return verdicts
 
     reward.score = rising
-    train_and_save(run.job, run.parts, run.recorder)
+    train_and_save(run.job, run.controller, run.recorder)
     log = [
         entry.split()[0] + " " + entry.split()[1] for entry in run.world.log if entry.startswith(("save a", "update a"))
     ]
@@ -105,16 +106,16 @@ def test_run_with_waiting_groups_continues_from_its_checkpoint(make_run, tmp_pat
     first.controller.start()
     for step in (1, 2, 3):
         first.step(step)
-    first.parts.checkpointer.close()
+    first.controller.checkpointer.close()
     [checkpoint] = Checkpoints(tmp_path / "checkpoints").all()
     second = make_run(SpreadReward(), save_path=str(tmp_path / "second"), **options)
-    second.controller.first_step = second.parts.checkpointer.restore(checkpoint) + 1
-    train_and_save(second.job, second.parts, second.recorder)
+    second.controller.first_step = second.controller.checkpointer.restore(checkpoint) + 1
+    train_and_save(second.job, second.controller, second.recorder)
     trained = [rollout.rollout_id for batch in [*first.world.rollouts[:2], *second.world.rollouts] for rollout in batch]
     assert len(trained) == len(set(trained)) == 5 * 64
     prompts = [int(name.partition("/")[2].partition("/")[0]) for name in trained]
     assert len(prompts) == 5 * 64
-    counts = second.controller._ledger.run
+    counts = second.controller.ledger.run
     assert (counts.requested, counts.trained, counts.failed) == (5 * 64, 5 * 64, 0)
 
 
@@ -134,12 +135,12 @@ def test_evaluation_that_a_signal_cut_off_is_repeated(make_run, tmp_path):
     first.step(1)
     first.controller.evaluate(1)
     first.controller.checkpoint(1)  # remembers that the evaluation goes on
-    first.parts.checkpointer.save()
-    first.parts.checkpointer.close()
+    first.controller.checkpointer.save()
+    first.controller.checkpointer.close()
     second = make_run(SpreadReward(), save_path=str(tmp_path / "second"), checkpoints=saving, **options)
     [checkpoint] = Checkpoints(tmp_path / "checkpoints").all()
-    second.controller.first_step = second.parts.checkpointer.restore(checkpoint) + 1
-    train_and_save(second.job, second.parts, second.recorder)
+    second.controller.first_step = second.controller.checkpointer.restore(checkpoint) + 1
+    train_and_save(second.job, second.controller, second.recorder)
     assert [line["step"] for line in second.lines() if "eval/reward" in line and "time/total" not in line] == [1, 2, 3]
 
 
@@ -181,7 +182,7 @@ def test_evaluation_goes_on_over_steps_that_keep_the_weights_and_is_neither_lost
         algorithm=make_algorithm(),
     )
     answer_held_out_prompts_late(run)
-    train_and_save(run.job, run.parts, run.recorder)
+    train_and_save(run.job, run.controller, run.recorder)
     evaluated = [line["step"] for line in run.lines() if "eval/reward" in line and "time/total" not in line]
     assert evaluated == [0, 1, 2, 3, 4]
 
@@ -191,7 +192,7 @@ def test_checkpoint_waits_for_an_evaluation_of_an_earlier_step(make_run, tmp_pat
     options = {"asynchronous": OVERLAP, "num_steps": 5, "num_frozen_steps": 4, "eval_steps": 3, "checkpoints": saving}
     run = make_run(SpreadReward(), eval_prompts=held_out(), **options)
     answer_held_out_prompts_late(run)
-    train_and_save(run.job, run.parts, run.recorder)
+    train_and_save(run.job, run.controller, run.recorder)
     states = {checkpoint.step: checkpoint.state() for checkpoint in Checkpoints(tmp_path / "checkpoints").all()}
     assert states.keys() == {2, 4}
     assert states[4]["evaluator"]["running"] is None

@@ -26,13 +26,13 @@ def test_agents_ask_with_the_values_of_the_chat_templates_variables_and_the_time
     )
     engine = EngineSpec(model="fake", tokenizer=str(tmp_path / "tokenizer"))
     began = CheckpointSpec(template_clock=datetime(2025, 12, 31, 23))
-    rollouts = make_run(SpreadReward(), agent=agent, engine=engine, checkpoints=began).parts.rollouts
+    rollouts = make_run(SpreadReward(), agent=agent, engine=engine, checkpoints=began).controller.rollouts
     asked = rollouts._workflow.render([{"role": "user", "content": "2+2"}], [], [], "e")
     assert tokenizer.decode(asked) == "2+2/quick 2025 23"
 
 
 def test_weights_that_an_engine_gets_when_the_batch_is_complete_arrive_before_it_may_sleep(make_run):
-    rollouts = make_run(SpreadReward()).parts.rollouts
+    rollouts = make_run(SpreadReward()).controller.rollouts
     rollouts.synchronize(1)
     began, log = threading.Event(), []
 

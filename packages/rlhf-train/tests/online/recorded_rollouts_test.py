@@ -14,8 +14,8 @@ from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.generation.recorded import RecordedRollouts, Recording, find_recording
 from rlhf_train.generation.scoring import RewardShaper
+from rlhf_train.generation.spec import AsyncSpec, DynamicSampling, RewardSpec
 from rlhf_train.online import train_and_save
-from rlhf_train.online_job import AsyncSpec, DynamicSampling, RewardSpec
 from rlhf_train.run.checkpoint import Checkpoints, CheckpointSpec
 from rlhf_train.run.checkpointing import find_checkpoint
 
@@ -42,7 +42,7 @@ def replayed(make_run, run, **changes):
     own = {"save_path": f"{run.job.save_path}-replay", "replay": str(run.recorder.path("rollouts"))}
     again = make_run(**(job | own | changes))
     again.world.kl = run.world.kl
-    again.parts.learner._shaper = RewardShaper(run.shaping, max_tokens=12)
+    again.controller.learner._shaper = RewardShaper(run.shaping, max_tokens=12)
     return again
 
 
@@ -50,10 +50,10 @@ def finished(make_run, reward, shaping=None, **changes):
     """A run that has trained, whose rewards are shaped as `shaping` says."""
     run = make_run(reward, **changes)
     run.shaping = shaping or run.job.reward
-    run.parts.learner._shaper = RewardShaper(run.shaping, max_tokens=12)
+    run.controller.learner._shaper = RewardShaper(run.shaping, max_tokens=12)
     run.world.kl = 5.0
-    train_and_save(run.job, run.parts, run.recorder)
-    run.parts.checkpointer.close()
+    train_and_save(run.job, run.controller, run.recorder)
+    run.controller.checkpointer.close()
     return run
 
 
@@ -86,7 +86,7 @@ def test_replay_trains_on_the_same_batches_in_the_same_order_without_an_engine(c
     monkeypatch.setattr("online_fakes.World.generate", nobody)
     again = replayed(make_run, run)
     before = run.recorder.path("rollouts").read_bytes()
-    train_and_save(again.job, again.parts, again.recorder)
+    train_and_save(again.job, again.controller, again.recorder)
     assert trained(again) == trained(run) and len(trained(run)) == run.job.num_steps
     assert numbers(again) == numbers(run)
     assert not [entry for entry in again.world.log if entry.startswith("send")]
@@ -109,8 +109,8 @@ def test_step_is_repeated_from_the_runs_own_checkpoint_which_stays_as_it_is(make
     again = replayed(make_run, run, checkpoints=spec, saves_models=False)
     checkpoint = find_checkpoint(spec, "nowhere", again.listener)
     assert checkpoint.step == 2
-    again.controller.first_step = again.parts.checkpointer.restore(checkpoint) + 1
-    train_and_save(again.job, again.parts, again.recorder)
+    again.controller.first_step = again.controller.checkpointer.restore(checkpoint) + 1
+    train_and_save(again.job, again.controller, again.recorder)
     assert trained(again) == trained(run)[2:]
     assert numbers(again)[0] == numbers(run)[2]
     assert not [entry for entry in again.world.log if entry.startswith(("send", "save"))]
@@ -123,11 +123,11 @@ def test_replay_that_ended_early_goes_on_from_its_own_checkpoint(make_run, tmp_p
     first = replayed(make_run, run, checkpoints=saving)
     first.controller.start()
     first.step(1)
-    first.parts.checkpointer.close()
+    first.controller.checkpointer.close()
     second = replayed(make_run, run, checkpoints=saving, save_path=str(tmp_path / "second"))
     [checkpoint] = Checkpoints(tmp_path / "checkpoints").all()
-    second.controller.first_step = second.parts.checkpointer.restore(checkpoint) + 1
-    train_and_save(second.job, second.parts, second.recorder)
+    second.controller.first_step = second.controller.checkpointer.restore(checkpoint) + 1
+    train_and_save(second.job, second.controller, second.recorder)
     assert trained(second) == trained(run)[1:]
     assert numbers(second) == numbers(run)[1:]
 
@@ -136,9 +136,9 @@ def test_other_updates_on_the_same_rollouts_leave_none_of_them_out(make_run):
     run = finished(make_run, SpreadReward())
     batch = dataclasses.replace(run.job.batch, max_epochs=2, train_batch_size=64)
     again = replayed(make_run, run, batch=batch)
-    train_and_save(again.job, again.parts, again.recorder)
+    train_and_save(again.job, again.controller, again.recorder)
     assert [line["samples/trained"] for line in numbers(again)[:3]] == [64, 64, 64]
-    assert again.parts.learner.policy_version == 3 * 2
+    assert again.controller.learner.policy_version == 3 * 2
 
 
 def test_evaluation_of_a_replay_is_refused(make_run):

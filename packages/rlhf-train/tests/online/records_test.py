@@ -16,12 +16,13 @@ from rlhf_kernels.objective import PolicyLossName
 from rlhf_rollout.host import local_gpus
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_train.algorithms.table import POLICY_LOSSES, AlgorithmSpec, CorrectionSpec, make_algorithm
+from rlhf_train.batching import BatchSizes
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.engine.protocol import learning_rate_at
+from rlhf_train.generation.spec import DynamicSampling, RewardSpec
 from rlhf_train.generation.summaries import scored, summarize
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import Experience
-from rlhf_train.online_job import BatchSizes, DynamicSampling, RewardSpec
 from rlhf_train.run.ledger import Ledger
 from rlhf_train.run.metrics import Max, Mean, Sum, merge_metrics, on_host, results
 from rlhf_train.specs import OptimizerSpec
@@ -252,7 +253,7 @@ def test_metrics_max_keeps_what_is_not_a_number_from_either_side():
 
 def experience_of(*parts):
     """The experience of rollouts, rewards and what tokens earned, as the ranks get it."""
-    return Experience.from_columns(pickle.loads(pickle.dumps(RolloutColumns.of(*parts))))
+    return Experience(pickle.loads(pickle.dumps(RolloutColumns.of(*parts))))
 
 
 def test_experience_aligns_columns_with_tokens():

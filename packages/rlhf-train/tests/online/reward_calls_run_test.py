@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
+from rlhf_train.generation.spec import AsyncSpec, RewardSpec
 from rlhf_train.online import train_and_save
-from rlhf_train.online_job import AsyncSpec, RewardSpec
 
 COUNTING = """
 def reward_func(queries, prompts, labels):
@@ -22,7 +22,7 @@ def test_calls_hold_what_is_complete_of_a_step(make_run, tmp_path, max_in_flight
     sources = (RewardSource(kind="function", targets=(str(tmp_path / "counting.py"),)),)
     calls = CallOptions(timeout_s=60.0, batch_size=batch_size, step_prompts=16, num_samples=4)
     run = make_run(reward=RewardSpec(sources=sources, calls=calls), num_steps=2, max_in_flight=max_in_flight)
-    train_and_save(run.job, run.parts, run.recorder)
+    train_and_save(run.job, run.controller, run.recorder)
     records = [json.loads(line) for line in run.recorder.path("rollouts").read_text().splitlines()]
     # 16 prompts with 4 responses each per step.
     assert {one["extra"]["size"] for one in records} == {size}
@@ -34,7 +34,7 @@ def test_calls_of_a_run_that_generates_ahead_hold_a_step_at_most(make_run, tmp_p
     calls = CallOptions(timeout_s=60.0, batch_size=1000, step_prompts=16, num_samples=4)
     ahead = {"asynchronous": AsyncSpec(max_staleness=1), "max_in_flight": 4}
     run = make_run(reward=RewardSpec(sources=sources, calls=calls), num_steps=3, **ahead)
-    train_and_save(run.job, run.parts, run.recorder)
+    train_and_save(run.job, run.controller, run.recorder)
     records = [json.loads(line) for line in run.recorder.path("rollouts").read_text().splitlines()]
     assert records
     assert all(4 <= one["extra"]["size"] <= 64 for one in records)

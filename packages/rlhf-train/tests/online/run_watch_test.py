@@ -159,18 +159,18 @@ def test_pending_names_the_oldest_group_what_it_waits_for_and_each_engine(make_r
 
     class Asking(SpreadReward):
         async def score(self, prompt, rollouts):
-            heard.append(run.parts.rollouts.pending())
+            heard.append(run.controller.rollouts.pending())
             return await super().score(prompt, rollouts)
 
     run = make_run(Asking())
     generate = run.world.generate
 
     async def asking(token_ids, *arguments, **options):
-        heard.append(run.parts.rollouts.pending())
+        heard.append(run.controller.rollouts.pending())
         return await generate(token_ids, *arguments, **options)
 
     run.world.generate = asking
-    assert run.parts.rollouts.pending() == ""
+    assert run.controller.rollouts.pending() == ""
     run.controller.start()
     run.controller.generate(1)
     assert heard[0] == (
@@ -178,4 +178,4 @@ def test_pending_names_the_oldest_group_what_it_waits_for_and_each_engine(make_r
         " engine 0 has 4 completions in flight"
     )
     assert any("waits for its reward since 0 s" in text for text in heard)
-    assert run.parts.rollouts.pending() == ""
+    assert run.controller.rollouts.pending() == ""

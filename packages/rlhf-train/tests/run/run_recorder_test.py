@@ -151,7 +151,7 @@ def fill_disk(recorder: Recorder) -> None:
 def settle(recorder: Recorder) -> None:
     """Wait until the writes that were submitted have run."""
     done = threading.Event()
-    background = recorder._rollouts["rollouts"]._background
+    _, background = recorder._rollouts["rollouts"]
     background._executor.submit(done.set)
     assert done.wait(60)
 

@@ -205,15 +205,16 @@ def test_tensorboard_folder_of_the_users_has_a_folder_per_run(tmp_path):
     [({"use_wandb": True}, "``use_wandb``", "wandb"), ({"use_mlflow": "http://host"}, "``use_mlflow``", "mlflow")],
 )
 def test_a_library_that_is_not_installed_is_named_with_the_extra(options, flag, extra, monkeypatch):
-    TrackerSpec(**options).check_installed()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check_trackers(TrackerSpec(**options))
     monkeypatch.setitem(sys.modules, extra, None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         ConfigError,
         match=rf"{flag} needs .* {extra}.*\n\nhint: in a checkout, pip install './packages/rlhf-cli\[{extra}\]'",
     ):
-        TrackerSpec(**options).check_installed()
-    TrackerSpec().check_installed()
+        check_trackers(TrackerSpec(**options))
+    check_trackers(TrackerSpec())
 
 
 def test_importing_the_recorder_imports_no_tracker_library():

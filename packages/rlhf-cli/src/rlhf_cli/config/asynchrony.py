@@ -8,7 +8,7 @@ from rlhf_data.options.declare import Section, flag, one_of
 from rlhf_rollout.protocols import PAUSE_MODES
 
 if TYPE_CHECKING:
-    from rlhf_train.online_job import AsyncSpec
+    from rlhf_train.generation.spec import AsyncSpec
 
 AtUpdate = one_of(PAUSE_MODES)
 
@@ -62,7 +62,7 @@ class AsyncSection(Section, title="asynchronous training"):
 
     def spec(self) -> "AsyncSpec | None":
         """Return how generation and training overlap; None if they alternate."""
-        from rlhf_train.online_job import AsyncSpec  # imported here, so that --help does not wait for it
+        from rlhf_train.generation.spec import AsyncSpec  # imported here, so that --help does not wait for it
 
         if not self.async_train:
             return None

@@ -25,7 +25,8 @@ from rlhf_train.specs import ModelSpec
 if TYPE_CHECKING:
     from rlhf_rollout.protocols import SamplingParams
     from rlhf_train.algorithms.table import AlgorithmSpec
-    from rlhf_train.online_job import BatchSizes, DynamicSampling
+    from rlhf_train.batching import BatchSizes
+    from rlhf_train.generation.spec import DynamicSampling
 
 _FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batches")
 _EVALUATION_OPTIONS = ("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "source_key")
@@ -75,7 +76,7 @@ class PpoConfig(Config):
     @property
     def batch(self) -> "BatchSizes":
         """The batch sizes. Raises ConfigError unless the samples of a step divide into whole updates."""
-        from rlhf_train.online_job import BatchSizes  # imported here, so that --help does not wait for it
+        from rlhf_train.batching import BatchSizes  # imported here, so that --help does not wait for it
 
         return BatchSizes(**matching(BatchSizes, self.rollout, self.training))
 
@@ -86,7 +87,7 @@ class PpoConfig(Config):
     @property
     def filtering(self) -> "DynamicSampling | None":
         """Which prompts are trained on; None for all."""
-        from rlhf_train.online_job import DynamicSampling
+        from rlhf_train.generation.spec import DynamicSampling
 
         if not self.rollout.dynamic_filtering:
             return None

@@ -10,7 +10,7 @@ from rlhf_rollout.commands import sections
 
 if TYPE_CHECKING:
     from rlhf_cli.config.rollout import RolloutSection
-    from rlhf_train.online_job import RewardSpec
+    from rlhf_train.generation.spec import RewardSpec
 
 Normalization = one_of(("together", "each", "none"))
 Sharding = one_of(("auto", "on", "off"))
@@ -77,7 +77,7 @@ class RewardSection(sections.RewardSection):
 
     def spec(self, rollout: "RolloutSection") -> "RewardSpec":
         """Return the rewards of `rollout`. Raises ConfigError for ranges and changes that contradict each other."""
-        from rlhf_train.online_job import RewardSpec  # imported here, so that --help does not wait for it
+        from rlhf_train.generation.spec import RewardSpec  # imported here, so that --help does not wait for it
 
         own = {
             "sources": self.sources(),

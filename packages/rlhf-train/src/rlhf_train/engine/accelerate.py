@@ -13,7 +13,7 @@ from rlhf_models.host_states import RestingModel
 from rlhf_models.loading import load_reference, resolve_dtype
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, place_frozen
 from rlhf_train.engine.deepspeed_internals import frozen_parts
-from rlhf_train.engine.sequence_groups import join_sequence_group
+from rlhf_train.engine.process_group import join_sequence_group
 from rlhf_train.engine.tensor_parallel import TensorGroup, divide_weights, join_tensor_group
 from rlhf_train.engine.whole_layers import layers_taken_whole
 from rlhf_train.specs import ModelSpec

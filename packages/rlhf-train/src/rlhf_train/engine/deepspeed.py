@@ -20,6 +20,7 @@ from rlhf_models.lora import adapters_by_weight
 from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.host import quick_collection
 from rlhf_train.engine.deepspeed_internals import (
+    add_gradients_at_once,
     check_gradient_sums,
     check_masters,
     check_optimizer,
@@ -35,7 +36,6 @@ from rlhf_train.engine.deepspeed_internals import (
     places,
     reduce_buckets,
 )
-from rlhf_train.engine.gradients import add_gradients_at_once
 from rlhf_train.engine.optimizer import Muon, make_optimizer
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
 from rlhf_train.engine.shards import (

@@ -10,13 +10,14 @@ it starts (`check_optimizer`, `check_shards`) and tries what they lead to (`chec
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import EngineError
+from rlhf_kernels import accumulate_
 from rlhf_rollout.host import collection_paused
 from rlhf_rollout.private_names import missing
 from rlhf_train.engine.shards import WEIGHT, Place, Shards, first_element, save_moments
@@ -234,6 +235,20 @@ def float32_sums(wrapper: Any) -> dict[nn.Parameter, Tensor]:
     """Return DeepSpeed's float32 sum of the gradients of each bfloat16 weight, at stage 1."""
     groups = zip(wrapper.bf16_groups, wrapper.fp32_groups_gradients, strict=False)
     return {weight: total for weights, totals in groups for weight, total in zip(weights, totals, strict=False)}
+
+
+def add_gradients_at_once(sums: Mapping[nn.Parameter, Tensor]) -> None:
+    """Add each bfloat16 gradient to DeepSpeed's float32 sum as soon as backward has computed it, and free it.
+
+    DeepSpeed itself makes a float32 copy of the gradient and adds the copy, which moves twice as much memory.
+    """
+
+    def add(weight: nn.Parameter) -> None:
+        accumulate_(sums[weight], weight.grad)
+        weight.grad = None
+
+    for weight in sums:
+        weight.register_post_accumulate_grad_hook(add)
 
 
 def flat_sums(wrapper: Any) -> list[Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from rlhf_data.errors import EngineError
+from rlhf_models.attention.sequence_parallel import SequenceGroup
 from rlhf_rollout.host import stay_on_loopback
 from rlhf_train.engine.deepspeed_internals import import_deepspeed
 
@@ -58,6 +59,19 @@ def init_process_group(*, rank: int, world_size: int, master: tuple[str, int], d
             **options,
         )
     deepspeed.init_distributed(dist_backend=backend, timeout=RANK_TIMEOUT, auto_mpi_discovery=False, verbose=False)
+
+
+def join_sequence_group(size: int) -> SequenceGroup | None:
+    """Return the group of `size` neighbouring ranks that this one belongs to, or None for size 1. Collective.
+
+    They divide the tokens of each pass; see `rlhf_models.attention.sequence_parallel`. `ModelSpec.check_ranks` says
+    whether `size` is possible.
+    """
+    if size == 1:
+        return None
+    firsts = range(0, torch.distributed.get_world_size(), size)
+    groups = [torch.distributed.new_group(range(first, first + size)) for first in firsts]
+    return SequenceGroup(groups[torch.distributed.get_rank() // size])
 
 
 def leave_process_group() -> None:

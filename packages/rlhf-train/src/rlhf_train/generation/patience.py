@@ -1,6 +1,7 @@
 """Ends a run that finds nothing to learn from for several steps. Torch-free."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data.errors import RewardError
@@ -12,25 +13,23 @@ from rlhf_train.run.observer import Observer
 MAX_BARREN_STEPS = 3  # steps in a row without a reward to learn from, after which the run ends
 
 
+@dataclass(eq=False)
 class Patience:
     """Counts steps without a reward to learn from, and warns with the reason.
 
-    Args:
+    Attributes:
         batch_size: groups in a full batch.
         num_steps: of the run. A run with fewer than `MAX_BARREN_STEPS` ends if none of them has a reward.
         observer: receives a warning for each such step, and for each batch that is not full.
-
-    Attributes:
         is_exhausted: whether dynamic sampling has left out all groups of as many steps as end the run.
     """
 
-    def __init__(self, batch_size: int, num_steps: int, observer: Observer) -> None:
-        self._batch_size = batch_size
-        self._max_barren_steps = min(MAX_BARREN_STEPS, num_steps)
-        self._observer = observer
-        self._num_barren_steps = 0
-        self._last_failure = ""
-        self.is_exhausted = False
+    batch_size: int
+    num_steps: int
+    observer: Observer
+    is_exhausted: bool = False
+    _num_barren_steps: int = 0
+    _last_failure: str = ""
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs."""
@@ -57,13 +56,13 @@ class Patience:
             RewardError: rewards have failed in as many steps in a row as end the run.
         """
         if scored(groups):
-            if len(groups) < self._batch_size and counts.filtered:
-                text = f"only {len(groups)} of {self._batch_size} rollout groups are worth training"
-                self._observer.warning(text)
+            if len(groups) < self.batch_size and counts.filtered:
+                text = f"only {len(groups)} of {self.batch_size} rollout groups are worth training"
+                self.observer.warning(text)
             self._num_barren_steps = 0
             return True
         self._num_barren_steps += 1
-        gives_up = self._num_barren_steps >= self._max_barren_steps
+        gives_up = self._num_barren_steps >= min(MAX_BARREN_STEPS, self.num_steps)
         message = "no rollout has a reward"
         if self._last_failure:
             message += f"; the last reason: {self._last_failure}"
@@ -76,5 +75,5 @@ class Patience:
             message = f"{self._num_barren_steps} step(s) in a row: {message}"
             raise RewardError(message, hint="rollouts.jsonl has the prompts and responses that the reward was given")
         end = "the run ends here" if self.is_exhausted else "nothing is learned from this step"
-        self._observer.warning(f"{end}: {message}")
+        self.observer.warning(f"{end}: {message}")
         return False

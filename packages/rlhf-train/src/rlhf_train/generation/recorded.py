@@ -78,7 +78,7 @@ def _step(line: bytes) -> float:
 class RecordedRollouts:
     """Has the interface of `Rollouts`, and hands out the batches that a run was trained on.
 
-    There is no engine: weight syncs, sleep and wake-ups do nothing, and `OnlineJob` refuses evaluations.
+    There is no engine: weight syncs, sleep and wake-ups do nothing, and evaluations are refused.
 
     Args:
         path: the record. It is read step by step, and what comes before the first step that is asked for is skipped.

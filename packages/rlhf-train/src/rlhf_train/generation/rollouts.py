@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from datetime import datetime
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -24,8 +25,8 @@ from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.supervisor import EngineSupervisor, RestartableEngine
 from rlhf_train.generation.service import Drawn, GenerationService
+from rlhf_train.generation.spec import GenerationSpec
 from rlhf_train.generation.stream import SampleStream
-from rlhf_train.online_job import OnlineJob
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.timeline import Timeline
 
@@ -45,6 +46,7 @@ class Rollouts:
         timeline: counts the seconds of generation, rewards and evaluation.
         observer: is warned about groups that failed.
         agent_log: file for what an agent prints; None for standard error.
+        clock: the time that the chat template writes; None for now.
         settled: see `GenerationService`; called by the thread that waits for a batch.
 
     Attributes:
@@ -56,7 +58,7 @@ class Rollouts:
 
     def __init__(
         self,
-        job: OnlineJob,
+        job: GenerationSpec,
         engines: Sequence[RestartableEngine],
         send_weights: Callable[[Mapping[int, Any]], tuple[int, Mapping[int, str]]],
         reward: RewardFunction,
@@ -64,6 +66,7 @@ class Rollouts:
         timeline: Timeline,
         observer: Observer,
         agent_log: Path | None = None,
+        clock: datetime | None = None,
         settled: Callable[[str, RolloutGroup | None], None] | None = None,
     ) -> None:
         self._job = job
@@ -85,7 +88,7 @@ class Rollouts:
         tokenizer_path = job.engine.tokenizer or job.engine.model
         tokenizer = load_tokenizer(tokenizer_path)
         set_chat_template(tokenizer, variables=job.agent and job.agent.chat_template_kwargs)
-        template_clock(tokenizer, job.checkpoints.template_clock)
+        template_clock(tokenizer, clock)
         self._workflow = make_workflow(
             job.agent,
             router,

@@ -18,8 +18,8 @@ from rlhf_train.algorithms.group import (
     relative_turn_rewards,
 )
 from rlhf_train.algorithms.table import AlgorithmSpec
+from rlhf_train.generation.spec import DynamicSampling, RewardSpec
 from rlhf_train.generation.summaries import scored
-from rlhf_train.online_job import DynamicSampling, RewardSpec
 
 
 class NoReward:

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_data.errors import EngineError
-from rlhf_data.records import Prompt, RolloutGroup
+from rlhf_data.records import RolloutGroup
 from rlhf_data.sampler import EpochSampler
 from rlhf_rollout.agents.base import Workflow
 from rlhf_rollout.generator import GenerationCounts, GroupMaker, GroupResult, generate_groups
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.records_io import parse_group
 from rlhf_train.generation.scoring import is_worth_training
+from rlhf_train.generation.spec import GenerationSpec
 from rlhf_train.generation.stream import SampleStream, Ticket
-from rlhf_train.online_job import OnlineJob
 from rlhf_train.run.checkpoint import check_rows
 
 _EVALUATION_SHARE = 4  # one of so many groups in flight is an evaluation's while it runs beside rollouts
@@ -57,6 +57,7 @@ class Drawn:
         return (*self.kept, *self.stale, *self.dropped)
 
 
+@dataclass(eq=False)
 class GenerationService:
     """Keeps admitting prompts, generating and scoring their groups, and putting them into the stream.
 
@@ -64,33 +65,26 @@ class GenerationService:
     With dynamic sampling, each group that is not worth training makes room for another prompt. Use it from one event
     loop.
 
-    Args:
+    Attributes:
         job: the run.
         workflow: turns prompts into episodes.
         reward: scores them.
         stream: admits prompts and holds complete groups.
         progress: is told the number of complete groups that wait for the next batch, and the size of a batch.
         settled: is told the id of each group that needs no more generation, and the group if it will be trained.
-
-    Attributes:
         num_outstanding: episodes that were in flight or waited for a later batch when the last batch was taken.
     """
 
-    def __init__(
-        self,
-        job: OnlineJob,
-        workflow: Workflow,
-        reward: RewardFunction,
-        stream: SampleStream,
-        progress: Callable[[int, int], None],
-        settled: Callable[[str, RolloutGroup | None], None] = lambda group_id, group: None,
-    ) -> None:
-        self._job = job
-        self._workflow = workflow
-        self._reward = reward
-        self._stream = stream
-        self._progress = progress
-        self._settled = settled
+    job: GenerationSpec
+    workflow: Workflow
+    reward: RewardFunction
+    stream: SampleStream
+    progress: Callable[[int, int], None]
+    settled: Callable[[str, RolloutGroup | None], None] = lambda group_id, group: None
+    num_outstanding: int = 0
+
+    def __post_init__(self) -> None:
+        job = self.job
         self._sampler = EpochSampler(len(job.prompts), job.batch.rollout_batch_size, seed=job.seed)
         self._runs_ahead = job.max_staleness > 0
         self._limit = job.max_in_flight  # groups that generate at once
@@ -103,7 +97,6 @@ class GenerationService:
         self._is_open = False  # prompts may be admitted
         self._num_allowed = 0  # prompts that may still be admitted before the next batch is done
         self._counts = GenerationCounts()  # of the run; its seconds are those since the last batch
-        self.num_outstanding = 0
         # Since the last batch:
         self._num_requested = self._num_failed = 0  # groups
         self._failure = ""
@@ -123,7 +116,7 @@ class GenerationService:
             self._start_clock()  # what came before was an evaluation
         self._change.set()
         try:
-            while not self._stream.is_ready(can_grow=self._can_grow()):
+            while not self.stream.is_ready(can_grow=self.stream.num_in_flight > 0 or self._has_room):
                 await self._changed()
         except BaseException:
             await self.close()  # engines that shall sleep must not have requests in flight
@@ -133,8 +126,8 @@ class GenerationService:
 
     def release(self, policy_version: int) -> None:
         """Record that the learner is done with the last batch, if it has one, and that the engines have its weights."""
-        if self._stream.is_being_trained:
-            self._stream.done(policy_version)
+        if self.stream.is_being_trained:
+            self.stream.done(policy_version)
             self._allow()
             self._change.set()
 
@@ -144,13 +137,13 @@ class GenerationService:
         Every call uses the same sampling seeds. Differences between two evaluations then come from the policy and not
         from the draw.
         """
-        limit = self._job.max_in_flight
+        limit = self.job.max_in_flight
         share = max(limit // _EVALUATION_SHARE, 1) if self._runs_ahead else limit
         groups = generate_groups(
-            self._job.eval_prompts,
-            self._workflow,
-            self._job.eval_sampling,
-            self._reward,
+            self.job.eval_prompts,
+            self.workflow,
+            self.job.eval_sampling,
+            self.reward,
             max_in_flight=share,
             group_id_prefix=f"eval{step}",
             seed_key="eval",
@@ -183,11 +176,9 @@ class GenerationService:
         """Return the place in the order of prompts, the stream, and what was counted since the last batch."""
         return {
             "order": self._sampler.state_dict(),
-            "prompts": self._job.prompts_digest,
-            "stream": self._stream.state(),
-            "unfinished": self._workflow.router.unfinished.state(
-                ticket.group_id for ticket in self._stream.in_flight()
-            ),
+            "prompts": self.job.prompts_digest,
+            "stream": self.stream.state(),
+            "unfinished": self.workflow.router.unfinished.state(ticket.group_id for ticket in self.stream.in_flight()),
             "num_outstanding": self.num_outstanding,
             "num_requested": self._num_requested,
             "num_failed": self._num_failed,
@@ -198,13 +189,13 @@ class GenerationService:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue where another process was. Raises CheckpointError for other prompts or another seed."""
         self._sampler.load_state_dict(state["order"])
-        check_rows(state.get("prompts", ""), self._job.prompts_digest)
+        check_rows(state.get("prompts", ""), self.job.prompts_digest)
         tickets = [
             Ticket(*rest, None if records is None else parse_group(records, "the checkpoint"))
             for *rest, records in state["stream"]["tickets"]
         ]
-        self._stream.restore(state["stream"], tickets)
-        self._workflow.router.unfinished.restore(state.get("unfinished", {}))
+        self.stream.restore(state["stream"], tickets)
+        self.workflow.router.unfinished.restore(state.get("unfinished", {}))
         self.num_outstanding = state["num_outstanding"]
         self._num_requested = state["num_requested"]
         self._num_failed = state["num_failed"]
@@ -220,7 +211,7 @@ class GenerationService:
         self._is_started = True
         self._start_clock()
         self._allow()
-        self._interrupted = self._stream.in_flight()[::-1]
+        self._interrupted = self.stream.in_flight()[::-1]
         self._spawn(self._admit())
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -245,15 +236,12 @@ class GenerationService:
 
     def _allow(self) -> None:
         """Limit the prompts that are admitted until the next batch is done: they may all fail or be left out."""
-        dynamic = self._job.dynamic_sampling
-        self._num_allowed = self._stream.room * (dynamic.max_batches if dynamic else 1)
+        dynamic = self.job.dynamic_sampling
+        self._num_allowed = self.stream.room * (dynamic.max_batches if dynamic else 1)
 
     @property
     def _has_room(self) -> bool:
-        return self._num_allowed > 0 and self._stream.room > 0
-
-    def _can_grow(self) -> bool:
-        return self._stream.num_in_flight > 0 or self._has_room
+        return self._num_allowed > 0 and self.stream.room > 0
 
     async def _admit(self) -> None:
         """Admit prompts, each when there is room for it and its group can generate at once."""
@@ -270,7 +258,7 @@ class GenerationService:
             return None
         self._num_allowed -= 1
         self._num_requested += 1
-        return self._stream.admit(int(self._sampler.take(1)[0]))
+        return self.stream.admit(int(self._sampler.take(1)[0]))
 
     def _generated(self) -> None:
         self._num_generating -= 1
@@ -278,14 +266,16 @@ class GenerationService:
 
     async def _make(self, ticket: Ticket) -> None:
         """Generate and score the group of an admitted prompt."""
-        prompt: Prompt = self._job.prompts[ticket.item]
-        maker = GroupMaker(self._workflow, self._job.sampling, self._reward, self._counts, started=0.0)
+        maker = GroupMaker(self.workflow, self.job.sampling, self.reward, self._counts, started=0.0)
+        prompt = self.job.prompts[ticket.item]
         result = await maker.make(ticket.group_id, prompt, ticket.group_id, generated=self._generated)
-        kept = result.group if result.group is not None and self._is_kept(result.group) else None
+        dynamic = self.job.dynamic_sampling  # without it, all groups are trained
+        is_kept = result.group is not None and (dynamic is None or is_worth_training(result.group, dynamic))
+        kept = result.group if is_kept else None
         if kept is not None:
-            self._stream.put(ticket, kept)
+            self.stream.put(ticket, kept)
         else:
-            self._stream.leave_out(ticket)
+            self.stream.leave_out(ticket)
         if result.group is None:
             self._num_failed += 1
             self._failure = result.failure or ""
@@ -293,20 +283,15 @@ class GenerationService:
             self._counts.num_groups += 1
             if kept is None:
                 self._dropped.append(result.group)
-        self._settled(ticket.group_id, kept)
-        self._progress(min(self._stream.num_queued, self._stream.batch_size), self._stream.batch_size)
-
-    def _is_kept(self, group: RolloutGroup) -> bool:
-        """Return whether a group is trained: all are, unless dynamic sampling leaves them out."""
-        dynamic = self._job.dynamic_sampling
-        return dynamic is None or is_worth_training(group, dynamic)
+        self.settled(ticket.group_id, kept)
+        self.progress(min(self.stream.num_queued, self.stream.batch_size), self.stream.batch_size)
 
     def _take(self) -> Drawn:
-        num_samples = self._job.sampling.num_samples
-        fresh, stale = self._stream.take()
-        self.num_outstanding = (self._stream.num_queued + self._stream.num_in_flight) * num_samples
+        num_samples = self.job.sampling.num_samples
+        fresh, stale = self.stream.take()
+        self.num_outstanding = (self.stream.num_queued + self.stream.num_in_flight) * num_samples
         counts = self._counts
-        router = self._workflow.router
+        router = self.workflow.router
         num_prompt_tokens, num_cached = router.prompt_tokens - self._prompt_tokens
         drawn = Drawn(
             kept=tuple(fresh),
@@ -328,12 +313,12 @@ class GenerationService:
 
     def _overlap(self) -> dict[str, float]:
         """Return what waits and runs, and the share of the time since the last batch that engines were idle."""
-        router = self._workflow.router
+        router = self.workflow.router
         engines_s = (asyncio.get_running_loop().time() - self._since) * max(len(router.engines), 1)
         idle = 1 - (router.busy_s - self._busy_s) / engines_s if engines_s > 0 else 0.0
         return {
-            "async/waiting_groups": float(self._stream.num_queued),
-            "async/groups_in_flight": float(self._stream.num_in_flight),
+            "async/waiting_groups": float(self.stream.num_queued),
+            "async/groups_in_flight": float(self.stream.num_in_flight),
             "async/generation_idle": min(max(idle, 0.0), 1.0),
         }
 
@@ -349,7 +334,7 @@ class GenerationService:
 
     def _start_clock(self) -> None:
         """Note what the router has counted so far."""
-        router = self._workflow.router
+        router = self.workflow.router
         self._num_retries = router.num_retries
         self._prompt_tokens = router.prompt_tokens.copy()
         self._busy_s = router.busy_s

@@ -1,5 +1,6 @@
 """Which side may use the device when engines and trainers share it."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from rlhf_train.run.timeline import Timeline
@@ -24,6 +25,7 @@ class Trainers(Sleeper, Protocol):
         """Give back the memory that the allocator keeps for later passes; the states stay."""
 
 
+@dataclass(eq=False)
 class Turns:
     """Gives the device to the engines or to the trainers, after putting the other side to sleep if it may sleep.
 
@@ -31,53 +33,43 @@ class Turns:
     device already costs nothing. The timeline phases are "offload" (trainers fall asleep, or only release their cache),
     "wake" (engines wake up), "sleep" (engines fall asleep) and "reload" (trainers wake up).
 
-    Args:
+    Attributes:
         engines, trainers: the two sides.
         timeline: counts the seconds of each change.
         engines_sleep, trainers_sleep: whether that side releases its memory while the other one works.
         engines_asleep: whether the engines are asleep at the start.
     """
 
-    def __init__(
-        self,
-        engines: Sleeper,
-        trainers: Trainers,
-        timeline: Timeline,
-        *,
-        engines_sleep: bool,
-        trainers_sleep: bool,
-        engines_asleep: bool,
-    ) -> None:
-        self._engines = engines
-        self._trainers = trainers
-        self._timeline = timeline
-        self._engines_sleep = engines_sleep
-        self._trainers_sleep = trainers_sleep
-        self._engines_asleep = engines_asleep
-        self._trainers_asleep = False
+    engines: Sleeper
+    trainers: Trainers
+    timeline: Timeline
+    engines_sleep: bool
+    trainers_sleep: bool
+    engines_asleep: bool
+    trainers_asleep: bool = False
 
     def give_to_engines(self) -> None:
         """Make the engines ready to generate and to receive weights."""
-        if self._trainers_sleep and not self._trainers_asleep:
-            with self._timeline.phase("offload"):
-                self._trainers.sleep()
-            self._trainers_asleep = True
-        if self._engines_asleep:
-            if not self._trainers_sleep:
+        if self.trainers_sleep and not self.trainers_asleep:
+            with self.timeline.phase("offload"):
+                self.trainers.sleep()
+            self.trainers_asleep = True
+        if self.engines_asleep:
+            if not self.trainers_sleep:
                 # Their passes have grown into the memory that the engines left.
-                with self._timeline.phase("offload"):
-                    self._trainers.release_cache()
-            with self._timeline.phase("wake"):
-                self._engines.wake_up()
-            self._engines_asleep = False
+                with self.timeline.phase("offload"):
+                    self.trainers.release_cache()
+            with self.timeline.phase("wake"):
+                self.engines.wake_up()
+            self.engines_asleep = False
 
     def give_to_trainers(self) -> None:
         """Make the trainers ready to compute."""
-        if self._engines_sleep and not self._engines_asleep:
-            with self._timeline.phase("sleep"):
-                self._engines.sleep()
-            self._engines_asleep = True
-        if self._trainers_asleep:
-            with self._timeline.phase("reload"):
-                self._trainers.wake_up()
-            self._trainers_asleep = False
+        if self.engines_sleep and not self.engines_asleep:
+            with self.timeline.phase("sleep"):
+                self.engines.sleep()
+            self.engines_asleep = True
+        if self.trainers_asleep:
+            with self.timeline.phase("reload"):
+                self.trainers.wake_up()
+            self.trainers_asleep = False

@@ -6,7 +6,6 @@ written.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -24,9 +23,8 @@ MODEL_COLUMNS = {
 COLUMNS = (*MODEL_COLUMNS.values(), "last_values", "advantages", "returns", "trained", "weights")
 
 
-@dataclass(slots=True)
 class Experience:
-    """One rank's rollouts of one step.
+    """One rank's rollouts of one step, padded from their flat columns.
 
     Attributes:
         rollout_ids: B ids.
@@ -41,29 +39,14 @@ class Experience:
             reward at the turn's last token, from the verdict or relative to the same turn of the group, and each
             step's, after the group's baseline, at the step's last token.
         truncated: [B] bool, whether the length limit ended the rollout.
-        prompt_lengths: tokens of each rollout before its first trained one, at least 1.
+        prompt_lengths: tokens of each rollout before its first trained one, at least 1; all if none is trained.
         routes: B arrays [R_i, layers, top_k], the experts of the first R_i tokens; None if no rollout has any.
         columns: name to [B, T] float32, filled in as models run; 0.0 where the mask is False. `last_values` holds the
             value of the state after a truncated rollout, at its last trained token. `trained` is 1.0 where the loss
             mask is True. `weights` multiply the policy loss.
     """
 
-    rollout_ids: list[str]
-    token_ids: list[np.ndarray]
-    loss_mask: Tensor
-    policy_mask: Tensor
-    policy_versions: Tensor
-    rollout_logprobs: Tensor
-    rewards: Tensor
-    token_rewards: Tensor
-    truncated: Tensor
-    prompt_lengths: list[int]
-    routes: list[np.ndarray] | None = None
-    columns: dict[str, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def from_columns(cls, columns: RolloutColumns) -> "Experience":
-        """Align rollouts as tensors."""
+    def __init__(self, columns: RolloutColumns) -> None:
         lengths = columns.lengths
         holds_token = np.arange(lengths.max(initial=1)) < lengths[:, None]
 
@@ -72,21 +55,21 @@ class Experience:
             rows[holds_token] = flat
             return torch.from_numpy(rows)
 
-        loss_mask = padded(columns.loss_mask)
-        return cls(
-            rollout_ids=list(columns.rollout_ids),
-            token_ids=np.split(columns.token_ids, lengths.cumsum())[:-1],
-            loss_mask=loss_mask,
-            policy_mask=loss_mask.clone(),
-            policy_versions=padded(columns.policy_versions, -1),
-            rollout_logprobs=padded(columns.rollout_logprobs),
-            # Copies: what comes from another process cannot be written to.
-            rewards=torch.from_numpy(columns.rewards.copy()),
-            token_rewards=padded(columns.token_rewards),
-            truncated=torch.from_numpy(columns.truncated.copy()),
-            prompt_lengths=_prompt_lengths(loss_mask, lengths),
-            routes=None if columns.routes is None else np.split(columns.routes, columns.num_routed.cumsum())[:-1],
-        )
+        self.rollout_ids = list(columns.rollout_ids)
+        self.token_ids = np.split(columns.token_ids, lengths.cumsum())[:-1]
+        self.loss_mask = padded(columns.loss_mask)
+        self.policy_mask = self.loss_mask.clone()
+        self.policy_versions = padded(columns.policy_versions, -1)
+        self.rollout_logprobs = padded(columns.rollout_logprobs)
+        # Copies: what comes from another process cannot be written to.
+        self.rewards = torch.from_numpy(columns.rewards.copy())
+        self.token_rewards = padded(columns.token_rewards)
+        self.truncated = torch.from_numpy(columns.truncated.copy())
+        self.routes = None if columns.routes is None else np.split(columns.routes, columns.num_routed.cumsum())[:-1]
+        first = self.loss_mask.int().argmax(dim=1).clamp(min=1)
+        is_trained = self.loss_mask.any(dim=1)
+        self.prompt_lengths = torch.where(is_trained, first, torch.from_numpy(lengths)).tolist()
+        self.columns: dict[str, Tensor] = {}
 
     def set_column(self, name: str, values: Tensor) -> None:
         """Store a [B, T] tensor under `name`, with 0.0 at tokens that are not trained."""
@@ -121,9 +104,3 @@ class Experience:
             for row, rollout_id in enumerate(self.rollout_ids):
                 column[row, : len(exported[rollout_id])] = torch.tensor(exported[rollout_id])
             self.set_column(name, column)
-
-
-def _prompt_lengths(loss_mask: Tensor, lengths: np.ndarray) -> list[int]:
-    """Return the number of tokens before the first True of each row [B, T], at least 1; all of them if none is."""
-    first = loss_mask.int().argmax(dim=1).clamp(min=1)
-    return torch.where(loss_mask.any(dim=1), first, torch.from_numpy(lengths)).tolist()

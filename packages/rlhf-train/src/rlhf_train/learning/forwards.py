@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data.records import Rollout, RolloutGroup
-from rlhf_train.batching import RankPlan, plan_batches
+from rlhf_train.batching import RankPlan, plan_rollouts
 from rlhf_train.cluster.ray_session import wait
 from rlhf_train.generation.summaries import scored
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import MODEL_COLUMNS
 from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
+from rlhf_train.learning.spec import LearningSpec
 from rlhf_train.learning.worker import TrainWorker
-from rlhf_train.online_job import OnlineJob
 from rlhf_train.run.metrics import merge_metrics, results
 
 
@@ -50,7 +50,7 @@ class BlockForwards:
         rank_sets: the training processes.
     """
 
-    def __init__(self, job: OnlineJob, rank_sets: Sequence[RankSet]) -> None:
+    def __init__(self, job: LearningSpec, rank_sets: Sequence[RankSet]) -> None:
         self._job = job
         runs = [role for role in job.models if role != "actor" or job.algorithm.runs_actor]
         self._roles = [[role for role in runs if role in ranks.roles] for ranks in rank_sets]
@@ -144,18 +144,14 @@ class BlockForwards:
     def _plan(self, rollouts: Sequence[Rollout]) -> RankPlan:
         """Return the passes over a block on one rank, from long to short rollouts."""
         batch = self._job.batch
-        shares_prompts = self._job.models["actor"].share_prompts
-        [plan] = plan_batches(
-            [rollout.num_tokens for rollout in rollouts],
-            [rollout.num_response_tokens for rollout in rollouts],
+        [plan] = plan_rollouts(
+            rollouts,
+            batch,
             num_ranks=1,
             num_mini_batches=1,
-            micro_train_batch_size=batch.micro_train_batch_size,
-            micro_rollout_batch_size=batch.micro_rollout_batch_size,
             max_response_tokens=self._job.sampling.max_tokens,
             seed=self._job.seed,
-            micro_batch_tokens=batch.micro_batch_tokens,
-            prompts=[rollout.tokens_before_policy for rollout in rollouts] if shares_prompts else None,
+            shares_prompts=self._job.models["actor"].share_prompts,
         )
         return RankPlan(plan.rows, plan.forward_batches, (), batch.most_pass_tokens(self._job.sampling.max_tokens))
 

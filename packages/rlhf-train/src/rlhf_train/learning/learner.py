@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout, RolloutGroup
 from rlhf_train.algorithms.kl import adapted_kl_coef
-from rlhf_train.batching import RankPlan, pass_fill, plan_batches
+from rlhf_train.batching import RankPlan, pass_fill, plan_rollouts
 from rlhf_train.cluster.ray_session import wait
 from rlhf_train.costs import PassCosts
 from rlhf_train.generation.scoring import RewardShaper, compared_rewards
@@ -16,10 +16,9 @@ from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.forwards import BlockForwards
 from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
+from rlhf_train.learning.spec import LearningSpec
 from rlhf_train.learning.worker import TrainWorker
-from rlhf_train.online_job import OnlineJob
 from rlhf_train.run.metrics import METRIC_PREFIXES, Metric, merge_metrics, results
-from rlhf_train.run.rank_state import file_name
 
 # Steps whose first weights' version is kept. More than `max_staleness`, which a replay may set to another number.
 _KEPT_VERSIONS = 128
@@ -41,7 +40,7 @@ class Learner:
     """
 
     def __init__(
-        self, job: OnlineJob, rank_sets: Sequence[RankSet], costs: Mapping[str, PassCosts] | None = None
+        self, job: LearningSpec, rank_sets: Sequence[RankSet], costs: Mapping[str, PassCosts] | None = None
     ) -> None:
         self._job = job
         self._costs = costs
@@ -87,8 +86,6 @@ class Learner:
             self._step_versions.append(self.policy_version)
         shaped, metrics = self._shaper.shape(rollouts)
         rewards, earned = compared_rewards(rollouts, shaped, self._job.algorithm, self._job.reward, episode_ids)
-        shares_prompts = self._job.models["actor"].share_prompts
-        prompts = [rollout.tokens_before_policy for rollout in rollouts] if shares_prompts else None
         if self._forwards is not None:
             self._forwards.want(rollouts)
         pending: list[Any] = []
@@ -98,18 +95,15 @@ class Learner:
         for ranks in self._sets:
             # Rank sets of different sizes split the batch differently. The seed is the same, so that they agree on
             # which rollouts form a mini-batch.
-            plans = plan_batches(
-                [rollout.num_tokens for rollout in rollouts],
-                [rollout.num_response_tokens for rollout in rollouts],
-                self._work(ranks.roles, rollouts),
+            plans = plan_rollouts(
+                rollouts,
+                batch,
                 num_ranks=len(ranks.handles) // self._ranks_per_batch,
                 num_mini_batches=batch.num_mini_batches(len(rollouts)),
-                micro_train_batch_size=batch.micro_train_batch_size,
-                micro_rollout_batch_size=batch.micro_rollout_batch_size,
                 max_response_tokens=self._job.sampling.max_tokens,
                 seed=self._job.seed + step,
-                micro_batch_tokens=batch.micro_batch_tokens,
-                prompts=prompts,
+                costs=self._work(ranks.roles, rollouts),
+                shares_prompts=self._job.models["actor"].share_prompts,
             )
             if "actor" in ranks.roles:
                 metrics |= self._fill(plans, rollouts)
@@ -248,14 +242,7 @@ class Learner:
 
         Returns the names of the files, which are complete when each has a receipt; see `run.checkpoint`.
         """
-        self._call_all(TrainWorker.save_state, folder)
-        return [
-            file_name(role, rank, len(ranks.handles))
-            for ranks in self._sets
-            for role in ranks.roles
-            if self._job.models[role].optimizer
-            for rank in range(len(ranks.handles))
-        ]
+        return [name for names in self._call_all(TrainWorker.save_state, folder) for name in names]
 
     def finish_state(self) -> None:
         """Wait until no rank writes files of `save_state` any more."""
@@ -329,8 +316,8 @@ class Learner:
         """Return the peak of allocated device memory in bytes, the largest over all ranks."""
         return max((peak for ranks in self._sets for peak in ranks.call(TrainWorker.peak_memory_bytes)), default=0)
 
-    def _call_all(self, method: Callable[..., Any], *args: Any) -> None:
-        wait([reference for ranks in self._sets for reference in ranks.start(method, *args)])
+    def _call_all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        return wait([reference for ranks in self._sets for reference in ranks.start(method, *args)])
 
 
 def _merged(parts: Iterable[Mapping[str, Metric]]) -> dict[str, float]:

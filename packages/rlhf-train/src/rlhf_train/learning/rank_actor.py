@@ -54,7 +54,7 @@ class RankActor:
     @collection_paused()
     def prepare(self) -> None:
         """Import the libraries that `load` needs, which takes seconds."""
-        import rlhf_train.learning.rehearsal  # noqa: F401
+        import rlhf_train.learning.kernels_ahead  # noqa: F401
 
     @stacks_written()
     @collection_paused()
@@ -65,58 +65,52 @@ class RankActor:
 
         `master` is None for a rank set of one rank. Returns the seconds that each of the two last took.
         """
-        from rlhf_train.learning.kernels_ahead import compiled_ahead
-
-        with compiled_ahead(models, job, rank):
-            return self._load(rank, num_ranks, models, job, master)
-
-    def _load(
-        self, rank: int, num_ranks: int, models: Mapping[str, ModelSpec], job: Any, master: tuple[str, int] | None
-    ) -> dict[str, float]:
-        started = time.perf_counter()
         from rlhf_rollout.weights import ipc
         from rlhf_rollout.weights.source import WeightSource
+        from rlhf_train.learning.kernels_ahead import compiled_ahead
         from rlhf_train.learning.rehearsal import limited_memory, rehearse, share_beside_engines
         from rlhf_train.learning.worker import TrainWorker
 
-        # On CPUs the ranks of a set compute at the same time and split the cores, with the engines if these generate
-        # meanwhile. Other sets mostly compute while this set waits, so they are not counted.
-        num_busy = num_ranks + job.num_busy_engines
-        num_threads = max(len(os.sched_getaffinity(0)) // num_busy, 1) if job.plan.device == "cpu" else None
-        limits = nullcontext()
-        if job.plan.device == "cuda":
-            # DeepSpeed needs twice the memory of a model for a moment, which PyTorch would keep from the engines.
-            limits = limited_memory(share_beside_engines(job.plan, job.engine, next(iter(models)), rank))
-        with limits, _out_of_memory_told(_LATER_ENGINES, f" beside the engines to load {', '.join(models)}"):
-            self._worker = TrainWorker(
-                models,
-                job.algorithm,
-                temperature=job.sampling.temperature,
-                rank=rank,
-                num_ranks=num_ranks,
-                master=master or ("127.0.0.1", free_port()),
-                device=job.plan.device,
-                seed=job.seed,
-                num_threads=num_threads,
-                ema_beta=job.ema_beta,
-                pack_tokens=job.pack_tokens,
-                takes_turns=job.takes_turns,
-                trains_in_turn=job.trainer_sleep,
+        with compiled_ahead(models, job, rank):
+            started = time.perf_counter()
+            # On CPUs the ranks of a set compute at the same time and split the cores, with the engines if these
+            # generate meanwhile. Other sets mostly compute while this set waits, so they are not counted.
+            num_busy = num_ranks + job.num_busy_engines
+            num_threads = max(len(os.sched_getaffinity(0)) // num_busy, 1) if job.plan.device == "cpu" else None
+            limits = nullcontext()
+            if job.plan.device == "cuda":
+                # DeepSpeed needs twice the memory of a model for a moment, which PyTorch would keep from the engines.
+                limits = limited_memory(share_beside_engines(job.plan, job.engine, next(iter(models)), rank))
+            with limits, _out_of_memory_told(_LATER_ENGINES, f" beside the engines to load {', '.join(models)}"):
+                self._worker = TrainWorker(
+                    models,
+                    job.algorithm,
+                    temperature=job.sampling.temperature,
+                    rank=rank,
+                    num_ranks=num_ranks,
+                    master=master or ("127.0.0.1", free_port()),
+                    device=job.plan.device,
+                    seed=job.seed,
+                    num_threads=num_threads,
+                    ema_beta=job.ema_beta,
+                    pack_tokens=job.pack_tokens,
+                    takes_turns=job.takes_turns,
+                    trains_in_turn=job.trainer_sleep,
+                )
+            gc.freeze()  # for as long as the process lives; see `quick_collection`
+            self._sender = WeightSource(
+                job.engine.weight_transfer,
+                checksum=job.sync_checksum,
+                workers_per_engine=job.engine.tensor_parallel_size,
+                host=node_address(),
+                # Whoever sleeps makes room for the other's memory. And CUDA frees memory that is exported only when
+                # every engine has released it, which one that is killed never does.
+                keep_buffer=not job.takes_turns and job.engine.weight_transfer != "ipc",
+                # The senders to one engine need buckets of the same size, and their GPUs may have different room.
+                room=ipc.room if job.engine.weight_transfer == "ipc" and job.engine.tensor_parallel_size == 1 else None,
             )
-        gc.freeze()  # for as long as the process lives; see `quick_collection`
-        self._sender = WeightSource(
-            job.engine.weight_transfer,
-            checksum=job.sync_checksum,
-            workers_per_engine=job.engine.tensor_parallel_size,
-            host=node_address(),
-            # Whoever sleeps makes room for the other's memory. And CUDA frees memory that is exported only when every
-            # engine has released it, which one that is killed never does.
-            keep_buffer=not job.takes_turns and job.engine.weight_transfer != "ipc",
-            # The senders to one engine need buckets of the same size, and their GPUs may have different room.
-            room=ipc.room if job.engine.weight_transfer == "ipc" and job.engine.tensor_parallel_size == 1 else None,
-        )
-        loaded_s = time.perf_counter() - started
-        return {"startup/load": loaded_s, "startup/rehearsal": rehearse(self._worker, list(models), job, rank)}
+            loaded_s = time.perf_counter() - started
+            return {"startup/load": loaded_s, "startup/rehearsal": rehearse(self._worker, list(models), job, rank)}
 
     def work(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the `TrainWorker` and return its result."""

@@ -12,15 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_data.records import FinishReason, Rollout, Span, SpanSource
 from rlhf_models.fast.compiled import is_compiled
 from rlhf_rollout.engines import EngineSpec
-from rlhf_train.batching import RankPlan, plan_batches
+from rlhf_train.batching import RankPlan, plan_rollouts
 from rlhf_train.cluster.places import PlacementPlan
 from rlhf_train.engine.protocol import StepStats
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import MODEL_COLUMNS
+from rlhf_train.learning.spec import LearningSpec
 from rlhf_train.learning.worker import TrainWorker
-from rlhf_train.online_job import OnlineJob
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ MAX_PASS_TOKENS = 32_768  # code that is compiled for so many tokens suits more,
 _MARGIN = 0.05  # of a GPU's memory: what CUDA and libraries take beside PyTorch
 
 
-def rehearse(worker: TrainWorker, roles: Sequence[str], job: OnlineJob, rank: int) -> float:
+def rehearse(worker: TrainWorker, roles: Sequence[str], job: LearningSpec, rank: int) -> float:
     """Run every pass of a step and drop all results, if layers are compiled. Collective.
 
     Not at ZeRO stage 3, where the first step compiles them.
@@ -105,12 +106,6 @@ class Rehearsed:
     def step(self) -> StepStats:
         return StepStats(0.0, 0.0)
 
-    def offload(self) -> None:
-        pass  # the states stay where they are
-
-    def reload(self) -> None:
-        pass
-
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())  # nothing for a moving average to take in
 
@@ -135,7 +130,7 @@ def without_trace(worker: TrainWorker) -> Iterator[None]:
 
 
 def run_passes(
-    worker: TrainWorker, roles: Sequence[str], job: OnlineJob, *, most_tokens: int = MAX_PASS_TOKENS
+    worker: TrainWorker, roles: Sequence[str], job: LearningSpec, *, most_tokens: int = MAX_PASS_TOKENS
 ) -> None:
     """Run what a step runs on the models of `roles`, with at most `most_tokens` per training pass. Collective."""
     algorithm = job.algorithm
@@ -159,7 +154,7 @@ def run_passes(
             logger.info("something is compiled at the first step, because there is no memory for it yet: %s", error)
 
 
-def made_up_step(job: OnlineJob, *, most_tokens: int = MAX_PASS_TOKENS) -> tuple[RolloutColumns, RankPlan]:
+def made_up_step(job: LearningSpec, *, most_tokens: int = MAX_PASS_TOKENS) -> tuple[RolloutColumns, RankPlan]:
     """Return the longest rollouts that there may be, enough for two training passes of one rank, and their plan.
 
     A pass has at most `most_tokens`, but at least one rollout.
@@ -172,34 +167,16 @@ def made_up_step(job: OnlineJob, *, most_tokens: int = MAX_PASS_TOKENS) -> tuple
     at_once = budget // length if budget else batch.micro_train_batch_size
     at_once = min(at_once, max(most_tokens // length, 1))
     count = min(2 * at_once, batch.num_rollouts)
-    shorter = np.arange(count) == count - 1
-    responses = np.maximum(response - shorter, 1)
-    lengths = responses + (length - response)
-    [plan] = plan_batches(
-        lengths.tolist(),
-        responses.tolist(),
-        num_ranks=1,
-        num_mini_batches=1,
-        micro_train_batch_size=at_once,
-        micro_rollout_batch_size=count,
-        max_response_tokens=job.sampling.max_tokens,
-        seed=0,
-    )
+    rollouts = []
+    for number in range(count):
+        written = max(response - (number == count - 1), 1)
+        spans = (
+            Span(SpanSource.PROMPT, np.zeros(length - response, np.int32)),
+            Span(SpanSource.POLICY, np.zeros(written, np.int32), np.zeros(written), policy_version=0),
+        )
+        rollouts.append(Rollout(str(number), "rehearsal", spans, FinishReason.STOP))
+    sizes = replace(batch, micro_train_batch_size=at_once, micro_rollout_batch_size=count, micro_batch_tokens=None)
+    max_tokens = job.sampling.max_tokens
+    [plan] = plan_rollouts(rollouts, sizes, num_ranks=1, num_mini_batches=1, max_response_tokens=max_tokens, seed=0)
     plan = replace(plan, max_pass_tokens=batch.most_pass_tokens(response))
-    lengths, responses = lengths[list(plan.rows)], responses[list(plan.rows)]
-    runs = np.stack([lengths - responses, responses], axis=1).flatten()
-    loss_mask = np.repeat(np.tile([False, True], count), runs)
-    nothing = np.zeros(len(loss_mask), np.float32)
-    columns = RolloutColumns(
-        rollout_ids=tuple(map(str, range(count))),
-        lengths=lengths,
-        token_ids=nothing.astype(np.int32),
-        loss_mask=loss_mask,
-        rollout_logprobs=nothing,
-        policy_versions=loss_mask.astype(np.int32) - 1,
-        rewards=np.zeros(count, np.float32),
-        token_rewards=nothing,
-        truncated=np.zeros(count, bool),
-        num_routed=np.zeros(count, np.int64),
-    )
-    return columns, plan
+    return RolloutColumns.of([rollouts[row] for row in plan.rows], [0.0] * count), plan

@@ -24,7 +24,6 @@ from rlhf_train.engine.accelerate import join_groups, start_engine, start_frozen
 from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.learning.columns import RolloutColumns
-from rlhf_train.learning.dropout import without_dropout
 from rlhf_train.learning.experience import MODEL_COLUMNS, Experience
 from rlhf_train.learning.residence import Residence, release_cache
 from rlhf_train.learning.terms import (
@@ -49,7 +48,7 @@ from rlhf_train.losses.policy import policy_stream
 from rlhf_train.run.ema import WeightAverage
 from rlhf_train.run.load_balance import LoadBalance, load_balance
 from rlhf_train.run.metrics import METRIC_PREFIXES, Mean, Metric, merge_metrics, on_host
-from rlhf_train.run.models import load_model, own_base, write_model
+from rlhf_train.run.models import load_model, own_base, without_dropout, write_model
 from rlhf_train.run.rank_state import StateWriter
 from rlhf_train.specs import ModelSpec
 
@@ -108,7 +107,7 @@ class TrainWorker:
         self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self._frozen: dict[str, Callable] = {}
         self.engines: dict[str, DeepSpeedEngine] = {}
-        self._residence = Residence(self.engines, self._frozen, self._device, in_turn=trains_in_turn)
+        self._residence = Residence(self.engines, self._frozen, self._device, trains_in_turn)
         self._balances: dict[str, LoadBalance | None] = {}
         for role, spec in models.items():
             self._load(role, spec, device, pack_tokens=pack_tokens, takes_turns=takes_turns)
@@ -116,7 +115,7 @@ class TrainWorker:
         self._average = WeightAverage(ema_beta, self.engines["actor"].local_weights()) if is_averaged else None
         self._writer = StateWriter(rank, num_ranks)
         self._utilization = watch_gpu(self._device)
-        self._experience = Experience.from_columns(RolloutColumns.of([], []))
+        self._experience = Experience(RolloutColumns.of([], []))
         self._plan = RankPlan((), (), ())
         self._step_versions: Sequence[int] = (0,)
 
@@ -143,7 +142,7 @@ class TrainWorker:
         """
         if columns.routes is not None:
             self.engines["actor"].module.model.base_model.router_replay.check(columns.routes)
-        self._experience = Experience.from_columns(columns)
+        self._experience = Experience(columns)
         self._plan, self._step_versions = plan, step_versions
 
     @torch.no_grad()
@@ -394,12 +393,13 @@ class TrainWorker:
         with self._average.in_place_of(self.engines["actor"].local_weights()):
             self.save("actor", path)
 
-    def save_state(self, folder: str) -> None:
+    def save_state(self, folder: str) -> list[str]:
         """Copy this rank's part of all trained models to host memory, and write it to `folder` on a thread.
 
-        A receipt in the folder (`run.checkpoint.write_receipt`) tells when a file is on the disk.
+        Returns the names of the files. A receipt in the folder (`run.checkpoint.write_receipt`) tells when one is on
+        the disk.
         """
-        self._writer.save(self.engines, Path(folder), self._average)
+        return self._writer.save(self.engines, Path(folder), self._average)
 
     def finish_state(self) -> None:
         """Wait until the files of the last `save_state` are written or have failed."""

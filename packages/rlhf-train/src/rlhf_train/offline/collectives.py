@@ -14,7 +14,7 @@ import torch
 from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.run.checkpoint import Checkpoint, Checkpoints
-from rlhf_train.run.rank_state import StateWriter, file_name
+from rlhf_train.run.rank_state import StateWriter
 
 Part = TypeVar("Part")
 _LATE_S = 60.0  # network file systems show a new file of another node up to this late
@@ -107,13 +107,12 @@ class RankModel:
     def __init__(self, engine: DeepSpeedEngine, kind: str, save: Callable[[Path], None]) -> None:
         self._engines = {kind: engine}
         self._save = save
-        self._num_ranks = torch.distributed.get_world_size()
-        self._writer = StateWriter(torch.distributed.get_rank(), self._num_ranks)
+        self._writer = StateWriter(torch.distributed.get_rank(), torch.distributed.get_world_size())
 
     def save_state(self, folder: str) -> list[str]:
         """See `Models`."""
-        self._writer.save(self._engines, Path(folder))
-        return [file_name(kind, rank, self._num_ranks) for kind in self._engines for rank in range(self._num_ranks)]
+        names = of_all_ranks(self._writer.save(self._engines, Path(folder)))
+        return [name for of_rank in names for name in of_rank]
 
     def finish_state(self) -> None:
         """See `Models`."""

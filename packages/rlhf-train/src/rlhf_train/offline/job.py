@@ -17,7 +17,7 @@ from rlhf_train.engine.accelerate import join_groups, start_engine, start_frozen
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.offline.collectives import RankModel, SharedCheckpoints, check_shared, of_all_ranks
 from rlhf_train.offline.epochs import Objective, OfflineSchedule, evaluate, train_offline
-from rlhf_train.offline.reward_models import score_moments
+from rlhf_train.offline.objectives.reward_model import score_moments
 from rlhf_train.offline.sequences import with_reference
 from rlhf_train.run.best_model import BestModel
 from rlhf_train.run.checkpoint import Checkpoint, CheckpointSpec, check_rows, read_checkpoint

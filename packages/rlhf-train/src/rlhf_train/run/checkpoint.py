@@ -14,6 +14,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -171,10 +172,8 @@ class Checkpoints:
                 name = str(path.relative_to(staging))
                 if name in files or name.endswith(RECEIPT):
                     continue
-                if path.is_dir():
-                    flush(path)
-                elif path.is_file():
-                    flush(path)
+                flush(path)
+                if path.is_file():
                     files[name] = (path.stat().st_size, sha256(path))
             for name in ranks:
                 (staging / (name + RECEIPT)).unlink()
@@ -197,21 +196,17 @@ class Checkpoints:
     def all(self) -> list[Checkpoint]:
         """Return all checkpoints with a readable manifest, the oldest first. Their files are not checked."""
         found = []
-        for path in self.folder.glob("step-*"):
-            try:
+        for path in folders(self.folder):
+            with suppress(CheckpointError):
                 found.append(read_checkpoint(path))
-            except CheckpointError:
-                continue
-        return sorted(found, key=lambda checkpoint: checkpoint.step)
+        return found
 
     def newest_whole(self, warn: Callable[[str], None], before: float = math.inf) -> Checkpoint | None:
         """Return the newest checkpoint of a step `before` that whose files are all as they were written, or None.
 
         `warn` is called for each newer one with what is wrong with it.
         """
-        for path in sorted(self.folder.glob("step-*"), key=_step_of, reverse=True):
-            if _step_of(path) >= before:
-                continue
+        for path in reversed([path for path in folders(self.folder) if _step_of(path) < before]):
             try:
                 checkpoint = read_checkpoint(path)
                 problems = checkpoint.problems()
@@ -266,12 +261,10 @@ def recorded_clock(folder: Path) -> datetime | None:
 
     None if the template writes no time, or no checkpoint can be read.
     """
-    for path in sorted(folder.glob("step-*"), key=_step_of, reverse=True):
-        try:
+    for path in reversed(folders(folder)):
+        with suppress(CheckpointError, ValueError, TypeError):
             text = read_checkpoint(path).state().get("template_clock")
             return None if text is None else datetime.fromisoformat(text)
-        except (CheckpointError, ValueError, TypeError):
-            continue
     return None
 
 

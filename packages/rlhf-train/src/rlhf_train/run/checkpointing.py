@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,12 +63,13 @@ def resumed_step(spec: CheckpointSpec, checkpoint: Checkpoint | None) -> int | N
     return -1 if checkpoint is None else checkpoint.step
 
 
+@dataclass(eq=False)
 class Checkpointer:
     """Writes checkpoints while the run goes on, and restores them.
 
     A checkpoint that cannot be written is a warning, since training does not need it: the one before stays.
 
-    Args:
+    Attributes:
         spec: says how often, and what.
         checkpoints: of the run.
         parts: the parts of the run with a state, by name.
@@ -78,27 +80,18 @@ class Checkpointer:
         role: of the model that `spec.hf_model` saves.
     """
 
-    def __init__(
-        self,
-        spec: CheckpointSpec,
-        checkpoints: Checkpoints,
-        parts: Mapping[str, Resumable],
-        models: Models,
-        recorder: Recorder | None,
-        timeline: Timeline,
-        observer: Observer,
-        *,
-        role: str = "actor",
-    ) -> None:
-        self._spec = spec
-        self._parts = parts
-        self._models = models
-        self._role = role
-        self._recorder = recorder
-        self._timeline = timeline
-        self._observer = observer
-        self._checkpoints = checkpoints
-        self._background = BackgroundWriter(lambda error: cannot_save(checkpoints.folder, error), max_pending=1)
+    spec: CheckpointSpec
+    checkpoints: Checkpoints
+    parts: Mapping[str, Resumable]
+    models: Models
+    recorder: Recorder | None
+    timeline: Timeline
+    observer: Observer
+    role: str = "actor"
+
+    def __post_init__(self) -> None:
+        folder = self.checkpoints.folder
+        self._background = BackgroundWriter(lambda error: cannot_save(folder, error), max_pending=1)
         self._failures: list[str] = []
         self._ended = threading.Event()  # no rank writes the last checkpoint any more
         self._saved_step = 0
@@ -111,11 +104,11 @@ class Checkpointer:
         Raises CheckpointError when it belongs to other models or other prompts.
         """
         state = checkpoint.state()
-        if lacking := self._parts.keys() - state.keys():
+        if lacking := self.parts.keys() - state.keys():
             raise CheckpointError(f"{checkpoint.path} lacks the state of {', '.join(sorted(lacking))}")
-        self._models.load_state(str(checkpoint.path))
+        self.models.load_state(str(checkpoint.path))
         try:
-            for name, part in self._parts.items():
+            for name, part in self.parts.items():
                 part.restore(state[name])
         except (KeyError, TypeError, AttributeError) as error:
             message = f"{checkpoint.path} holds a state that this version cannot continue: {error!r}"
@@ -133,8 +126,8 @@ class Checkpointer:
             is_recorded: whether `step` was also evaluated, if that was due, and its metrics written. A run that
                 continues does both otherwise.
         """
-        parts = {name: part.state() for name, part in self._parts.items()}
-        clock = self._spec.template_clock
+        parts = {name: part.state() for name, part in self.parts.items()}
+        clock = self.spec.template_clock
         told = {} if clock is None else {"template_clock": clock.isoformat()}
         self._state = {"step": step, "is_recorded": is_recorded, **told, **parts}
         self._metric = metric
@@ -147,7 +140,7 @@ class Checkpointer:
 
     def is_due(self, step: int) -> bool:
         """Return whether `after_step` saves the state after `step`."""
-        return self._spec.every > 0 and step % self._spec.every == 0
+        return self.spec.every > 0 and step % self.spec.every == 0
 
     @property
     def unrecorded_step(self) -> int | None:
@@ -157,24 +150,24 @@ class Checkpointer:
     @property
     def is_behind(self) -> bool:
         """Whether `save` has something to save."""
-        return self._state["step"] != self._saved_step and (self._spec.full or self._spec.hf_model)
+        return self._state["step"] != self._saved_step and (self.spec.full or self.spec.hf_model)
 
     def save(self) -> None:
         """Save the remembered state, unless it is saved already. The models must have that state."""
         step = self._state["step"]
-        spec = self._spec
+        spec = self.spec
         self._warn()
         if not self.is_behind:
             return
         self._saved_step = step
-        with self._timeline.phase("checkpoint"):
+        with self.timeline.phase("checkpoint"):
             try:
                 self._await_commit()
-                staging = self._checkpoints.begin(step)
-                names = self._models.save_state(str(staging)) if spec.full else []
+                staging = self.checkpoints.begin(step)
+                names = self.models.save_state(str(staging)) if spec.full else []
                 if spec.hf_model:
-                    self._models.save(self._role, str(staging / "hf"))
-                written = self._recorder.written() if self._recorder else lambda: None
+                    self.models.save(self.role, str(staging / "hf"))
+                written = self.recorder.written() if self.recorder else lambda: None
             except CheckpointError as error:
                 self._failures.append(str(error))
                 self._warn()
@@ -186,14 +179,14 @@ class Checkpointer:
     def close(self, *, ranks_live: bool = True) -> None:
         """Wait until everything is written; with dead ranks, give up what they have not written."""
         if ranks_live:
-            self._models.finish_state()
+            self.models.finish_state()
         self._ended.set()
         self._background.close(lambda: None)
         self._warn()
 
     def _await_commit(self) -> None:
         """Wait until the checkpoint before is in force or has failed: two at once would need twice the memory."""
-        self._models.finish_state()
+        self.models.finish_state()
         self._ended.set()
         self._background.written().result()
         self._ended = threading.Event()
@@ -210,11 +203,11 @@ class Checkpointer:
     ) -> None:
         try:
             written()
-            self._checkpoints.commit(step, state, names, metric, ended)
+            self.checkpoints.commit(step, state, names, metric, ended)
         except (RlhfError, OSError) as error:
             self._failures.append(str(error))
 
     def _warn(self) -> None:
         """Show what failed on the thread, from the thread that may use the terminal."""
         while self._failures:
-            self._observer.warning(f"a checkpoint was not saved: {self._failures.pop(0)}")
+            self.observer.warning(f"a checkpoint was not saved: {self._failures.pop(0)}")

@@ -1,6 +1,7 @@
 """Adds the load-balancing loss of a mixture-of-experts model to an update, however the update is split."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from rlhf_train.run.metrics import Sum
 from rlhf_train.specs import ModelSpec
 
 
+@dataclass(eq=False)
 class LoadBalance:
     """The load-balancing loss of the updates of one model.
 
@@ -20,17 +22,16 @@ class LoadBalance:
     whole update, over all passes and ranks: with shares of each pass, another micro-batch size would be another loss.
     An update of several passes therefore runs all of them once without gradient first, to count.
 
-    Args:
+    Attributes:
         watch: of the model's backbone.
         coef: weight of the loss.
         sequence_group: the ranks that divide the tokens of each pass; None if each has passes of its own.
     """
 
-    def __init__(self, watch: RouterWatch, coef: float, sequence_group: SequenceGroup | None = None) -> None:
-        self._watch = watch
-        self._coef = coef
-        self._group = sequence_group
-        self._totals: tuple[Tensor, Tensor] | None = None
+    watch: RouterWatch
+    coef: float
+    sequence_group: SequenceGroup | None = None
+    _totals: tuple[Tensor, Tensor] | None = None
 
     def count(self, passes: Sequence[tuple[Callable[[], Any], bool]]) -> None:
         """Count which experts the tokens of an update go to, before its first pass. Collective.
@@ -60,14 +61,14 @@ class LoadBalance:
             self._totals = _over_ranks(_counted(sums, has_rows))
         share = balance_loss(sums.probs, *self._totals) * has_rows
         reported = share.detach()
-        if self._group is not None:
-            reported = self._group.sum(reported)
-        return loss + self._coef * share.to(loss.dtype), Sum(reported)
+        if self.sequence_group is not None:
+            reported = self.sequence_group.sum(reported)
+        return loss + self.coef * share.to(loss.dtype), Sum(reported)
 
     def _taken(self) -> RouterSums:
         """Return the sums of the last pass, and let go of its graph."""
-        sums = self._watch.sums
-        self._watch.sums = None
+        sums = self.watch.sums
+        self.watch.sums = None
         assert sums is not None, "the pass did not run the model in training mode"
         return sums
 

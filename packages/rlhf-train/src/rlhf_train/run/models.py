@@ -42,6 +42,22 @@ def load_model(kind: str, spec: ModelSpec) -> torch.nn.Module:
     return model
 
 
+def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
+    """Disable dropout, and the jitter noise of routers of experts, in `model` permanently, and return the model.
+
+    Online training has neither. Old log-probs come from eval mode, and the engine has no dropout: with it in training,
+    the ratio of the first update would not be 1. Running updates in eval mode is no alternative: gradient checkpointing
+    needs train mode.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if ("dropout" in name or "jitter" in name) and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return model
+
+
 def _load_reward_model(path: str, **options: Any) -> RewardModel:
     """Return a reward model with the value head of the folder, or a zero head if it has none."""
     critic = load_critic(path, **options)

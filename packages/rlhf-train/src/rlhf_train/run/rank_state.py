@@ -34,11 +34,13 @@ class StateWriter:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
-    def save(self, engines: Mapping[str, DeepSpeedEngine], folder: Path, average: WeightAverage | None = None) -> None:
+    def save(
+        self, engines: Mapping[str, DeepSpeedEngine], folder: Path, average: WeightAverage | None = None
+    ) -> list[str]:
         """Copy the state of `engines`, by role, and of the average to host memory; write them to `folder` on a thread.
 
-        Waits for the files of the call before, so that host memory holds at most one copy. Waits for those of this call
-        if a state is not copied, because training would change it.
+        Returns the names of the files. Waits for those of the call before, so that host memory holds at most one copy.
+        Waits for those of this call if a state is not copied, because training would change it.
         """
         self.finish()
         found = {}
@@ -57,6 +59,7 @@ class StateWriter:
         self._pending = self._executor.submit(_write, found, folder)
         if not all(shards.copies for shards in found.values()):
             self.finish()
+        return list(found)
 
     def finish(self) -> None:
         """Wait until the files of the last `save` are written or have failed."""

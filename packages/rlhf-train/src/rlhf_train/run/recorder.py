@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -105,7 +104,7 @@ class Recorder:
         ]
         for name, tracker in remote.items():
             self._observer.notice(f"{name}: {tracker.where}")
-        self._rollouts: dict[str, _RolloutFile] = {}
+        self._rollouts: dict[str, tuple[RolloutWriter, BackgroundWriter]] = {}
 
     def path(self, artifact: str) -> Path:
         """Return the path of an artifact, which need not exist yet."""
@@ -136,12 +135,19 @@ class Recorder:
         Returns before the records are written, unless many writes are waiting already.
         """
         if artifact not in self._rollouts:
-            self._rollouts[artifact] = _RolloutFile(self.path(artifact))
-        self._rollouts[artifact].append(groups, {"step": step, **fields})
+            path = self.path(artifact)
+            self._rollouts[artifact] = RolloutWriter(path), BackgroundWriter(partial(cannot_write, path))
+        writer, background = self._rollouts[artifact]
+
+        def write() -> None:
+            for group in groups:
+                writer.write(group, step=step, **fields)
+
+        background.submit(write)
 
     def written(self) -> Callable[[], None]:
         """Return a function that waits until all records so far are on the disk. Other threads may call it."""
-        waiting = [file.written() for file in self._rollouts.values()]
+        waiting = [background.written() for _, background in self._rollouts.values()]
         paths = [path for name in _RECORDS if (path := self.path(name)).exists()]
 
         def wait() -> None:
@@ -155,8 +161,10 @@ class Recorder:
     def close(self) -> None:
         """Finish all waiting writes and close all files. Raises RlhfError when a write failed."""
         with ExitStack() as stack:  # closes all of them even if one fails
-            for part in (*self._rollouts.values(), *self._trackers, self._metrics):
-                stack.callback(part.close)
+            for writer, background in self._rollouts.values():
+                stack.callback(background.close, writer.close)
+            for tracker in (*self._trackers, self._metrics):
+                stack.callback(tracker.close)
 
     @property
     def _run_ids_file(self) -> Path:
@@ -181,27 +189,6 @@ class Recorder:
             # The run ends with the error that stopped it. Show this one as a warning, unless they are the same.
             if str(failure) != str(error):
                 self._observer.warning(str(failure))
-
-
-class _RolloutFile:
-    """A JSONL file of rollouts, written on a background thread."""
-
-    def __init__(self, path: Path) -> None:
-        self._writer = RolloutWriter(path)
-        self._background = BackgroundWriter(partial(cannot_write, path))
-
-    def append(self, groups: Sequence[RolloutGroup], fields: Mapping[str, Any]) -> None:
-        self._background.submit(lambda: self._write(groups, fields))
-
-    def written(self) -> Future[None]:
-        return self._background.written()
-
-    def close(self) -> None:
-        self._background.close(self._writer.close)
-
-    def _write(self, groups: Sequence[RolloutGroup], fields: Mapping[str, Any]) -> None:
-        for group in groups:
-            self._writer.write(group, **fields)
 
 
 def cut_records(path: Path, last_step: int) -> None:

@@ -1,11 +1,8 @@
 """The interface of trackers, and the settings that choose them."""
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
-
-from rlhf_data.errors import ConfigError, installs
 
 
 class Tracker(Protocol):
@@ -54,10 +51,3 @@ class TrackerSpec:
     wandb_group: str | None = None
     wandb_project: str | None = None
     use_mlflow: str | None = None
-
-    def check_installed(self) -> None:
-        """Raise ConfigError when the library of a chosen tracker is not installed."""
-        for wanted, name, module in ((self.use_wandb, "use_wandb", "wandb"), (self.use_mlflow, "use_mlflow", "mlflow")):
-            if wanted and importlib.util.find_spec(module) is None:
-                message = f"``{name}`` needs the Python package {module}, which is not installed"
-                raise ConfigError(message, hint=installs(f"rlhf-cli[{module}]"))

@@ -1,14 +1,19 @@
 """Starts the trackers of a run. A tracker's library is imported only if the tracker is used."""
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlhf_data.errors import ConfigError, installs
 from rlhf_train.run.trackers.spec import Tracker, TrackerSpec
 
 
 def check_trackers(spec: TrackerSpec) -> None:
     """Raise ConfigError when the library of a chosen tracker is not installed, or Weights & Biases has no key."""
-    spec.check_installed()
+    for wanted, name, module in ((spec.use_wandb, "use_wandb", "wandb"), (spec.use_mlflow, "use_mlflow", "mlflow")):
+        if wanted and importlib.util.find_spec(module) is None:
+            message = f"``{name}`` needs the Python package {module}, which is not installed"
+            raise ConfigError(message, hint=installs(f"rlhf-cli[{module}]"))
     if spec.use_wandb:
         from rlhf_train.run.trackers.wandb import check_key
 
