@@ -70,6 +70,7 @@ TESTS = {
     "learning/learner_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/engines", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/ray_actors", "rlhf-rollout/rewards", "rlhf-train/algorithms", "rlhf-train/batching", "rlhf-train/cluster", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/online_job", "rlhf-train/processes", "rlhf-train/run", "rlhf-train/specs", "tests/support/online_fakes", "tests/support/trainer_testing"],
     "learning/rank_actor_test.py": ["rlhf-rollout/protocols", "rlhf-train/learning"],
     "learning/rank_order_test.py": ["rlhf-train/learning"],
+    "learning/rank_threads_test.py": ["rlhf-rollout/protocols", "rlhf-train/learning"],
     "learning/residence_test.py": ["rlhf-train/learning"],
     "learning/terms_test.py": ["rlhf-data/records", "rlhf-train/algorithms", "rlhf-train/batching", "rlhf-train/learning", "rlhf-train/losses", "rlhf-train/run"],
     "learning/utilization_test.py": ["rlhf-train/learning", "rlhf-train/run"],

@@ -370,8 +370,9 @@ def out_of_memory(*_, **__):
 
 
 def test_models_that_do_not_fit_beside_engines_end_with_a_hint(job, monkeypatch):
-    monkeypatch.setattr("rlhf_train.learning.worker.TrainWorker", out_of_memory)
     actor = RankActor.__new__(RankActor)
+    actor.prepare()
+    monkeypatch.setattr("rlhf_train.learning.worker.TrainWorker", out_of_memory)
     with pytest.raises(EngineError) as caught:
         actor.load(0, 1, {role: job.models[role] for role in ("actor", "critic")}, job, None)
     assert "too little memory beside the engines to load actor, critic: CUDA out of memory" in str(caught.value)
