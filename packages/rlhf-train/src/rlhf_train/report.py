@@ -17,7 +17,7 @@ NUM_SHOWN = 3  # sample rollouts shown on the terminal before and after training
 LARGE_GAP = 0.3  # nats per token; rounding in bfloat16 gives below 0.1
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Report:
     """Collects the metrics of a step, and passes metrics, rollouts and samples to the recorder and the observer.
 

@@ -113,7 +113,7 @@ def test_every_group_is_said_to_be_settled_once_and_with_what_will_be_trained():
     run = Run(
         [2, 3, 4, 5, 6, 8, 10, 12], batch_size=3, staleness=0, num_batches=1, dynamic=DynamicSampling(max_batches=3)
     )
-    run.service._settled = lambda group_id, group: settled.setdefault(group_id, []).append(group)
+    run.service.settled = lambda group_id, group: settled.setdefault(group_id, []).append(group)
     run.answers.failing = {"step1/00001"}
     simulate(run.train(1))
     [drawn] = run.batches

@@ -51,7 +51,7 @@ def test_engine_that_dies_in_a_sync_gets_the_new_weights_after_its_restart(make_
     run.controller.start()
     run.controller.generate(1)
     run.world.dead = True
-    run.controller._learner.policy_version = 4
+    run.controller.learner.policy_version = 4
     run.controller.sync_weights()
     assert run.world.log == ["send 0 to 1", "send 4 to 1", "restart", "send 4 to 1"]
     assert (run.world.engine_version, run.controller.rollouts.policy_version) == (4, 4)
@@ -62,8 +62,8 @@ def test_engine_that_never_comes_back_ends_the_run_with_a_checkpoint_and_its_mod
     monkeypatch.setattr(World, "restart", lambda world: world.log.append("restart"))
     report_step = type(run.controller.report).step
 
-    def then_die(report, step, num_steps):
-        report_step(report, step, num_steps)
+    def then_die(report, step):
+        report_step(report, step)
         run.world.dead = True
 
     monkeypatch.setattr(type(run.controller.report), "step", then_die)

@@ -57,7 +57,7 @@ class Drawn:
         return (*self.kept, *self.stale, *self.dropped)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GenerationService:
     """Keeps admitting prompts, generating and scoring their groups, and putting them into the stream.
 

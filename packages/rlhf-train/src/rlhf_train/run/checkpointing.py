@@ -63,7 +63,7 @@ def resumed_step(spec: CheckpointSpec, checkpoint: Checkpoint | None) -> int | N
     return -1 if checkpoint is None else checkpoint.step
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Checkpointer:
     """Writes checkpoints while the run goes on, and restores them.
 
