@@ -4,7 +4,6 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,9 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from rlhf_data.errors import CheckpointError, ConfigError
-from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.run.checkpoint import Checkpoint, Checkpoints
-from rlhf_train.run.rank_state import StateWriter
 
 Part = TypeVar("Part")
 _LATE_S = 60.0  # network file systems show a new file of another node up to this late
@@ -93,36 +90,3 @@ class SharedCheckpoints(Checkpoints):
     def commit(self, *args: Any) -> Checkpoint | None:
         """See `Checkpoints`."""
         return super().commit(*args) if torch.distributed.get_rank() == 0 else None
-
-
-class RankModel:
-    """This rank's part of the model of a run, as `rlhf_train.run.checkpointing.Models`. All methods are collective.
-
-    Args:
-        engine: trains the model.
-        kind: "actor" or "reward": the first word of the files' names.
-        save: writes the model as a Hugging Face folder.
-    """
-
-    def __init__(self, engine: DeepSpeedEngine, kind: str, save: Callable[[Path], None]) -> None:
-        self._engines = {kind: engine}
-        self._save = save
-        self._writer = StateWriter(torch.distributed.get_rank(), torch.distributed.get_world_size())
-
-    def save_state(self, folder: str) -> list[str]:
-        """See `Models`."""
-        names = of_all_ranks(self._writer.save(self._engines, Path(folder)))
-        return [name for of_rank in names for name in of_rank]
-
-    def finish_state(self) -> None:
-        """See `Models`."""
-        self._writer.finish()
-        of_all_ranks(None)
-
-    def load_state(self, folder: str) -> None:
-        """See `Models`."""
-        self._writer.load(self._engines, Path(folder))
-
-    def save(self, role: str, path: str) -> None:
-        """See `Models`."""
-        self._save(Path(path))

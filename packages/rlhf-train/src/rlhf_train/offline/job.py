@@ -15,7 +15,7 @@ from rlhf_models.reward import moments_fields
 from rlhf_train.costs import pass_costs
 from rlhf_train.engine.accelerate import join_groups, start_engine, start_frozen
 from rlhf_train.engine.process_group import init_process_group
-from rlhf_train.offline.collectives import RankModel, SharedCheckpoints, check_shared, of_all_ranks
+from rlhf_train.offline.collectives import SharedCheckpoints, check_shared, of_all_ranks
 from rlhf_train.offline.epochs import Objective, OfflineSchedule, evaluate, train_offline
 from rlhf_train.offline.objectives.reward_model import score_moments
 from rlhf_train.offline.sequences import with_reference
@@ -26,6 +26,7 @@ from rlhf_train.run.interrupts import Interrupted, Interrupts
 from rlhf_train.run.load_balance import load_balance
 from rlhf_train.run.models import load_model, own_base, write_model
 from rlhf_train.run.observer import Observer
+from rlhf_train.run.rank_state import StateWriter
 from rlhf_train.run.recorder import Recorder
 from rlhf_train.run.timeline import Timeline
 from rlhf_train.specs import ModelSpec
@@ -244,9 +245,10 @@ class _Run:
         saving = job.checkpoints
         home = saving.home(job.model_path.parent)
         checkpoints = SharedCheckpoints(home, max_num=saving.max_num, max_bytes=saving.max_bytes, lowest=lowest)
-        models = RankModel(self.engine, kind, self._save)
+        self._trained = {kind: self.engine}
+        self._writer = StateWriter(job.rank, job.num_ranks)
         self._checkpointer = Checkpointer(
-            saving, checkpoints, {"run": self}, models, recorder, Timeline(), observer, role=kind
+            saving, checkpoints, {"run": self}, self, recorder, Timeline(), observer, role=kind
         )
 
     def resume(self, checkpoint: Checkpoint | None) -> int:
@@ -339,6 +341,24 @@ class _Run:
         self.evaluated_update = state.get("evaluated_update")
         if self._best is not None:
             self._best.restore(state["best"])
+
+    def save_state(self, folder: str) -> list[str]:
+        """See `run.checkpointing.Models`. Collective."""
+        names = of_all_ranks(self._writer.save(self._trained, Path(folder)))
+        return [name for of_rank in names for name in of_rank]
+
+    def finish_state(self) -> None:
+        """See `run.checkpointing.Models`. Collective."""
+        self._writer.finish()
+        of_all_ranks(None)
+
+    def load_state(self, folder: str) -> None:
+        """See `run.checkpointing.Models`. Collective."""
+        self._writer.load(self._trained, Path(folder))
+
+    def save(self, role: str, path: str) -> None:
+        """See `run.checkpointing.Models`. Collective."""
+        self._save(Path(path))
 
     def evaluate(self, update: int) -> None:
         """Evaluate, and save the weights if they are the best so far. Collective."""
