@@ -262,7 +262,9 @@ def start(cluster):
 )
 def test_start_that_hangs_is_an_engine_error_with_a_hint(monkeypatch, start, kind, shares_gpus, start_timeout_s, what):
     spec = EngineSpec(model="none", enable_sleep=True, start_timeout_s=start_timeout_s, control_timeout_s=3.0)
-    job = SimpleNamespace(plan=SimpleNamespace(shares_gpus=shares_gpus, engine_waves=[[0]], nodes=(0,)), engine=spec)
+    job = SimpleNamespace(
+        plan=SimpleNamespace(shares_gpus=shares_gpus, engine_waves=[[0]], nodes=(0,)), engine=spec, replay=""
+    )
     for name, started in (
         ("start_engines", [SimpleNamespace(handle=start(kind))]),
         ("start_scorers", []),
@@ -275,7 +277,7 @@ def test_start_that_hangs_is_an_engine_error_with_a_hint(monkeypatch, start, kin
 
 def test_trainer_whose_start_hangs_is_an_engine_error(monkeypatch, start):
     spec = EngineSpec(model="none", start_timeout_s=3.0)
-    job = SimpleNamespace(plan=SimpleNamespace(shares_gpus=False, engine_waves=[], nodes=(0,)), engine=spec)
+    job = SimpleNamespace(plan=SimpleNamespace(shares_gpus=False, engine_waves=[], nodes=(0,)), engine=spec, replay="")
     loading = [start(Sleeper).ready.remote()]
     parts = (("start_engines", []), ("start_scorers", []), ("start_workers", []), ("load_models", loading))
     for name, started in parts:
@@ -295,7 +297,7 @@ def scoring_job(folders, **request):
     sources = tuple(RewardSource(kind="model", targets=(str(folder),)) for folder in folders)
     plan = plan_placement(PlacementRequest(ranks={"actor": 1}, **request), [])
     reward = RewardSpec(sources=sources, calls=CallOptions(batch_size=2), normalize_reward=True)
-    return SimpleNamespace(replay=None, plan=plan, reward=reward, engine=EngineSpec(model="none"))
+    return SimpleNamespace(plan=plan, reward=reward, engine=EngineSpec(model="none"))
 
 
 def test_reward_models_run_in_as_many_replicas_as_planned(cluster, tmp_path):
@@ -351,7 +353,7 @@ def start_of(monkeypatch, **engine):
 
     loads = [{"startup/load": 2.0}, {"startup/load": 3.0}]
     request = PlacementRequest(ranks={"actor": 2}, num_engines=3, colocate_all_models=True)
-    job = SimpleNamespace(plan=plan_placement(request, [2]), engine=EngineSpec(model="none", **engine))
+    job = SimpleNamespace(plan=plan_placement(request, [2]), engine=EngineSpec(model="none", **engine), replay="")
     monkeypatch.setattr(processes, "wait", lambda references, **words: references)
     monkeypatch.setattr(processes, "start_scorers", lambda *words: [])
     monkeypatch.setattr(processes, "start_workers", lambda *words: log.append("trainers started") or [])

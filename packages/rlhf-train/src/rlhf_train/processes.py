@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from rlhf_rollout.ray_actors import (
 from rlhf_train.cluster.places import PlacementPlan, ProcessPlan
 from rlhf_train.cluster.ray_session import check_resources, join, started_cluster, wait
 from rlhf_train.generation.divided_rewards import DividedScorer, RewardRank
+from rlhf_train.generation.spec import RunSpec
 from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
 from rlhf_train.learning.spec import LearningSpec
@@ -202,9 +203,8 @@ def start_processes(
             wait(asleep, timeout_s=spec.control_timeout_s, what="the engines' falling asleep")
     engines = [engine for _, engine in sorted(by_number.items())]
     handles = [engine.handle for engine in engines]
-    scorers = start_scorers(job, reserved)
-    no_prompts = replace(job, prompts=(), eval_prompts=())
-    loads = wait(load_models(no_prompts, workers), timeout_s=spec.start_timeout_s, what="the start of the trainers")
+    scorers = [] if job.replay else start_scorers(job, reserved)
+    loads = wait(load_models(job, workers), timeout_s=spec.start_timeout_s, what="the start of the trainers")
     scoring = [handle for scorer in chain.from_iterable(scorers) for handle in scorer.handles]
     rest = [*handles, *scoring]
     ready = _await_ready("the start of the engines and reward models", rest, spec.start_timeout_s)
@@ -241,7 +241,7 @@ def _await_ready(what: str, handles: Sequence[Any], timeout_s: float) -> list[fl
 
 
 def start_engines(
-    job: OnlineJob, reserved: Reserved, numbers: Sequence[int], environs: Sequence[Mapping[str, str]] | None = None
+    run: RunSpec, reserved: Reserved, numbers: Sequence[int], environs: Sequence[Mapping[str, str]] | None = None
 ) -> list[RayEngine]:
     """Start the engines of these numbers in the plan; return them without waiting until they are loaded.
 
@@ -249,45 +249,43 @@ def start_engines(
     """
     engines = []
     # Trainers and other engines allocate memory while one starts, unless they take turns.
-    measures_memory = job.engine.enable_sleep or not job.plan.shares_gpus
+    measures_memory = run.engine.enable_sleep or not run.plan.shares_gpus
     for rank in numbers:
-        seed = None if job.engine.seed is None else job.engine.seed + rank
-        spec = replace(job.engine, seed=seed, measures_memory=measures_memory)
+        seed = None if run.engine.seed is None else run.engine.seed + rank
+        spec = replace(run.engine, seed=seed, measures_memory=measures_memory)
         extra = {"environ": environs[rank]} if environs and environs[rank] else {}
-        start = partial(_start_one, RemoteEngine, job.plan.engines, rank, reserved, "vllm", spec, **extra)
+        start = partial(_start_one, RemoteEngine, run.plan.engines, rank, reserved, "vllm", spec, **extra)
         engines.append(RayEngine(start(), spec, start))
     return engines
 
 
-def start_scorers(job: OnlineJob, reserved: Reserved) -> list[list[RayScorer | DividedScorer]]:
+def start_scorers(run: RunSpec, reserved: Reserved) -> list[list[RayScorer | DividedScorer]]:
     """Start the reward models; return the replicas of each without waiting until they are loaded.
 
     Raises ConfigError when the plan has places for reward models and the job has none, or the other way round.
     """
-    placed = job.plan.scorers
-    models = job.reward.models
-    if job.replay:
-        return []
+    placed = run.plan.scorers
+    models = run.reward.models
     if (placed is None) != (not models):
         raise ConfigError(f"the plan has {'no ' if placed is None else ''}places for {len(models)} reward models")
     if placed is None:
         return []
-    batch_size = job.reward.calls.batch_size
-    options = {"dtype": job.engine.dtype, "attn_implementation": "auto", "device": job.plan.device}
-    options |= {"normalize": job.reward.normalize_reward, "offload": job.reward.offload_models}
-    options["max_length"] = job.engine.max_model_len
+    batch_size = run.reward.calls.batch_size
+    options = {"dtype": run.engine.dtype, "attn_implementation": "auto", "device": run.plan.device}
+    options |= {"normalize": run.reward.normalize_reward, "offload": run.reward.offload_models}
+    options["max_length"] = run.engine.max_model_len
     options["parts"] = len(models)
     ranks = range(placed.num_ranks)
     # A reward model has no state, so Ray can restart it, and repeat the calls that were in it.
     scorer = ray.remote(max_restarts=SCORER_RESTARTS, max_task_retries=1)(RewardModelActor)
     scorers: list[list[RayScorer | DividedScorer]] = []
     for path in models:
-        if path in job.reward.divided_models:
+        if path in run.reward.divided_models:
             part = ray.remote(RewardRank)
             starts = [partial(_start_one, part, placed, rank, reserved, path, **options) for rank in ranks]
-            scorers.append([DividedScorer(starts, batch_size=batch_size, on_cpu=job.plan.device == "cpu")])
+            scorers.append([DividedScorer(starts, batch_size=batch_size, on_cpu=run.plan.device == "cpu")])
             continue
-        separator = job.reward.step_separator if path in job.reward.process_models else None
+        separator = run.reward.step_separator if path in run.reward.process_models else None
         own = {**options, "step_separator": separator, "batch_size": batch_size}
         starts = [partial(_start_one, scorer, placed, rank, reserved, path, **own) for rank in ranks]
         scorers.append([RayScorer(start(), start) for start in starts])
@@ -304,6 +302,8 @@ def start_workers(plan: PlacementPlan, reserved: Reserved) -> list[RankSet]:
 
 def load_models(spec: LearningSpec, rank_sets: Sequence[RankSet]) -> list[Any]:
     """Have the ranks load their models; return references to what `RankActor.load` returns."""
+    # The same without the prompts of a job, which ranks need not have.
+    spec = LearningSpec(**{field.name: getattr(spec, field.name) for field in fields(LearningSpec)})
     loads = []
     for ranks in rank_sets:
         size = len(ranks.handles)

@@ -302,7 +302,7 @@ def test_reward_models_of_a_run_have_the_frequencies_of_its_longest_sequence(mon
     )
     plan = plan_placement(PlacementRequest(ranks={"actor": 1}, reward_ranks=1), [])
     engine = EngineSpec(model="none", max_model_len=77)
-    start_scorers(SimpleNamespace(replay=None, plan=plan, reward=reward, engine=engine), None)
+    start_scorers(SimpleNamespace(plan=plan, reward=reward, engine=engine), None)
     assert [kind for kind, _ in started] == [RewardRank, RewardModelActor, RewardModelActor]
     assert [options["max_length"] for _, options in started] == [77, 77, 77]
 
@@ -326,7 +326,7 @@ def test_a_run_starts_one_scorer_of_a_divided_model_and_replicas_of_another(fold
     sources = tuple(RewardSource(kind="model", targets=(path,)) for path in paths)
     reward = RewardSpec(sources=sources, calls=CallOptions(batch_size=2), divided_models=(folder,))
     plan = plan_placement(PlacementRequest(ranks={"actor": 1}, reward_ranks=2), [])
-    job = SimpleNamespace(replay=None, plan=plan, reward=reward, engine=EngineSpec(model="none"))
+    job = SimpleNamespace(plan=plan, reward=reward, engine=EngineSpec(model="none"))
     wanted = sequences(5)
     with placed_bundles(plan) as reserved:
         [divided], replicas = start_scorers(job, reserved)
