@@ -83,6 +83,33 @@ def with_routes(rollouts: Sequence[Rollout], *, layers: int = 2, num_experts: in
     return routed
 
 
+def lone_worker(models, algorithm, *, device="cpu", seed=0, temperature=1.0, **options):
+    """Return a `TrainWorker` that is the only rank of its models."""
+    from rlhf_train.learning.worker import TrainWorker
+
+    place = {"rank": 0, "num_ranks": 1, "master": ("127.0.0.1", free_port()), "device": device}
+    return TrainWorker(models, algorithm, temperature=temperature, seed=seed, **place, **options)
+
+
+def whole_shard(rollouts, size, *, forward_size=None, num_mini_batches=1, longest=24, tokens=None, rewards=None):
+    """Return rollouts in the order of the plan of a rank alone, and what its worker loads of them.
+
+    A pass has `size` rollouts, one without gradient `forward_size`, or both as many as `tokens` allow. Rewards are
+    those of the verdicts, or the given ones.
+    """
+    from rlhf_train.batching import plan_batches
+    from rlhf_train.learning.columns import RolloutColumns
+
+    lengths = [[rollout.num_tokens for rollout in rollouts], [rollout.num_response_tokens for rollout in rollouts]]
+    [plan] = plan_batches(
+        *lengths, num_ranks=1, num_mini_batches=num_mini_batches, micro_train_batch_size=size,
+        micro_rollout_batch_size=forward_size or size, max_response_tokens=longest, seed=0, micro_batch_tokens=tokens,
+    )  # fmt: skip
+    rewards = [rollout.verdict.reward for rollout in rollouts] if rewards is None else rewards
+    shard = [rollouts[row] for row in plan.rows]
+    return shard, RolloutColumns.of(shard, [rewards[row] for row in plan.rows]), plan
+
+
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, *arguments: Any, environs: Sequence[Mapping[str, str]] = ()
 ) -> list[Any]:

@@ -1,7 +1,6 @@
 """The batch plan: nothing twice, nothing lost, and the same updates for every split."""
 
 import itertools
-import pickle
 
 import numpy as np
 import pytest
@@ -136,10 +135,6 @@ def test_plan_batches_too_few_rollouts_is_refused():
             [5], [3], num_ranks=1, num_mini_batches=2, micro_train_batch_size=1, micro_rollout_batch_size=1,
             max_response_tokens=3, seed=0,
         )  # fmt: skip
-
-
-def test_rank_plan_survives_pickling():
-    assert pickle.loads(pickle.dumps(plan(2, 2))) == plan(2, 2)
 
 
 # Ten rollouts of four prompts. A prompt of 5 tokens is in all their lengths, and no two prompts are equal.

@@ -13,16 +13,13 @@ from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_rollout.rewards.model import LocalScorer
 from rlhf_train.algorithms.table import make_algorithm
-from rlhf_train.batching import plan_batches
 from rlhf_train.engine import host_adamw
 from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.shards import ShardReader, Shards
-from rlhf_train.learning.columns import RolloutColumns
-from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import random_rollouts
+from trainer_testing import lone_worker, random_rollouts, whole_shard
 
 SPEC = OptimizerSpec(
     learning_rate=1e-3, weight_decay=0.1, max_norm=0.5, scheduler="linear", warmup_steps=2, total_steps=9
@@ -138,18 +135,9 @@ def reference_of(paths, *, offload, compiled):
     before = torch.cuda.memory_allocated()
     options = {"dtype": "bfloat16", "packing": True, "torch_compile": "on" if compiled else "off"}
     spec = ModelSpec(path=paths["reference"], offload=offload, **options)
-    worker = TrainWorker(
-        {"reference": spec}, make_algorithm(kl_coef=0.05), temperature=0.8, rank=0, num_ranks=1,
-        master=("127.0.0.1", free_port()), device="cuda", seed=0,
-    )  # fmt: skip
+    worker = lone_worker({"reference": spec}, make_algorithm(kl_coef=0.05), temperature=0.8, device="cuda")
     rollouts = random_rollouts(24, vocab_size=VOCAB_SIZE, max_prompt=100, max_response=200)
-    lengths = [[r.num_tokens for r in rollouts], [r.num_response_tokens for r in rollouts]]
-    [plan] = plan_batches(
-        *lengths, num_ranks=1, num_mini_batches=1, micro_train_batch_size=8, micro_rollout_batch_size=8,
-        max_response_tokens=400, seed=0,
-    )  # fmt: skip
-    shard = [rollouts[row] for row in plan.rows]
-    worker.load_rollouts(RolloutColumns.of(shard, [rollout.verdict.reward for rollout in shard]), plan)
+    worker.load_rollouts(*whole_shard(rollouts, 8, longest=400)[1:])
     return worker, torch.cuda.memory_allocated() - before
 
 
@@ -199,20 +187,13 @@ def trained_pair(path, *, trains_in_turn):
     before = torch.cuda.memory_allocated()
     frozen = ModelSpec(path=path, dtype="bfloat16", packing=True)
     trained = dataclasses.replace(frozen, optimizer=SPEC)
-    worker = TrainWorker(
-        {"actor": trained, "critic": trained, "reference": frozen}, make_algorithm(kl_coef=0.05), temperature=0.8,
-        rank=0, num_ranks=1, master=("127.0.0.1", free_port()), device="cuda", seed=0, trains_in_turn=trains_in_turn,
-    )  # fmt: skip
+    models = {"actor": trained, "critic": trained, "reference": frozen}
+    options = {"temperature": 0.8, "device": "cuda", "trains_in_turn": trains_in_turn}
+    worker = lone_worker(models, make_algorithm(kl_coef=0.05), **options)
     rollouts = random_rollouts(8, vocab_size=VOCAB_SIZE, max_prompt=20, max_response=40)
-    lengths = [[r.num_tokens for r in rollouts], [r.num_response_tokens for r in rollouts]]
-    [plan] = plan_batches(
-        *lengths, num_ranks=1, num_mini_batches=1, micro_train_batch_size=8, micro_rollout_batch_size=8,
-        max_response_tokens=100, seed=0,
-    )  # fmt: skip
-    shard = [rollouts[row] for row in plan.rows]
     metrics = {}
     for step in range(2):
-        worker.load_rollouts(RolloutColumns.of(shard, [rollout.verdict.reward for rollout in shard]), plan)
+        worker.load_rollouts(*whole_shard(rollouts, 8, longest=100)[1:])
         for role in ("actor", "reference", "critic"):
             worker.run_model(role)
         worker.assign_advantages(0.05)

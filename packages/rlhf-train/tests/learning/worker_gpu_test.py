@@ -9,16 +9,13 @@ import torch
 
 from rlhf_models.lora import LoraSpec
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
-from rlhf_rollout.host import free_port
 from rlhf_train.algorithms.table import make_algorithm
-from rlhf_train.batching import BatchSizes, plan_batches
+from rlhf_train.batching import BatchSizes
 from rlhf_train.engine.shards import Shards
-from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.rehearsal import run_passes, without_trace
-from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import random_rollouts
+from trainer_testing import lone_worker, random_rollouts, whole_shard
 
 SHAPE = {"vocab_size": 1003, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
 ROLES = ("actor", "reference", "critic")
@@ -46,20 +43,12 @@ def learned(paths, *, tokens=None, size=8, takes_turns=False, rehearses=False, *
     spec = ModelSpec(path="", **({"dtype": "bfloat16", "packing": True, "torch_compile": "on"} | layout))
     models = {role: dataclasses.replace(spec, path=paths[role], optimizer=FIXED) for role in ("actor", "critic")}
     models["reference"] = dataclasses.replace(spec, path=paths["reference"], lora=None)
-    worker = TrainWorker(
-        models, PPO, temperature=0.8, rank=0, num_ranks=1, master=("127.0.0.1", free_port()), device="cuda", seed=0,
-        pack_tokens=tokens or size * 330, takes_turns=takes_turns,
-    )  # fmt: skip
+    options = {"device": "cuda", "pack_tokens": tokens or size * 330, "takes_turns": takes_turns}
+    worker = lone_worker(models, PPO, temperature=0.8, **options)
     if rehearses:
         rehearse(worker, models, tokens, size)
     rollouts = random_rollouts(48, vocab_size=SHAPE["vocab_size"], max_prompt=100, max_response=200)
-    lengths = [[r.num_tokens for r in rollouts], [r.num_response_tokens for r in rollouts]]
-    [plan] = plan_batches(
-        *lengths, num_ranks=1, num_mini_batches=1, micro_train_batch_size=size, micro_rollout_batch_size=size,
-        max_response_tokens=400, seed=0, micro_batch_tokens=tokens,
-    )  # fmt: skip
-    shard = [rollouts[row] for row in plan.rows]
-    worker.load_rollouts(RolloutColumns.of(shard, [rollout.verdict.reward for rollout in shard]), plan)
+    worker.load_rollouts(*whole_shard(rollouts, size, longest=400, tokens=tokens)[1:])
     for role in ROLES:
         worker.run_model(role)
     worker.assign_advantages(PPO.kl_coef)

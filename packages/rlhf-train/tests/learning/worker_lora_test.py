@@ -9,14 +9,11 @@ from transformers import AutoModelForCausalLM
 from rlhf_models.loading import load_reference
 from rlhf_models.lora import LoraSpec
 from rlhf_models.testing import tiny_model_dir
-from rlhf_rollout.host import free_port
 from rlhf_train.algorithms.table import make_algorithm
-from rlhf_train.batching import plan_batches
 from rlhf_train.engine.shards import ShardReader
-from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import random_rollouts
+from trainer_testing import lone_worker, random_rollouts, whole_shard
 
 pytest.importorskip("peft")
 
@@ -36,18 +33,9 @@ def make_worker(path: str, *, estimator: str = "gae", lora: LoraSpec | None = AD
     models = {"actor": ModelSpec(path=path, zero_stage=0, optimizer=optimizer, lora=lora)}
     if estimator == "gae":
         models |= {"critic": models["actor"], "reference": frozen}
-    worker = TrainWorker(
-        models, make_algorithm(estimator, kl_coef=KL_COEF if len(models) > 1 else 0), temperature=1.0, rank=0,
-        num_ranks=1, master=("127.0.0.1", free_port()), device="cpu", seed=seed, ema_beta=0.5,
-    )  # fmt: skip
-    rollouts = random_rollouts(8, vocab_size=VOCAB_SIZE)
-    lengths = [[r.num_tokens for r in rollouts], [r.num_response_tokens for r in rollouts]]
-    [plan] = plan_batches(
-        *lengths, num_ranks=1, num_mini_batches=1, micro_train_batch_size=4, micro_rollout_batch_size=4,
-        max_response_tokens=24, seed=0,
-    )  # fmt: skip
-    shard = [rollouts[row] for row in plan.rows]
-    worker.load_rollouts(RolloutColumns.of(shard, [float(row) for row in plan.rows]), plan)
+    algorithm = make_algorithm(estimator, kl_coef=KL_COEF if len(models) > 1 else 0)
+    worker = lone_worker(models, algorithm, seed=seed, ema_beta=0.5)
+    worker.load_rollouts(*whole_shard(random_rollouts(8, vocab_size=VOCAB_SIZE), 4, rewards=range(8))[1:])
     return worker
 
 

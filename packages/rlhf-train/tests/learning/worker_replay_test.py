@@ -14,7 +14,6 @@ from rlhf_models.experts.routing_replay import replay_routes
 from rlhf_models.loading import load_actor
 from rlhf_models.lora import LoraSpec
 from rlhf_models.testing import tiny_model_dir
-from rlhf_rollout.host import free_port
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.batching import RankPlan, plan_batches
 from rlhf_train.engine import accelerate
@@ -24,7 +23,7 @@ from rlhf_train.learning.ranks import RankSet
 from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import random_rollouts, tiny_job, with_routes
+from trainer_testing import lone_worker, random_rollouts, tiny_job, with_routes
 
 ROLLOUTS = with_routes(random_rollouts(12, vocab_size=512))
 
@@ -42,10 +41,7 @@ def start(path: str, **options) -> TrainWorker:
         "critic": trained,
         "reference": frozen,
     }
-    return TrainWorker(
-        models, make_algorithm(kl_coef=0.05, use_kl_loss=True), temperature=1.0, rank=0, num_ranks=1,
-        master=("127.0.0.1", free_port()), device="cpu", seed=0,
-    )  # fmt: skip
+    return lone_worker(models, make_algorithm(kl_coef=0.05, use_kl_loss=True))
 
 
 def plan_for(rollouts) -> RankPlan:

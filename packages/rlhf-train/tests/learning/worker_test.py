@@ -13,12 +13,9 @@ from rlhf_data.errors import EngineError
 from rlhf_models.host_states import RestingModel
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
-from rlhf_rollout.host import free_port
 from rlhf_train.algorithms.table import make_algorithm
-from rlhf_train.batching import plan_batches
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.learning import rehearsal
-from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.rehearsal import (
     made_up_step,
@@ -28,10 +25,9 @@ from rlhf_train.learning.rehearsal import (
     share_beside_engines,
     without_trace,
 )
-from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.run.metrics import Mean, results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import random_rollouts, tiny_job
+from trainer_testing import lone_worker, random_rollouts, tiny_job, whole_shard
 
 VOCAB_SIZE = 512
 
@@ -44,23 +40,14 @@ def path(tmp_path_factory):
 def eight_rollouts():
     """Rollouts, and what a worker loads of them, with a plan of two updates."""
     rollouts = random_rollouts(8, vocab_size=VOCAB_SIZE)
-    lengths = [[r.num_tokens for r in rollouts], [r.num_response_tokens for r in rollouts]]
-    [plan] = plan_batches(
-        *lengths, num_ranks=1, num_mini_batches=2, micro_train_batch_size=2, micro_rollout_batch_size=3,
-        max_response_tokens=24, seed=0,
-    )  # fmt: skip
-    shard = [rollouts[row] for row in plan.rows]
-    return shard, RolloutColumns.of(shard, [float(row) for row in plan.rows]), plan
+    return whole_shard(rollouts, 2, forward_size=3, num_mini_batches=2, rewards=range(8))
 
 
 @pytest.fixture
 def worker(path):
     """An actor with an average, without a critic or a reference, and eight rollouts in two updates."""
     model = ModelSpec(path=path, optimizer=OptimizerSpec(learning_rate=1e-2, scheduler="constant"), zero_stage=0)
-    worker = TrainWorker(
-        {"actor": model}, make_algorithm("rloo", kl_coef=0), temperature=1.0, rank=0, num_ranks=1,
-        master=("127.0.0.1", free_port()), device="cpu", seed=0, ema_beta=0.5,
-    )  # fmt: skip
+    worker = lone_worker({"actor": model}, make_algorithm("rloo", kl_coef=0), ema_beta=0.5)
     worker.shard, *loaded = eight_rollouts()
     worker.load_rollouts(*loaded)
     return worker
@@ -130,10 +117,7 @@ def test_column_of_trained_tokens_from_another_rank_restricts_the_shard(worker):
 
 def test_reference_that_rests_comes_once_for_all_passes_of_a_step_and_computes_the_same(path):
     model = ModelSpec(path=path, zero_stage=0, offload=True)  # without effect on a CPU
-    worker = TrainWorker(
-        {"reference": model}, make_algorithm(kl_coef=0.1), temperature=1.0, rank=0, num_ranks=1,
-        master=("127.0.0.1", free_port()), device="cpu", seed=0,
-    )  # fmt: skip
+    worker = lone_worker({"reference": model}, make_algorithm(kl_coef=0.1))
     worker.load_rollouts(*eight_rollouts()[1:])
     module = worker._frozen["reference"]
     assert isinstance(module, torch.nn.Module)
@@ -163,10 +147,7 @@ def test_models_that_train_in_turn_learn_the_same_and_one_has_its_states_on_the_
     shard = eight_rollouts()[1:]
     found = []
     for trains_in_turn in (False, True):
-        worker = TrainWorker(
-            models, make_algorithm(kl_coef=0.1), temperature=1.0, rank=0, num_ranks=1,
-            master=("127.0.0.1", free_port()), device="cpu", seed=0, trains_in_turn=trains_in_turn,
-        )  # fmt: skip
+        worker = lone_worker(models, make_algorithm(kl_coef=0.1), trains_in_turn=trains_in_turn)
         here = {role for role, engine in worker.engines.items() if not engine._host_states._away}
         assert here == (set() if trains_in_turn else {"actor", "critic"})
         most = [0]
@@ -264,23 +245,13 @@ def job(paths, tmp_path):
 
 def started(job, *roles):
     """A worker with these models of the job, or with all."""
-    models = {role: job.models[role] for role in roles or job.models}
-    return TrainWorker(
-        models, job.algorithm, temperature=1.0, rank=0, num_ranks=1, master=("127.0.0.1", free_port()), device="cpu",
-        seed=0, ema_beta=0.5,
-    )  # fmt: skip
+    return lone_worker({role: job.models[role] for role in roles or job.models}, job.algorithm, ema_beta=0.5)
 
 
 def a_step(worker):
     """Metrics, weights, averages and the next random numbers after a step on real rollouts."""
     rollouts = random_rollouts(8, vocab_size=VOCAB_SIZE)
-    lengths = [[r.num_tokens for r in rollouts], [r.num_response_tokens for r in rollouts]]
-    [plan] = plan_batches(
-        *lengths, num_ranks=1, num_mini_batches=2, micro_train_batch_size=2, micro_rollout_batch_size=3,
-        max_response_tokens=24, seed=0,
-    )  # fmt: skip
-    shard = [rollouts[row] for row in plan.rows]
-    worker.load_rollouts(RolloutColumns.of(shard, [rollout.verdict.reward for rollout in shard]), plan)
+    worker.load_rollouts(*whole_shard(rollouts, 2, forward_size=3, num_mini_batches=2)[1:])
     metrics = [worker.run_model(role) for role in ("actor", "reference", "critic")] + [worker.assign_advantages(0.01)]
     metrics += [worker.update(role, max_epochs=1, seed=0, kl_coef=0.01) for role in ("critic", "actor")]
     weights = {

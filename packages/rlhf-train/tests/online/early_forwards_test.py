@@ -13,7 +13,6 @@ from online_fakes import BrokenReward, SpreadReward
 from rlhf_data.errors import ConfigError
 from rlhf_data.records import Episode, FinishReason, Prompt, RolloutGroup, Verdict, VerdictKind
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
-from rlhf_rollout.host import free_port
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.batching import RankPlan
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
@@ -24,7 +23,7 @@ from rlhf_train.learning.learner import Learner
 from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
 from rlhf_train.online import train_and_save
-from trainer_testing import random_rollouts, tiny_job
+from trainer_testing import lone_worker, random_rollouts, tiny_job
 
 NUM_GROUPS = 8
 TEMPERATURE = 0.7
@@ -100,12 +99,7 @@ def job(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def worker(job):
-    from rlhf_train.learning.worker import TrainWorker
-
-    return TrainWorker(
-        job.models, job.algorithm, temperature=TEMPERATURE, rank=0, num_ranks=1, master=("127.0.0.1", free_port()),
-        device="cpu", seed=0,
-    )  # fmt: skip
+    return lone_worker(job.models, job.algorithm, temperature=TEMPERATURE)
 
 
 def scored_of(groups):
