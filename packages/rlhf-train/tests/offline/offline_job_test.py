@@ -19,12 +19,12 @@ from rlhf_models.loading import load_actor, load_reward_model
 from rlhf_models.lora import LoraSpec
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.offline.epochs import MicroBatch, OfflineSchedule
-from rlhf_train.offline.job import OfflineJob, run_offline
+from rlhf_train.offline.job import OfflineJob, run_offline, score_moments
 from rlhf_train.offline.objectives.distillation import DistillationObjective
 from rlhf_train.offline.objectives.dpo import PreferenceObjective
 from rlhf_train.offline.objectives.kto import KtoObjective
 from rlhf_train.offline.objectives.process_reward import ProcessRewardObjective
-from rlhf_train.offline.objectives.reward_model import RewardModelObjective, score_moments
+from rlhf_train.offline.objectives.reward_model import RewardModelObjective
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
 from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec

@@ -16,11 +16,12 @@ from rlhf_data.examples.sft import SftExample
 from rlhf_models.batch import TokenBatch
 from rlhf_train.batching import Denominators
 from rlhf_train.offline.epochs import MicroBatch
+from rlhf_train.offline.job import score_moments
 from rlhf_train.offline.objectives.distillation import DistillationObjective
 from rlhf_train.offline.objectives.dpo import PreferenceObjective
 from rlhf_train.offline.objectives.kto import KtoObjective
 from rlhf_train.offline.objectives.process_reward import ProcessRewardObjective
-from rlhf_train.offline.objectives.reward_model import RewardModelObjective, score_moments
+from rlhf_train.offline.objectives.reward_model import RewardModelObjective
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
 
 VOCAB_SIZE = 6

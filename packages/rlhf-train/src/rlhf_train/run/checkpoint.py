@@ -206,7 +206,9 @@ class Checkpoints:
 
         `warn` is called for each newer one with what is wrong with it.
         """
-        for path in reversed([path for path in folders(self.folder) if _step_of(path) < before]):
+        for path in sorted(self.folder.glob("step-*"), key=_step_of, reverse=True):
+            if _step_of(path) >= before:
+                continue
             try:
                 checkpoint = read_checkpoint(path)
                 problems = checkpoint.problems()

@@ -1,7 +1,6 @@
 """Reward models: learn to score the chosen answer of each pair above the rejected one."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -62,9 +61,3 @@ class RewardModelObjective(Objective[PreferenceExample]):
         precise = scores.double()
         moments = mean_metrics("rm", len(scores), score=precise.sum(), squared_score=precise.square().sum())
         return sequence_mean(losses, denominators), metrics | moments
-
-
-def score_moments(metrics: Mapping[str, float]) -> tuple[float, float]:
-    """Return the mean and the standard deviation of the scores in an evaluation's `metrics`."""
-    mean = metrics["eval/score"]
-    return mean, math.sqrt(max(metrics["eval/squared_score"] - mean**2, 0.0))
