@@ -13,6 +13,8 @@ from rlhf_train.learning.rank_actor import RankActor
 def load(monkeypatch, *, num_ranks=1, num_busy_engines=0, medium="shared_memory", engine_size=1, takes_turns=False):
     """Load a rank without models; return the options of its worker and of its sender."""
     given, sending = {}, {}
+    actor = RankActor.__new__(RankActor)
+    actor.prepare()
     monkeypatch.setattr(worker, "TrainWorker", lambda *_, **options: given.update(options))
     monkeypatch.setattr(source, "WeightSource", lambda medium, **options: sending.update(options, medium=medium))
     job = SimpleNamespace(
@@ -28,7 +30,7 @@ def load(monkeypatch, *, num_ranks=1, num_busy_engines=0, medium="shared_memory"
         trainer_sleep=True,
         sync_checksum=True,
     )
-    RankActor.load(RankActor.__new__(RankActor), 0, num_ranks, {}, job, ("127.0.0.1", 1))
+    actor.load(0, num_ranks, {}, job, ("127.0.0.1", 1))
     return given, sending
 
 
