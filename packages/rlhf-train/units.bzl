@@ -19,7 +19,7 @@ UNITS = {
     "offline/objectives": (["offline/objectives/"], ["rlhf-data/errors", "rlhf-data/examples", "rlhf-models/attention", "rlhf-models/process_reward", "rlhf-train/batching", "rlhf-train/engine", "rlhf-train/losses", "rlhf-train/offline"]),
     "online": (["online"], ["rlhf-models/dequantize", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/supervisor", "rlhf-train/cluster", "rlhf-train/controller", "rlhf-train/costs", "rlhf-train/evaluation", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/loop", "rlhf-train/online_job", "rlhf-train/processes", "rlhf-train/report", "rlhf-train/run"]),
     "online_job": (["online_job"], ["rlhf-data/errors", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/run"]),
-    "processes": (["processes"], ["rlhf-data/errors", "rlhf-rollout/ray_actors", "rlhf-train/cluster", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/online_job"]),
+    "processes": (["processes"], ["rlhf-data/errors", "rlhf-rollout/mps", "rlhf-rollout/ray_actors", "rlhf-train/cluster", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/online_job"]),
     "report": (["report"], ["rlhf-data/records", "rlhf-train/generation", "rlhf-train/online_job", "rlhf-train/run"]),
     "run": (["run/", "run/trackers/"], ["rlhf-data/errors", "rlhf-data/options", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/safety", "rlhf-models/attention", "rlhf-models/dequantize", "rlhf-models/experts", "rlhf-models/lora", "rlhf-models/reward", "rlhf-models/weights", "rlhf-rollout/records_io", "rlhf-train/background", "rlhf-train/engine", "rlhf-train/losses", "rlhf-train/specs"]),
     "shapes": (["shapes"], []),
