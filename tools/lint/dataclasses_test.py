@@ -6,13 +6,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # Their fields change while they live: counts, what is waited for, and the parts of something that is being built.
 CHANGING = {
-    "Absent", "Answer", "Asked", "BucketInitInfo", "BucketUpdateInfo", "CallError", "Client", "Draft",
-    "EngineSupervisor", "EnvironmentAgent", "EpisodeRecorder", "Experience", "GatewaySession", "GenerationCounts",
-    "GroupMaker", "Job", "PackGraph", "Reply", "Request", "RowErrors", "Sample", "StepTable", "Ticket", "_Branch",
-    "_Place", "_Request", "_Running", "_Session", "_Slot", "_Split", "_Work",
+    "Absent", "Answer", "Asked", "BucketInitInfo", "BucketUpdateInfo", "CallError", "Checkpointer", "Client",
+    "Controller", "Draft", "EngineSupervisor", "EnvironmentAgent", "EpisodeRecorder", "Evaluator", "GatewaySession",
+    "GenerationCounts", "GenerationService", "GroupMaker", "Job", "LoadBalance", "PackGraph", "Patience", "Reply",
+    "Report", "Request", "Residence", "RowErrors", "Sample", "StepTable", "Ticket", "Turns", "_Branch", "_Place",
+    "_Request", "_Running", "_Session", "_Slot", "_Split", "_Work",
 }  # fmt: skip
+# With slots a class cannot have two parents that have fields, as a job has, nor attributes that are no fields.
 WITHOUT_SLOTS = {
-    "BucketInitInfo", "BucketUpdateInfo", "CallError", "Client", "TokenBatch", "_Request", "_Split",
+    "BucketInitInfo", "BucketUpdateInfo", "CallError", "Checkpointer", "Client", "GenerationService", "GenerationSpec",
+    "LearningSpec", "OnlineJob", "Report", "RunSpec", "TokenBatch", "_Request", "_Split",
 }  # fmt: skip
 
 

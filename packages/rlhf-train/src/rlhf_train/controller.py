@@ -16,7 +16,7 @@ from rlhf_train.run.ledger import Ledger
 from rlhf_train.run.timeline import Timeline
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class Controller:
     """Calls the parts of a run in order. `loop` calls its methods, one per line of the algorithm.
 

@@ -15,7 +15,7 @@ from rlhf_train.run.best_model import BestModel
 from rlhf_train.run.timeline import Timeline
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Evaluator:
     """Has the held-out prompts answered, reports the metrics, and saves the weights with the best evaluation.
 

@@ -13,7 +13,7 @@ from rlhf_train.run.observer import Observer
 MAX_BARREN_STEPS = 3  # steps in a row without a reward to learn from, after which the run ends
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Patience:
     """Counts steps without a reward to learn from, and warns with the reason.
 

@@ -25,7 +25,7 @@ class Trainers(Sleeper, Protocol):
         """Give back the memory that the allocator keeps for later passes; the states stay."""
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Turns:
     """Gives the device to the engines or to the trainers, after putting the other side to sleep if it may sleep.
 

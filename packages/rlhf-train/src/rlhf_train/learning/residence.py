@@ -11,7 +11,7 @@ from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.engine.deepspeed_internals import frozen_parts
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Residence:
     """Moves optimizer states and frozen models of a rank between its device and host memory.
 

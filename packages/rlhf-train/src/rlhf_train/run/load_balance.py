@@ -14,7 +14,7 @@ from rlhf_train.run.metrics import Sum
 from rlhf_train.specs import ModelSpec
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class LoadBalance:
     """The load-balancing loss of the updates of one model.
 
