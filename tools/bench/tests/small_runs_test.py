@@ -1,10 +1,13 @@
 """Benchmarks in small, on a CPU: what they compare computes the same, and reports say what was measured."""
 
 import json
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 
-from workloads.speed import head_step, zero3
+from runner import Metrics
+from workloads.speed import head_step, real_work, zero3
 
 
 def test_agents_tell_the_cost_of_the_door_and_of_many_episodes(bench):
@@ -82,3 +85,26 @@ def test_fine_tuning_is_measured_padded_and_packed(bench, tmp_path):
     assert [run["layout"] for run in report["runs"]] == ["padded, 3 rows", "packed, 64 tokens"]
     padded, packed = (run["tokens_a_second"] for run in report["runs"])
     assert report["packed_over_padded"] == {"packed, 64 tokens": pytest.approx(packed / padded)}
+
+
+def test_real_work_asks_for_natural_lengths_and_leaves_the_first_step_out(bench, monkeypatch):
+    asked = {}
+
+    def run_ppo(flags, folder):
+        asked[folder.name] = " ".join(flags)
+        return Metrics([], [{"time/step": seconds} for seconds in (9.0, 2.0, 4.0, 3.0)], {})
+
+    def generate(command, **options):
+        asked["file"] = " ".join(command)
+        return SimpleNamespace(stdout="generating ...\n1319 rollouts in 22.4 s, 8531 tokens/s\n")
+
+    monkeypatch.setattr(real_work, "run_ppo", run_ppo)
+    monkeypatch.setattr(real_work, "subprocess", SimpleNamespace(run=generate, PIPE=subprocess.PIPE))
+    inputs = ["--model", "sft", "--questions", "rows.jsonl", "--chats", "hh.jsonl", "--reward_model", "rm"]
+    _, report = bench("real_work", *inputs, "--prompts", "4", "--", "--vllm_max_num_seqs", "1024")
+    assert report["answers"]["median"] == report["chats"]["median"] == {"time/step": 3.0}
+    assert report["file"]["seconds"] == 22.4 and report["file"]["tokens_per_s"] == 8531
+    assert all("--pretrain sft" in words and words.count("--vllm_max_num_seqs 1024") == 1 for words in asked.values())
+    assert "--rollout_batch_size 4 --train_batch_size 32" in asked["answers"]
+    assert "--reward_pretrain rm --critic_pretrain rm --prompt_data hh.jsonl" in asked["chats"]
+    assert "--max_samples 1319 --generate_max_len 300" in asked["file"]

@@ -207,7 +207,6 @@ async def _write_rollouts(task: _Task, calls: CallOptions) -> int:
     failures: list[str] = []
     rewards: list[float] = []
     num_cut = 0
-    started = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         reward = task.reward.open(task.tokenizer, stack, calls) if task.reward.sources else None
         with TERMINAL.progress.doing("starting the engine"):
@@ -227,6 +226,7 @@ async def _write_rollouts(task: _Task, calls: CallOptions) -> int:
         )
         stack.push_async_callback(workflow.close)
         await workflow.start()
+        started = time.monotonic()
         results = generate_groups(
             task.prompts,
             workflow,
