@@ -159,20 +159,15 @@ def test_make_job_algorithm_takes_every_number():
     assert (spec.use_kl_loss, spec.objective.kl_estimator, spec.gamma, spec.lambd) == (True, "k3", 0.9, 0.8)
 
 
-def test_make_job_on_cpu_does_not_sleep_and_syncs_by_shared_memory():
-    config = configure("--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_enable_sleep")
-    job = make(config, CPU)
-    assert not job.trainer_sleep
-    assert not job.engine.enable_sleep
-    assert job.engine.weight_transfer == "shared_memory"
-
-
-def test_make_job_colocated_on_a_gpu_sleeps_and_syncs_by_ipc():
-    config = configure("--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_enable_sleep")
-    job = make(config, ONE_GPU)
-    assert job.trainer_sleep
-    assert job.engine.enable_sleep
-    assert (job.engine.weight_transfer, job.engine.gpu_memory_utilization) == ("ipc", 0.6)
+@pytest.mark.parametrize(("num_gpus", "sleeps", "transfer"), [(CPU, False, "shared_memory"), (ONE_GPU, True, "ipc")])
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_make_job_sleeps_and_syncs_by_ipc_where_processes_share_a_gpu(num_gpus, sleeps, transfer, stage):
+    config = configure(
+        "--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_enable_sleep", "--zero_stage", stage
+    )
+    job = make(config, num_gpus)
+    assert (job.trainer_sleep, job.engine.enable_sleep, job.engine.weight_transfer) == (sleeps, sleeps, transfer)
+    assert job.engine.gpu_memory_utilization == (0.6 if sleeps else 0.9)
 
 
 def test_make_job_engine_beside_models_that_stay_takes_less_memory():
@@ -474,12 +469,6 @@ def test_make_plan_checks_the_memory_of_engines_that_share_a_gpu():
     # Each has a GPU of its own, or there is none.
     assert make_plan(configure(*two, "--actor_num_gpus_per_node", "2", "--vllm_gpu_memory_utilization", "0.6"), [2])
     assert make_plan(configure(*two, "--vllm_gpu_memory_utilization", "0.6"), [0])
-
-
-def test_make_job_trainers_of_every_stage_can_sleep():
-    for stage in ("0", "1", "2", "3"):
-        config = configure("--colocate_all_models", "--deepspeed_enable_sleep", "--zero_stage", stage)
-        assert make(config, ONE_GPU).trainer_sleep
 
 
 def test_check_device_without_gpu_refuses_tensor_parallelism():
