@@ -333,8 +333,9 @@ def test_show_results_names_every_model_that_was_saved(streams):
 
 
 def test_console_pipe_has_no_control_codes_and_does_not_wrap(streams, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
     out, err = streams
+    assert Console(out, Terminal()).is_terminal and not Console(Terminal(), io.StringIO()).is_terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")
     console = Console(out, err)
     console.result("word " * 100, "bold red")
     console.row([("[b]:smile: ", "red"), ("word " * 100, "")])

@@ -94,6 +94,7 @@ def test_load_prompts_most_too_long_says_which_share(tmp_path):
     lost = "most of the data, 67 %, is not used: 2 of 3 left out as too long"
     assert prompts.summary == f"1 prompts, the longest read has 8 tokens; {lost}"
     assert Counts(num_rows=4, num_too_long=2).most_is_lost == ""
+    assert Counts(num_rows=4, num_too_long=3).most_is_lost == "most of the data, 75 %, is not used: "
 
 
 def test_load_prompts_all_too_long_says_how_long_they_are(tmp_path):
