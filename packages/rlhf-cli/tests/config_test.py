@@ -110,6 +110,9 @@ def test_help_lists_every_flag_with_its_default():
     text = CommandLine(config=PpoConfig, prog="rlhf ppo").parser().format_help()
     assert all(f"--{option.name}" in text for option in options(PpoConfig))
     assert "prompts per step (default: 1024)" in text
+    metavars = ("rollout_batch_size N", "gamma X", "value_clip X", "pretrain TEXT", "adam_betas X X", "mask_stale N")
+    for words in (*metavars, "kl_estimator {k1,k2,k3}", "bf16 [true|false]", "eps_clip_low_high X [X ...]"):
+        assert f"--{words}" in text
 
 
 @pytest.mark.parametrize(
