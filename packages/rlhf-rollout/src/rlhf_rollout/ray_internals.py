@@ -6,7 +6,7 @@ Another version may rename any of it. `check_ray` looks for all of it before a p
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -80,14 +80,11 @@ def changed_start() -> Iterator[None]:
     own: dict[tuple[Any, str], Any] = {(node.Node, name): lambda *_, **__: None for name in _UNUSED_PARTS}
     own[ray._private.utils, "get_dashboard_dependency_error"] = ImportError
     own[services, "ConsolePopen"] = partial(services.ConsolePopen, process_group=0)
-    before = {(owner, name): getattr(owner, name) for owner, name in own}
-    for (owner, name), function in own.items():
-        setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        for (owner, name), function in before.items():
+    with ExitStack() as stack:
+        for (owner, name), function in own.items():
+            stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, function)
+        yield
 
 
 @contextmanager

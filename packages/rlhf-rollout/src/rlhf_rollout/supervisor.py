@@ -181,7 +181,8 @@ class EngineSupervisor:
         try:
             while self.error is None and place.state is not EngineState.LOST:
                 if place.state is EngineState.READY:
-                    await _wait(place.alarm, self.interval_s)
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(place.alarm.wait(), self.interval_s)
                 await self._advance(place)
         except Exception as error:  # of `send_weights`; it must not leave requests waiting
             self._fail(error)
@@ -340,9 +341,3 @@ class EngineSupervisor:
     async def _together(self, action: Callable[[_Place], Awaitable[None]], *states: EngineState) -> None:
         """Run an action for all engines in one of `states` at once."""
         await asyncio.gather(*[action(place) for place in self._in_state(*states)])
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait until an event is set, or until the time is over."""
-    with suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), timeout_s)

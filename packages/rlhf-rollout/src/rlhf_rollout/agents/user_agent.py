@@ -104,9 +104,15 @@ def load_agent(target: Target, tokenizer: str | None) -> RunEpisode:
         if name in ("TOOLS", "MCP"):
             return _tool_agent(module, tokenizer)
         if name == "Environment" or _is_environment(agent, name):
-            return _environment_agent(agent, module)
+            from rlhf_rollout.agents.environments import EnvironmentAgent
+
+            given = {"render": "render", "parse": "parse", "pool_size": "POOL_SIZE"}
+            options = {option: getattr(module, name) for option, name in given.items() if hasattr(module, name)}
+            return _Function(EnvironmentAgent(agent, **options))
         if name == "load_environment":
-            return _verifiers_agent(agent)
+            from rlhf_rollout.agents.verifiers_environments import VerifiersAgent
+
+            return _Function(VerifiersAgent(agent))
         if inspect.isclass(agent) and hasattr(agent, "execute"):
             return _Executor(agent, tokenizer)
         if inspect.isclass(agent) and hasattr(agent, "step"):
@@ -239,21 +245,6 @@ class LazyTokenizer:
 def _is_environment(agent: Any, name: str) -> bool:
     has_methods = inspect.isclass(agent) and hasattr(agent, "step") and hasattr(agent, "reset")
     return has_methods and name != "AgentInstance" and not issubclass(agent, interface.AgentInstanceBase)
-
-
-def _environment_agent(make: Callable[[], Any], module: Any) -> RunEpisode:
-    """Return the agent of a file with an environment."""
-    from rlhf_rollout.agents.environments import EnvironmentAgent
-
-    given = {"render": "render", "parse": "parse", "pool_size": "POOL_SIZE"}
-    options = {option: getattr(module, name) for option, name in given.items() if hasattr(module, name)}
-    return _Function(EnvironmentAgent(make, **options))
-
-
-def _verifiers_agent(load: Callable[[], Any]) -> RunEpisode:
-    from rlhf_rollout.agents.verifiers_environments import VerifiersAgent
-
-    return _Function(VerifiersAgent(load))
 
 
 def _tool_agent(module: Any, tokenizer: str | None) -> RunEpisode:
