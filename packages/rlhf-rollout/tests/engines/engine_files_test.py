@@ -305,7 +305,7 @@ def test_linear_attention_on_a_cpu_needs_bfloat16(name: str) -> None:
     with pytest.raises(
         ConfigError, match=r"only in bfloat16, and ``dtype`` is float32\n\nhint: set ``dtype=bfloat16``"
     ):
-        fit_to_cpu(EngineSpec(model="m"), [name], [])
+        fit_to_cpu(EngineSpec(model="m"), ["Other", name], [])
     spec = EngineSpec(model="m", dtype="bfloat16")
     assert fit_to_cpu(spec, [name], []) is spec
 
