@@ -20,11 +20,11 @@ from rlhf_data.options.exits import FAILURE
 from rlhf_data.options.sections import TrustSection
 from rlhf_data.own_code import trusted
 from rlhf_rollout.commands.terminal import TERMINAL, log_file
+from rlhf_train.run.checkpoint import FOLDER, MANIFEST, Checkpoint, folders, read_checkpoint, superfluous
+from rlhf_train.specs import ModelSpec
 
 if TYPE_CHECKING:
     from rlhf_train.engine.shards import ShardReader
-    from rlhf_train.run.checkpoint import Checkpoint
-    from rlhf_train.specs import ModelSpec
 
 DESCRIPTION = """`rlhf checkpoints RUN_DIR` lists the checkpoints of the run in that folder, of `ppo` or of a command
 over fixed examples: step, metric, size, age, and what is wrong with one that is not whole."""
@@ -106,8 +106,6 @@ def _run(argv: Sequence[str]) -> int:
 
 def _find(run: Path) -> list[Path]:
     """Return the folders of a run's checkpoints, the oldest first. Raises ConfigError if there are none."""
-    from rlhf_train.run.checkpoint import FOLDER, folders
-
     if not run.is_dir():
         raise ConfigError(f"there is no folder {run}", hint="name the folder of a run, its --save_path")
     home = Path(_options(run).get("checkpoint", {}).get("ckpt_path") or run / FOLDER)
@@ -128,8 +126,6 @@ def _options(run: Path) -> dict[str, Any]:
 
 
 def _problems(path: Path, *, verify: bool) -> list[str]:
-    from rlhf_train.run.checkpoint import read_checkpoint
-
     try:
         return read_checkpoint(path).problems(content=verify)
     except CheckpointError as error:
@@ -138,8 +134,6 @@ def _problems(path: Path, *, verify: bool) -> list[str]:
 
 def _row(path: Path, *, verify: bool) -> tuple[str, ...]:
     """Return the step, the metric, the size, the age and the state of a checkpoint."""
-    from rlhf_train.run.checkpoint import MANIFEST, read_checkpoint
-
     step = path.name.removeprefix("step-")
     problems = _problems(path, verify=verify)
     try:
@@ -155,8 +149,6 @@ def _row(path: Path, *, verify: bool) -> tuple[str, ...]:
 
 def _prune(found: Sequence[Path], num: int, *, dry_run: bool) -> None:
     """Remove whole checkpoints but the newest and the best. The others may be of use to a person, who can see them."""
-    from rlhf_train.run.checkpoint import read_checkpoint, superfluous
-
     whole = [read_checkpoint(path) for path in found if not _problems(path, verify=True)]
     gone = superfluous(whole, max_num=num)
     for checkpoint in gone:
@@ -168,8 +160,6 @@ def _prune(found: Sequence[Path], num: int, *, dry_run: bool) -> None:
 
 def _export(run: Path, found: Sequence[Path], section: CheckpointsSection, *, dry_run: bool) -> None:
     """Write the model of one checkpoint as a Hugging Face folder."""
-    from rlhf_train.run.checkpoint import read_checkpoint
-
     paths = {int(path.name.removeprefix("step-")): path for path in found}
     if section.export not in paths:
         message = f"--export {section.export}: there is no checkpoint of this step, but of {', '.join(map(str, paths))}"
@@ -200,7 +190,7 @@ def _export(run: Path, found: Sequence[Path], section: CheckpointsSection, *, dr
         print(f"written to {out}")
 
 
-def _model_spec(options: dict[str, Any], checkpoint: "Checkpoint", role: str, may_run: bool) -> "ModelSpec":
+def _model_spec(options: dict[str, Any], checkpoint: Checkpoint, role: str, may_run: bool) -> ModelSpec:
     """Return what a run with these options began a model with."""
     given = options.get("model", {})
     section = OfflineModelSection(**{name: given[name] for name in given.keys() & OfflineModelSection.model_fields})
@@ -216,7 +206,7 @@ def _model_spec(options: dict[str, Any], checkpoint: "Checkpoint", role: str, ma
     return replace(spec, lora=lora, chat_template=checkpoint.state().get("run", {}).get("chat_template"))
 
 
-def _check_model(spec: "ModelSpec", checkpoint: "Checkpoint", role: str) -> None:
+def _check_model(spec: ModelSpec, checkpoint: Checkpoint, role: str) -> None:
     """Check that the model which a run began with is there, and has the weights that a checkpoint changes.
 
     Reads the headers of its files only, and nothing of a model that is named on the hub but its tokenizer.
@@ -242,13 +232,13 @@ def _check_model(spec: "ModelSpec", checkpoint: "Checkpoint", role: str) -> None
     reader.check({name: weight.numel() for name, weight in model.named_parameters() if f"weight/{name}" in reader})
 
 
-def _reader(checkpoint: "Checkpoint", role: str) -> "ShardReader":
+def _reader(checkpoint: Checkpoint, role: str) -> "ShardReader":
     from rlhf_train.engine.shards import ShardReader
 
     return ShardReader(sorted(checkpoint.path.glob(f"{role}-*-of-*.safetensors")))
 
 
-def _write_model(spec: "ModelSpec", checkpoint: "Checkpoint", role: str, out: Path) -> None:
+def _write_model(spec: ModelSpec, checkpoint: Checkpoint, role: str, out: Path) -> None:
     from rlhf_models.reward import moments_fields
     from rlhf_train.engine.shards import load_weights
     from rlhf_train.offline.job import score_moments

@@ -1,14 +1,11 @@
 """Options of asynchronous training: generation goes on while models train, or run."""
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from rlhf_data.options.checks import without_effect
 from rlhf_data.options.declare import Section, flag, one_of
 from rlhf_rollout.protocols import PAUSE_MODES
-
-if TYPE_CHECKING:
-    from rlhf_train.generation.spec import AsyncSpec
+from rlhf_train.generation.spec import AsyncSpec
 
 AtUpdate = one_of(PAUSE_MODES)
 
@@ -60,10 +57,8 @@ class AsyncSection(Section, title="asynchronous training"):
         """Whether engines generate while models run."""
         return self.runs_ahead or self.early_forwards
 
-    def spec(self) -> "AsyncSpec | None":
+    def spec(self) -> AsyncSpec | None:
         """Return how generation and training overlap; None if they alternate."""
-        from rlhf_train.generation.spec import AsyncSpec  # imported here, so that --help does not wait for it
-
         if not self.async_train:
             return None
         return AsyncSpec(max_staleness=self.max_staleness, at_update=self.at_update)

@@ -2,15 +2,13 @@
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_cli.paths import CONFIG_FILE, user_path
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import without_effect
 from rlhf_data.options.declare import Section, flag
-
-if TYPE_CHECKING:
-    from rlhf_train.run.checkpoint import CheckpointSpec
+from rlhf_train.run.checkpoint import CheckpointSpec
 
 _GIB = 1 << 30
 _SAVED = ["max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt"]
@@ -59,10 +57,8 @@ class CheckpointSection(Section, title="checkpoints"):
         """Whether the run's folder may hold a run, which goes on."""
         return self.load_checkpoint or self.resume is not None
 
-    def spec(self) -> "CheckpointSpec":
+    def spec(self) -> CheckpointSpec:
         """Return these options as the trainer takes them."""
-        from rlhf_train.run.checkpoint import CheckpointSpec
-
         return CheckpointSpec(
             folder=self.ckpt_path or "",
             every=max(self.save_steps, 0),

@@ -23,6 +23,7 @@ from rlhf_cli.paths import run_folder_notices
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import check_has_metric, lacking, once, without_effect
 from rlhf_data.options.declare import Config, Section, flag, one_of
+from rlhf_data.rows.sources import parse_probs
 from rlhf_train.specs import ModelSpec
 
 RewardLoss = one_of(("sigmoid", "logexp"))
@@ -55,8 +56,6 @@ class OfflineConfig(Config):
         data = self.data
         training = self.training
         evaluation = self.evaluation
-        from rlhf_data.rows.sources import parse_probs  # imported here, so that --help does not wait for numpy
-
         parse_probs("dataset_probs", data.dataset_probs)
         self.planned_model.check_passes(training.micro_batch_tokens)
         notices = run_folder_notices(self) + model.check(given) + training.check(given)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator
@@ -10,9 +10,7 @@ from pydantic import AfterValidator, BeforeValidator
 from rlhf_data.errors import with_hint
 from rlhf_data.options.checks import without_effect
 from rlhf_data.options.declare import Section, flag, matching
-
-if TYPE_CHECKING:
-    from rlhf_train.run.trackers.spec import TrackerSpec
+from rlhf_train.run.trackers.spec import TrackerSpec
 
 WANDB_KEY = "WANDB_API_KEY"
 
@@ -60,10 +58,8 @@ class OutputSection(Section, title="output"):
         None, "log to MLflow: the URI of a tracking server, or a folder; the experiment is rlhf-COMMAND"
     )
 
-    def trackers(self, command: str, run_name: str) -> "TrackerSpec":
+    def trackers(self, command: str, run_name: str) -> TrackerSpec:
         """Return the trackers of a run. Unless --wandb_run_name names it, it is called `run_name`, as its folder."""
-        from rlhf_train.run.trackers.spec import TrackerSpec
-
         own = {"project": f"rlhf-{command}", "run_name": self.wandb_run_name or run_name}
         return TrackerSpec(**own, **matching(TrackerSpec, self))
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from rlhf_cli.config.algorithm import AlgorithmSection
 from rlhf_cli.config.asynchrony import AsyncSection
@@ -20,13 +19,11 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import check_has_metric, missing, once, without_effect
 from rlhf_data.options.declare import Config, matching
 from rlhf_rollout.commands.sections import SHARE_ALONE, AgentSection
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_train.algorithms.table import AlgorithmSpec
+from rlhf_train.batching import BatchSizes
+from rlhf_train.generation.spec import DynamicSampling
 from rlhf_train.specs import ModelSpec
-
-if TYPE_CHECKING:
-    from rlhf_rollout.protocols import SamplingParams
-    from rlhf_train.algorithms.table import AlgorithmSpec
-    from rlhf_train.batching import BatchSizes
-    from rlhf_train.generation.spec import DynamicSampling
 
 _FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batches")
 _EVALUATION_OPTIONS = ("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "source_key")
@@ -53,7 +50,7 @@ class PpoConfig(Config):
     output: PpoOutputSection = PpoOutputSection()
 
     @property
-    def objective(self) -> "AlgorithmSpec":
+    def objective(self) -> AlgorithmSpec:
         """The algorithm of this run. Raises ConfigError for values that cannot work."""
         # An agent's episode may become several rollouts, and a step then have more updates than were planned.
         is_certain = self.agent.agent_func_path is None and self.training.freezing_actor_steps <= 0
@@ -74,21 +71,17 @@ class PpoConfig(Config):
         return self.model.spec("", training.sharding, training.optimizer(training.actor_learning_rate, num_updates=0))
 
     @property
-    def batch(self) -> "BatchSizes":
+    def batch(self) -> BatchSizes:
         """The batch sizes. Raises ConfigError unless the samples of a step divide into whole updates."""
-        from rlhf_train.batching import BatchSizes  # imported here, so that --help does not wait for it
-
         return BatchSizes(**matching(BatchSizes, self.rollout, self.training))
 
-    def sampling(self, seed: int | None = None) -> "SamplingParams":
+    def sampling(self, seed: int | None = None) -> SamplingParams:
         """Return how responses are sampled for training."""
         return self.rollout.params(self.rollout.n_samples_per_prompt, seed)
 
     @property
-    def filtering(self) -> "DynamicSampling | None":
+    def filtering(self) -> DynamicSampling | None:
         """Which prompts are trained on; None for all."""
-        from rlhf_train.generation.spec import DynamicSampling
-
         if not self.rollout.dynamic_filtering:
             return None
         return DynamicSampling(

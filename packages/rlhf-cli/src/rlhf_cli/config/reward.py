@@ -1,16 +1,13 @@
 """Options of rewards: who scores, and how scores become the rewards that an algorithm uses."""
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
+from rlhf_cli.config.rollout import RolloutSection
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import without_effect
 from rlhf_data.options.declare import SymmetricRange, flag, matching, one_of
 from rlhf_rollout.commands import sections
-
-if TYPE_CHECKING:
-    from rlhf_cli.config.rollout import RolloutSection
-    from rlhf_train.generation.spec import RewardSpec
+from rlhf_train.generation.spec import RewardSpec
 
 Normalization = one_of(("together", "each", "none"))
 Sharding = one_of(("auto", "on", "off"))
@@ -75,10 +72,8 @@ class RewardSection(sections.RewardSection):
         share = max_tokens if self.overlong_buffer_len < 1 else 1
         return round(self.overlong_buffer_len * share)
 
-    def spec(self, rollout: "RolloutSection") -> "RewardSpec":
+    def spec(self, rollout: RolloutSection) -> RewardSpec:
         """Return the rewards of `rollout`. Raises ConfigError for ranges and changes that contradict each other."""
-        from rlhf_train.generation.spec import RewardSpec  # imported here, so that --help does not wait for it
-
         own = {
             "sources": self.sources(),
             "calls": self.calls(rollout.rollout_batch_size, rollout.n_samples_per_prompt),
@@ -87,7 +82,7 @@ class RewardSection(sections.RewardSection):
         }
         return RewardSpec(**matching(RewardSpec, self) | own)
 
-    def check_training(self, given: Collection[str], rollout: "RolloutSection") -> list[str]:
+    def check_training(self, given: Collection[str], rollout: RolloutSection) -> list[str]:
         """Check the rewards of a training run; return notices.
 
         Args:
