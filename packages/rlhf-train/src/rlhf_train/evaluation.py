@@ -101,7 +101,7 @@ class Evaluator:
         if self.best is None:
             return
         if self.best.metric not in metrics:
-            self.report.warning(f"this evaluation has no {self.best.metric}, which decides the best model")
+            self.report.observer.warning(f"this evaluation has no {self.best.metric}, which decides the best model")
         elif self.best.beaten_by(metrics):
             with self.timeline.phase("save"):
                 self.learner.save("actor", str(self.best.staging))

@@ -190,7 +190,7 @@ def assemble(
             observer,
             agent_log=recorder.folder / "agent.log",
             clock=job.checkpoints.template_clock,
-            settled=learner.settle if job.early_forwards else None,
+            settled=learner.forwards.settle if learner.forwards else None,
         )
     turns = Turns(
         rollouts,
@@ -256,23 +256,24 @@ def save_what_is_left(
 ) -> None:
     """Save as much as the end of a failed or interrupted run allows, what ranks have only with `by_ranks`. What cannot
     be saved is a warning."""
+    observer = run.report.observer
     run.interrupts.close()  # a second signal must not end the writing
-    run.report.stopping()
+    observer.stopping()
     live = run.learner.live_roles() if by_ranks else set()
     all_live = live == job.models.keys()
     if job.checkpoints.full and not models and not all_live:  # an error says by itself why the run ends
         missing = ", ".join(sorted(job.models.keys() - live))
-        run.report.warning(f"no checkpoint is saved now, because these models' processes do not answer: {missing}")
+        observer.warning(f"no checkpoint is saved now, because these models' processes do not answer: {missing}")
     try:
         run.report.write_rollouts()
         if all_live and not run.interrupts.is_held:
             if run.checkpointer.is_behind:
-                run.report.notice("the run saves a checkpoint, then ends")
+                observer.notice("the run saves a checkpoint, then ends")
             run.checkpointer.save()
         if models and "actor" in live:
             save_models(job, run, recorder, live)
     except Exception as error:  # which must not hide the one that ends the run
-        run.report.warning(f"not everything was saved: {error}")
+        observer.warning(f"not everything was saved: {error}")
     run.checkpointer.close(ranks_live=all_live)
 
 

@@ -93,18 +93,6 @@ class Report:
         """Show the first rollout of a few groups."""
         self.observer.samples(title, [(group.prompt, group.rollouts[0]) for group in groups[:NUM_SHOWN]])
 
-    def stopping(self) -> None:
-        """Tell that the run takes no further steps."""
-        self.observer.stopping()
-
-    def notice(self, text: str) -> None:
-        """Show information that a person may want."""
-        self.observer.notice(text)
-
-    def warning(self, text: str) -> None:
-        """Show a warning; the run goes on."""
-        self.observer.warning(text)
-
     def step(self, step: int) -> None:
         """End the step: write and show its metrics, and start the clock of the next step.
 
@@ -114,7 +102,7 @@ class Report:
         if gap is not None and not self._has_compared:
             self._has_compared = True
             if not gap <= LARGE_GAP:
-                self.warning(_of_another_model(gap))
+                self.observer.warning(_of_another_model(gap))
         seconds = self._take_seconds()
         self._seconds = {}
         self._parts["steps"] += seconds[STEP]

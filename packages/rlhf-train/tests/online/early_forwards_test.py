@@ -111,7 +111,7 @@ def columns_after(job, worker, groups, settled):
     ranks = LocalRanks(tuple(job.models), worker)
     learner = Learner(job, [ranks])
     for number in settled:
-        learner.settle(groups[number].group_id, groups[number])
+        learner.forwards.settle(groups[number].group_id, groups[number])
     learner.deal(scored_of(groups), 1)
     metrics = learner.fill_columns()
     names = ["old_logprobs", "ref_logprobs", "values", "last_values"]
@@ -297,7 +297,7 @@ def test_failed_rewards_and_groups_enter_no_block(make_run):
 
 def test_step_from_which_nothing_is_learned_leaves_no_groups_and_no_blocks_behind(make_run):
     run = make_run(SpreadReward(), early_forwards=True)
-    forwards = run.controller.learner._forwards
+    forwards = run.controller.learner.forwards
     run.controller.start()
     assert run.step(1)
     run.world.engine_version = 0  # the groups are complete, and too old to be trained

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_data.errors import EngineError
-from rlhf_data.records import Rollout, RolloutGroup
+from rlhf_data.records import Rollout
 from rlhf_train.algorithms.kl import adapted_kl_coef
 from rlhf_train.batching import RankPlan, pass_fill, plan_rollouts
 from rlhf_train.cluster.ray_session import wait
@@ -37,6 +37,7 @@ class Learner:
     Attributes:
         policy_version: number of updates applied to the actor's weights.
         kl_coef: weight of the KL to the reference in the next step.
+        forwards: runs the models on complete groups while others generate; None if that waits for all groups.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class Learner:
         # Neighbouring ranks that have the same rollouts, and divide their tokens or the weights.
         self._ranks_per_batch = job.models["actor"].ranks_per_batch
         self._set_of = {role: ranks for ranks in rank_sets for role in ranks.roles}
-        self._forwards = BlockForwards(job, rank_sets) if job.early_forwards else None
-        self._loading: list[Any] = []  # references to what blocks of `_forwards` may delay
+        self.forwards = BlockForwards(job, rank_sets) if job.early_forwards else None
+        self._loading: list[Any] = []  # references to what blocks of `forwards` may delay
         self._shaper = RewardShaper(job.reward, max_tokens=job.sampling.max_tokens)
         self._kl: float | None = None  # nats per token, of the current batch
         self.policy_version = 0
@@ -63,15 +64,10 @@ class Learner:
         """Update the reward normalization with the raw rewards of a step, trained or not."""
         self._shaper.observe(rollouts)
 
-    def settle(self, group_id: str, group: RolloutGroup | None) -> None:
-        """Run the models on complete groups while others generate; see `BlockForwards.settle`."""
-        assert self._forwards is not None
-        self._forwards.settle(group_id, group)
-
     def skip(self) -> None:
         """Let go of a step from which nothing is learned."""
-        if self._forwards is not None:
-            self._forwards.skip()
+        if self.forwards is not None:
+            self.forwards.skip()
 
     def deal(
         self, rollouts: Sequence[Rollout], step: int, episode_ids: Sequence[str] | None = None
@@ -86,8 +82,8 @@ class Learner:
             self._step_versions.append(self.policy_version)
         shaped, metrics = self._shaper.shape(rollouts)
         rewards, earned = compared_rewards(rollouts, shaped, self._job.algorithm, self._job.reward, episode_ids)
-        if self._forwards is not None:
-            self._forwards.want(rollouts)
+        if self.forwards is not None:
+            self.forwards.want(rollouts)
         pending: list[Any] = []
         replays = self._job.models["actor"].routing_replay
         if replays:
@@ -107,7 +103,7 @@ class Learner:
             )
             if "actor" in ranks.roles:
                 metrics |= self._fill(plans, rollouts)
-            if self._forwards is not None:
+            if self.forwards is not None:
                 # Log-probs of blocks, which knew nothing of the other rollouts, shall be comparable.
                 most = batch.most_pass_tokens(self._job.sampling.max_tokens)
                 plans = tuple(replace(plan, max_pass_tokens=most) for plan in plans)
@@ -117,7 +113,7 @@ class Learner:
                 columns = RolloutColumns.of(*parts, with_routes=replays and "actor" in ranks.roles)
                 calls += [(columns, plan, tuple(self._step_versions))] * self._ranks_per_batch
             pending += ranks.start_each(TrainWorker.load_rollouts, calls)
-        if self._forwards is None:
+        if self.forwards is None:
             wait(pending)
         else:
             self._loading = pending  # behind blocks that still run, whose time is not that of loading
@@ -128,8 +124,8 @@ class Learner:
 
         Returns metrics.
         """
-        if self._forwards is not None:
-            metrics = self._forwards.fill_columns()
+        if self.forwards is not None:
+            metrics = self.forwards.fill_columns()
             wait(self._loading)
             return metrics
         algorithm = self._job.algorithm
