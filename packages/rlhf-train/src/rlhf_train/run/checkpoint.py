@@ -172,8 +172,10 @@ class Checkpoints:
                 name = str(path.relative_to(staging))
                 if name in files or name.endswith(RECEIPT):
                     continue
-                flush(path)
-                if path.is_file():
+                if path.is_dir():
+                    flush(path)
+                elif path.is_file():
+                    flush(path)
                     files[name] = (path.stat().st_size, sha256(path))
             for name in ranks:
                 (staging / (name + RECEIPT)).unlink()
