@@ -198,10 +198,10 @@ class Checkpoints:
     def all(self) -> list[Checkpoint]:
         """Return all checkpoints with a readable manifest, the oldest first. Their files are not checked."""
         found = []
-        for path in folders(self.folder):
+        for path in self.folder.glob("step-*"):
             with suppress(CheckpointError):
                 found.append(read_checkpoint(path))
-        return found
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def newest_whole(self, warn: Callable[[str], None], before: float = math.inf) -> Checkpoint | None:
         """Return the newest checkpoint of a step `before` that whose files are all as they were written, or None.
@@ -265,7 +265,7 @@ def recorded_clock(folder: Path) -> datetime | None:
 
     None if the template writes no time, or no checkpoint can be read.
     """
-    for path in reversed(folders(folder)):
+    for path in sorted(folder.glob("step-*"), key=_step_of, reverse=True):
         with suppress(CheckpointError, ValueError, TypeError):
             text = read_checkpoint(path).state().get("template_clock")
             return None if text is None else datetime.fromisoformat(text)
