@@ -233,8 +233,10 @@ OTHER_ADDRESS = "127.0.0.2"
 
 def test_command_listens_on_this_machine_only_unless_told_otherwise(model_dir, monkeypatch, capsys):
     model = ("--reward_pretrain", str(model_dir))
-    with command_running(monkeypatch, *model) as port:
+    with command_running(monkeypatch, *model, "--max_len", "7") as port:
         assert answers("127.0.0.1", port) and not answers(OTHER_ADDRESS, port)
+        said = post(f"http://127.0.0.1:{port}", {"query": ["nine " * 9]})
+        assert said.status_code == 422 and "more than --max_len 7" in said.text
     capsys.readouterr()
     for host in ("0.0.0.0", "::", "203.0.113.1", ""):
         assert command.main(["serve_rm", *model, f"--host={host}"]) == 2

@@ -36,7 +36,7 @@ class Conversations:
         self._history = history
         # By digest: tokens up to the end of an answer, and whether a token that the policy wrote ends it.
         self._chats: dict[bytes, tuple[list[int], bool]] = {}
-        self._texts: list[tuple[str, list[int]]] = []
+        self._texts: dict[str, list[int]] = {}
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], *, is_continued: bool = False
@@ -66,7 +66,7 @@ class Conversations:
         token_ids = [*recorded, *added]
         if self._history == "split":
             rendered = render()
-            if self._tokenizer.decode(token_ids, skip_special_tokens=False) != rendered:
+            if self._tokenizer.decode(token_ids) != rendered:
                 return self._encode(rendered)
         return token_ids
 
@@ -83,16 +83,14 @@ class Conversations:
 
     def encode_text(self, text: str) -> list[int]:
         """Return the tokens of a prompt for completion."""
-        start, token_ids = max(
-            (pair for pair in self._texts if text.startswith(pair[0])), key=lambda pair: len(pair[0]), default=("", [])
-        )
+        start = max(filter(text.startswith, self._texts), key=len, default="")
         if start:
-            return [*token_ids, *encode_continuation(text[len(start) :], self._tokenizer, start)]
+            return [*self._texts[start], *encode_continuation(text[len(start) :], self._tokenizer, start)]
         return encode_prompts([text], self._tokenizer, has_special_tokens=False)[0]
 
     def add_text(self, text: str, token_ids: list[int]) -> None:
         """Remember the tokens of a prompt for completion and what was written after it."""
-        self._texts.append((text, token_ids))
+        self._texts.setdefault(text, token_ids)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], is_continued: bool) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
