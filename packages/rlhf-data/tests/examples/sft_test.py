@@ -8,8 +8,9 @@ import pytest
 from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.examples.load import load_examples
-from rlhf_data.examples.sft import SftEncoder, SftExample
+from rlhf_data.examples.sft import SftEncoder, SftExample, completed
 from rlhf_data.prompts import load_prompts
+from rlhf_data.rows.row import Row
 from rlhf_data.rows.sources import open_sources
 from rlhf_data.testing import BOS_ID, EOS_ID, ByteTokenizer
 
@@ -62,6 +63,13 @@ def test_sft_encoder_conversation_trains_the_last_answer_or_all(tmp_path, multit
         ids, mask = one(tmp_path, row, output_key=key, apply_chat_template=True, multiturn=multiturn)
         assert ids == [token for turn in TURNS for token in turn]
         assert mask == [bool(flag) for flag, turn in zip(trained, TURNS, strict=True) for _ in turn]
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_answer_to_an_empty_prompt_trains_all_but_the_first_token(add_bos):
+    ids, mask = completed(Row({}, "x", 1), "", "ab", ByteTokenizer(add_bos=add_bos))
+    assert ids.tolist() == [BOS_ID] * add_bos + [*b"ab", EOS_ID]
+    assert mask.tolist() == [False] + [True] * (len(ids) - 1)
 
 
 def test_sft_encoder_pretrain_trains_all_but_the_first_token(tmp_path):
