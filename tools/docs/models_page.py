@@ -43,6 +43,8 @@ def _in_vllm(family: str) -> str:
     print(done.stderr[-2000:], file=sys.stderr)
     if "errors.ConfigError: " in done.stderr:
         return "refused"
+    if "the engine failed and takes no more requests" in done.stderr:
+        return "fails at the first request"
     return "fails" if "Error: weights" in done.stderr or "WeightSync" in done.stderr else "does not start"
 
 

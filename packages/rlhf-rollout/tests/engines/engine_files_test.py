@@ -300,7 +300,7 @@ def test_engine_on_a_cpu_caches_no_prefixes_of_layers_with_a_state() -> None:
     assert fit_to_cpu(spec, ["LlamaForCausalLM"], [int]) is spec
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"])
+@pytest.mark.parametrize("name", ["Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"])
 def test_linear_attention_on_a_cpu_needs_bfloat16(name: str) -> None:
     with pytest.raises(
         ConfigError, match=r"only in bfloat16, and ``dtype`` is float32\n\nhint: set ``dtype=bfloat16``"
@@ -308,6 +308,12 @@ def test_linear_attention_on_a_cpu_needs_bfloat16(name: str) -> None:
         fit_to_cpu(EngineSpec(model="m"), ["Other", name], [])
     spec = EngineSpec(model="m", dtype="bfloat16")
     assert fit_to_cpu(spec, [name], []) is spec
+
+
+def test_linear_attention_whose_states_a_cpu_cannot_take_is_refused() -> None:
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ConfigError, match=r"of a qwen3_next on a CPU\n\nhint: use a GPU"):
+            fit_to_cpu(EngineSpec(model="m", dtype=dtype), ["Other", "Qwen3NextForCausalLM"], [])
 
 
 def test_family_whose_experts_vllm_chooses_otherwise_on_a_cpu_is_refused() -> None:
