@@ -131,3 +131,26 @@ def require_as_near():
             assert error.abs().max() <= 3 * allowed.abs().max() + 1e-5 * want.abs().max()
 
     return require
+
+
+@pytest.fixture
+def require_equal_float64():
+    """Return a function that compares results and gradients, by random weights on all results, with a twin in float64.
+
+    The results are of `leaves`, the expected ones of `exact`, the same tensors in float64; either may hold None.
+    """
+    import torch
+
+    def require(results, expected, leaves, exact, tolerance=1e-5):
+        weights = torch.randn(len(results), len(results[0]), dtype=torch.float64)
+        sum((w.float() * values).sum() for w, values in zip(weights, results, strict=True)).backward()
+        sum((w * values).sum() for w, values in zip(weights, expected, strict=True)).backward()
+        for values, want in zip(results, expected, strict=True):
+            assert values.dtype == torch.float32
+            torch.testing.assert_close(values.double(), want.detach(), atol=20 * tolerance, rtol=tolerance)
+        for tensor, want in zip(leaves, exact, strict=True):
+            if tensor is not None:
+                assert tensor.grad.dtype == tensor.dtype
+                assert (tensor.grad.double() - want.grad).norm() <= tolerance * want.grad.norm()
+
+    return require

@@ -44,30 +44,26 @@ else:
         token_ids[1::5] = -100
         return token_ids
 
-    def check(tensors, token_ids, tolerance=1e-5):
-        """Compare values and gradients, by random weights on all three results, with the twin in float64."""
-        exact = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in tensors]
-        tensors = [None if tensor is None else tensor.requires_grad_() for tensor in tensors]
-        results = fused.linear_token_logprobs_triton(tensors, token_ids, 0.7)
-        expected = linear_token_logprobs_reference(exact, token_ids, 0.7)
-        weights = torch.randn(3, len(token_ids), dtype=torch.float64)
-        sum((w.float() * values).sum() for w, values in zip(weights, results, strict=True)).backward()
-        sum((w * values).sum() for w, values in zip(weights, expected, strict=True)).backward()
-        for values, want in zip(results, expected, strict=True):
-            assert values.dtype == torch.float32
-            torch.testing.assert_close(values.double(), want.detach(), atol=20 * tolerance, rtol=tolerance)
-        for tensor, want in zip(tensors, exact, strict=True):
-            if tensor is not None:
-                assert tensor.grad.dtype == tensor.dtype
-                assert (tensor.grad.double() - want.grad).norm() <= tolerance * want.grad.norm()
+    @pytest.fixture
+    def check(require_equal_float64):
+        """Return a function that compares values and gradients with the twin in float64."""
+
+        def compare(tensors, token_ids, tolerance=1e-5):
+            exact = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in tensors]
+            tensors = [None if tensor is None else tensor.requires_grad_() for tensor in tensors]
+            results = fused.linear_token_logprobs_triton(tensors, token_ids, 0.7)
+            expected = linear_token_logprobs_reference(exact, token_ids, 0.7)
+            require_equal_float64(results, expected, tensors, exact, tolerance)
+
+        return compare
 
     # Whole blocks and tiles and parts of them: one row, one more than two blocks, and one less or more than a tile.
     @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 70), (15, 17), (17, 1), (33, 70)])
-    def test_triton_linear_token_logprobs_odd_sizes_equal_float64(num_rows, vocab_size, small_blocks):
+    def test_triton_linear_token_logprobs_odd_sizes_equal_float64(num_rows, vocab_size, small_blocks, check):
         check(head(num_rows, vocab_size), ids(num_rows, vocab_size))
 
     @pytest.mark.parametrize("bias", [False, True])
-    def test_triton_linear_token_logprobs_in_one_block_equals_float64(bias):
+    def test_triton_linear_token_logprobs_in_one_block_equals_float64(bias, check):
         check(head(17, 90, bias=bias), ids(17, 90))
 
     def test_triton_linear_token_logprobs_bias_that_leaves_tokens_out_equals_a_head_without_them(small_blocks):
@@ -111,11 +107,13 @@ else:
         assert all(map(torch.equal, *gradients))
 
     @pytest.mark.parametrize(("dtype", "num_rows"), [(torch.bfloat16, 17), (torch.float16, 9)])
-    def test_triton_linear_token_logprobs_half_inputs_equal_float64_but_for_rounding(dtype, num_rows, small_blocks):
+    def test_triton_linear_token_logprobs_half_inputs_equal_float64_but_for_rounding(
+        dtype, num_rows, small_blocks, check
+    ):
         check(head(num_rows, 70, dtype), ids(num_rows, 70), tolerance=4 * torch.finfo(dtype).eps)
 
     @pytest.mark.parametrize("rows", ["strided", "16 bytes apart", "not so in a copy", "one"])
-    def test_triton_linear_token_logprobs_non_contiguous_inputs_equal_float64(rows, small_blocks):
+    def test_triton_linear_token_logprobs_non_contiguous_inputs_equal_float64(rows, small_blocks, check):
         hidden, weight = {
             "strided": lambda: (torch.randn(17, 24)[:, ::2], torch.randn(12, 70).T),
             "16 bytes apart": lambda: (torch.randn(17, 16)[:, :12], torch.randn(140, 12)[::2]),
@@ -142,7 +140,7 @@ else:
         assert torch.equal(tensors[0].grad[1], torch.zeros(12))
         assert all(tensor.grad is None or tensor.grad.isfinite().all() for tensor in tensors)
 
-    def test_triton_linear_token_logprobs_huge_and_forbidden_logits_equal_float64(small_blocks):
+    def test_triton_linear_token_logprobs_huge_and_forbidden_logits_equal_float64(small_blocks, check):
         tensors = head(6, 70)
         tensors[2][:20] = float("-inf")  # all of a block, the first
         tensors[2][40] = 1e4
