@@ -102,7 +102,7 @@ def fit(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[fl
 
 def decode_steps(groups: Sequence[Group], num_engines: int, slots: int) -> float:
     """Return how many decode steps the slowest engine makes for these groups, which all wait at the start."""
-    unit = Costs(decode_s=((1, 1.0),), train_token_s=0.0)
+    unit = Costs(decode_step_s=1.0)
     return simulate(unit, Layout(num_engines=num_engines, slots=slots, batch_size=len(groups)), groups, 1).seconds
 
 
@@ -220,11 +220,11 @@ def read_run(*folders: Path, skip: int = WARM_UP) -> MeasuredRun:
         [prompts, iterations, answers], [line["time/generate"] + line.get("time/reward", 0.0) for _, _, line in used]
     )
     per_batch, per_trained_token = fit([[1.0] * len(used), tokens], [_training_seconds(line) for _, _, line in used])
-    slots = layouts[0].slots
     return MeasuredRun(
         # An engine that decodes n responses makes n tokens in a step.
         costs=Costs(
-            decode_s=((1, per_step + per_token), (slots, per_step + per_token * slots)),
+            decode_step_s=per_step,
+            decode_token_s=per_token,
             train_token_s=per_trained_token,
             train_batch_s=per_batch,
             prefill_token_s=per_prompt_token,
@@ -232,7 +232,7 @@ def read_run(*folders: Path, skip: int = WARM_UP) -> MeasuredRun:
         ),
         steps=tuple(tuple(step) for step in work),
         num_engines=layouts[0].num_engines,
-        slots=slots,
+        slots=layouts[0].slots,
         batch_size=layouts[0].batch_size,
     )
 

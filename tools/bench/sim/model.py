@@ -36,41 +36,32 @@ class Costs:
     """Measured seconds.
 
     Attributes:
-        decode_s: (responses that run, seconds of a decode step), ascending; linear between two points, constant before
-            the first, and beyond the last with its slope.
+        decode_step_s, decode_token_s: a decode step takes `decode_step_s` plus `decode_token_s` per response that runs.
         train_batch_s, train_token_s: a batch takes `train_batch_s` plus, divided by the training cards,
             `train_token_s` per token of its prompts and responses.
         prefill_token_s: per token of a prompt, once for all of its samples.
         sync_s: sending the weights, without waiting for requests.
-        reward_s: from the last response of a group to its reward.
-        turn_s: engines and trainers on the same cards change places, per step.
         slowdown: how many times as long an engine takes for everything while the learner trains, because both sides
             share a GPU, or the cores and the memory of a CPU.
         train_slowdown: likewise for a batch whose training begins while engines have work.
     """
 
-    decode_s: tuple[tuple[float, float], ...]
-    train_token_s: float
+    decode_step_s: float = 0.0
+    decode_token_s: float = 0.0
+    train_token_s: float = 0.0
     train_batch_s: float = 0.0
     prefill_token_s: float = 0.0
     sync_s: float = 0.0
-    reward_s: float = 0.0
-    turn_s: float = 0.0
     slowdown: float = 1.0
     train_slowdown: float = 1.0
 
     def __post_init__(self) -> None:
-        if min(seconds for _, seconds in self.decode_s) <= 0:
-            raise ValueError(f"the seconds of decode steps must be > 0, they are {self.decode_s}")
+        if self.decode(1) <= 0:
+            raise ValueError(f"the seconds of a decode step must be > 0, they are {self.decode(1)}")
 
     def decode(self, running: int) -> float:
         """Return the seconds of a decode step with so many responses."""
-        points = self.decode_s
-        if len(points) == 1 or running <= points[0][0]:
-            return points[0][1]
-        upper = next((index for index, point in enumerate(points) if point[0] >= running), len(points) - 1)
-        (x0, y0), (x1, y1) = points[upper - 1 : upper + 1]
-        return y0 + (running - x0) * (y1 - y0) / (x1 - x0)
+        return self.decode_step_s + self.decode_token_s * running
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,8 +199,6 @@ class _Run:
         self._layout = layout
         self._groups = groups
         self._num_steps = num_steps
-        # A run in which all cards take turns has `turn_s` in addition to each update.
-        self._sync_s = costs.sync_s + (costs.turn_s if layout.shared else 0.0)
         step_s = [costs.decode(max(number, 1)) for number in range(layout.slots + 1)]
         self._engines = [_Engine(step_s) for _ in range(layout.num_engines)]
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -280,7 +269,7 @@ class _Run:
             self._left[index] -= 1
             if not self._left[index]:
                 del self._left[index]
-                self._plan(self.now + self._costs.reward_s, self._on_complete, index)
+                self._plan(self.now, self._on_complete, index)
         self._plan_end(number)
         self._admit()
         if self._is_draining and len(self._left) == len(self._held):
@@ -335,7 +324,7 @@ class _Run:
 
     def _send_weights(self) -> None:
         self._is_draining = False
-        until = self.now + self._sync_s
+        until = self.now + self._costs.sync_s
         for number, engine in enumerate(self._engines):
             engine.halt(self.now, until)
             self._plan_end(number)

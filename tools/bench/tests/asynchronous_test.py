@@ -78,7 +78,7 @@ def test_modes_of_staleness_are_flags():
 
 
 def test_slowdown_is_fitted_to_a_run():
-    costs = Costs(decode_s=((1, 0.002), (64, 0.01)), train_token_s=1e-4, train_batch_s=0.05, sync_s=0.03)
+    costs = Costs(decode_step_s=0.002, decode_token_s=1.25e-4, train_token_s=1e-4, train_batch_s=0.05, sync_s=0.03)
     # Lengths with a long tail, in an order without a pattern.
     groups = [Group(16, tuple(2 ** ((7 * index + 3 * sample) % 9) for sample in range(4))) for index in range(320)]
     steps = tuple(tuple(groups[start : start + 16]) for start in range(0, 320, 16))

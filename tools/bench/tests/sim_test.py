@@ -11,7 +11,7 @@ from sim.costs import decode_steps
 from sim.model import Costs, Group, Layout, simulate
 
 TEN = [Group(1, (10,))]
-STEP = Costs(decode_s=((1, 1.0),), train_token_s=0.0, train_batch_s=4.0, sync_s=1.0)
+STEP = Costs(decode_step_s=1.0, train_batch_s=4.0, sync_s=1.0)
 
 
 def tailed_groups(number, samples, seed):
@@ -72,18 +72,16 @@ def test_groups_that_would_leave_too_few_places_wait():
 
 def test_decode_step_depends_on_what_runs():
     # Two tokens of both at 2 s, then two more of one at 1 s; then training and weights.
-    costs = Costs(decode_s=((1, 1.0), (2, 2.0)), train_token_s=0.0, train_batch_s=4.0, sync_s=1.0)
+    costs = Costs(decode_token_s=1.0, train_batch_s=4.0, sync_s=1.0)
     assert seconds([Group(1, (2, 4))], costs=costs) == pytest.approx(6 + 5)
-    assert costs.decode(3) == pytest.approx(3.0)  # with the slope of the last two points
-    assert costs.decode(0) == 1.0
 
 
-def test_prefill_halts_once_per_prompt_and_rewards_take_time():
-    costs = Costs(decode_s=((1, 1.0),), train_token_s=0.1, prefill_token_s=0.5, reward_s=3.0)
-    # 5 s for 10 prompt tokens, 4 decode steps, 3 s for the reward; training: two samples of 10 + 4 tokens.
-    assert seconds([Group(10, (4, 4))], costs=costs) == pytest.approx(5 + 4 + 3 + 2.8)
+def test_prefill_halts_once_per_prompt():
+    costs = Costs(decode_step_s=1.0, train_token_s=0.1, prefill_token_s=0.5)
+    # 5 s for 10 prompt tokens, 4 decode steps; training: two samples of 10 + 4 tokens.
+    assert seconds([Group(10, (4, 4))], costs=costs) == pytest.approx(5 + 4 + 2.8)
     # Two trainers share the tokens.
-    assert seconds([Group(10, (4, 4))], costs=costs, num_trainers=2) == pytest.approx(5 + 4 + 3 + 1.4)
+    assert seconds([Group(10, (4, 4))], costs=costs, num_trainers=2) == pytest.approx(5 + 4 + 1.4)
 
 
 def test_engines_are_slower_while_the_learner_trains():
@@ -108,7 +106,7 @@ def test_training_that_begins_beside_generation_is_slower():
 def test_groups_go_to_the_engine_with_the_least_work():
     # One slot each: 10 and 4 + 4 tokens.
     groups = [Group(1, (10,)), Group(1, (4,)), Group(1, (4,))]
-    costs = Costs(decode_s=((1, 1.0),), train_token_s=0.0)
+    costs = Costs(decode_step_s=1.0)
     assert seconds(groups[:2], costs=costs, num_engines=2, slots=1, batch_size=2) == pytest.approx(10)
     assert seconds(groups, costs=costs, num_engines=1, slots=1, batch_size=3) == pytest.approx(18)
     assert decode_steps(groups[:2], num_engines=1, slots=1) == pytest.approx(14)
@@ -126,12 +124,14 @@ def test_engine_equals_one_that_counts_token_by_token():
                 running.append(waiting.popleft())
             expected += 0.5 + 0.25 * len(running)
             running = [left - 1 for left in running if left > 1]
-        costs = Costs(decode_s=((1, 0.75), (2, 1.0)), train_token_s=0.0)
+        costs = Costs(decode_step_s=0.5, decode_token_s=0.25)
         groups = [Group(1, (length,)) for length in lengths]
         assert seconds(groups, costs=costs, slots=slots, batch_size=len(groups)) == pytest.approx(expected)
 
 
-COSTS = Costs(decode_s=((1, 0.01), (32, 0.02)), train_token_s=1e-3, train_batch_s=0.2, prefill_token_s=1e-4, sync_s=0.1)
+COSTS = Costs(
+    decode_step_s=0.01, decode_token_s=3e-4, train_token_s=1e-3, train_batch_s=0.2, prefill_token_s=1e-4, sync_s=0.1
+)
 
 
 @pytest.mark.parametrize("at_update", ["drain", "keep", "restart"])
@@ -179,4 +179,4 @@ def test_work_that_cannot_be_simulated_is_refused():
         with pytest.raises(ValueError, match="steps with"):
             simulate(STEP, Layout(), groups, num_steps)
     with pytest.raises(ValueError, match="must be > 0"):
-        replace(STEP, decode_s=((1, 0.0),))
+        replace(STEP, decode_step_s=0.0)

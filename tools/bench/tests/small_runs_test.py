@@ -37,7 +37,7 @@ def test_two_ranks_of_long_context_agree_with_one(bench):
 
 
 def test_all_ways_of_zero3_compute_the_same(bench):
-    on_cpu = [way for way in zero3.WAYS if way != "compiled"]
+    on_cpu = [way for way in zero3.WAYS if way not in ("overlap", "compiled")]  # a CPU overlaps nothing
     flags = ["--shape", "tiny", "--num_tokens", "16", "--passes", "2", "--turns", "1"]
     _, report = bench("zero3", *flags, "--ways", *on_cpu)
     ways = report["ways"]
