@@ -194,7 +194,7 @@ def test_process_encoder_row_that_cannot_be_used_names_itself(values, says):
 
 
 def test_process_encoder_placeholder_of_several_tokens_is_refused():
-    with pytest.raises(ConfigError, match="the placeholder 'ки' is 4 tokens, not one"):
+    with pytest.raises(ConfigError, match="the placeholder 'ки' is 4 tokens, not one\n\nhint: use a special token"):
         steps({}, placeholder="ки")
 
 
