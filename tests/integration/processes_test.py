@@ -269,6 +269,7 @@ def test_start_that_hangs_is_an_engine_error_with_a_hint(monkeypatch, start, kin
         ("start_engines", [SimpleNamespace(handle=start(kind))]),
         ("start_scorers", []),
         ("start_workers", []),
+        ("load_models", []),
     ):
         monkeypatch.setattr(processes, name, lambda *words, started=started: started)
     with pytest.raises(EngineError, match=rf"(?s)^{what} took longer than 3 s.*hint: .*Ray's session folder"):

@@ -196,6 +196,22 @@ def test_batch_sizes_that_do_not_divide_are_refused():
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(BatchSizes)])
+def test_batch_size_of_none_is_refused(name):
+    with pytest.raises(ConfigError, match=f"``{name}`` is 0; it must be at least 1"):
+        dataclasses.replace(SINGLES, **{name: 0})
+
+
+def test_largest_pass_is_that_of_the_larger_micro_batch_or_of_the_limit():
+    for sizes, largest in (
+        (SINGLES, 4 * 10),
+        (dataclasses.replace(SINGLES, micro_train_batch_size=6), 6 * 10),
+        (dataclasses.replace(SINGLES, micro_rollout_batch_size=9), 8 * 10),  # of all eight rollouts
+        (dataclasses.replace(SINGLES, micro_batch_tokens=30), 30),
+    ):
+        assert sizes.most_pass_tokens(10) == largest
+
+
 def test_batch_sizes_count_updates_over_epochs():
     sizes = BatchSizes(
         rollout_batch_size=8, n_samples_per_prompt=4, train_batch_size=16, micro_train_batch_size=4,
