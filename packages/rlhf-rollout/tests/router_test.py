@@ -116,7 +116,7 @@ async def test_router_attaches_and_detaches_while_requests_run():
     assert len(await running) == 1
     assert (old.num_asked, new.num_asked) == (1, 1)
     router.detach(new)
-    with pytest.raises(EngineError, match="no engine is attached"):
+    with pytest.raises(EngineError, match=r"no engine is attached\s+hint: attach an engine"):
         await ask(router)
 
 
