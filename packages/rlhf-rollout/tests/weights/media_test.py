@@ -245,6 +245,23 @@ def test_shared_memory_that_the_host_does_not_have_is_an_error_with_a_hint(monke
     assert segments() == set()
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        ("memfd_create", WeightSyncError, "cannot create shared memory: .*full\n\nhint: weight sync needs Linux"),
+        ("ftruncate", OSError, "full"),
+    ],
+)
+def test_shared_memory_that_cannot_be_made_leaves_nothing(call, error, says, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(24, "full")
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(error, match=says):
+        shared_memory.Buffer(64, engines=["one"])
+    assert segments() == set()
+
+
 def test_shared_memory_has_no_name_is_taken_as_it_is_written_and_outlives_its_maker_where_it_is_mapped() -> None:
     buffer = shared_memory.Buffer(64 << 20, engines=["one"])
     path = Path(buffer.handles[0][0])
