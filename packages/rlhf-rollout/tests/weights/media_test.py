@@ -282,6 +282,7 @@ def test_shared_memory_has_no_name_is_taken_as_it_is_written_and_outlives_its_ma
 
 
 def test_tcp_answers_only_those_who_know_its_token() -> None:
+    others = set(threading.enumerate())
     buffer = buffer_class("tcp").sender(1, "127.0.0.1")(4096, ["one"])
     buffer.reserve(3)
     buffer.data[:3] = torch.tensor([1, 2, 3])
@@ -297,6 +298,9 @@ def test_tcp_answers_only_those_who_know_its_token() -> None:
     with pytest.raises(EngineError, match="the sender ended the connection"):
         read((host, port, bytes(len(token)), *rest), CPU)
     buffer.close()
+    for thread in set(threading.enumerate()) - others:
+        thread.join(30)
+        assert not thread.is_alive()
     with pytest.raises(EngineError, match=rf"cannot read weights from {host}:{port}(.|\n)*hint: the nodes"):
         read(buffer.handles[0], CPU)
 
