@@ -60,6 +60,11 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         ("--repetition_penalty 0.9 --async_train", "--old_logprobs rollout compares", "--repetition_penalty 1"),
         ("--top_p 0.9 --async_train", "--old_logprobs rollout compares", "or --old_logprobs recompute"),
         ("--eval_temperature 0 --eval_n_samples_per_prompt 2", "greedy responses are all the same", "use 1"),
+        # sleep
+        *(
+            (f"--async_train --colocate_all_models {flag}", f"{flag} lets them sleep in turn", "drop one of them")
+            for flag in ("--vllm_enable_sleep", "--deepspeed_enable_sleep")
+        ),
         # the policy loss
         ("--clip_eps_low 0.1 --eps_clip 0.1", "--eps_clip and --clip_eps_low set the same", "give one"),
         ("--eps_clip_low_high 0.1 0.2 --clip_eps_high 0.1", "--clip_eps_high set the same", "give one"),
@@ -365,6 +370,9 @@ def test_parse_clip_range_of_a_flag_stands_instead_of_that_of_a_file(tmp_path):
     file.write_text("[algorithm]\neps_clip_low_high = [0.1, 0.3]\n")
     assert ppo("--config", str(file)).config.algorithm.clip_range == (0.1, 0.3)
     assert ppo("--config", str(file), "--eps_clip", "0.1").config.algorithm.clip_range == (0.1, 0.1)
+    file.write_text("[algorithm]\neps_clip_low_high = [0.5, 0.4]\n")
+    for flag, clip_range in (("--clip_eps_low", (0.1, 0.2)), ("--clip_eps_high", (0.2, 0.1))):
+        assert ppo("--config", str(file), flag, "0.1").config.algorithm.clip_range == clip_range
     file.write_text("[algorithm]\nclip_eps_low = 0.1\n")
     assert ppo("--config", str(file), "--clip_eps_high", "0.3").config.algorithm.clip_range == (0.1, 0.3)
     file.write_text("[algorithm]\neps_clip = 0.1\nclip_eps_low = 0.1\n")

@@ -7,7 +7,7 @@ import pytest
 from record_testing import write_jsonl
 from rlhf_data.chat.conversation import encode_conversation
 from rlhf_data.chat.input_template import InputTemplate
-from rlhf_data.chat.messages import row_messages, row_tools
+from rlhf_data.chat.messages import joined_messages, row_messages, row_tools
 from rlhf_data.chat.template import render_chat, render_follow_up
 from rlhf_data.chat.tokens import encode_completion, encode_prompts
 from rlhf_data.errors import ConfigError, DataError
@@ -98,6 +98,29 @@ def test_input_template_writes_the_tools_of_a_row(tools):
     assert "tools: " not in render(row, apply_chat_template=True)
 
 
+ASK, ANSWER = ({"role": role, "content": "x"} for role in ("user", "assistant"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "whole"),
+    [
+        ([ASK, ANSWER], [ASK, ANSWER]),
+        ([{"role": "system", "content": "s"}, ASK, ANSWER], [{"role": "system", "content": "s"}, ASK, ANSWER]),
+        ([ANSWER], [ASK, ANSWER]),
+        ([ASK], [ASK, ASK]),  # what ends with the prompt has no answer to it
+    ],
+)
+def test_answer_that_begins_with_the_prompt_is_the_whole_conversation(answer, whole):
+    assert joined_messages([ASK], answer) == whole
+
+
+@pytest.mark.parametrize("text", [None, 3])
+def test_content_with_a_part_whose_text_is_none_is_refused(text):
+    parts = [{"type": "text", "text": part} for part in ("a", text)]
+    with pytest.raises(DataError, match="o:1: "):
+        row_messages(Row({"m": [{"role": "user", "content": parts}]}, "o", 1), "m")
+
+
 @pytest.mark.parametrize("none", [None, [], "null", "[]"])
 def test_input_template_row_without_tools_has_none(none):
     row = Row({"q": "2+2", "t": none}, "a", 1)
@@ -111,7 +134,7 @@ def test_input_template_row_without_tools_has_none(none):
         ({"t": "{"}, "o:1: `t` is not JSON: "),
         ({"t": '{"a": 1}'}, "o:1: `t` must be a list of tools, or its JSON text, got an object"),
         ({"t": ["add"]}, "o:1: `t` must be a list of tools, or its JSON text, got a list"),
-        ({"t": 3}, "got a number"),
+        ({"t": 3}, "got a number\n\nhint: a tool looks like {"),
     ],
 )
 def test_input_template_tools_that_are_none_are_refused(values, says):
