@@ -367,6 +367,15 @@ def test_a_bucket_is_filled_while_engines_read_the_last_one_and_overwrites_nothi
     check_weights([engine], expected)
 
 
+def test_group_that_lost_a_member_sends_no_further_bucket() -> None:
+    broadcaster = nccl._Broadcaster(1, "127.0.0.1")
+    broadcaster.open_buffer(4, ["one"])
+    assert [handle.size_bytes for handle in broadcaster.handles(4)] == [4]
+    broadcaster.leave()
+    with pytest.raises(EngineError, match="the group that broadcasts weights has lost a member"):
+        broadcaster.handles(4)
+
+
 def test_store_that_nobody_answers_at_is_an_error_with_a_hint(short_limit: None) -> None:
     handle = nccl.BroadcastHandle("127.0.0.1", 9, "group", num_ranks=2, first_rank=1, number=0, size_bytes=4)
     with pytest.raises(EngineError, match=r"cannot be joined at 127.0.0.1:9(.|\s)*hint: the nodes of a run"):

@@ -30,7 +30,8 @@ def load(monkeypatch, *, num_ranks=1, num_busy_engines=0, medium="shared_memory"
         trainer_sleep=True,
         sync_checksum=True,
     )
-    actor.load(0, num_ranks, {}, job, ("127.0.0.1", 1))
+    seconds = actor.load(0, num_ranks, {}, job, ("127.0.0.1", 1))
+    assert seconds["startup/load"] > 0 and seconds["startup/rehearsal"] == 0.0  # nothing is compiled on a CPU
     return given, sending
 
 

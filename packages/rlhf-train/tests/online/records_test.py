@@ -1,6 +1,7 @@
 """The trainer's plain data and tensors: specs, jobs, schedules, metrics, experience, ledgers."""
 
 import dataclasses
+import json
 import pickle
 from typing import get_args
 
@@ -372,6 +373,9 @@ def test_ledger_balances_the_run_and_reports_the_step():
     assert ledger.close_step() == {f"samples/{name}": count for name, count in counts.items()}
     ledger.add(requested=4, failed=4)
     assert ledger.run.requested == 14 and ledger.step.requested == 4
+    resumed = Ledger()
+    resumed.restore(json.loads(json.dumps(ledger.state())))
+    assert (resumed.run, resumed.step) == (ledger.run, ledger.step)
     assert ledger.close_step() == {f"samples/{name}": 4 * (name in ("generated", "failed")) for name in counts}
     ledger.check(outstanding=0)
 
