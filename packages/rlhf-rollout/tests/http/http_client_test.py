@@ -144,7 +144,7 @@ def test_pause_without_one_that_the_server_names_is_random_up_to_twice_the_short
 
 @pytest.mark.parametrize(("factor", "expected"), [(1, 1), (2, 2)])
 def test_pauses_double(user, monkeypatch, factor, expected):
-    monkeypatch.setattr(client_module.random, "uniform", lambda low, high: factor)
+    monkeypatch.setattr(client_module.random, "uniform", lambda *bounds: bounds == (1, 2) and factor)
     problem, seconds = user.ask(*[status(503)] * 3, None)
     assert (problem, seconds) == ("", pytest.approx(7 * FIRST_PAUSE_S[user.kind] * expected))
 
