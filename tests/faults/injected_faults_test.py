@@ -21,7 +21,7 @@ from rlhf_data.records import FinishReason
 from rlhf_rollout.agents import AgentSpec, EpisodeLimits
 from rlhf_rollout.protocols import Completion
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
-from rlhf_train.generation.spec import AsyncSpec, RewardSpec
+from rlhf_train.generation.run_spec import AsyncSpec, RewardSpec
 from rlhf_train.online import train_and_save
 from rlhf_train.online_job import CheckpointSpec
 from rlhf_train.run.checkpoint import RECEIPT, Checkpoints, write_receipt

@@ -27,7 +27,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.cluster.places import Place, ProcessPlan
 from rlhf_train.cluster.ray_session import LostProcessError
-from rlhf_train.generation.spec import AsyncSpec
+from rlhf_train.generation.run_spec import AsyncSpec
 from rlhf_train.online import run_online
 from rlhf_train.online_job import CheckpointSpec, OnlineJob
 from rlhf_train.processes import check_files, placed_bundles

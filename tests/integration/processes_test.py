@@ -23,7 +23,7 @@ from rlhf_rollout.host import free_port
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_train import processes
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
-from rlhf_train.generation.spec import RewardSpec
+from rlhf_train.generation.run_spec import RewardSpec
 from rlhf_train.processes import (
     Reserved,
     check_files,

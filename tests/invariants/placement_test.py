@@ -18,7 +18,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.cluster.places import Place, PlacementPlan, ProcessPlan
-from rlhf_train.generation.spec import RewardSpec
+from rlhf_train.generation.run_spec import RewardSpec
 from rlhf_train.online import run_online
 from rlhf_train.online_job import OnlineJob
 from rlhf_train.run.observer import Observer

@@ -18,8 +18,8 @@ def model_path(tmp_path_factory):
 def make_run(tmp_path, model_path, monkeypatch):
     """Return a function that makes a run of sixteen prompts per step, eight of them even, four samples each."""
     from online_fakes import FakeRanks, Listener, Run, World
+    from rlhf_train.generation.run_spec import RewardSpec
     from rlhf_train.generation.scoring import make_reward
-    from rlhf_train.generation.spec import RewardSpec
     from rlhf_train.online import assemble
     from rlhf_train.run.recorder import Recorder
     from rlhf_train.run.timeline import Timeline

@@ -25,7 +25,7 @@ from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.batching import BatchSizes
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
-from rlhf_train.generation.spec import RewardSpec
+from rlhf_train.generation.run_spec import RewardSpec
 from rlhf_train.online_job import OnlineJob
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 

@@ -17,7 +17,7 @@ from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
 from rlhf_data.rows.row import Counts
 from rlhf_train.algorithms.table import CorrectionSpec
-from rlhf_train.generation.spec import AsyncSpec, DynamicSampling
+from rlhf_train.generation.run_spec import AsyncSpec, DynamicSampling
 
 CPU, MANY_GPUS = 0, 8
 AGENT = "--agent_func_path agents "

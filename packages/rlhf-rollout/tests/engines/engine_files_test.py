@@ -302,9 +302,7 @@ def test_engine_on_a_cpu_caches_no_prefixes_of_layers_with_a_state() -> None:
 
 @pytest.mark.parametrize("name", ["Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"])
 def test_linear_attention_on_a_cpu_needs_bfloat16(name: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"only in bfloat16, and ``dtype`` is float32\n\nhint: set ``dtype=bfloat16``"
-    ):
+    with pytest.raises(ConfigError, match=r"only in bfloat16, and not in float32\n\nhint: add ``dtype=bfloat16``"):
         fit_to_cpu(EngineSpec(model="m"), ["Other", name], [])
     spec = EngineSpec(model="m", dtype="bfloat16")
     assert fit_to_cpu(spec, [name], []) is spec

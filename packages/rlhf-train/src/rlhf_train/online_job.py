@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlhf_data.errors import ConfigError
-from rlhf_train.generation.spec import GenerationSpec
-from rlhf_train.learning.spec import LearningSpec
+from rlhf_train.generation.run_spec import GenerationSpec
+from rlhf_train.learning.learning_spec import LearningSpec
 from rlhf_train.run.checkpoint import CheckpointSpec
 from rlhf_train.run.trackers.spec import TrackerSpec
 

@@ -29,10 +29,10 @@ from rlhf_rollout.ray_actors import (
 from rlhf_train.cluster.places import PlacementPlan, ProcessPlan
 from rlhf_train.cluster.ray_session import check_resources, join, started_cluster, wait
 from rlhf_train.generation.divided_rewards import DividedScorer, RewardRank
-from rlhf_train.generation.spec import RunSpec
+from rlhf_train.generation.run_spec import RunSpec
+from rlhf_train.learning.learning_spec import LearningSpec
 from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
-from rlhf_train.learning.spec import LearningSpec
 from rlhf_train.online_job import OnlineJob
 
 PLACEMENT_TIMEOUT_S = 60.0

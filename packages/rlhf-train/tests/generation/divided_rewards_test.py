@@ -32,7 +32,7 @@ from rlhf_train.generation.divided_rewards import (
     _even_batches,
     _ProcessGoneError,
 )
-from rlhf_train.generation.spec import RewardSpec
+from rlhf_train.generation.run_spec import RewardSpec
 from rlhf_train.processes import placed_bundles, start_scorers
 from trainer_testing import random_rollouts
 

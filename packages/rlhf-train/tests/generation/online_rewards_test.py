@@ -13,8 +13,8 @@ from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span,
 from rlhf_rollout.ray_actors import RayScorer
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_train.algorithms.table import make_algorithm
+from rlhf_train.generation.run_spec import DynamicSampling, RewardSpec
 from rlhf_train.generation.scoring import RewardShaper, compared_rewards, is_worth_training, make_reward
-from rlhf_train.generation.spec import DynamicSampling, RewardSpec
 from rlhf_train.generation.summaries import scored
 
 

@@ -13,8 +13,8 @@ from rlhf_data.errors import CheckpointError, EngineError, RewardError
 from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
+from rlhf_train.generation.run_spec import DynamicSampling
 from rlhf_train.generation.service import GenerationService
-from rlhf_train.generation.spec import DynamicSampling
 from rlhf_train.generation.stream import SampleStream
 from rlhf_train.run.checkpoint import encode_state
 from simulated import now, simulate

@@ -8,7 +8,7 @@ from online_fakes import FakeRanks, LoggedRanks, World
 from rlhf_data.errors import ConfigError
 from rlhf_train.algorithms.table import CorrectionSpec
 from rlhf_train.cluster.places import Place, PlacementPlan, ProcessPlan
-from rlhf_train.generation.spec import AsyncSpec
+from rlhf_train.generation.run_spec import AsyncSpec
 from rlhf_train.learning.learner import Learner
 from rlhf_train.run.metrics import Sum
 from trainer_testing import random_rollouts, tiny_job

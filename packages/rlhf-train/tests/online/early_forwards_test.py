@@ -16,7 +16,7 @@ from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.batching import RankPlan
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
-from rlhf_train.generation.spec import AsyncSpec, DynamicSampling
+from rlhf_train.generation.run_spec import AsyncSpec, DynamicSampling
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.forwards import BlockForwards
 from rlhf_train.learning.learner import Learner

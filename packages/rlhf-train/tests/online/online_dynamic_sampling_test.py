@@ -7,8 +7,8 @@ import pytest
 
 from online_fakes import BrokenReward, Run, SpreadReward, by_step, tiny_batch
 from rlhf_data.errors import RewardError
+from rlhf_train.generation.run_spec import DynamicSampling
 from rlhf_train.generation.scoring import RewardShaper
-from rlhf_train.generation.spec import DynamicSampling
 from rlhf_train.online import train_and_save
 
 

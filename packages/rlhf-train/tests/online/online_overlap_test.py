@@ -10,7 +10,7 @@ import pytest
 from online_fakes import SpreadReward, by_step, held_out, tiny_batch
 from rlhf_data.errors import ConfigError
 from rlhf_train.algorithms.table import make_algorithm
-from rlhf_train.generation.spec import AsyncSpec
+from rlhf_train.generation.run_spec import AsyncSpec
 from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.online import train_and_save
 from rlhf_train.online_job import CheckpointSpec

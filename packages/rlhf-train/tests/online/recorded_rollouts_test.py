@@ -13,8 +13,8 @@ from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.generation.recorded import RecordedRollouts, Recording, find_recording
+from rlhf_train.generation.run_spec import AsyncSpec, DynamicSampling, RewardSpec
 from rlhf_train.generation.scoring import RewardShaper
-from rlhf_train.generation.spec import AsyncSpec, DynamicSampling, RewardSpec
 from rlhf_train.online import train_and_save
 from rlhf_train.run.checkpoint import Checkpoints, CheckpointSpec
 from rlhf_train.run.checkpointing import find_checkpoint

@@ -20,7 +20,7 @@ from rlhf_train.algorithms.table import POLICY_LOSSES, AlgorithmSpec, Correction
 from rlhf_train.batching import BatchSizes
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.engine.protocol import learning_rate_at
-from rlhf_train.generation.spec import DynamicSampling, RewardSpec
+from rlhf_train.generation.run_spec import DynamicSampling, RewardSpec
 from rlhf_train.generation.summaries import scored, summarize
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import Experience

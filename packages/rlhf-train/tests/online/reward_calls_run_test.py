@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
-from rlhf_train.generation.spec import AsyncSpec, RewardSpec
+from rlhf_train.generation.run_spec import AsyncSpec, RewardSpec
 from rlhf_train.online import train_and_save
 
 COUNTING = """

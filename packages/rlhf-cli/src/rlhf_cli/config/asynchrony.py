@@ -5,7 +5,7 @@ from collections.abc import Collection
 from rlhf_data.options.checks import without_effect
 from rlhf_data.options.declare import Section, flag, one_of
 from rlhf_rollout.protocols import PAUSE_MODES
-from rlhf_train.generation.spec import AsyncSpec
+from rlhf_train.generation.run_spec import AsyncSpec
 
 AtUpdate = one_of(PAUSE_MODES)
 

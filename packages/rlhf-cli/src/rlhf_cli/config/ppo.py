@@ -22,7 +22,7 @@ from rlhf_rollout.commands.sections import SHARE_ALONE, AgentSection
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import BatchSizes
-from rlhf_train.generation.spec import DynamicSampling
+from rlhf_train.generation.run_spec import DynamicSampling
 from rlhf_train.specs import ModelSpec
 
 _FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batches")

@@ -7,7 +7,7 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import without_effect
 from rlhf_data.options.declare import SymmetricRange, flag, matching, one_of
 from rlhf_rollout.commands import sections
-from rlhf_train.generation.spec import RewardSpec
+from rlhf_train.generation.run_spec import RewardSpec
 
 Normalization = one_of(("together", "each", "none"))
 Sharding = one_of(("auto", "on", "off"))

@@ -24,8 +24,8 @@ from rlhf_rollout.generator import GroupResult
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.supervisor import EngineSupervisor, RestartableEngine
+from rlhf_train.generation.run_spec import GenerationSpec
 from rlhf_train.generation.service import Drawn, GenerationService
-from rlhf_train.generation.spec import GenerationSpec
 from rlhf_train.generation.stream import SampleStream
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.timeline import Timeline

@@ -18,7 +18,7 @@ from rlhf_train.algorithms.group import (
     relative_turn_rewards,
 )
 from rlhf_train.algorithms.table import AlgorithmSpec
-from rlhf_train.generation.spec import DynamicSampling, RewardSpec
+from rlhf_train.generation.run_spec import DynamicSampling, RewardSpec
 from rlhf_train.generation.summaries import scored
 
 

@@ -12,8 +12,8 @@ from rlhf_rollout.agents.base import Workflow
 from rlhf_rollout.generator import GenerationCounts, GroupMaker, GroupResult, generate_groups
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.records_io import parse_group
+from rlhf_train.generation.run_spec import GenerationSpec
 from rlhf_train.generation.scoring import is_worth_training
-from rlhf_train.generation.spec import GenerationSpec
 from rlhf_train.generation.stream import SampleStream, Ticket
 from rlhf_train.run.checkpoint import check_rows
 

@@ -10,9 +10,9 @@ from rlhf_train.cluster.ray_session import wait
 from rlhf_train.generation.summaries import scored
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import MODEL_COLUMNS
+from rlhf_train.learning.learning_spec import LearningSpec
 from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
-from rlhf_train.learning.spec import LearningSpec
 from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.run.metrics import merge_metrics, results
 

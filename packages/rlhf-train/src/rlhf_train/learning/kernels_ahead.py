@@ -28,8 +28,8 @@ from rlhf_data.pretrained import located_model
 from rlhf_models.attention.packed import PACKED_ATTENTION
 from rlhf_models.backbone import last_hidden_state
 from rlhf_rollout.host import free_port
+from rlhf_train.learning.learning_spec import LearningSpec
 from rlhf_train.learning.rehearsal import Rehearsed, made_up_step, run_passes, share_beside_engines
-from rlhf_train.learning.spec import LearningSpec
 from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.run.models import load_model, without_dropout
 from rlhf_train.specs import ModelSpec

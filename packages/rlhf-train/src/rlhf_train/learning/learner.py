@@ -14,9 +14,9 @@ from rlhf_train.costs import PassCosts
 from rlhf_train.generation.scoring import RewardShaper, compared_rewards
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.forwards import BlockForwards
+from rlhf_train.learning.learning_spec import LearningSpec
 from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
-from rlhf_train.learning.spec import LearningSpec
 from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.run.metrics import METRIC_PREFIXES, Metric, merge_metrics, results
 

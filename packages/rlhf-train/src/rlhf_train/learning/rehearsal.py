@@ -20,7 +20,7 @@ from rlhf_train.cluster.places import PlacementPlan
 from rlhf_train.engine.protocol import StepStats
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import MODEL_COLUMNS
-from rlhf_train.learning.spec import LearningSpec
+from rlhf_train.learning.learning_spec import LearningSpec
 from rlhf_train.learning.worker import TrainWorker
 
 logger = logging.getLogger(__name__)

@@ -81,8 +81,8 @@ def fit_to_cpu(spec: EngineSpec, names: Sequence[str], classes: Sequence[type]) 
         message = "vLLM does not compute the linear attention of a qwen3_next on a CPU"
         raise ConfigError(message, hint="use a GPU, or a model of another family from docs/models.md")
     if spec.dtype != "bfloat16" and any(name.startswith("Qwen3_5") for name in names):
-        message = f"vLLM computes linear attention on a CPU only in bfloat16, and ``dtype`` is {spec.dtype}"
-        raise ConfigError(message, hint="set ``dtype=bfloat16``")
+        message = f"vLLM computes linear attention on a CPU only in bfloat16, and not in {spec.dtype}"
+        raise ConfigError(message, hint="add ``dtype=bfloat16``")
     if any(getattr(kind, "has_inner_state", False) for kind in classes):
         return replace(spec, enable_prefix_caching=False)
     return spec

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhf_train.generation.spec import RunSpec
+from rlhf_train.generation.run_spec import RunSpec
 from rlhf_train.specs import ModelSpec
 
 
