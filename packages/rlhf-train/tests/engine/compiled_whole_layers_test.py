@@ -48,14 +48,14 @@ def masked_attention(
     value: torch.Tensor,
     cu_seqlens: torch.Tensor,
     longest: int | None,
-    scaling: float | None,
-    sliding_window: int | None,
+    how: Any,
 ) -> torch.Tensor:
-    """Stand in for `_varlen`: heads [1, H, T, D] to [1, T, H, D]."""
+    """Stand in for `_varlen`: heads [T, H, D] to [1, T, H, D]."""
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     places = torch.arange(query.shape[2])
     sequences = torch.searchsorted(cu_seqlens, places, right=True)
     mask = (sequences[:, None] == sequences) & (places[:, None] >= places)
-    return scaled_dot_product_attention(query, key, value, mask, scale=scaling).transpose(1, 2)
+    return scaled_dot_product_attention(query, key, value, mask, scale=how.scaling).transpose(1, 2)
 
 
 def batch_of(update: int, number: int, rank: int) -> TokenBatch:

@@ -156,8 +156,12 @@ def test_reward_model_of_a_job_has_its_deadline(monkeypatch, tmp_path):
 
 def test_reward_models_score_by_turn_if_the_job_says_so_except_those_that_judge_steps(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr("rlhf_train.generation.scoring.ModelReward", lambda replicas, **options: made.append(options))
-    monkeypatch.setattr("rlhf_train.generation.scoring.ProcessReward", lambda replicas, **options: made.append(options))
+
+    def make(replicas, calls, **options):
+        made.append(options)
+
+    monkeypatch.setattr("rlhf_train.generation.scoring.ModelReward", make)
+    monkeypatch.setattr("rlhf_train.generation.scoring.ProcessReward", make)
     monkeypatch.setattr(
         "rlhf_train.generation.scoring.build_reward", lambda sources, calls, **options: options["models"]
     )
