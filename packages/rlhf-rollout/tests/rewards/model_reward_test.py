@@ -145,11 +145,12 @@ def test_model_reward_batches_across_calls_up_to_the_batch_size(monkeypatch) -> 
 def test_model_reward_sequences_that_come_while_the_replica_is_busy_are_one_batch(monkeypatch: Any) -> None:
     monkeypatch.setattr("rlhf_rollout.http.batcher.MAX_WAIT_S", 0.0)
     sizes = []
+    all_asked = asyncio.Event()
 
     class Slow:
         async def score(self, token_ids: list[np.ndarray]) -> list[float]:
             sizes.append(len(token_ids))
-            await asyncio.sleep(0.3 if len(sizes) == 1 else 0)
+            await all_asked.wait()
             return [1.0] * len(token_ids)
 
     async def one_after_the_other() -> None:
@@ -157,6 +158,7 @@ def test_model_reward_sequences_that_come_while_the_replica_is_busy_are_one_batc
         for index in range(10):
             groups.append(asyncio.create_task(reward.score(PROMPT, rollouts([20 + index]))))
             await asyncio.sleep(0.005)
+        all_asked.set()
         await asyncio.gather(*groups)
 
     run(one_after_the_other())
