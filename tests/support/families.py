@@ -249,13 +249,13 @@ def examine(family: str) -> Findings:
         return Findings(**{field.name: _word(checks[field.name]) for field in fields(Findings)})
 
 
-def plain_model(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Return the model of a folder as plain transformers loads it, and what it says of the weights.
+def plain_model(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
+    """Return the model of a folder as plain transformers loads it in `dtype`, and what it says of the weights.
 
     The frequencies of LongRoPE are those of a run with the longest of `SEQUENCES`.
     """
     with quiet_transformers():
-        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     pin_frequencies(model, MAX_LENGTH)
     return model.eval(), report
 
@@ -265,7 +265,7 @@ def logprobs_of(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return the log-probs of all tokens but the first of each sequence, by plain transformers."""
     found = []
     for sequence in sequences:
-        token_ids = torch.tensor([sequence])
+        token_ids = torch.tensor([sequence], device=model.device)
         logprobs = model(input_ids=token_ids).logits[0].float().log_softmax(-1)
         found.append(logprobs[:-1].gather(1, token_ids[0, 1:, None])[:, 0])
     return found

@@ -3,11 +3,13 @@
 The weights that are sent are those of the model as trainers load it.
 """
 
+import argparse
 import asyncio
+import copy
 import json
-import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from families import distance, logprobs_of, plain_model, write_tiny
+from families import logprobs_of, plain_model, write_tiny
 from rlhf_models.loading import load_actor
 from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.engines import EngineSpec, build_engine
@@ -30,16 +32,34 @@ _CHANGES = (0.0, 0.0, 0.05)  # of the weights: none at the start, the same weigh
 Answers = list[tuple[list[int], Tensor]]  # each prompt with its answer, and the log-probs of the answer
 
 
-def gaps(family: str) -> list[float]:
-    """Return the largest differences of log-probs in nats: at the start, after the same weights and after others."""
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Differences of log-probs from plain transformers in float32, in nats.
+
+    Attributes:
+        largest, mean: of the engine.
+        own_largest, own_mean: of plain transformers in the engine's data type, which says how near an engine can be.
+    """
+
+    largest: float
+    mean: float
+    own_largest: float
+    own_mean: float
+
+
+def gaps(family: str, dtype: str = "float32") -> list[Gap]:
+    """Return the differences at the start, after the same weights and after others.
+
+    Engine and model run on a GPU if there is one.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_tiny(family, folder)
         _widen_chunks(folder / "config.json")
-        answers = _answers(folder)
+        answers = _answers(folder, dtype)
         # In a process of its own, because vLLM may change the classes of transformers in this one.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as others:
-            return others.submit(_distances, folder, answers).result()
+            return others.submit(_compared, folder, dtype, answers).result()
 
 
 def _widen_chunks(file: Path) -> None:
@@ -49,10 +69,18 @@ def _widen_chunks(file: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text(), object_hook=widened)))
 
 
-def _answers(folder: Path) -> list[Answers]:
+def _answers(folder: Path, dtype: str) -> list[Answers]:
     """Return what vLLM answers after each of the changes."""
-    spec = EngineSpec(model=str(folder), max_model_len=256, max_num_seqs=4, max_num_batched_tokens=256)
-    actor = load_actor(folder, dtype="float32", max_length=spec.max_model_len)
+    spec = EngineSpec(
+        model=str(folder),
+        dtype=dtype,
+        max_model_len=256,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        # Several engines may start at the same time on a GPU.
+        **({"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28} if torch.cuda.is_available() else {}),
+    )
+    actor = load_actor(folder, dtype=dtype, max_length=spec.max_model_len)
     engine = build_engine("vllm", spec)
     try:
         sender = WeightSource("shared_memory", bucket_bytes=100_000)
@@ -86,16 +114,36 @@ def _change(model: Any, size: float) -> None:
         weight.add_(torch.randn(weight.shape, generator=generator), alpha=size)
 
 
-def _distances(folder: Path, answers: list[Answers]) -> list[float]:
-    model, _ = plain_model(folder)
+def _compared(folder: Path, dtype: str, answers: list[Answers]) -> list[Gap]:
+    model, _ = plain_model(folder, getattr(torch, dtype))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     found = []
     for size, answered in zip(_CHANGES, answers, strict=True):
         _change(model, size)
-        plain = logprobs_of(model, [sequence for sequence, _ in answered])
-        own = [logprobs for _, logprobs in answered]
-        found.append(distance(own, [values[-len(few) :] for values, few in zip(plain, own, strict=True)]))
+        sequences = [sequence for sequence, _ in answered]
+        exact = logprobs_of(copy.deepcopy(model).float().to(device), sequences)
+        own = logprobs_of(copy.deepcopy(model).to(device), sequences)
+        told = [logprobs for _, logprobs in answered]
+        engine, trainer = (
+            torch.cat([few - values[-len(few) :].cpu() for few, values in zip(ends, exact, strict=True)]).abs()
+            for ends in (told, [values[-len(few) :].cpu() for few, values in zip(told, own, strict=True)])
+        )
+        found.append(Gap(*(float(value) for value in (engine.max(), engine.mean(), trainer.max(), trainer.mean()))))
     return found
 
 
+def main() -> None:
+    """Print a line with the largest differences; in another data type than float32, also the others of `Gap`."""
+    line = argparse.ArgumentParser(description=__doc__)
+    line.add_argument("family")
+    line.add_argument("--dtype", default="float32")
+    args = line.parse_args()
+    found = gaps(args.family, args.dtype)
+    print("gaps:", *(f"{gap.largest:.0e}" for gap in found))
+    if args.dtype != "float32":
+        names = ("mean", "own_largest", "own_mean")
+        print(*(f"{name}: {' '.join(f'{getattr(gap, name):.0e}' for gap in found)}" for name in names), sep="; ")
+
+
 if __name__ == "__main__":
-    print("gaps:", *(f"{gap:.0e}" for gap in gaps(sys.argv[1])))
+    main()
