@@ -5,6 +5,7 @@ computes the attention of packs, so the page of families says nothing about thes
 """
 
 import functools
+import json
 import logging
 
 import pytest
@@ -21,6 +22,11 @@ from rlhf_models.loading import load_actor
 from rlhf_train.run.models import without_dropout
 
 PROMPT_LENGTHS = [9, 9]
+# Fields of configs that count the experts of a token, and of all those that there are to choose from.
+CHOSEN_EXPERTS = {
+    "num_experts_per_tok": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "moe_k": ("moe_num_experts",),
+}
 NUM_TOKENS = sum(map(len, SEQUENCES))
 
 
@@ -31,11 +37,26 @@ def folder(request, tmp_path_factory):
     if FAMILIES[request.param][0] not in CONFIG_MAPPING:
         pytest.skip("this version of transformers does not have it")
     write_tiny(request.param, made)
+    choose_all_experts(made / "config.json")
     try:
         load(made)
     except ConfigError as error:
         pytest.skip(f"it is not packed: {error}")
     return made
+
+
+def choose_all_experts(path):
+    """Have a router choose all experts: rounding to bfloat16 would change its choice, and with it the results.
+
+    PhiMoE's router is made for two.
+    """
+    config = json.loads(path.read_text())
+    text = config.get("text_config", config)
+    for chosen, available in CHOSEN_EXPERTS.items():
+        number = next((text[name] for name in available if name in text), None)
+        if chosen in text and number and text["model_type"] != "phimoe":
+            text[chosen] = number
+    path.write_text(json.dumps(config))
 
 
 def load(folder, dtype="bfloat16", *, packing=True):

@@ -130,7 +130,7 @@ def test_adapters_are_trained_on_one_layer_and_serve_as_their_own_reference(job,
 
 def on_gpus(job, *nodes, **engine):
     """The job as if it ran on GPUs, with the ranks of all models on these nodes and an engine beside."""
-    engine = dataclasses.replace(job.engine, **{"gpu_memory_utilization": 0.3} | engine)
+    engine = dataclasses.replace(job.engine, **{"gpu_memory_utilization": 0.3, "enable_sleep": False} | engine)
     processes = SimpleNamespace(places=[SimpleNamespace(node=node, cards=[0]) for node in nodes])
     plan = SimpleNamespace(device="cuda", trainers_of=lambda role: processes, engines=SimpleNamespace(cards=[0]))
     return SimpleNamespace(models=job.models, plan=plan, engine=engine)

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -102,6 +103,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     engine = start(first, enable_sleep=True)
     yield Pair(request.param, engine, model, changed, expected)
     asyncio.run(engine.close())
+    gc.unfreeze()  # vLLM freezes what it has built
+    gc.collect()
 
 
 def rounded(tensor: Tensor) -> Tensor:

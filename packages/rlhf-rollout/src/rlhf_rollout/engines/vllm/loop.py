@@ -219,6 +219,7 @@ class StepLoop:
             self._inbox.get()()
         if healthy:  # a core that has failed may hang here
             self._core.shutdown()
+        del self._core  # whoever still has the engine does not keep its memory
 
     def _cycle(self) -> None:
         self._receive(block=not self._has_work())
