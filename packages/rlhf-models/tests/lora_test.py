@@ -1,6 +1,7 @@
 """Adapters: what they train, what they leave alone, and that base + adapter = merged, value head included."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -185,7 +186,7 @@ def test_transposed_weights_are_merged_as_peft_does(tmp_path):
 
 def test_merge_reports_each_weight_and_warns_of_none(model_dir, tmp_path, recwarn):
     actor = load_actor(model_dir, dtype="float32")
-    add_lora(actor, LoraSpec(rank=2, target_modules=("q_proj", "v_proj")))
+    add_lora(actor, LoraSpec(rank=1, target_modules=("q_proj", "v_proj")))
     adapter = save_adapter(actor, actor.state_dict(), tmp_path / "adapter")
     reports = []
     merge_adapter(
@@ -205,6 +206,12 @@ def test_merged_reward_model_has_the_trained_head(model_dir, tmp_path):
     merged = load_reward_model(merge_adapter(model_dir, adapter, tmp_path / "merged", dtype="float32"), dtype="float32")
     after = critic(BATCH, after_token=True)
     torch.testing.assert_close(merged(BATCH), torch.stack([after[0, 3], after[1, 1]]))
+
+
+def test_lora_without_peft_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"is not installed\n\nhint: .*rlhf-models\[lora\]', or train all"):
+        add_lora(torch.nn.Linear(2, 2), LoraSpec(rank=1))
 
 
 @pytest.mark.parametrize("fields", [{"rank": 0}, {"rank": 2, "alpha": 0.0}, {"rank": 2, "dropout": 1.0}])
@@ -238,7 +245,7 @@ def test_lora_is_tried_without_weights_and_its_share_is_that_of_the_real_model(q
 
 
 def test_merge_of_a_folder_without_adapter_is_refused(qwen2_dir, tmp_path):
-    with pytest.raises(ConfigError, match=r"adapter_config\.json"):
+    with pytest.raises(ConfigError, match=rf"^there is no adapter in {tmp_path}\n"):
         merge_adapter(qwen2_dir, tmp_path, tmp_path / "out", dtype="float32")
 
 

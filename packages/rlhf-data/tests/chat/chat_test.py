@@ -263,6 +263,7 @@ def test_encode_completion_ends_with_one_eos(text):
 
 def test_encode_completion_eos_inside_is_not_the_end():
     assert encode_completion("A<eos>B", ByteTokenizer()) == [65, EOS_ID, 66, EOS_ID]
+    assert encode_completion("A<eos><bos>", ByteTokenizer()) == [65, EOS_ID, BOS_ID, EOS_ID]
 
 
 def test_encode_completion_without_eos_token_is_refused():

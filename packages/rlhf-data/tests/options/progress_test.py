@@ -104,7 +104,9 @@ def test_a_terminal_gets_one_line_that_is_drawn_again_and_removed(terminal, cloc
     progress.beat()
     drawn = stream.getvalue()
     assert "\n" not in drawn
-    assert drawn.split("\r\x1b[2K")[-1].endswith("loading  3 s")
+    lines = drawn.split("\r\x1b[2K")[1:]
+    assert lines[-1].endswith("loading  3 s")
+    assert ("/-\\|" * 99).startswith("".join(line[0] for line in lines))  # a bar that turns
     progress.clear()
     assert stream.getvalue().endswith("\r\x1b[2K")
     size = len(stream.getvalue())
@@ -153,9 +155,10 @@ def test_other_lines_go_above_the_line_while_it_is_paused(terminal, pipe):
     assert stream.getvalue().rstrip().endswith("generating  0 s")
     progress.clear()
     stream, progress = pipe
+    progress.show("generating")
     with progress.paused():
         stream.write("waiting\n")
-    assert stream.getvalue() == "waiting\n"
+    assert stream.getvalue() == "generating ...\nwaiting\n"
 
 
 def test_doing_ends_with_its_block_even_when_that_fails(terminal):

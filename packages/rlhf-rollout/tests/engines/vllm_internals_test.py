@@ -32,6 +32,14 @@ def test_installed_vllm_is_tested_and_lacks_nothing(warnings) -> None:
     assert warnings() == ""
 
 
+def test_what_routes_need_is_looked_for_only_where_they_are_told(monkeypatch) -> None:
+    monkeypatch.setattr(internals, "ROUTES_ON_CPU", {"vllm": ("gone",)})
+    internals.check_vllm(on_gpu=False)
+    internals.check_vllm(on_gpu=True, routes=True)
+    with pytest.raises(EngineError, match=r"has no vllm\.gone"):
+        internals.check_vllm(on_gpu=False, routes=True)
+
+
 @pytest.mark.parametrize(
     ("version", "is_tested"),
     [
@@ -41,7 +49,7 @@ def test_installed_vllm_is_tested_and_lacks_nothing(warnings) -> None:
         ("0.28.0+cpu", True),
         ("0.29.0", False),
         ("1.26.0", False),
-        ("dev", False),
+        ("0.dev", False),
     ],
 )
 def test_version_that_was_not_tested_is_told_and_used(version, is_tested, monkeypatch, warnings) -> None:

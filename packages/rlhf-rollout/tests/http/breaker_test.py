@@ -35,9 +35,9 @@ def test_breaker_holds_calls_back_after_costly_failures_in_a_row(clock):
 def test_breaker_lets_one_call_through_after_four_times_the_failures_time(clock):
     breaker = Breaker(1)
     assert breaker.note(HANG, 5.0)
-    clock[0] += 19.9
+    clock[0] += 19.75
     assert breaker.refusal() is not None
-    clock[0] += 0.2
+    clock[0] += 0.25
     assert breaker.refusal() is None
     assert breaker.refusal() is not None  # one at a time
     assert not breaker.note(HANG, 2.0)  # said once
