@@ -10,6 +10,7 @@ from rlhf_cli.preflight import memory
 from rlhf_cli.preflight.memory import gpu_memory_bytes
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 
+APART = ["--colocate_all_models", "false", "--zero_stage", "2", "--actor_num_gpus_per_node", "2", "--plan_gpus", "4"]
 TURNS = ["--vllm_enable_sleep", "--deepspeed_enable_sleep"]
 
 
@@ -86,6 +87,9 @@ def test_dry_run_shows_what_each_side_needs_by_hand(gpu, model, tmp_path, capsys
         "  fullest GPU     4.7 of 140.4, fits; 4.3 if engines and trainers sleep in turn",
     ]
     assert said == []
+    # With adapters the policy is its own reference.
+    table, _ = dry_run(capsys, *flags(tmp_path, model, "--lora_rank", "8", "--init_kl_coef", "0.1"))
+    assert table[0] == "  train           0.5  sync bucket 0.2, weights 0.2"
 
 
 def test_two_gpus_two_engines_on_each_and_reward_models(gpu, model, tmp_path, capsys):
@@ -137,7 +141,7 @@ def test_size_of_a_gpu_is_left_out_where_it_is_not_known(gpu, model, tmp_path, c
         ),
         (143_771, TURNS[:1], "fit together: 4.7 of 140.4 GiB; without --vllm_enable_sleep, and with"),
         (143_771, TURNS[1:], "fit together: 4.7 of 140.4 GiB; without --deepspeed_enable_sleep, and with"),
-        (5_300, TURNS, "and with --vllm_gpu_memory_utilization 0.5 or less, no time goes into sleep and waking"),
+        (5_350, TURNS, "and with --vllm_gpu_memory_utilization 0.5 or less, no time goes into sleep and waking"),
         (4_900, TURNS, None),  # 4.7 of 4.8 GiB: less than 10 % to spare
         (4_900, [], None),
         (4_500, [], "need 4.7 of 4.4 GiB, and 4.3 if engines and trainers take turns: add --vllm_enable_sleep --deep"),
@@ -166,6 +170,11 @@ def test_size_of_a_gpu_is_left_out_where_it_is_not_known(gpu, model, tmp_path, c
             [*TURNS, "--gradient_checkpointing", "--optim", "muon", "--zero_stage", "3"],
             "lower --micro_train_batch_size or --vllm_max_num_seqs, or add GPUs",
         ),
+        (
+            2_000,
+            [*APART, "--advantage_estimator", "gae"],  # the actor has two ranks and the critic one
+            "or add --gradient_checkpointing, --bf16_moments, --critic_lora_rank 64, --zero_stage 3 on more GPUs",
+        ),
         (4_500, ["--async_train"], "need 4.7 of 4.4 GiB: lower --micro_train_batch_size"),  # it cannot sleep
     ],
 )
@@ -184,6 +193,8 @@ def test_dry_run_plans_for_gpus_of_another_size(gpu, model, tmp_path, capsys):
     assert len(said) == 1 and "fit together" in said[0]
     table, said = dry_run(capsys, *words, "--plan_gpu_memory", "4")
     assert "4.3 of 4.0, does not fit" in table[2]
+    table, _ = dry_run(capsys, *words, "--plan_gpu_memory", "4.6")
+    assert "4.3 of 4.6, fits with less than 10% to spare" in table[2]
     assert len(said) == 1 and "need 4.7 of 4.0 GiB, and 4.3 if" in said[0]
     gpu("echo 143771")  # the machine's own GPU does not count
     assert "of 4.0, does not fit" in dry_run(capsys, *words, "--plan_gpu_memory", "4")[0][2]
@@ -223,3 +234,6 @@ def test_passes_are_as_large_as_the_flags_allow(gpu, model, tmp_path, monkeypatc
     assert passes(*budget) == ((1000, 1000), (1000, 1000), 1000, 1, 1)
     budget = ("--packing_samples", "--micro_batch_tokens", "9999")
     assert passes(*budget) == ((32 * 128, 32 * 64), (32 * 128, 32 * 64), 32 * 64, 1, 1)
+    # Turns of an agent may fill the context after a prompt of one token.
+    (tmp_path / "agent.py").write_text("async def run_episode(session):\n    return 0.0\n")
+    assert passes("--agent_func_path", "agent.py")[:2] == ((4 * 128, 4 * 127), (8 * 128, 8 * 127))

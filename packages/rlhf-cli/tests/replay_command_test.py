@@ -100,6 +100,14 @@ def test_replay_ends_where_train_steps_says(home, jobs):
     assert (jobs[0].num_steps, jobs[0].models["actor"].optimizer.total_steps) == (2, 4)
 
 
+def test_replay_says_that_the_record_is_damaged(home, jobs, capsys):
+    record = write_run(home / "run") / "rollouts.jsonl"
+    with record.open("a") as file:
+        file.write('{"step": 4')
+    assert main(["ppo", "--replay", "run"]) == 0
+    assert f"the end of {record} is damaged; steps 1 to 2 are complete" in capsys.readouterr().err
+
+
 def test_replay_checks_the_model_for_the_load_balancing_loss(home, jobs, capsys):
     write_run(home / "run")
     assert main(["ppo", "--replay", "run", "--aux_loss_coef", "0.1"]) != 0

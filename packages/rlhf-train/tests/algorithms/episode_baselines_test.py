@@ -2,6 +2,7 @@
 
 import random
 import statistics
+from functools import partial
 
 import numpy as np
 import pytest
@@ -115,14 +116,15 @@ def test_relative_turn_rewards_match_the_formula_written_out(baseline, seed):
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_one_turn_per_episode_is_compared_as_the_episode_is(baseline):
     rewards, ids = np.array([1.0, 4.0, 2.0, 9.0]), ["a", "a", "b", "a"]
-    by_turn = relative_turn_rewards([np.array([reward]) for reward in rewards], ids, baseline)
+    by_turn = relative_turn_rewards([np.array([reward]) for reward in rewards], ids, baseline, turn_gamma=1.0)
     assert np.concatenate(by_turn).tolist() == relative_rewards(rewards, ids, baseline).tolist()
 
 
 def test_turns_without_another_to_compare_with_are_zero():
-    assert [own.tolist() for own in relative_turn_rewards([np.array([3.0, 4.0])], ["a"], "group_mean_std")] == [[0, 0]]
-    assert relative_turn_rewards([], [], "group_mean") == []
-    [one, none] = relative_turn_rewards([np.array([3.0]), np.zeros(0)], ["a", "a"], "leave_one_out")
+    compared = partial(relative_turn_rewards, turn_gamma=1.0)
+    assert [own.tolist() for own in compared([np.array([3.0, 4.0])], ["a"], "group_mean_std")] == [[0, 0]]
+    assert compared([], [], "group_mean") == []
+    [one, none] = compared([np.array([3.0]), np.zeros(0)], ["a", "a"], "leave_one_out")
     assert (one.tolist(), none.tolist()) == ([0.0], [])
     with pytest.raises(ValueError, match="did you mean `group_mean`"):
-        relative_turn_rewards([np.array([3.0])], ["a"], "group_men")
+        compared([np.array([3.0])], ["a"], "group_men")

@@ -13,7 +13,8 @@ from rlhf_train.learning.rank_actor import RankActor
 def load(monkeypatch, *, num_ranks=1, num_busy_engines=0, medium="shared_memory", engine_size=1, takes_turns=False):
     """Load a rank without models; return the options of its worker and of its sender."""
     given, sending = {}, {}
-    actor = RankActor.__new__(RankActor)
+    monkeypatch.setattr("rlhf_train.learning.rank_actor.prepare_process", lambda gpus: given.update(gpus=gpus))
+    actor = RankActor(("3",))
     actor.prepare()
     monkeypatch.setattr(worker, "TrainWorker", lambda *_, **options: given.update(options))
     monkeypatch.setattr(source, "WeightSource", lambda medium, **options: sending.update(options, medium=medium))
@@ -39,6 +40,7 @@ def test_worker_gets_what_the_job_says(monkeypatch):
     given, _ = load(monkeypatch, num_ranks=2, takes_turns=True)
     del given["num_threads"]
     assert given == {
+        "gpus": ("3",),
         "temperature": 0.5,
         "rank": 0,
         "num_ranks": 2,

@@ -19,7 +19,7 @@ from rlhf_cli.preflight.models import (
     longest_sequence,
     masked_ids,
 )
-from rlhf_cli.preflight.resume import check_run_folders, keep_clock
+from rlhf_cli.preflight.resume import keep_clock
 from rlhf_cli.preflight.rewards import (
     check_reward_models,
     judges_steps,
@@ -68,20 +68,19 @@ class Inputs:
 
 
 def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
-    """Check everything that a `ppo` run reads.
+    """Check everything that a `ppo` run reads. See `check_run_folders` for what it writes to `folder`.
 
     Raises:
-        ConfigError: a model, tokenizer, length, folder or reward that does not work.
+        ConfigError: a model, tokenizer, length or reward that does not work.
         DataError: data that cannot be used.
     """
     if config.rollout.replay is not None:
-        return _check_replay(config, folder)
+        return _check_replay(config)
     from rlhf_models.loading import check_tokenizer_fits  # imports torch
 
     assert config.model.pretrain and config.data.prompt_data
     # From quick to slow: paths and keys, model files, tokenizing all prompts, and calls of rewards, which may take as
     # long as --reward_timeout_s.
-    check_run_folders(config.checkpoint, folder)
     rows, held_out_rows = open_prompts(config)
     sources = named_sources(config)
     agent = named_agent(config)
@@ -110,10 +109,9 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     return Inputs(model, critic, sources, prompts, held_out, tuple(notices), teacher, **options)
 
 
-def _check_replay(config: PpoConfig, folder: Path) -> Inputs:
+def _check_replay(config: PpoConfig) -> Inputs:
     """Check what a run on recorded rollouts reads: the models, and the record. Raises like `check_inputs`."""
     assert config.model.pretrain and config.rollout.replay
-    check_run_folders(config.checkpoint, folder)
     recording = find_recording(user_path(config.rollout.replay))
     notices = [f"training on {recording.num_steps} recorded steps: {recording.path}"]
     notices += [recording.notice] if recording.notice else []

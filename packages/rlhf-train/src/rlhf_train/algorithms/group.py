@@ -93,7 +93,7 @@ def relative_turn_rewards(
     group_ids: Sequence[str],
     baseline: str,
     *,
-    turn_gamma: float = 1.0,
+    turn_gamma: float,
     divide_by_std: bool = True,
     episode_ids: Sequence[str] | None = None,
 ) -> list[np.ndarray]:
