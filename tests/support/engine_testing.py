@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from rlhf_rollout.engines import EngineSpec, build_engine
+from rlhf_rollout.engines.process import start_engine
 from rlhf_rollout.host import free_port
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 from rollout_testing import shared_memory_bucket
@@ -43,7 +44,7 @@ class Subject:
     @property
     def has_model(self) -> bool:
         """Whether there is a model behind it, and not a script."""
-        return self.kind in ("transformers", "vllm")
+        return self.kind in ("process", "transformers", "vllm")
 
 
 # A fake engine behind the server, in a process of its own; the arguments are the port and the fields of its spec.
@@ -100,7 +101,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["fake", "served", "transformers", "vllm"])
+@pytest.fixture(scope="module", params=["fake", "served", "process", "transformers", "vllm"])
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     kind = request.param
     spec = EngineSpec(
@@ -125,6 +126,8 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
         if kind == "served":  # its tokens take their time, so that there are requests in flight to pause
             url = stack.enter_context(served_engine(spec, token_latency_s=0.005))
             engine = build_engine("http", dataclasses.replace(spec, base_url=url))
+        elif kind == "process":
+            engine = asyncio.run(start_engine("transformers", spec))
         else:
             engine = build_engine(kind, spec)
         yield Subject(kind, engine, weights, vocab_size)

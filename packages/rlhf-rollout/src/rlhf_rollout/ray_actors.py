@@ -5,7 +5,6 @@ import asyncio
 import gc
 import getpass
 import os
-import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,14 +17,13 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from rlhf_data.errors import EngineError, RewardError, RlhfError
 from rlhf_rollout.engines import EngineSpec, build_engine
-from rlhf_rollout.engines.requests import Progress, deadline
+from rlhf_rollout.engines.remote import EngineClient, EngineHost
+from rlhf_rollout.engines.requests import Progress
 from rlhf_rollout.host import collection_paused, place_vllm_sockets, wait_passively
-from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams
+from rlhf_rollout.protocols import Completion, Draft
 from rlhf_rollout.ray_internals import process_name, session_folder
 from rlhf_rollout.rewards.model import LocalScorer
-from rlhf_rollout.weights.bucket import WeightBucket
 
-_REPORT_INTERVAL_S = 1.0
 _MAX_LATE = 2  # calls in a row that a reward model's process may leave without an answer
 
 
@@ -104,7 +102,7 @@ class _Actor:
         return await getattr(self.part, method)(*arguments)
 
 
-class EngineActor(_Actor):
+class EngineActor(_Actor, EngineHost):
     """Runs one `RolloutEngine`: `RemoteEngine` is its actor class.
 
     Requests and control calls have separate concurrency groups of Ray, each with its own event loop and thread.
@@ -116,27 +114,17 @@ class EngineActor(_Actor):
     ) -> None:
         os.environ.update(environ or {})
         super().__init__(lambda: build_engine(kind, spec), gpus)
-        self._drafts: dict[str, Sequence[Draft]] = {}
+        self._drafts = {}
 
     @ray.method(concurrency_group="requests")
-    async def generate(
-        self, token_ids: np.ndarray, sampling: SamplingParams, name: str, drafts: Sequence[Draft]
-    ) -> list[Completion]:
-        """See `RolloutEngine.generate`; the caller enforces the deadline. `written` knows the request by its name."""
-        self._drafts[name] = drafts
-        try:
-            return await self.part.generate(token_ids, sampling, drafts=drafts)
-        finally:
-            del self._drafts[name]
+    async def generate(self, *request: Any) -> list[Completion]:
+        """See `EngineHost.generate`."""
+        return await super().generate(*request)
 
     @ray.method(concurrency_group="control")
     async def written(self, known: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, list[Draft]]:
-        """Return what requests in flight have written after what the caller knows of each draft; see `Draft.after`."""
-        found = {}
-        for name, sizes in known.items():
-            drafts = self._drafts.get(name, ())  # requests end on another thread, and begin later than they are known
-            found[name] = [draft.after(*seen) for draft, seen in zip(drafts, sizes, strict=False)]
-        return found
+        """See `EngineHost.written`."""
+        return await super().written(known)
 
     @ray.method(concurrency_group="control")
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -177,11 +165,8 @@ def plain_errors(gone: type[RlhfError], process: str = "the engine's process") -
         raise gone(f"{process} is gone: {error}", hint=hint) from error
 
 
-class RayEngine:
-    """A `RolloutEngine` in another process, called through its `EngineActor`. Every call has a deadline.
-
-    What the engine writes is read every second while requests are in flight, so that hardly more than a second of it is
-    lost when the process dies.
+class RayEngine(EngineClient):
+    """A `RolloutEngine` in an actor, called through its `EngineActor`.
 
     Args:
         handle: Ray's handle of the actor.
@@ -190,12 +175,9 @@ class RayEngine:
     """
 
     def __init__(self, handle: Any, spec: EngineSpec | None = None, start: Callable[[], Any] | None = None) -> None:
+        super().__init__(spec or EngineSpec(model=""))
         self.handle = handle
-        self._spec = spec or EngineSpec(model="")
         self._start = start
-        self._progress = Progress()
-        self._drafts: dict[str, Sequence[Draft]] = {}  # of the requests in flight
-        self._reading: asyncio.Task[None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayEngine, (self.handle, self._spec)  # only the process that started the actor can restart it
@@ -217,86 +199,6 @@ class RayEngine:
         self.handle = self._start()
         self._progress = Progress()
 
-    async def ready(self) -> None:
-        """Wait until the process has started. Raises EngineError, or the error that kept the engine from starting."""
-        await self._await(self.handle.ready.remote(), "the start", self._spec.start_timeout_s)
-
-    async def generate(
-        self,
-        token_ids: np.ndarray,
-        sampling: SamplingParams,
-        *,
-        timeout_s: float | None = None,
-        drafts: Sequence[Draft] | None = None,
-    ) -> list[Completion]:
-        """See `RolloutEngine.generate`. If the call is cancelled or late, the engine drops the request, too."""
-        name = secrets.token_hex(8)
-        drafts = drafts or [Draft() for _ in range(sampling.num_samples)]
-        reference = self.handle.generate.remote(token_ids, sampling, name, drafts)
-        timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
-        self._drafts[name] = drafts
-        if self._reading is None or self._reading.done():  # its event loop may have ended
-            self._reading = asyncio.create_task(self._read())
-        try:
-            return await self._await(reference, "a request", timeout_s, self._progress)
-        finally:
-            del self._drafts[name]
-            if not self._drafts:
-                self._reading.cancel()
-                self._reading = None
-
-    async def _read(self) -> None:
-        """Keep the drafts of the requests in flight up to date. A call that fails is made again: others tell why."""
-        while True:
-            await asyncio.sleep(_REPORT_INTERVAL_S)
-            known = {
-                name: [(len(draft.token_ids), len(draft.routes)) for draft in drafts]
-                for name, drafts in self._drafts.items()
-            }
-            with suppress(Exception):
-                call = self.handle.written.remote(known)
-                written = await self._await(call, "a report", self._spec.health_timeout_s)
-                for name, parts in written.items():
-                    for draft, part in zip(self._drafts.get(name, ()), parts, strict=False):
-                        draft.extend(part)
-                        if part.token_ids:
-                            self._progress.advance()
-
-    async def pause(self, mode: PauseMode) -> int:
-        """See `RolloutEngine.pause`."""
-        num_found = await self._call("pause", mode, drains=mode == "drain")
-        self._progress.pause()
-        return num_found
-
-    async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
-        self._progress.resume()
-        await self._call("resume")
-
-    async def health(self) -> EngineHealth:
-        """See `RolloutEngine.health`."""
-        return await self._await(self.handle.call.remote("health"), "a health check", self._spec.health_timeout_s)
-
-    async def begin_weight_update(self, policy_version: int) -> None:
-        """See `RolloutEngine.begin_weight_update`."""
-        await self._call("begin_weight_update", policy_version, drains=True)
-
-    async def receive_weights(self, bucket: WeightBucket) -> None:
-        """See `RolloutEngine.receive_weights`."""
-        await self._call("receive_weights", bucket)
-
-    async def finish_weight_update(self) -> None:
-        """See `RolloutEngine.finish_weight_update`."""
-        await self._call("finish_weight_update")
-
-    async def sleep(self, keep_weights: bool = True) -> None:
-        """See `RolloutEngine.sleep`."""
-        await self._call("sleep", keep_weights)
-
-    async def wake_up(self) -> None:
-        """See `RolloutEngine.wake_up`."""
-        await self._call("wake_up")
-
     async def close(self) -> None:
         """Close the engine and end its process."""
         try:
@@ -304,21 +206,14 @@ class RayEngine:
         finally:
             ray.kill(self.handle)
 
-    async def _call(self, method: str, *arguments: Any, drains: bool = False) -> Any:
-        """Make a control call. One that `drains` waits for the requests in flight, as long as they get further."""
-        timeout_s = self._spec.control_timeout_s + (self._spec.request_timeout_s if drains else 0.0)
-        progress = self._progress if drains else None
-        return await self._await(self.handle.call.remote(method, *arguments), f"`{method}`", timeout_s, progress)
-
-    async def _await(self, reference: Any, what: str, timeout_s: float, progress: Progress | None = None) -> Any:
-        """Return the result of a call; cancel it in the actor when the caller is cancelled or the call is late."""
-        async with deadline(timeout_s, f"{what} of an engine's process", progress=progress):
-            try:
-                with plain_errors(EngineError):
-                    return await reference
-            except asyncio.CancelledError:
-                ray.cancel(reference)
-                raise
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        reference = getattr(self.handle, method).remote(*arguments)
+        try:
+            with plain_errors(EngineError):
+                return await reference
+        except asyncio.CancelledError:
+            ray.cancel(reference)
+            raise
 
 
 class RayScorer:

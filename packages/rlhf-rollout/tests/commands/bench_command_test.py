@@ -9,10 +9,9 @@ import pytest
 from engine_testing import served_engine
 from record_testing import write_jsonl
 from rlhf_data.errors import EngineError
-from rlhf_rollout.commands import bench
 from rlhf_rollout.commands.bench import Answered, summarize, table
 from rlhf_rollout.commands.main import main
-from rlhf_rollout.engines import EngineSpec, build_engine
+from rlhf_rollout.engines import EngineSpec, build_engine, process
 from rlhf_rollout.engines.fake import FakeEngine
 
 
@@ -44,7 +43,7 @@ def test_requests_have_seeds_and_prompts_by_their_number_and_warm_up_is_not_coun
             finally:
                 most[0] -= 1
 
-    monkeypatch.setattr(bench, "build_engine", lambda kind, spec: Engine(spec))
+    monkeypatch.setattr(process, "build_engine", lambda kind, spec: Engine(spec))
     more = ("--num_requests", 4, "--warmup", 2, "--concurrency", 2, "--seed", 70, "--generate_max_len", 6)
     status, report = run(words, tmp_path, *more, "--fixed_length", "--n_samples_per_prompt", 2)
     assert status == 0
@@ -77,7 +76,7 @@ def test_same_seed_measures_the_same_responses_here_and_behind_a_url(words, tmp_
     _, here = run(words, tmp_path, "--num_requests", 5)
     with served_engine(EngineSpec(model="fake")) as url, pytest.MonkeyPatch.context() as patch:
         spec = EngineSpec(model="fake", base_url=url)
-        patch.setattr(bench, "build_engine", lambda kind, _: build_engine("http", spec))
+        patch.setattr(process, "build_engine", lambda kind, _: build_engine("http", spec))
         _, there = run(words, tmp_path, "--num_requests", 5)
     for name in ("output_tokens", "prompt_tokens", "finish_reasons", "num_requests"):
         assert here[name] == there[name]
@@ -85,14 +84,14 @@ def test_same_seed_measures_the_same_responses_here_and_behind_a_url(words, tmp_
 
 
 def test_failed_requests_are_counted_and_told(words, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "build_engine", lambda kind, spec: FakeEngine(spec, fail_after=2))
+    monkeypatch.setattr(process, "build_engine", lambda kind, spec: FakeEngine(spec, fail_after=2))
     status, report = run(words, tmp_path, "--warmup", 0)
     assert status == 1
     assert (report["num_requests"], report["num_failed"]) == (2, 1)
     told = capsys.readouterr()
     assert "2 requests in " in told.out and "1 failed" in told.out
     assert "failed: the fake engine was told to fail after 2 requests" in told.err
-    monkeypatch.setattr(bench, "build_engine", lambda kind, spec: FakeEngine(spec, fail_after=0))
+    monkeypatch.setattr(process, "build_engine", lambda kind, spec: FakeEngine(spec, fail_after=0))
     status, report = run(words, tmp_path, "--warmup", 0)
     assert (status, report["num_failed"], report["seconds_to_completion"]) == (1, 3, None)
 
@@ -137,6 +136,6 @@ def test_engine_that_does_not_start_is_an_error(words, capsys, monkeypatch):
     def fail(kind, spec):
         raise EngineError("no engine")
 
-    monkeypatch.setattr(bench, "build_engine", fail)
+    monkeypatch.setattr(process, "build_engine", fail)
     assert main(words) == 2
     assert "error: no engine" in capsys.readouterr().err

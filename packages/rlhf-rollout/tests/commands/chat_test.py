@@ -76,7 +76,7 @@ def talk(monkeypatch, capsys):
         prompts, typed = [], iter(lines)
         monkeypatch.setattr(builtins, "input", lambda mark: next(typed, None) or raise_end())
         monkeypatch.setattr(
-            "rlhf_rollout.commands.chat.build_engine",
+            "rlhf_rollout.engines.process.build_engine",
             lambda kind, spec: FakeEngine(spec, script=going_on(answer, prompts)),
         )
         assert main(["chat", "--engine", "fake", *more]) == 0

@@ -56,9 +56,12 @@ def test_fake_engine_answers_prompts_in_the_tokens_of_any_tokenizer(padded, tmp_
 
 def test_serve_masks_ids_without_token_and_serves_a_model_that_has_no_tokenizer(padded, tmp_path, capsys, monkeypatch):
     specs = []
-    monkeypatch.setattr(
-        "rlhf_rollout.commands.serve.build_engine", lambda kind, spec: specs.append(spec) or FakeEngine()
-    )
+
+    async def start(kind, spec):
+        specs.append(spec)
+        return FakeEngine()
+
+    monkeypatch.setattr("rlhf_rollout.commands.serve.start_engine", start)
     monkeypatch.setattr("rlhf_rollout.commands.serve.listen", lambda app, host, port, log: None)
     assert main(["serve", "--engine", "transformers", "--pretrain", padded]) == 0
     assert "no token for 600 of the 900 ids" in capsys.readouterr().err
@@ -135,7 +138,7 @@ def generate(prompts, out, *more):
 )
 def test_generate_bad_input_is_refused_before_the_engine_starts(prompts, tmp_path, capsys, monkeypatch, more, says):
     monkeypatch.setattr(
-        "rlhf_rollout.commands.generate.build_engine", lambda *arguments: pytest.fail("the engine was built")
+        "rlhf_rollout.engines.process.build_engine", lambda *arguments: pytest.fail("the engine was built")
     )
     assert generate(prompts, tmp_path / "out.jsonl", *more) == 2
     assert says in capsys.readouterr().err

@@ -35,7 +35,7 @@ def prompts(tmp_path):
 def second_answer_is_4(monkeypatch):
     script = lambda prompt, seed: [*(b"#### 4" if EOS_ID in list(prompt) else b"#### 0"), EOS_ID]  # noqa: E731
     make = lambda kind, spec: FakeEngine(spec, script=script)  # noqa: E731
-    monkeypatch.setattr("rlhf_rollout.commands.generate.build_engine", make)
+    monkeypatch.setattr("rlhf_rollout.engines.process.build_engine", make)
 
 
 def generate(prompts, out, agent, *more):

@@ -108,7 +108,7 @@ def scripted(monkeypatch):
     """Engines that write letters, of a number that depends on prompt and sample; one in four is cut."""
     script = lambda prompt, seed: [*(b"abcdefgh"[: 1 + (sum(prompt) + seed) % 8]), EOS_ID]  # noqa: E731
     monkeypatch.setattr(
-        "rlhf_rollout.commands.generate.build_engine",
+        "rlhf_rollout.engines.process.build_engine",
         lambda kind, spec: FakeEngine(spec, script=script),
     )
 
@@ -199,9 +199,9 @@ def test_resumed_run_after_a_kill_equals_one_that_was_not_interrupted(prompts, r
     # As slow as a real engine, one prompt at a time, and killed without a chance to tidy up.
     code = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
-        "import rlhf_rollout.commands.generate as batch, rlhf_rollout.commands.main as m\n"
+        "import rlhf_rollout.engines.process as process, rlhf_rollout.commands.main as m\n"
         "from rlhf_rollout.engines.fake import FakeEngine\n"
-        "batch.build_engine = lambda kind, spec: FakeEngine(spec, latency_s=1.0)\n"
+        "process.build_engine = lambda kind, spec: FakeEngine(spec, latency_s=1.0)\n"
         f"m.main({arguments(prompts, cut, more)!r})"
     )
     journal = tmp_path / "cut.rollouts.jsonl"
@@ -230,7 +230,7 @@ def test_resumed_run_after_a_kill_equals_one_that_was_not_interrupted(prompts, r
 
 def test_resume_tries_failed_prompts_again(prompts, tmp_path, monkeypatch):
     out = tmp_path / "out.jsonl"
-    monkeypatch.setattr("rlhf_rollout.commands.generate.build_engine", lambda kind, spec: FakeEngine(fail_after=4))
+    monkeypatch.setattr("rlhf_rollout.engines.process.build_engine", lambda kind, spec: FakeEngine(fail_after=4))
     assert main(arguments(prompts, out)) == 1
     monkeypatch.undo()
     assert main(arguments(prompts, out, "--resume")) == 0

@@ -31,8 +31,7 @@ def asked(monkeypatch, tokenizer):
         texts.append(tokenizer.decode(prompt))
         return [tokenizer.eos_token_id]
 
-    for command in ("generate", "bench", "chat"):
-        monkeypatch.setattr(f"rlhf_rollout.commands.{command}.build_engine", lambda *_: FakeEngine(script=script))
+    monkeypatch.setattr("rlhf_rollout.engines.process.build_engine", lambda *_: FakeEngine(script=script))
     lines = iter(["2+2", "/exit"])
     monkeypatch.setattr(builtins, "input", lambda _: next(lines))
     return texts

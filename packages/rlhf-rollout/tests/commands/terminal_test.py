@@ -15,7 +15,7 @@ from rlhf_rollout.commands.terminal import Terminal, log_file
 # Runs a command with an engine whose start is noisy in every way that a library has; it may also fail.
 SCRIPT = """
 import logging, os, sys, warnings
-import rlhf_rollout.commands.chat as chat, rlhf_rollout.commands.generate as generate
+import rlhf_rollout.engines.process as process
 from rlhf_data.errors import EngineError
 from rlhf_rollout.commands.main import main
 from rlhf_rollout.engines.fake import FakeEngine
@@ -35,7 +35,7 @@ def start(kind, spec):
     return FakeEngine(spec, script=lambda prompt, seed: [*b"fine", 0])
 
 how = sys.argv[1]
-chat.build_engine = generate.build_engine = start
+process.build_engine = start
 sys.exit(main(sys.argv[2:]))
 """
 WAYS = ("C on stdout", "C on stderr", "print", "a warning", "logging", "a child")

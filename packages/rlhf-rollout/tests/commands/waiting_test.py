@@ -12,6 +12,7 @@ from rlhf_rollout.commands import parts
 from rlhf_rollout.commands.main import main
 from rlhf_rollout.commands.parts import RewardJob
 from rlhf_rollout.commands.sections import RewardSection
+from rlhf_rollout.engines import process
 from rlhf_rollout.engines.fake import FakeEngine
 
 
@@ -49,7 +50,7 @@ def test_generate_names_each_part_before_it_begins(tmp_path, monkeypatch, shown,
         parts, "build_reward", lambda *words, **more: shown.append("the rewards") or build(*words, **more)
     )
     monkeypatch.setattr(generate_command, "check_reward", check)
-    monkeypatch.setattr(generate_command, "build_engine", start)
+    monkeypatch.setattr(process, "build_engine", start)
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"input": "a"}, {"input": "b"}])
     out = str(tmp_path / "out.jsonl")
     words = ["--engine", "fake", "--prompt_data", str(prompts), "--output_path", out, "--remote_rm_url", reward]

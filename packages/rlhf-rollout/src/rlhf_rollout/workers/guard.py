@@ -61,7 +61,7 @@ class _Output:
             # Without escape sequences and other controls: the texts of a model could steer the terminal.
             kept = "".join(char for char in self._decode(kept) if char.isprintable() or char in "\t\n").encode()
         if 0 < room < len(data):
-            kept += b"\n[further output of the reward function is left out]\n"
+            kept += b"\n[further output is left out]\n"
         with contextlib.suppress(OSError):  # a full disk or a closed terminal must not end the worker
             os.write(self._file, kept)
         return True

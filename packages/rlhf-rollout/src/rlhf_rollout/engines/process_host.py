@@ -1,0 +1,65 @@
+"""The process of a `ProcessEngine`: builds the engine and answers calls."""
+
+import gc
+import logging
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_data.errors import RlhfError
+from rlhf_rollout.engines.build import build_engine
+from rlhf_rollout.engines.process import packed, unpacked
+from rlhf_rollout.engines.remote import EngineHost
+from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.host import collection_paused
+from rlhf_rollout.workers.serving import serve_side_by_side
+from rlhf_rollout.workers.user_code import Target
+
+
+class _Logged(logging.Handler):
+    """Keeps what this project's code logs for the process that shows it to the user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._records: list[tuple[str, int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        self._records.append((record.name, record.levelno, record.getMessage()))
+
+    def take(self) -> list[tuple[str, int, str]]:
+        """Return the name of the logger, level and text of each record since the last call."""
+        self.acquire()
+        try:
+            records, self._records = self._records, []
+        finally:
+            self.release()
+        return records
+
+
+class _Host(EngineHost):
+    def __init__(self) -> None:
+        self._drafts = {}
+        self._logged = _Logged()
+        logging.getLogger("rlhf_rollout").addHandler(self._logged)
+
+    async def __call__(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a call."""
+        is_raised = False
+        try:
+            result = await getattr(self, message["method"])(*unpacked(message["arguments"]))
+        except RlhfError as error:
+            is_raised = True
+            result = error
+        return {"result": packed(result), "is_raised": is_raised, "logged": self._logged.take()}
+
+    async def ready(self, kind: str, spec: EngineSpec) -> None:
+        """Build the engine. Other calls wait."""
+        with collection_paused():
+            self.part = build_engine(kind, spec)
+        gc.freeze()  # for as long as the process lives: an engine's steps would wait while all this is looked at
+
+
+def serve(connection: socket.socket, first: Mapping[str, Any]) -> None:
+    """Serve the engine that the first call describes, until the connection closes."""
+    serve_side_by_side(connection, Target(**first["target"]), _Host, lambda message, ask: message)

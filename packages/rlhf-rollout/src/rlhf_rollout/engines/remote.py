@@ -1,0 +1,170 @@
+"""An engine in a process of its own: what that process answers, and the `RolloutEngine` that asks it."""
+
+import asyncio
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from rlhf_rollout.engines.requests import Progress, deadline
+from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, RolloutEngine, SamplingParams
+from rlhf_rollout.weights.bucket import WeightBucket
+
+_REPORT_INTERVAL_S = 1.0
+
+
+class EngineHost:
+    """What the engine's process answers. Subclasses build the engine.
+
+    Attributes:
+        part: the engine.
+    """
+
+    part: RolloutEngine
+    _drafts: dict[str, Sequence[Draft]]  # of the requests in flight, by their names
+
+    async def generate(
+        self,
+        token_ids: np.ndarray,
+        sampling: SamplingParams,
+        name: str,
+        drafts: Sequence[Draft],
+        timeout_s: float | None = None,
+    ) -> list[Completion]:
+        """See `RolloutEngine.generate`; the caller enforces the deadline. `written` knows the request by its name."""
+        self._drafts[name] = drafts
+        try:
+            return await self.part.generate(token_ids, sampling, timeout_s=timeout_s, drafts=drafts)
+        finally:
+            del self._drafts[name]
+
+    async def written(self, known: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, list[Draft]]:
+        """Return what requests in flight have written after what the caller knows of each draft; see `Draft.after`."""
+        found = {}
+        for name, sizes in known.items():
+            drafts = self._drafts.get(name, ())  # requests may end on another thread, and begin after they are known
+            found[name] = [draft.after(*seen) for draft, seen in zip(drafts, sizes, strict=False)]
+        return found
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Return the result of a control call of the engine."""
+        return await getattr(self.part, method)(*arguments)
+
+
+class EngineClient(ABC):
+    """A `RolloutEngine` in another process, called through its `EngineHost`. Every call has a deadline.
+
+    What the engine writes is read every second while requests are in flight, so that hardly more than a second of it is
+    lost when the process dies.
+
+    Args:
+        spec: gives the deadlines.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._progress = Progress()
+        self._drafts: dict[str, Sequence[Draft]] = {}  # of the requests in flight
+        self._reading: asyncio.Task[None] | None = None
+
+    @abstractmethod
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        """Return what a method of the host returns. A call that is cancelled is given up in the process, too.
+
+        Raises the RlhfError that the method raises, and EngineError when the process has ended.
+        """
+
+    async def ready(self) -> None:
+        """Wait until the process has started. Raises EngineError, or the error that kept the engine from starting."""
+        await self._await("the start", self._spec.start_timeout_s, None, "ready")
+
+    async def generate(
+        self,
+        token_ids: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        timeout_s: float | None = None,
+        drafts: Sequence[Draft] | None = None,
+    ) -> list[Completion]:
+        """See `RolloutEngine.generate`. If the call is cancelled or late, the engine drops the request, too."""
+        name = secrets.token_hex(8)
+        drafts = drafts or [Draft() for _ in range(sampling.num_samples)]
+        timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
+        self._drafts[name] = drafts
+        if self._reading is None or self._reading.done():  # its event loop may have ended
+            self._reading = asyncio.create_task(self._read())
+        try:
+            # This side's deadline counts, also for the message: the engine's own one comes later.
+            request = (token_ids, sampling, name, drafts, 2 * timeout_s)
+            return await self._await("a request", timeout_s, self._progress, "generate", *request)
+        finally:
+            del self._drafts[name]
+            if not self._drafts:
+                self._reading.cancel()
+                self._reading = None
+
+    async def _read(self) -> None:
+        """Keep the drafts of the requests in flight up to date. A call that fails is made again: others tell why."""
+        while True:
+            await asyncio.sleep(_REPORT_INTERVAL_S)
+            known = {
+                name: [(len(draft.token_ids), len(draft.routes)) for draft in drafts]
+                for name, drafts in self._drafts.items()
+            }
+            with suppress(Exception):
+                written = await self._await("a report", self._spec.health_timeout_s, None, "written", known)
+                for name, parts in written.items():
+                    for draft, part in zip(self._drafts.get(name, ()), parts, strict=False):
+                        draft.extend(part)
+                        if part.token_ids:
+                            self._progress.advance()
+
+    async def pause(self, mode: PauseMode) -> int:
+        """See `RolloutEngine.pause`."""
+        num_found = await self._call("pause", mode, drains=mode == "drain")
+        self._progress.pause()
+        return num_found
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        self._progress.resume()
+        await self._call("resume")
+
+    async def health(self) -> EngineHealth:
+        """See `RolloutEngine.health`."""
+        return await self._await("a health check", self._spec.health_timeout_s, None, "call", "health")
+
+    async def begin_weight_update(self, policy_version: int) -> None:
+        """See `RolloutEngine.begin_weight_update`."""
+        await self._call("begin_weight_update", policy_version, drains=True)
+
+    async def receive_weights(self, bucket: WeightBucket) -> None:
+        """See `RolloutEngine.receive_weights`."""
+        await self._call("receive_weights", bucket)
+
+    async def finish_weight_update(self) -> None:
+        """See `RolloutEngine.finish_weight_update`."""
+        await self._call("finish_weight_update")
+
+    async def sleep(self, keep_weights: bool = True) -> None:
+        """See `RolloutEngine.sleep`."""
+        await self._call("sleep", keep_weights)
+
+    async def wake_up(self) -> None:
+        """See `RolloutEngine.wake_up`."""
+        await self._call("wake_up")
+
+    async def _call(self, method: str, *arguments: Any, drains: bool = False) -> Any:
+        """Make a control call. One that `drains` waits for the requests in flight, as long as they get further."""
+        timeout_s = self._spec.control_timeout_s + (self._spec.request_timeout_s if drains else 0.0)
+        progress = self._progress if drains else None
+        return await self._await(f"`{method}`", timeout_s, progress, "call", method, *arguments)
+
+    async def _await(self, what: str, timeout_s: float, progress: Progress | None, method: str, *arguments: Any) -> Any:
+        """Return the result of a call, which `what` names in the message when it is late."""
+        async with deadline(timeout_s, f"{what} of an engine's process", progress=progress):
+            return await self._ask(method, *arguments)

@@ -1,0 +1,154 @@
+"""An engine in a process of its own: how its errors and warnings arrive, and that no process is left over."""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from record_testing import write_jsonl
+from rlhf_data.errors import ConfigError, EngineError
+from rlhf_models.testing import tiny_model_dir
+from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.engines.process import ProcessEngine, packed, start_engine, unpacked
+from rlhf_rollout.engines.process_host import _Host
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.workers.leftovers import MARK
+
+PROMPT = np.array([4, 5, 6], np.int32)
+FAKE = EngineSpec(model="fake")
+
+
+def started_by(process_id: int) -> dict[int, str]:
+    """Return the command lines of the processes that a process has started for workers and engines."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0") if folder.name.isdigit() else []
+            if any(one.startswith(f"{MARK}={process_id}:".encode()) for one in variables):
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+async def until(condition, what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.02)
+
+
+async def test_killed_process_is_an_error_with_a_hint_and_later_calls_fail_at_once():
+    engine = ProcessEngine("fake", FAKE)
+    await engine.ready()
+    guard, worker = sorted(started_by(os.getpid()))
+    await engine.begin_weight_update(1)  # holds the request back
+    request = asyncio.create_task(engine.generate(PROMPT, SamplingParams()))
+    while not (await engine.health()).num_in_flight:
+        await asyncio.sleep(0.01)
+    os.kill(worker, signal.SIGKILL)
+    gone = r"^the engine's process was ended by SIGKILL\s+hint: the log tells why, .* ran out of memory$"
+    with pytest.raises(EngineError, match=gone):
+        await request
+    for call in (engine.health(), engine.generate(PROMPT, SamplingParams()), engine.finish_weight_update()):
+        with pytest.raises(EngineError, match=gone):
+            await asyncio.wait_for(call, 5)
+    await engine.close()
+    assert not {guard, worker} & started_by(os.getpid()).keys()
+    with pytest.raises(EngineError, match="the engine was closed"):
+        await engine.health()
+
+
+async def test_engine_that_does_not_start_tells_why_as_in_this_process(tmp_path):
+    with pytest.raises(ConfigError, match=r"^there is no model folder"):
+        await start_engine("transformers", EngineSpec(model=str(tmp_path / "none")))
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 4}')
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<none>"}')
+    with pytest.raises(ConfigError) as there:
+        await start_engine("transformers", EngineSpec(model=str(tmp_path)))
+    from rlhf_rollout.engines.transformers import TransformersEngine
+
+    with pytest.raises(ConfigError) as here:
+        TransformersEngine(EngineSpec(model=str(tmp_path)))
+    assert str(there.value) == str(here.value) and "hint: " in str(here.value)
+    assert not started_by(os.getpid())
+
+
+async def test_kinds_without_a_model_stay_in_this_process():
+    assert isinstance(await start_engine("fake", FAKE), FakeEngine)
+    with pytest.raises(ConfigError, match="unknown engine `fak`"):
+        await start_engine("fak", FAKE)
+
+
+@pytest.mark.parametrize("leave", ["cancel", "deadline"])
+async def test_start_that_is_given_up_leaves_no_process(tmp_path, leave):
+    model = str(tiny_model_dir(tmp_path))
+    spec = EngineSpec(model=model, start_timeout_s=0.3 if leave == "deadline" else 600)
+    start = asyncio.create_task(start_engine("transformers", spec))
+    await until(lambda: len(started_by(os.getpid())) == 2 or start.done(), "the process has not started")
+    if leave == "cancel":
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+    else:
+        with pytest.raises(EngineError, match=r"the start of an engine's process took longer than 0\.3 s"):
+            await start
+    assert not started_by(os.getpid())
+
+
+async def test_process_has_the_environment_of_this_one(monkeypatch):
+    monkeypatch.setenv("VLLM_OF_THIS_TEST", "a value")
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:password@127.0.0.1:9")
+    engine = ProcessEngine("fake", FAKE)
+    try:
+        await engine.ready()
+        for process_id in started_by(os.getpid()):
+            variables = Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
+            assert {b"VLLM_OF_THIS_TEST=a value", b"HTTPS_PROXY=http://user:password@127.0.0.1:9"} <= set(variables)
+    finally:
+        await engine.close()
+
+
+async def test_host_hands_on_what_the_engine_logs_once():
+    async def sleep(keep_weights):
+        logging.getLogger("rlhf_rollout.engines.some").warning("a patch is left out: %d", 7)
+
+    host = _Host()
+    host.part = SimpleNamespace(sleep=sleep)
+    message = {"method": "call", "arguments": packed(("sleep", True))}
+    first = await host(message)
+    assert first["logged"] == [("rlhf_rollout.engines.some", logging.WARNING, "a patch is left out: 7")]
+    assert unpacked(first["result"]) is None and not first["is_raised"]
+    host.part = SimpleNamespace(sleep=lambda keep_weights: asyncio.sleep(0))
+    assert (await host(message))["logged"] == []
+    logging.getLogger("rlhf_rollout").removeHandler(host._logged)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+async def test_interrupted_command_leaves_no_process(tmp_path, number):
+    model = tiny_model_dir(tmp_path / "model", eos_token_id=None)
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"input": f"{n} + 1 ="} for n in range(200)])
+    out = tmp_path / "out.jsonl"
+    words = f"generate --engine transformers --pretrain {model} --prompt_data {prompts} --output_path {out}"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "rlhf_rollout.commands.main", *words.split(), "--generate_max_len", "400"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        await until(lambda: (out.exists() and out.stat().st_size) or process.poll() is not None, "no rollouts")
+        assert len(started_by(process.pid)) == 2
+        process.send_signal(number)
+        _, said = await asyncio.to_thread(process.communicate, timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == (130 if number is signal.SIGINT else -signal.SIGKILL), said
+    await until(lambda: not started_by(process.pid), "a process of the engine is left")
