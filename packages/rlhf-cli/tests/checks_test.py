@@ -1,5 +1,7 @@
 """What the checks across options refuse, and what they tell: losses, KL, corrections, rewards, filters, models."""
 
+import re
+
 import pytest
 
 from rlhf_cli.commands.ppo import lowest_layer
@@ -326,6 +328,40 @@ def test_check_ppo_what_has_no_effect_is_a_notice(argv, notice):
 )
 def test_check_ppo_what_works_gives_no_notice(argv):
     assert ppo(*argv.split()).notices == ()
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            "--train_batch_size 1024",
+            "makes 128 passes per update, of 8 packed samples .*: --micro_batch_tokens 16384, or ",
+        ),
+        ("--train_batch_size 64", "makes 8 passes per update, of 8 packed"),
+        ("--train_batch_size 1024 --generate_max_len 30000 --prompt_max_len 2000", "--micro_batch_tokens 32000, or "),
+        ("--train_batch_size 56", None),
+        ("--train_batch_size 1024 --actor_num_gpus_per_node 16", "makes 8 passes per update"),
+        (
+            "--train_batch_size 1024 --actor_num_gpus_per_node 16 --sequence_parallel_size 2",
+            "makes 16 passes per update",
+        ),
+        ("--train_batch_size 504 --actor_num_gpus_per_node 9", None),
+        ("--train_batch_size 1024 --micro_train_batch_size 4", None),
+        ("--train_batch_size 1024 --micro_batch_tokens 4096", None),
+    ],
+)
+def test_many_packed_passes_whose_size_nobody_chose_are_told(argv, says):
+    # The recipe of the built-in task, which is left with a model, chooses a size.
+    words = (
+        f"--pretrain m --prompt_data p.jsonl --remote_rm_url math --rollout_batch_size {argv.split()[1]} {argv}".split()
+    )
+    found = [notice for notice in ppo("--packing_samples", *words).notices if "passes" in notice]
+    assert [bool(re.search(says or "", notice)) for notice in found] == [True] * (says is not None)
+
+
+def test_passes_that_are_padded_are_not_told():
+    words = "--pretrain m --prompt_data p.jsonl --remote_rm_url math --train_batch_size 1024".split()
+    assert not [notice for notice in ppo(*words, "--rollout_batch_size", "1024").notices if "passes" in notice]
 
 
 def test_check_ppo_reward_model_options_have_effect_with_one():

@@ -29,6 +29,8 @@ _FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batc
 _EVALUATION_OPTIONS = ("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "source_key")
 _SLEEP = ("vllm_enable_sleep", "deepspeed_enable_sleep")
 _REFERENCE_PLACES = ("ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
+_MANY_PASSES = 8  # per update, for which fuller ones pay
+_USUAL_PASS_TOKENS = 16384
 _BETTER_WHEN_LOW = ("truncated", "response_tokens", "failed")
 
 
@@ -112,7 +114,7 @@ class PpoConfig(Config):
         self.objective.check_rewards(self.reward.reward_normalize)
         notices += self.algorithm.check(given, self.objective, self.batch.num_updates)
         notices += self.training.check(given)
-        _check_passes(self)
+        notices += _check_passes(self, given)
         notices += self.asynchrony.check(given)
         notices += _check_training(self, given)
         notices += _check_staleness(self, given)
@@ -170,13 +172,28 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
     )
 
 
-def _check_passes(config: PpoConfig) -> None:
-    """Raise ConfigError if the longest sample does not fit into a pass."""
+def _check_passes(config: PpoConfig, given: Collection[str]) -> list[str]:
+    """Return a notice if an update has many packed passes of the default size.
+
+    Short samples then leave most of a GPU idle. Raises ConfigError if the longest sample does not fit into a pass.
+    """
     longest, flags = config.agent.max_len(config.data.prompt_max_len, config.rollout.generate_max_len)
     limit = config.training.micro_batch_tokens
     if limit is not None and limit < longest:
         message = f"--micro_batch_tokens is {limit}, and a sample may have {longest} tokens ({flags})"
         raise ConfigError(message, hint=f"use --micro_batch_tokens {longest} or more")
+    training = config.training
+    together = max(config.model.sequence_parallel_size, config.model.ds_tensor_parallel_size)
+    num_processes = config.placement.actor_num_nodes * config.placement.actor_num_gpus_per_node // together
+    num_passes = math.ceil(training.train_batch_size / max(num_processes, 1) / training.micro_train_batch_size)
+    is_chosen = limit is not None or "micro_train_batch_size" in given
+    if not config.model.packing_samples or is_chosen or num_passes < _MANY_PASSES:
+        return []
+    return [
+        f"each process makes {num_passes} passes per update, of {training.micro_train_batch_size} packed samples however"
+        f" short they are: --micro_batch_tokens {max(_USUAL_PASS_TOKENS, longest)}, or as many as fit into memory, makes"
+        " fewer and fuller ones"
+    ]
 
 
 def _check_staleness(config: PpoConfig, given: Collection[str]) -> list[str]:
