@@ -360,7 +360,7 @@ def test_many_packed_passes_whose_size_nobody_chose_are_told(argv, says):
 
 
 def test_passes_that_are_padded_are_not_told():
-    words = "--pretrain m --prompt_data p.jsonl --remote_rm_url math --train_batch_size 1024".split()
+    words = ["--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "math", "--train_batch_size", "1024"]
     assert not [notice for notice in ppo(*words, "--rollout_batch_size", "1024").notices if "passes" in notice]
 
 

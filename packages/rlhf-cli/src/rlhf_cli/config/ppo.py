@@ -189,10 +189,11 @@ def _check_passes(config: PpoConfig, given: Collection[str]) -> list[str]:
     is_chosen = limit is not None or "micro_train_batch_size" in given
     if not config.model.packing_samples or is_chosen or num_passes < _MANY_PASSES:
         return []
+    tokens = max(_USUAL_PASS_TOKENS, longest)
     return [
-        f"each process makes {num_passes} passes per update, of {training.micro_train_batch_size} packed samples however"
-        f" short they are: --micro_batch_tokens {max(_USUAL_PASS_TOKENS, longest)}, or as many as fit into memory, makes"
-        " fewer and fuller ones"
+        f"each process makes {num_passes} passes per update, of {training.micro_train_batch_size} packed samples"
+        f" however short they are: --micro_batch_tokens {tokens}, or as many as fit into memory, makes fewer and fuller"
+        " ones"
     ]
 
 
