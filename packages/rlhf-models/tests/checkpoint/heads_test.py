@@ -208,10 +208,10 @@ def test_check_same_tokenizer_of_one_family_passes(model_dir, reward_dir):
 def test_check_same_tokenizer_more_tokens_on_the_model_side_do_no_harm(model_dir, reward_dir, tmp_path):
     folder = shutil.copytree(reward_dir, tmp_path / "copy")
     tokenizer = load_tokenizer(folder)
-    tokenizer.add_tokens(["<pad2>"])
+    tokenizer.add_tokens(["<pad2>", "<a>"])
     tokenizer.save_pretrained(folder)
     check_same_tokenizer(folder, load_tokenizer(model_dir))
-    with pytest.raises(ConfigError, match=r"differs from the policy's in 1 of 513 tokens: '<pad2>' has id 512"):
+    with pytest.raises(ConfigError, match=r"differs from the policy's in 2 of 514 tokens: '<pad2>' has id 512"):
         check_same_tokenizer(model_dir, tokenizer)
 
 

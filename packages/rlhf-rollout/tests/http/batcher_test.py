@@ -91,18 +91,17 @@ def test_batcher_items_that_come_while_enough_batches_run_go_out_together(answer
         tasks = []
         for item in range(5):
             tasks.append(asyncio.create_task(batcher.submit(item)))
-            await asyncio.sleep(0.02 if item == 0 else 0)
-        await asyncio.sleep(0.02)
+            while not call.batches:
+                await asyncio.sleep(0.001)
         for number, sizes in enumerate([[1], [1, 3], [1, 3, 1]]):
+            while len(call.batches) <= number:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.02)
             assert [len(batch) for batch in call.batches] == sizes
             call.answers[number].set_result(answer)
-            await asyncio.sleep(0.02)
-        for waiting in call.answers:
-            if not waiting.done():
-                waiting.set_result(answer)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    results = asyncio.run(run())
+    results = asyncio.run(asyncio.wait_for(run(), 60))
     assert results == list(range(5)) if answer == "return" else {type(one) for one in results} == {ZeroDivisionError}
 
 

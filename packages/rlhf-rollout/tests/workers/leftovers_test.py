@@ -157,6 +157,16 @@ def test_machine_that_stalls_while_guards_have_their_time_ends_nothing_less(monk
         process.wait()
 
 
+def test_process_that_does_not_end_holds_up_nobody_for_more_than_20_s(monkeypatch):
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(leftovers, "time", clock)
+    monkeypatch.setattr(leftovers, "_leftovers", lambda: [1] * (now[0] < 60.0))
+    monkeypatch.setattr(leftovers, "_end", lambda process_id: "")
+    assert leftovers.sweep() == {1: ""}
+    assert now[0] == pytest.approx(20.0, abs=0.2)
+
+
 def test_command_line_in_the_warning_is_short_and_has_no_controls(monkeypatch, caplog):
     monkeypatch.setattr(leftovers, "GUARDS_S", 0.0)
     mark = f"{os.getpid()}:1:{os.readlink('/proc/self/ns/pid')}"

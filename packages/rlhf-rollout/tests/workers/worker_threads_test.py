@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from rlhf_rollout.workers import serving
 from rlhf_rollout.workers.threads import CALL, CodeThread, called, num_hanging
 
 WHO = contextvars.ContextVar("who")
@@ -72,6 +73,18 @@ def test_function_that_raises_is_not_counted():
         return num_hanging()
 
     assert asyncio.run(scenario()) == 0
+
+
+def test_functions_that_hang_are_told_once_all_of_five_counts_have_them(monkeypatch):
+    counts = iter([2, 2, 2, 2, 0, 3, 3, 4, 3, 3, 1])
+    told = []
+    monkeypatch.setattr(serving, "_HANGING_CHECK_S", 0.0)
+    monkeypatch.setattr(serving, "num_hanging", lambda: next(counts))
+    server = serving._Server(None, None, None)
+    server._send = told.append
+    with pytest.raises(RuntimeError):  # there are no more counts
+        asyncio.run(server._watch())
+    assert told == [{"hanging": 3}, {"hanging": 1}]
 
 
 def test_closed_thread_ends_after_its_last_function_and_holds_up_nobody():

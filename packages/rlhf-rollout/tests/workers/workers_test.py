@@ -157,6 +157,13 @@ def test_code_that_ends_its_process_or_the_connection_fails_alone(user, code, bo
     assert num_replaced >= 2
 
 
+def test_child_of_code_that_kills_its_guard_ends_with_the_code(code, tmp_path):
+    start = "open(FOLDER + '/pids', 'a').write(str(subprocess.Popen(['sleep', '1000']).pid) + ' ')"
+    verdicts(Reward, code(f"{start}; os.kill(os.getppid(), 9)"), ["bad"])
+    process_ids = (tmp_path / "pids").read_text().split()
+    assert process_ids and eventually(lambda: not any(map(is_running, process_ids)))
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -338,7 +345,9 @@ def test_process_that_starts_no_more_is_an_error_after_three_tries(user, code, t
             assert (await used.verdict("bad")).kind is CRASH
             with pytest.raises(RewardError, match="OSError: full"):
                 await used.verdict("good")
+            assert descendants() <= before  # also while the pool may be used
 
+    before = descendants()
     asyncio.run(run())
     assert (tmp_path / "starts").read_text() == "x" * 4  # the one that started, then three that did not
 
@@ -349,7 +358,7 @@ def test_process_that_starts_no_more_is_an_error_after_three_tries(user, code, t
 def test_time_of_the_code_counts_anew_after_an_answer_and_not_after_a_refusal(error, counts_anew):
     activity = Activity()
     activity.since = 0.0
-    with contextlib.suppress(Exception), activity.waiting():
+    with pytest.raises(type(error)) if error else contextlib.nullcontext(), activity.waiting():
         assert activity.num_waiting == 1
         if error is not None:
             raise error
