@@ -44,11 +44,12 @@ _SMALL = {
     "shared_expert_intermediate_size": 64,
 }
 _ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
-_LATENT |= {"head_dim": 8, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
-_INDEXED = _LATENT | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": VOCAB_SIZE}
-_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
-_LINEAR |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+# The sizes that vLLM's kernels for latent attention take.
+_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
+_LATENT |= {"head_dim": 64, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
+_INDEXED = _LATENT | {"index_n_heads": 2, "index_head_dim": 128, "index_topk": VOCAB_SIZE}
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64}
+_LINEAR |= {"linear_value_head_dim": 64, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 16}
 _LATER_WINDOWS = {"use_sliding_window": True, "sliding_window": _WINDOW, "max_window_layers": 1}
 _CAPPED = {"final_logit_softcapping": 2.0}
@@ -135,7 +136,8 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, window": ("mixtral", {"sliding_window": _WINDOW}),
     "nanochat": ("nanochat", _CAPPED),
     "nemotron": ("nemotron", {"head_dim": 32, "num_key_value_heads": 2}),
-    "nemotron_h": ("nemotron_h", _ROUTED),
+    "nemotron_h": ("nemotron_h", {"layer_types": ["linear_attention", "mlp", "full_attention", "mlp"]}),
+    "nemotron_h, experts": ("nemotron_h", _ROUTED),
     "olmo": ("olmo", {"clip_qkv": 0.5}),
     "olmoe, clipped": ("olmoe", {"clip_qkv": 0.5}),
     "phi": ("phi", {"num_key_value_heads": 4}),

@@ -22,11 +22,12 @@ from families import logprobs_of, plain_model, write_tiny
 from rlhf_models.loading import load_actor
 from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.engines import EngineSpec, build_engine
+from rlhf_rollout.engines.vllm.own_classes import shortest_prompt
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 from rlhf_rollout.weights.source import WeightSource
 
 _BLOCK = 128  # tokens of vLLM's KV cache on a CPU; a chunk of Llama 4's attention is made of whole blocks
-_PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40, _BLOCK - 8)]
+_LENGTHS = (7, 40, _BLOCK - 8)  # of prompts, beside the shortest one that vLLM answers as it should
 _CHANGES = (0.0, 0.0, 0.05)  # of the weights: none at the start, the same weights are sent, then others
 
 Answers = list[tuple[list[int], Tensor]]  # each prompt with its answer, and the log-probs of the answer
@@ -82,6 +83,8 @@ def _answers(folder: Path, dtype: str) -> list[Answers]:
     )
     actor = load_actor(folder, dtype=dtype, max_length=spec.max_model_len)
     engine = build_engine("vllm", spec)
+    lengths = (shortest_prompt(json.loads((folder / "config.json").read_text())), *_LENGTHS)
+    prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in lengths]
     try:
         sender = WeightSource("shared_memory", bucket_bytes=100_000)
         found = []
@@ -89,18 +92,18 @@ def _answers(folder: Path, dtype: str) -> list[Answers]:
             _change(actor.model, size)
             if version:
                 sender.send(hf_named_weights(actor), [engine], version, ["the engine"])
-            found.append(_ask(engine))
+            found.append(_ask(engine, prompts))
         return found
     finally:
         asyncio.run(engine.close())
 
 
-def _ask(engine: RolloutEngine) -> Answers:
+def _ask(engine: RolloutEngine, prompts: list[np.ndarray]) -> Answers:
     async def all_at_once() -> Any:
         params = SamplingParams(max_tokens=16, seed=3)
-        return await asyncio.gather(*(engine.generate(prompt, params) for prompt in _PROMPTS))
+        return await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
 
-    pairs = [(prompt, group[0]) for prompt, group in zip(_PROMPTS, asyncio.run(all_at_once()), strict=True)]
+    pairs = [(prompt, group[0]) for prompt, group in zip(prompts, asyncio.run(all_at_once()), strict=True)]
     return [
         (np.concatenate([prompt, completion.token_ids]).tolist(), torch.tensor(completion.logprobs))
         for prompt, completion in pairs

@@ -148,3 +148,24 @@ def test_model_that_vllm_computes_otherwise_than_the_trainer_is_refused(folder, 
     changes = {"prompt_data": None} if lacking == "prompts" else {}
     assert main([*flags(**changes), "--dry_run"]) == 2
     assert "error: vLLM computes a doge model without the mask" in capsys.readouterr().err
+
+
+def test_model_that_vllm_does_not_compute_on_a_cpu_is_refused_there(folder, capsys):
+    file = folder / "model" / "config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps(fields | {"architectures": ["JambaForCausalLM"]}))
+    assert main([*flags(plan_gpus=1), "--dry_run"]) == 0
+    capsys.readouterr()
+    assert main([*flags(), "--dry_run"]) == 2
+    assert "vLLM has no kernel for the Mamba layers of JambaForCausalLM on a CPU" in capsys.readouterr().err
+    file.write_text(json.dumps(fields | {"architectures": ["Qwen3NextForCausalLM"]}))
+    assert main([*flags(), "--dry_run"]) == 2
+    assert "not in float32\n\nhint: add --bf16" in capsys.readouterr().err
+    assert main([*flags(), "--bf16", "--dry_run"]) == 0
+
+
+def test_run_without_gpus_refuses_what_vllm_does_not_compute_on_a_cpu(folder, capsys):
+    file = folder / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["JambaForCausalLM"]}))
+    assert main(flags()) == 2
+    assert "vLLM has no kernel for the Mamba layers of JambaForCausalLM on a CPU" in capsys.readouterr().err

@@ -28,7 +28,15 @@ from rlhf_rollout.engines.model_files import (
 from rlhf_rollout.engines.requests import check_request, sample_seeds
 from rlhf_rollout.engines.vllm.core import graph_sizes, register_architectures
 from rlhf_rollout.engines.vllm.memory import gpu_kv_cache_bytes, kv_cache_bytes
-from rlhf_rollout.engines.vllm.own_classes import fit_to_cpu, model_classes, model_impl
+from rlhf_rollout.engines.vllm.own_classes import (
+    check_on_cpu,
+    fit_to_cpu,
+    missing_fields,
+    model_classes,
+    model_impl,
+    shortest_prompt,
+    state_dtype,
+)
 from rlhf_rollout.protocols import SamplingParams
 
 
@@ -294,29 +302,84 @@ def test_model_that_no_class_of_vllm_computes_as_transformers_is_refused() -> No
 def test_engine_on_a_cpu_caches_no_prefixes_of_layers_with_a_state() -> None:
     spec = EngineSpec(model="m")
     recurrent = type("Recurrent", (), {"has_inner_state": True})
-    assert fit_to_cpu(spec, ["Mamba2ForCausalLM"], [int, recurrent]) == dataclasses.replace(
+    assert fit_to_cpu(spec, {"architectures": ["Mamba2ForCausalLM"]}, [int, recurrent]) == dataclasses.replace(
         spec, enable_prefix_caching=False
     )
-    assert fit_to_cpu(spec, ["LlamaForCausalLM"], [int]) is spec
+    assert fit_to_cpu(spec, {"architectures": ["LlamaForCausalLM"]}, [int]) is spec
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"])
+LINEAR = ["Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"]
+
+
+@pytest.mark.parametrize("name", LINEAR)
 def test_linear_attention_on_a_cpu_needs_bfloat16(name: str) -> None:
     with pytest.raises(ConfigError, match=r"only in bfloat16, and not in float32\n\nhint: add ``dtype=bfloat16``"):
-        fit_to_cpu(EngineSpec(model="m"), ["Other", name], [])
+        check_on_cpu({"architectures": ["Other", name]}, "float32")
     spec = EngineSpec(model="m", dtype="bfloat16")
-    assert fit_to_cpu(spec, [name], []) is spec
+    assert fit_to_cpu(spec, {"architectures": [name]}, []) is spec
 
 
-def test_linear_attention_whose_states_a_cpu_cannot_take_is_refused() -> None:
-    for dtype in ("float32", "bfloat16"):
-        with pytest.raises(ConfigError, match=r"of a qwen3_next on a CPU\n\nhint: use a GPU"):
-            fit_to_cpu(EngineSpec(model="m", dtype=dtype), ["Other", "Qwen3NextForCausalLM"], [])
+@pytest.mark.parametrize("field", ["linear_key_head_dim", "linear_value_head_dim"])
+def test_linear_attention_on_a_cpu_needs_heads_that_its_kernels_have(field: str) -> None:
+    config = {"architectures": ["Qwen3NextForCausalLM"], "linear_key_head_dim": 64, "linear_value_head_dim": 128}
+    check_on_cpu(config, "bfloat16")
+    with pytest.raises(ConfigError, match=rf"`{field}` is 32; [^\n]* with 64 or 128\n\nhint: use a GPU"):
+        check_on_cpu(config | {field: 32}, "bfloat16")
+    check_on_cpu({field: 32, "architectures": ["LlamaForCausalLM"]}, "float32")
+
+
+def test_states_of_linear_attention_are_in_float32_on_a_cpu() -> None:
+    for name in LINEAR:
+        config = {"architectures": [name]}
+        assert state_dtype(config, on_gpu=False) == "float32"
+        assert state_dtype(config, on_gpu=True) == "auto"
+    assert state_dtype({"architectures": ["Mamba2ForCausalLM"]}, on_gpu=False) == "auto"
+
+
+def test_prompts_of_linear_attention_have_two_tokens() -> None:
+    assert [shortest_prompt({"architectures": [name]}) for name in LINEAR] == [2, 2, 2]
+    assert shortest_prompt({"architectures": ["Mamba2ForCausalLM"]}) == shortest_prompt({}) == 1
 
 
 def test_family_whose_experts_vllm_chooses_otherwise_on_a_cpu_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"of an ernie4_5_moe on a CPU without [^\n]*\n\nhint: use a GPU"):
-        fit_to_cpu(EngineSpec(model="m"), ["Ernie4_5_MoeForCausalLM"], [])
+        check_on_cpu({"architectures": ["Ernie4_5_MoeForCausalLM"]}, "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["FalconMambaForCausalLM", "JambaForCausalLM", "MambaForCausalLM"])
+def test_first_mamba_is_refused_on_a_cpu(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"no kernel for the Mamba layers of {name} on a CPU[^\n]*\n\nhint: use a GPU"
+    ):
+        check_on_cpu({"architectures": ["Other", name]}, "float32")
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_refused"),
+    [
+        ({"layers_block_type": ["linear_attention", "moe"]}, True),
+        ({"layer_types": ["linear_attention", "moe"]}, True),
+        ({"hybrid_override_pattern": "M-E*"}, True),
+        ({"layers_block_type": ["linear_attention", "mlp"]}, False),
+        ({"hybrid_override_pattern": "M-*"}, False),
+        ({}, False),
+    ],
+)
+def test_nemotron_h_with_experts_is_refused_on_a_cpu(fields: dict[str, Any], is_refused: bool) -> None:
+    check_on_cpu({"architectures": ["MixtralForCausalLM"], **fields}, "float32")
+    config = {"architectures": ["NemotronHForCausalLM"], **fields}
+    if not is_refused:
+        check_on_cpu(config, "float32")
+        return
+    with pytest.raises(ConfigError, match=r"no kernel for the experts of a nemotron_h on a CPU\n\nhint: use a GPU"):
+        check_on_cpu(config, "float32")
+
+
+def test_fields_that_vllm_reads_of_lfm2_are_its_width() -> None:
+    config = {"architectures": ["Lfm2ForCausalLM"], "hidden_size": 96}
+    assert missing_fields(config) == {"conv_dim": 96, "block_dim": 96}
+    assert missing_fields(config | {"conv_dim": 64}) == {"block_dim": 96}
+    assert missing_fields({"architectures": ["LlamaForCausalLM"], "hidden_size": 96}) == missing_fields({}) == {}
 
 
 @pytest.mark.parametrize(

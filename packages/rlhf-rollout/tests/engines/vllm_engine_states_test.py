@@ -122,6 +122,19 @@ def test_code_of_the_model_runs_only_with_a_trusted_name(engine: Any, monkeypatc
     assert is_trusted(other._tokenizer_dir) is trust
 
 
+def test_prompt_of_one_token_is_refused_for_linear_attention(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"vocab_size": 9, "architectures": ["Qwen3NextForCausalLM"]}
+    monkeypatch.setattr(vllm_engine, "read_config", lambda path, **options: config)
+    other = vllm_engine.VllmEngine(EngineSpec(model="x", max_model_len=64))
+    sampling = SamplingParams(max_tokens=1)
+    with pytest.raises(EngineError, match=r"a prompt of one token [^\n]*\n\nhint: use prompts of two tokens or more"):
+        asyncio.run(other.generate(np.array([5], np.int32), sampling))
+    assert other._loop.num_in_flight == 0
+    for served, prompt in ((other, [5, 6]), (engine, [5])):
+        assert len(asyncio.run(served.generate(np.array(prompt, np.int32), sampling))) == 1
+    asyncio.run(other.close())
+
+
 def test_engines_without_a_seed_draw_one_each(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     monkeypatch.setattr(vllm_engine, "build_core", lambda spec, *args, **options: built.append(spec) or Core())

@@ -1,4 +1,4 @@
-"""Layers that vLLM loads anew in an update: which buffers keep their values, and what a layer still waits for."""
+"""Layers of vLLM: what those that an update loads anew keep and still wait for; rotary positions on a CPU."""
 
 import pytest
 
@@ -6,9 +6,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from torch import nn  # noqa: E402
+from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding  # noqa: E402
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: E402
 
+from rlhf_rollout.engines.vllm.core import _rotate_heads_on_cpu  # noqa: E402
 from rlhf_rollout.engines.vllm.weights import _incomplete, _keep_buffers  # noqa: E402
 
 OLD = {
@@ -72,3 +75,23 @@ def test_embedding_whose_vocabulary_is_padded_waits_for_its_first_element() -> N
     assert _incomplete(layer)
     info.load_numel = 1
     assert not _incomplete(layer)
+
+
+@pytest.mark.parametrize("with_keys", [True, False])
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_positions_on_a_cpu_are_those_of_tokens_in_whatever_shape_heads_are(with_keys: bool, is_flat: bool) -> None:
+    _rotate_heads_on_cpu()
+    with set_current_vllm_config(VllmConfig()):
+        rope = RotaryEmbedding(8, 8, 32, 10000.0, True, torch.float32)
+    positions = torch.tensor([3, 0, 7])
+    query, key = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
+    expected = rope.forward_native(positions, query.clone(), key.clone())
+    shape = (3, -1) if is_flat else (3, -1, 8)
+    found = rope.forward_cpu(positions, query.reshape(shape), key.reshape(shape) if with_keys else None)
+    assert found[0].shape == query.reshape(shape).shape
+    torch.testing.assert_close(found[0].view(3, 4, 8), expected[0])
+    if with_keys:
+        assert found[1].shape == key.reshape(shape).shape
+        torch.testing.assert_close(found[1].view(3, 2, 8), expected[1])
+    else:
+        assert found[1] is None

@@ -13,7 +13,7 @@ from rlhf_data.own_code import is_trusted
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.internals import SETTINGS, check_core
 from rlhf_rollout.engines.vllm.memory import kv_cache_bytes
-from rlhf_rollout.engines.vllm.own_classes import fit_to_cpu, model_classes, model_impl
+from rlhf_rollout.engines.vllm.own_classes import fit_to_cpu, missing_fields, model_classes, model_impl, state_dtype
 from rlhf_rollout.host import place_vllm_sockets
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,26 @@ def _tell_routes_on_cpu() -> None:
     CPUUnquantizedExperts.supports_routing_replay_capture = lambda self: True
 
 
+@cache
+def _rotate_heads_on_cpu() -> None:
+    """Let vLLM's kernel for rotary positions on a CPU take queries and keys of shape [tokens, heads, head size].
+
+    It takes each head for a token, so that LFM2 got the positions of other tokens.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotate = RotaryEmbedding.forward_cpu
+
+    def rotate_flat(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
+        if positions.dim() != 1 or query.dim() != 3:
+            return rotate(self, positions, query, key)
+        query, key = rotate(self, positions, query.flatten(1), None if key is None else key.flatten(1))
+        heads = (-1, self.head_size)
+        return query.unflatten(1, heads), None if key is None else key.unflatten(1, heads)
+
+    RotaryEmbedding.forward_cpu = rotate_flat
+
+
 def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], *, on_gpu: bool) -> Any:
     """Return vLLM's in-process engine client with the model loaded."""
     from vllm.platforms import current_platform
@@ -120,7 +140,8 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
     names = model_classes(model_config)
     classes = register_architectures(names)
     if not on_gpu:
-        spec = fit_to_cpu(spec, names, classes)
+        spec = fit_to_cpu(spec, model_config, classes)
+        _rotate_heads_on_cpu()
     is_eager = spec.enforce_eager or not on_gpu
     config = _engine_config(spec, model_dir, model_config, model_impl(names), is_eager=is_eager, on_gpu=on_gpu)
     core = EngineCoreClient.make_client(
@@ -160,6 +181,8 @@ def _engine_config(
     return EngineArgs(
         model=str(model_dir),
         model_impl=impl,
+        hf_overrides=missing_fields(model_config),
+        mamba_ssm_cache_dtype=state_dtype(model_config, on_gpu=on_gpu),
         # Requests and completions are tokens, so a tokenizer would only cost time.
         skip_tokenizer_init=True,
         # Requests have no images or sounds: vLLM leaves out what reads them, and needs none of the libraries for it.

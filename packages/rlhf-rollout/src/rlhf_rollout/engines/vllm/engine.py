@@ -17,6 +17,7 @@ from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.stopping import decoder
 from rlhf_rollout.engines.vllm.core import build_core, check_visible_gpus, prepare_environment, start_hint
 from rlhf_rollout.engines.vllm.internals import check_vllm
+from rlhf_rollout.engines.vllm.own_classes import shortest_prompt
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.weights.bucket import WeightBucket
 from rlhf_rollout.weights.senders import Senders, merged
@@ -41,6 +42,7 @@ class VllmEngine:
         self._spec = spec
         self._tokenizer_dir = trusted(str(tokenizer_dir), is_trusted(spec.tokenizer or spec.model))
         self._vocab_size = int(config["vocab_size"])
+        self._shortest_prompt = shortest_prompt(config)
         self._updating: int | None = None
         self._incomplete: str | None = None
         self._asleep = False
@@ -73,6 +75,9 @@ class VllmEngine:
     ) -> list[Completion]:
         """See `RolloutEngine.generate`. Raises EngineError also while the engine sleeps or lacks weights."""
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
+        if len(token_ids) < self._shortest_prompt:
+            message = "vLLM answers a prompt of one token with what layers of linear attention kept of another request"
+            raise EngineError(message, hint="use prompts of two tokens or more, such as those of a chat template")
         timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
         decode = await asyncio.to_thread(decoder, self._tokenizer_dir) if sampling.stop else None
         job = self._loop.submit([int(token) for token in token_ids], sampling, decode, drafts)

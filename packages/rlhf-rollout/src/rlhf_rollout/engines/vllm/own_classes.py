@@ -31,6 +31,8 @@ _LEAVES_OUT: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "OlmoeForCausalLM": _clips,  # the bound on queries, keys and values
     "Qwen2MoeForCausalLM": _has_windows,
 }
+_FIRST_MAMBAS = {"FalconMambaForCausalLM", "JambaForCausalLM", "MambaForCausalLM"}
+_LINEAR_HEADS = (64, 128)
 _BACKENDS = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
 
 
@@ -59,7 +61,60 @@ def model_impl(classes: Sequence[str]) -> str:
     return "transformers" if tuple(classes) == _BACKENDS else "auto"
 
 
-def fit_to_cpu(spec: EngineSpec, names: Sequence[str], classes: Sequence[type]) -> EngineSpec:
+def missing_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that vLLM reads and a config of transformers need not have, with their values."""
+    if "Lfm2ForCausalLM" not in (config.get("architectures") or ()):
+        return {}
+    return {name: config["hidden_size"] for name in ("conv_dim", "block_dim") if name not in config}
+
+
+def shortest_prompt(config: Mapping[str, Any]) -> int:
+    """Return the number of tokens of the shortest prompt that vLLM answers as it should.
+
+    It takes a prompt of one token for a decode step. A layer of linear attention then goes on from the state of an
+    earlier request.
+    """
+    return 2 if _has_linear_attention(config) else 1
+
+
+def state_dtype(config: Mapping[str, Any], *, on_gpu: bool) -> str:
+    """Return vLLM's name of the data type of the states of recurrent layers.
+
+    The kernels of linear attention on a CPU take states in float32 alone.
+    """
+    return "auto" if on_gpu or not _has_linear_attention(config) else "float32"
+
+
+def check_on_cpu(config: Mapping[str, Any], dtype: str) -> None:
+    """Raise ConfigError if vLLM does not compute a model on a CPU in `dtype`, or computes another one.
+
+    Args:
+        config: the fields of config.json, with those of its `text_config` if it has one.
+        dtype: that of the engine.
+    """
+    names = set(config.get("architectures") or ())
+    elsewhere = "use a GPU, or a model of another family from docs/models.md"
+    if "Ernie4_5_MoeForCausalLM" in names:
+        message = "vLLM chooses the experts of an ernie4_5_moe on a CPU without the correction of their scores"
+        raise ConfigError(message, hint=elsewhere)
+    if found := names & _FIRST_MAMBAS:
+        message = f"vLLM has no kernel for the Mamba layers of {found.pop()} on a CPU; it has one for those of Mamba 2"
+        raise ConfigError(message, hint=elsewhere)
+    has_experts = "moe" in (config.get("layers_block_type") or config.get("layer_types") or ())
+    if "NemotronHForCausalLM" in names and (has_experts or "E" in config.get("hybrid_override_pattern", "")):
+        raise ConfigError("vLLM has no kernel for the experts of a nemotron_h on a CPU", hint=elsewhere)
+    if not _has_linear_attention(config):
+        return
+    if dtype != "bfloat16":
+        message = f"vLLM computes linear attention on a CPU only in bfloat16, and not in {dtype}"
+        raise ConfigError(message, hint="add ``dtype=bfloat16``")
+    for name in ("linear_key_head_dim", "linear_value_head_dim"):
+        if config.get(name, _LINEAR_HEADS[0]) not in _LINEAR_HEADS:
+            message = f"`{name}` is {config[name]}; on a CPU, vLLM computes linear attention with 64 or 128"
+            raise ConfigError(message, hint=elsewhere)
+
+
+def fit_to_cpu(spec: EngineSpec, config: Mapping[str, Any], classes: Sequence[type]) -> EngineSpec:
     """Return the settings with which vLLM runs a model on a CPU.
 
     There it caches the states of recurrent layers, such as Mamba's, only with chunked prefill, which engines do not use
@@ -67,22 +122,17 @@ def fit_to_cpu(spec: EngineSpec, names: Sequence[str], classes: Sequence[type]) 
 
     Args:
         spec: the settings that were asked for.
-        names: the model's architectures.
-        classes: vLLM's classes of these names.
+        config: the fields of config.json, with those of its `text_config` if it has one.
+        classes: vLLM's classes of its architectures.
 
     Raises:
         ConfigError: vLLM does not compute the model on a CPU in this `dtype`, or computes another one.
     """
-    if "Ernie4_5_MoeForCausalLM" in names:
-        message = "vLLM chooses the experts of an ernie4_5_moe on a CPU without the correction of their scores"
-        raise ConfigError(message, hint="use a GPU, or a model of another family from docs/models.md")
-    if any(name.startswith("Qwen3Next") for name in names):
-        # Its kernels take states in float32, which is what a Qwen3.5 asks for in its config.
-        message = "vLLM does not compute the linear attention of a qwen3_next on a CPU"
-        raise ConfigError(message, hint="use a GPU, or a model of another family from docs/models.md")
-    if spec.dtype != "bfloat16" and any(name.startswith("Qwen3_5") for name in names):
-        message = f"vLLM computes linear attention on a CPU only in bfloat16, and not in {spec.dtype}"
-        raise ConfigError(message, hint="add ``dtype=bfloat16``")
+    check_on_cpu(config, spec.dtype)
     if any(getattr(kind, "has_inner_state", False) for kind in classes):
         return replace(spec, enable_prefix_caching=False)
     return spec
+
+
+def _has_linear_attention(config: Mapping[str, Any]) -> bool:
+    return any(name.startswith(("Qwen3Next", "Qwen3_5")) for name in config.get("architectures") or ())
