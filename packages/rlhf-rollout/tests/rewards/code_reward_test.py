@@ -80,6 +80,8 @@ def test_program_is_the_last_block_or_all(response, program):
         ("3.0", "3", False),
         ("", "0", False),
         ("x", "1.5", False),
+        ("0.0000000005", "0.0", True),
+        ("1\n2", "1\n3", False),
     ],
 )
 def test_outputs_agree_by_line(output, expected, same):
@@ -205,7 +207,7 @@ def test_a_program_beyond_its_limits_is_wrong_and_not_a_failure(program, says):
 def test_programs_run_at_the_same_time_up_to_the_number_of_workers():
     script = Script({"output": "3", "why": ""})
     judge(SUM, *[fenced(RIGHT)] * 7, sandbox=script, num_workers=3)
-    assert (script.most, len(script.jobs)) == (3, 7)
+    assert (script.most, len(script.jobs), script.jobs[0]["memory_bytes"]) == (3, 7, 2**30)
 
 
 def test_failure_of_the_sandbox_is_a_crash_of_one_line():
@@ -297,5 +299,5 @@ def test_a_machine_without_the_filter_of_calls_is_refused(monkeypatch):
     # As on a processor whose system calls the judge does not know.
     judge = sandbox_module._JUDGE.replace('"x86_64":', '"z80":').replace('"aarch64":', '"z81":')
     monkeypatch.setattr(sandbox_module, "_JUDGE", judge)
-    with pytest.raises(ConfigError, match=r"cannot run a program: .*KeyError"):
+    with pytest.raises(ConfigError, match=r"cannot run a program: .*KeyError.*\n\nhint: install bubblewrap"):
         Bubblewrap()

@@ -14,12 +14,14 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from ray._raylet import AuthenticationMode, get_authentication_mode
+from ray._private import services
+from ray._private.node import Node
+from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, get_authentication_mode
 from ray.exceptions import AuthenticationError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_rollout.host import socket_folder
-from rlhf_rollout.ray_internals import NAMES
+from rlhf_rollout.ray_internals import NAMES, changed_start
 from rlhf_train.cluster import ray_session
 from rlhf_train.cluster.ray_session import (
     START_ATTEMPTS,
@@ -185,10 +187,22 @@ def test_own_cluster_has_a_token_of_its_own_and_the_environment_is_as_before(mon
             assert (os.environ["RAY_AUTH_MODE"], os.environ["GLOO_SOCKET_IFNAME"]) == ("token", "lo")
             assert get_authentication_mode() == AuthenticationMode.TOKEN
             tokens.append(os.environ["RAY_AUTH_TOKEN"])
+            assert AuthenticationTokenLoader.instance().get_raw_token() == tokens[-1]
         assert (os.environ["RAY_AUTH_MODE"], os.environ["GLOO_SOCKET_IFNAME"]) == ("disabled", "eth7")
         assert "RAY_AUTH_TOKEN" not in os.environ
         assert get_authentication_mode() == AuthenticationMode.DISABLED
     assert len(set(tokens)) == 2 and all(len(token) == 64 for token in tokens)
+
+
+def test_start_leaves_out_what_a_run_does_not_use_and_its_servers_outlive_a_signal_to_the_group():
+    names = ("start_api_server", "start_log_monitor", "start_monitor")
+    before = [getattr(Node, name) for name in names]
+    with changed_start():
+        assert [getattr(Node, name)(None, "anything") for name in names] == [None] * 3
+        with services.ConsolePopen(["sleep", "1000"]) as server:
+            assert os.getpgid(server.pid) == server.pid != os.getpgid(0)
+            server.kill()
+    assert [getattr(Node, name) for name in names] == before
 
 
 @pytest.mark.parametrize("place", list(NAMES))
