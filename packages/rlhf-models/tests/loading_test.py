@@ -29,7 +29,7 @@ from rlhf_models.loading import (
     load_tokenizer,
     resolve_dtype,
 )
-from rlhf_models.testing import tiny_model_dir, tiny_tokenizer
+from rlhf_models.testing import tiny_model_dir
 
 
 def edited(folder, tmp_path, file, **fields):
@@ -233,7 +233,7 @@ def test_check_tokenizer_fits_with_a_few_special_tokens_beyond_the_embedding_say
     assert tokenizer.convert_tokens_to_ids("<image_soft_token>") == 512
     assert check_tokenizer_fits(load_config(model_dir), tokenizer) == 512
     tokenizer.add_tokens(["text"])
-    with pytest.raises(ConfigError, match="token ids up to 513, but the model's embedding ends at 511"):
+    with pytest.raises(ConfigError, match=r"token ids up to 513, but .* ends at 511\n\nhint: take the"):
         check_tokenizer_fits(load_config(model_dir), tokenizer)
 
 
@@ -250,11 +250,6 @@ def test_check_tokenizer_fits_refuses_an_end_token_beyond_the_embedding(model_di
     tokenizer.add_special_tokens({"eos_token": "<new_end>"})
     with pytest.raises(ConfigError, match="token ids up to 512, but the model's embedding ends at 511"):
         check_tokenizer_fits(load_config(model_dir), tokenizer)
-
-
-def test_check_tokenizer_fits_too_many_ids_names_both_bounds(model_dir):
-    with pytest.raises(ConfigError, match=r"ids up to 599.*ends at 511\n\nhint: "):
-        check_tokenizer_fits(load_config(model_dir), tiny_tokenizer(600))
 
 
 def test_check_tokenizer_fits_without_end_token_hints_at_the_file(model_dir):

@@ -8,9 +8,10 @@ import pytest
 from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import FinishReason, Rollout, VerdictKind
-from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
+from rlhf_rollout.rewards.function import FunctionReward, RewardCall, ask, check_reward_function, reward_code
 from rlhf_rollout.rewards.sources import CallOptions
-from rlhf_rollout.workers.guarded import WorkerOptions
+from rlhf_rollout.rewards.user_function import parse_reward
+from rlhf_rollout.workers.guarded import DEFAULT_WORKER, WorkerOptions
 from rlhf_rollout.workers.pool import WorkerPool
 from rlhf_rollout.workers.rpc import CallError
 
@@ -249,6 +250,20 @@ def test_caller_that_gives_up_leaves_its_worker_to_the_call(write, tmp_path):
     assert asyncio.run(run()) == ("x", [1.0], 0)
 
 
+@pytest.mark.parametrize(("body", "is_fatal"), [("1 / 0", False), ("os._exit(1)", True), ("{'rewards': [1]}", False)])
+def test_call_that_fails_says_whether_it_has_cost_the_worker(write, body, is_fatal):
+    code = reward_code(parse_reward(write(f"import os\ndef reward_func(q, p, l): return {body}")), DEFAULT_WORKER)
+
+    async def run():
+        pool = WorkerPool(code, num_processes=1, timeout_s=20.0)
+        try:
+            return await ask(pool, RewardCall([(make_prompt(), make_rollout(make_prompt(), "4"))]), 20.0)
+        finally:
+            await pool.close()
+
+    assert asyncio.run(run())[1] is is_fatal
+
+
 def test_time_limit_is_that_of_a_sample(write, monkeypatch):
     """Each sample takes half a second by a clock that only calls move."""
     now, sizes = [0.0], []
@@ -277,11 +292,6 @@ def test_time_limit_is_that_of_a_sample(write, monkeypatch):
     asyncio.run(run())
     # Those that succeed alone are scored together again. A later call for three may take as long as it needs.
     assert sizes == [3, 1, 1, 1, 3, 3]
-
-
-def test_check_reward_function_good_one_has_no_problem(write):
-    reward = write('def reward_func(q, p, l): return {"rewards": [1.0] * len(q)}')
-    assert check_reward_function(reward, [make_prompt()]) is None
 
 
 def test_check_reward_function_without_prompts_imports_and_calls_nothing(write):
