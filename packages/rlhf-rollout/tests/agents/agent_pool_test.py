@@ -47,11 +47,20 @@ async def cancelled(task):
     await asyncio.wait([task])
 
 
-async def test_episode_that_is_cancelled_while_its_process_starts_leaves_none_that_is_half_started(slow, tmp_path):
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_episode_that_is_cancelled_while_its_process_starts_leaves_none_that_is_half_started(
+    slow, tmp_path, is_first
+):
     async with Hosted(slow, writes(["a"]), timeout_s=TIMEOUT_S) as hosted:
+        if not is_first:
+            (tmp_path / "may_start").touch()
+            await hosted.episode()
+            hosted.pool._slots[0].process.kill()
+            for name in ("may_start", "starting"):
+                (tmp_path / name).unlink()
         first = asyncio.create_task(hosted.episode())
         await until((tmp_path / "starting").exists)
-        await cancelled(first)
+        await asyncio.wait_for(cancelled(first), TIMEOUT_S)
         (tmp_path / "may_start").touch()
         episode = await asyncio.wait_for(hosted.episode(), TIMEOUT_S)
     assert episode.verdict.reward == 1.0

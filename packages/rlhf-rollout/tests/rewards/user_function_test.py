@@ -281,7 +281,9 @@ def test_reward_target_and_scored_pickle_round_trip():
         assert pickle.loads(pickle.dumps(value)) == value
 
 
-def test_reward_file_for_openrlhf_finds_its_functions_for_mathematical_answers(tmp_path):
+def test_reward_file_for_openrlhf_finds_its_functions_for_mathematical_answers(tmp_path, monkeypatch):
+    for name in ("openrlhf", "openrlhf.utils"):  # as in a process that has not loaded another reward file
+        monkeypatch.delitem(sys.modules, name, raising=False)
     file = tmp_path / "theirs.py"
     file.write_text(
         "import openrlhf.utils as theirs\n"
