@@ -353,14 +353,14 @@ def test_check_ppo_what_works_gives_no_notice(argv):
 def test_many_packed_passes_whose_size_nobody_chose_are_told(argv, says):
     # The recipe of the built-in task, which is left with a model, chooses a size.
     words = (
-        f"--pretrain m --prompt_data p.jsonl --remote_rm_url math --rollout_batch_size {argv.split()[1]} {argv}".split()
+        f"--pretrain m --prompt_data p.jsonl --remote_rm_url r.py --rollout_batch_size {argv.split()[1]} {argv}".split()
     )
     found = [notice for notice in ppo("--packing_samples", *words).notices if "passes" in notice]
     assert [bool(re.search(says or "", notice)) for notice in found] == [True] * (says is not None)
 
 
 def test_passes_that_are_padded_are_not_told():
-    words = ["--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "math", "--train_batch_size", "1024"]
+    words = ["--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "r.py", "--train_batch_size", "1024"]
     assert not [notice for notice in ppo(*words, "--rollout_batch_size", "1024").notices if "passes" in notice]
 
 

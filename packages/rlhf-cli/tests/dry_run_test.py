@@ -58,6 +58,15 @@ def test_line_without_prompts_shows_its_plan_and_that_one_thing(folder, capsys):
     assert "--prompt_data is missing" in capsys.readouterr().err
 
 
+def test_reward_that_compares_with_labels_lacks_their_key(folder, capsys):
+    line = flags(remote_rm_url="math")
+    assert main([*line, "--dry_run"]) == 0
+    what = "--label_key is missing: the reward math compares a response with the label of its row"
+    assert lists(capsys) == {"still missing": [what]}
+    assert main(line) == 2
+    assert f"error: {what}" in capsys.readouterr().err
+
+
 def test_names_on_the_hub_are_not_looked_at(folder, capsys):
     changes = {"pretrain": "meta/llama", "prompt_data": "gsm8k", "reward_pretrain": "a/b", "critic_pretrain": "c/d"}
     assert main([*flags(**changes), "--dry_run"]) == 0

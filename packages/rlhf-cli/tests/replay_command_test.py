@@ -151,7 +151,8 @@ def test_dry_run_of_a_replay_shows_a_plan_without_engines_and_needs_no_prompts(h
     prompts = home / "prompts.jsonl"
     prompts.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     write_run(home / "run", "--pretrain", "builtin", "--prompt_data", str(prompts), "--remote_rm_url", "math",
-              "--rollout_batch_size", "2", "--train_batch_size", "2", "--n_samples_per_prompt", "1")  # fmt: skip
+              "--label_key", "answer", "--rollout_batch_size", "2", "--train_batch_size", "2",
+              "--n_samples_per_prompt", "1")  # fmt: skip
     prompts.unlink()
     assert main(["ppo", "--replay", "run", "--dry_run"]) == 0
     out = capsys.readouterr().out
@@ -267,8 +268,8 @@ def test_what_cannot_be_repeated_is_refused_with_a_hint(case, home, jobs, capsys
     words, act, message, hint = BAD[case]
     shutil.copytree(MODEL_DIR, home / "model")
     run = write_run(home / "run", "--pretrain", str(home / "model"), "--prompt_data", "builtin",
-                    "--remote_rm_url", "math", "--n_samples_per_prompt", "2", "--rollout_batch_size", "2",
-                    "--train_batch_size", "2")  # fmt: skip
+                    "--remote_rm_url", "math", "--label_key", "answer", "--n_samples_per_prompt", "2",
+                    "--rollout_batch_size", "2", "--train_batch_size", "2")  # fmt: skip
     if act is not None:
         act(run)
     assert main(["replay", *words]) == 2

@@ -21,7 +21,7 @@ from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_rollout.workers.guarded import WorkerOptions
 from rollout_testing import generate_words
 
-_MATH = ("--remote_rm_url", "rlhf_rollout.rewards.math")
+_MATH = ("--remote_rm_url", "rlhf_rollout.rewards.math", "--label_key", "a")
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def generate(prompts, out, *more):
         (["--remote_rm_url", "nothere.py"], "reward file nothere.py does not exist"),
         (["--remote_rm_url", "rlhf_rollout.rewards.math:nothing"], "has no function `nothing`"),
         (["--remote_rm_url", "rlhf_rollout.rewards.math,"], "names nothing between two commas"),
-        (["--remote_rm_url", "rlhf_rollout.rewards.math,http://"], "reward server http:// is no URL"),
+        (["--remote_rm_url", "format:think,http://"], "reward server http:// is no URL"),
         (["--remote_rm_url", "http://127.0.0.1:9/get_reward"], "the reward server does not answer: http://127.0.0.1:9"),
         (["--remote_rm_url", "rlhf_rollout.rewards.math", "--reward_weights", "1,2"], "2 weights for 1 rewards"),
         (
@@ -245,6 +245,31 @@ def test_what_counts_as_right_is_told_where_the_reward_does_not_say_it(prompts, 
     for told in (generated, capsys.readouterr().err):
         assert told.count("verdicts follow") == (says is not None)
         assert f"notice: verdicts follow {says or ''}" in told or says is None
+
+
+@pytest.mark.parametrize(
+    "reward", ["math", "rlhf_rollout.rewards.math", "rlhf_rollout.rewards.math:reward_func", "code"]
+)
+def test_rewards_that_compare_with_a_label_need_its_key(prompts, tmp_path, capsys, reward):
+    score = ["score", "--dataset", str(prompts), "--output_path", str(tmp_path / "out.jsonl"), "--output_key", "q"]
+    flags = ["--remote_rm_url", f"format:think,{reward}"]
+    for words in (generate_words(prompts, tmp_path / "out.jsonl", "--input_key", "q", *flags), [*score, *flags]):
+        assert main(words) == 2
+        told = capsys.readouterr().err
+        assert f"--label_key is missing: the reward {reward} compares" in told
+        assert "hint: add --label_key KEY" in told
+        assert main([*words, "--label_key", "a", "--dry_run"]) == 0
+        assert "missing" not in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "reward", ["format:think", "length:max=3", "rlhf_rollout.rewards.shaping:f", "http://h", "judge:r"]
+)
+def test_other_rewards_may_do_without_labels(prompts, tmp_path, capsys, reward):
+    words = generate_words(prompts, tmp_path / "out.jsonl", "--input_key", "q", "--remote_rm_url", reward)
+    assert main([*words, "--dry_run"]) == 0
+    assert "label_key" not in capsys.readouterr().err
 
 
 def test_score_keys_that_its_rows_do_not_have_are_a_notice(capsys):

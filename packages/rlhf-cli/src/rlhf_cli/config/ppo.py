@@ -137,6 +137,8 @@ class PpoConfig(Config):
             found.append(missing("prompt_data", what, f"{hint}; without --pretrain the built-in task runs"))
         if self.algorithm.teacher_model is None and self.agent.agent_func_path is None:
             found += self.reward.missing("nothing says how responses are scored, and there is no --teacher_model")
+        if self.data.prompt_data is not None:
+            found += self.reward.missing_label(self.data)
         try:
             self.algorithm.row.check_group(self.rollout.n_samples_per_prompt)
         except ConfigError as error:

@@ -187,6 +187,7 @@ class GenerateConfig(Config):
         lacks = self.data.missing_data()
         if self.reward.sources() or self.output.post_processor not in ("rollouts", "plain", "rendered"):
             lacks += self.reward.missing(f"--post_processor {self.output.post_processor} needs a reward")
+        lacks += self.reward.missing_label(self.data)
         return lacks + self.output.missing() + self.engine.missing(self.model)
 
     def check(self, given: Collection[str]) -> list[str]:
@@ -239,7 +240,8 @@ class ScoreConfig(Config):
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
         lacks = self.data.missing("it names the answers to score") + self.output.missing()
-        return lacks + self.reward.missing("nothing says how answers are scored")
+        lacks += self.reward.missing("nothing says how answers are scored")
+        return lacks + self.reward.missing_label(self.data)
 
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`."""

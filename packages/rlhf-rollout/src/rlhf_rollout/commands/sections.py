@@ -341,6 +341,14 @@ class RewardSection(Section, title="reward"):
         hint = "add --remote_rm_url FILE.py, which defines reward_func(queries, prompts, labels), or a reward server's"
         return [missing("remote_rm_url", why, f"{hint} http:// address, or --reward_pretrain MODEL")]
 
+    def missing_label(self, data: ReferenceSection) -> list[ConfigError]:
+        """Return an error when a reward cannot score without labels and rows have none."""
+        names = [source.name for source in self.sources() if source.needs_label]
+        if not names or data.label_key is not None:
+            return []
+        what = f"the reward {names[0]} compares a response with the label of its row"
+        return [missing("label_key", what, "add --label_key KEY, the key of the reference answer in a row")]
+
     def what_is_right(self, numbers: str) -> list[str]:
         """Return a notice that says when a response counts as right in `numbers`, if users may expect something else:
         with several rewards, and with one that does not say which responses are right."""

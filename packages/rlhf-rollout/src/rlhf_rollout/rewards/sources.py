@@ -11,7 +11,7 @@ from rlhf_data.bounds import bounded, check_bounds
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.safety import without_secrets
-from rlhf_rollout.rewards.user_function import BUILTIN, SUCCESS_THRESHOLD
+from rlhf_rollout.rewards.user_function import BUILTIN, SUCCESS_THRESHOLD, needs_label
 from rlhf_rollout.workers.guarded import DEFAULT_WORKER, WorkerOptions
 
 RewardKind = Literal["function", "code", "server", "model", "judge", "pairwise"]
@@ -52,6 +52,11 @@ class RewardSource:
         if self.kind == "server":
             return re.split("[/?]", target.partition("://")[2])[0] or target
         return target.rpartition("/")[2].removesuffix(".py")
+
+    @property
+    def needs_label(self) -> bool:
+        """Whether it cannot score without a label. A user's function, a server or a judge may do without."""
+        return self.kind == "code" or (self.kind == "function" and needs_label(self.targets[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

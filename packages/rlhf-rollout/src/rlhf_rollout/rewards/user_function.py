@@ -42,6 +42,7 @@ BUILTIN = {
     "format": ("rlhf_rollout.rewards.form", "format_reward", True),
     "length": ("rlhf_rollout.rewards.form", "length_reward", True),
 }
+_NEEDS_LABEL = {"math", BUILTIN["math"][0], f"{BUILTIN['math'][0]}:{DEFAULT_FUNCTION}"}
 _BUILTIN_MODULES = {module for module, _, _ in BUILTIN.values()}
 SUCCESS_THRESHOLD = 1.0  # full credit, where scores lie in [0, 1]
 
@@ -114,6 +115,11 @@ def _answer(function: Callable[..., Any], call: Mapping[str, Any]) -> Any:
 def is_builtin(reward: str) -> bool:
     """Return whether a name, or the module of a target, is a reward of this package, which compares no responses."""
     return reward.partition(":")[0] in {*BUILTIN, *_BUILTIN_MODULES}
+
+
+def needs_label(reward: str) -> bool:
+    """Return whether a name or a target is a reward of this package that compares a response with the label."""
+    return reward in _NEEDS_LABEL
 
 
 def load_function(target: Target, extra_keys: Sequence[str] = ()) -> Callable[..., Any]:
