@@ -109,7 +109,7 @@ def test_marks_become_flags_and_other_text_stays():
         ),
         (
             "generate --engine fake --prompt_data {rows} --input_key q --output_path {out} --prompt_max_len 2",
-            "error: all 1 prompts of {rows} are longer than prompt_max_len 2\n\n"
+            "error: all 1 prompts of {rows} are longer than --prompt_max_len 2\n\n"
             "hint: the shortest has 6 tokens, the longest 6: raise --prompt_max_len\n",
         ),
     ],

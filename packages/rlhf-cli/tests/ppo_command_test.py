@@ -269,7 +269,7 @@ def test_attentions_for_packed_sequences_are_known(folder, capsys, name):
 
 def test_chat_template_with_input_template_is_refused(folder, capsys):
     message, hint = refused(capsys, [*flags(input_template="Q: {}"), "--apply_chat_template"])
-    assert "input_template has no effect" in message
+    assert "--input_template has no effect" in message
     assert "--apply_chat_template or --input_template" in hint
 
 

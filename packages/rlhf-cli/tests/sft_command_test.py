@@ -69,7 +69,7 @@ def test_sft_dry_run_shows_the_arithmetic_and_starts_nothing(folder, capsys):
         ({"dataset": "row.jsonl"}, "row.jsonl does not exist"),
         ({"output_key": "answer"}, "unknown key `answer`; known: question, reply"),
         ({"max_len": 4096}, "has a context of 2048"),
-        ({"max_len": 3}, "longer than max_len 3"),
+        ({"max_len": 3}, "longer than --max_len 3"),
     ],
     ids=["file", "key", "context", "length"],
 )

@@ -225,7 +225,7 @@ def test_template_variables_reach_all_named_templates_and_a_template_that_is_giv
 def test_template_variables_that_have_no_effect_are_refused(template, name, says):
     tokenizer = make_tokenizer("bytes")
     tokenizer.chat_template = template
-    with pytest.raises(ConfigError, match=r"^chat_template_kwargs: ") as caught:
+    with pytest.raises(ConfigError, match=r"^``chat_template_kwargs``: ") as caught:
         set_chat_template(tokenizer, variables=json.dumps({name: 1}))
     assert says in str(caught.value)
 

@@ -102,7 +102,7 @@ def test_load_prompts_all_too_long_says_how_long_they_are(tmp_path):
     with pytest.raises(DataError) as caught:
         load_prompts(open_sources(path), ByteTokenizer(), input_key="q", prompt_max_len=3)
     assert str(caught.value) == (
-        f"all 3 prompts of {path} are longer than prompt_max_len 3\n\n"
+        f"all 3 prompts of {path} are longer than ``prompt_max_len=3``\n\n"
         "hint: the shortest has 4 tokens, the longest 8: raise ``prompt_max_len``"
     )
 

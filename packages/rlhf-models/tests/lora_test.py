@@ -221,13 +221,13 @@ def test_lora_numbers_out_of_range_are_refused(fields):
 
 
 def test_lora_target_of_no_layer_is_refused_with_a_hint(qwen2_dir):
-    with pytest.raises(ConfigError, match="hint: target_modules"):
+    with pytest.raises(ConfigError, match="hint: ``target_modules``"):
         add_lora(load_actor(qwen2_dir, dtype="float32"), LoraSpec(rank=2, target_modules=("no_such_layer",)))
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
 def test_lora_of_the_embedding_or_a_tied_head_is_refused_with_a_hint(model_dir, target):
-    with pytest.raises(ConfigError, match=r"the embedding(.|\n)*hint: target_modules"):
+    with pytest.raises(ConfigError, match=r"the embedding(.|\n)*hint: ``target_modules``"):
         add_lora(load_actor(model_dir, dtype="float32"), LoraSpec(rank=2, target_modules=("q_proj", target)))
 
 
@@ -240,7 +240,7 @@ def test_lora_is_tried_without_weights_and_its_share_is_that_of_the_real_model(q
     share = check_lora(load_config(qwen2_dir), LoraSpec(rank=2, target_modules=("q_proj",)))
     assert share == trained / num_weights
     assert torch.equal(torch.get_rng_state(), numbers)
-    with pytest.raises(ConfigError, match="hint: target_modules"):
+    with pytest.raises(ConfigError, match="hint: ``target_modules``"):
         check_lora(load_config(qwen2_dir), LoraSpec(rank=2, target_modules=("no_such_layer",)))
 
 

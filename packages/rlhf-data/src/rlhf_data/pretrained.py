@@ -128,10 +128,12 @@ def _with_variables(template: Any, variables: Mapping[str, Any]) -> Any:
     named = template if isinstance(template, Mapping) else {"": template or ""}
     for name in variables:
         if name in _SET_BY_RENDERING:
-            raise ConfigError(f"chat_template_kwargs: `{name}` is set by what is rendered", hint=f"leave out {name}")
+            raise ConfigError(
+                f"``chat_template_kwargs``: `{name}` is set by what is rendered", hint=f"leave out {name}"
+            )
         if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in named.values()):
             hint = "write the name as the template does; templates without a variable need no value"
-            raise ConfigError(f"chat_template_kwargs: the chat template does not read `{name}`", hint=hint)
+            raise ConfigError(f"``chat_template_kwargs``: the chat template does not read `{name}`", hint=hint)
     # A literal of Python is one of Jinja. The line break belongs to the block and is not rendered.
     head = "".join(f"{{% set {name} = {value!r} %}}\n" for name, value in variables.items())
     texts = {name: head + text for name, text in named.items()}

@@ -109,7 +109,7 @@ def load_prompts(
     num_rows = len(lengths) + errors.num_bad
     errors.check(num_rows)
     if not prompts:
-        message = f"all {len(lengths)} prompts of {rows.name} are longer than prompt_max_len {prompt_max_len}"
+        message = f"all {len(lengths)} prompts of {rows.name} are longer than ``prompt_max_len={prompt_max_len}``"
         hint = f"the shortest has {min(lengths)} tokens, the longest {max(lengths)}: raise ``prompt_max_len``"
         raise DataError(message, hint=hint)
     numbers = (num_rows, len(lengths) - len(prompts), errors.num_bad, max(lengths))

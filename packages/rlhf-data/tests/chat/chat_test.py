@@ -47,7 +47,7 @@ def test_input_template_without_exactly_one_placeholder_is_refused(template):
 
 
 def test_input_template_two_templates_or_none_to_apply_is_refused():
-    with pytest.raises(ConfigError, match="input_template has no effect"):
+    with pytest.raises(ConfigError, match="``input_template`` has no effect"):
         InputTemplate(tokenizer=ByteTokenizer(), apply_chat_template=True, input_template="{}")
     with pytest.raises(ConfigError, match=r"has no chat template\n\nhint: .*``set_chat_template.text``"):
         InputTemplate(tokenizer=ByteTokenizer(chat_template=None), apply_chat_template=True)
@@ -144,7 +144,7 @@ def test_input_template_tools_that_are_none_are_refused(values, says):
 
 
 def test_input_template_tools_need_a_chat_template_that_writes_them():
-    with pytest.raises(ConfigError, match="tools_key has no effect without apply_chat_template"):
+    with pytest.raises(ConfigError, match="``tools_key`` has no effect without ``apply_chat_template``"):
         InputTemplate(tokenizer=ByteTokenizer(), tools_key="t")
     for template in (PLAIN, MARKED.replace("INSIDE", "+ ' </s>'").replace("OUTSIDE", "")):
         with pytest.raises(DataError, match=r"^o:1: the chat template does not write the tool 'add'"):

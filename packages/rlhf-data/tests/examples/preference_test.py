@@ -118,7 +118,7 @@ def test_preference_encoder_row_that_cannot_be_used_names_itself(values, options
 
 
 def test_preference_encoder_template_without_a_prompt_has_no_effect_and_is_refused():
-    with pytest.raises(ConfigError, match="no effect without a prompt_key\n\nhint: give ``prompt_key``"):
+    with pytest.raises(ConfigError, match="no effect without ``prompt_key``\n\nhint: give ``prompt_key``"):
         PreferenceEncoder(tokenizer=ByteTokenizer(), input_template="{}")
 
 

@@ -106,7 +106,9 @@ def test_sft_encoder_drops_and_counts_too_long(tmp_path):
     data = load(path, max_len=5)
     assert [example.num_tokens for example in data.examples] == [4]
     assert (data.counts.num_rows, data.counts.num_too_long, data.counts.longest_tokens) == (2, 1, 6)
-    with pytest.raises(DataError, match=r"all 2 examples of .* are longer than max_len 3\n\nhint: the longest has 6"):
+    with pytest.raises(
+        DataError, match=r"all 2 examples of .* are longer than ``max_len=3``\n\nhint: the longest has 6"
+    ):
         load(path, max_len=3)
     with pytest.raises(ConfigError, match="max_len must be at least 2"):
         load(path, max_len=1)
@@ -156,9 +158,9 @@ def test_sft_encoder_empty_turn_is_refused(tmp_path):
 
 def test_sft_encoder_options_that_do_not_fit_are_refused():
     for options in ({"multiturn": True}, {"multiturn": True, "pretrain": True, "apply_chat_template": True}):
-        with pytest.raises(ConfigError, match="multiturn trains every answer"):
+        with pytest.raises(ConfigError, match="``multiturn`` trains every answer"):
             SftEncoder(tokenizer=ByteTokenizer(), **options)
-    with pytest.raises(ConfigError, match="without an output_key"):
+    with pytest.raises(ConfigError, match="without ``output_key``"):
         SftEncoder(tokenizer=ByteTokenizer(), output_key=None)
 
 

@@ -59,7 +59,7 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
             experts of a mixture, which are no linear layers.
     """
     peft = _import_peft()
-    hint = "target_modules takes all-linear, or names of layers such as q_proj,v_proj"
+    hint = "``target_modules`` takes all-linear, or names of layers such as q_proj,v_proj"
     beyond_text = linear_layers_beyond_text(model.model)
     targets = _targets(model.model, spec, beyond_text)
     config = peft.LoraConfig(
@@ -77,14 +77,14 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
     layers = {name: layer for name, layer in model.model.named_modules() if hasattr(layer, "lora_A")}
     if others := [name for name, layer in layers.items() if not hasattr(layer.base_layer, "weight")]:
         # peft wraps all experts of a layer in one adapter, which neither merging nor the weight sync knows.
-        message = f"LoRA: target_modules names the experts of a mixture ({others[0]}), which cannot have adapters"
+        message = f"LoRA: ``target_modules`` names the experts of a mixture ({others[0]}), which cannot have adapters"
         raise ConfigError(message, hint=f"{hint}; all-linear leaves experts out")
     for target in [] if isinstance(targets, str) else targets:
         if not any(f".{name}".endswith(f".{target}") for name in layers):
             raise ConfigError(f"LoRA: no linear layer is named {target}", hint=hint)
     if model.model.get_input_embeddings().weight in _adapted(model):
         # Merging would change the rows that the model looks up, which the adapter of a tied LM head does not.
-        raise ConfigError("LoRA: target_modules names the embedding, or an LM head with the same weight", hint=hint)
+        raise ConfigError("LoRA: ``target_modules`` names the embedding, or an LM head with the same weight", hint=hint)
 
 
 def _targets(model: Any, spec: LoraSpec, excluded: Collection[str]) -> str | list[str]:

@@ -179,5 +179,5 @@ def test_adapters_of_linear_layers_merge_into_a_folder_and_leave_experts_as_they
 def test_adapters_of_experts_are_refused(tmp_path, target):
     pytest.importorskip("peft")
     folder = tiny_model_dir(tmp_path, architecture="qwen3_moe")
-    with pytest.raises(ConfigError, match=r"(?s)LoRA: .*hint: target_modules takes all-linear"):
+    with pytest.raises(ConfigError, match=r"(?s)LoRA: .*hint: ``target_modules`` takes all-linear"):
         check_lora(load_config(folder), LoraSpec(rank=2, target_modules=("q_proj", target)))

@@ -68,7 +68,7 @@ def test_score_renders_the_question_with_the_values(tmp_path, tokenizer, given, 
     [
         ("{think: false}", "--chat_template_kwargs: {think: false} is not JSON: "),
         ("[1]", "--chat_template_kwargs: [1] is no JSON object"),
-        ('{"thnk": false}', "chat_template_kwargs: the chat template does not read `thnk`"),
+        ('{"thnk": false}', "--chat_template_kwargs: the chat template does not read `thnk`"),
     ],
 )
 def test_values_that_are_none_are_refused(tmp_path, tokenizer, capsys, text, says):

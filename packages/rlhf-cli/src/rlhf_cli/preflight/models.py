@@ -130,7 +130,7 @@ def check_context(model_config: Any, num_tokens: int, flags: str) -> None:
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if context is not None and num_tokens > context:
         message = f"{flags} is {num_tokens} tokens, and the model has a context of {context}"
-        hint = f"lower them to at most {context} tokens in total, or scale the model's context: docs/models.md says how"
+        hint = f"ask for at most {context} tokens in total, or scale the model's context: docs/models.md says how"
         raise ConfigError(message, hint=hint)
 
 

@@ -33,17 +33,17 @@ class InputTemplate:
     def __post_init__(self) -> None:
         message = hint = None
         if self.apply_chat_template and self.input_template is not None:
-            message = "input_template has no effect when the chat template is applied"
+            message = "``input_template`` has no effect when the chat template is applied"
             hint = "give either ``apply_chat_template`` or ``input_template``"
         elif self.apply_chat_template and not getattr(self.tokenizer, "chat_template", None):
             message = "the tokenizer has no chat template"
             hint = "use an instruction-tuned model, or ``input_template='User: {}'`` without ``apply_chat_template``"
             hint += "; sft, rm, dpo, kto and kd also take ``set_chat_template.text``"
         elif self.tools_key is not None and not self.apply_chat_template:
-            message = "tools_key has no effect without apply_chat_template"
+            message = "``tools_key`` has no effect without ``apply_chat_template``"
             hint = "apply the chat template, which writes the tools"
         elif self.input_template is not None and self.input_template.count(_PLACEHOLDER) != 1:
-            message = f"input_template must contain `{{}}` exactly once, got {self.input_template!r}"
+            message = f"``input_template`` must contain `{{}}` exactly once, got {self.input_template!r}"
             hint = "`{}` is where the input goes, as in 'Question: {} Answer: '"
         if message:
             raise ConfigError(message, hint=hint)

@@ -109,7 +109,7 @@ def load_examples(
     examples, counts = work.cached(Path(cache_dir)) if cache_dir is not None else (tuple(work.encode()), work.counts)
     RowErrors(skip_bad_rows, counts.num_bad, list(counts.bad)).check(counts.num_rows)
     if not examples:
-        message = f"all {counts.num_too_long} examples of {rows.name} are longer than max_len {max_len}"
+        message = f"all {counts.num_too_long} examples of {rows.name} are longer than ``max_len={max_len}``"
         raise DataError(message, hint=f"the longest has {counts.longest_tokens} tokens: raise ``max_len``")
     return ExampleSet(examples, counts)
 

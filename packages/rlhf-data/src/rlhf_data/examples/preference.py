@@ -118,7 +118,7 @@ class PreferenceEncoder(InputTemplate):
     def __post_init__(self) -> None:
         InputTemplate.__post_init__(self)
         if self.input_template is not None and self.prompt_key is None:
-            raise ConfigError("input_template has no effect without a prompt_key", hint="give ``prompt_key``")
+            raise ConfigError("``input_template`` has no effect without ``prompt_key``", hint="give ``prompt_key``")
 
     def __call__(self, row: Row) -> PreferenceExample:
         """Return the pair of a row."""

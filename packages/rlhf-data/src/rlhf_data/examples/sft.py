@@ -70,11 +70,11 @@ class SftEncoder(InputTemplate):
         InputTemplate.__post_init__(self)
         if self.multiturn and (self.pretrain or not self.apply_chat_template):
             message = (
-                "multiturn trains every answer of a conversation: it needs the chat template and excludes pretrain"
+                "``multiturn`` trains every answer of a conversation: it needs the chat template and excludes pretrain"
             )
             raise ConfigError(message, hint="add ``apply_chat_template``, or leave ``multiturn`` out")
         if self.output_key is None and not (self.pretrain or self.apply_chat_template):
-            message = "without an output_key nothing tells the prompt from what is to be learned"
+            message = "without ``output_key`` nothing tells the prompt from what is to be learned"
             hint = "give ``output_key``, ``apply_chat_template`` for conversations,"
             raise ConfigError(message, hint=f"{hint} or ``SftEncoder.pretrain`` for plain text")
 
