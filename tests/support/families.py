@@ -45,7 +45,7 @@ _SMALL = {
 }
 _ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 # The sizes that vLLM's kernels for latent attention take.
-_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
+_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 32, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _LATENT |= {"head_dim": 64, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
 _INDEXED = _LATENT | {"index_n_heads": 2, "index_head_dim": 128, "index_topk": VOCAB_SIZE}
 _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64}

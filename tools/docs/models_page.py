@@ -32,8 +32,8 @@ def with_table(page: str, *, with_engines: bool) -> str:
 
 def _in_vllm(family: str) -> str:
     """Return the differences from plain transformers as text. The process is a new one, because vLLM may end it."""
-    # vLLM computes linear attention on a CPU only in bfloat16.
-    dtype = "bfloat16" if family.startswith(("qwen3_5", "qwen3_next")) else "float32"
+    # vLLM computes linear attention and sinks of attention on a CPU only in bfloat16.
+    dtype = "bfloat16" if family.startswith(("gpt_oss", "qwen3_5", "qwen3_next")) else "float32"
     command = [sys.executable, str(ROOT / "tests/support/family_engines.py"), family, "--dtype", dtype]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)

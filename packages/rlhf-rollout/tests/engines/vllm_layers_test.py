@@ -9,10 +9,17 @@ from torch import nn  # noqa: E402
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding  # noqa: E402
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: E402
+from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: E402
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader  # noqa: E402
 
 from rlhf_rollout.engines.vllm.core import _rotate_heads_on_cpu  # noqa: E402
-from rlhf_rollout.engines.vllm.weights import _incomplete, _keep_buffers  # noqa: E402
+from rlhf_rollout.engines.vllm.direct_writes import DirectWrites  # noqa: E402
+from rlhf_rollout.engines.vllm.weights import _incomplete, _keep_buffers, _untouched  # noqa: E402
 
 OLD = {
     "kept": torch.tensor([1.0, 2.0]),
@@ -75,6 +82,71 @@ def test_embedding_whose_vocabulary_is_padded_waits_for_its_first_element() -> N
     assert _incomplete(layer)
     info.load_numel = 1
     assert not _incomplete(layer)
+
+
+class Experts(nn.Module):
+    """A layer whose weights its model copies into the parameters itself, except for the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("weight", "bias", "gain"):
+            setattr(self, name, nn.Parameter(torch.zeros(2, 3 if name == "weight" else 1), requires_grad=False))
+        self.weight.weight_loader = lambda param, loaded, expert_id: pytest.fail("the loader for single experts")
+
+
+class Model(nn.Module):
+    """A model that loads as vLLM's gpt-oss does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts()
+        self.norm = nn.LayerNorm(3)
+
+    def load_weights(self, weights) -> None:
+        known = dict(self.named_parameters())
+        for name, weight in weights:
+            param = known[name]
+            if name == "experts.weight":
+                param.copy_(weight.permute(1, 0).contiguous())
+            elif name == "experts.bias":
+                param.data.copy_(weight)
+            else:
+                getattr(param, "weight_loader", default_weight_loader)(param, weight)
+
+
+def test_weights_that_a_model_copies_itself_arrive_in_every_update() -> None:
+    model = Model()
+    record_metadata_for_reloading(model)
+    places = {name: param.data_ptr() for name, param in model.named_parameters()}
+    for update in (1.0, 2.0):
+        sent = {
+            "experts.weight": update * torch.arange(6.0).view(3, 2),
+            "experts.bias": torch.tensor([[update], [5.0]]),
+            "norm.weight": torch.full((3,), update),
+            "experts.gain": torch.full((2, 1), -update),
+            "norm.bias": torch.full((3,), 3 * update),
+        }
+        with torch.no_grad():
+            initialize_layerwise_reload(model)
+            direct = DirectWrites(model)
+            for weight in sent.items():  # as if each came in a bucket of its own
+                with direct:
+                    model.load_weights([weight])
+            finalize_layerwise_reload(model, None)
+        expected = sent | {"experts.weight": sent["experts.weight"].t()}
+        for name, param in model.named_parameters():
+            assert torch.equal(param, expected[name]), name
+            assert param.data_ptr() == places[name]  # which CUDA graphs read
+
+
+def test_layers_that_get_nothing_in_an_update_are_named() -> None:
+    model = Model()
+    record_metadata_for_reloading(model)
+    with torch.no_grad():
+        initialize_layerwise_reload(model)
+        model.load_weights([("norm.weight", torch.ones(3)), ("experts.bias", torch.ones(2, 1))])
+        assert _untouched(model) == ["experts"]
+        finalize_layerwise_reload(model, None)
 
 
 @pytest.mark.parametrize("with_keys", [True, False])

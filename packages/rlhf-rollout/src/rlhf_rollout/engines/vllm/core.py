@@ -13,7 +13,14 @@ from rlhf_data.own_code import is_trusted
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.internals import SETTINGS, check_core
 from rlhf_rollout.engines.vllm.memory import kv_cache_bytes
-from rlhf_rollout.engines.vllm.own_classes import fit_to_cpu, missing_fields, model_classes, model_impl, state_dtype
+from rlhf_rollout.engines.vllm.own_classes import (
+    allows_graphs,
+    fit_to_cpu,
+    missing_fields,
+    model_classes,
+    model_impl,
+    state_dtype,
+)
 from rlhf_rollout.host import place_vllm_sockets
 
 logger = logging.getLogger(__name__)
@@ -142,7 +149,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
     if not on_gpu:
         spec = fit_to_cpu(spec, model_config, classes)
         _rotate_heads_on_cpu()
-    is_eager = spec.enforce_eager or not on_gpu
+    is_eager = spec.enforce_eager or not on_gpu or not allows_graphs(model_config)
     config = _engine_config(spec, model_dir, model_config, model_impl(names), is_eager=is_eager, on_gpu=on_gpu)
     core = EngineCoreClient.make_client(
         multiprocess_mode=False,

@@ -53,12 +53,15 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.attention_layer_base": ("AttentionLayerBase",),
     "vllm.model_executor.layers.vocab_parallel_embedding": ("VocabParallelEmbedding",),
     "vllm.model_executor.model_loader.reload": ("finalize_layerwise_reload", "initialize_layerwise_reload"),
-    "vllm.model_executor.model_loader.reload.layerwise": ("get_layerwise_info",),
+    "vllm.model_executor.model_loader.reload.layerwise": ("get_layerwise_info", "make_online_process_loader"),
+    "vllm.model_executor.model_loader.reload.meta": ("CopyCounter",),
 }
 ON_CPU: Mapping[str, tuple[str, ...]] = {
+    "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": ("forward_cpu",),
     "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
 }
 ROUTES_ON_CPU: Mapping[str, tuple[str, ...]] = {
+    "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": ("forward_cpu",),
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts": (
         "_select_experts",
         "supports_routing_replay_capture",

@@ -61,6 +61,15 @@ def model_impl(classes: Sequence[str]) -> str:
     return "transformers" if tuple(classes) == _BACKENDS else "auto"
 
 
+def allows_graphs(config: Mapping[str, Any]) -> bool:
+    """Return whether CUDA graphs can be made of a model.
+
+    The layers of Gemma 3n that transformers has move a number to the GPU in each pass, which no graph can have.
+    """
+    is_gemma_3n = "Gemma3nForCausalLM" in (config.get("architectures") or ())
+    return not (is_gemma_3n and model_impl(model_classes(config)) == "transformers")
+
+
 def missing_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that vLLM reads and a config of transformers need not have, with their values."""
     if "Lfm2ForCausalLM" not in (config.get("architectures") or ()):

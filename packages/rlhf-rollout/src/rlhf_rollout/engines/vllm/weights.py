@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 
 from rlhf_data.errors import EngineError, RlhfError, WeightSyncError
 from rlhf_rollout.engines.model_files import checkpoint_shapes
+from rlhf_rollout.engines.vllm.direct_writes import DirectWrites
 from rlhf_rollout.engines.vllm.internals import SETTINGS
 from rlhf_rollout.engines.vllm.patches import load
 from rlhf_rollout.engines.vllm.patches.copies import CopyRecord, CopyRecorder, Target
@@ -75,6 +76,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._record: CopyRecord | None = None
         self._places: Any = None
         self._staging: Any = None
+        self._direct_writes: DirectWrites | None = None
         self._expert_kernels: list[tuple[Any, Any, Any]] = []
         self._misfit: str | None = None
         self._can_record = self._copies is not None
@@ -102,6 +104,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         with self._loading():
             initialize_layerwise_reload(self.model)
             _keep_buffers(self.model)
+        self._direct_writes = DirectWrites(self.model)
         if current_platform.is_cpu():
             _drop_expert_kernels(self.model)
         self._expert_kernels = _expert_kernels(self.model)
@@ -142,7 +145,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
                         method.moe_kernel, method.moe_quant_config = kernel, config
                     self._end_recording()
         finally:
-            self._recorder = self._check_in_place = None
+            self._recorder = self._check_in_place = self._direct_writes = None
             self._reader.end_update()
         if self._misfit is not None:
             self._forget(self._misfit)
@@ -177,15 +180,19 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             # The parameters are as the loader wants them, so that it can load in place; this counts what it loads.
             recorder = CopyRecorder(_targets(self.model))
         if recorder is None:
-            self.model.load_weights(weights)
+            self._load_by_vllm(weights)
             return
         recorder.expect(weights)
         with recorder:
-            self.model.load_weights(weights)
+            self._load_by_vllm(weights)
         if self._places is not None:
             self._places.count(recorder.finish().numel)
         elif self._check_in_place is not None:
             self._check_in_place.compare(recorder, weights)
+
+    def _load_by_vllm(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        with self._direct_writes or nullcontext():
+            self.model.load_weights(weights)
 
     def _unknown(self, bucket: WeightBucket) -> set[str]:
         """Return the names of the weights of a bucket that the record, if any, does not have in their shapes."""
@@ -216,7 +223,10 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             ]
         if not incomplete or self._expected is None:
             return incomplete
-        return sorted(name for name in self._expected if name not in self._received)
+        missing = sorted(name for name in self._expected if name not in self._received)
+        if untouched := [] if missing or self._places is not None else _untouched(self.model):
+            logger.warning("vLLM kept the old weights of %s, though all arrived", ", ".join(untouched[:5]))
+        return missing
 
     def _end_recording(self) -> None:
         """Keep the record of an update that was complete, if its copies can be repeated."""
@@ -295,6 +305,12 @@ def _incomplete(layer: torch.nn.Module) -> bool:
         # The rows that pad the vocabulary are never sent, so the full number is never reached.
         needed = min(needed, 1)
     return info.load_numel < needed
+
+
+def _untouched(model: torch.nn.Module) -> list[str]:
+    """Return the names of the layers whose parameters got nothing in an update."""
+    waiting = [(name, layer) for name, layer in model.named_modules() if _incomplete(layer)]
+    return [name or type(layer).__name__ for name, layer in waiting if not get_layerwise_info(layer).load_numel]
 
 
 def _repack_cpu_heads(model: torch.nn.Module) -> None:
