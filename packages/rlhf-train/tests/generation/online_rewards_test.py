@@ -55,8 +55,8 @@ def test_rewards_are_normalised_then_clipped_then_shaped_by_length():
 
 
 def test_clip_is_of_the_raw_reward_so_that_a_penalty_goes_beyond_it():
-    rewards, _ = shaper(reward_clip_range=(-1, 1), overlong_buffer=10).shape([rollout(-5.0, length=10)])
-    assert rewards.tolist() == [-2.0]
+    rewards, metrics = shaper(reward_clip_range=(-1, 1), overlong_buffer=10).shape([rollout(-5.0, length=10)])
+    assert (rewards.tolist(), metrics["train/shaped_reward"]) == ([-2.0], -2.0)
 
 
 def test_truncated_rollout_keeps_its_share_of_a_reward_or_has_at_most_a_negative_one():
@@ -70,7 +70,8 @@ def test_normalisation_is_by_all_rewards_so_far():
     made.observe([rollout(0.0), rollout(2.0)])
     made.observe([rollout(4.0)])
     # 0, 2, 4: mean 2, sample deviation 2
-    assert made.shape([rollout(6.0)])[0].tolist() == [2.0]
+    rewards, metrics = made.shape([rollout(6.0)])
+    assert (rewards.tolist(), metrics) == ([2.0], {"train/shaped_reward": 2.0})
 
 
 def test_shaping_of_no_rollouts_gives_no_rewards():

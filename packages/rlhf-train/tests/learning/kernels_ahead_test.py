@@ -112,6 +112,7 @@ def test_attention_runs_the_layers_of_trained_models_forward_and_backward(job, t
     kernels_ahead.run_part("attention", job.models, job, tmp_path / "models")
     [worker] = noted
     assert worker.passes == [(role, True, length, 1) for role in ROLES for length in (128, 127)]
+    assert worker._specs["actor"].attn_implementation == "auto"  # as in the trainer
     assert len(wanted) == 4
     names = [name for name, _ in worker.engines["actor"].module.model.base_model.named_parameters()]
     used = [name for name, part in zip(names, wanted[0], strict=True) if part.abs().sum() > 0]
