@@ -319,6 +319,9 @@ def test_made_up_step_keeps_to_the_budget_of_tokens_and_to_the_number_of_rollout
     assert (columns.policy_versions == np.where(columns.loss_mask, 0, -1)).all()
     few = dataclasses.replace(job.batch, rollout_batch_size=1, n_samples_per_prompt=1, train_batch_size=1)
     assert made_up_step(dataclasses.replace(job, batch=few))[0].lengths.tolist() == [63]
+    unlimited = dataclasses.replace(job.sampling, max_tokens=999)
+    columns, _ = made_up_step(dataclasses.replace(job, batch=few, sampling=unlimited))
+    assert (columns.lengths.tolist(), columns.loss_mask.sum()) == ([63], 62)  # a prompt has a token
 
 
 def test_passes_that_do_not_fit_do_not_keep_the_others_from_being_rehearsed(job, monkeypatch, caplog):
@@ -371,11 +374,18 @@ def test_frozen_models_are_not_rehearsed_where_they_cannot_be_compiled(job, monk
     assert rehearse(SimpleNamespace(engines={}), ["reference"], on_gpu, 0) == 0.0
 
 
-def test_nothing_is_rehearsed_where_nothing_is_compiled(job):
+def test_layers_that_are_compiled_run_within_the_memory_beside_engines_and_others_not_at_all(job, monkeypatch):
     worker = started(job)
     on_gpu = dataclasses.replace(job, plan=plan_placement(PlacementRequest(ranks=dict.fromkeys(job.models, 1)), [4]))
     for one in (job, on_gpu):
         assert rehearse(worker, list(job.models), one, 0) == 0.0
+    log = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", log.append)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(rehearsal, "run_passes", lambda *_: log.append("passes"))
+    monkeypatch.setattr(rehearsal, "is_compiled", lambda module: True)
+    assert rehearse(worker, list(job.models), on_gpu, 0) > 0
+    assert log == [0.95, "passes", 1.0]
 
 
 def test_share_of_a_rank_leaves_the_engines_their_own():

@@ -63,10 +63,14 @@ def test_groups_that_an_engine_failed_are_said_with_the_reason_and_wrote_no_toke
 
 
 def test_step_in_which_every_group_fails_ends_the_run_with_the_engines_words(make_run):
-    run = make_run(SpreadReward())
+    run = make_run(SpreadReward(), eval_prompts=held_out())
     run.world.failing = 2
     with pytest.raises(EngineError, match="on fire"):
         run.controller.generate(1)
+    rollouts = run.controller.rollouts
+    rollouts.start_evaluation(1)
+    with pytest.raises(EngineError, match=r"every rollout group failed; the last: .*on fire"):
+        rollouts.finish_evaluation()
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])

@@ -29,6 +29,7 @@ def test_agents_ask_with_the_values_of_the_chat_templates_variables_and_the_time
     rollouts = make_run(SpreadReward(), agent=agent, engine=engine, checkpoints=began).controller.rollouts
     asked = rollouts._workflow.render([{"role": "user", "content": "2+2"}], [], [], "e")
     assert tokenizer.decode(asked) == "2+2/quick 2025 23"
+    assert rollouts._workflow.gives_reward is False  # the reward of the run may score what they leave open
 
 
 def test_weights_that_an_engine_gets_when_the_batch_is_complete_arrive_before_it_may_sleep(make_run):

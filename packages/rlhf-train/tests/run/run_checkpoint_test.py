@@ -320,13 +320,6 @@ def test_folders_are_ordered_by_step_and_those_without_a_number_are_left_out(tmp
     assert folders(tmp_path) == [tmp_path / name for name in ("step-0", "step-2", "step-10")]
 
 
-def test_receipt_tells_size_and_hash(tmp_path):
-    (tmp_path / "file").write_bytes(b"abc")
-    write_receipt(tmp_path / "file")
-    receipt = json.loads((tmp_path / f"file{RECEIPT}").read_text())
-    assert receipt == {"size": 3, "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}
-
-
 def test_folder_that_takes_no_files_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot be written(.|\n)*hint: free space"):
