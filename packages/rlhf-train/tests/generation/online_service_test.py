@@ -297,16 +297,16 @@ def test_nothing_but_failures_is_an_error_with_the_reason():
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_reward_that_cannot_run_ends_the_wait_and_everything_in_flight(staleness):
-    run = Run([2], batch_size=4, staleness=staleness, num_batches=3)
+    run = Run([2] * 4, batch_size=4, staleness=staleness, num_batches=3)
     run.job.prompts = (Prompt("bad", np.array([2]), "bad"), *prompts_of([500] * 3))
 
     async def main():
         with pytest.raises(RewardError, match="no scorer"):
             await run.service.next_batch()
         await asyncio.sleep(0)
-        return now(), run.answers.running.total()
+        return now(), run.answers.running.total(), len(run.service._tasks)
 
-    assert simulate(main()) == (2.0, 0)
+    assert simulate(main()) == (2.0, 0, 0) and run.answers.most >= 4
 
 
 def test_reward_that_cannot_run_while_the_learner_works_ends_the_next_wait():
