@@ -6,11 +6,16 @@ import httpx
 import pytest
 
 from rlhf_data.errors import ConfigError
-from rlhf_rollout.http.tokens import TOKEN_VARIABLE, tokens_of, unproxied
+from rlhf_rollout.http.tokens import TOKEN_VARIABLE, check_url, tokens_of, unproxied
 
 HERE = "http://127.0.0.1:5000/get_reward"
 FAR = "http://far:5000/get_reward"
 SAFE = "https://far/get_reward"
+
+
+def test_ports_go_from_1_to_65535():
+    for url in ("http://host:1/v1", "https://host:65535"):
+        assert check_url(url) == url
 
 
 @pytest.mark.parametrize(
