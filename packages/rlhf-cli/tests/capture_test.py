@@ -46,6 +46,7 @@ try:
         logging.getLogger("rlhf_rollout.workers.rpc").warning("importing takes long")
         os.system("echo a child")
         print("result", file=out)
+        os.write(out.fileno(), b"now\\n")
         print("progress", file=err)
         if sys.argv[2] == "unexpected":
             raise KeyError("unexpected")
@@ -60,15 +61,18 @@ print("after")
 
 
 def run_script(folder: Path, how: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": ""}
     command = [sys.executable, "-c", SCRIPT, str(folder), how]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_everything_but_ours_is_in_the_log(tmp_path):
-    done = run_script(tmp_path / "run", "run")
-    assert (done.stdout, done.stderr) == ("before\nresult\nafter\n", "warning: importing takes long\nprogress\n")
-    log = (tmp_path / "run/log.txt").read_text()
+    done = run_script(tmp_path / "new/run", "run")
+    assert (done.stdout, done.stderr) == (
+        "before\nresult\nnow\nafter\n",
+        "warning: importing takes long\nprogress\n",
+    )
+    log = (tmp_path / "new/run/log.txt").read_text()
     for said in ("C out", "C err", "python out", "a warning", "a child"):
         assert said in log
     assert "result" not in log
@@ -81,7 +85,7 @@ def test_a_command_that_is_refused_leaves_no_folder(tmp_path):
 
 
 def test_a_folder_that_was_there_stays(tmp_path):
-    run_script(tmp_path, "refused")
+    assert run_script(tmp_path, "refused").stderr.endswith("error: refused\n")
     assert list(tmp_path.iterdir()) == []
 
 
