@@ -22,11 +22,20 @@ _PORT_ATTEMPTS = 100
 
 
 def local_gpus() -> int:
-    """Return the number of GPUs, by CUDA_VISIBLE_DEVICES or the driver's device files: no GPU library is needed."""
+    """Return the number of GPUs; see `visible_gpus`."""
+    return len(visible_gpus())
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs as CUDA_VISIBLE_DEVICES may name them, by it or the driver's device files: without a GPU library.
+
+    Device files are only counted: without the variable, CUDA numbers GPUs from 0, whatever their files are called.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1", "NoDevFiles")])
-    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+        return [device.strip() for device in visible.split(",") if device.strip() not in ("", "-1", "NoDevFiles")]
+    files = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
+    return [str(number) for number in range(len(files))]
 
 
 def free_port() -> int:

@@ -23,6 +23,7 @@ FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
         "CorrectionSpec.level": "--is_correction_level",
         "CorrectionSpec.low/high": "--is_correction_threshold",
         "CorrectionSpec.mode": "--is_correction_mode",
+        "EngineSpec.tensor_parallel_size": "--vllm_tensor_parallel_size",
         "JudgeOptions.model": "--judge_model",
         "JudgeOptions.url": "--judge_url",
         "ModelSpec.offload": "--ref_reward_offload",

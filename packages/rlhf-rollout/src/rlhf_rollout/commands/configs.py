@@ -34,6 +34,8 @@ from rlhf_rollout.commands.sections import (
     TokenizerSection,
 )
 from rlhf_rollout.engines import ENGINE_KINDS
+from rlhf_rollout.engines.places import EnginePlaces, place_engines
+from rlhf_rollout.host import visible_gpus
 from rlhf_rollout.protocols import SamplingParams
 
 EngineKind = one_of(ENGINE_KINDS)
@@ -100,6 +102,52 @@ class OneEngineSection(EngineSection):
         )
 
 
+class SeveralEnginesSection(OneEngineSection):
+    """Adds how many there are."""
+
+    vllm_num_engines: int = flag(
+        1,
+        "number of engines, each in a process of its own; they spread over the GPUs, several on one if there are more,"
+        " or share the cores of a machine without GPUs",
+        ge=1,
+    )
+    vllm_use_mps: bool = flag(
+        False,
+        "engines on one GPU run at the same time instead of in time slices, by NVIDIA's Multi-Process Service; needs"
+        " nvidia-cuda-mps-control of the driver, and several engines on a GPU",
+    )
+
+    @property
+    def places(self) -> EnginePlaces:
+        """Where they run. Raises ConfigError if there are fewer GPUs than one of them needs."""
+        if self.vllm_num_engines == 1:  # it sees all GPUs, as without this option
+            return EnginePlaces(((),))
+        return place_engines(self.vllm_num_engines, self.vllm_tensor_parallel_size, visible_gpus())
+
+    @property
+    def memory_share(self) -> float:
+        """The share of a GPU's memory for one engine if no option sets it."""
+        return SHARE_ALONE / self.places.most_per_gpu
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """See `OneEngineSection`; a notice tells where several engines are."""
+        notices = super().check(given)
+        number = self.vllm_num_engines
+        if number > 1 and self.engine == "http":
+            message = f"--vllm_num_engines is {number}, and --engine http asks one server"
+            raise ConfigError(message, hint="drop --vllm_num_engines; engines behind one address are the server's")
+        most = self.places.most_per_gpu
+        share = self.vllm_gpu_memory_utilization
+        if share is not None and most * share > 1:
+            message = f"{most} engines share a GPU, and --vllm_gpu_memory_utilization {share:g} is the share of each:"
+            hint = f"use --vllm_gpu_memory_utilization {self.memory_share:.2g}, or fewer engines"
+            raise ConfigError(f"{message} {most * share:g} of its memory", hint=hint)
+        if self.vllm_use_mps and most == 1:
+            message = "--vllm_use_mps is for engines that share a GPU, and none do"
+            raise ConfigError(message, hint="use more --vllm_num_engines, or drop it")
+        return [*notices, self.places.describe()] if number > 1 else notices
+
+
 class FileSection(Section, title="output"):
     """The file that a command writes."""
 
@@ -164,7 +212,7 @@ class GenerateConfig(Config):
     data: SlicedPromptSection = SlicedPromptSection()
     rollout: GenerateSampling = GenerateSampling()
     agent: AgentSection = AgentSection()
-    engine: OneEngineSection = OneEngineSection()
+    engine: SeveralEnginesSection = SeveralEnginesSection()
     reward: RewardSection = RewardSection()
     output: GenerateFileSection = GenerateFileSection()
 

@@ -26,9 +26,10 @@ from rlhf_rollout.commands.configs import GenerateConfig
 from rlhf_rollout.commands.parts import EngineJob, RewardJob, check_new_file, make_engine, open_prompts, write_rows
 from rlhf_rollout.commands.post_process import training_rows
 from rlhf_rollout.commands.terminal import TERMINAL
-from rlhf_rollout.engines.process import start_engine
+from rlhf_rollout.engines.process import start_engines
 from rlhf_rollout.generator import GenerationCounts, generate_groups
-from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.mps import MpsDaemon
+from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 from rlhf_rollout.records_io import RolloutWriter
 from rlhf_rollout.rewards.mix import check_reward
 from rlhf_rollout.rewards.sources import CallOptions
@@ -105,7 +106,8 @@ def _prepare(config: GenerateConfig) -> _Task:
     sampling = config.sampling()
     agent = config.agent_spec()
     reward = RewardJob(config.reward, config.model.dtype, config.max_len)
-    engine = make_engine(config.model, config.engine, config.max_len, expected_sampling=sampling)
+    share = config.engine.memory_share
+    engine = make_engine(config.model, config.engine, config.max_len, memory_share=share, expected_sampling=sampling)
     reward.check_models()
     tokenizer = engine.load_tokenizer(config.data)
     clock = template_clock(tokenizer, recorded_clock(output.rollouts_path) if output.resume else None)
@@ -209,17 +211,15 @@ async def _write_rollouts(task: _Task, calls: CallOptions) -> int:
     num_cut = 0
     async with contextlib.AsyncExitStack() as stack:
         reward = task.reward.open(task.tokenizer, stack, calls) if task.reward.sources else None
-        with TERMINAL.progress.doing("starting the engine"):
-            engine = await start_engine(task.engine.kind, task.engine.masked_spec(task.tokenizer))
-        gc.freeze()  # libraries and model stay to the end; looking at them again and again would hold up the engine
-        stack.push_async_callback(engine.close)
+        engines = await _start_engines(task, stack)
+        gc.freeze()  # libraries stay to the end; looking at them again and again would hold up the event loop
         if output.overwrite:
             output.rollouts_path.unlink(missing_ok=True)
         writer = RolloutWriter(output.rollouts_path)
         stack.callback(writer.close)
         workflow = make_workflow(
             task.agent,
-            EngineRouter([engine]),
+            EngineRouter(engines),
             task.tokenizer,
             tokenizer_path=task.engine.tokenizer,
             gives_reward=not task.reward.sources,
@@ -232,8 +232,8 @@ async def _write_rollouts(task: _Task, calls: CallOptions) -> int:
             workflow,
             task.sampling,
             reward,
-            # Twice what the engine decodes at once, so that it never waits for the next prompt.
-            max_in_flight=max(1, 2 * task.engine.spec.max_num_seqs // task.sampling.num_samples),
+            # Twice what the engines decode at once, so that none waits for the next prompt.
+            max_in_flight=max(1, 2 * len(engines) * task.engine.spec.max_num_seqs // task.sampling.num_samples),
             group_id_prefix="generate",
             counts=counts,
             skip=task.done,
@@ -259,6 +259,22 @@ async def _write_rollouts(task: _Task, calls: CallOptions) -> int:
     for failure in failures[:_NUM_SHOWN_FAILURES]:
         TERMINAL.say(f"failed: {failure}")
     return 1 if failures else 0
+
+
+async def _start_engines(task: _Task, stack: contextlib.AsyncExitStack) -> list[RolloutEngine]:
+    """Return the running engines; `stack` closes them."""
+    places = task.config.engine.places
+    environ: dict[str, str] = {}
+    if task.config.engine.vllm_use_mps:
+        daemon = MpsDaemon()
+        stack.callback(daemon.stop)
+        environ = daemon.start()
+    with TERMINAL.progress.doing("starting the engine" if len(places.gpus) == 1 else "starting the engines"):
+        spec = task.engine.masked_spec(task.tokenizer)
+        engines = await start_engines(task.engine.kind, spec, places, environ)
+    for engine in engines:
+        stack.push_async_callback(engine.close)
+    return engines
 
 
 def _summary(counts: GenerationCounts, rewards: Sequence[float], seconds: float, path: Path) -> str:

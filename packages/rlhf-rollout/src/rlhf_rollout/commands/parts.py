@@ -156,16 +156,23 @@ class RewardJob:
         return scorer
 
 
-def make_engine(model: EngineModelSection, engine: OneEngineSection, max_model_len: int, **options: Any) -> EngineJob:
+def make_engine(
+    model: EngineModelSection,
+    engine: OneEngineSection,
+    max_model_len: int,
+    *,
+    memory_share: float = SHARE_ALONE,
+    **options: Any,
+) -> EngineJob:
     """Return the engine for prompts and responses of at most `max_model_len` tokens together.
 
-    `options` are further fields of `EngineSpec`.
+    `memory_share` is that of a GPU, unless an option sets it; `options` are further fields of `EngineSpec`.
     """
     tokenizer = model.tokenizer or model.pretrain
     spec = engine.spec(
         model.pretrain or "fake",
         max_model_len,
-        SHARE_ALONE,
+        memory_share,
         tokenizer=tokenizer if engine.engine == "fake" else model.tokenizer,
         dtype=model.dtype,
         base_url=engine.base_url if engine.engine == "http" else None,

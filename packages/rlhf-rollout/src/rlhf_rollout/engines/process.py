@@ -9,10 +9,13 @@ import logging
 import math
 import os
 import pickle
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rlhf_data.errors import EngineError, RewardError
 from rlhf_rollout.engines.build import build_engine
+from rlhf_rollout.engines.places import EnginePlaces
 from rlhf_rollout.engines.remote import EngineClient
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.event_loop import EventLoopThread
@@ -33,21 +36,56 @@ _CODE = UserCode(
 _GONE_HINT = "the log tells why, if anything does; often the machine ran out of memory"
 
 
-async def start_engine(kind: str, spec: EngineSpec) -> RolloutEngine:
+async def start_engine(kind: str, spec: EngineSpec, environ: Mapping[str, str] | None = None) -> RolloutEngine:
     """Return a running engine of a kind named in `ENGINE_KINDS`; one that holds a model has a process of its own.
 
-    Raises as `build_engine` does. If the call is cancelled, the process ends.
+    `environ` are further variables of the process. Raises as `build_engine` does. If the call is cancelled, the process
+    ends.
     """
     if kind not in _WITH_PROCESS:
         return build_engine(kind, spec)
     spec.check_kind(kind)
-    engine = ProcessEngine(kind, spec)
+    engine = ProcessEngine(kind, spec, environ)
     try:
         await engine.ready()
     except BaseException:
         await engine.close()
         raise
     return engine
+
+
+async def start_engines(
+    kind: str, spec: EngineSpec, places: EnginePlaces, environ: Mapping[str, str] | None = None
+) -> list[RolloutEngine]:
+    """Return running engines of a kind named in `ENGINE_KINDS`, one per place.
+
+    Each has a seed of its own: with one seed for all, engines would draw the same numbers for requests without a seed.
+    If one does not start, all are closed.
+
+    Args:
+        kind: as for `start_engine`.
+        spec: of each. Its share of a GPU's memory is that of one engine.
+        places: where they run.
+        environ: further variables of their processes.
+
+    Raises:
+        ConfigError, EngineError: as `start_engine` does.
+    """
+    if places.most_per_gpu > 1:  # the others allocate memory while one starts
+        spec = replace(spec, measures_memory=False)
+    starts = []
+    for number, own in enumerate(places.environs()):
+        seed = None if spec.seed is None else spec.seed + number
+        starts.append(asyncio.create_task(start_engine(kind, replace(spec, seed=seed), own | dict(environ or {}))))
+    try:
+        return list(await asyncio.gather(*starts))
+    except BaseException:
+        for start in starts:
+            start.cancel()
+        for ended in await asyncio.gather(*starts, return_exceptions=True):
+            if not isinstance(ended, BaseException):
+                await ended.close()
+        raise
 
 
 class ProcessEngine(EngineClient):
@@ -59,11 +97,13 @@ class ProcessEngine(EngineClient):
     Args:
         kind: one of `ENGINE_KINDS`.
         spec: how the process builds the engine.
+        environ: further variables of the process, which libraries read when they are imported.
     """
 
-    def __init__(self, kind: str, spec: EngineSpec) -> None:
+    def __init__(self, kind: str, spec: EngineSpec, environ: Mapping[str, str] | None = None) -> None:
         super().__init__(spec)
         self._kind = kind
+        self._environ = dict(environ or {})
         # Libraries are set by variables, and the GPU's driver reserves far more addresses than the machine has memory.
         names = tuple(name for name in os.environ if name.isidentifier())
         self._process = WorkerProcess(_CODE, WorkerOptions(env=names, memory_gb=_NO_LIMIT_GB))
@@ -97,7 +137,7 @@ class ProcessEngine(EngineClient):
         if self._is_closed:
             raise EngineError("the engine was closed")
         if method == "ready":
-            arguments = (self._kind, self._spec)
+            arguments = (self._kind, self._spec, self._environ)
         return await asyncio.wrap_future(self._thread.start(self._exchange(method, arguments)))
 
     async def _exchange(self, method: str, arguments: tuple[Any, ...]) -> Any:

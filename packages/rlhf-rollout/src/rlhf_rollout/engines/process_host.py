@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -53,8 +54,9 @@ class _Host(EngineHost):
             result = error
         return {"result": packed(result), "is_raised": is_raised, "logged": self._logged.take()}
 
-    async def ready(self, kind: str, spec: EngineSpec) -> None:
-        """Build the engine. Other calls wait."""
+    async def ready(self, kind: str, spec: EngineSpec, environ: Mapping[str, str]) -> None:
+        """Build the engine, with these variables in the environment. Other calls wait."""
+        os.environ.update(environ)
         with collection_paused():
             self.part = build_engine(kind, spec)
         gc.freeze()  # for as long as the process lives: an engine's steps would wait while all this is looked at
