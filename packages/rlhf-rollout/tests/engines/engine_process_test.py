@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from engine_processes import started_by
 from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_models.testing import tiny_model_dir
@@ -20,24 +22,10 @@ from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.engines.process import ProcessEngine, packed, start_engine, unpacked
 from rlhf_rollout.engines.process_host import _Host
-from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.workers.leftovers import MARK
+from rlhf_rollout.protocols import Draft, SamplingParams
 
 PROMPT = np.array([4, 5, 6], np.int32)
 FAKE = EngineSpec(model="fake")
-
-
-def started_by(process_id: int) -> dict[int, str]:
-    """Return the command lines of the processes that a process has started for workers and engines."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        try:
-            variables = (folder / "environ").read_bytes().split(b"\0") if folder.name.isdigit() else []
-            if any(one.startswith(f"{MARK}={process_id}:".encode()) for one in variables):
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:  # it has ended, or is another user's
-            continue
-    return found
 
 
 async def until(condition, what: str) -> None:
@@ -62,10 +50,31 @@ async def test_killed_process_is_an_error_with_a_hint_and_later_calls_fail_at_on
     for call in (engine.health(), engine.generate(PROMPT, SamplingParams()), engine.finish_weight_update()):
         with pytest.raises(EngineError, match=gone):
             await asyncio.wait_for(call, 5)
+    assert "engine-calls" in {thread.name for thread in threading.enumerate()}
     await engine.close()
+    assert "engine-calls" not in {thread.name for thread in threading.enumerate()}
     assert not {guard, worker} & started_by(os.getpid()).keys()
     with pytest.raises(EngineError, match="the engine was closed"):
         await engine.health()
+
+
+async def test_what_a_killed_process_wrote_is_known(tmp_path):
+    model = str(tiny_model_dir(tmp_path, eos_token_id=None, max_position_embeddings=4096))
+    engine = await start_engine("transformers", EngineSpec(model=model, max_model_len=4096))
+    worker = max(started_by(os.getpid()))
+    draft = Draft()
+    request = asyncio.create_task(
+        engine.generate(PROMPT, SamplingParams(max_tokens=4000, min_tokens=4000), drafts=[draft])
+    )
+    try:
+        await until(lambda: draft.token_ids or request.done(), "nothing is told of the request")
+        assert 0 < len(draft.token_ids) == len(draft.logprobs) < 4000
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(EngineError, match="was ended by SIGKILL"):
+            await request
+        assert draft.token_ids and draft.versions == [(0, 0)] and draft.finish_reason is None
+    finally:
+        await engine.close()
 
 
 async def test_engine_that_does_not_start_tells_why_as_in_this_process(tmp_path):
