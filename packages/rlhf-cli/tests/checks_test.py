@@ -300,7 +300,7 @@ def test_check_ppo_what_has_no_effect_is_a_notice(argv, notice):
         f"{GRPO} --running_reward_norm --reward_clip_range 1",
         f"{GRPO} --running_reward_norm --no_advantage_std_norm",
         "--running_reward_norm --dynamic_filtering",
-        "--best_metric_key eval/accuracy",
+        "--best_metric_key eval/accuracy --eval_steps 1",
         f"--policy_loss_type reinforce {ONE_UPDATE}",
         f"{SKIP} {ONE_UPDATE}",
         "--old_logprobs rollout",

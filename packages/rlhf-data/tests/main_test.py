@@ -1,9 +1,13 @@
 """The command `rlhf-data inspect`: what it prints, and what it refuses."""
 
+import sys
+
 import pytest
 
 from record_testing import write_jsonl
+from rlhf_data.errors import EngineError
 from rlhf_data.main import main
+from rlhf_data.options import exits
 from rlhf_data.options.sections import TemplateSection
 
 WORDS = ["<unk>", "</s>", "user", "assistant", "one", "two", "#"]
@@ -202,3 +206,19 @@ def test_help_lists_the_commands(capsys, words):
 def test_unknown_command_names_the_nearest(capsys):
     assert main(["inspekt"]) == 2
     assert "hint: did you mean `inspect`?" in capsys.readouterr().err
+
+
+def test_command_gets_the_words_after_its_name_and_one_that_cannot_run_has_status_2(capsys, monkeypatch):
+    calls = []
+
+    def run(name, flags):
+        calls.append((name, flags))
+        raise EngineError("it does not start")
+
+    titles = {"a": "one", "longer": "two"}
+    monkeypatch.setattr(sys, "argv", ["tool", "a", "--flag"])
+    assert exits.run_command("tool", titles, None, run) == 2
+    assert calls == [("a", ["--flag"])]
+    assert exits.exit_status(lambda: run("b", [])) == 1
+    assert exits.run_command("tool", titles, [], run) == 0
+    assert "\n  a       one\n  longer  two\n" in capsys.readouterr().out
