@@ -36,7 +36,7 @@ TESTS = {
     "examples/sft_test.py": ["rlhf-data/errors", "rlhf-data/examples", "rlhf-data/prompts", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/testing", "tests/support/record_testing"],
     "exports_test.py": ["rlhf-data", "rlhf-data/testing"],
     "keys_test.py": ["rlhf-data/errors", "rlhf-data/keys", "rlhf-data/options", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/testing", "tests/support/record_testing"],
-    "main_test.py": ["rlhf-data/main", "rlhf-data/options", "rlhf-data/records", "rlhf-data/testing", "tests/support/record_testing"],
+    "main_test.py": ["rlhf-data/errors", "rlhf-data/main", "rlhf-data/options", "rlhf-data/records", "rlhf-data/testing", "tests/support/record_testing"],
     "options/command_line_test.py": ["rlhf-data/errors", "rlhf-data/options"],
     "options/progress_test.py": ["rlhf-data/options", "rlhf-data/records", "rlhf-data/testing", "tests/support/record_testing"],
     "own_code_test.py": ["rlhf-data/errors", "rlhf-data/own_code", "rlhf-data/pretrained"],
