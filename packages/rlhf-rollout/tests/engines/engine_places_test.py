@@ -86,6 +86,20 @@ async def test_variables_are_set_before_the_engine_is_built(monkeypatch):
     assert host.part == "after"
 
 
+async def test_process_is_told_its_variables(monkeypatch):
+    told = []
+
+    async def exchange(engine, method, arguments):
+        told.append((method, *arguments))
+
+    monkeypatch.setattr(ProcessEngine, "_exchange", exchange)
+    for environ in ({"CUDA_VISIBLE_DEVICES": "3"}, None):
+        engine = await process.start_engine("vllm", FAKE, environ)
+        engine._process.kill()
+        await engine.close()
+    assert told == [("ready", "vllm", FAKE, {"CUDA_VISIBLE_DEVICES": "3"}), ("ready", "vllm", FAKE, {})]
+
+
 async def test_engine_that_does_not_start_closes_the_others(monkeypatch):
     closed = []
 
