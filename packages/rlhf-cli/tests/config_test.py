@@ -158,7 +158,7 @@ def test_parse_alias_sets_the_same_field():
             "GRPO is `group_norm` here",
         ),
         ("--kl_estimator k4", "--kl_estimator: unknown value `k4`; known: k1, k2, k3", ""),
-        ("--seed", "--seed: expected one argument", "--help"),
+        ("--seed", "--seed: expected one argument", "--help` lists the flags"),
     ],
 )
 def test_parse_unknown_name_fails_with_the_nearest(argv, message, hint):
