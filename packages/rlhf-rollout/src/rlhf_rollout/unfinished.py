@@ -34,8 +34,9 @@ class UnfinishedGroups:
         """
         if group_id is None:
             return [Draft() for _ in range(sampling.num_samples)]
-        parts = (conversation, np.asarray(token_ids).tolist(), sampling)
-        digest = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+        state = hashlib.blake2b(repr((conversation, sampling)).encode(), digest_size=16)
+        state.update(np.ascontiguousarray(token_ids, np.int32))
+        digest = state.hexdigest()
         found = self._found.get(group_id, [])
         at = next((at for at, (other, _) in enumerate(found) if other == digest), None)
         drafts = [Draft() for _ in range(sampling.num_samples)] if at is None else found.pop(at)[1]

@@ -1,5 +1,6 @@
 """Conversations with a tokenizer that writes a space before each text: what is added has no space of its own."""
 
+import numpy as np
 import pytest
 
 from rlhf_rollout.agents.conversation import Conversations
@@ -42,22 +43,22 @@ def test_follow_up_of_messages_has_the_tokens_of_the_whole(tokenizer):
     assert agent.render([QUESTION], [], [], "e") == ids(tokenizer, "user\nWhat is 3 plus 4?|\nassistant\n")
     assert agent.render([NEXT], [], start, "e") == whole
     chats = Conversations(tokenizer)
-    chats.add_chat([QUESTION, ANSWER], [], start, is_ended=False)
-    assert chats.encode_chat(messages, []) == whole
+    chats.add_chat([QUESTION, ANSWER], [], np.array(start), is_ended=False)
+    assert chats.encode_chat(messages, []).tolist() == whole
 
 
 def test_follow_up_of_a_text_has_the_tokens_of_the_whole(tokenizer):
     texts = Conversations(tokenizer)
-    texts.add_text("What is 3?\n", ids(tokenizer, "What is 3?\n"))
-    assert texts.encode_text("What is 3?\nIt is 4") == ids(tokenizer, "What is 3?\nIt is 4")
+    texts.add_text("What is 3?\n", np.array(ids(tokenizer, "What is 3?\n")))
+    assert texts.encode_text("What is 3?\nIt is 4").tolist() == ids(tokenizer, "What is 3?\nIt is 4")
 
 
 def test_answer_that_is_continued_after_its_end_has_the_tokens_without_the_end(tokenizer):
     chats = Conversations(tokenizer)
     start = ids(tokenizer, "user\nWhat is 3 plus 4?|\nassistant\nIt is 7.")
     for end, is_ended in (([9], True), ([], False)):
-        chats.add_chat([QUESTION, ANSWER], [], [*start, *end], is_ended=is_ended)
-        assert chats.encode_chat([QUESTION, ANSWER], [], is_continued=True) == start
+        chats.add_chat([QUESTION, ANSWER], [], np.array([*start, *end]), is_ended=is_ended)
+        assert chats.encode_chat([QUESTION, ANSWER], [], is_continued=True).tolist() == start
 
 
 def test_follow_up_that_a_template_refuses_alone_is_rendered_with_the_whole(tokenizer):
@@ -65,6 +66,6 @@ def test_follow_up_that_a_template_refuses_alone_is_rendered_with_the_whole(toke
         "{% if messages[0].content == '?' %}{{ raise_exception('no such call') }}{% endif %}" + tokenizer.chat_template
     )
     chats = Conversations(tokenizer)
-    chats.add_chat([QUESTION, ANSWER], [], [1, 2, 3], is_ended=True)
+    chats.add_chat([QUESTION, ANSWER], [], np.array([1, 2, 3]), is_ended=True)
     whole = "user\nWhat is 3 plus 4?|\nassistant\nIt is 7.|\nuser\nYes|\nassistant\n"
-    assert chats.encode_chat([QUESTION, ANSWER, NEXT], []) == ids(tokenizer, whole)
+    assert chats.encode_chat([QUESTION, ANSWER, NEXT], []).tolist() == ids(tokenizer, whole)

@@ -4,7 +4,10 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
+
+import numpy as np
 
 from rlhf_data.chat.template import check_begun, render_chat, render_follow_up
 from rlhf_data.chat.tokens import Tokenizer, encode_continuation, encode_prompts
@@ -15,6 +18,32 @@ _CHECK = "a conversation with a second question"
 _ANSWERS = {"answers": "It is 4.", "reasoning": "<think>\nTwo and two.\n</think>\n\nIt is 4."}
 
 History = Literal["append", "split"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """A conversation up to the end of an answer.
+
+    Attributes:
+        before: an earlier one that it continues, which shares its tokens; None for the first.
+        added: [m] int32, its other tokens.
+        size: the number of all its tokens.
+        is_ended: a token that the policy wrote ends the answer.
+    """
+
+    before: "_Chat | None"
+    added: np.ndarray
+    size: int
+    is_ended: bool
+
+    def tokens(self) -> np.ndarray:
+        """Return all tokens, [size] int32."""
+        parts = []
+        chat: _Chat | None = self
+        while chat is not None:
+            parts.append(chat.added)
+            chat = chat.before
+        return np.concatenate(parts[::-1])
 
 
 class Conversations:
@@ -34,14 +63,15 @@ class Conversations:
     def __init__(self, tokenizer: Tokenizer, history: History = "append") -> None:
         self._tokenizer = tokenizer
         self._history = history
-        # By digest: tokens up to the end of an answer, and whether a token that the policy wrote ends it.
-        self._chats: dict[bytes, tuple[list[int], bool]] = {}
-        self._texts: dict[str, list[int]] = {}
+        self._chats: dict[bytes, _Chat] = {}  # up to the end of an answer, by digest
+        self._texts: dict[str, np.ndarray] = {}
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], *, is_continued: bool = False
-    ) -> list[int]:
+    ) -> np.ndarray:
         """Return the tokens of messages with the generation prompt, or with `is_continued` up to the last text.
+
+        They are [n] int32.
 
         Raises DataError if the template refuses the messages, or the last one cannot be continued.
         """
@@ -49,24 +79,25 @@ class Conversations:
             check_begun(messages[-1], _ORIGIN)
         render = functools.partial(self._render, messages, tools, is_continued)
         digests = _digests(messages, tools)
-        count = max((number for number, digest in enumerate(digests, 1) if digest in self._chats), default=0)
+        count = self._num_known(digests)
         if not count:
             return self._encode(render())
-        recorded, is_ended = self._chats[digests[count - 1]]
+        chat = self._chats[digests[count - 1]]
+        recorded = chat.tokens()
         following = [dict(message) for message in messages[count:]]
         if is_continued and not following:
-            return self._encode(render()) if is_ended else recorded
+            return self._encode(render()) if chat.is_ended else recorded
         try:
             text = render_follow_up(following, self._tokenizer, origin=_ORIGIN, tools=tools, is_continued=is_continued)
         except DataError:  # a template may ask for the tool call that a tool's message answers
             return self._encode(render())
         added = encode_continuation(text, self._tokenizer)
-        if is_ended and added[:1] == recorded[-1:]:
+        if chat.is_ended and added[:1] == recorded[-1:].tolist():
             added = added[1:]
-        token_ids = [*recorded, *added]
+        token_ids = np.concatenate([recorded, np.array(added, np.int32)])
         if self._history == "split":
             rendered = render()
-            if self._tokenizer.decode(token_ids) != rendered:
+            if self._tokenizer.decode(token_ids.tolist()) != rendered:
                 return self._encode(rendered)
         return token_ids
 
@@ -74,23 +105,34 @@ class Conversations:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any],
-        token_ids: list[int],
+        token_ids: np.ndarray,
         *,
         is_ended: bool,
     ) -> None:
-        """Remember the tokens of messages, of which the last is an answer of the assistant."""
-        self._chats[_digests(messages, tools)[-1]] = token_ids, is_ended
+        """Remember the tokens of messages, [n] int32, of which the last is an answer of the assistant."""
+        *earlier, digest = _digests(messages, tools)
+        count = self._num_known(earlier)
+        before = self._chats[earlier[count - 1]] if count else None
+        if before is not None and not np.array_equal(before.tokens(), token_ids[: before.size]):
+            before = None  # the template has rewritten it
+        size = 0 if before is None else before.size
+        self._chats[digest] = _Chat(before, token_ids[size:].copy(), len(token_ids), is_ended)
 
-    def encode_text(self, text: str) -> list[int]:
-        """Return the tokens of a prompt for completion."""
+    def encode_text(self, text: str) -> np.ndarray:
+        """Return the tokens of a prompt for completion, [n] int32."""
         start = max(filter(text.startswith, self._texts), key=len, default="")
         if start:
-            return [*self._texts[start], *encode_continuation(text[len(start) :], self._tokenizer, start)]
-        return encode_prompts([text], self._tokenizer, has_special_tokens=False)[0]
+            added = encode_continuation(text[len(start) :], self._tokenizer, start)
+            return np.concatenate([self._texts[start], np.array(added, np.int32)])
+        return np.array(encode_prompts([text], self._tokenizer, has_special_tokens=False)[0], np.int32)
 
-    def add_text(self, text: str, token_ids: list[int]) -> None:
-        """Remember the tokens of a prompt for completion and what was written after it."""
+    def add_text(self, text: str, token_ids: np.ndarray) -> None:
+        """Remember the tokens of a prompt for completion and what was written after it, [n] int32."""
         self._texts.setdefault(text, token_ids)
+
+    def _num_known(self, digests: Sequence[bytes]) -> int:
+        """Return how many messages the longest conversation has that is known and begins these."""
+        return max((number for number, digest in enumerate(digests, 1) if digest in self._chats), default=0)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], is_continued: bool) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
@@ -101,8 +143,8 @@ class Conversations:
         begin = {"add_generation_prompt": not is_continued, "is_continued": is_continued}
         return render_chat(plain, self._tokenizer, **begin, **options)
 
-    def _encode(self, text: str) -> list[int]:
-        return encode_continuation(text, self._tokenizer, "")
+    def _encode(self, text: str) -> np.ndarray:
+        return np.array(encode_continuation(text, self._tokenizer, ""), np.int32)
 
 
 def rewritten_parts(tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -133,7 +175,9 @@ def _digests(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> lis
     digests = []
     for message in messages:
         calls = [call["function"] for call in message.get("tool_calls") or []]
-        parts = [message["role"], message["content"].strip(), calls, message.get("tool_call_id")]
+        content = message["content"].strip()
+        parts = [message["role"], len(content), calls, message.get("tool_call_id")]
         state.update(json.dumps(parts, sort_keys=True).encode())
+        state.update(content.encode(errors="surrogatepass"))
         digests.append(state.digest())
     return digests

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
 
+import numpy as np
+
 from rlhf_data.chat.tokens import Tokenizer
 from rlhf_data.records import FinishReason
 from rlhf_rollout.agents.conversation import Conversations, History
@@ -131,7 +133,7 @@ class GatewaySession:
         if request is None or sampled is None:
             return
         self.recorder.add(sampled)
-        tokens = [*sampled.token_ids, *sampled.completion.token_ids.tolist()]
+        tokens = np.concatenate([sampled.token_ids, sampled.completion.token_ids])
         if request.messages:
             is_ended = sampled.completion.finish_reason is FinishReason.STOP
             messages = request.conversation_with(answer.message)

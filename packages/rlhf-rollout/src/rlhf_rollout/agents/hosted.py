@@ -241,9 +241,9 @@ class _Attempt(Call):
         if request.get("token_ids") is not None:
             return request["token_ids"]
         if "messages" in request:
-            before = recorder.token_ids if recorder.num_answers else []
+            before = recorder.token_ids.tolist() if recorder.num_answers else []
             return self._workflow.render(request["messages"], request["tools"], before, recorder.name)
-        before = [] if request.get("new") else recorder.token_ids
+        before = [] if request.get("new") else recorder.token_ids.tolist()
         return [*before, *self._workflow.encode(request.get("text", ""), None if before else "")]
 
 

@@ -20,6 +20,7 @@ from rlhf_rollout.router import EngineRouter
 
 # `min_tokens` is not among them: an engine takes end tokens out of the distribution until then, and a trainer does not.
 _OVERRIDES = ("max_tokens", "stop_token_ids", "stop")
+_NO_TOKENS = np.empty(0, np.int32)
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -52,12 +53,20 @@ class _Branch:
     `routes` are those of the rollout, see `Rollout`.
     """
 
-    tokens: list[int]
     spans: list[Span] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     requests: list[int] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.STOP
     routes: np.ndarray | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of its tokens."""
+        return self.ends[-1] if self.ends else 0
+
+    def token_ids(self) -> np.ndarray:
+        """Return its tokens, [size] int32."""
+        return np.concatenate([_NO_TOKENS, *(span.token_ids for span in self.spans)])
 
     def add_routes(self, routes: np.ndarray | None) -> None:
         """Add what the engine says of the tokens so far. What is known already stays: earlier answers came from it."""
@@ -72,13 +81,13 @@ class Sampled:
     """An answer that is not recorded yet.
 
     Attributes:
-        token_ids: the whole conversation before it.
+        token_ids: [n] int32, the whole conversation before it.
         completion: the answer.
         request: the number of its request in the episode.
         is_truncated: a limit of the run has cut the answer; a lower `max_tokens` of the agent's own is none.
     """
 
-    token_ids: list[int]
+    token_ids: np.ndarray
     completion: Completion
     request: int
     is_truncated: bool
@@ -121,22 +130,26 @@ class EpisodeRecorder:
     _is_cut: bool = field(default=False, init=False)
 
     @property
-    def token_ids(self) -> list[int]:
-        """Tokens of the conversation that was continued last; those of the prompt before the first answer."""
-        return self._branches[-1].tokens if self._branches else self.prompt.token_ids.tolist()
+    def token_ids(self) -> np.ndarray:
+        """[n] int32, the conversation that was continued last; the prompt before the first answer."""
+        return self._branches[-1].token_ids() if self._branches else self.prompt.token_ids
 
     @property
     def num_answers(self) -> int:
         """Answers that are recorded."""
         return sum(len(branch.ends) for branch in self._branches)
 
-    async def generate(self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int] | np.ndarray, overrides: Mapping[str, Any] | None = None
+    ) -> Completion:
         """Return the policy's answer to a conversation and record both. See `sample` for arguments and errors."""
         sampled = await self.sample(token_ids, overrides)
         self.add(sampled)
         return sampled.completion
 
-    async def sample(self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None) -> Sampled:
+    async def sample(
+        self, token_ids: Sequence[int] | np.ndarray, overrides: Mapping[str, Any] | None = None
+    ) -> Sampled:
         """Return the policy's answer to a conversation. It is no part of the episode until `add` gets it.
 
         Args:
@@ -151,19 +164,21 @@ class EpisodeRecorder:
             ConfigError: a `max_tokens` below 1, or a `stop` that holds no text.
             EngineError: the engines have failed; see `error`.
         """
-        token_ids = [int(token) for token in token_ids]
-        sampling = self._sampling_for(token_ids, overrides or {})
+        token_ids = _integers(token_ids)
+        sampling = self._sampling_for(len(token_ids), overrides or {})
         # An engine that gets such a token fails, which would cost the run more than this episode.
-        new = [*token_ids[len(self._branch_of(token_ids).tokens) :], *sampling.stop_token_ids]
-        strange = next((token for token in new if not 0 <= token < self.vocab_size), None)
-        if strange is not None:
-            message = f"an agent used the token id {strange}, and the vocabulary has {self.vocab_size} tokens"
-            raise DataError(message, hint="tokenize with the run's own tokenizer")
+        added = token_ids[self._branch_of(token_ids).size :]
+        for given in (added, np.array(sampling.stop_token_ids, object)):
+            strange = given[(given < 0) | (given >= self.vocab_size)]
+            if len(strange):
+                message = f"an agent used the token id {strange[0]}, and the vocabulary has {self.vocab_size} tokens"
+                raise DataError(message, hint="tokenize with the run's own tokenizer")
+        token_ids = token_ids.astype(np.int32, copy=False)
         self.num_turns += 1
         request = self.num_turns
         try:
             [completion] = await self.router.generate(
-                np.array(token_ids, np.int32), sampling, conversation=self.name, group_id=self.group_id
+                token_ids, sampling, conversation=self.name, group_id=self.group_id
             )
         except EngineError as error:
             self.error = error
@@ -177,15 +192,15 @@ class EpisodeRecorder:
         # Looked for only now: another answer may have continued the same conversation meanwhile.
         branch = self._branch_of(sampled.token_ids)
         completion = sampled.completion
-        added = sampled.token_ids[len(branch.tokens) :]
-        if added:
-            branch.spans.append(Span(SpanSource.ENVIRONMENT if branch.spans else SpanSource.PROMPT, added))
+        added = sampled.token_ids[branch.size :]
+        if len(added):
+            source = SpanSource.ENVIRONMENT if branch.spans else SpanSource.PROMPT
+            branch.spans.append(Span(source, added.copy()))  # which does not keep the whole conversation
         if branch not in self._branches:
             self._branches.append(branch)
         branch.spans += completion.spans
-        branch.tokens = [*sampled.token_ids, *completion.token_ids.tolist()]
         branch.add_routes(completion.routes)
-        branch.ends.append(len(branch.tokens))
+        branch.ends.append(len(sampled.token_ids) + len(completion.token_ids))
         branch.requests.append(sampled.request)
         branch.finish_reason = FinishReason.LENGTH if sampled.is_truncated else FinishReason.STOP
 
@@ -199,7 +214,7 @@ class EpisodeRecorder:
             is_cut: the episode was ended by a limit of its own, not by the policy.
         """
         if not self._branches:
-            self._branches.append(_Branch([], [Span(SpanSource.PROMPT, self.prompt.token_ids)]))
+            self._branches.append(_Branch([Span(SpanSource.PROMPT, self.prompt.token_ids)]))
         rollouts = []
         for number, branch in enumerate(self._branches):
             name = self.name if len(self._branches) == 1 else f"{self.name}.{number}"
@@ -230,14 +245,14 @@ class EpisodeRecorder:
         elsewhere = (before, sum(earned.values()) - before)
         return dataclasses.replace(verdict, turn_rewards=tuple(sums.tolist()), earned_elsewhere=elsewhere)
 
-    def _sampling_for(self, token_ids: Sequence[int], overrides: Mapping[str, Any]) -> SamplingParams:
+    def _sampling_for(self, num_tokens: int, overrides: Mapping[str, Any]) -> SamplingParams:
         limits = self.limits
-        room = limits.max_length - len(token_ids)
+        room = limits.max_length - num_tokens
         is_late = time.monotonic() - self._started > limits.max_seconds
         if room < 1 or self.num_turns >= limits.max_turns or is_late:
             self._is_cut = True
             raise BudgetSpentError
-        if not token_ids:
+        if not num_tokens:
             raise DataError("an agent asked for an answer to a conversation without tokens")
         for name, value in overrides.items():
             if name not in _OVERRIDES and value != getattr(self.sampling, name, None):
@@ -259,14 +274,22 @@ class EpisodeRecorder:
             seed=None if seed is None else (seed + self.num_turns) % 2**31,
         )
 
-    def _branch_of(self, token_ids: list[int]) -> _Branch:
+    def _branch_of(self, token_ids: np.ndarray) -> _Branch:
         """Return the rollout that the conversation continues, or an empty one."""
-        best = _Branch([])
+        best = _Branch()
         for branch in self._branches:
-            size = len(branch.tokens)
-            if len(best.tokens) < size <= len(token_ids) and token_ids[:size] == branch.tokens:
+            if best.size < branch.size and np.array_equal(token_ids[: branch.size], branch.token_ids()):
                 best = branch
         return best
+
+
+def _integers(values: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return integers as a vector, of Python's own ones where they are too large for numpy's.
+
+    Raises TypeError or ValueError for anything else.
+    """
+    found = np.array(values)
+    return found if found.dtype.kind == "i" and found.ndim == 1 else np.array([int(value) for value in values], object)
 
 
 @functools.cache  # once

@@ -80,7 +80,7 @@ class VllmEngine:
             raise EngineError(message, hint="use prompts of two tokens or more, such as those of a chat template")
         timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
         decode = await asyncio.to_thread(decoder, self._tokenizer_dir) if sampling.stop else None
-        job = self._loop.submit([int(token) for token in token_ids], sampling, decode, drafts)
+        job = self._loop.submit(np.asarray(token_ids).tolist(), sampling, decode, drafts)
         try:
             async with deadline(timeout_s, "a generation request", progress=self._loop.progress):
                 return await asyncio.wrap_future(job.future)
