@@ -173,6 +173,15 @@ def test_model_that_vllm_does_not_compute_on_a_cpu_is_refused_there(folder, caps
     assert main([*flags(), "--bf16", "--dry_run"]) == 0
 
 
+def test_model_that_vllm_does_not_compute_on_a_gpu_is_refused_there(folder, capsys):
+    file = folder / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["Gemma3nForCausalLM"]}))
+    assert main([*flags(), "--dry_run"]) == 0
+    capsys.readouterr()
+    assert main([*flags(plan_gpus=1), "--dry_run"]) == 2
+    assert "vLLM's log-probs of a gemma3n_text are far from those of the model on a GPU" in capsys.readouterr().err
+
+
 def test_run_without_gpus_refuses_what_vllm_does_not_compute_on_a_cpu(folder, capsys):
     file = folder / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["JambaForCausalLM"]}))

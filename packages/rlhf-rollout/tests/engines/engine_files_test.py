@@ -29,8 +29,8 @@ from rlhf_rollout.engines.requests import check_request, sample_seeds
 from rlhf_rollout.engines.vllm.core import graph_sizes, register_architectures
 from rlhf_rollout.engines.vllm.memory import gpu_kv_cache_bytes, kv_cache_bytes
 from rlhf_rollout.engines.vllm.own_classes import (
-    allows_graphs,
     check_on_cpu,
+    check_on_gpu,
     fit_to_cpu,
     missing_fields,
     model_classes,
@@ -376,11 +376,12 @@ def test_nemotron_h_with_experts_is_refused_on_a_cpu(fields: dict[str, Any], is_
         check_on_cpu(config, "float32")
 
 
-def test_no_graphs_are_made_of_the_layers_that_transformers_has_of_gemma_3n() -> None:
-    assert not allows_graphs({"architectures": ["Gemma3nForCausalLM"]})
-    assert allows_graphs({"architectures": ["Gemma3nForConditionalGeneration"], "text_config": {}})
-    assert allows_graphs({"architectures": ["Ministral3ForCausalLM"]})
-    assert allows_graphs({})
+def test_a_gemma_3n_for_text_alone_is_refused_on_a_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"vLLM's log-probs of a gemma3n_text are far from .* on a GPU"):
+        check_on_gpu({"architectures": ["Gemma3nForCausalLM"]})
+    for name in ("Gemma3nForConditionalGeneration", "Ministral3ForCausalLM"):
+        check_on_gpu({"architectures": [name]})
+    check_on_gpu({})
 
 
 def test_fields_that_vllm_reads_of_lfm2_are_its_width() -> None:

@@ -17,7 +17,7 @@ from rlhf_cli.preflight.models import (
     check_attention,
     check_context,
     check_engine,
-    check_engine_on_cpu,
+    check_engine_on_device,
     check_experts,
     load_model_files,
     longest_sequence,
@@ -44,8 +44,8 @@ def show_ppo(parsed: Parsed[PpoConfig], folder: Path, console: Console) -> int:
     absent = Absent()
     inputs, num_prompts = _look(parsed, folder, absent)
     plan = _plan(parsed, absent)
-    if not plan.num_gpus and inputs is not None:
-        check_engine_on_cpu(config)
+    if inputs is not None:
+        check_engine_on_device(config, plan.num_gpus)
     job = None
     if inputs is not None and not parsed.unavailable:
         job = make_job(config, inputs, plan, folder)

@@ -97,7 +97,7 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     from rlhf_cli.preflight.devices import check_device, cluster_notices, find_gpus
     from rlhf_cli.preflight.inputs import check_inputs
     from rlhf_cli.preflight.memory import gpu_memory_bytes, sleep_notices
-    from rlhf_cli.preflight.models import check_engine_on_cpu
+    from rlhf_cli.preflight.models import check_engine_on_device
     from rlhf_train.run.trackers.start import check_trackers
 
     config = parsed.config
@@ -106,8 +106,7 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     console.working("checking model, data and reward")
     inputs = check_inputs(config, folder)
     nodes, ray_address = find_gpus()
-    if not sum(nodes):
-        check_engine_on_cpu(config)
+    check_engine_on_device(config, sum(nodes))
     device_notices = [*cluster_notices(ray_address), *check_device(config, parsed.given, sum(nodes))]
     plan = make_plan(config, nodes)
     job = make_job(config, inputs, plan, folder, ray_address)

@@ -115,14 +115,18 @@ def check_engine(model_config: Any) -> None:
     model_classes(model_config.to_dict())
 
 
-def check_engine_on_cpu(config: PpoConfig) -> None:
-    """Raise ConfigError if vLLM does not compute the policy on a CPU."""
-    from rlhf_rollout.engines.vllm.own_classes import check_on_cpu
+def check_engine_on_device(config: PpoConfig, num_gpus: int) -> None:
+    """Raise ConfigError if vLLM does not compute the policy on GPUs, or without any on a CPU."""
+    from rlhf_rollout.engines.vllm.own_classes import check_on_cpu, check_on_gpu
 
     if config.rollout.replay is None and config.model.pretrain is not None:
         model_config, _ = load_model_files(model_path(config.model.pretrain))
         text = model_config.get_text_config().to_dict()
-        check_on_cpu(text | {"architectures": model_config.architectures}, config.model.dtype)
+        text |= {"architectures": model_config.architectures}
+        if num_gpus:
+            check_on_gpu(text)
+        else:
+            check_on_cpu(text, config.model.dtype)
 
 
 def check_context(model_config: Any, num_tokens: int, flags: str) -> None:

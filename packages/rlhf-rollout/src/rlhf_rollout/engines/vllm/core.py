@@ -14,7 +14,7 @@ from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.internals import SETTINGS, check_core
 from rlhf_rollout.engines.vllm.memory import kv_cache_bytes
 from rlhf_rollout.engines.vllm.own_classes import (
-    allows_graphs,
+    check_on_gpu,
     fit_to_cpu,
     missing_fields,
     model_classes,
@@ -146,10 +146,12 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         torch.set_num_threads(spec.num_threads)
     names = model_classes(model_config)
     classes = register_architectures(names)
-    if not on_gpu:
+    if on_gpu:
+        check_on_gpu(model_config)
+    else:
         spec = fit_to_cpu(spec, model_config, classes)
         _rotate_heads_on_cpu()
-    is_eager = spec.enforce_eager or not on_gpu or not allows_graphs(model_config)
+    is_eager = spec.enforce_eager or not on_gpu
     config = _engine_config(spec, model_dir, model_config, model_impl(names), is_eager=is_eager, on_gpu=on_gpu)
     core = EngineCoreClient.make_client(
         multiprocess_mode=False,
