@@ -381,12 +381,17 @@ def test_clock_is_that_of_the_newest_checkpoint_that_can_be_read(tmp_path):
 
 
 class FakeModels:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
     def save_state(self, folder: str) -> list[str]:
+        self.calls.append("save")
         return []
 
     def load_state(self, folder: str) -> None: ...
 
-    def finish_state(self) -> None: ...
+    def finish_state(self) -> None:
+        self.calls.append("finish")
 
 
 class Count:
@@ -410,3 +415,13 @@ def test_every_checkpoint_keeps_the_clock(tmp_path, clock):
     assert saved.state() == {"step": 1, "is_recorded": True, "count": 5, **told}
     assert recorded_clock(tmp_path) == clock
     assert Checkpointer(*args).restore(saved) == 1
+
+
+def test_models_have_written_a_state_before_they_save_the_next(tmp_path):
+    models = FakeModels()
+    spec = CheckpointSpec(every=1)
+    saves = Checkpointer(spec, Checkpoints(tmp_path), {"count": Count()}, models, None, Timeline(), Observer())
+    saves.after_step(1, None)
+    saves.after_step(2, None)
+    saves.close()
+    assert models.calls[models.calls.index("save") :] == ["save", "finish", "save", "finish"]
