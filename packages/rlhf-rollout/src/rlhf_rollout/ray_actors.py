@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from rlhf_data.errors import EngineError, RewardError, RlhfError
 from rlhf_rollout.engines import EngineSpec, build_engine
-from rlhf_rollout.engines.remote import EngineClient, EngineHost
+from rlhf_rollout.engines.remote_engine import EngineClient, EngineHost
 from rlhf_rollout.engines.requests import Progress
 from rlhf_rollout.host import collection_paused, place_vllm_sockets, wait_passively
 from rlhf_rollout.protocols import Completion, Draft

@@ -16,7 +16,7 @@ from typing import Any
 from rlhf_data.errors import EngineError, RewardError
 from rlhf_rollout.engines.build import build_engine
 from rlhf_rollout.engines.places import EnginePlaces
-from rlhf_rollout.engines.remote import EngineClient
+from rlhf_rollout.engines.remote_engine import EngineClient
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.event_loop import EventLoopThread
 from rlhf_rollout.protocols import RolloutEngine

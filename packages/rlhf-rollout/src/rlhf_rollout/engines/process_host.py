@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_data.errors import RlhfError
 from rlhf_rollout.engines.build import build_engine
 from rlhf_rollout.engines.process import packed, unpacked
-from rlhf_rollout.engines.remote import EngineHost
+from rlhf_rollout.engines.remote_engine import EngineHost
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.host import collection_paused
 from rlhf_rollout.workers.serving import serve_side_by_side
