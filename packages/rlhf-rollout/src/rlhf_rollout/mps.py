@@ -10,6 +10,11 @@ from pathlib import Path
 from rlhf_data.errors import ConfigError
 from rlhf_rollout.host import socket_folder
 
+# Help of the option `vllm_use_mps`, which several commands have.
+USE_MPS_HELP = (
+    "engines on one GPU run at the same time instead of in time slices, by NVIDIA's Multi-Process Service; needs"
+    " nvidia-cuda-mps-control of the driver, and several engines on a GPU"
+)
 _PROGRAM = "nvidia-cuda-mps-control"
 _SOCKET_BYTES = 40  # of the path of a socket, after the folder for temporary files
 _QUIT_S = 30.0  # within which clients that are being ended are gone

@@ -2,6 +2,7 @@
 
 from rlhf_data.options.declare import Section, flag, one_of
 from rlhf_rollout.commands import sections
+from rlhf_rollout.mps import USE_MPS_HELP
 
 SyncBackend = one_of(("host", "nccl"))
 _ROLES = ("actor", "critic", "ref", "teacher", "reward")
@@ -99,11 +100,7 @@ class EngineSection(sections.EngineSection):
     vllm_enable_sleep: bool = flag(
         False, "with --colocate_all_models: engines free their GPU memory while models train"
     )
-    vllm_use_mps: bool = flag(
-        False,
-        "engines on one GPU run at the same time instead of in time slices, by NVIDIA's Multi-Process Service; needs"
-        " nvidia-cuda-mps-control of the driver, and several engines on a GPU",
-    )
+    vllm_use_mps: bool = flag(False, USE_MPS_HELP)
     vllm_sync_backend: SyncBackend = flag(
         "host",
         "how new weights reach engines on GPUs of their own. host: through host memory, and TCP between machines; nccl:"

@@ -36,6 +36,7 @@ from rlhf_rollout.commands.sections import (
 from rlhf_rollout.engines import ENGINE_KINDS
 from rlhf_rollout.engines.places import EnginePlaces, place_engines
 from rlhf_rollout.host import visible_gpus
+from rlhf_rollout.mps import USE_MPS_HELP
 from rlhf_rollout.protocols import SamplingParams
 
 EngineKind = one_of(ENGINE_KINDS)
@@ -111,11 +112,7 @@ class SeveralEnginesSection(OneEngineSection):
         " or share the cores of a machine without GPUs",
         ge=1,
     )
-    vllm_use_mps: bool = flag(
-        False,
-        "engines on one GPU run at the same time instead of in time slices, by NVIDIA's Multi-Process Service; needs"
-        " nvidia-cuda-mps-control of the driver, and several engines on a GPU",
-    )
+    vllm_use_mps: bool = flag(False, USE_MPS_HELP)
 
     @property
     def places(self) -> EnginePlaces:
