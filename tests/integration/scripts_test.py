@@ -3,10 +3,11 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from process_testing import eventually, is_running
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples/scripts"
@@ -115,7 +116,7 @@ def test_slurm_script_starts_ray_on_all_nodes_then_the_run_on_the_first(tmp_path
     assert len(tokens) == 64
     assert {address for _, address, *_, words in lines if words.startswith(("rlhf", "python"))} == {"10.0.0.1:6400"}
     assert {address for _, address, *_, words in lines if words.startswith("ray")} == {""}
-    assert not [pid for pid in pids if is_running(pid)] and len(pids) == 2
+    assert eventually(lambda: not any(map(is_running, pids))) and len(pids) == 2
 
 
 def test_slurm_script_ends_ray_and_has_the_status_of_the_run(tmp_path):
@@ -123,24 +124,11 @@ def test_slurm_script_ends_ray_and_has_the_status_of_the_run(tmp_path):
     assert done.returncode == 3
     assert "hostname" not in " ".join(line[-1] for line in lines)
     assert "ray start --address 10.9.9.9:6379 --block" in [line[-1] for line in lines]
-    assert not [pid for pid in pids if is_running(pid)] and len(pids) == 2
+    assert eventually(lambda: not any(map(is_running, pids))) and len(pids) == 2
 
 
 def test_slurm_script_ends_with_an_error_where_nodes_do_not_come(tmp_path):
     done, lines, pids = submitted(tmp_path, late=100)
     assert done.returncode == 1 and "error: Ray has not started on 2 nodes" in done.stderr
     assert not [line for line in lines if line[-1].startswith("rlhf")]
-    assert not [pid for pid in pids if is_running(pid)]
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a process is there and has not ended, within the time that it may take to end."""
-    for _ in range(100):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return False
-        if state == "Z":
-            return False
-        time.sleep(0.05)
-    return True
+    assert eventually(lambda: not any(map(is_running, pids)))

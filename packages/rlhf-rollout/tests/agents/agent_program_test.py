@@ -3,10 +3,10 @@
 import asyncio
 import shlex
 import sys
-import time
 
 import pytest
 
+from process_testing import eventually, is_running
 from record_testing import make_prompt
 from rlhf_data.errors import ConfigError
 from rlhf_data.records import FinishReason, SpanSource, VerdictKind
@@ -155,18 +155,7 @@ def test_program_has_no_secrets_and_leaves_nothing_behind(tmp_path, monkeypatch)
     )
     assert episode.verdict.reward == 1.0
     assert "secret" not in env.read_text() and "OPENAI_API_KEY=none" in env.read_text()
-    deadline = time.monotonic() + 60
-    while (path := f"/proc/{pid.read_text().strip()}") and _is_running(path):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def _is_running(path):
-    try:
-        with open(path + "/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert eventually(lambda: not is_running(int(pid.read_text())))
 
 
 ENDLESS = """
