@@ -3,102 +3,46 @@
 Does not need torch.
 """
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rlhf_data.errors import (
-        CheckpointError,
-        ConfigError,
-        DataError,
-        EngineError,
-        FeatureError,
-        RewardError,
-        RlhfError,
-        WeightSyncError,
-    )
-    from rlhf_data.examples.load import ExampleSet, load_examples
-    from rlhf_data.examples.preference import (
-        PreferenceEncoder,
-        PreferenceExample,
-        ProcessEncoder,
-        ProcessExample,
-        UnpairedEncoder,
-        UnpairedExample,
-    )
-    from rlhf_data.examples.sft import SftEncoder, SftExample
-    from rlhf_data.packing import pack, split_balanced
-    from rlhf_data.prompts import PromptSet, load_prompts
-    from rlhf_data.records import (
-        Episode,
-        FinishReason,
-        Prompt,
-        Rollout,
-        RolloutGroup,
-        Span,
-        SpanSource,
-        Verdict,
-        VerdictKind,
-    )
-    from rlhf_data.rows.row import Row
-    from rlhf_data.rows.sources import Rows, open_sources
-    from rlhf_data.sampler import EpochSampler
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "EngineError",
-    "Episode",
-    "EpochSampler",
-    "ExampleSet",
-    "FeatureError",
-    "FinishReason",
-    "PreferenceEncoder",
-    "PreferenceExample",
-    "ProcessEncoder",
-    "ProcessExample",
-    "Prompt",
-    "PromptSet",
-    "RewardError",
-    "RlhfError",
-    "Rollout",
-    "RolloutGroup",
-    "Row",
-    "Rows",
-    "SftEncoder",
-    "SftExample",
-    "Span",
-    "SpanSource",
-    "UnpairedEncoder",
-    "UnpairedExample",
-    "Verdict",
-    "VerdictKind",
-    "WeightSyncError",
-    "load_examples",
-    "load_prompts",
-    "open_sources",
-    "pack",
-    "split_balanced",
-]
+def lazy_exports(package: str, names: Mapping[str, str]) -> tuple[list[str], Callable[[str], Any]]:
+    """Return `__all__` and `__getattr__` of a package that imports a module when one of its names is first used.
 
-_MODULES = (
-    "errors",
-    "records",
-    "rows.row",
-    "rows.sources",
-    "prompts",
-    "examples.load",
-    "examples.sft",
-    "examples.preference",
-    "packing",
-    "sampler",
+    A command then imports only what it needs.
+
+    Args:
+        package: the package's name.
+        names: by module of the package, the names that it exports, separated by spaces.
+    """
+    home = {name: module for module, listed in names.items() for name in listed.split()}
+
+    def find(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{home[name]}"), name)
+
+    return sorted(home), find
+
+
+__all__, __getattr__ = lazy_exports(
+    __name__,
+    {
+        "errors": (
+            "CheckpointError ConfigError DataError EngineError FeatureError RewardError RlhfError WeightSyncError"
+        ),
+        "examples.load": "ExampleSet load_examples",
+        "examples.preference": (
+            "PreferenceEncoder PreferenceExample ProcessEncoder ProcessExample UnpairedEncoder UnpairedExample"
+        ),
+        "examples.sft": "SftEncoder SftExample",
+        "packing": "pack split_balanced",
+        "prompts": "PromptSet load_prompts",
+        "records": "Episode FinishReason Prompt Rollout RolloutGroup Span SpanSource Verdict VerdictKind",
+        "rows.row": "Row",
+        "rows.sources": "Rows open_sources",
+        "sampler": "EpochSampler",
+    },
 )
-
-
-def __getattr__(name: str) -> Any:
-    """Import the modules on first use, so that a command imports only what it needs."""
-    if name in __all__:
-        modules = (import_module(f"rlhf_data.{module}") for module in _MODULES)
-        return next(getattr(module, name) for module in modules if hasattr(module, name))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
