@@ -308,7 +308,7 @@ def test_pairwise_rubric_bounds_the_opponents(server, tmp_path):
 
 
 def test_judge_is_a_source_beside_others(server, rubric):
-    sources = parse_sources(f"math,judge:{rubric},pairwise:{rubric}", weights=(1.0, 2.0, 4.0))
+    sources = parse_sources(f"math,judge:{rubric},pairwise:{rubric}", weights="1,2,4")
     assert [source.name for source in sources] == ["math", "polite", "polite"]
     server.respond = lambda body: (
         200,

@@ -21,7 +21,7 @@ def test_parse_sources_gathers_urls_at_the_place_of_the_first():
 
 
 def test_parse_sources_weights_follow_the_order():
-    sources = parse_sources("http://one,a.py,http://two", "m", weights=(0.5, -1, 2))
+    sources = parse_sources("http://one,a.py,http://two", "m", weights="0.5, -1,2")
     assert [(source.kind, source.weight) for source in sources] == [("server", 0.5), ("function", -1), ("model", 2)]
 
 
@@ -59,11 +59,9 @@ def test_parse_sources_knows_built_in_rewards_and_judges():
     ]
 
 
-@pytest.mark.parametrize("weights", [(), (1.0,), (1.0, 1.0, 1.0)])
-def test_parse_sources_other_number_of_weights_names_the_sources(weights):
-    with pytest.raises(
-        ConfigError, match=rf"{len(weights)} weights for 2 rewards: reward, host:5000\n\nhint: give one"
-    ):
+@pytest.mark.parametrize(("weights", "count"), [("1", 1), ("1,1,1", 3)])
+def test_parse_sources_other_number_of_weights_names_the_sources(weights, count):
+    with pytest.raises(ConfigError, match=rf"{count} weights for 2 rewards: reward, host:5000\n\nhint: give one"):
         parse_sources("dir/reward.py,http://host:5000/get_reward,http://other", weights=weights)
 
 
@@ -95,7 +93,7 @@ def test_name_of_a_server_has_no_secret():
 
 
 def test_reward_source_pickle_round_trip():
-    (source,) = parse_sources("http://one,http://two", weights=(0.5,))
+    (source,) = parse_sources("http://one,http://two", weights="0.5")
     assert pickle.loads(pickle.dumps(source)) == source
 
 

@@ -50,7 +50,7 @@ FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
         "num_samples": "--n_samples_per_prompt",
         "open_sources.preset": "--preset_data",
         "packing": "--packing_samples",
-        "parse_weights.text": "--reward_weights",
+        "parse_sources.weights": "--reward_weights",
         "policy_loss": "--policy_loss_type",
         "quantization": "--vllm_quantization",
         "ranks.actor": "--actor_num_gpus_per_node",

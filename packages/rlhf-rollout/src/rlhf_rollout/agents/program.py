@@ -26,46 +26,36 @@ class ProgramError(RuntimeError):
     """A program has failed."""
 
 
-class AgentProgram:
-    """Runs a program.
-
-    Args:
-        words: the program and its arguments.
-    """
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self._words = words
-
-    async def run(self, session: Session) -> Any:
-        """Run one episode; return its reward, None without one. Raises ProgramError."""
-        url = session.base_url
-        urls = {"OPENAI_BASE_URL": url, "ANTHROPIC_BASE_URL": url.removesuffix("/v1")}
-        keys = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), "none")
-        options = {"env": {**os.environ, **urls, **keys}, "start_new_session": True}
-        # asyncio's own pipes would make `wait` wait for the program's children, too.
-        read_end, write_end = os.pipe()
-        with tempfile.TemporaryFile() as told, os.fdopen(read_end, "rb", 0) as output:
-            task = {"prompt": session.prompt, "messages": session.messages, "label": session.label}
-            task |= {"extra": session.extra} if session.extra else {}
-            told.write(json.dumps(task).encode())
-            told.seek(0)
-            try:
-                process = await asyncio.create_subprocess_exec(*self._words, stdin=told, stdout=write_end, **options)
-            finally:
-                os.close(write_end)
-            tail = bytearray()
-            reading = asyncio.create_task(_read(output, tail))
-            try:
-                status = await process.wait()
-            finally:
-                with contextlib.suppress(ProcessLookupError):  # also what the program has left behind
-                    os.killpg(process.pid, signal.SIGKILL)
-                # A process that has left the program's session may hold the pipe.
-                await asyncio.wait([reading], timeout=_DRAIN_S)
-                reading.cancel()
-        if status:
-            raise ProgramError(f"{self._words[0]} exited with status {status}")
-        return _reward(tail.decode(errors="replace"))
+async def run_program(words: Sequence[str], session: Session) -> Any:
+    """Run one episode of a program and its arguments; return its reward, None without one. Raises ProgramError."""
+    url = session.base_url
+    urls = {"OPENAI_BASE_URL": url, "ANTHROPIC_BASE_URL": url.removesuffix("/v1")}
+    keys = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), "none")
+    options = {"env": {**os.environ, **urls, **keys}, "start_new_session": True}
+    # asyncio's own pipes would make `wait` wait for the program's children, too.
+    read_end, write_end = os.pipe()
+    with tempfile.TemporaryFile() as told, os.fdopen(read_end, "rb", 0) as output:
+        task = {"prompt": session.prompt, "messages": session.messages, "label": session.label}
+        task |= {"extra": session.extra} if session.extra else {}
+        told.write(json.dumps(task).encode())
+        told.seek(0)
+        try:
+            process = await asyncio.create_subprocess_exec(*words, stdin=told, stdout=write_end, **options)
+        finally:
+            os.close(write_end)
+        tail = bytearray()
+        reading = asyncio.create_task(_read(output, tail))
+        try:
+            status = await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # also what the program has left behind
+                os.killpg(process.pid, signal.SIGKILL)
+            # A process that has left the program's session may hold the pipe.
+            await asyncio.wait([reading], timeout=_DRAIN_S)
+            reading.cancel()
+    if status:
+        raise ProgramError(f"{words[0]} exited with status {status}")
+    return _reward(tail.decode(errors="replace"))
 
 
 async def _read(output: IO[bytes], tail: bytearray) -> None:

@@ -24,6 +24,7 @@ import shlex
 import shutil
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_rollout.agents import interface
 from rlhf_rollout.agents.interface import PolicyEngine, Session, constructed, number, run_turns, sampling_params
-from rlhf_rollout.agents.program import AgentProgram
+from rlhf_rollout.agents.program import run_program
 from rlhf_rollout.rewards.math import provide_utils
 from rlhf_rollout.workers.serving import serve_side_by_side
 from rlhf_rollout.workers.threads import called
@@ -90,7 +91,7 @@ def load_agent(target: Target, tokenizer: str | None) -> RunEpisode:
     Raises RewardError when it defines no agent, and whatever the import raises.
     """
     if target.name == PROGRAM:
-        return _Function(AgentProgram(shlex.split(target.module)).run)
+        return _Function(partial(run_program, shlex.split(target.module)))
     # Also where OpenRLHF is installed: its classes would ask its own engines.
     classes = ("AgentExecutorBase", "AgentInstanceBase", "MultiTurnAgentExecutor")
     provide("openrlhf.utils.agent", **{name: getattr(interface, name) for name in classes})
@@ -157,7 +158,7 @@ class _Function:
     def __init__(self, function: Callable[[Session], Any]) -> None:
         self.start = getattr(function, "start", None)
         self.close = getattr(function, "close", None)
-        self._function = function if inspect.isroutine(function) else function.__call__
+        self._function = function if inspect.isroutine(function) or isinstance(function, partial) else function.__call__
 
     async def __call__(self, session: Session) -> dict[str, Any]:
         try:

@@ -14,14 +14,7 @@ from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.spec import QUANTIZATIONS, VLLM_PATCHES
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.rewards.sources import (
-    JUDGE_KINDS,
-    CallOptions,
-    JudgeOptions,
-    RewardSource,
-    parse_sources,
-    parse_weights,
-)
+from rlhf_rollout.rewards.sources import JUDGE_KINDS, CallOptions, JudgeOptions, RewardSource, parse_sources
 from rlhf_rollout.rewards.user_function import EXTRAS, SAMPLE_ARGUMENTS, is_builtin
 from rlhf_rollout.workers.guarded import WorkerOptions
 
@@ -296,7 +289,7 @@ class RewardSection(Section, title="reward"):
 
     def sources(self) -> tuple[RewardSource, ...]:
         """Return the sources that the options name. Raises ConfigError unless there is one weight per source."""
-        return parse_sources(self.remote_rm_url or "", self.reward_pretrain or "", parse_weights(self.reward_weights))
+        return parse_sources(self.remote_rm_url, self.reward_pretrain, self.reward_weights)
 
     @property
     def extra_names(self) -> tuple[str, ...]:
@@ -325,11 +318,9 @@ class RewardSection(Section, title="reward"):
             step_prompts=step_prompts,
             num_samples=num_samples,
             worker=worker,
-            failed_reward=self.failed_reward,
-            success_threshold=self.success_threshold,
-            code_sandbox=self.code_sandbox,
             code_partial=self.code_partial_reward,
             judge=JudgeOptions(url=self.judge_url or "", model=self.judge_model or "", num_calls=self.judge_num_calls),
+            **matching(CallOptions, self),
         )
 
     def missing(self, why: str) -> list[ConfigError]:
@@ -367,13 +358,15 @@ class RewardSection(Section, title="reward"):
         Raises ConfigError for invalid sources, and for a pairwise judge of groups with fewer than 2 responses
         (`num_samples`).
         """
-        kinds = {source.kind for source in self.sources()}
+        sources = self.sources()
+        kinds = {source.kind for source in sources}
         if "pairwise" in kinds and num_samples < 2:
             message = "a pairwise judge compares the responses to a prompt, and here there is one"
             raise ConfigError(message, hint="with ppo and generate, give --n_samples_per_prompt 4; or use judge:FILE")
         self.calls()
-        calls_own = any(source.kind == "function" and not is_builtin(source.targets[0]) for source in self.sources())
+        calls_own = any(source.kind == "function" and not is_builtin(source.targets[0]) for source in sources)
         takes = "server" in kinds or calls_own
+        takes_batches = takes or "model" in kinds
         return without_effect(
             given,
             (not takes, ["extra_keys"], "no reward function or server of yours scores"),
@@ -382,11 +375,7 @@ class RewardSection(Section, title="reward"):
             (not kinds & {"function", "code"}, ["reward_num_workers", "reward_memory_gb"], "no reward function scores"),
             ("code" not in kinds, ["code_sandbox", "code_partial_reward"], "--remote_rm_url does not name code"),
             (not kinds & set(JUDGE_KINDS), ["judge_url", "judge_model", "judge_num_calls"], "no judge scores"),
-            (
-                not kinds & {"server", "model"} and not calls_own,
-                ["reward_batch_size"],
-                "no own function, server or model scores",
-            ),
+            (not takes_batches, ["reward_batch_size"], "no own function, server or model scores"),
             ("model" not in kinds, ["normalize_reward"], "there is no --reward_pretrain"),
         )
 

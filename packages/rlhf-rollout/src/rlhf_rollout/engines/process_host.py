@@ -4,7 +4,9 @@ import gc
 import logging
 import os
 import socket
+import sys
 from collections.abc import Mapping
+from logging.handlers import BufferingHandler
 from typing import Any
 
 from rlhf_data.errors import RlhfError
@@ -17,31 +19,10 @@ from rlhf_rollout.workers.serving import serve_side_by_side
 from rlhf_rollout.workers.user_code import Target
 
 
-class _Logged(logging.Handler):
-    """Keeps what this project's code logs for the process that shows it to the user."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._records: list[tuple[str, int, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
-        self._records.append((record.name, record.levelno, record.getMessage()))
-
-    def take(self) -> list[tuple[str, int, str]]:
-        """Return the name of the logger, level and text of each record since the last call."""
-        self.acquire()
-        try:
-            records, self._records = self._records, []
-        finally:
-            self.release()
-        return records
-
-
 class _Host(EngineHost):
     def __init__(self) -> None:
         self._drafts = {}
-        self._logged = _Logged()
+        self._logged = BufferingHandler(sys.maxsize)  # for the process that shows it to the user
         logging.getLogger("rlhf_rollout").addHandler(self._logged)
 
     async def __call__(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,7 +33,10 @@ class _Host(EngineHost):
         except RlhfError as error:
             is_raised = True
             result = error
-        return {"result": packed(result), "is_raised": is_raised, "logged": self._logged.take()}
+        with self._logged.lock:  # any thread may log
+            logged = [(record.name, record.levelno, record.getMessage()) for record in self._logged.buffer]
+            self._logged.flush()
+        return {"result": packed(result), "is_raised": is_raised, "logged": logged}
 
     async def ready(self, kind: str, spec: EngineSpec, environ: Mapping[str, str]) -> None:
         """Build the engine, with these variables in the environment. Other calls wait."""

@@ -129,22 +129,22 @@ DEFAULT_CALLS = CallOptions()
 
 
 def parse_sources(
-    rewards: str = "", models: str = "", weights: Sequence[float] | None = None
+    rewards: str | None, models: str | None = None, weights: str | None = None
 ) -> tuple[RewardSource, ...]:
-    """Return the sources that comma-separated lists name.
+    """Return the sources that comma-separated lists name; None is an empty list.
 
     Args:
         rewards: functions (`FILE.py`, `FILE.py:function`, `module:function`, names of built-in rewards), `code`,
             rubrics of judges (`judge:FILE`, `pairwise:FILE`) and URLs. All URLs together are one source, at the place
             of the first URL.
         models: reward models; they come after the others.
-        weights: one per source, in that order; None for 1 each.
+        weights: finite numbers, one per source, in that order; None for 1 each.
 
     Raises:
-        ConfigError: a name is empty or given twice, or the number of weights is wrong.
+        ConfigError: a name is empty or given twice, or there is not one weight per source.
     """
     sources: list[RewardSource] = []
-    targets = list(_names(rewards))
+    targets = list(_names(rewards or ""))
     urls = tuple(target for target in targets if _is_url(target))
     for target in targets:
         word, _, rest = target.partition(":")
@@ -156,28 +156,24 @@ def parse_sources(
             sources.append(RewardSource(kind="function", targets=(target,)))
         elif target == urls[0]:
             sources.append(RewardSource(kind="server", targets=urls))
-    sources += [RewardSource(kind="model", targets=(model,)) for model in _names(models)]
+    sources += [RewardSource(kind="model", targets=(model,)) for model in _names(models or "")]
     if weights is None:
         return tuple(sources)
-    if len(weights) != len(sources):
-        message = (
-            f"{len(weights)} weights for {len(sources)} rewards:"
-            f" {', '.join(source.name for source in sources) or 'none'}"
-        )
-        raise ConfigError(
-            message, hint="give one weight per reward, in the same order; all URLs together are one reward"
-        )
-    return tuple(replace(source, weight=weight) for source, weight in zip(sources, weights, strict=True))
+    numbers = _weights(weights)
+    if len(numbers) != len(sources):
+        names = ", ".join(source.name for source in sources) or "none"
+        hint = "give one weight per reward, in the same order; all URLs together are one reward"
+        raise ConfigError(f"{len(numbers)} weights for {len(sources)} rewards: {names}", hint=hint)
+    return tuple(replace(source, weight=weight) for source, weight in zip(sources, numbers, strict=True))
 
 
-def parse_weights(text: str | None) -> list[float] | None:
-    """Return the numbers of a comma-separated list; None for None. Raises ConfigError unless all are finite numbers."""
+def _weights(text: str) -> list[float]:
     try:
-        weights = None if text is None else [float(weight) for weight in text.split(",")]
+        weights = [float(weight) for weight in text.split(",")]
     except ValueError:
         weights = [math.nan]
-    if weights and not all(map(math.isfinite, weights)):
-        message = f"``parse_weights.text`` is {text}; it must be numbers, separated by commas"
+    if not all(map(math.isfinite, weights)):
+        message = f"``parse_sources.weights`` is {text}; it must be numbers, separated by commas"
         raise ConfigError(message, hint="such as 1,0.5")
     return weights
 
