@@ -78,18 +78,14 @@ def render_chat(
         for index, message in enumerate(messages):
             if message["role"] != "assistant" and str(message["content"]).strip() not in text:
                 marked = [*messages[:index], {**message, "content": ANSWER}, *messages[index + 1 :]]
-                _check_message(index, message, apply_template(marked, tokenizer, origin, tools, **options), origin)
+                if ANSWER not in apply_template(marked, tokenizer, origin, tools, **options):
+                    problem = f"{origin}: the chat template does not write message {index}, of role `{message['role']}`"
+                    hint = "use another template, leave it out, or write it into a message of another role"
+                    raise DataError(problem, hint=hint)
         _check_written("tool", tools, text, origin, "describe them in the system message")
         calls = [call for message in messages for call in message.get("tool_calls") or ()]
         _check_written("call of", calls, text, origin, "write calls into the content of their messages")
     return text
-
-
-def _check_message(index: int, message: Mapping[str, Any], text: str, origin: str) -> None:
-    """Raise DataError unless a message with `ANSWER` as content is in its rendered conversation `text`."""
-    if ANSWER not in text:
-        problem = f"{origin}: the chat template does not write message {index}, of role `{message['role']}`"
-        raise DataError(problem, hint="use another template, leave it out, or write it into a message of another role")
 
 
 def _check_written(what: str, of_functions: Iterable[Any], text: str, origin: str, otherwise: str) -> None:

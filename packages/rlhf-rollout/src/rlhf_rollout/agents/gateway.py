@@ -60,7 +60,7 @@ _MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "creat
 _LOGGER = logging.getLogger(__name__)
 
 
-class Gateway:
+class Gateway(LocalServer):
     """The server. Use it from one event loop.
 
     Args:
@@ -73,28 +73,19 @@ class Gateway:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, history: History = "append", tool_parser: str = "hermes") -> None:
+        super().__init__(self.app)
         self._tokenizer = tokenizer
         self._history: History = history
         self._parse = make_parser(tool_parser, tokenizer)
         self._sessions: dict[str, GatewaySession] = {}
         self._ignored: set[str] = set()
-        self._server = LocalServer(self.app)
-
-    @property
-    def port(self) -> int:
-        """Where the server listens, after `start`."""
-        return self._server.port
-
-    async def start(self) -> None:
-        """Listen on a free port of this machine."""
-        await self._server.start()
 
     async def close(self) -> None:
         """End all sessions and stop listening."""
         for session in self._sessions.values():
             session.close()
         self._sessions.clear()
-        await self._server.close()
+        await super().close()
 
     @contextlib.contextmanager
     def session(self, recorder: EpisodeRecorder, activity: Activity) -> Any:
@@ -169,7 +160,7 @@ class Gateway:
                 if not leaving.done():
                     # Before it is sent, because the next request may follow at once. From here on, nothing waits.
                     session.deliver(asked)
-                    await response.end(content)
+                    await response.send(content)
         except RefusedError as refusal:
             if not response.has_begun:
                 raise
@@ -247,11 +238,7 @@ class _Writing:
 
     async def keep_alive(self) -> None:
         """Send something without a meaning."""
-        await self._write(b": the policy writes\n\n" if self._request.stream else b" ", is_end=False)
-
-    async def end(self, content: bytes) -> None:
-        """Send what `content` returned."""
-        await self._write(content, is_end=True)
+        await self.send(b": the policy writes\n\n" if self._request.stream else b" ", is_end=False)
 
     async def fail(self, refusal: RefusedError) -> None:
         """Tell an error after the headers, by an event. Without events, the server ends the connection.
@@ -259,9 +246,10 @@ class _Writing:
         The client then sends its request again, and gets the error with its status.
         """
         if self._request.stream:
-            await self._write(_event(("error", self._dialect.error(refusal.kind, str(refusal)))), is_end=True)
+            await self.send(_event(("error", self._dialect.error(refusal.kind, str(refusal)))))
 
-    async def _write(self, content: bytes, *, is_end: bool) -> None:
+    async def send(self, content: bytes, *, is_end: bool = True) -> None:
+        """Send a part of the body, such as what `content` returned."""
         if not self.has_begun:
             self.has_begun = True
             size = {"content-length": str(len(content))} if is_end and not self._request.stream else {}

@@ -1,7 +1,6 @@
 """The weighted sum of several rewards, and the reward function of a list of sources."""
 
 import asyncio
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -38,54 +37,41 @@ class MixedReward:
     numbers as `<number>_<name>`.
 
     Args:
-        sources: name, weight and reward function of each source.
-
-    Raises:
-        ConfigError: there is no source, two have the same name, or a weight is not finite.
+        sources: name, weight and reward function of each source, at least one. The names differ.
     """
 
     def __init__(self, sources: Sequence[tuple[str, float, RewardFunction]]) -> None:
-        names = [name for name, _, _ in sources]
-        if not names or len(set(names)) < len(names):
-            listed = ", ".join(names) or "none"
-            raise ConfigError(f"a sum of rewards needs sources with different names, got {listed}")
-        for name, weight, _ in sources:
-            if not math.isfinite(weight):
-                raise ConfigError(f"the weight of reward {name} is {weight}")
-        self._sources = tuple(sources)
+        self._names, self._weights, self._rewards = zip(*sources, strict=True)
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
         """Return one verdict per rollout, in order. Raises RewardError when a source cannot run at all."""
-        calls = [score_each(reward, prompt, rollouts) for _, _, reward in self._sources]
+        calls = [score_each(reward, prompt, rollouts) for reward in self._rewards]
         return [self._sum(verdicts) for verdicts in zip(*await asyncio.gather(*calls), strict=True)]
 
     def expect(self, group_id: str, pool: str | None) -> None:
         """See `expect_group`."""
-        for _, _, reward in self._sources:
+        for reward in self._rewards:
             expect_group(reward, group_id, pool)
 
     async def close(self) -> None:
         """Close every source, also if closing one of them fails, and raise the first failure."""
-        closed = await asyncio.gather(*[reward.close() for _, _, reward in self._sources], return_exceptions=True)
+        closed = await asyncio.gather(*[reward.close() for reward in self._rewards], return_exceptions=True)
         for outcome in closed:
             if isinstance(outcome, BaseException):
                 raise outcome
 
     def _sum(self, verdicts: Sequence[Verdict]) -> Verdict:
         """Return the verdict on one rollout from the verdicts of the sources."""
-        names = [name for name, _, _ in self._sources]
         extra = self._extra(verdicts)
-        failed = [(verdict, name) for verdict, name in zip(verdicts, names, strict=True) if verdict.kind.failed]
-        given = [
-            (weight, verdict)
-            for (_, weight, _), verdict in zip(self._sources, verdicts, strict=True)
-            if verdict.reward is not None
-        ]
-        said = failed or [(verdict, name) for verdict, name in zip(verdicts, names, strict=True) if verdict.detail]
-        detail = "; ".join(f"{name}: {verdict.detail}" for verdict, name in said)
+        named = list(zip(self._names, verdicts, strict=True))
+        failed = [(name, verdict) for name, verdict in named if verdict.kind.failed]
+        said = failed or [(name, verdict) for name, verdict in named if verdict.detail]
+        detail = "; ".join(f"{name}: {verdict.detail}" for name, verdict in said)
         seconds = max(verdict.seconds for verdict in verdicts)
         if failed:
-            return Verdict(failed[0][0].kind, detail=detail, extra=extra, seconds=seconds)
+            return Verdict(failed[0][1].kind, detail=detail, extra=extra, seconds=seconds)
+        weighted = zip(self._weights, verdicts, strict=True)
+        given = [(weight, verdict) for weight, verdict in weighted if verdict.reward is not None]
         if not given:
             return Verdict(VerdictKind.ABSTAINED, detail=detail, extra=extra, seconds=seconds)
         rewards = tuple(verdict.reward for verdict in verdicts)
@@ -103,7 +89,7 @@ class MixedReward:
         if len(verdicts) == 1:
             return dict(verdicts[0].extra)
         extra = {}
-        for (name, _, _), verdict in zip(self._sources, verdicts, strict=True):
+        for name, verdict in zip(self._names, verdicts, strict=True):
             if verdict.reward is not None:
                 extra[f"reward_{name}"] = verdict.reward
             extra |= {f"{number}_{name}": value for number, value in verdict.extra.items()}
@@ -208,7 +194,7 @@ def build_reward(
             on which devices they run.
 
     Raises:
-        ConfigError: there is no source, a source cannot work, or the number of models is wrong.
+        ConfigError: a source cannot work, or the number of models is wrong.
     """
     if len(models) != (num_models := len(model_paths(sources))):
         raise ConfigError(f"got {len(models)} reward models for {num_models} sources of the kind model")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import ConfigError, RewardError
+from rlhf_data.errors import RewardError
 from rlhf_rollout.workers import leftovers
 from rlhf_rollout.workers.guarded import DEFAULT_WORKER, WorkerOptions
 from rlhf_rollout.workers.rpc import Call, CallError, UserCode, WorkerProcess
@@ -29,12 +29,9 @@ class WorkerPool:
     Args:
         code: what the processes run.
         options: how they run.
-        num_processes: processes.
+        num_processes: processes, at least one.
         timeout_s: seconds that the code may take until it answers or asks, and between two answers to it.
         log_path: file for what the code prints; None for this process's standard error.
-
-    Raises:
-        ConfigError: a number is not positive.
 
     Attributes:
         num_replaced: processes that died or hung, or in which too many functions hung, so far.
@@ -49,9 +46,6 @@ class WorkerPool:
         timeout_s: float,
         log_path: Path | None = None,
     ) -> None:
-        for name, value in {"num_processes": num_processes, "timeout_s": timeout_s}.items():
-            if value <= 0:
-                raise ConfigError(f"{code.name}'s {name} must be positive, got {value}")
         self._code = code
         self._options = options
         self._timeout_s = timeout_s
