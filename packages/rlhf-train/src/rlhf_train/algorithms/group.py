@@ -23,6 +23,7 @@ def relative_rewards(
     *,
     divide_by_std: bool = True,
     episode_ids: Sequence[str] | None = None,
+    weights: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return the rewards relative to a baseline.
 
@@ -30,14 +31,16 @@ def relative_rewards(
         baseline: "none" returns the rewards unchanged, "group_mean" and "group_mean_std" call `group_normalized`,
             "leave_one_out" calls `leave_one_out`.
         divide_by_std: whether "group_mean_std" divides by the deviation; the other baselines never do.
+        weights: [B] float, how much each reward counts; None for 1 / n.
     """
     if baseline == "none":
         return np.asarray(rewards, np.float64)
     if baseline == "leave_one_out":
-        return leave_one_out(rewards, group_ids, episode_ids)
+        return leave_one_out(rewards, group_ids, episode_ids, weights)
     if baseline in ("group_mean", "group_mean_std"):
         divides = divide_by_std and baseline == "group_mean_std"
-        return group_normalized(rewards, group_ids, divide_by_std=divides, weights=_shares(rewards, episode_ids)[1])
+        weights = _shares(rewards, episode_ids)[1] if weights is None else weights
+        return group_normalized(rewards, group_ids, divide_by_std=divides, weights=weights)
     raise ValueError(unknown("baseline", baseline, BASELINES))
 
 
@@ -70,21 +73,9 @@ def relative_token_rewards(
     if not len(flat):
         return [flat for _ in rewards]
     episode, shares = _shares(rewards, episode_ids)
-    if baseline == "leave_one_out":
-        _, group = np.unique(np.asarray(group_ids), return_inverse=True)
-        numbers = shares * counts
-        sums = shares * np.array([own.sum() for own in rewards])
-        has_others = np.bincount(group, counts)[group] > np.bincount(episode, counts)[episode]
-        num_others = np.bincount(group, numbers)[group] - np.bincount(episode, numbers)[episode]
-        total = np.bincount(group, sums)[group] - np.bincount(episode, sums)[episode]
-        means = np.divide(total, num_others, out=np.zeros(len(total)), where=has_others)
-        relative = np.where(np.repeat(has_others, counts), flat - np.repeat(means, counts), 0.0)
-    elif baseline == "none":
-        relative = flat
-    else:
-        divides = divide_by_std and baseline == "group_mean_std"
-        weights = np.repeat(shares, counts)
-        relative = group_normalized(flat, np.repeat(group_ids, counts), divide_by_std=divides, weights=weights)
+    repeated = {"episode_ids": np.repeat(episode, counts), "weights": np.repeat(shares, counts)}
+    groups = np.repeat(group_ids, counts)
+    relative = relative_rewards(flat, groups, baseline, divide_by_std=divide_by_std, **repeated)
     return np.split(relative, np.cumsum(counts)[:-1])
 
 
@@ -170,7 +161,10 @@ def decoupled_rewards(
 
 
 def leave_one_out(
-    rewards: np.ndarray, group_ids: Sequence[str], episode_ids: Sequence[str] | None = None
+    rewards: np.ndarray,
+    group_ids: Sequence[str],
+    episode_ids: Sequence[str] | None = None,
+    weights: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return each reward minus the mean of the rewards of the other episodes in its group.
 
@@ -182,13 +176,18 @@ def leave_one_out(
 
     Source: Ahmadian et al. 2024, arXiv:2402.14740, eq. 8; Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline
     for free!".
+
+    Args:
+        weights: [B] float, how much each reward counts in the mean; None for 1 / n.
     """
     episode, shares = _shares(rewards, episode_ids)
-    centred = group_normalized(rewards, group_ids, divide_by_std=False, weights=shares)
+    weights = shares if weights is None else weights
+    centred = group_normalized(rewards, group_ids, divide_by_std=False, weights=weights)
     _, group = np.unique(np.asarray(group_ids), return_inverse=True)
-    num_others = np.bincount(group, shares)[group].round() - 1
-    own = np.bincount(episode, shares * centred)[episode]
-    return np.where(num_others > 0, centred + own / np.maximum(num_others, 1), 0.0)
+    has_others = np.bincount(group)[group] > np.bincount(episode)[episode]
+    others = np.bincount(group, weights)[group] - np.bincount(episode, weights)[episode]
+    own = np.bincount(episode, weights * centred)[episode]
+    return np.where(has_others, centred + own / np.where(has_others, others, 1.0), 0.0)
 
 
 def _shares(rewards: Sequence[object], episode_ids: Sequence[str] | None) -> tuple[np.ndarray, np.ndarray]:
