@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError
-from rlhf_models.checkpoint.files import model_file, opened, tensor_files
+from rlhf_models.checkpoint.files import model_file, read_tensor, tensor_files
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def note_left_out(model: Any, path: str | Path, config: Any, unexpected: Collect
         names |= set(stored) & set(unexpected)
     names -= model.state_dict().keys()  # a pattern may also match what is loaded
     # Old checkpoints hold masks and constants, which are no weights.
-    files = {name: stored[name] for name in sorted(names) if _is_weight(_read(path, stored[name], name))}
+    files = {name: stored[name] for name in sorted(names) if _is_weight(read_tensor(path, stored, name))}
     model.left_out = LeftOut(path, config, files)
 
 
@@ -101,7 +101,7 @@ def save_left_out(model: Any, folder: Path) -> None:
         for name in _PROCESSOR_FILES if left.config.get_text_config() is not left.config else ():
             if file := model_file(left.path, name):
                 shutil.copyfile(file, folder / name)
-        weights = {name: _read(left.path, left.files[name], name) for name in names}
+        weights = {name: read_tensor(left.path, left.files, name) for name in names}
     except (OSError, ConfigError) as error:
         lost = f"what was not trained: {len(names)} weights of {left.path} and the files of its processor"
         logger.warning("the saved model lacks %s: %s", lost, str(error).partition("\n")[0])
@@ -143,10 +143,3 @@ def _whole_config(text: Any, whole: Any) -> Any:
 
 def _is_weight(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dim() > 0
-
-
-def _read(path: str | Path, file: str, name: str) -> Tensor:
-    found = model_file(path, file)
-    if found is None:
-        raise FileNotFoundError(f"{path} has no file {file}")
-    return opened(found)[1](name)

@@ -114,6 +114,18 @@ def opened(file: Path) -> tuple[list[str], Callable[[str], Tensor]]:
     return list(stored.keys()), stored.get_tensor
 
 
+def read_tensor(path: str | Path, files: Mapping[str, str], name: str) -> Tensor:
+    """Return a tensor of a model folder or hub name. `files` is what `tensor_files` returns for it.
+
+    Raises:
+        ConfigError: the file with the tensor is missing.
+    """
+    file = model_file(path, files[name])
+    if file is None:
+        raise ConfigError(f"the model {path} has no file {files[name]}, which its index names for {name}")
+    return opened(file)[1](name)
+
+
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Hide transformers' progress bar and its report on weights that the model class does not use."""

@@ -1,6 +1,6 @@
 """The scalar head of a model folder, under the names that different trainers save it with."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import clear_errors
-from rlhf_models.checkpoint.files import model_file, opened, tensor_files
+from rlhf_models.checkpoint.files import read_tensor, tensor_files
 
 # transformers' ...ForSequenceClassification and ...ForTokenClassification, which verl's critics are, save `score` or
 # `classifier`; TRL's critics `v_head.summary`; the others come from trainers with their own model class. Some save the
@@ -34,14 +34,14 @@ def load_head(path: str | Path, config: Any, *, hint: str = _NO_HEAD) -> dict[st
     with clear_errors("model", path):
         files = tensor_files(path)
         names = [name for name in _WEIGHTS if name in files]
-        if _LM_HEAD in names and len(_read(path, files, _LM_HEAD)) > 1:
+        if _LM_HEAD in names and len(read_tensor(path, files, _LM_HEAD)) > 1:
             names.remove(_LM_HEAD)
         if not names:
             return {}
         bias = names[0].removesuffix("weight") + "bias"
-        head = {"weight": _read(path, files, names[0])}
+        head = {"weight": read_tensor(path, files, names[0])}
         if bias in files:
-            head["bias"] = _read(path, files, bias)
+            head["bias"] = read_tensor(path, files, bias)
     expected = [1, config.get_text_config().hidden_size]
     if list(head["weight"].shape) != expected:
         shape = list(head["weight"].shape)
@@ -63,7 +63,7 @@ def check_no_head(path: str | Path, config: Any, unused: Iterable[str]) -> None:
     """
     files = tensor_files(path)
     for name in sorted(set(unused) & set(files)):
-        shape = list(_read(path, files, name).shape)
+        shape = list(read_tensor(path, files, name).shape)
         if shape[:-1] == [1] or shape == [config.get_text_config().hidden_size]:
             message = f"the model {path} has the weight {name} of shape {shape}, which is no part of a backbone and may"
             known = ", ".join(f"{head}.weight" for head in HEAD_NAMES)
@@ -80,11 +80,3 @@ def require_head(path: str | Path, config: Any) -> dict[str, Tensor]:
         hint = f"use a reward model, such as a ...ForSequenceClassification with one label, or {_SERVE}"
         raise ConfigError(message, hint=hint)
     return head
-
-
-def _read(path: str | Path, files: Mapping[str, str], name: str) -> Tensor:
-    """Return one tensor of a model, from the file that `tensor_files` names for it."""
-    file = model_file(path, files[name])
-    if file is None:
-        raise ConfigError(f"the model {path} has no file {files[name]}, which its index names for {name}")
-    return opened(file)[1](name)

@@ -3,7 +3,7 @@
 Another version may rename them. Nothing else would then say that bfloat16 weights are saved as master weights, that
 moments are lost, or that gradients are missing in the norm. So the names stand here, and an engine looks for them when
 it starts (`check_optimizer`, `check_shards`) and tries what they lead to (`check_masters`, `check_gradient_sums`).
-`import_deepspeed` looks for those of its modules. Only this file imports DeepSpeed, and `engine.tensor_parallel`.
+`import_deepspeed` looks for those of its modules. Only this file imports DeepSpeed.
 
 `rlhf_models`, which does not depend on DeepSpeed, reads `ds_id` and `ds_shape` of weights, too.
 """
@@ -339,6 +339,18 @@ def leave_stage_3(wrapper: Any) -> dict[Tensor, tuple[Tensor, Tensor, Tensor | N
 def _check_weights(masters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     if not all(same_ends(master.detach(), weight) for master, weight in zip(masters, weights, strict=True)):
         raise _unknown("the weights that an update rounds to are not those of the master weights")
+
+
+def divided_linear(linear: nn.Linear, dim: int, group: torch.distributed.ProcessGroup, name: str) -> nn.Module:
+    """Return AutoTP's layer with this rank's part of a linear layer's weight, which is divided along `dim`.
+
+    It adds the gradient of its input up over the ranks where rows of the weight are divided, and its output where
+    columns are.
+    """
+    from deepspeed.module_inject import LinearAllreduce, LinearLayer, set_autotp_mode
+
+    set_autotp_mode(training=True)  # for frozen models, too: the other mode overwrites its inputs
+    return (LinearLayer if dim == 0 else LinearAllreduce)(linear, group, name=name)
 
 
 def group_of_copies() -> Any:

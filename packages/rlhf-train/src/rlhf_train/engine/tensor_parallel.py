@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from rlhf_data.errors import ConfigError
+from rlhf_train.engine.deepspeed_internals import divided_linear
 from rlhf_train.engine.shards import WeightPart, part_of
 
 _COLUMNS, _ROWS, _SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -151,11 +152,8 @@ def divide_weights(model: nn.Module, group: TensorGroup) -> None:
 
     The parts are moved to the device. Raises ConfigError for a model that cannot be divided.
     """
-    from deepspeed.module_inject import LinearAllreduce, LinearLayer, set_autotp_mode
-
     backbone = model.model.base_model
     check_divides(backbone.config, group.size)
-    set_autotp_mode(training=True)  # for frozen models, too: the other mode overwrites its inputs
     plan = backbone.config.base_model_tp_plan
     divided = {name: style for name, _ in backbone.named_modules() if (style := plan.get(_pattern(name)))}
     _check_all_planned(backbone, divided)
@@ -169,9 +167,7 @@ def divide_weights(model: nn.Module, group: TensorGroup) -> None:
         if type(module) is not nn.Linear or module.weight.shape[dim] % group.size:
             message = f"{group.size} ranks cannot divide the layer {name}: {module}"
             raise ConfigError(message, hint="use another ``tensor_parallel_size``, or drop it")
-        # AutoTP's layers add the output of rows up in the forward pass, and the gradient of the input of columns in the
-        # backward pass.
-        layer = (LinearLayer if dim == 0 else LinearAllreduce)(module, group.get_model_parallel_group(), name=name)
+        layer = divided_linear(module, dim, group.get_model_parallel_group(), name)
         parent, _, own = name.rpartition(".")
         setattr(backbone.get_submodule(parent), own, layer)
         part = WeightPart(dim, group.rank, group.size)
