@@ -22,6 +22,7 @@ from rlhf_rollout.rewards.sources import RewardSource
 
 SOURCES = (RewardSource(kind="function", targets=("r.py",)),)
 ONE_SAMPLE = ("--n_samples_per_prompt", "1", "--train_batch_size", "32")
+SKIP = ("--old_logprobs", "skip", "--train_batch_size", "128")
 FP8 = ("--vllm_quantization", "fp8", "--bf16")
 CPU, ONE_GPU, MANY_GPUS = 0, 1, 8
 
@@ -99,19 +100,6 @@ def test_prompts_that_do_not_suffice_for_a_step_are_a_notice(argv, num_prompts, 
     assert data_notices(configure("--train_steps", "None", *argv), prompt_set(num_prompts), None) == told
 
 
-def test_rows_that_are_left_out_of_training_or_held_out_prompts_are_a_notice():
-    config = configure("--train_steps", "None")
-    whole = prompt_set(40)
-    for found, told in (
-        (Counts(50, num_too_long=10, longest_tokens=99), "10 of 50 prompts are longer than --prompt_max_len"),
-        (Counts(50, num_bad=10), "10 of 50 rows cannot be used and are left out"),
-    ):
-        part = PromptSet(tuple(Prompt(f"h{i}", np.array([1]), f"held {i}") for i in range(40)), found)
-        for sets in ((part, None), (whole, part)):
-            [notice] = data_notices(config, *sets)
-            assert notice.startswith(told)
-
-
 def test_make_job_schedule_spans_all_optimizer_steps():
     # 100 prompts / 32 = 4 steps; 128 / 64 x 2 epochs = 4 updates each; 16 in all, 10 % of them warm-up.
     job = make(configure("--max_epochs", "2", "--lr_warmup_ratio", "0.1"), CPU)
@@ -150,31 +138,33 @@ def test_make_job_masks_the_same_ids_in_the_engine_and_in_models_that_give_log_p
 def test_make_job_algorithm_takes_every_number():
     argv = ["--eps_clip_low_high", "0.1", "0.3", "--value_clip", "None", "--no_advantage_std_norm", "--use_kl_loss"]
     spec = make(configure(*argv, "--kl_estimator", "k3", "--gamma", "0.9", "--lambd", "0.8"), CPU).algorithm
-    assert (spec.objective.clip_low, spec.objective.clip_high, spec.value_clip, spec.whiten_std) == (
-        0.1,
-        0.3,
-        None,
-        False,
-    )
+    objective = spec.objective
+    assert (objective.clip_low, objective.clip_high, spec.value_clip, spec.whiten_std) == (0.1, 0.3, None, False)
     assert (spec.use_kl_loss, spec.objective.kl_estimator, spec.gamma, spec.lambd) == (True, "k3", 0.9, 0.8)
 
 
 @pytest.mark.parametrize(("num_gpus", "sleeps", "transfer"), [(CPU, False, "shared_memory"), (ONE_GPU, True, "ipc")])
 @pytest.mark.parametrize("stage", ["0", "3"])
 def test_make_job_sleeps_and_syncs_by_ipc_where_processes_share_a_gpu(num_gpus, sleeps, transfer, stage):
-    config = configure(
-        "--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_enable_sleep", "--zero_stage", stage
-    )
-    job = make(config, num_gpus)
+    sleep = ("--vllm_enable_sleep", "--deepspeed_enable_sleep")
+    job = make(configure("--colocate_all_models", *sleep, "--zero_stage", stage), num_gpus)
     assert (job.trainer_sleep, job.engine.enable_sleep, job.engine.weight_transfer) == (sleeps, sleeps, transfer)
     assert job.engine.gpu_memory_utilization == (0.6 if sleeps else 0.9)
 
 
-def test_make_job_engine_beside_models_that_stay_takes_less_memory():
-    assert make(configure("--colocate_all_models"), ONE_GPU).engine.gpu_memory_utilization == 0.4
-    argv = ("--colocate_all_models", "--vllm_gpu_memory_utilization", "0.7")
-    assert make(configure(*argv), ONE_GPU).engine.gpu_memory_utilization == 0.7
-    assert make(configure(), MANY_GPUS).engine.gpu_memory_utilization == 0.9
+@pytest.mark.parametrize(
+    ("flags", "num_gpus", "share"),
+    [
+        ("", MANY_GPUS, 0.9),
+        ("--colocate_all_models", ONE_GPU, 0.4),
+        ("--colocate_all_models --vllm_gpu_memory_utilization 0.7", ONE_GPU, 0.7),
+        ("--colocate_all_models --vllm_num_engines 2", ONE_GPU, 0.2),
+        ("--colocate_all_models --vllm_num_engines 3 --vllm_enable_sleep", ONE_GPU, 0.2),
+        ("--colocate_all_models --vllm_num_engines 2 --vllm_gpu_memory_utilization 0.5", ONE_GPU, 0.5),
+    ],
+)
+def test_make_job_engines_that_share_a_gpu_take_less_of_its_memory(flags, num_gpus, share):
+    assert make(configure(*flags.split()), num_gpus).engine.gpu_memory_utilization == pytest.approx(share)
 
 
 def test_make_job_sampling_and_engine_follow_the_flags():
@@ -219,18 +209,9 @@ def test_make_job_saves_full_paths_so_that_the_file_works_from_any_folder(tmp_pa
     [
         # 32 x 4 = 128 samples / 64 = 2 updates; / 128 x 3 epochs = 3.
         (["--old_logprobs", "skip"], "one update per step, and there are 2"),
-        (
-            ["--old_logprobs", "skip", "--train_batch_size", "128", "--max_epochs", "3"],
-            "one update per step, and there are 3",
-        ),
-        (
-            ["--old_logprobs", "skip", "--train_batch_size", "128", "--async_train"],
-            "needs rollouts of the newest weights, and rollouts may be stale",
-        ),
-        (
-            [*FP8, "--old_logprobs", "skip", "--train_batch_size", "128"],
-            "an importance correction needs the trainer's log-probs before the update",
-        ),
+        ([*SKIP, "--max_epochs", "3"], "one update per step, and there are 3"),
+        ([*SKIP, "--async_train"], "needs rollouts of the newest weights, and rollouts may be stale"),
+        ([*SKIP, *FP8], "an importance correction needs the trainer's log-probs before the update"),
         (["--dynamic_filtering", *ONE_SAMPLE], "use --n_samples_per_prompt 4 or more"),
         (["--advantage_estimator", "group_norm", *ONE_SAMPLE], "use --n_samples_per_prompt 4 or more"),
     ],
@@ -252,6 +233,7 @@ def test_make_job_what_the_trainer_refuses_is_an_error_before_anything_starts(ar
         (["--async_train", "--old_logprobs", "recompute"], "recompute"),
         ([*FP8, "--is_correction_level", "off"], "rollout"),
         ([*FP8], "recompute"),
+        ([*SKIP, "--init_kl_coef", "0", "--async_train", "--max_staleness", "0"], "skip"),
         ([], "recompute"),
     ],
 )
@@ -291,26 +273,15 @@ def test_old_logprobs_are_skipped_by_default_where_the_only_update_is_on_policy_
     config = configure(*ONE_UPDATE, *argv)
     assert config.objective.old_logprobs == source
     says = {"skip": "of the update itself", "rollout": "of the engine", "recompute": "computed by the trainer"}[source]
-    [line] = [
-        line for line in describe_batches(config, make_plan(config, [CPU]), 100).splitlines() if "old log" in line
-    ]
+    plan = make_plan(config, [CPU])
+    [line] = [line for line in describe_batches(config, plan, 100).splitlines() if "old log" in line]
     assert says in line
-
-
-def test_make_job_old_logprobs_may_be_skipped_when_no_rollout_is_stale():
-    argv = ["--init_kl_coef", "0", "--old_logprobs", "skip", "--train_batch_size", "128", "--async_train"]
-    assert make(configure(*argv, "--max_staleness", "0"), CPU).algorithm.old_logprobs == "skip"
 
 
 def test_make_job_models_that_are_not_there_need_no_places():
     argv = ["--advantage_estimator", "group_norm", "--init_kl_coef", "0"]
     argv += [word for role in ("critic", "ref") for word in (f"--{role}_num_nodes", "0")]
     assert set(make(configure(*argv), MANY_GPUS).models) == {"actor"}
-
-
-def test_check_device_says_nothing_of_places_of_which_there_are_none():
-    config = configure("--advantage_estimator", "group_norm", "--critic_num_nodes", "0")
-    assert check_device(config, {"critic_num_nodes"}, num_gpus=0) == []
 
 
 OLD = ("old log-probs", "computed by the trainer before the first update of a step")
@@ -407,15 +378,11 @@ def test_make_plan_refuses_what_its_processes_cannot_do(flags, num_gpus, says):
 
 
 def test_describe_batches_says_how_far_generation_runs_ahead():
-    def ahead(*argv):
-        config = configure("--rollout_batch_size", "32", *argv)
-        lines = describe_batches(config, make(config, CPU).plan, 100).splitlines()
-        return [line.split(maxsplit=1)[1] for line in lines if line.split()[0] == "ahead"]
-
-    assert ahead("--async_train", "--max_staleness", "3") == [
-        "at most 128 prompts run or wait; what is trained is at most 3 step(s) old"
-    ]
-    assert ahead("--async_train", "--max_staleness", "0") == ahead() == []
+    says = "\n  ahead              at most 128 prompts run or wait; what is trained is at most 3 step(s) old"
+    for argv, is_ahead in ((["--max_staleness", "3"], True), (["--max_staleness", "0"], False)):
+        config = configure("--rollout_batch_size", "32", "--async_train", *argv)
+        text = describe_batches(config, make_plan(config, [CPU]), 100)
+        assert (says in text, "ahead" in text) == (is_ahead, is_ahead)
 
 
 def test_make_plan_apart_uses_each_roles_own_gpus():
@@ -455,20 +422,16 @@ def test_find_gpus_counts_those_of_each_node_that_lives(monkeypatch):
 
 
 def test_make_plan_checks_the_memory_of_engines_that_share_a_gpu():
-    two = ["--colocate_all_models", "--vllm_num_engines", "2"]
-    assert make(configure(*two), ONE_GPU).engine.gpu_memory_utilization == 0.2
-    three = ["--colocate_all_models", "--vllm_num_engines", "3", "--vllm_enable_sleep"]
-    assert make(configure(*three), ONE_GPU).engine.gpu_memory_utilization == pytest.approx(0.2)
-    assert make(configure(*two, "--vllm_gpu_memory_utilization", "0.5"), ONE_GPU).engine.gpu_memory_utilization == 0.5
+    two = ["--colocate_all_models", "--vllm_num_engines", "2", "--vllm_gpu_memory_utilization", "0.6"]
     with pytest.raises(ConfigError) as caught:
-        make_plan(configure(*two, "--vllm_gpu_memory_utilization", "0.6"), [1])
+        make_plan(configure(*two), [1])
     assert str(caught.value) == (
         "2 engines share a GPU, and --vllm_gpu_memory_utilization 0.6 is the share of each: 1.2 of its memory\n\n"
         "hint: use --vllm_gpu_memory_utilization 0.2, or fewer engines"
     )
     # Each has a GPU of its own, or there is none.
-    assert make_plan(configure(*two, "--actor_num_gpus_per_node", "2", "--vllm_gpu_memory_utilization", "0.6"), [2])
-    assert make_plan(configure(*two, "--vllm_gpu_memory_utilization", "0.6"), [0])
+    assert make_plan(configure(*two, "--actor_num_gpus_per_node", "2"), [2])
+    assert make_plan(configure(*two), [0])
 
 
 def test_check_device_without_gpu_refuses_tensor_parallelism():
@@ -476,6 +439,8 @@ def test_check_device_without_gpu_refuses_tensor_parallelism():
         check_device(configure("--vllm_tensor_parallel_size", "2"), {"vllm_tensor_parallel_size"}, num_gpus=0)
     assert check_device(configure(), {"enforce_eager"}, num_gpus=1) == []
     assert len(check_device(configure(), {"enforce_eager"}, num_gpus=0)) == 1
+    no_places = configure("--advantage_estimator", "group_norm", "--critic_num_nodes", "0")
+    assert check_device(no_places, {"critic_num_nodes"}, num_gpus=0) == []
 
 
 def test_make_job_seed_reaches_every_request_on_a_cpu():

@@ -10,9 +10,11 @@ import pytest
 
 from record_testing import make_group
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.preflight.data import load_all, metric_names, open_prompts
+from rlhf_cli.preflight.data import data_notices, load_all, metric_names, open_prompts
 from rlhf_data.options.command_line import CommandLine
+from rlhf_data.prompts import PromptSet
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
+from rlhf_data.rows.row import Counts
 from rlhf_data.testing import ByteTokenizer
 from rlhf_train.evaluation import summarize_evaluation
 
@@ -207,3 +209,15 @@ def test_check_inputs_variables_of_the_chat_template_reach_all_prompts(check, re
     assert "the chat template does not read `thin`" in refused(*argv, given[0], '{"thin": 1}')
     parsed = CommandLine(config=PpoConfig, prog="").parse([*given, "--dry_run"])
     assert "--chat_template_kwargs has no effect: --apply_chat_template is off" in parsed.notices
+
+
+def test_rows_that_are_left_out_of_training_or_held_out_prompts_are_a_notice():
+    config = CommandLine(config=PpoConfig, prog="").parse(["--rollout_batch_size", "32"]).config
+    whole, part = (tuple(Prompt(f"{n}{i}", np.array([1]), f"{n} {i}") for i in range(40)) for n in ("whole", "part"))
+    for found, told in (
+        (Counts(50, num_too_long=10, longest_tokens=99), "10 of 50 prompts are longer than --prompt_max_len"),
+        (Counts(50, num_bad=10), "10 of 50 rows cannot be used and are left out"),
+    ):
+        for sets in ((PromptSet(part, found), None), (PromptSet(whole, Counts(40)), PromptSet(part, found))):
+            [notice] = data_notices(config, *sets)
+            assert notice.startswith(told)

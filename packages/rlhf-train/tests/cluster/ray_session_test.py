@@ -72,11 +72,8 @@ def test_cluster_that_ray_start_left_is_found_while_it_answers(left_behind):
 
 @pytest.mark.parametrize("text", ["", "nonsense", "127.0.0.1:x"])
 def test_unreadable_address_of_a_cluster_is_no_cluster(left_behind, text):
-    left_behind(text)
     assert find_cluster() is None
-
-
-def test_without_a_cluster_none_is_found():
+    left_behind(text)
     assert find_cluster() is None
 
 
@@ -310,10 +307,8 @@ def test_agents_of_runs_that_ended_are_killed_and_all_other_processes_live(monke
         return process
 
     orphan = agent("ray::DashboardAgent", killed)
-    others = [
-        agent("tail", killed),
-        agent("ray::DashboardAgent", foreign),
-    ]  # someone who reads the log; another cluster
+    # Someone who reads the log, and another cluster.
+    others = [agent("tail", killed), agent("ray::DashboardAgent", foreign)]
     with started_cluster(1, 0):
         assert orphan.wait(timeout=60) == -9
         own = agent("ray::RuntimeEnvAgent", tmp_path / "ray/session_own")  # it is still there when Ray has ended
