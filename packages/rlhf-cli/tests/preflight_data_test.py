@@ -212,7 +212,7 @@ def test_check_inputs_variables_of_the_chat_template_reach_all_prompts(check, re
 
 
 def test_rows_that_are_left_out_of_training_or_held_out_prompts_are_a_notice():
-    config = CommandLine(config=PpoConfig, prog="").parse(["--rollout_batch_size", "32"]).config
+    config = PpoConfig(rollout={"rollout_batch_size": 32})
     whole, part = (tuple(Prompt(f"{n}{i}", np.array([1]), f"{n} {i}") for i in range(40)) for n in ("whole", "part"))
     for found, told in (
         (Counts(50, num_too_long=10, longest_tokens=99), "10 of 50 prompts are longer than --prompt_max_len"),
