@@ -128,15 +128,6 @@ def test_function_reward_never_blocks_the_event_loop(write, tmp_path):
     assert asyncio.run(run()) == [OK] * 4
 
 
-def test_function_reward_works_from_one_event_loop_after_another(write):
-    function = FunctionReward(write('def reward_func(q, p, l): return {"rewards": [1.0]}'))
-    prompt = make_prompt()
-    for _ in range(2):
-        verdicts = asyncio.run(function.score(prompt, [make_rollout(prompt, "4")]))
-        assert verdicts[0].kind is OK
-    asyncio.run(function.close())
-
-
 def test_large_answer_is_read_whole(write):
     reward = write("""
         def reward_func(queries, prompts, labels):
