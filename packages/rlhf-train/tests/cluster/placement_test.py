@@ -315,17 +315,3 @@ def test_colocated_reward_models_share_every_gpu_with_engine_and_trainer():
     plan = plan_placement(request, [8])
     assert plan.nodes == (2,)
     assert gpus(plan.scorers) == gpus(plan.engines) == gpus(plan.trainers[0]) == [(0,), (1,)]
-
-
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        ({"ranks": {"actor": 0}}, "actor asks for 0 processes; at least 1"),
-        ({"ranks": {"actor": 1}, "num_engines": -1}, "``num_engines`` asks for -1 processes; at least 0"),
-        ({"ranks": {"actor": 1, "critic": -1}}, "critic asks for -1 processes; at least 0"),
-        ({"ranks": {"actor": 1}, "reward_ranks": -1}, "reward asks for -1 processes; at least 0"),
-    ],
-)
-def test_requests_for_no_process_are_refused(request_, message):
-    with pytest.raises(ConfigError, match=message):
-        PlacementRequest(**request_)

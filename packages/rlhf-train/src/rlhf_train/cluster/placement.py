@@ -22,9 +22,6 @@ class PlacementRequest:
         colocate_actor_ref: place actor and reference on the same devices.
         reward_ranks: replicas of every reward model; 0 places them with the actor; None without reward models.
         colocate_critic_reward: place reward models on the critic's devices.
-
-    Raises:
-        ConfigError: a number of processes is too small.
     """
 
     ranks: Mapping[str, int]
@@ -35,14 +32,6 @@ class PlacementRequest:
     colocate_actor_ref: bool = False
     reward_ranks: int | None = None
     colocate_critic_reward: bool = False
-
-    def __post_init__(self) -> None:
-        asked = {**self.ranks, "reward": self.reward_ranks or 0}
-        least = {"actor": (self.ranks["actor"], 1), "``num_engines``": (self.num_engines, 0)}
-        least |= {name: (count, 0) for name, count in asked.items() if name != "actor"}
-        for name, (count, smallest) in least.items():
-            if count < smallest:
-                raise ConfigError(f"{name} asks for {count} processes; at least {smallest} is needed")
 
     @property
     def roles(self) -> tuple[str, ...]:
