@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 
 
 class ScriptedCore:
-    """Gives every request the tokens 1, 2, 3 ... and ends it at max_tokens; `allowed` permits steps one by one."""
+    """Gives every request the tokens 1, 2, 3 ... and ends it at max_tokens; `allowed` permits steps one by one.
+
+    A step gives each request `num_tokens` of them, or those that are left.
+    """
 
     def __init__(self) -> None:
         from vllm.v1.engine import FinishReason
 
         self.allowed = threading.Semaphore(0)
         self.entered = threading.Semaphore(0)
+        self.num_tokens = 1
         self.running: dict[str, tuple[Any, int]] = {}
         self.added: list[Any] = []
         self.aborted: list[str] = []
@@ -61,7 +65,8 @@ class ScriptedCore:
         self.batches.append(sorted(self.running))
         outputs = []
         for request_id, (request, step) in list(self.running.items()):
-            token = step + 1
+            token = min(step + self.num_tokens, request.sampling_params.max_tokens)
+            new = list(range(step + 1, token + 1))
             done = token == request.sampling_params.max_tokens or request_id in self.finished_early
             self.running[request_id] = (request, token)
             if done:
@@ -69,11 +74,11 @@ class ScriptedCore:
             outputs.append(
                 SimpleNamespace(
                     request_id=request_id,
-                    new_token_ids=[token],
-                    new_logprobs=[-0.5 * token],
+                    new_token_ids=new,
+                    new_logprobs=[-0.5 * each for each in new],
                     routed_experts=self.routes(request, token),
                     finish_reason=self.end_reason if done else None,
-                    prefill_stats=SimpleNamespace(num_cached_tokens=token) if token == 1 else None,
+                    prefill_stats=SimpleNamespace(num_cached_tokens=token) if step == 0 else None,
                 )
             )
         return SimpleNamespace(outputs=outputs)

@@ -53,6 +53,18 @@ def test_step_loop_text_at_the_last_token_has_stopped_the_sample(core: ScriptedC
     assert (completion.finish_reason, core.aborted) == (FinishReason.STOP, [])
 
 
+@pytest.mark.parametrize("max_tokens", [9, 4])  # vLLM goes on; it ends with the same step
+def test_a_text_in_the_middle_of_a_step_ends_tokens_and_log_probs(core, loop, max_tokens) -> None:
+    core.num_tokens = 4
+    sampling = SamplingParams(max_tokens=max_tokens, stop=("23",))
+    job = loop.submit([5, 6], sampling, lambda ids: "".join(map(str, ids)))
+    core.allowed.release()
+    [completion] = job.future.result(60)
+    [span] = completion.spans
+    assert (span.token_ids.tolist(), span.logprobs.tolist()) == ([1, 2, 3], [-0.5, -1.0, -1.5])
+    assert completion.finish_reason is FinishReason.STOP and len(core.aborted) == (max_tokens > 4)
+
+
 def test_sample_of_several_new_tokens_ends_at_the_one_that_completes_a_text() -> None:
     sampling = SamplingParams(stop=("23",))
     watch = StopWatch(sampling, lambda ids: "".join(map(str, ids)))

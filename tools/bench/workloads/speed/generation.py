@@ -13,8 +13,8 @@ A variant is a name and settings: fields of `EngineSpec` or of vLLM's `EngineArg
 
     --variant base --variant v1 VLLM_USE_V2_MODEL_RUNNER=0 --variant mps mps=true --variant blocks block_size=64
 
-More samples than an engine has slots (`max_num_seqs=256`) of mixed lengths (`--mean_response_tokens`) are what engines
-have in an asynchronous run: whenever a response ends, another begins.
+More samples than an engine has slots (`max_num_seqs=256`) of mixed lengths (`--mean_response_tokens`, before they are
+cut at `--response_tokens`) are what engines have in an asynchronous run: whenever a response ends, another begins.
 
 The engines of all variants are on the GPU together, and those that do not generate wait. A variant whose engines fail
 is reported with its error. The report is written after each number of engines. It has, of the first engine, the
@@ -28,6 +28,7 @@ Without a GPU the times mean nothing, but the benchmark can be tried with `--sha
 import contextlib
 import dataclasses
 import json
+import math
 import multiprocessing
 import statistics
 import time
@@ -52,7 +53,8 @@ FLAGS = {
     "samples": (8, "per prompt"),
     "prompt_tokens": 256,
     "response_tokens": 512,
-    "mean_response_tokens": (float, "of geometric lengths; default: all are full"),
+    "mean_response_tokens": (float, "of mixed lengths; default: all are full"),
+    "sigma": (float, "of log-normal lengths; default: they are geometric"),
     "rounds": (3, "per number of engines"),
     "timeout_s": (300.0, "of an engine's start, and of a round"),
     "variant": {"nargs": "+", "action": "append", "metavar": ("NAME", "KEY=VALUE")},
@@ -90,7 +92,12 @@ class Work(NamedTuple):
         prompts = rng.integers(vocab_size, size=(options.prompts, options.prompt_tokens))
         lengths = np.full((options.prompts, options.samples), options.response_tokens)
         if options.mean_response_tokens:
-            lengths = np.minimum(rng.geometric(1 / options.mean_response_tokens, size=lengths.shape), lengths)
+            mean, sigma = options.mean_response_tokens, options.sigma
+            if sigma is None:
+                drawn = rng.geometric(1 / mean, size=lengths.shape)
+            else:
+                drawn = rng.lognormal(math.log(mean) - sigma**2 / 2, sigma, size=lengths.shape).round().astype(int)
+            lengths = np.clip(drawn, 1, lengths)
         return cls(prompts, lengths)
 
 

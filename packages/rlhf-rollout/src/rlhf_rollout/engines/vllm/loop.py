@@ -348,6 +348,8 @@ class StepLoop:
             if (chosen := output.new_logprobs) is not None:
                 # A list, by the patch `list_logprobs`; vLLM's own are arrays with a column per rank.
                 draft.logprobs += chosen if isinstance(chosen, list) else chosen.logprobs[:, 0].tolist()
+            if has_stopped:
+                del draft.logprobs[len(draft.token_ids) :]  # of tokens behind the text
             if has_stopped and output.finish_reason is None:
                 stopped.append(output.request_id)
             if has_stopped or output.finish_reason is not None:

@@ -56,6 +56,30 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
         super().load_model(*args, **options)
         mask_logits(self.get_model(), self._settings["masked_ids"])
 
+    _later_steps: Sequence[Any] = ()  # between the calls for one step of the scheduler
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """See vLLM. Where the scheduler asks for several steps at a time, this computes the first."""
+        if getattr(scheduler_output, "num_steps", 1) > 1:
+            from rlhf_rollout.engines.vllm.patches.multi_step import single_steps
+
+            scheduler_output, *self._later_steps = single_steps(scheduler_output)
+        return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """See vLLM. Where the scheduler asks for several steps at a time, this computes the others, too."""
+        output = super().sample_tokens(grammar_output)
+        later, self._later_steps = self._later_steps, ()
+        if output is None or not later:
+            return output
+        from rlhf_rollout.engines.vllm.patches.multi_step import joined
+
+        outputs = [output]
+        for step in later:
+            super().execute_model(step)
+            outputs.append(super().sample_tokens(None))
+        return joined(outputs)
+
     def compile_or_warm_up_model(self) -> Any:
         """See vLLM."""
         sampling = self._settings["expected_sampling"]

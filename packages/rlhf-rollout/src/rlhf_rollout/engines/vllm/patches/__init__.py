@@ -26,7 +26,7 @@ def patch_scheduler(scheduler: Any, skipped: Collection[str], *, uses_graphs: bo
         uses_graphs: whether steps are replayed as CUDA graphs, for which `bulk_admission` is.
     """
     # The last makes lists, which the others take.
-    names = ["idle_slots", "bulk_decoding", "list_logprobs", *(["bulk_admission"] if uses_graphs else [])]
+    names = ["idle_slots", "bulk_decoding", "list_logprobs", "multi_step", *(["bulk_admission"] if uses_graphs else [])]
     for name in names:
         module = load(name, skipped)
         if module is None:

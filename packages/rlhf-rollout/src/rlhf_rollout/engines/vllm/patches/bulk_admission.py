@@ -23,8 +23,9 @@ def patch(scheduler: Any) -> None:
         num_running = len(scheduler.running)
         num_waiting = len(scheduler.waiting) + len(scheduler.skipped_waiting)
         is_early = num_slots - num_running < min(num_waiting, enough) and num_held < MOST_HELD_STEPS
-        num_held = num_held + 1 if is_early and num_running < num_slots else 0
         scheduler.max_num_running_reqs = num_running if is_early else num_slots
-        return schedule(*args, **options)
+        step = schedule(*args, **options)
+        num_held = num_held + getattr(step, "num_steps", 1) if is_early and num_running < num_slots else 0
+        return step
 
     scheduler.schedule = schedule_together

@@ -93,11 +93,12 @@ def patch(scheduler: Any) -> None:
     Args:
         scheduler: vLLM's, of version 0.26 to 0.28.
     """
-    if _is_plain(scheduler):
+    if is_plain(scheduler):
         _BulkDecoding(scheduler)
 
 
-def _is_plain(scheduler: Any) -> bool:
+def is_plain(scheduler: Any) -> bool:
+    """Return whether sequences that decode differ in nothing but their lengths and samplings."""
     if not is_plain_attention(scheduler):
         return False
     [group] = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -155,6 +156,7 @@ class _BulkDecoding:
         self._split: _Split | None = None  # while vLLM schedules a part
         self._known: dict[str, tuple[Any, int, frozenset[int], bool]] = {}  # see `_learn`
         self._num_in_flight = 0  # steps without output
+        self._last_step: Any = None  # that was scheduled
         self._schedule = scheduler.schedule
         self._make_cached = scheduler._make_cached_request_data
         self._finish_schedule = scheduler._update_after_schedule
@@ -172,21 +174,22 @@ class _BulkDecoding:
         """See vLLM."""
         scheduler = self._scheduler
         whole = scheduler.running
+        self._steps_left -= getattr(self._last_step, "num_steps", 1)  # more than one by `multi_step`
         part = self._part_for_vllm(whole)
         self._num_in_flight += 1
         if part is None:
             self._steps_left = 0
-            return self._schedule(*args, **options)
-        self._steps_left -= 1
+            self._last_step = self._schedule(*args, **options)
+            return self._last_step
         self._split = _Split(whole, part)
         most_running = scheduler.max_num_running_reqs
         scheduler.running = part
         scheduler.max_num_running_reqs = len(part)  # all slots are taken, or nothing waits for one
         num_part = len(part)
         try:
-            step = self._schedule(*args, **options)
+            self._last_step = self._schedule(*args, **options)
             assert len(part) == num_part, "a sequence was preempted, or started, beside those that decode in bulk"
-            return step
+            return self._last_step
         finally:
             scheduler.running = whole
             scheduler.max_num_running_reqs = most_running
@@ -328,26 +331,27 @@ class _BulkDecoding:
         known, size, cache, is_async = self._known, self._block_size, self._manager.cache_blocks, self._is_async
         places, sampled, logprobs = output.req_id_to_index, output.sampled_token_ids, output.logprobs
         running = RequestStatus.RUNNING
+        num_steps = getattr(step, "num_steps", 1)
         for name, num_tokens in step.num_scheduled_tokens.items():
             request, limit, stops, has_logprobs = known.get(name) or self._learn(name)
-            if request is None or request.status is not running or num_tokens != 1:
+            if request is None or request.status is not running or num_tokens != num_steps:
                 rest[name] = num_tokens
                 continue
             tokens = sampled[places[name]]
-            length = len(request._all_token_ids) + 1
-            if len(tokens) != 1 or tokens[0] in stops or length >= limit:
+            length = len(request._all_token_ids) + num_steps
+            if len(tokens) != num_steps or length >= limit or not stops.isdisjoint(tokens):
                 rest[name] = num_tokens
                 continue
-            request.num_in_flight_tokens -= 1
-            request._output_token_ids.append(tokens[0])
-            request._all_token_ids.append(tokens[0])
-            if length % size == 0:
+            request.num_in_flight_tokens -= num_steps
+            request._output_token_ids += tokens
+            request._all_token_ids += tokens
+            if length % size < num_steps:
                 request.update_block_hashes()
             if is_async:
-                request.num_output_placeholders -= 1
-                if (num_computed := request.num_computed_tokens - request.num_output_placeholders) % size == 0:
+                request.num_output_placeholders -= num_steps
+                if (num_computed := request.num_computed_tokens - request.num_output_placeholders) % size < num_steps:
                     cache(request, num_computed)
-            chosen = logprobs.slice_request(places[name], 1) if has_logprobs and logprobs is not None else None
+            chosen = logprobs.slice_request(places[name], num_steps) if has_logprobs and logprobs is not None else None
             taken.append(EngineCoreOutput(name, tokens, chosen))
         return taken
 
