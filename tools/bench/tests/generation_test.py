@@ -1,6 +1,7 @@
 """Variants are read and kept apart when one fails; engines share prompts; the time of a step is divided into parts."""
 
 import argparse
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,17 +62,28 @@ def test_engines_share_the_prompts_of_a_round_and_begin_together():
     assert result["tokens"] == 70
 
 
-def test_lengths_are_full_or_geometric_up_to_the_full_length():
+def drawn(mean=None, sigma=None):
     sizes = {"prompts": 500, "samples": 8, "prompt_tokens": 3, "response_tokens": 100}
-    full, mixed = (
-        generation.Work.drawn(argparse.Namespace(**sizes, mean_response_tokens=mean), 50, np.random.default_rng(0))
-        for mean in (None, 20.0)
-    )
+    options = argparse.Namespace(**sizes, mean_response_tokens=mean, sigma=sigma)
+    return generation.Work.drawn(options, 50, np.random.default_rng(0))
+
+
+def test_lengths_are_full_or_geometric_up_to_the_full_length():
+    full, mixed = drawn(), drawn(20.0)
     assert full.prompts.shape == (500, 3) and full.prompts.max() < 50
     assert np.array_equal(full.lengths, np.full((500, 8), 100))
     assert mixed.lengths.min() == 1 and mixed.lengths.max() == 100
     # The mean of a geometric distribution with mean m, cut at n, is m (1 - (1 - 1 / m)^n).
     assert mixed.lengths.mean() == pytest.approx(20 * (1 - (1 - 1 / 20) ** 100), rel=0.03)
+
+
+def test_logarithms_of_lengths_are_normal_up_to_the_full_length():
+    lengths = drawn(20.0, 0.5).lengths.ravel()
+    # A log-normal of mean m has the median m exp(-sigma^2 / 2), and 84 % lie below exp(sigma) times as much.
+    median = 20 * math.exp(-0.125)
+    assert np.median(lengths) == pytest.approx(median, abs=0.6)
+    assert np.quantile(lengths, 0.8413) == pytest.approx(median * math.exp(0.5), rel=0.05)
+    assert lengths.max() <= 100 and np.mean(drawn(20.0, 2.0).lengths == 100) > 0.02
 
 
 def test_figures_are_medians_of_the_rounds_that_count():
