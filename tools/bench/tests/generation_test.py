@@ -81,7 +81,7 @@ def test_logarithms_of_lengths_are_normal_up_to_the_full_length():
     lengths = drawn(20.0, 0.5).lengths.ravel()
     # A log-normal of mean m has the median m exp(-sigma^2 / 2), and 84 % lie below exp(sigma) times as much.
     median = 20 * math.exp(-0.125)
-    assert np.median(lengths) == pytest.approx(median, abs=0.6)
+    assert np.median(lengths) == pytest.approx(median, abs=1)  # whole tokens
     assert np.quantile(lengths, 0.8413) == pytest.approx(median * math.exp(0.5), rel=0.05)
     assert lengths.max() <= 100 and np.mean(drawn(20.0, 2.0).lengths == 100) > 0.02
 
