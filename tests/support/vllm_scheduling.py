@@ -32,14 +32,14 @@ def full_attention():
     return FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
 
 
-def make_scheduler(model, kind, *, num_blocks=200, num_slots=6, num_tokens=32, spec=None):
+def make_scheduler(model, kind, *, num_blocks=200, num_slots=6, num_tokens=32, max_length=MAX_LENGTH, spec=None):
     init_none_hash(sha256)
     scheduling = SchedulerConfig(
-        max_num_seqs=num_slots, max_num_batched_tokens=num_tokens, max_model_len=MAX_LENGTH, is_encoder_decoder=False
+        max_num_seqs=num_slots, max_num_batched_tokens=num_tokens, max_model_len=max_length, is_encoder_decoder=False
     )
     cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)
     cache.num_gpu_blocks = num_blocks
-    of_model = ModelConfig(model=model, skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_LENGTH, seed=0)
+    of_model = ModelConfig(model=model, skip_tokenizer_init=True, dtype="float32", max_model_len=max_length, seed=0)
     config = VllmConfig(model_config=of_model, scheduler_config=scheduling, cache_config=cache)
     groups = [KVCacheGroupSpec(["layer"], spec or full_attention())]
     return kind(
@@ -57,7 +57,7 @@ class Engine:
     `workers` is what the steps have told workers of each request: its blocks, and how many tokens they have computed.
     """
 
-    def __init__(self, model, kind, *, in_bulk, is_v2, stop_rate, several=False, **options):
+    def __init__(self, model, kind, *, in_bulk, is_v2, stop_rate, num_steps=None, **options):
         self.scheduler = make_scheduler(model, kind, **options)
         self.scheduler.use_v2_model_runner = is_v2
         self.is_async = kind is AsyncScheduler
@@ -73,8 +73,10 @@ class Engine:
             self.count_what_vllm_takes()
             decode_in_bulk(self.scheduler)
         list_logprobs(self.scheduler)
-        if several:
+        if num_steps is not None:
             decode_several(self.scheduler)
+            self.control = self.scheduler.update_from_output.__self__
+            self.control.number = num_steps
         start_together(self.scheduler)
 
     def count_what_vllm_takes(self):
@@ -125,7 +127,7 @@ class Engine:
             blocks, computed = known[name]
             request = self.scheduler.requests[name]
             self.workers[name] = (blocks, computed + number)
-            assert len(blocks) * BLOCK_SIZE >= computed + number <= MAX_LENGTH
+            assert len(blocks) * BLOCK_SIZE >= computed + number <= self.scheduler.max_model_len
             tokens.append([] if request.is_prefill_chunk else [self.token(name, computed + number)])
         names = list(step.num_scheduled_tokens)
         values = np.asarray([[-float(sum(row))] for row in tokens], np.float32).reshape(-1, 1)

@@ -162,16 +162,20 @@ def scheduler_with(*names: str) -> SimpleNamespace:
 
 def test_scheduler_gets_all_patches_and_those_for_graphs_only_with_graphs(patched, warnings) -> None:
     patches.patch_scheduler(scheduler_with(*SCHEDULER), (), uses_graphs=True)
-    assert patched == ["idle_slots", "bulk_decoding", "list_logprobs", "bulk_admission"]
+    assert patched == ["idle_slots", "bulk_decoding", "list_logprobs", "multi_step", "bulk_admission"]
     patched.clear()
     patches.patch_scheduler(scheduler_with(*SCHEDULER), (), uses_graphs=False)
-    assert patched == ["idle_slots", "bulk_decoding", "list_logprobs"]
+    assert patched == ["idle_slots", "bulk_decoding", "list_logprobs", "multi_step"]
     assert warnings() == ""
 
 
 @pytest.mark.parametrize("name", SCHEDULER)
 def test_a_patch_that_is_skipped_or_misses_something_is_left_out_alone(name, patched, warnings) -> None:
-    others = [other for other in ("idle_slots", "bulk_decoding", "list_logprobs", "bulk_admission") if other != name]
+    others = [
+        other
+        for other in ("idle_slots", "bulk_decoding", "list_logprobs", "multi_step", "bulk_admission")
+        if other != name
+    ]
     patches.patch_scheduler(scheduler_with(*SCHEDULER), (name,), uses_graphs=True)
     assert patched == others and warnings() == ""
     patched.clear()

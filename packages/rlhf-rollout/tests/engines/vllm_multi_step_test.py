@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from rlhf_rollout.engines.vllm.patches import multi_step
 from rlhf_rollout.protocols import SamplingParams
 from vllm_scheduling import MAX_LENGTH, Engine, make_scheduler
 
+RUNS_AHEAD = multi_step._runs_ahead
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -26,8 +29,10 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def two_sequences_suffice(monkeypatch):
+def two_sequences_of_any_scheduler_suffice(monkeypatch):
     monkeypatch.setattr(multi_step, "FEWEST_SEQUENCES", 2)
+    monkeypatch.setattr(multi_step, "TOKENS_PER_STEP", 1e-9)
+    monkeypatch.setattr(multi_step, "_runs_ahead", lambda scheduler: True)
 
 
 def answers(engine, seed, *, longest=12, num_requests=40):
@@ -73,13 +78,13 @@ def test_requests_get_what_single_steps_give_them(model, kind, num_blocks, in_bu
     """With 26 blocks, sequences are preempted."""
     options = {"is_v2": True, "stop_rate": 0.04 * (seed % 2), "num_blocks": num_blocks}
     plain = Engine(model, kind, in_bulk=False, **options)
-    engine = Engine(model, kind, in_bulk=in_bulk, several=True, **options)
+    engine = Engine(model, kind, in_bulk=in_bulk, num_steps=4, **options)
     plain.scheduler.schedule = counted(plain.scheduler.schedule)
     expected, _ = answers(plain, seed, longest=24)
     found, seen = answers(engine, seed, longest=24)
     assert found == expected
     assert len({ends[0] for *_, ends in found.values()}) == 1 + seed % 2  # by their length, and by a token
-    assert max(seen) == multi_step.MOST_STEPS and min(seen) == 1
+    assert max(seen) == 4 and min(seen) == 1
     free = [each.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() for each in (plain, engine)]
     assert free[0] == free[1] == num_blocks - 1  # one is vLLM's own
 
@@ -95,7 +100,7 @@ def counted(schedule):
 
 def running(model, *, num_requests=3, length=20, max_tokens=30, **options):
     """Return an engine whose requests have all begun to decode, with nothing in flight."""
-    options = {"is_v2": True, "stop_rate": 0.0, "several": True} | options
+    options = {"is_v2": True, "stop_rate": 0.0, "num_steps": 4} | options
     engine = Engine(model, options.pop("kind", Scheduler), in_bulk=True, **options)
     for name in range(num_requests):
         engine.add(str(name), [3 + name] * length, max_tokens=max_tokens)
@@ -144,18 +149,52 @@ def test_an_engine_that_does_more_is_left_to_vllm(model, change):
     assert "schedule" not in vars(scheduler)
 
 
+def test_no_more_steps_than_the_tokens_that_sequences_have_written_allow(model, monkeypatch):
+    monkeypatch.setattr(multi_step, "TOKENS_PER_STEP", 3)
+    # Three tokens per step: 1, 1, 1, ... after six tokens two steps, and so on.
+    engine = running(model, num_tokens=64, max_tokens=40, num_steps=8)
+    assert numbers(engine, 11) == [1] * 6 + [2, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("waits", "expected"),
+    [(0.05, [8, 8]), (0.11, [8, 8]), (0.13, [4, 4]), (0.39, [4, 4]), (0.41, [2, 1]), (0.9, [2, 1])],
+)
+def test_there_are_as_many_steps_as_the_host_needs_to_keep_up(model, monkeypatch, waits, expected):
+    """Each step of the scheduler takes a second, of which the host waits for the GPU in this share."""
+    now = [0.0]
+    monkeypatch.setattr(multi_step, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(multi_step, "ROUNDS", 2)
+    engine = running(model, num_tokens=64, max_tokens=200, num_blocks=400, max_length=256)
+    seen = []
+    for _ in range(5):  # the first is that of the prompts
+        engine.begin()
+        now[0] += 1 - waits
+        engine.pending[-1][0].launched_at = now[0]
+        now[0] += waits
+        engine.end()
+        seen.append(engine.control.number)
+    assert seen[2::2] == expected
+
+
+def test_workers_that_say_no_time_leave_the_number_of_steps(model):
+    engine = running(model, num_tokens=64, num_steps=1)
+    assert set(numbers(engine, 20)) == {1} and engine.control.number == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "is_v2", "num_ranks", "is_patched"),
     [
         (AsyncScheduler, True, 1, True),
         (AsyncScheduler, False, 1, False),
-        (Scheduler, False, 1, True),
-        (Scheduler, True, 2, False),
+        (Scheduler, True, 1, False),
+        (AsyncScheduler, True, 2, False),
     ],
 )
 def test_runners_that_keep_tokens_on_the_host_or_wait_for_others_are_left_alone(
-    model, kind, is_v2, num_ranks, is_patched
+    model, monkeypatch, kind, is_v2, num_ranks, is_patched
 ):
+    monkeypatch.setattr(multi_step, "_runs_ahead", RUNS_AHEAD)
     scheduler = make_scheduler(model, kind)
     scheduler.use_v2_model_runner = is_v2
     scheduler.parallel_config.data_parallel_size = num_ranks
@@ -200,8 +239,9 @@ def test_outputs_without_log_probs_have_none():
 async def test_engine_gives_the_same_tokens_and_log_probs(model, monkeypatch, stop):
     """Sequences have a seed each, so that their tokens do not depend on those beside them."""
     several = []
-    lengthen = multi_step._lengthen
-    monkeypatch.setattr(multi_step, "_lengthen", lambda *args: several.append(args) or lengthen(*args))
+    lengthen = multi_step._MultiStep._lengthen
+    monkeypatch.setattr(multi_step._MultiStep, "_lengthen", lambda *args: several.append(args) or lengthen(*args))
+    monkeypatch.setattr(multi_step, "ROUNDS", 1)
     found = []
     for skipped in ((), ("multi_step",)):
         several.clear()

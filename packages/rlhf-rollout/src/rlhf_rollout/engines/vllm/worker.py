@@ -4,6 +4,7 @@ What the engine wants of it is in vLLM's configuration, which all of its process
 """
 
 import inspect
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -56,10 +57,12 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
         super().load_model(*args, **options)
         mask_logits(self.get_model(), self._settings["masked_ids"])
 
-    _later_steps: Sequence[Any] = ()  # between the calls for one step of the scheduler
+    _step: Any = None  # the scheduler's, between the two calls for it
+    _later_steps: Sequence[Any] = ()
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """See vLLM. Where the scheduler asks for several steps at a time, this computes the first."""
+        self._step = scheduler_output
         if getattr(scheduler_output, "num_steps", 1) > 1:
             from rlhf_rollout.engines.vllm.patches.multi_step import single_steps
 
@@ -70,15 +73,16 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
         """See vLLM. Where the scheduler asks for several steps at a time, this computes the others, too."""
         output = super().sample_tokens(grammar_output)
         later, self._later_steps = self._later_steps, ()
-        if output is None or not later:
-            return output
-        from rlhf_rollout.engines.vllm.patches.multi_step import joined
+        if output is not None and later:
+            from rlhf_rollout.engines.vllm.patches.multi_step import joined
 
-        outputs = [output]
-        for step in later:
-            super().execute_model(step)
-            outputs.append(super().sample_tokens(None))
-        return joined(outputs)
+            outputs = [output]
+            for step in later:
+                super().execute_model(step)
+                outputs.append(super().sample_tokens(None))
+            output = joined(outputs)
+        self._step.launched_at = time.perf_counter()  # for the scheduler, if it is in this process
+        return output
 
     def compile_or_warm_up_model(self) -> Any:
         """See vLLM."""

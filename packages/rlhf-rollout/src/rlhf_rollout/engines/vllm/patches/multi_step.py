@@ -5,6 +5,7 @@ With hundreds of sequences and a small model, the host takes longer to schedule 
 the GPU takes to compute it.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import chain
@@ -17,9 +18,15 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists
 
 from rlhf_rollout.engines.vllm.patches.bulk_decoding import is_plain
 
-# A sequence that ends computes the rest of its steps, and those in flight, for nothing: about 1.5 times as many.
-MOST_STEPS = 4
+MOST_STEPS = 8
 FEWEST_SEQUENCES = 32  # with fewer, the host keeps up
+# A sequence that ends computes the rest of its steps, and those in flight, for nothing: about 1.5 times as many. That
+# is a small share once sequences have written so many tokens per step.
+TOKENS_PER_STEP = 8
+# The share of the time of `ROUNDS` steps of the scheduler in which the host waits for the GPU. With less than the first
+# share, it asks for twice as many steps at a time, and with more than the second, for half as many.
+WAITS = (0.12, 0.4)
+ROUNDS = 8
 NEEDS = (
     "block_size",
     "kv_cache_manager.allocate_slots",
@@ -28,6 +35,7 @@ NEEDS = (
     "parallel_config.data_parallel_size",
     "requests",
     "schedule",
+    "update_from_output",
     "use_v2_model_runner",
 )
 # What only the first of several steps tells the model runner.
@@ -43,32 +51,104 @@ if _lost := _OF_FIRST.keys() - {field.name for field in fields(SchedulerOutput)}
 
 
 def patch(scheduler: Any) -> None:
-    """Let the scheduler ask for up to `MOST_STEPS` tokens per sequence at a time, if all sequences of a step decode.
+    """Let the scheduler ask for several tokens per sequence at a time, if all sequences of a step decode.
 
     `SchedulerOutput.num_steps` then says for how many, and `Worker` computes them one after the other. Tokens behind
-    the end of a sequence are dropped, as vLLM drops rejected drafts. This function leaves a scheduler as it is for the
-    same engines as `bulk_decoding`, and for vLLM's older model runner if it schedules ahead.
+    the end of a sequence are dropped, as vLLM drops rejected drafts. There are no more steps at a time than it takes
+    for the host to keep up with the GPU, and at most `MOST_STEPS`. This function leaves a scheduler as it is for the
+    same engines as `bulk_decoding`, and where tokens reach the host between two steps in any case.
     """
-    can_repeat = scheduler.use_v2_model_runner or not isinstance(scheduler, AsyncScheduler)
-    if not is_plain(scheduler) or not can_repeat or scheduler.parallel_config.data_parallel_size > 1:
-        return
-    schedule = scheduler.schedule
+    if is_plain(scheduler) and _runs_ahead(scheduler):
+        _MultiStep(scheduler)
 
-    def schedule_several(*args: Any, **options: Any) -> Any:
-        step = schedule(*args, **options)
-        requests = [scheduler.requests[name] for name in step.num_scheduled_tokens]
-        step.num_steps = _num_steps(scheduler, step, requests)
+
+def _runs_ahead(scheduler: Any) -> bool:
+    """Return whether workers take a step before the host knows the last one's tokens, and wait for no other engine."""
+    runs_ahead = isinstance(scheduler, AsyncScheduler) and scheduler.use_v2_model_runner
+    return runs_ahead and scheduler.parallel_config.data_parallel_size == 1
+
+
+class _MultiStep:
+    """Lengthens the steps of a scheduler.
+
+    Attributes:
+        number: steps at a time with which the host keeps up, as far as is known.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.number = 1
+        self._scheduler = scheduler
+        self._last_step: Any = None  # that was scheduled
+        self._updated_at = 0.0
+        self._seconds: list[tuple[float, float]] = []  # of rounds: the time that the host has waited, and all of it
+        self._schedule = scheduler.schedule
+        self._update = scheduler.update_from_output
+        scheduler.schedule = self.schedule
+        scheduler.update_from_output = self.update
+
+    def schedule(self, *args: Any, **options: Any) -> Any:
+        """See vLLM."""
+        step = self._schedule(*args, **options)
+        requests = [self._scheduler.requests[name] for name in step.num_scheduled_tokens]
+        step.num_steps = self._num_steps(step, requests) if _only_decodes(step, requests) else 1
         if step.num_steps > 1:
-            _lengthen(scheduler, step, requests)
+            self._lengthen(step, requests)
+        self._last_step = step
         return step
 
-    scheduler.schedule = schedule_several
+    def _num_steps(self, step: Any, requests: Sequence[Any]) -> int:
+        """Return for how many steps the sequences of a step decode before the scheduler looks at them again."""
+        scheduler = self._scheduler
+        lengths = [request.num_computed_tokens for request in requests]
+        num_written = sum(lengths) - sum(request.num_prompt_tokens for request in requests)
+        ends = (request.num_prompt_tokens + request.max_tokens for request in requests)
+        most_left = max(end - length for end, length in zip(ends, lengths, strict=True))
+        room = scheduler.max_model_len - max(lengths)
+        number = max(1, min(self.number, num_written // (TOKENS_PER_STEP * len(requests)), most_left, room))
+        num_blocks = sum(_new_blocks(length, number, scheduler.block_size) for length in lengths)
+        return number if num_blocks <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks() else 1
+
+    def _lengthen(self, step: Any, requests: Sequence[Any]) -> None:
+        """Give each sequence of a step, which has one token, those of the other steps, and the blocks for them."""
+        scheduler = self._scheduler
+        more = step.num_steps - 1
+        cached = step.scheduled_cached_reqs
+        is_async = isinstance(scheduler, AsyncScheduler)
+        places = {name: place for place, name in enumerate(cached.req_ids)}
+        for request in requests:
+            if _new_blocks(request.num_computed_tokens, step.num_steps, scheduler.block_size):
+                new = scheduler.kv_cache_manager.allocate_slots(request, more).get_block_ids()
+                place = places[request.request_id]
+                known = cached.new_block_ids[place]
+                cached.new_block_ids[place] = new if known is None else tuple(map(list.__add__, known, new))
+            request.num_computed_tokens += more
+            request.num_in_flight_tokens += more
+            if is_async:
+                request.num_output_placeholders += more
+        step.num_scheduled_tokens = dict.fromkeys(step.num_scheduled_tokens, step.num_steps)
+        step.total_num_scheduled_tokens *= step.num_steps
+
+    def update(self, step: Any, output: Any) -> Any:
+        """See vLLM."""
+        now = time.perf_counter()
+        launched_at = getattr(self._last_step, "launched_at", None)  # None with workers in other processes
+        if launched_at is not None and self._last_step.num_steps == step.num_steps == self.number:
+            self._seconds.append((now - launched_at, now - self._updated_at))
+        if len(self._seconds) == ROUNDS:
+            waited, total = map(sum, zip(*self._seconds, strict=True))
+            self._seconds.clear()
+            if waited < WAITS[0] * total:
+                self.number = min(2 * self.number, MOST_STEPS)
+            elif waited > WAITS[1] * total:
+                self.number = max(self.number // 2, 1)
+        self._updated_at = now
+        return self._update(step, output)
 
 
-def _num_steps(scheduler: Any, step: Any, requests: Sequence[Any]) -> int:
-    """Return for how many steps the sequences of a step can decode before the scheduler must look at them."""
+def _only_decodes(step: Any, requests: Sequence[Any]) -> bool:
+    """Return whether a step gives one token to each of many sequences, and needs nothing of the host for the next."""
     cached = step.scheduled_cached_reqs
-    only_decodes = (
+    return (
         len(requests) >= FEWEST_SEQUENCES
         and step.total_num_scheduled_tokens == len(requests) == len(cached.req_ids)
         and not cached.resumed_req_ids
@@ -76,36 +156,6 @@ def _num_steps(scheduler: Any, step: Any, requests: Sequence[Any]) -> int:
         and not step.has_structured_output_requests
         and all(request.num_computed_tokens > request.num_prompt_tokens for request in requests)
     )
-    if not only_decodes:
-        return 1
-    lengths = [request.num_computed_tokens for request in requests]
-    most_left = max(
-        request.num_prompt_tokens + request.max_tokens - length
-        for request, length in zip(requests, lengths, strict=True)
-    )
-    number = max(1, min(MOST_STEPS, most_left, scheduler.max_model_len - max(lengths)))
-    num_blocks = sum(_new_blocks(length, number, scheduler.block_size) for length in lengths)
-    return number if num_blocks <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks() else 1
-
-
-def _lengthen(scheduler: Any, step: Any, requests: Sequence[Any]) -> None:
-    """Give each sequence of a step, which has one token, those of the other steps, and the blocks for them."""
-    number = step.num_steps
-    cached = step.scheduled_cached_reqs
-    is_async = isinstance(scheduler, AsyncScheduler)
-    places = {name: place for place, name in enumerate(cached.req_ids)}
-    for request in requests:
-        if _new_blocks(request.num_computed_tokens, number, scheduler.block_size):
-            new = scheduler.kv_cache_manager.allocate_slots(request, number - 1).get_block_ids()
-            place = places[request.request_id]
-            known = cached.new_block_ids[place]
-            cached.new_block_ids[place] = new if known is None else tuple(map(list.__add__, known, new))
-        request.num_computed_tokens += number - 1
-        request.num_in_flight_tokens += number - 1
-        if is_async:
-            request.num_output_placeholders += number - 1
-    step.num_scheduled_tokens = dict.fromkeys(step.num_scheduled_tokens, number)
-    step.total_num_scheduled_tokens *= number
 
 
 def _new_blocks(length: int, num_steps: int, block_size: int) -> int:
