@@ -1,7 +1,6 @@
 """Benchmarks in small, on a CPU: what they compare computes the same, and reports say what was measured."""
 
 import json
-import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -99,7 +98,7 @@ def test_real_work_asks_for_natural_lengths_and_leaves_the_first_step_out(bench,
         return SimpleNamespace(stdout="generating ...\n1319 rollouts in 22.4 s, 8531 tokens/s\n")
 
     monkeypatch.setattr(real_work, "run_ppo", run_ppo)
-    monkeypatch.setattr(real_work, "subprocess", SimpleNamespace(run=generate, PIPE=subprocess.PIPE))
+    monkeypatch.setattr(real_work, "subprocess", SimpleNamespace(run=generate, PIPE=None, STDOUT=None))
     inputs = ["--model", "sft", "--questions", "rows.jsonl", "--chats", "hh.jsonl", "--reward_model", "rm"]
     _, report = bench("real_work", *inputs, "--prompts", "4", "--", "--vllm_max_num_seqs", "1024")
     assert report["answers"]["median"] == report["chats"]["median"] == {"time/step": 3.0}

@@ -86,8 +86,9 @@ def generate(options: Namespace, flags: list[str], folder: Path) -> dict[str, An
     sizes = ["--max_samples", str(options.file_prompts), "--generate_max_len", str(options.response_tokens)]
     words = [*flags, *sizes, *options.flags]
     command = [sys.executable, "-m", "rlhf_cli.main", "generate", "--pretrain", str(options.model), *words]
-    done = subprocess.run(
-        [*command, "--output_path", str(folder / "responses.jsonl")], stdout=subprocess.PIPE, text=True, check=True
-    )
+    output = ["--output_path", str(folder / "responses.jsonl")]
+    # What it says of its speed is on stderr.
+    done = subprocess.run([*command, *output], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    print(done.stdout, file=sys.stderr)
     rollouts, seconds, rate = re.search(r"(\d+) rollouts in ([\d.]+) s, (\d+) tokens/s", done.stdout).groups()
     return {"flags": " ".join(words), "rollouts": int(rollouts), "seconds": float(seconds), "tokens_per_s": int(rate)}
