@@ -1,13 +1,27 @@
-"""Rollouts as JSON lines: one record per rollout. What was written is read back exactly."""
+"""Rollouts in files, as JSON lines or in chunks of columns. What was written is read back exactly.
+
+A JSONL file has one record per rollout. A file of columns, whose name ends with `COLUMNS`, begins with `_MAGIC` and its
+version, and has one chunk per batch: the sizes of its parts, a CRC-32 of all that follows it and of the sizes, and the
+parts. Numbers are little-endian. The parts are
+
+    text       the records as JSON lines, whose `token_ids` and `logprobs` are null                     zlib
+    counts     [records, 2] int32: tokens, and tokens of the policy                                     zlib
+    token_ids  [4, tokens] uint8: first the lowest bytes of all int32 ids, last the highest             zlib
+    exponents  [2, tokens of the policy] uint8: the upper bytes of the log-probs, see `_planes`         zlib
+    mantissas  [2, tokens of the policy] uint8: their lower bytes, which are too random to be compressed
+"""
 
 import base64
 import json
 import operator
+import os
+import struct
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -25,11 +39,19 @@ from rlhf_data.records import (
 )
 
 NUM_LEFT = "num_left"  # of a record: how many records of its batch follow; it comes after the batch's own fields
+COLUMNS = ".columns"  # ends the name of a file of columns
+_MAGIC = b"\x89rlhf-rollouts\r\n"  # no line of text, and damaged by what changes the ends of lines
+_VERSION = 1
+_HEADER = _MAGIC + struct.pack("<I", _VERSION)
+_CHUNK = struct.Struct("<I5Q")  # CRC-32, sizes of the parts
+_NO_TOKENS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 _POWERS_OF_TEN = np.array([float(f"1e{power}") for power in range(13)])
 _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
-def rollout_record(group: RolloutGroup, episode: Episode, rollout: Rollout) -> dict[str, Any]:
+def rollout_record(
+    group: RolloutGroup, episode: Episode, rollout: Rollout, *, has_tokens: bool = True
+) -> dict[str, Any]:
     """Return a rollout with its prompt as plain JSON values.
 
     `token_ids` and `logprobs` hold the whole sequence, prompt included. Log-probs are the engine's: 0.0 for tokens that
@@ -38,7 +60,7 @@ def rollout_record(group: RolloutGroup, episode: Episode, rollout: Rollout) -> d
     bytes in Base64. `prompt_token_ids` is null where they are the tokens of the first span. `turn_rewards` and
     `earned_elsewhere` add up to `reward`. `token_rewards` holds pairs of a place in `token_ids` and a reward. `reward`,
     `score`, `verdict` and `score_seconds` are null for a rollout that was not scored. `prompt_extra` is there if the
-    prompt has extra cells.
+    prompt has extra cells. Without `has_tokens`, `token_ids` and `logprobs` are null.
     """
     prompt = group.prompt
     is_first_span = np.array_equal(prompt.token_ids, rollout.spans[0].token_ids)
@@ -55,8 +77,8 @@ def rollout_record(group: RolloutGroup, episode: Episode, rollout: Rollout) -> d
         "label": prompt.label,
         **({"prompt_extra": dict(prompt.extra)} if prompt.extra else {}),
         "text": rollout.text,
-        "token_ids": rollout.token_ids.tolist(),
-        "logprobs": _numbers(rollout.rollout_logprobs),
+        "token_ids": rollout.token_ids.tolist() if has_tokens else None,
+        "logprobs": _numbers(rollout.rollout_logprobs) if has_tokens else None,
         "spans": [
             {"source": str(span.source), "num_tokens": len(span.token_ids), "policy_version": span.policy_version}
             for span in rollout.spans
@@ -79,18 +101,26 @@ def rollout_record(group: RolloutGroup, episode: Episode, rollout: Rollout) -> d
 
 def batch_records(*groups: RolloutGroup, **fields: Any) -> Iterator[dict[str, Any]]:
     """Yield the records of a batch of groups as plain JSON values; each begins with `fields`."""
+    for record, _ in _batch_records(groups, fields, has_tokens=True):
+        yield record
+
+
+def _batch_records(
+    groups: Sequence[RolloutGroup], fields: Mapping[str, Any], *, has_tokens: bool
+) -> Iterator[tuple[dict[str, Any], Rollout]]:
     num_left = sum(len(group.rollouts) for group in groups)
     for group in groups:
         for episode in group.episodes:
             for rollout in episode.rollouts:
                 num_left -= 1
-                yield {**fields, NUM_LEFT: num_left, **rollout_record(group, episode, rollout)}
+                record = rollout_record(group, episode, rollout, has_tokens=has_tokens)
+                yield {**fields, NUM_LEFT: num_left, **record}, rollout
 
 
 def parse_group(records: Sequence[Mapping[str, Any]], where: str) -> RolloutGroup:
     """Return the group of `batch_records(group)`, which came from `where`. Raises DataError like `parse_batches`."""
     try:
-        lines = [_Line(where, dict(record), _rollout(record)) for record in records]
+        lines = [_Parsed(where, dict(record), _rollout(record)) for record in records]
         [group] = _batch(lines).groups
     except _UNREADABLE as error:
         raise _unreadable(where, error) from None
@@ -98,23 +128,177 @@ def parse_group(records: Sequence[Mapping[str, Any]], where: str) -> RolloutGrou
 
 
 class RolloutWriter:
-    """Appends groups to a JSONL file and creates its folder. The file is flushed after every batch."""
+    """Appends groups to a file and creates its folder. The file is flushed after every batch.
 
-    def __init__(self, path: str | Path) -> None:
+    Args:
+        path: of a file of columns if its name ends with `COLUMNS`, else of a JSONL file.
+        level: of zlib for the parts of columns that it compresses; 0 for speed.
+    """
+
+    def __init__(self, path: str | Path, level: int = 1) -> None:
         self.path = Path(path)
+        self._level = level
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Half of a surrogate pair is written as JSON's escape of it: the text of an environment or a tool may hold one.
-        self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+        self._file = self.path.open("ab")
+        self._has_columns = self.path.suffix == COLUMNS
+        if self._has_columns and self._file.tell() == 0:
+            self._file.write(_HEADER)
 
     def write(self, *groups: RolloutGroup, **fields: Any) -> None:
         """Append a batch of groups; each of its records begins with `fields`, such as the step."""
-        for record in batch_records(*groups, **fields):
-            self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        records = _batch_records(groups, fields, has_tokens=not self._has_columns)
+        if self._has_columns and groups:
+            pairs = list(records)
+            text = b"".join(_line(record) for record, _ in pairs)
+            # Compression and numpy's copies let other threads of the process run.
+            parts = _parts(text, [rollout for _, rollout in pairs], self._level)
+            self._file.write(_checked([len(part) for part in parts], parts))
+            self._file.writelines(parts)
+        elif groups:
+            self._file.writelines(_line(record) for record, _ in records)
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+    # Half of a surrogate pair is written as JSON's escape of it: the text of an environment or a tool may hold one.
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _parts(text: bytes, rollouts: Sequence[Rollout], level: int) -> list[bytes]:
+    """Return the parts of a chunk; see the top of the module."""
+    spans = [span for rollout in rollouts for span in rollout.spans]
+    own = [span.logprobs for span in spans if span.logprobs is not None]
+    counts = np.array([(rollout.num_tokens, int(rollout.loss_mask.sum())) for rollout in rollouts], "<i4")
+    logprobs = np.concatenate([np.zeros(0, np.float32), *own]).view(np.uint32)
+    upper, lower = np.split(_planes(logprobs << 1 | logprobs >> 31)[::-1], 2)
+    # No byte of a log-prob depends on those before it, so that only their frequencies save room.
+    packed = zlib.compressobj(level, strategy=zlib.Z_HUFFMAN_ONLY)
+    return [
+        zlib.compress(text, level),
+        zlib.compress(counts, level),
+        zlib.compress(_planes(np.concatenate([span.token_ids for span in spans])), level),
+        packed.compress(np.ascontiguousarray(upper)) + packed.flush(),
+        lower.tobytes(),
+    ]
+
+
+def _planes(values: np.ndarray) -> np.ndarray:
+    """Return the bytes [4, n] of numbers [n] of four bytes, the lowest bytes first.
+
+    Like bytes lie together, which compresses better. The sign of a log-prob is moved behind its mantissa, so that one
+    plane holds the exponents and nothing else.
+    """
+    return np.ascontiguousarray(values.astype(values.dtype.newbyteorder("<")).view(np.uint8).reshape(-1, 4).T)
+
+
+def _values(planes: np.ndarray, dtype: str) -> np.ndarray:
+    return np.ascontiguousarray(planes.T).view(dtype).reshape(-1)
+
+
+def _checked(sizes: Sequence[int], parts: Sequence[bytes]) -> bytes:
+    """Return the head of a chunk."""
+    crc = zlib.crc32(_CHUNK.pack(0, *sizes))
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return _CHUNK.pack(crc, *sizes)
+
+
+class Line(NamedTuple):
+    """The record of a rollout in a file.
+
+    Attributes:
+        number: of the record, from 1.
+        text: JSON that ends with a newline; without it, or empty, if the file is cut off or damaged here.
+        end: bytes of the file up to the end of the line or its chunk.
+        tokens: the ids [L] int32 and the log-probs of the policy's tokens [n] float32; None if `text` has them.
+    """
+
+    number: int
+    text: bytes
+    end: int
+    tokens: tuple[np.ndarray, np.ndarray] | None = None
+
+
+def read_lines(path: str | Path, *, has_tokens: bool = True) -> Iterator[Line]:
+    """Yield the records of a file of either kind, unparsed; a damaged chunk is the last. The file is open meanwhile.
+
+    Args:
+        path: the file.
+        has_tokens: whether `tokens` are read; without, they are empty.
+
+    Raises:
+        DataError: the file does not exist, or a newer version has written it.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(missing_file("the record of rollouts", path))
+    with path.open("rb") as stream:
+        head = stream.read(len(_HEADER))
+        if path.suffix != COLUMNS and not head.startswith(_MAGIC):
+            end = 0
+            stream.seek(0)
+            for number, text in enumerate(stream, start=1):
+                end += len(text)
+                yield Line(number, text, end)
+        elif head == _HEADER:
+            yield from _column_lines(stream, has_tokens)
+        elif head.startswith(_MAGIC) and len(head) == len(_HEADER):
+            [version] = struct.unpack("<I", head[len(_MAGIC) :])
+            message = f"{path} has version {version} of the columns; this program reads version {_VERSION}"
+            raise DataError(message, hint="read it with the version of the program that wrote it")
+        elif head:
+            yield Line(1, b"", 0)
+
+
+def _column_lines(stream: BinaryIO, has_tokens: bool) -> Iterator[Line]:
+    number = 1
+    start = stream.tell()
+    size_bytes = os.fstat(stream.fileno()).st_size
+    while head := stream.read(_CHUNK.size):
+        try:
+            _, *sizes = _CHUNK.unpack(head)
+            if start + len(head) + sum(sizes) > size_bytes:  # memory of a damaged size might not be there
+                raise ValueError("the file ends before")
+            parts = [stream.read(size) for size in sizes]
+            if _checked(sizes, parts) != head:
+                raise ValueError("the checksum is another")
+            texts = zlib.decompress(parts[0]).splitlines(keepends=True)
+            tokens = _split(parts[1:]) if has_tokens else [_NO_TOKENS] * len(texts)
+        except (struct.error, ValueError, zlib.error):
+            yield Line(number, b"", start)
+            return
+        start = stream.tell()
+        for text, each in zip(texts, tokens, strict=True):
+            yield Line(number, text, start, each)
+            number += 1
+
+
+def _split(parts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return `Line.tokens` of the records of a chunk."""
+    counts, ids, upper = (np.frombuffer(zlib.decompress(part), np.uint8) for part in parts[:3])
+    ends = counts.view("<i4").reshape(-1, 2).cumsum(axis=0)[:-1]
+    lower = np.frombuffer(parts[3], np.uint8)
+    turned = _values(np.concatenate([upper, lower]).reshape(4, -1)[::-1], "<u4")
+    logprobs = (turned >> 1 | turned << 31).view(np.float32)
+    token_ids = _values(ids.reshape(4, -1), "<i4")
+    return list(zip(np.split(token_ids, ends[:, 0]), np.split(logprobs, ends[:, 1]), strict=True))
+
+
+def json_lines(lines: Iterable[Line]) -> Iterator[bytes]:
+    """Yield the lines that a JSONL file with the records of `lines` has. Raises DataError for a damaged one."""
+    for line in lines:
+        parsed = _parsed(f"record {line.number}", line)
+        if line.tokens is None:
+            yield line.text
+        else:
+            rollout = parsed.rollout
+            tokens = {"token_ids": rollout.token_ids.tolist(), "logprobs": _numbers(rollout.rollout_logprobs)}
+            yield _line(parsed.record | tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +311,11 @@ class RecordedBatch:
 
 def read_batches(path: str | Path) -> Iterator[RecordedBatch]:
     """Yield the batches of a file that `RolloutWriter` wrote, in order, one at a time; see `parse_batches`."""
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(missing_file("the record of rollouts", path))
-    with path.open("rb") as stream:
-        yield from parse_batches(path, enumerate(stream, start=1))
+    yield from parse_batches(Path(path), read_lines(path))
 
 
-def parse_batches(path: Path, lines: Iterable[tuple[int, bytes]]) -> Iterator[RecordedBatch]:
-    """Yield the batches in numbered lines of the file `path`.
+def parse_batches(path: Path, lines: Iterable[Line]) -> Iterator[RecordedBatch]:
+    """Yield the batches in lines of the file `path`.
 
     Records are equal to those that were written, except that seconds are rounded.
 
@@ -143,16 +323,12 @@ def parse_batches(path: Path, lines: Iterable[tuple[int, bytes]]) -> Iterator[Re
         DataError: a line, which the message names, is damaged, lacks or has gained something, or its batch is not
             complete.
     """
-    batch: list[_Line] = []
+    batch: list[_Parsed] = []
     num_left = 0  # records of the batch after the last one
-    for number, text in lines:
-        where = f"{path}:{number}"
-        try:
-            record = json.loads(text)
-            line = _Line(where, record, _rollout(record))
-            now_left = operator.index(record[NUM_LEFT])
-        except _UNREADABLE as error:
-            raise _unreadable(where, error) from None
+    for unread in lines:
+        where = f"{path}:{unread.number}"
+        line = _parsed(where, unread)
+        now_left = line.num_left
         if batch and now_left != num_left - 1:
             raise _unreadable(where, f"{num_left} records of another batch should follow the line before it")
         batch.append(line)
@@ -164,10 +340,23 @@ def parse_batches(path: Path, lines: Iterable[tuple[int, bytes]]) -> Iterator[Re
         raise _unreadable(batch[-1].where, f"{num_left} records of its batch should follow, and none does")
 
 
-class _Line(NamedTuple):
+class _Parsed(NamedTuple):
     where: str
     record: dict[str, Any]
     rollout: Rollout
+    has_tokens: bool = True  # the record, besides the rollout
+    num_left: int = 0
+
+
+def _parsed(where: str, line: Line) -> _Parsed:
+    if not line.text:
+        raise _unreadable(where, "the file is cut off or damaged here")
+    try:
+        record = json.loads(line.text)
+        rollout = _rollout(record, line.tokens)
+        return _Parsed(where, record, rollout, line.tokens is None, operator.index(record[NUM_LEFT]))
+    except _UNREADABLE as error:
+        raise _unreadable(where, error) from None
 
 
 def _unreadable(where: str, reason: object) -> DataError:
@@ -176,7 +365,7 @@ def _unreadable(where: str, reason: object) -> DataError:
     return DataError(f"{where} is not a rollout as it was written: {reason}", hint=hint)
 
 
-def _batch(lines: Sequence[_Line]) -> RecordedBatch:
+def _batch(lines: Sequence[_Parsed]) -> RecordedBatch:
     first = lines[0].record
     fields = {name: first[name] for name in takewhile(lambda name: name != NUM_LEFT, first)}
     groups = []
@@ -185,8 +374,8 @@ def _batch(lines: Sequence[_Line]) -> RecordedBatch:
     return RecordedBatch(tuple(groups), fields)
 
 
-def _group(lines: Sequence[_Line], fields: Mapping[str, Any]) -> RolloutGroup:
-    where, first, rollout = lines[0]
+def _group(lines: Sequence[_Parsed], fields: Mapping[str, Any]) -> RolloutGroup:
+    where, first, rollout, *_ = lines[0]
     episodes = []
     try:
         for episode_id, members in groupby(lines, key=lambda line: line.record["episode_id"]):
@@ -200,17 +389,24 @@ def _group(lines: Sequence[_Line], fields: Mapping[str, Any]) -> RolloutGroup:
     group = RolloutGroup(rollout.group_id, prompt, tuple(episodes))
     # Writing it again finds all that was changed: values of another type, and fields that contradict each other.
     pairs = ((episode, rollout) for episode in episodes for rollout in episode.rollouts)
-    for (where, record, _), pair in zip(lines, pairs, strict=True):
-        again = {**fields, NUM_LEFT: record[NUM_LEFT], **rollout_record(group, *pair)}
+    for line, pair in zip(lines, pairs, strict=True):
+        record = line.record
+        again = {**fields, NUM_LEFT: record[NUM_LEFT], **rollout_record(group, *pair, has_tokens=line.has_tokens)}
         changed = [name for name in again | record if name not in again or again[name] != record.get(name, again)]
         if changed:
-            raise _unreadable(where, f"`{changed[0]}` does not fit the rest")
+            raise _unreadable(line.where, f"`{changed[0]}` does not fit the rest")
     return group
 
 
-def _rollout(record: Mapping[str, Any]) -> Rollout:
-    token_ids = record["token_ids"]
-    logprobs = [np.nan if value is None else float(value) for value in record["logprobs"]]
+def _rollout(record: Mapping[str, Any], tokens: tuple[np.ndarray, np.ndarray] | None = None) -> Rollout:
+    if tokens is None:
+        token_ids = record["token_ids"]
+        logprobs = [np.nan if value is None else float(value) for value in record["logprobs"]]
+    else:
+        token_ids, own = tokens
+        is_own = [span["source"] == SpanSource.POLICY for span in record["spans"]]
+        logprobs = np.zeros(len(token_ids), np.float32)
+        logprobs[np.repeat(is_own, [span["num_tokens"] for span in record["spans"]])] = own
     spans = []
     start = 0
     for span in record["spans"]:

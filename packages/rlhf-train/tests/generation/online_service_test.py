@@ -12,11 +12,12 @@ import pytest
 from rlhf_data.errors import CheckpointError, EngineError, RewardError
 from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.records_io import batch_records
 from rlhf_rollout.router import EngineRouter
 from rlhf_train.generation.run_spec import DynamicSampling
 from rlhf_train.generation.service import GenerationService
 from rlhf_train.generation.stream import SampleStream
-from rlhf_train.run.checkpoint import encode_state
+from rlhf_train.run.checkpoint import read_state, write_state
 from simulated import now, simulate
 
 SAMPLING = SamplingParams(num_samples=2, max_tokens=999)
@@ -125,24 +126,24 @@ def test_every_group_is_said_to_be_settled_once_and_with_what_will_be_trained():
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])
-def test_reward_that_scores_all_groups_is_never_said_to_be_idle(staleness):
+def test_reward_that_scores_all_groups_is_never_said_to_be_idle(staleness, tmp_path):
     """Groups of a batch may all have been made, and scored, before the batch in front of it was taken."""
     run = Run([10], batch_size=2, staleness=staleness, num_batches=6)
     simulate(run.train(1))
     assert [drawn.has_scored for drawn in run.batches] == [True] * 6
     resumed = Run([10], batch_size=2, staleness=staleness, num_batches=6)
-    state = json.loads(encode_state(run_until_queued(staleness).service.state()))
+    state = saved(run_until_queued(staleness).service.state(), tmp_path)
     resumed.service.restore(state)
     simulate(resumed.train(1, num_batches=2))
     assert [drawn.has_scored for drawn in resumed.batches] == [True] * 2
 
 
-@pytest.mark.parametrize(("saved", "own", "fits"), [("a", "a", 1), ("a", "b", 0), ("", "b", 1), ("a", "", 1)])
-def test_run_continues_with_its_own_rows_only(saved, own, fits):
+@pytest.mark.parametrize(("was", "own", "fits"), [("a", "a", 1), ("a", "b", 0), ("", "b", 1), ("a", "", 1)])
+def test_run_continues_with_its_own_rows_only(was, own, fits, tmp_path):
     first, second = (
-        Run([10], batch_size=2, staleness=0, num_batches=2, prompts_digest=digest) for digest in (saved, own)
+        Run([10], batch_size=2, staleness=0, num_batches=2, prompts_digest=digest) for digest in (was, own)
     )
-    state = json.loads(encode_state(first.service.state()))
+    state = saved(first.service.state(), tmp_path)
     if fits:
         second.service.restore(state)
         del state["prompts"]  # as older checkpoints
@@ -343,7 +344,19 @@ def test_idle_share_is_that_of_the_time_since_the_last_batch():
     assert simulate(main()) == pytest.approx([0.0, 0.0, 0.5])
 
 
-def test_interrupted_run_trains_every_prompt_once():
+def saved(state, folder):
+    """Return what another process reads of a state."""
+    write_state(folder, state)
+    return read_state(folder)
+
+
+def older(state):
+    """Return a state as older versions wrote and read it."""
+    return json.loads(json.dumps(state, default=lambda group: list(batch_records(group))))
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_interrupted_run_trains_every_prompt_once(is_older, tmp_path):
     lengths = long_tailed(64, seed=3)
     options = {"batch_size": 4, "staleness": 2, "num_batches": 16, "max_in_flight": 7}
     first = Run(lengths, **options)
@@ -357,7 +370,7 @@ def test_interrupted_run_trains_every_prompt_once():
     assert any(group is None for group in waiting) and any(group is not None for group in waiting)
     second = Run(lengths, **options)
     second.answers.version = first.answers.version
-    second.service.restore(json.loads(encode_state(state)))
+    second.service.restore(older(state) if is_older else saved(state, tmp_path))
     simulate(second.train(5, 10))
     assert sorted(first.trained + second.trained) == sorted(prompt.text for prompt in second.job.prompts)
     assert max(second.staleness) <= 2

@@ -1,7 +1,8 @@
 """Lengths of what is trained are those that were asked for, however often the trainer dies and continues; simulated."""
 
 import asyncio
-import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
 from rlhf_train.generation.service import GenerationService
 from rlhf_train.generation.stream import SampleStream
-from rlhf_train.run.checkpoint import encode_state
+from rlhf_train.run.checkpoint import read_state, write_state
 from rlhf_train.run.ledger import Ledger
 from simulated import simulate
 
@@ -72,7 +73,9 @@ class Trainer:
 
     def checkpoint(self):
         parts = {"ledger": self.ledger.state(), "rollouts": self.service.state()}
-        return json.loads(encode_state({"version": self.engine.policy_version, **parts}))
+        with TemporaryDirectory() as folder:
+            write_state(Path(folder), {"version": self.engine.policy_version, **parts})
+            return read_state(Path(folder))
 
 
 async def run(num_samples, staleness, deaths):

@@ -12,9 +12,11 @@ from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from rlhf_data.errors import CheckpointError
+from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource
 from rlhf_train.run import checkpoint as checkpoint_module
 from rlhf_train.run import rank_state
 from rlhf_train.run.checkpoint import (
@@ -59,6 +61,43 @@ def test_checkpoint_holds_files_state_and_their_hashes(tmp_path):
     assert read_checkpoint(saved.path) == saved
 
 
+def waiting_group(name: str) -> RolloutGroup:
+    logprobs = np.array([0x7FC00001, 0xBF800000, 0x80000000], np.uint32).view(np.float32)  # a NaN, -1 and -0
+    spans = (Span(SpanSource.PROMPT, [1, 2]), Span(SpanSource.POLICY, [2**31 - 1, 0, 7], logprobs, 3))
+    rollout = Rollout(f"{name}/0", name, spans, FinishReason.STOP, "\ud800 \u00e9")
+    return RolloutGroup(name, Prompt("p", [1, 2], "2+2="), (Episode(f"{name}/e", name, (rollout,)),))
+
+
+def test_groups_of_a_state_are_in_a_file_of_their_own(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    state = {"dropped": [waiting_group("a")], "tickets": [[1, None], [2, waiting_group("b")]], "other": {"n": 1}}
+    staging = checkpoints.begin(1)
+    assert staging.is_dir()
+    saved = checkpoints.commit(1, state, [], None)
+    assert set(saved.files) == {"state.json", "waiting.columns"}
+    assert json.loads((saved.path / "state.json").read_text()) == {
+        "dropped": [{"waiting.columns": 0}],
+        "tickets": [[1, None], [2, {"waiting.columns": 1}]],
+        "other": {"n": 1},
+    }
+    read = saved.state()
+    assert read["other"] == {"n": 1} and read["tickets"][0] == [1, None]
+    for name, group in {"a": read["dropped"][0], "b": read["tickets"][1][1]}.items():
+        [rollout] = group.rollouts
+        assert (group.group_id, rollout.text, group.prompt.text) == (name, "\ud800 \u00e9", "2+2=")
+        prompt, answer = rollout.spans
+        assert (prompt.token_ids.tolist(), answer.token_ids.tolist()) == ([1, 2], [2**31 - 1, 0, 7])
+        assert answer.logprobs.view(np.uint32).tolist() == [0x7FC00001, 0xBF800000, 0x80000000]
+        assert answer.policy_version == 3
+    (saved.path / "waiting.columns").write_bytes((saved.path / "waiting.columns").read_bytes()[:-1])
+    assert "waiting.columns has" in saved.problems()[0]
+    with pytest.raises(CheckpointError, match=r"state\.json cannot be read: .*waiting\.columns:2 .*cut off or damaged"):
+        saved.state()
+    (saved.path / "waiting.columns").unlink()
+    with pytest.raises(CheckpointError, match=r"state\.json cannot be read: list index out of range"):
+        saved.state()
+
+
 def test_unfinished_checkpoint_does_not_count_and_is_removed(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 1)
@@ -78,7 +117,7 @@ def test_unfinished_checkpoint_does_not_count_and_is_removed(tmp_path):
         (lambda path: (path / "state.json").write_text('{"step": 9}'), "state.json has"),
         (lambda path: (path / MANIFEST).unlink(), "cannot be read"),
         (lambda path: (path / MANIFEST).write_text("[]"), "cannot be read"),
-        (lambda path: (path / MANIFEST).write_text('{"format": 7}'), "has format 7; this version reads format 1"),
+        (lambda path: (path / MANIFEST).write_text('{"format": 7}'), "has format 7; this version reads format 1 and 2"),
     ],
 )
 def test_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, damage, problem):

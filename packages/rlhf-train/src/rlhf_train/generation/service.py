@@ -191,8 +191,7 @@ class GenerationService:
         self._sampler.load_state_dict(state["order"])
         check_rows(state.get("prompts", ""), self.job.prompts_digest)
         tickets = [
-            Ticket(*rest, None if records is None else parse_group(records, "the checkpoint"))
-            for *rest, records in state["stream"]["tickets"]
+            Ticket(*rest, None if group is None else _group(group)) for *rest, group in state["stream"]["tickets"]
         ]
         self.stream.restore(state["stream"], tickets)
         self.workflow.router.unfinished.restore(state.get("unfinished", {}))
@@ -200,7 +199,7 @@ class GenerationService:
         self._num_requested = state["num_requested"]
         self._num_failed = state["num_failed"]
         self._failure = state["failure"]
-        self._dropped = [parse_group(records, "the checkpoint") for records in state["dropped"]]
+        self._dropped = [_group(group) for group in state["dropped"]]
 
     # -- internals -----------------------------------------------------------------------------------------------------
 
@@ -339,3 +338,8 @@ class GenerationService:
         self._prompt_tokens = router.prompt_tokens.copy()
         self._busy_s = router.busy_s
         self._since = asyncio.get_running_loop().time()
+
+
+def _group(saved: Any) -> RolloutGroup:
+    """Return a group of a state. Older checkpoints have the records of each."""
+    return saved if isinstance(saved, RolloutGroup) else parse_group(saved, "the checkpoint")

@@ -2,6 +2,7 @@
 
     CHECKPOINTS/step-20/manifest.json      step, metric, and size and SHA-256 of every other file; written last
     CHECKPOINTS/step-20/state.json         the state of the driver: order of prompts, counts, coefficients
+    CHECKPOINTS/step-20/waiting.columns    its rollout groups, which wait for training; only if there are any
     CHECKPOINTS/step-20/actor-0-of-2.safetensors   weights and optimizer of a model, one file per rank
 
 A checkpoint is written into `.step-20.partial` and renamed after every file is on the disk.
@@ -14,21 +15,24 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import CheckpointError
 from rlhf_data.records import RolloutGroup
 from rlhf_data.rows.sources import sha256
-from rlhf_rollout.records_io import batch_records
+from rlhf_rollout.records_io import COLUMNS, RolloutWriter, read_batches
 
-FORMAT = 1
-_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+FORMAT = 2
+_READ_FORMATS = (1, 2)  # 1 has rollout groups as lists of records in state.json
+_UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 FOLDER = "checkpoints"  # within the folder of a run
 MANIFEST, STATE = "manifest.json", "state.json"
+GROUPS = f"waiting{COLUMNS}"  # the groups of a state, in whose place stands {GROUPS: number of the group, from 0}
 RECEIPT = ".receipt.json"  # ends the name of the file in which a rank tells that its own file is on the disk
 _POLL_S = 0.05
 
@@ -89,10 +93,7 @@ class Checkpoint:
 
     def state(self) -> dict[str, Any]:
         """Return the state that the driver saved. Raises CheckpointError when it cannot be read."""
-        try:
-            return dict(json.loads((self.path / STATE).read_bytes()))
-        except _UNREADABLE as error:
-            raise CheckpointError(f"{self.path / STATE} cannot be read: {error}") from error
+        return read_state(self.path)
 
     def problems(self, *, content: bool = True) -> list[str]:
         """Return one sentence per file that is missing or has changed since it was written.
@@ -167,7 +168,7 @@ class Checkpoints:
         target = self.folder / f"step-{step}"
         try:
             files = {name: _await_receipt(staging / name, ended or threading.Event()) for name in ranks}
-            (staging / STATE).write_bytes(encode_state(state))
+            write_state(staging, state)
             for path in sorted(staging.rglob("*")):
                 name = str(path.relative_to(staging))
                 if name in files or name.endswith(RECEIPT):
@@ -222,15 +223,40 @@ class Checkpoints:
         return None
 
 
-def encode_state(state: Mapping[str, Any]) -> bytes:
-    """Return a state as JSON. Rollout groups in it become lists of records; see `records_io.parse_group`."""
+def write_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write a state of JSON values and rollout groups to a folder that has none.
 
-    def encode(value: Any) -> list[dict[str, Any]]:
-        if isinstance(value, RolloutGroup):
-            return list(batch_records(value))
-        raise TypeError(f"{type(value).__name__} in the state of a run is no JSON value")
+    Groups go to a file of their own, one by one: as JSON, all of them would be in memory at once.
+    """
+    with ExitStack() as stack:
+        writers: list[RolloutWriter] = []
+        num_groups = count()
 
-    return json.dumps(state, default=encode, allow_nan=True).encode()
+        def encode(value: Any) -> dict[str, int]:
+            if not isinstance(value, RolloutGroup):
+                raise TypeError(f"{type(value).__name__} in the state of a run is no JSON value")
+            if not writers:
+                writers.append(RolloutWriter(folder / GROUPS, level=0))
+                stack.callback(writers[0].close)
+            writers[0].write(value)
+            return {GROUPS: next(num_groups)}
+
+        text = json.dumps(state, default=encode, allow_nan=True)
+    (folder / STATE).write_bytes(text.encode())
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return the state that `write_state` wrote to a folder. Raises CheckpointError when it cannot be read."""
+    path = folder / GROUPS
+    try:
+        groups = [batch.groups[0] for batch in read_batches(path)] if path.exists() else []
+
+        def decode(value: dict[str, Any]) -> Any:
+            return groups[value[GROUPS]] if value.keys() == {GROUPS} else value
+
+        return dict(json.loads((folder / STATE).read_bytes(), object_hook=decode))
+    except _UNREADABLE as error:
+        raise CheckpointError(f"{folder / STATE} cannot be read: {error}") from error
 
 
 def superfluous(found: Sequence[Checkpoint], max_num: int, max_bytes: float = math.inf) -> list[Checkpoint]:
@@ -277,14 +303,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         version = manifest["format"]
-        if version == FORMAT:
+        if version in _READ_FORMATS:
             files = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
             metric = manifest["metric"]
             value = None if metric is None else float(metric)
             return Checkpoint(path, int(manifest["step"]), value, bool(manifest["lowest"]), files)
     except _UNREADABLE as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
-    raise CheckpointError(f"{path} has format {version}; this version reads format {FORMAT}")
+    raise CheckpointError(
+        f"{path} has format {version}; this version reads format {' and '.join(map(str, _READ_FORMATS))}"
+    )
 
 
 def write_receipt(path: Path, error: Exception | None = None) -> None:
