@@ -44,6 +44,7 @@ _MAGIC = b"\x89rlhf-rollouts\r\n"  # no line of text, and damaged by what change
 _VERSION = 1
 _HEADER = _MAGIC + struct.pack("<I", _VERSION)
 _CHUNK = struct.Struct("<I5Q")  # CRC-32, sizes of the parts
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _NO_TOKENS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 _POWERS_OF_TEN = np.array([float(f"1e{power}") for power in range(13)])
 _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
@@ -164,7 +165,7 @@ class RolloutWriter:
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+    text = _ENCODER.encode(record) + "\n"
     # Half of a surrogate pair is written as JSON's escape of it: the text of an environment or a tool may hold one.
     return text.encode("utf-8", "backslashreplace")
 
@@ -173,7 +174,7 @@ def _parts(text: bytes, rollouts: Sequence[Rollout], level: int) -> list[bytes]:
     """Return the parts of a chunk; see the top of the module."""
     spans = [span for rollout in rollouts for span in rollout.spans]
     own = [span.logprobs for span in spans if span.logprobs is not None]
-    counts = np.array([(rollout.num_tokens, int(rollout.loss_mask.sum())) for rollout in rollouts], "<i4")
+    counts = np.array([(rollout.num_tokens, rollout.num_response_tokens) for rollout in rollouts], "<i4")
     logprobs = np.concatenate([np.zeros(0, np.float32), *own]).view(np.uint32)
     upper, lower = np.split(_planes(logprobs << 1 | logprobs >> 31)[::-1], 2)
     # No byte of a log-prob depends on those before it, so that only their frequencies save room.
