@@ -128,9 +128,8 @@ def _with_variables(template: Any, variables: Mapping[str, Any]) -> Any:
     named = template if isinstance(template, Mapping) else {"": template or ""}
     for name in variables:
         if name in _SET_BY_RENDERING:
-            raise ConfigError(
-                f"``chat_template_kwargs``: `{name}` is set by what is rendered", hint=f"leave out {name}"
-            )
+            message = f"``chat_template_kwargs``: `{name}` is set by what is rendered"
+            raise ConfigError(message, hint=f"leave out {name}")
         if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in named.values()):
             hint = "write the name as the template does; templates without a variable need no value"
             raise ConfigError(f"``chat_template_kwargs``: the chat template does not read `{name}`", hint=hint)

@@ -206,10 +206,8 @@ class Verdict:
         size = sum(abs(reward) for reward in parts)
         fits = self.reward is not None and abs(total - self.reward) <= _TURN_REWARD_TOLERANCE * max(size, 1.0)
         if not (fits and np.isfinite(size)):
-            raise DataError(
-                f"the rewards of {len(self.turn_rewards)} turns add up to {total}, the reward is {self.reward}",
-                hint="the reward of a rollout is the sum of the rewards of its turns",
-            )
+            message = f"the rewards of {len(self.turn_rewards)} turns add up to {total}, the reward is {self.reward}"
+            raise DataError(message, hint="the reward of a rollout is the sum of the rewards of its turns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,10 +307,8 @@ class Rollout:
         """What single tokens earned: pairs of a position in `token_ids` and a reward, of turns or of steps."""
         if self.verdict is None:
             return []
-        turns = zip(
-            self.turn_ends.tolist() if self.verdict.turn_rewards else (), self.verdict.turn_rewards, strict=True
-        )
-        return [*turns, *self.verdict.token_rewards]
+        ends = self.turn_ends.tolist() if self.verdict.turn_rewards else ()
+        return [*zip(ends, self.verdict.turn_rewards, strict=True), *self.verdict.token_rewards]
 
     @property
     def policy_version(self) -> int | None:

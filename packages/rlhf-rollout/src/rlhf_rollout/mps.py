@@ -36,9 +36,8 @@ class MpsDaemon:
         Raises ConfigError when the daemon's program is not installed, or does not start.
         """
         if shutil.which(_PROGRAM) is None:
-            raise ConfigError(
-                f"there is no {_PROGRAM} on this machine", hint="it comes with the driver; run without MPS"
-            )
+            message = f"there is no {_PROGRAM} on this machine"
+            raise ConfigError(message, hint="it comes with the driver; run without MPS")
         # Sockets lie in it, whose paths must be short.
         home = socket_folder(tempfile.gettempdir(), _SOCKET_BYTES)
         folder = Path(tempfile.mkdtemp(prefix="mps", dir=home))

@@ -135,9 +135,8 @@ class EngineSupervisor:
                     await stack.enter_async_context(place.lock)
                 # A check that runs without the lock would take an engine for one that has lost its weights.
                 self.policy_version = policy_version
-                await self._bring_up_to_date(
-                    [place for place in places if place.state in (EngineState.READY, EngineState.SYNCING)]
-                )
+                alive = [place for place in places if place.state in (EngineState.READY, EngineState.SYNCING)]
+                await self._bring_up_to_date(alive)
             if self._in_state(EngineState.READY):
                 return
             if self.error is not None:

@@ -103,9 +103,8 @@ def encode_answer(
     options = {"origin": row.origin, "tools": tools, "add_generation_prompt": False}
     marked = render_chat([*earlier, {"role": "assistant", "content": ANSWER}], tokenizer, **options)
     start = begun["content"]
-    trimmed = (
-        "" if before.endswith(start) else start[len(start.rstrip()) :]
-    )  # some templates trim what a message ends with
+    # Some templates trim what a message ends with.
+    trimmed = "" if before.endswith(start) else start[len(start.rstrip()) :]
     text = trimmed + answer[0]["content"] + ("" if row.is_truncated else marked.rpartition(ANSWER)[2])
     [prompt_ids] = encode_prompts([before], tokenizer, has_special_tokens=True)
     answer_ids = encode_completion(text, tokenizer, before=before, is_truncated=row.is_truncated)

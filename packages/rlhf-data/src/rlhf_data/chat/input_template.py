@@ -65,7 +65,6 @@ class InputTemplate:
     def plain_text(self, row: Row, key: str) -> str:
         """Return a text of a row that no chat template renders. Raises DataError as `Row.filled`, and for messages."""
         if isinstance(row.cell(key), list):
-            raise DataError(
-                f"{row.origin}: `{key}` is a list of messages", hint="messages need ``apply_chat_template``"
-            )
+            message = f"{row.origin}: `{key}` is a list of messages"
+            raise DataError(message, hint="messages need ``apply_chat_template``")
         return row.filled(key)

@@ -14,9 +14,8 @@ from rlhf_data.examples.sft import SftEncoder, SftExample, completed
 from rlhf_data.records import freeze_arrays
 from rlhf_data.rows.row import Row, kind_of
 
-_ANSWER_MARK = (
-    "\n\nAssistant:"  # starts an answer in Anthropic's HH dialogues, which hold prompt and answer in one text
-)
+# Starts an answer in Anthropic's HH dialogues, which hold prompt and answer in one text.
+_ANSWER_MARK = "\n\nAssistant:"
 _TEXT_LABEL_HINT = (
     "for rows in the form of Math-Shepherd, whose labels are text, use ``open_sources.preset=math_shepherd``"
 )
@@ -75,10 +74,8 @@ class ProcessExample:
     def __post_init__(self) -> None:
         freeze_arrays(self, token_ids=np.int32, positions=np.int32, labels=np.float32)
         if self.positions.shape != self.labels.shape or not len(self.positions):
-            raise DataError(
-                f"{self.example_id}: {self.positions.size} steps with {self.labels.size} labels; "
-                "there must be one label per step, and at least one step"
-            )
+            found = f"{self.positions.size} steps with {self.labels.size} labels"
+            raise DataError(f"{self.example_id}: {found}; there must be one label per step, and at least one step")
         if self.positions[0] < 0 or self.positions[-1] >= len(self.token_ids) or (np.diff(self.positions) < 1).any():
             raise DataError(f"{self.example_id}: the steps' positions must ascend within {len(self.token_ids)} tokens")
         if not ((self.labels >= 0) & (self.labels <= 1)).all():

@@ -132,11 +132,9 @@ class Rows:
     def fingerprint(self) -> str | None:
         """Return a text that changes whenever the rows do, or None if a source is streamed and has no fingerprint."""
         prints = [source.fingerprint() for source in self.sources]
-        return (
-            None
-            if None in prints
-            else repr((prints, self.probs, self.seed, self.max_samples, self.preset, self.skip_samples))
-        )
+        if None in prints:
+            return None
+        return repr((prints, self.probs, self.seed, self.max_samples, self.preset, self.skip_samples))
 
     def _read(self, source: Source, errors: RowErrors) -> Iterator[Row]:
         row = None

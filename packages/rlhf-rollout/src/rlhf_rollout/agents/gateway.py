@@ -174,10 +174,8 @@ class Gateway(LocalServer):
         new = [name for name in request.ignored if name not in self._ignored]
         if new:
             self._ignored.update(new)
-            _LOGGER.warning(
-                "agents ask for %s, which is ignored: answers are sampled as the run says, without alternatives",
-                ", ".join(new),
-            )
+            text = "agents ask for %s, which is ignored: answers are sampled as the run says, without alternatives"
+            _LOGGER.warning(text, ", ".join(new))
         return {"x-ignored-parameters": ", ".join(request.ignored)}
 
 

@@ -167,9 +167,8 @@ class GatewaySession:
         except BudgetSpentError:
             if self._is_spent:
                 self.is_refused = True
-                raise RefusedError(
-                    400, "episode_budget_spent", "the episode has no turns, tokens or time left"
-                ) from None
+                message = "the episode has no turns, tokens or time left"
+                raise RefusedError(400, "episode_budget_spent", message) from None
             self._is_spent = True
             size = len(token_ids)
             return Answer(text="", calls=[], is_cut=True, num_prompt_tokens=size, num_tokens=0, tokens=[])

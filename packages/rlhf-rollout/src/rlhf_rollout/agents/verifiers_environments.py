@@ -47,9 +47,8 @@ class VerifiersAgent:
             # Up to 0.1.6 `generate` is not a coroutine function, and up to 0.1.7 it takes columns.
             generate = getattr(environment, "a_generate", None) or partial(environment.generate, use_tqdm=False)
             takes_rows = hasattr(types, "RolloutInput")
-            result = await generate(
-                [row] if takes_rows else {name: [value] for name, value in row.items()}, client, "policy"
-            )
+            inputs = [row] if takes_rows else {name: [value] for name, value in row.items()}
+            result = await generate(inputs, client, "policy")
         result = result if isinstance(result, Mapping) else vars(result)
         metrics = {name: values[0] for name, values in result["metrics"].items()}
         return {"rewards": result["reward"][0], "extra": metrics}

@@ -54,10 +54,8 @@ def run(config: ChatConfig) -> int:
                 prompt = template.render(row, "input")
                 [token_ids] = encode_prompts([prompt], tokenizer, has_special_tokens=with_template)
                 if len(token_ids) > data.prompt_max_len:
-                    limit = f"--prompt_max_len {data.prompt_max_len}"
-                    TERMINAL.say(
-                        f"the conversation has {len(token_ids)} tokens, more than {limit}; /clear starts a new one"
-                    )
+                    size = f"{len(token_ids)} tokens, more than --prompt_max_len {data.prompt_max_len}"
+                    TERMINAL.say(f"the conversation has {size}; /clear starts a new one")
                     continue
                 answer = runner.run(_reply(engine, np.array(token_ids, np.int32), sampling, tokenizer))
                 messages = [*asked, {"role": "assistant", "content": answer}]

@@ -95,9 +95,8 @@ def run(config: GenerateConfig) -> int:
     if output.rollouts_path != output.path:
         rows = training_rows(output.rollouts_path, output.post_processor, **matching(training_rows, output))
         num_rows = write_rows(output.path, rows)
-        TERMINAL.say(
-            f"{output.post_processor}: {num_rows} rows of {len(task.prompts)} prompts written to {output.path}"
-        )
+        made = f"{num_rows} rows of {len(task.prompts)} prompts"
+        TERMINAL.say(f"{output.post_processor}: {made} written to {output.path}")
     return status
 
 
@@ -114,9 +113,8 @@ def _prepare(config: GenerateConfig) -> _Task:
     prompts, inputs = _load_prompts(config, tokenizer)
     TERMINAL.say(prompts.summary)
     if output.post_processor == "csft" and not all(isinstance(cells["input"], str) for cells in inputs):
-        raise DataError(
-            "--post_processor csft writes the reward into the input, so inputs must be text and not messages"
-        )
+        message = "--post_processor csft writes the reward into the input, so inputs must be text and not messages"
+        raise DataError(message)
     # Everything that determines the rollouts: model, sampling, agent, rewards and prompts.
     settings = (engine.kind, engine.spec.model, engine.spec.tokenizer, engine.spec.dtype, sampling)
     if agent is not None:

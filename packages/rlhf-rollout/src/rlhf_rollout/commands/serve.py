@@ -114,9 +114,8 @@ def run(config: EngineServerConfig) -> int:
     """
     server = config.server
     token = token_for(server.host, ENGINE_TOKEN_VARIABLE)
-    job = make_engine(
-        config.model, config.engine, config.engine.max_model_len, enable_sleep=config.engine.vllm_enable_sleep
-    )
+    section = config.engine
+    job = make_engine(config.model, section, section.max_model_len, enable_sleep=section.vllm_enable_sleep)
     with TERMINAL.progress.doing("starting the engine"):
         job.check_model()
         spec = job.spec

@@ -153,9 +153,8 @@ class GatedEngine(ABC):
             self._check_usable()
             self._check_awake()  # it may have fallen asleep since
             if self._incomplete:
-                raise EngineError(
-                    f"the engine's weights are incomplete: {self._incomplete}", hint="send a complete weight update"
-                )
+                message = f"the engine's weights are incomplete: {self._incomplete}"
+                raise EngineError(message, hint="send a complete weight update")
             self._num_sequences += sampling.num_samples
             try:
                 drafts = drafts or [Draft() for _ in range(sampling.num_samples)]

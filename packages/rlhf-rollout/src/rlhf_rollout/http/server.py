@@ -56,9 +56,8 @@ class TokenCheck:
     def __init__(self, app: ASGIApp, *, token: str, variable: str) -> None:
         self._app = app
         self._expected = f"Bearer {token}".encode() if token else None
-        self._refusal = JSONResponse(
-            {"detail": f"the request has no valid token; clients take it from {variable}"}, status_code=401
-        )
+        detail = f"the request has no valid token; clients take it from {variable}"
+        self._refusal = JSONResponse({"detail": detail}, status_code=401)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""

@@ -59,9 +59,8 @@ def format_reward(expression: str) -> Callable[..., dict[str, Any]]:
         message = f"format:{expression} is no regular expression: {error}"
         raise ConfigError(message, hint="write \\ before a sign that stands for itself, as in \\(") from None
     if not expression:
-        raise ConfigError(
-            "format: has no expression", hint=f"give one, or one of {', '.join(map('format:'.__add__, PRESETS))}"
-        )
+        names = ", ".join(f"format:{name}" for name in PRESETS)
+        raise ConfigError("format: has no expression", hint=f"give one, or one of {names}")
 
     def reward_func(
         queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], *, responses: Sequence[str]

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -188,6 +187,7 @@ def check_reward_function(
 ) -> str | None:
     """Import a reward function and call it once in a worker process, before anything expensive starts.
 
+    Must not be called from within an event loop.
     The call is as large as those of a run, and holds the prompts in turn. A built-in reward compares nothing: its call
     holds each of the first four prompts twice. Responses are in turn the label of their prompt and an empty text.
 
@@ -214,8 +214,7 @@ def check_reward_function(
         finally:
             await pool.close()
 
-    with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
-        outcome = thread.submit(asyncio.run, trial()).result()
+    outcome = asyncio.run(trial())
     name = f"{target.module}:{target.name}"
     if outcome is None:
         return None

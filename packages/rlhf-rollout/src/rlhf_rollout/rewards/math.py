@@ -136,9 +136,8 @@ def grade(response: str, label: str) -> VerdictKind:
 
 def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> dict[str, list]:
     """Return reward 1.0 for the right answer (`grade`) and 0.0 otherwise, with verdicts."""
-    verdicts = [
-        grade(query[len(prompt) :], label) for query, prompt, label in zip(queries, prompts, labels, strict=True)
-    ]
+    samples = zip(queries, prompts, labels, strict=True)
+    verdicts = [grade(query[len(prompt) :], label) for query, prompt, label in samples]
     return {
         "rewards": [float(verdict is VerdictKind.OK) for verdict in verdicts],
         "verdicts": [verdict.value for verdict in verdicts],

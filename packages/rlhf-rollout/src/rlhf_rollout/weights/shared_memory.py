@@ -90,6 +90,5 @@ def map_segment(handle: tuple[str, int]) -> np.ndarray:
         message = f"the weight segment {path} cannot be opened: {error.strerror}"
         if error.errno not in _UNSEEN:
             raise EngineError(message, hint="end other programs on this host, or raise its limits") from error
-        raise WeightSyncError(
-            message, hint="shared memory reaches only engines on the trainer's own host, and tcp reaches others"
-        ) from error
+        hint = "shared memory reaches only engines on the trainer's own host, and tcp reaches others"
+        raise WeightSyncError(message, hint=hint) from error

@@ -2,8 +2,8 @@
 
 `guarded.py` runs this file as a script. It uses the standard library only, so that it takes a few MiB and milliseconds.
 
-On Linux, orphans of the worker become children of the guard, also those that have left its session. So the guard ends
-them all when the worker ends, when it receives SIGTERM, and some seconds after its own parent is gone.
+Orphans of the worker become children of the guard, also those that have left its session. So the guard ends them all
+when the worker ends, when it receives SIGTERM, and some seconds after its own parent is gone.
 """
 
 import codecs
@@ -99,7 +99,7 @@ def main(connection: int, log_path: str, memory_bytes: int) -> None:
         if wake in ready and signal.SIGTERM in os.read(wake, 64):
             break
         status = _reap(worker)
-    _kill_all(worker)
+    _kill_all()
     while output.forward():
         pass
     _end_like(status)
@@ -129,11 +129,11 @@ def _reap(worker: int) -> int | None:
     return code
 
 
-def _kill_all(worker: int) -> None:
+def _kill_all() -> None:
     """Kill all children, and the orphans that thereby become children, until there are none."""
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     while time.monotonic() < deadline:
-        for child in _children() if os.path.isdir("/proc") else [worker]:
+        for child in _children():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         try:
@@ -168,8 +168,7 @@ def _end_like(code: int | None) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value)
+    ctypes.CDLL(None).prctl(option, value)
 
 
 if __name__ == "__main__":

