@@ -135,16 +135,16 @@ def _problems(path: Path, *, verify: bool) -> list[str]:
 def _row(path: Path, *, verify: bool) -> tuple[str, ...]:
     """Return the step, the metric, the size, the age and the state of a checkpoint."""
     step = path.name.removeprefix("step-")
-    problems = _problems(path, verify=verify)
     try:
         checkpoint = read_checkpoint(path)
-    except CheckpointError:
-        return step, "-", "-", "-", problems[0]
+    except CheckpointError as error:
+        return step, "-", "-", "-", str(error)
     seconds = max(time.time() - (path / MANIFEST).stat().st_mtime, 0)
     length, unit = next((row for row in _UNITS if seconds >= row[0]), _UNITS[-1])
     metric = "-" if checkpoint.metric is None else f"{checkpoint.metric:.4g}"
     size = f"{checkpoint.size_bytes / 2**20:.1f} MiB"
-    return step, metric, size, f"{seconds // length:.0f} {unit}", "; ".join(problems) or "whole"
+    state = "; ".join(checkpoint.problems(content=verify)) or "whole"
+    return step, metric, size, f"{seconds // length:.0f} {unit}", state
 
 
 def _prune(found: Sequence[Path], num: int, *, dry_run: bool) -> None:

@@ -24,7 +24,6 @@ from rlhf_cli.preflight.models import (
 )
 from rlhf_cli.preflight.resume import check_run_folders
 from rlhf_data.errors import ConfigError
-from rlhf_data.options.checks import once
 from rlhf_data.options.command_line import Parsed, to_toml
 from rlhf_train.cluster.placement import plan_anywhere
 from rlhf_train.cluster.places import PlacementPlan
@@ -40,6 +39,7 @@ def show_ppo(parsed: Parsed[PpoConfig], folder: Path, console: Console) -> int:
         DataError: data on this machine that cannot be used.
     """
     config = parsed.config
+    console.notices(parsed.notices)
     console.working("checking model, data and reward")
     absent = Absent()
     inputs, num_prompts = _look(parsed, folder, absent)
@@ -55,8 +55,7 @@ def show_ppo(parsed: Parsed[PpoConfig], folder: Path, console: Console) -> int:
     notices = inputs.notices if inputs else ()
     on_device = check_device(config, parsed.given, plan.num_gpus)
     on_memory = sleep_notices(job, gpu_bytes) if job else []
-    for notice in once([*parsed.notices, *notices, *on_device, *on_memory])[len(parsed.notices) :]:
-        console.notice(notice)
+    console.notices(notices, on_device, on_memory)
     num_held_out = len(inputs.eval_prompts or ()) if inputs else None
     console.result(to_toml(with_full_paths(config)))
     console.result(f"placement: {plan.describe()}")

@@ -21,13 +21,7 @@ from rlhf_cli.console.exits import SUCCESS, exit_status
 from rlhf_cli.console.secrets import restart_without_key
 from rlhf_cli.launcher import Launch, launch
 from rlhf_cli.openrlhf.flags import adapt, flags_of
-from rlhf_cli.paths import (
-    LOG_FILE,
-    model_path,
-    source_names,
-    user_path,
-    with_full_paths,
-)
+from rlhf_cli.paths import LOG_FILE, model_path, source_names, user_path, with_full_paths
 from rlhf_cli.preflight.devices import on_cpu
 from rlhf_cli.preflight.resume import (
     changed_options,
@@ -136,18 +130,16 @@ class Command:
 
     def _carry_out(self, parsed: Parsed[OfflineConfig], folder: Path, console: "Console", is_first: bool) -> None:
         if is_first:
-            for notice in parsed.notices:
-                console.notice(notice)
+            console.notices(parsed.notices)
         if parsed.dry_run:
             self._show(parsed, folder, console)
             return
         changes: list[str] = []
         if is_first:
-            notices = on_cpu(parsed.given) if not local_gpus() else []
+            if not local_gpus():
+                console.notices(on_cpu(parsed.given))
             if parsed.config.checkpoint.continues:
                 changes = changed_options(to_store(parsed.config), folder)
-            for notice in notices:
-                console.notice(notice)
             console.log(f"results will be in {folder}, messages of libraries in {LOG_FILE} there")
             console.working("checking model and data")
         job, _ = _prepare(self, parsed.config, folder, console)
@@ -165,8 +157,7 @@ class Command:
                 console.result(nothing_is_left(folder, f"{done} update(s)", "--max_epochs"))
             leave_process_group()
             return
-        for notice in changes:
-            console.notice(notice)
+        console.notices(changes)
         _train(self, parsed, job, console)
 
     def _show(self, parsed: Parsed[OfflineConfig], folder: Path, console: "Console") -> None:
@@ -208,8 +199,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     from rlhf_train.offline.job import OfflineJob
 
     if place.rank == 0 and hasattr(config.data, "tools_key"):
-        for notice in unread_tools(sources.values(), config.data):
-            console.notice(notice)
+        console.notices(unread_tools(sources.values(), config.data))
     path = model_path(config.model.pretrain)
     model = config.model
     model_config, tokenizer = load_model_files(path)

@@ -25,7 +25,6 @@ from rlhf_cli.preflight.resume import (
     to_store,
 )
 from rlhf_cli.presets import PRESETS
-from rlhf_data.options.checks import once
 from rlhf_data.options.command_line import CommandLine, Parsed
 from rlhf_train.run.interrupts import Interrupts
 
@@ -75,8 +74,6 @@ def _run(argv: Sequence[str]) -> int:
         from rlhf_cli.commands.dry_run import show_ppo
 
         console = Console()
-        for notice in parsed.notices:
-            console.notice(notice)
         return show_ppo(parsed, folder, console)
     check_run_folders(config.checkpoint, folder)
     check_can_continue(config.checkpoint, folder)
@@ -101,8 +98,7 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     from rlhf_train.run.trackers.start import check_trackers
 
     config = parsed.config
-    for notice in parsed.notices:
-        console.notice(notice)
+    console.notices(parsed.notices)
     console.working("checking model, data and reward")
     inputs = check_inputs(config, folder)
     nodes, ray_address = find_gpus()
@@ -118,10 +114,7 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
         console.result(nothing_is_left(folder, f"{done} step(s)", "--train_steps or --num_episodes"))
         return
     memory_notices = sleep_notices(job, gpu_memory_bytes())
-    for notice in once([*parsed.notices, *inputs.notices, *device_notices, *memory_notices, *changes])[
-        len(parsed.notices) :
-    ]:
-        console.notice(notice)
+    console.notices(inputs.notices, device_notices, memory_notices, changes)
     console.result(f"placement: {plan.describe()}")
     num_held_out = len(inputs.eval_prompts or ())
     console.result(f"batches\n{describe_batches(config, plan, len(inputs.prompts) or None, num_held_out)}")

@@ -4,14 +4,16 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from rich.console import Console as RichConsole
 from rich.text import Text
 
+from rlhf_data.options.checks import once
 from rlhf_data.options.exits import with_flags
 from rlhf_data.options.progress import Progress
 from rlhf_data.own_code import code_files
@@ -93,6 +95,7 @@ class Console:
         self._out = _rich_console(out or sys.stdout)
         self._err = _rich_console(err or sys.stderr)
         self._progress = Progress(err or sys.stderr)
+        self._told: list[str] = []
         self.working = self._progress.show  # shows the live line, until the next call or `done`
         self.done = self._progress.clear  # removes the live line
 
@@ -109,6 +112,14 @@ class Console:
     def notice(self, text: str) -> None:
         """Write a notice to stderr."""
         self.log(f"notice: {text}", "yellow")
+
+    def notices(self, *found: Iterable[str]) -> None:
+        """Show notices, but none of an option whose other notice is shown already; see `once`."""
+        told = [*self._told, *chain(*found)]
+        new = once(told)[len(self._told) :]
+        self._told += new
+        for text in new:
+            self.notice(text)
 
     def aside(self, text: str) -> None:
         """Write a line to stderr above the live line, which stays. Other threads may call it."""

@@ -2,6 +2,11 @@
 
 Each rank writes the parts that it keeps, with their place in the whole tensor. A reader puts the parts together again,
 so that a run with other ranks or another ZeRO stage can read them, each rank only what it needs.
+
+torch's distributed checkpoint does not take the place of this file. It keeps the places of parts in a pickle, which
+runs the code of whoever wrote it when it is read, and its saving is a collective, in which all ranks wait for one that
+died. It knows rectangular parts of tensors: those of a flattened tensor, which begin and end within rows, need
+a planner that is longer than the reader here.
 """
 
 import json

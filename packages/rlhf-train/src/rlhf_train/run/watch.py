@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import TracebackType
 
 from rlhf_data.options.progress import duration
 from rlhf_train.run.observer import Observer
@@ -76,9 +75,7 @@ class Watch:
         threading.Thread(target=self._run, name="watch", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
 
     def _run(self) -> None:
