@@ -84,15 +84,15 @@ def test_linear_policy_loss_bfloat16_computes_in_float32():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden": torch.zeros(6)}, r"hidden \[N, H\] and weight \[V, H\]"),
-        ({"weight": torch.zeros(11, 5)}, r"got hidden \[6, 4\] and weight \[11, 5\]"),
-        ({"weight": torch.zeros(0, 4)}, "V at least 1"),
-        ({"weight": torch.zeros(11, 4).half()}, "agree in device and in one dtype"),
+        ({"hidden": torch.zeros(6)}, r"hidden \[N, H\], weight \[V, H\]"),
+        ({"weight": torch.zeros(11, 5)}, r"got \[6, 4\] and \[11, 5\]"),
+        ({"weight": torch.zeros(0, 4)}, "V and H above 0"),
+        ({"weight": torch.zeros(11, 4).half()}, "share one of bfloat16, float16 and float32"),
         ({"token_ids": torch.zeros(6)}, r"token_ids must be \[6\] on cpu in int32, int64"),
         ({"token_ids": torch.full((6,), 11)}, "token id 11 is outside the vocabulary of 11"),
         ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"bias": torch.zeros(10)}, r"bias must be \[11\] torch.float32 on cpu; got \[10\]"),
-        ({"bias": torch.zeros(11).half()}, r"got \[11\] torch.float16"),
+        ({"bias": torch.zeros(10)}, r"bias \[V\], .* and \[10\]"),
+        ({"bias": torch.zeros(11).half()}, r"got torch.float32, torch.float32, torch.float16"),
         ({"bias": torch.zeros(11, requires_grad=True)}, "bias of linear_policy_loss is a constant"),
         (
             {"objective": PolicyObjective(kl_coef=0.1), "stream": replace(problem()[3], ref_logprobs=None)},

@@ -5,9 +5,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlhf_kernels.dispatch import FLOATS, takes_triton
+from rlhf_kernels.dispatch import takes_triton
 from rlhf_kernels.objective import PolicyObjective
 from rlhf_kernels.ops.linear_policy_loss.reference import linear_policy_loss_reference
+from rlhf_kernels.ops.linear_token_logprobs import check_head
 from rlhf_kernels.ops.packed_policy_loss.terms import PolicyStream, check_column
 from rlhf_kernels.ops.token_logprobs import check_below, check_temperature
 
@@ -52,13 +53,9 @@ def linear_policy_loss(
     Raises:
         ValueError: as `packed_policy_loss`, or (on the CPU) a token id beyond the vocabulary.
     """
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or not len(weight):
-        shapes = f"hidden {list(hidden.shape)} and weight {list(weight.shape)}"
-        raise ValueError(f"linear_policy_loss takes hidden [N, H] and weight [V, H], V at least 1; got {shapes}")
-    if hidden.dtype not in FLOATS or (weight.dtype, weight.device) != (hidden.dtype, hidden.device):
-        given = f"{hidden.dtype} on {hidden.device} and {weight.dtype} on {weight.device}"
-        raise ValueError(f"hidden and weight must agree in device and in one dtype of {FLOATS}; got {given}")
-    check_bias(bias, hidden, weight)
+    check_head(hidden, weight, bias)
+    if bias is not None and bias.requires_grad:
+        raise ValueError("the bias of linear_policy_loss is a constant, and the one given requires a gradient")
     check_column("token_ids", token_ids, hidden, (torch.int32, torch.int64))
     stream.check(hidden, objective)
     check_temperature(temperature)
@@ -72,14 +69,3 @@ def linear_policy_loss(
         terms = (token_ids, temperature, stream, objective, weight_grad_dtype)
         return linear_policy_loss_triton(hidden, weight, *terms, bias=bias)
     return linear_policy_loss_reference(hidden, weight, token_ids, temperature, stream, objective, bias)
-
-
-def check_bias(bias: Tensor | None, hidden: Tensor, weight: Tensor) -> None:
-    """Raise ValueError unless a bias is None or a constant that fits the head."""
-    if bias is None:
-        return
-    if bias.requires_grad:
-        raise ValueError("the bias of linear_policy_loss is a constant, and the one given requires a gradient")
-    if bias.shape != weight.shape[:1] or (bias.dtype, bias.device) != (hidden.dtype, hidden.device):
-        wanted = f"[{len(weight)}] {hidden.dtype} on {hidden.device}"
-        raise ValueError(f"bias must be {wanted}; got {list(bias.shape)} {bias.dtype} on {bias.device}")

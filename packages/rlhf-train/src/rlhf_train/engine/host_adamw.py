@@ -99,27 +99,25 @@ def _update(
     master, average, square = places.bring(states)
     if average.dtype == torch.bfloat16:
         bf16_moments.update_(group, int(num_updates) + 1, master, gradient, average, square, start=start)
-        weight.copy_(master)
-        places.take_back(states)
-        return
-    beta1, beta2 = group["betas"]
-    adamw(
-        [master],
-        [gradient],
-        [average],
-        [square],
-        [],
-        [torch.full((), num_updates, dtype=torch.float32, device=gradient.device)],
-        foreach=group["foreach"],
-        fused=group["fused"],
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+    else:
+        beta1, beta2 = group["betas"]
+        adamw(
+            [master],
+            [gradient],
+            [average],
+            [square],
+            [],
+            [torch.full((), num_updates, dtype=torch.float32, device=gradient.device)],
+            foreach=group["foreach"],
+            fused=group["fused"],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
     weight.copy_(master)
     places.take_back(states)
 
