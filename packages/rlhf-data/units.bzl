@@ -34,7 +34,7 @@ TESTS = {
     "examples/messages_test.py": ["rlhf-data/chat", "rlhf-data/errors", "rlhf-data/examples", "rlhf-data/rows", "rlhf-data/testing"],
     "examples/preference_test.py": ["rlhf-data/errors", "rlhf-data/examples", "rlhf-data/rows", "rlhf-data/testing"],
     "examples/sft_test.py": ["rlhf-data/errors", "rlhf-data/examples", "rlhf-data/prompts", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/testing", "tests/support/record_testing"],
-    "exports_test.py": ["rlhf-data", "rlhf-data/testing"],
+    "exports_test.py": ["rlhf-data", "rlhf-data/prompts", "rlhf-data/records", "rlhf-data/testing"],
     "keys_test.py": ["rlhf-data/errors", "rlhf-data/keys", "rlhf-data/options", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/testing", "tests/support/record_testing"],
     "main_test.py": ["rlhf-data/errors", "rlhf-data/main", "rlhf-data/options", "rlhf-data/records", "rlhf-data/testing", "tests/support/record_testing"],
     "options/command_line_test.py": ["rlhf-data/errors", "rlhf-data/options"],

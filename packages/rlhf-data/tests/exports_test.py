@@ -3,11 +3,18 @@
 import subprocess
 import sys
 
+import pytest
+
 import rlhf_data
+from rlhf_data import prompts, records
 
 
-def test_exports_exist():
+def test_exports_are_what_type_checkers_see():
+    assert {"load_prompts", "Rollout", "ConfigError"} <= set(rlhf_data.__all__)
+    assert rlhf_data.load_prompts is prompts.load_prompts and rlhf_data.Rollout is records.Rollout
     assert all(hasattr(rlhf_data, name) for name in rlhf_data.__all__)
+    with pytest.raises(AttributeError, match="module 'rlhf_data' has no attribute 'Rollouts'"):
+        rlhf_data.Rollouts  # noqa: B018
 
 
 def test_import_brings_no_heavy_library():
