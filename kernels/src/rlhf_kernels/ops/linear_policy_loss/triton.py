@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlhf_kernels.dispatch import on_device
 from rlhf_kernels.ops.linear_token_logprobs import product
+from rlhf_kernels.ops.linear_token_logprobs.triton import add_product
 from rlhf_kernels.ops.packed_policy_loss.triton import launch_policy, scaled_gradients
 from rlhf_kernels.ops.token_logprobs.triton import LN_2, NUM_SUMS, add_sums, write_gradient
 
@@ -151,7 +152,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
             if wants_weight:
                 if is_multiple:
                     _scale_rows(rows, *scales)  # `rows` is a copy: the hidden states themselves stay as they are
-                _add_product(grad_weight, logits.t(), rows, beta=min(chunk.start, 1))
+                add_product(grad_weight, logits.t(), rows, beta=min(chunk.start, 1))
             del rows  # free this chunk's copy before the next one is made
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype) if wants_weight else None)
         results = logprobs.clone(), entropy.clone()
@@ -189,14 +190,3 @@ def _scale_rows(matrix: Tensor, grads: Tensor, totals: Tensor, by: float) -> Non
             _scale_rows_kernel[(len(matrix), triton.cdiv(matrix.shape[1], BLOCK_SIZE))](
                 matrix, grads, totals, matrix.shape[1], by, BLOCK=BLOCK_SIZE
             )
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: int) -> None:
-    """Set `total` to beta * total + left @ right, accumulated in the dtype of `total`."""
-    options = {} if total.dtype == left.dtype else {"out_dtype": total.dtype}
-    if options and not total.is_cuda:
-        # Only cuBLAS takes an output dtype that differs from the operands'.
-        left = left.to(total.dtype)
-        right = right.to(total.dtype)
-        options = {}
-    torch.addmm(total, left, right, beta=beta, out=total, **options)

@@ -112,9 +112,9 @@ class HeadResults(torch.autograd.Function):
                     write_gradient(logits, ref_logits, token_ids[rows], *beside, logits, ctx.temperature, columns.start)
                 # `logits` holds their gradient from here on; both products read it before the next block overwrites it.
                 if needed[0]:
-                    _add_product(grad_hidden[rows], logits, part)
+                    add_product(grad_hidden[rows], logits, part)
                 if add_up:
-                    _add_product(weight_sum, logits.T, kept[rows])
+                    add_product(weight_sum, logits.T, kept[rows])
                 elif needed[1]:
                     torch.mm(logits.T, kept, out=grad_weight[columns])
                 if needed[2]:
@@ -169,9 +169,12 @@ def _slices(total: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to the float32 sums in `total`, without rounding the product to the dtype of the matrices."""
-    if a.is_cuda and a.dtype != torch.float32:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(a.float(), b.float())
+def add_product(total: Tensor, left: Tensor, right: Tensor, beta: int = 1) -> None:
+    """Set `total` to beta * total + left @ right, accumulated in the dtype of `total`."""
+    options = {} if total.dtype == left.dtype else {"out_dtype": total.dtype}
+    if options and not total.is_cuda:
+        # Only cuBLAS takes an output dtype that differs from the operands'.
+        left = left.to(total.dtype)
+        right = right.to(total.dtype)
+        options = {}
+    torch.addmm(total, left, right, beta=beta, out=total, **options)

@@ -27,16 +27,12 @@ class Absent:
     unseen: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        return self._count > 0
-
-    @property
-    def _count(self) -> int:
+    def __len__(self) -> int:
         return len(self.unseen) + len(self.missing)
 
     def models(self, flag: str, names: str | None) -> bool:
         """Add the models of a comma-separated list that are not on this machine; return True if there are none."""
-        num_before = self._count
+        num_before = len(self)
         for name in parts(names or ""):
             path = model_path(name)
             if Path(path).is_dir():
@@ -45,11 +41,11 @@ class Absent:
                 self.missing.append(f"--{flag} {name}: there is no folder {path}")
             elif not _is_cached(path):
                 self.unseen.append(f"--{flag} {name}: not on this machine, and a dry run does not ask the hub")
-        return self._count == num_before
+        return len(self) == num_before
 
     def data(self, flag: str, names: str | None) -> bool:
         """Add the sources of a comma-separated list that are not on this machine; return True if there are none."""
-        num_before = self._count
+        num_before = len(self)
         for name in parts(names or ""):
             path = user_path(name.rpartition("@")[0] or name)
             if name == BUILTIN or path.exists() or user_path(name).exists():
@@ -58,7 +54,7 @@ class Absent:
                 self.missing.append(f"--{flag} {name}: there is no file {path}")
             else:
                 self.unseen.append(f"--{flag} {name}: a dry run does not load data from the hub")
-        return self._count == num_before
+        return len(self) == num_before
 
     def rewards(self, flag: str, names: Iterable[str]) -> None:
         """Add the reward functions whose file does not exist."""
