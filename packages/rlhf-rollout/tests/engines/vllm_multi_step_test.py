@@ -202,6 +202,23 @@ def test_runners_that_keep_tokens_on_the_host_or_wait_for_others_are_left_alone(
     assert ("schedule" in vars(scheduler)) == is_patched
 
 
+def test_steps_of_one_token_go_on_where_the_last_one_ended(model):
+    engine = running(model, num_requests=2, num_tokens=64)
+    numbers(engine, 1)
+    step = engine.scheduler.schedule()
+    assert step.num_steps == 4 and step.total_num_scheduled_tokens == 8
+    step.finished_req_ids = {"gone"}
+    first, *others = multi_step.single_steps(step)
+    assert first.finished_req_ids == {"gone"} and first.scheduled_cached_reqs is step.scheduled_cached_reqs
+    for later, single in enumerate([first, *others]):
+        cached = single.scheduled_cached_reqs
+        assert (cached.req_ids, single.num_scheduled_tokens) == (["0", "1"], {"0": 1, "1": 1})
+        assert single.total_num_scheduled_tokens == 2
+        # The prompts have 20 tokens, and one token was written.
+        assert cached.num_computed_tokens == [20 + later] * 2 and cached.num_output_tokens == [1 + later] * 2
+        assert later == 0 or (cached.new_block_ids, single.finished_req_ids) == ([None, None], set())
+
+
 class Later(AsyncModelRunnerOutput):
     def __init__(self, output):
         self.output = output
