@@ -133,14 +133,16 @@ def test_load_prompts_max_samples_counts_rows_read(tmp_path):
 
 def test_load_prompts_options_that_cannot_work_fail_before_the_file_is_read(tmp_path):
     rows = open_sources(write_jsonl(tmp_path / "a.jsonl", ["broken"]))
+    with pytest.raises(ConfigError, match="prompt_max_len must be at least 1, got 0"):
+        load_prompts(rows, ByteTokenizer(), prompt_max_len=0)
+    [prompt] = load_prompts(
+        open_sources(write_jsonl(tmp_path / "b.jsonl", [{"input": "x"}])),
+        ByteTokenizer(add_bos=False),
+        prompt_max_len=1,
+    )
+    assert prompt.token_ids.tolist() == [*b"x"]
     with pytest.raises(ConfigError, match="exactly once"):
         load_prompts(rows, ByteTokenizer(), input_template="x")
-
-
-def test_load_prompts_a_prompt_may_have_the_greatest_length(tmp_path):
-    rows = open_sources(write_jsonl(tmp_path / "b.jsonl", [{"input": "x"}]))
-    [prompt] = load_prompts(rows, ByteTokenizer(add_bos=False), prompt_max_len=1)
-    assert prompt.token_ids.tolist() == [*b"x"]
 
 
 def test_load_prompts_null_label_names_file_and_line(tmp_path):

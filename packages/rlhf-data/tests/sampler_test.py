@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlhf_data.errors import CheckpointError
+from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_data.sampler import EpochSampler
 
 
@@ -67,3 +67,11 @@ def test_epoch_sampler_resumes_with_another_batch_size_at_the_same_item():
 def test_epoch_sampler_state_of_another_order_is_refused(other):
     with pytest.raises(CheckpointError, match=r"the saved order has .*\n\nhint: resume with"):
         EpochSampler(10, 3).load_state_dict(other.state_dict())
+
+
+def test_epoch_sampler_impossible_sizes_are_refused():
+    for arguments in [(0, 1), (1, 0)]:
+        with pytest.raises(ConfigError, match="must be at least 1"):
+            EpochSampler(*arguments)
+    with pytest.raises(ConfigError, match="must not be negative, got -1"):
+        EpochSampler(1, 1, seed=-1)

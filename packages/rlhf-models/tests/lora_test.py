@@ -214,6 +214,12 @@ def test_lora_without_peft_says_how_to_install_it(monkeypatch):
         add_lora(torch.nn.Linear(2, 2), LoraSpec(rank=1))
 
 
+@pytest.mark.parametrize("fields", [{"rank": 0}, {"rank": 2, "alpha": 0.0}, {"rank": 2, "dropout": 1.0}])
+def test_lora_numbers_out_of_range_are_refused(fields):
+    with pytest.raises(ConfigError, match="LoRA has rank"):
+        LoraSpec(**fields)
+
+
 def test_lora_target_of_no_layer_is_refused_with_a_hint(qwen2_dir):
     with pytest.raises(ConfigError, match="hint: ``target_modules``"):
         add_lora(load_actor(qwen2_dir, dtype="float32"), LoraSpec(rank=2, target_modules=("no_such_layer",)))

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_data.chat.input_template import InputTemplate
 from rlhf_data.chat.messages import row_messages
 from rlhf_data.chat.tokens import Tokenizer, encode_prompts
-from rlhf_data.errors import DataError
+from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import Prompt
 from rlhf_data.rows.row import Counts, RowErrors, unknown_id
 from rlhf_data.rows.sources import Rows
@@ -71,6 +71,8 @@ def load_prompts(
             long.
         ConfigError: options that exclude each other or do not suit the tokenizer.
     """
+    if prompt_max_len < 1:
+        raise ConfigError(f"prompt_max_len must be at least 1, got {prompt_max_len}")
     template = InputTemplate(
         tokenizer=tokenizer,
         apply_chat_template=apply_chat_template,

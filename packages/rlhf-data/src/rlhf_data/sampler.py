@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.errors import CheckpointError
+from rlhf_data.errors import CheckpointError, ConfigError
 
 
 class EpochSampler:
@@ -15,13 +15,17 @@ class EpochSampler:
     that no item is dropped and every batch is full. Such a batch may contain an item twice.
 
     Args:
-        num_items: size of the data set, at least 1.
-        batch_size: indices per batch, at least 1; may exceed `num_items`.
+        num_items: size of the data set.
+        batch_size: indices per batch; may exceed `num_items`.
         seed: determines, with the number of the epoch, the order of the epoch.
         shuffle: False keeps the order of the data set.
     """
 
     def __init__(self, num_items: int, batch_size: int, *, seed: int = 0, shuffle: bool = True) -> None:
+        if num_items < 1 or batch_size < 1:
+            raise ConfigError(f"num_items ({num_items}) and batch_size ({batch_size}) must be at least 1")
+        if seed < 0:
+            raise ConfigError(f"the seed must not be negative, got {seed}")
         self.num_items = num_items
         self.batch_size = batch_size
         self.seed = seed

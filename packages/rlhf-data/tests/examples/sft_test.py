@@ -110,6 +110,8 @@ def test_sft_encoder_drops_and_counts_too_long(tmp_path):
         DataError, match=r"all 2 examples of .* are longer than ``max_len=3``\n\nhint: the longest has 6"
     ):
         load(path, max_len=3)
+    with pytest.raises(ConfigError, match="max_len must be at least 2"):
+        load(path, max_len=1)
 
 
 @pytest.mark.parametrize(

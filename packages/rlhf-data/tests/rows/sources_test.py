@@ -40,6 +40,8 @@ def test_open_sources_max_samples_reads_no_further(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"q": 1}\n{"q": 2}\nbroken\n')
     assert len(list(open_sources(path, max_samples=2))) == 2
+    with pytest.raises(ConfigError, match="at least 1, got 0"):
+        open_sources(path, max_samples=0)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,9 @@ class LoraSpec:
         target_modules: names of the linear layers that get an adapter; "all-linear" means all except the LM head. The
             experts of a mixture are no linear layers, and layers that text does not reach get none.
 
+    Raises:
+        ConfigError: an attribute out of its range.
+
     Source: Hu et al. 2021, arXiv:2106.09685, sec. 4.1.
     """
 
@@ -41,6 +44,11 @@ class LoraSpec:
     alpha: float = 16.0
     dropout: float = 0.0
     target_modules: str | tuple[str, ...] = "all-linear"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1:
+            given = f"rank {self.rank}, alpha {self.alpha} and dropout {self.dropout}"
+            raise ConfigError(f"LoRA has {given}; rank must be 1 or more, alpha above 0, dropout in [0, 1)")
 
 
 def add_lora(model: nn.Module, spec: LoraSpec) -> None:

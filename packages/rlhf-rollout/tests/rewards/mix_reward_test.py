@@ -204,6 +204,20 @@ def test_failures_get_the_reward_that_is_set_and_stay_failures():
     ]
 
 
+@pytest.mark.parametrize(
+    ("names", "weight", "says"),
+    [
+        ([], 1.0, "got none"),
+        (["a", "a"], 1.0, "different names, got a, a"),
+        (["a"], float("nan"), "the weight of reward a is nan"),
+        (["a"], float("inf"), "the weight of reward a is inf"),
+    ],
+)
+def test_mixed_reward_sources_that_make_no_sum_are_refused(names, weight, says):
+    with pytest.raises(ConfigError, match=says):
+        MixedReward([(name, weight, ScriptedReward()) for name in names])
+
+
 @pytest.fixture
 def function(tmp_path):
     path = tmp_path / "reward.py"
@@ -254,6 +268,8 @@ def test_build_reward_sources_that_cannot_work_are_refused(function):
         build_reward([RewardSource(kind="model", targets=("m",))])
     with pytest.raises(ConfigError, match="got 1 reward models for 0 sources"):
         build_reward([function], models=[ScriptedReward()])
+    with pytest.raises(ConfigError, match="got none"):
+        build_reward([])
     with pytest.raises(ConfigError, match="is no URL"):
         build_reward([RewardSource(kind="server", targets=("nowhere",))])
     with pytest.raises(ConfigError, match="does not exist"):

@@ -246,16 +246,24 @@ def test_model_reward_another_replica_answers_for_a_hung_one() -> None:
     assert (hung.num_cancelled, len(alive.batches)) == (1, 1)
 
 
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0])
+def test_model_reward_deadline_that_is_not_positive_is_refused(timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match="must be positive"):
+        ModelReward([Scripted()], timeout_s=timeout_s)
+
+
 def test_model_reward_another_number_of_scores_is_a_crash() -> None:
     (verdict,) = run(ModelReward([Scripted(excess=1)]).score(PROMPT, rollouts([20])))
     assert verdict.kind is VerdictKind.CRASH
     assert verdict.detail == "RewardError: the reward model gave 2 scores for 1 sequences"
 
 
-def test_model_reward_without_rollouts_asks_nobody() -> None:
+def test_model_reward_without_rollouts_asks_nobody_and_without_scorers_is_refused() -> None:
     scorer = Scripted()
     assert run(ModelReward([scorer]).score(PROMPT, [])) == []
     assert scorer.batches == []
+    with pytest.raises(ConfigError, match="at least one scorer"):
+        ModelReward([])
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,12 @@ def test_clip_rewards_counts_what_was_outside():
     assert num_clipped == 2  # a reward on the bound is not changed
 
 
+@pytest.mark.parametrize(("low", "high"), [(1.0, 1.0), (2.0, 1.0), (float("nan"), 1.0)])
+def test_clip_rewards_empty_range_is_refused(low, high):
+    with pytest.raises(ConfigError, match=r"is empty\n\nhint: give the smaller number first"):
+        clip_rewards(np.array([0.0]), low, high)
+
+
 def test_running_moments_by_hand():
     moments = RunningMoments()
     moments.update(np.array([1.0, 2.0]))

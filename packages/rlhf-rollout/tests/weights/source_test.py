@@ -117,6 +117,13 @@ def test_send_without_engines_raises() -> None:
         WeightSource("shared_memory").send(iter(()), [], 1)
 
 
+def test_weight_source_unknown_medium_raises_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean `shared_memory`"):
+        WeightSource("sharedmemory")
+    with pytest.raises(ConfigError, match="bucket_bytes is 0"):
+        WeightSource("shared_memory", bucket_bytes=0)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_weight_source_ipc_without_gpu_raises_with_hint() -> None:
     with pytest.raises(ConfigError, match="hint: use shared_memory"):

@@ -249,9 +249,36 @@ def test_score_moments_by_hand():
     assert score_moments({"eval/score": 4.0, "eval/squared_score": 21.0}) == (4.0, pytest.approx(math.sqrt(5)))
 
 
-def test_reward_tokens_that_are_one_token_are_refused():
-    with pytest.raises(ConfigError, match="they must be two"):
-        ProcessRewardObjective(reward_tokens=(5, 5))
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"loss_type": "dpoo"}, "dpoo"),
+        ({"beta": 0.0}, "beta 0.0"),
+        ({"label_smoothing": 0.5}, "label_smoothing 0.5"),
+        ({"nll_loss_coef": -1.0}, "nll_loss_coef -1.0"),
+        ({"simpo_gamma": 1.0}, "simpo_gamma has no effect on the loss dpo"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing has no effect"),
+        ({"loss_type": "orpo", "nll_loss_coef": 0.1}, "nll_loss_coef has no effect"),
+        ({"loss_type": "simpo", "length_average": True}, "length_average has no effect"),
+    ],
+)
+def test_preference_options_that_do_not_fit_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        PreferenceObjective(**fields)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: KtoObjective(beta=0.0),
+        lambda: KtoObjective(desirable_loss_weight=-1.0),
+        lambda: DistillationObjective(kd_coef=0.0),
+        lambda: ProcessRewardObjective(reward_tokens=(5, 5)),
+    ],
+)
+def test_options_of_objectives_out_of_range_are_refused(make):
+    with pytest.raises(ConfigError):
+        make()
 
 
 def test_margins_that_examples_lack_are_refused():
@@ -272,6 +299,7 @@ def test_kto_of_one_example_is_refused():
         ({"objective": DistillationObjective()}, "teacher"),
         ({"reference": ModelSpec(path="p")}, "no effect"),
         ({"precompute_reference": True}, "this objective uses no reference"),
+        ({"eval_steps": 0}, "eval_steps is 0"),
         ({"eval_steps": 5}, "need examples"),
         ({"best_metric": "loss"}, "need examples"),
         ({"best_metric": "loss", "eval_examples": [1], "best_path": None}, "folder"),

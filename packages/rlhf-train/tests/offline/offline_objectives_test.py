@@ -155,9 +155,24 @@ def test_preference_loss_and_metrics_equal_plain_arithmetic(name, upfront, packi
     assert objective.needs_reference == (kind in ("dpo", "ipo"))
 
 
-def test_preference_loss_of_another_name_is_refused():
-    with pytest.raises(ConfigError, match="dpo"):
-        PreferenceObjective(loss_type="dpoo")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "dpoo"}, "dpo"),
+        ({"beta": 0.0}, "beta must be above 0"),
+        ({"label_smoothing": 0.5}, r"in \[0, 0.5\)"),
+        ({"label_smoothing": -0.1}, r"in \[0, 0.5\)"),
+        ({"loss_type": "simpo", "simpo_gamma": -1.0}, "simpo_gamma -1.0"),
+        ({"nll_loss_coef": -1.0}, "nll_loss_coef -1.0"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing has no effect on the loss ipo"),
+        ({"simpo_gamma": 0.1}, "simpo_gamma has no effect on the loss dpo"),
+        ({"loss_type": "orpo", "nll_loss_coef": 0.1}, "nll_loss_coef has no effect on the loss orpo"),
+        ({"loss_type": "simpo", "length_average": True}, "length_average has no effect on the loss simpo"),
+    ],
+)
+def test_preference_option_out_of_bounds_or_without_effect_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        PreferenceObjective(**options)
 
 
 @LAYOUTS
@@ -236,6 +251,12 @@ def test_kto_weighs_both_kinds_of_answers_alike_unless_it_is_told_otherwise():
     assert KtoObjective() == given
 
 
+@pytest.mark.parametrize("name", ["beta", "desirable_loss_weight", "undesirable_loss_weight"])
+def test_kto_option_out_of_bounds_is_refused(name):
+    with pytest.raises(ConfigError, match=f"{name} is 0.0"):
+        KtoObjective(**{name: 0.0})
+
+
 # Fewer trained tokens than the vocabulary has, so that the two axes of the logits have different sizes.
 DEMONSTRATIONS = [sequence([5, 1, 2, 3, 0], 3), sequence([4, 4, 1], 1), sequence([0, 2], 1)]
 
@@ -260,6 +281,12 @@ def test_distillation_loss_and_metrics_equal_plain_arithmetic(width, packing):
     check(found, total["loss"] / DENOMINATORS.num_tokens, model)
     assert count == 2 + 2 + 1
     assert values(metrics) == pytest.approx({f"kd/{name}": float(t) / count for name, t in total.items()}, rel=1e-5)
+
+
+@pytest.mark.parametrize("kd_coef", [0.0, 1.1])
+def test_distillation_weight_out_of_bounds_is_refused(kd_coef):
+    with pytest.raises(ConfigError, match=r"kd_coef is .*; it must lie in \(0, 1\]"):
+        DistillationObjective(kd_coef=kd_coef)
 
 
 @LAYOUTS

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rlhf_data.errors import ConfigError
 from rlhf_train.run.ema import WeightAverage
 
 
@@ -58,3 +59,9 @@ def test_weight_average_of_no_weights_is_the_part_of_a_rank_that_has_none():
     average = WeightAverage(0.9, [])
     average.update([])
     assert average_of(average, []) == []
+
+
+@pytest.mark.parametrize("beta", [-0.1, 1.0, float("nan")])
+def test_weight_average_beta_out_of_range_is_refused(beta):
+    with pytest.raises(ConfigError, match="ema_beta is"):
+        WeightAverage(beta, [])

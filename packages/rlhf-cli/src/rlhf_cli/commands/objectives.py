@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rlhf_cli.config.offline import DpoConfig, KdConfig, KtoConfig, OfflineConfig, PrmConfig, RmConfig
+from rlhf_cli.config.offline import LOSSES_WITH, DpoConfig, KdConfig, KtoConfig, OfflineConfig, PrmConfig, RmConfig
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.declare import matching
 
@@ -35,8 +35,10 @@ def objective_of(config: OfflineConfig, tokenizer: Any) -> Any:
         placeholder = tokenizer(config.data.placeholder_token, add_special_tokens=False)["input_ids"]
         return ProcessRewardObjective(reward_tokens=_verdict_ids(config, tokenizer), placeholder=placeholder[-1])
     if isinstance(config, DpoConfig):
-        given = matching(PreferenceObjective, config.objective)
-        return PreferenceObjective(**given | {"loss_type": config.objective.name})
+        loss = config.objective.name
+        given = matching(PreferenceObjective, config.objective) | {"loss_type": loss}
+        used = {name: value for name, value in given.items() if loss in LOSSES_WITH.get(name, [loss])}
+        return PreferenceObjective(**used)
     kinds = {RmConfig: RewardModelObjective, KtoConfig: KtoObjective, KdConfig: DistillationObjective}
     kind = kinds.get(type(config))
     return SupervisedObjective() if kind is None else kind(**matching(kind, config.objective))

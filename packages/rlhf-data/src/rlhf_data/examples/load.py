@@ -99,8 +99,12 @@ def load_examples(
 
     Raises:
         DataError: a source is broken; more than 1 % of the rows cannot be used; no example is left.
-        ConfigError: a cache for data that has no fingerprint.
+        ConfigError: an option out of range; a cache for data that has no fingerprint.
     """
+    if max_len < 2:
+        raise ConfigError(f"max_len must be at least 2 (a prompt and an EOS), got {max_len}")
+    if num_workers < 0:
+        raise ConfigError(f"num_workers must be at least 0, got {num_workers}")
     work = _Work(rows, encoder, max_len, num_ids, num_workers, progress)
     examples, counts = work.cached(Path(cache_dir)) if cache_dir is not None else (tuple(work.encode()), work.counts)
     RowErrors(skip_bad_rows, counts.num_bad, list(counts.bad)).check(counts.num_rows)

@@ -195,6 +195,8 @@ def open_sources(
         raise ConfigError("no data source is named")
     if preset is not None and preset not in PRESETS:
         raise ConfigError(unknown("data preset", preset, PRESETS))
+    if max_samples is not None and max_samples < 1:
+        raise ConfigError(f"the number of samples to read must be at least 1, got {max_samples}")
     if probs is not None:
         if len(probs) != len(names):
             message = f"{len(names)} data sources need as many probabilities, got {len(probs)}"

@@ -1,6 +1,7 @@
 """The weighted sum of several rewards, and the reward function of a list of sources."""
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -37,10 +38,19 @@ class MixedReward:
     numbers as `<number>_<name>`.
 
     Args:
-        sources: name, weight and reward function of each source, at least one. The names differ.
+        sources: name, weight and reward function of each source.
+
+    Raises:
+        ConfigError: there is no source, two have the same name, or a weight is not finite.
     """
 
     def __init__(self, sources: Sequence[tuple[str, float, RewardFunction]]) -> None:
+        names = [name for name, _, _ in sources]
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"a sum of rewards needs sources with different names, got {', '.join(names) or 'none'}")
+        for name, weight, _ in sources:
+            if not math.isfinite(weight):
+                raise ConfigError(f"the weight of reward {name} is {weight}")
         self._names, self._weights, self._rewards = zip(*sources, strict=True)
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
@@ -194,7 +204,7 @@ def build_reward(
             on which devices they run.
 
     Raises:
-        ConfigError: a source cannot work, or the number of models is wrong.
+        ConfigError: there is no source, a source cannot work, or the number of models is wrong.
     """
     if len(models) != (num_models := len(model_paths(sources))):
         raise ConfigError(f"got {len(models)} reward models for {num_models} sources of the kind model")

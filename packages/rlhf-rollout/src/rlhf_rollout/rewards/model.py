@@ -37,11 +37,14 @@ class ModelReward:
     get the verdict timeout unless another replica answers.
 
     Args:
-        scorers: replicas of one model, at least one. The caller closes them.
+        scorers: replicas of one model. The caller closes them.
         calls: its `batch_size` are sequences per call, and its `success_threshold` is that of the verdicts.
         timeout_s: deadline of one call, in which it may wait for other calls of the same replica.
         by_turn: score a rollout after each of its turns. Each score is the reward of the turn's last token, their sum
             the rollout's reward, and the last one its score. A turn that cannot be scored fails the rollout.
+
+    Raises:
+        ConfigError: there is no scorer, or the deadline is not positive.
     """
 
     def __init__(
@@ -52,6 +55,10 @@ class ModelReward:
         timeout_s: float = MODEL_TIMEOUT_S,
         by_turn: bool = False,
     ) -> None:
+        if not scorers:
+            raise ConfigError("a reward model needs at least one scorer")
+        if timeout_s <= 0:
+            raise ConfigError(f"timeout_s of a reward model is {timeout_s}; it must be positive")
         self._timeout_s = timeout_s
         self._by_turn = by_turn
         self._scorers = list(scorers)

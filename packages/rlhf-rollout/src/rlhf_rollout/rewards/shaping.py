@@ -77,7 +77,9 @@ def stop_properly(rewards: np.ndarray, truncated: np.ndarray, *, coef: float) ->
 
 
 def clip_rewards(rewards: np.ndarray, low: float, high: float) -> tuple[np.ndarray, int]:
-    """Return [N] float64 rewards within [low, high] and how many were outside."""
+    """Return [N] float64 rewards within [low, high] and how many were outside. Raises ConfigError unless low < high."""
+    if not low < high:
+        raise ConfigError(f"the reward range {low:g} to {high:g} is empty", hint="give the smaller number first")
     rewards = np.asarray(rewards, np.float64)
     clipped = np.clip(rewards, low, high)
     return clipped, int((clipped != rewards).sum())

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlhf_data.errors import ConfigError, WeightSyncError
+from rlhf_data.errors import ConfigError, WeightSyncError, unknown
 from rlhf_rollout.protocols import RolloutEngine
-from rlhf_rollout.weights import Medium
+from rlhf_rollout.weights import MEDIA, Medium
 from rlhf_rollout.weights.bucket import TensorSlot, WeightBucket, aligned, bucket_checksum
 from rlhf_rollout.weights.buffer import BucketBuffer, buffer_class
 
@@ -56,7 +56,7 @@ class WeightSource:
         keeps: whether a buffer is kept.
 
     Raises:
-        ConfigError: "ipc" without a GPU.
+        ConfigError: an unknown medium, a bucket size below 1, or "ipc" without a GPU.
     """
 
     def __init__(
@@ -70,6 +70,10 @@ class WeightSource:
         keep_buffer: bool = False,
         room: Callable[[], int] | None = None,
     ) -> None:
+        if bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes is {bucket_bytes}; it must be at least 1")
+        if medium not in MEDIA:
+            raise ConfigError(unknown("weight sync medium", medium, MEDIA))
         if medium == "ipc" and not torch.cuda.is_available():
             raise ConfigError("weight sync by ipc needs a GPU", hint="use shared_memory")
         form = buffer_class(medium)

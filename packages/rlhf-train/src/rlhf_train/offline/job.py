@@ -91,6 +91,10 @@ class OfflineJob:
             (teacher and self.reference is None, "distillation needs a teacher"),
             (self.reference is not None and not (compares or teacher), "a reference has no effect on this objective"),
             (self.precompute_reference and not compares, "precompute_reference: this objective uses no reference"),
+            (
+                self.eval_steps is not None and self.eval_steps < 1,
+                f"eval_steps is {self.eval_steps}; it must be at least 1",
+            ),
             (needs_evaluation and not self.eval_examples, "eval_steps and best_metric need examples to evaluate on"),
             (self.best_metric is not None and self.best_path is None, "best_metric needs a folder for the best model"),
         ):

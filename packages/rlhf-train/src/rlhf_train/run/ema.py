@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from rlhf_data.errors import ConfigError
+
 
 class WeightAverage:
     """The moving average of the weights that one rank keeps (`DeepSpeedEngine.local_weights`).
@@ -16,10 +18,15 @@ class WeightAverage:
         beta: decay per update, in [0, 1).
         weights: name and tensor of each weight; the average starts at these values.
 
+    Raises:
+        ConfigError: beta is out of range.
+
     Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging".
     """
 
     def __init__(self, beta: float, weights: Iterable[tuple[str, Tensor]]) -> None:
+        if not 0 <= beta < 1:
+            raise ConfigError(f"ema_beta is {beta}; it must lie in [0, 1)")
         self._beta = beta
         self._average = {name: _on_host(tensor) for name, tensor in weights}
 

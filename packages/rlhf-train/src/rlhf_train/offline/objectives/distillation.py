@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from rlhf_data.errors import ConfigError
 from rlhf_data.examples.sft import SftExample
 from rlhf_kernels import token_logprobs
 from rlhf_models.batch import to_device
@@ -31,6 +32,10 @@ class DistillationObjective(Objective[SftExample]):
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "nll", "distillation")
 
     kd_coef: float = 0.4
+
+    def __post_init__(self) -> None:
+        if not 0 < self.kd_coef <= 1:
+            raise ConfigError(f"kd_coef is {self.kd_coef}; it must lie in (0, 1]")
 
     def loss(self, engine: TrainEngine, items: Sequence[SftExample], denominators: Denominators) -> LossShare:
         """See `Objective`. Metrics: `kd/loss`, `kd/nll` and `kd/distillation`, in nats per trained token."""

@@ -45,6 +45,14 @@ class PreferenceObjective(Objective[Compared]):
     def __post_init__(self) -> None:
         if self.loss_type not in LOSSES:
             raise ConfigError(unknown("loss", self.loss_type, LOSSES))
+        if self.beta <= 0 or not 0 <= self.label_smoothing < 0.5 or self.simpo_gamma < 0 or self.nll_loss_coef < 0:
+            names = ("beta", "label_smoothing", "simpo_gamma", "nll_loss_coef")
+            given = ", ".join(f"{name} {getattr(self, name)}" for name in names)
+            raise ConfigError(f"{given}: beta must be above 0, label_smoothing in [0, 0.5), the others 0 or more")
+        for name, owners in _OWNERS.items():
+            if getattr(self, name) and self.loss_type not in owners:
+                message = f"{name} has no effect on the loss {self.loss_type}"
+                raise ConfigError(message, hint=f"it applies to {' and '.join(owners)}")
 
     @property
     def needs_reference(self) -> bool:
@@ -89,3 +97,11 @@ class PreferenceObjective(Objective[Compared]):
         if self.loss_type == "simpo":
             return simpo_loss(chosen, rejected, beta=self.beta, gamma=self.simpo_gamma)
         return self.beta * orpo_loss(chosen, rejected)
+
+
+_OWNERS = {
+    "label_smoothing": ("dpo",),
+    "simpo_gamma": ("simpo",),
+    "nll_loss_coef": ("dpo", "ipo", "simpo"),
+    "length_average": ("dpo", "ipo"),
+}

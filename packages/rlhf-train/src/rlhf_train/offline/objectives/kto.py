@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_data.errors import DataError
+from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.examples.preference import UnpairedExample
 from rlhf_data.examples.sft import SftExample
 from rlhf_train.batching import Denominators
@@ -41,6 +41,11 @@ class KtoObjective(Objective[Compared]):
     desirable_loss_weight: float = 1.0
     undesirable_loss_weight: float = 1.0
     kl: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("beta", "desirable_loss_weight", "undesirable_loss_weight"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
 
     def items(self, examples: Sequence[UnpairedExample]) -> Sequence[Compared]:
         """See `Objective`. Each item has the example, and its prompt with the answer of another example.
