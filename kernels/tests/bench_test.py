@@ -76,6 +76,20 @@ def test_elementwise_bench_runs_every_operator(tmp_path):
     assert "| packed_gae |" in printed
 
 
+def test_sampling_bench_checks_and_times_our_draw_and_torchs(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("would measure")
+    report, printed = run("sampling.py", tmp_path)
+    (size,) = report["sizes"]
+    assert {name: result["status"] for name, result in size["contenders"].items()} == {
+        "product alone": "ok",
+        "linear_sample": status("linear_sample"),
+        "torch": "ok",
+    }
+    assert size["contenders"]["torch"]["logprob_error"] < 1e-5
+    assert "| 4 | 16 | 150 |" in printed
+
+
 def plain(inputs, scale=1.0, floor=0.0):
     """The loss, its gradient off by a factor, or without what is small in it."""
     logits = inputs.hidden @ inputs.weight.T

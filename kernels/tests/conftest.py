@@ -154,3 +154,29 @@ def require_equal_float64():
                 assert (tensor.grad.double() - want.grad).norm() <= tolerance * want.grad.norm()
 
     return require
+
+
+@pytest.fixture
+def require_drawn_from():
+    """Return a function that expects counts of drawn tokens to have a distribution: Pearson's chi-square test.
+
+    For many degrees of freedom the statistic is nearly normal; the bound of 5 deviations fails once in 10^6.
+    """
+    import numpy
+
+    def require(token_ids, logits):
+        logits = numpy.asarray(logits, dtype=numpy.float64)
+        shares = numpy.exp(logits - logits.max())
+        expected = shares / shares.sum() * len(token_ids)
+        counts = numpy.bincount(numpy.asarray(token_ids), minlength=len(expected))
+        assert counts[expected == 0].sum() == 0
+        # The test needs about five draws of each token: rarer ones are taken together.
+        rare = expected < 5
+        expected = numpy.append(expected[~rare], expected[rare].sum())
+        counts = numpy.append(counts[~rare], counts[rare].sum())
+        expected, counts = expected[expected > 0], counts[expected > 0]
+        freedom = len(expected) - 1
+        statistic = ((counts - expected) ** 2 / expected).sum()
+        assert freedom > 20 and statistic < freedom + 5 * (2 * freedom) ** 0.5
+
+    return require

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from rlhf_kernels.ops.accumulate import accumulate_
     from rlhf_kernels.ops.adamw_bf16_moments import adamw_bf16_moments_
     from rlhf_kernels.ops.linear_policy_loss import linear_policy_loss
+    from rlhf_kernels.ops.linear_sample import linear_sample
     from rlhf_kernels.ops.linear_token_logprobs import linear_token_logprobs
     from rlhf_kernels.ops.logprob_kl import logprob_kl
     from rlhf_kernels.ops.merge_attention import merge_attention_
@@ -22,6 +23,7 @@ __all__ = [
     "accumulate_",
     "adamw_bf16_moments_",
     "linear_policy_loss",
+    "linear_sample",
     "linear_token_logprobs",
     "logprob_kl",
     "merge_attention_",

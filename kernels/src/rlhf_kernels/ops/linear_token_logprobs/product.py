@@ -325,7 +325,7 @@ def _product(
     """Launch the product with at most one program per SM; each program takes several tiles."""
     hidden, weight, bias = head
     tiles = triton.cdiv(len(hidden), TILE_ROWS) * triton.cdiv(len(weight), TILE_COLUMNS)
-    programs = _num_sms(hidden.device)
+    programs = num_sms(hidden.device)
     target = None if out is None else TensorDescriptor.from_tensor(out, [TILE_ROWS, TILE_COLUMNS // 2])
     _product_kernel[(min(tiles, programs),)](
         TensorDescriptor.from_tensor(hidden, [TILE_ROWS, TILE_DEPTH]),
@@ -338,5 +338,6 @@ def _product(
 
 
 @functools.cache
-def _num_sms(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
+    """Return the number of multiprocessors; 2 where Triton is interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
