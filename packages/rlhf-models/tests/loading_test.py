@@ -2,6 +2,7 @@ import json
 import logging
 import shutil
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from rlhf_models.loading import (
     load_critic,
     load_reference,
     load_tokenizer,
+    pin_frequencies,
     resolve_dtype,
 )
 from rlhf_models.testing import tiny_model_dir
@@ -364,3 +366,28 @@ def test_dynamic_rope_is_refused_for_sequences_beyond_the_length_that_it_was_tra
         load_actor(tmp_path, dtype="float32", max_length=max_length)
     with pytest.raises(ConfigError, match=r"dynamic beyond 16 tokens.*\n\nhint: use sequences of at most 16 tokens"):
         load_actor(tmp_path, dtype="float32", max_length=17)
+
+
+def test_long_rope_that_a_model_makes_anew_in_each_batch_is_refused_beyond_its_old_context(tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "short_mscale": 1.2, "long_mscale": 1.3}
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    shape |= {"num_local_experts": 2, "intermediate_size": 32, "vocab_size": 32, "max_position_embeddings": 64}
+    config = AutoConfig.for_model("phimoe", rope_parameters=rope, pad_token_id=0, bos_token_id=1, **shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    load_actor(tmp_path, dtype="float32", max_length=16)
+    for max_length, longest in ((17, 17), (None, 64)):
+        message = rf"longest sequence of a batch[^\n]*\n\nhint: use [^\n]* 16 tokens, the run's may have {longest}"
+        with pytest.raises(ConfigError, match=message):
+            load_actor(tmp_path, dtype="float32", max_length=max_length)
+
+
+def test_long_rope_in_some_of_the_layers_is_refused():
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(model_type="mixed")
+    model.rotary = torch.nn.Module()
+    model.rotary.rope_type = {"full_attention": "yarn", "sliding_attention": "default"}
+    pin_frequencies(model, 64)
+    model.rotary.rope_type["full_attention"] = "longrope"
+    with pytest.raises(ConfigError, match=r"layers of mixed [^\n]*, one longrope: [^\n]*\n\nhint: use a model of"):
+        pin_frequencies(model, 64)

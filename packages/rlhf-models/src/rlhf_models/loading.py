@@ -407,12 +407,17 @@ def pin_frequencies(model: nn.Module, max_length: int | None) -> None:
             context, which is what vLLM takes then.
 
     Raises:
-        ConfigError: the embedding is dynamic, and sequences may exceed the length that it was trained for.
+        ConfigError: the embedding is dynamic, and sequences may exceed the length that it was trained for; or the model
+            makes its frequencies anew in each batch.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict) and (found := {"dynamic", "longrope"}.intersection(kind.values())):
+            message = f"layers of {model.config.model_type} have rotary embeddings of several types, one {found.pop()}:"
+            hint = "use a model of another family, such as those in docs/models.md"
+            raise ConfigError(f"{message} each batch would have other frequencies", hint=hint)
         if kind not in ("dynamic", "longrope"):
             continue
         context = module.config.max_position_embeddings
@@ -425,6 +430,12 @@ def pin_frequencies(model: nn.Module, max_length: int | None) -> None:
             raise ConfigError(f"{message} has other frequencies, and the engine none of them", hint=hint)
         if kind == "longrope":
             original = module.config.rope_parameters["original_max_position_embeddings"]
+            if longest > original and hasattr(module, "rope_init_fn"):  # PhiMoE, which asks it in each batch
+                message = (
+                    f"{model.config.model_type} in transformers scales positions by the longest sequence of a batch"
+                )
+                hint = f"use sequences of at most {original} tokens, the run's may have {longest}"
+                raise ConfigError(f"{message}, and has no long frequencies", hint=hint)
             pinned, _ = ROPE_INIT_FUNCTIONS[kind](module.config, seq_len=original + (longest > original))
             for name in ("inv_freq", "original_inv_freq"):
                 getattr(module, name).copy_(pinned)

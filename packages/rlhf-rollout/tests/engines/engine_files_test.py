@@ -391,6 +391,12 @@ def test_fields_that_vllm_reads_of_lfm2_are_its_width() -> None:
     assert missing_fields({"architectures": ["LlamaForCausalLM"], "hidden_size": 96}) == missing_fields({}) == {}
 
 
+@pytest.mark.parametrize(("fields", "told"), [({}, 1), ({"multi_query": True}, 1), ({"multi_query": False}, None)])
+def test_vllm_is_told_that_the_heads_of_a_bigcode_share_one_key(fields, told) -> None:
+    found = missing_fields({"architectures": ["GPTBigCodeForCausalLM"], "num_attention_heads": 4, **fields})
+    assert found == ({} if told is None else {"num_key_value_heads": told})
+
+
 @pytest.mark.parametrize(
     ("num_slots", "sizes"),
     [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20])],

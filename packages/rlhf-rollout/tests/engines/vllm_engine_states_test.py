@@ -166,6 +166,7 @@ async def outcome(request: Any) -> str:
         ("rlhf_receive_weights", "the last update failed: rlhf_receive_weights failed"),
         ("finish_weight_update", "the last update failed"),
         ("rlhf_missing_weights", "the last update failed"),
+        ("rlhf_kept_layers", "the last update failed"),
         ("reset_prefix_cache", "vLLM kept prefixes that the old weights computed"),
     ],
 )
@@ -192,6 +193,41 @@ def test_failed_weight_update_answers_the_requests_it_held(engine: Any, core: Co
         core.failing = set()
         await update(2)
         assert await update.held == await outcome(generate(engine)) == "answered"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        (
+            {"rlhf_kept_layers": [["b"], ["a", "b"]]},
+            r"vLLM kept the old weights of 2 layers \(a, b\), though all arrived",
+        ),
+        (
+            {"rlhf_kept_layers": [[*"fedcba"]]},
+            r"vLLM kept the old weights of 6 layers \(a, b, c, d, e \.\.\.\), though all",
+        ),
+        (
+            {"rlhf_missing_weights": [["w"]], "rlhf_kept_layers": [["a"]]},
+            r"weights missing: 1 did not .* \(w\)",
+        ),
+    ],
+)
+def test_update_that_does_not_reach_the_engine_ends_with_an_error(engine: Any, core: Core, answers, message) -> None:
+    async def update(version: int) -> None:
+        await engine.begin_weight_update(version)
+        await engine.finish_weight_update()
+
+    async def scenario() -> None:
+        core.answers = answers
+        with pytest.raises(WeightSyncError, match=rf"(?s){message}.*hint: "):
+            await update(1)
+        refused = await outcome(generate(engine))
+        assert "did not arrive" in refused or "vLLM kept the old weights of" in refused
+        core.answers = {}
+        await update(2)
+        assert await outcome(generate(engine)) == "answered"
 
     asyncio.run(scenario())
 

@@ -149,6 +149,40 @@ def test_layers_that_get_nothing_in_an_update_are_named() -> None:
         finalize_layerwise_reload(model, None)
 
 
+class Tied(nn.Module):
+    """A model whose head has the parameter of the embedding, in a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head, self.other = nn.Linear(2, 3, bias=False), nn.Linear(2, 3), nn.Linear(2, 3)
+        self.head.weight = self.embedding.weight
+        self.head.bias = None
+
+
+def test_head_that_is_tied_to_the_embedding_gets_what_that_gets() -> None:
+    model = Tied()
+    record_metadata_for_reloading(model)
+    with torch.no_grad():
+        initialize_layerwise_reload(model)
+        assert _untouched(model) == ["embedding", "head", "other"]
+        model.embedding.weight.weight_loader(model.embedding.weight, torch.ones(3, 2))
+        assert _untouched(model) == ["other"]
+        finalize_layerwise_reload(model, None)
+    assert model.head.weight.tolist() == [[1.0, 1.0]] * 3
+
+
+def test_layers_without_memory_of_their_own_count_as_others_do() -> None:
+    model = nn.Module()
+    model.packed, model.written = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    record_metadata_for_reloading(model)
+    with torch.no_grad():
+        initialize_layerwise_reload(model)
+        for layer in (model.packed, model.written):
+            get_layerwise_info(layer).kernel_tensors = ({"weight": torch.empty(0)}, {})
+        get_layerwise_info(model.written).load_numel = 1
+        assert _untouched(model) == ["packed"]
+
+
 @pytest.mark.parametrize("with_keys", [True, False])
 @pytest.mark.parametrize("is_flat", [True, False])
 def test_positions_on_a_cpu_are_those_of_tokens_in_whatever_shape_heads_are(with_keys: bool, is_flat: bool) -> None:

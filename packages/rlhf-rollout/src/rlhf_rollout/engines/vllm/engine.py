@@ -237,13 +237,19 @@ class VllmEngine:
         try:
             core.collective_rpc("finish_weight_update")
             missing = sorted({name for names in core.collective_rpc("rlhf_missing_weights") for name in names})
+            kept = sorted({name for names in core.collective_rpc("rlhf_kept_layers") for name in names})
         except Exception as error:
             self._end_update(core, f"the last update failed: {error}")
             raise EngineError(f"vLLM could not put the new weights in force: {error}") from error
         if missing:
-            names = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
-            self._end_update(core, f"{len(missing)} did not arrive in the last update ({names})")
+            self._end_update(core, f"{len(missing)} did not arrive in the last update ({_some(missing)})")
             raise WeightSyncError(f"weights missing: {self._incomplete}", hint="send every weight in each update")
+        if kept:
+            self._end_update(
+                core, f"vLLM kept the old weights of {len(kept)} layers ({_some(kept)}), though all arrived"
+            )
+            hint = "vLLM's class of this model loads them in a way that updates do not follow: use a model of another"
+            raise WeightSyncError(str(self._incomplete), hint=f"{hint} family, such as those in docs/models.md")
         self._loop.advance(version)
         self._end_update(core, None)
         if self._incomplete:
@@ -301,3 +307,7 @@ class VllmEngine:
         if self._updating is None:
             raise WeightSyncError("no weight update has begun")
         return self._updating
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")

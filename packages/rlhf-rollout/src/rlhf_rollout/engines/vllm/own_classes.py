@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhf_data.errors import ConfigError
 from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.engines.vllm.rotary import rotary_difference
 
 
 def _always(config: Mapping[str, Any]) -> bool:
@@ -33,6 +34,8 @@ _LEAVES_OUT: dict[str, Callable[[Mapping[str, Any]], bool]] = {
 }
 _FIRST_MAMBAS = {"FalconMambaForCausalLM", "JambaForCausalLM", "MambaForCausalLM"}
 _LINEAR_HEADS = (64, 128)
+# Models that the other backend does not run, or not with their attention.
+_OWN_ALONE = ("Deepseek", "Glm4MoeLite", "GlmMoeDsa", "Longcat", "AXK1", "MiniCPM3", "GptOss")
 _BACKENDS = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
 
 
@@ -46,12 +49,16 @@ def model_classes(config: Mapping[str, Any]) -> list[str]:
         ConfigError: no class of vLLM computes the model as transformers does.
     """
     names = list(config.get("architectures") or ())
+    difference = rotary_difference(config)
+    if difference is not None and ("text_config" in config or any(name.startswith(_OWN_ALONE) for name in names)):
+        message = f"vLLM's class of a {config.get('model_type')} does not compute {difference}, as transformers does"
+        raise ConfigError(message, hint="use a model of another family, such as those in docs/models.md")
     if "text_config" in config:
         return names
     if "DogeForCausalLM" in names:
         message = "vLLM computes a doge model without the mask that its layers make from the values of each token"
         raise ConfigError(message, hint="use a model of another family, such as those in docs/models.md")
-    if any(name in _LEAVES_OUT and _LEAVES_OUT[name](config) for name in names):
+    if difference is not None or any(name in _LEAVES_OUT and _LEAVES_OUT[name](config) for name in names):
         return list(_BACKENDS)
     return names
 
@@ -74,7 +81,10 @@ def check_on_gpu(config: Mapping[str, Any]) -> None:
 
 def missing_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that vLLM reads and a config of transformers need not have, with their values."""
-    if "Lfm2ForCausalLM" not in (config.get("architectures") or ()):
+    names = config.get("architectures") or ()
+    if "GPTBigCodeForCausalLM" in names and config.get("multi_query", True):
+        return {"num_key_value_heads": 1}
+    if "Lfm2ForCausalLM" not in names:
         return {}
     return {name: config["hidden_size"] for name in ("conv_dim", "block_dim") if name not in config}
 

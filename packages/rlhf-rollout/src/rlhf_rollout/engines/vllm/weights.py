@@ -58,6 +58,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
 
     Attributes:
         missing: weights that did not arrive in the last update.
+        kept: layers that have their old weights after it, though all weights arrived.
         num_repeated: weights of the update that were loaded by the record.
     """
 
@@ -81,6 +82,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._misfit: str | None = None
         self._can_record = self._copies is not None
         self.missing: list[str] = []
+        self.kept: list[str] = []
         self.num_repeated = 0
 
     @property
@@ -128,10 +130,12 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._received.update(slot.name for slot in bucket.tensors)
 
     def finish_weight_update(self) -> None:
-        """Put the weights in force; `missing` then lists those that did not arrive."""
+        """Put the weights in force; `missing` and `kept` then list what the update did not bring."""
         try:
             with self._loading():
                 self.missing = self._find_missing()
+                # A record was made of an update that reached all layers.
+                self.kept = [] if self.missing or self._places is not None else _untouched(self.model)
                 if self._places is not None:
                     self._places.finish(self.model_config.dtype)
                 else:
@@ -223,16 +227,13 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             ]
         if not incomplete or self._expected is None:
             return incomplete
-        missing = sorted(name for name in self._expected if name not in self._received)
-        if untouched := [] if missing or self._places is not None else _untouched(self.model):
-            logger.warning("vLLM kept the old weights of %s, though all arrived", ", ".join(untouched[:5]))
-        return missing
+        return sorted(name for name in self._expected if name not in self._received)
 
     def _end_recording(self) -> None:
         """Keep the record of an update that was complete, if its copies can be repeated."""
         recorder = self._recorder
         check = self._check_in_place
-        if recorder is None or check is None or self.missing:
+        if recorder is None or check is None or self.missing or self.kept:
             return
         record = recorder.finish()
         problem = recorder.problem
@@ -308,9 +309,26 @@ def _incomplete(layer: torch.nn.Module) -> bool:
 
 
 def _untouched(model: torch.nn.Module) -> list[str]:
-    """Return the names of the layers whose parameters got nothing in an update."""
+    """Return the names of the layers whose parameters got nothing in an update.
+
+    An output head that is tied to the embedding has its memory, and so its new weights.
+    """
     waiting = [(name, layer) for name, layer in model.named_modules() if _incomplete(layer)]
-    return [name or type(layer).__name__ for name, layer in waiting if not get_layerwise_info(layer).load_numel]
+    untouched = {layer: name for name, layer in waiting if not get_layerwise_info(layer).load_numel}
+    written = set().union(*(_memory(layer) for layer in model.modules() if layer not in untouched))
+    return [
+        name or type(layer).__name__
+        for layer, name in untouched.items()
+        if not (own := _memory(layer)) or not own <= written
+    ]
+
+
+def _memory(layer: torch.nn.Module) -> set[int]:
+    """Return where the parameters lie that the engine computes with; an update has others while it loads."""
+    kernel_tensors = get_layerwise_info(layer).kernel_tensors
+    tensors = layer._parameters if kernel_tensors is None else kernel_tensors[0]
+    # A layer that has packed its weights for a CPU has an empty parameter.
+    return {tensor.data_ptr() for tensor in tensors.values() if tensor is not None and tensor.numel() > 0}
 
 
 def _repack_cpu_heads(model: torch.nn.Module) -> None:
@@ -407,6 +425,10 @@ class BucketWorkerExtension:
     def rlhf_missing_weights(self) -> list[str]:
         """Return the names of the weights that were missing in the last update."""
         return self.weight_transfer_engine.missing
+
+    def rlhf_kept_layers(self) -> list[str]:
+        """Return the names of the layers that have their old weights, though all weights of the last update arrived."""
+        return self.weight_transfer_engine.kept
 
     def rlhf_holds_more_than_weights(self) -> bool:
         """Return whether the model may compute with something that the next update does not bring.
