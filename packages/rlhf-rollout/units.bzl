@@ -15,7 +15,7 @@ UNITS = {
     "protocols": (["protocols", "weights/"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/host"]),
     "ray_actors": (["ray_actors"], ["rlhf-data/errors", "rlhf-rollout/engines", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/ray_internals", "rlhf-rollout/rewards"]),
     "ray_internals": (["ray_internals"], ["rlhf-data/errors", "rlhf-rollout/private_names"]),
-    "records_io": (["records_io"], ["rlhf-data/errors", "rlhf-data/records"]),
+    "records_io": (["records_io"], ["rlhf-data/errors", "rlhf-data/options", "rlhf-data/records"]),
     "rewards": (["rewards/", "rewards/code/"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/options", "rlhf-data/own_code", "rlhf-data/records", "rlhf-data/safety", "rlhf-models/dequantize", "rlhf-models/host_states", "rlhf-models/process_reward", "rlhf-models/reward", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/workers"]),
     "router": (["router"], ["rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/engines", "rlhf-rollout/protocols", "rlhf-rollout/unfinished"]),
     "supervisor": (["supervisor"], ["rlhf-data/errors", "rlhf-rollout/engines", "rlhf-rollout/protocols", "rlhf-rollout/router"]),

@@ -40,7 +40,7 @@ def make_run(tmp_path, model_path, monkeypatch):
         fields = {"models": models, "engine": engine, "prompts": prompts, "batch": batch, "num_steps": 3}
         job = dataclasses.replace(job, **{**fields, **changes})
         world, listener = World(), Listener()
-        recorder = Recorder(job.save_path, "")
+        recorder = Recorder(job.save_path, "", record_format=job.record_format)
         if isinstance(reward, RewardSpec):
             job = dataclasses.replace(job, reward=reward)
             reward = None

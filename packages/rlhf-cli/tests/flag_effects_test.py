@@ -260,6 +260,7 @@ REACHES = [
     ("deepspeed_enable_sleep", "", COLOCATED, "trainer_sleep", True),
     ("save_value_network", "", "", "save_critic", True),
     ("record", "false", "", "record", False),
+    ("record_format", "columns", "", "record_format", "columns"),
     ("save_steps", "7", "", "checkpoints.every", 7),
     ("ckpt_path", "/c", "", "checkpoints.folder", "/c"),
     ("max_ckpt_num", "2", "--save_steps 7", "checkpoints.max_num", 2),

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import struct
+import subprocess
+import sys
 import zlib
 
 import numpy as np
@@ -465,3 +467,22 @@ def test_columns_are_known_by_their_beginning_and_a_name_of_columns_asks_for_it(
     (tmp_path / "b.jsonl").rename(tmp_path / "b.columns")
     with pytest.raises(DataError, match=r"b.columns:1 is not a rollout"):
         read_groups(tmp_path / "b.columns")
+
+
+def test_module_prints_columns_as_json_lines(tmp_path):
+    for name in ("a.jsonl", "a.columns"):
+        write_steps(tmp_path / name, [1])
+
+    def run(*words):
+        command = [sys.executable, "-m", "rlhf_rollout.records_io", *words]
+        return subprocess.run(command, capture_output=True, check=False)
+
+    done = run(tmp_path / "a.columns")
+    assert (done.returncode, done.stdout, done.stderr) == (0, (tmp_path / "a.jsonl").read_bytes(), b"")
+    none = run()
+    assert (none.returncode, none.stdout) == (2, b"")
+    assert b"error: one file of rollouts must be named" in none.stderr
+    (tmp_path / "a.columns").write_bytes((tmp_path / "a.columns").read_bytes()[:-1])
+    cut = run(tmp_path / "a.columns")
+    assert cut.returncode == 2
+    assert b"record 1 is not a rollout as it was written: the file is cut off or damaged here" in cut.stderr

@@ -107,3 +107,11 @@ def test_real_work_asks_for_natural_lengths_and_leaves_the_first_step_out(bench,
     assert "--rollout_batch_size 4 --train_batch_size 32" in asked["answers"]
     assert "--reward_pretrain rm --critic_pretrain rm --prompt_data hh.jsonl" in asked["chats"]
     assert "--max_samples 1319 --generate_max_len 300" in asked["file"]
+
+
+def test_formats_of_rollouts_are_measured_on_all_of_their_tokens(bench):
+    _, report = bench("records", "--groups", "2", "--response_tokens", "50", "--rounds", "1")
+    assert report["num_tokens"] == 2 * 8 * 150
+    assert all(report[name]["tokens_per_s"] > 0 for name in ("jsonl", "columns", "checkpoint"))
+    # JSON has each token as text, besides the words; columns have at most four bytes of an id and of a log-prob.
+    assert report["columns"]["bytes_per_token"] < 10 < report["jsonl"]["bytes_per_token"]

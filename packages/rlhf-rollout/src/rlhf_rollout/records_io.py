@@ -15,9 +15,11 @@ import base64
 import json
 import operator
 import os
+import signal
 import struct
+import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from rlhf_data.errors import DataError, missing_file
+from rlhf_data.errors import ConfigError, DataError, missing_file
 from rlhf_data.records import (
     Episode,
     FinishReason,
@@ -225,7 +227,7 @@ class Line(NamedTuple):
     tokens: tuple[np.ndarray, np.ndarray] | None = None
 
 
-def read_lines(path: str | Path, *, has_tokens: bool = True) -> Iterator[Line]:
+def read_lines(path: str | Path, *, has_tokens: bool = True) -> Generator[Line, None, None]:
     """Yield the records of a file of either kind, unparsed; a damaged chunk is the last. The file is open meanwhile.
 
     Args:
@@ -471,3 +473,22 @@ def _number(value: np.float32) -> float | str | None:
         return None
     # The shortest decimal that gives this float32 again; by way of float64, 0.1 would become 0.10000000149011612.
     return float(str(value)) if np.isfinite(value) else str(value)
+
+
+def _print_json() -> int:
+    """Print the rollouts of the file that the command line names."""
+    if len(sys.argv) != 2:
+        raise ConfigError(
+            "one file of rollouts must be named", hint=f"python -m rlhf_rollout.records_io run/rollouts{COLUMNS}"
+        )
+    for line in json_lines(read_lines(sys.argv[1])):
+        sys.stdout.buffer.write(line)
+    sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    from rlhf_data.options.exits import BAD_INPUT, exit_status
+
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends without an error if its reader has seen enough
+    sys.exit(exit_status(_print_json, failure=BAD_INPUT))

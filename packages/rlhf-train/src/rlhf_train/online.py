@@ -119,7 +119,15 @@ def run_processes(
         processes = start_processes(job, reserved, environs)
         kept = resumed_step(job.checkpoints, checkpoint)
         is_recorded = checkpoint is None or checkpoint.state()["is_recorded"]
-        recorder = Recorder(job.save_path, job.config, job.trackers, observer, kept, is_recorded=is_recorded)
+        recorder = Recorder(
+            job.save_path,
+            job.config,
+            job.trackers,
+            observer,
+            kept,
+            is_recorded=is_recorded,
+            record_format=job.record_format,
+        )
         stack.enter_context(recorder)
         spec = replace(job.reward, sources=()) if job.replay else job.reward
         reward = make_reward(spec, processes.scorers, recorder.folder / "reward.log")

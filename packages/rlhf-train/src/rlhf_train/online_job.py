@@ -7,6 +7,7 @@ from rlhf_data.errors import ConfigError
 from rlhf_train.generation.run_spec import GenerationSpec
 from rlhf_train.learning.learning_spec import LearningSpec
 from rlhf_train.run.checkpoint import CheckpointSpec
+from rlhf_train.run.recorder import RecordFormat
 from rlhf_train.run.trackers.spec import TrackerSpec
 
 
@@ -28,6 +29,7 @@ class OnlineJob(LearningSpec, GenerationSpec):
         replay: record of the rollouts of another run, on which this one trains, so that it needs no engine and no
             reward; "" for a run that generates.
         record: write the rollouts that are trained on; without them no step can be replayed.
+        record_format: see `Recorder`.
         saves_models: save the final models.
 
     Raises:
@@ -46,6 +48,7 @@ class OnlineJob(LearningSpec, GenerationSpec):
     checkpoints: CheckpointSpec = field(default_factory=CheckpointSpec)
     replay: str = ""
     record: bool = True
+    record_format: RecordFormat = "jsonl"
     saves_models: bool = True
 
     def __post_init__(self) -> None:

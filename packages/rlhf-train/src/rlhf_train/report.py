@@ -152,7 +152,8 @@ class Report:
         self._final |= {f"time/{name}": value for name, value in self._parts.items()}
         self._final |= {"time/remainder": total - sum(self._parts.values()), "time/total": total}
         self.recorder.metrics(self.num_steps, self._final)
-        artifacts = {name: path for name, path in ARTIFACTS.items() if self.recorder.path(name).exists()}
+        paths = {name: self.recorder.path(name) for name in ARTIFACTS}
+        artifacts = {name: path.name for name, path in paths.items() if path.exists()}
         return RunSummary(save_path=str(self.recorder.folder), artifacts=artifacts, metrics=dict(self._final))
 
     def _take_seconds(self) -> dict[str, float]:

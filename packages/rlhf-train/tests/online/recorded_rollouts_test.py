@@ -8,7 +8,7 @@ import pytest
 
 from online_fakes import BrokenReward, SpreadReward, by_step, held_out, tiny_batch
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_rollout.records_io import read_batches
+from rlhf_rollout.records_io import read_batches, read_lines
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
@@ -72,6 +72,7 @@ CASES = {
         },
     ),
     "adaptive KL": (SpreadReward(), {"algorithm": make_algorithm(kl_target=0.5, kl_horizon=64)}),
+    "a record of columns": (SpreadReward(), {"record_format": "columns"}),
 }
 
 
@@ -208,6 +209,27 @@ def test_recording_ends_with_the_last_complete_step(make_run):
         assert (found.num_steps, found.num_planned) == (steps, 3)
         assert found.notice == f"the end of {path} is damaged; steps 1 to {steps} are complete"
     for nothing in (b"", b"".join(rows[:63]), b"hello\n"):
+        path.write_bytes(nothing)
+        with pytest.raises(DataError, match=r"has no complete step\n\nhint: "):
+            find_recording(run.recorder.folder)
+
+
+def test_recording_of_columns_ends_with_the_last_complete_step(make_run):
+    run = finished(make_run, SpreadReward(), record_format="columns")
+    run.recorder.close()
+    path = run.recorder.path("rollouts")
+    assert path.name == "rollouts.columns"
+    assert find_recording(run.recorder.folder) == Recording(path, 3, 3)
+    ends = {json.loads(line.text)["step"]: line.end for line in read_lines(path)}
+    whole = path.read_bytes()
+    for torn, steps in ((whole[:-1], 2), (whole[: ends[2] + 1], 1), (whole + b"{", 2)):
+        path.write_bytes(torn)
+        found = find_recording(run.recorder.folder)
+        assert (found.num_steps, found.num_planned) == (steps, 3)
+        assert found.notice == f"the end of {path} is damaged; steps 1 to {steps} are complete"
+    path.write_bytes(whole[: ends[2]])
+    assert find_recording(run.recorder.folder).num_steps == 2
+    for nothing in (b"", whole[:20], whole[:-1].replace(b"rlhf", b"RLHF")):
         path.write_bytes(nothing)
         with pytest.raises(DataError, match=r"has no complete step\n\nhint: "):
             find_recording(run.recorder.folder)

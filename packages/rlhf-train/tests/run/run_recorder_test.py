@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_data.errors import ConfigError, RlhfError
 from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource
-from rlhf_rollout.records_io import RolloutWriter
+from rlhf_rollout.records_io import RolloutWriter, json_lines, read_batches, read_lines
 from rlhf_train.background import BackgroundWriter, cannot_write
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.recorder import Recorder, RemoteTracker
@@ -368,21 +368,51 @@ def test_recorder_refuses_a_folder_with_something_in_it_but_its_own_log(tmp_path
         Recorder(str(tmp_path), "")
 
 
+@pytest.mark.parametrize("record_format", ["jsonl", "columns"])
 @pytest.mark.parametrize(("is_recorded", "kept"), [(True, 2), (False, 1)])
-def test_run_that_continues_keeps_the_records_up_to_its_checkpoint(tmp_path, is_recorded, kept):
+def test_run_that_continues_keeps_the_records_up_to_its_checkpoint(tmp_path, is_recorded, kept, record_format):
     """Rollouts are written before the updates of their step, metrics and evaluations after them."""
-    with Recorder(str(tmp_path), "") as recorder:
+    with Recorder(str(tmp_path), "", record_format=record_format) as recorder:
         for step in (0, 1, 2, 3):
             recorder.metrics(step, {"eval/reward": 0.5})
             recorder.rollouts("held-out rollouts", step, [group("g/0")])
             if step:
                 recorder.rollouts("rollouts", step, [group("g/0")])
                 recorder.step(step, {"policy/loss": 0.1})
-    Recorder(str(tmp_path), "", resumed_step=2, is_recorded=is_recorded).close()
+    assert (tmp_path / f"rollouts.{record_format}").is_file() and (
+        tmp_path / f"eval_rollouts.{record_format}"
+    ).is_file()
+    options = {"resumed_step": 2, "is_recorded": is_recorded, "record_format": record_format}
+    with Recorder(str(tmp_path), "", **options) as recorder:
+        recorder.rollouts("rollouts", 3, [group("again")])
     whole = list(range(kept + 1))
-    for name, steps in {"metrics": whole, "rollouts": [1, 2], "held-out rollouts": whole}.items():
-        lines = recorder.path(name).read_text().splitlines()
+    for name, steps in {"metrics": whole, "rollouts": [1, 2, 3], "held-out rollouts": whole}.items():
+        lines = list(json_lines(read_lines(recorder.path(name)))) if name != "metrics" else recorder.path(name).open()
         assert sorted({json.loads(line)["step"] for line in lines}) == steps, name
+    ids = [batch.groups[0].group_id for batch in read_batches(recorder.path("rollouts"))]
+    assert ids == ["g/0", "g/0", "again"]
+
+
+@pytest.mark.parametrize("began", ["jsonl", "columns"])
+def test_run_that_continues_goes_on_in_the_files_that_it_has(tmp_path, began):
+    with Recorder(str(tmp_path), "", record_format=began) as recorder:
+        recorder.rollouts("rollouts", 1, [group("g/0")])
+    for asked in ("jsonl", "columns"):
+        said = Said()
+        with Recorder(str(tmp_path), "", None, said, resumed_step=1, record_format=asked) as recorder:
+            recorder.rollouts("rollouts", 2, [group("g/1")])
+        ids = [batch.groups[0].group_id for batch in read_batches(tmp_path / f"rollouts.{began}")]
+        assert ids == ["g/0", "g/1"]
+        notice = f"``record_format={asked}`` has no effect: the run goes on in {tmp_path / f'rollouts.{began}'}"
+        assert said.notices == ([] if asked == began else [notice])
+
+
+class Said(Observer):
+    def __init__(self):
+        self.notices = []
+
+    def notice(self, text):
+        self.notices.append(text)
 
 
 def test_run_that_is_killed_in_its_start_leaves_a_folder_that_can_be_continued(tmp_path):

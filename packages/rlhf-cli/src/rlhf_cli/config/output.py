@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator
 from rlhf_data.errors import with_hint
 from rlhf_data.options.checks import without_effect
 from rlhf_data.options.declare import Section, flag, matching
+from rlhf_train.run.recorder import RecordFormat
 from rlhf_train.run.trackers.spec import TrackerSpec
 
 WANDB_KEY = "WANDB_API_KEY"
@@ -75,4 +76,9 @@ class PpoOutputSection(OutputSection):
     save_value_network: bool = flag(False, "save the critic beside the policy")
     record: bool = flag(
         True, "write rollouts.jsonl, all rollouts that are trained on, which --replay and `rlhf replay` need"
+    )
+    record_format: RecordFormat = flag(
+        "jsonl",
+        "of rollouts.jsonl and eval_rollouts.jsonl; columns: binary files rollouts.columns and eval_rollouts.columns, a"
+        " quarter of the size, which `python -m rlhf_rollout.records_io FILE` prints as JSON lines",
     )

@@ -10,9 +10,9 @@ from threading import Lock
 
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import RolloutGroup, SpanSource
-from rlhf_rollout.records_io import NUM_LEFT, parse_batches
+from rlhf_rollout.records_io import NUM_LEFT, parse_batches, read_lines
 from rlhf_train.generation.service import Drawn
-from rlhf_train.run.recorder import ARTIFACTS
+from rlhf_train.run.recorder import artifact_path
 
 # The beginning of a record of `Report.rollouts`.
 _HEAD = re.compile(rb'\{"step": (\d+), "num_steps": (\d+), "kept": (?:true|false), "%s": (\d+),' % NUM_LEFT.encode())
@@ -40,7 +40,7 @@ def find_recording(run_folder: Path) -> Recording:
 
     Raises DataError when there is none, or when it holds no complete step.
     """
-    path = run_folder / ARTIFACTS["rollouts"]
+    path = artifact_path(run_folder, "rollouts")
     if not path.is_file():
         hint = "a run writes it unless ``record`` is false; name the folder of a run, its ``save_path``"
         raise DataError(f"there is no record of rollouts, {path}", hint=hint)
@@ -48,19 +48,18 @@ def find_recording(run_folder: Path) -> Recording:
     num_steps = 0  # complete ones
     num_planned = 0
     num_left = 0
-    with path.open("rb") as stream:
-        for line in stream:
-            head = _HEAD.match(line)
-            if head is None:
-                num_left = -1
-                break
-            now = int(head[1])
-            if now not in (step, step + 1):
-                num_left = -1
-                break
-            num_steps = now - 1
-            step, num_planned, num_left = map(int, head.groups())
-            num_left += not line.endswith(b"\n")
+    for line in read_lines(path, has_tokens=False):
+        head = _HEAD.match(line.text)
+        if head is None:
+            num_left = -1
+            break
+        now = int(head[1])
+        if now not in (step, step + 1):
+            num_left = -1
+            break
+        num_steps = now - 1
+        step, num_planned, num_left = map(int, head.groups())
+        num_left += not line.text.endswith(b"\n")
     if num_left == 0:
         num_steps = step
     if num_steps == 0:
@@ -92,9 +91,9 @@ class RecordedRollouts:
         self._path = path
         self._masked_ids = masked_ids
         self._batch_size = batch_size
-        self._file = path.open("rb")
+        self._lines = read_lines(path)
         # One line is read ahead of a step, and not parsed: what comes after the last step may be damaged.
-        self._steps = groupby(enumerate(self._file, start=1), key=lambda line: _step(line[1]))
+        self._steps = groupby(self._lines, key=lambda line: _step(line.text))
         self.policy_version: int | None = None
         self.weights = Lock()
 
@@ -154,4 +153,4 @@ class RecordedRollouts:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        self._lines.close()

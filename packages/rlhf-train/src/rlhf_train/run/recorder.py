@@ -1,17 +1,18 @@
 """Writes the folder of a run: metrics, TensorBoard events, the resolved configuration and rollouts."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_data.errors import ConfigError, RlhfError
 from rlhf_data.records import RolloutGroup
-from rlhf_rollout.records_io import RolloutWriter
+from rlhf_rollout.records_io import COLUMNS, RolloutWriter, read_lines
 from rlhf_train.background import BackgroundWriter, cannot_write
 from rlhf_train.run.checkpoint import FOLDER, flush
 from rlhf_train.run.observer import Observer
@@ -21,7 +22,9 @@ from rlhf_train.run.trackers.start import open_remote, open_tensorboard
 
 _STEP = re.compile(rb'\{"step": (-?\d+)[,}]')  # the beginning of a record
 _SUMMARY = b'"time/total": '  # only the summary of a run that ended has this metric
-_RECORDS = ("metrics", "rollouts", "held-out rollouts")  # the artifacts that consist of records
+_ROLLOUTS = ("rollouts", "held-out rollouts")
+_RECORDS = ("metrics", *_ROLLOUTS)  # the artifacts that consist of records
+RecordFormat = Literal["jsonl", "columns"]
 
 ARTIFACTS: Mapping[str, str] = {
     "metrics": "metrics.jsonl",
@@ -36,6 +39,17 @@ ARTIFACTS: Mapping[str, str] = {
     "checkpoints": FOLDER,
     "log": "log.txt",
 }
+
+
+def artifact_path(folder: Path, artifact: str, record_format: RecordFormat = "jsonl") -> Path:
+    """Return the path of an artifact of the run in `folder`, which need not exist yet.
+
+    Rollouts are in the file that the run has; only without one does `record_format` decide.
+    """
+    path = folder / ARTIFACTS[artifact]
+    columns = path.with_suffix(COLUMNS)
+    is_new = record_format == "columns" and not path.exists()
+    return columns if artifact in _ROLLOUTS and (is_new or columns.exists()) else path
 
 
 def check_save_path(save_path: str, *, resumes: bool = False) -> None:
@@ -65,6 +79,8 @@ class Recorder:
             its files. 0 keeps the evaluation before the first step, and -1 nothing. None for a new run.
         is_recorded: whether the records of `resumed_step` are kept; else only its rollouts are, and the run writes the
             others again.
+        record_format: of the files of rollouts: JSON lines or `records_io.COLUMNS`. A run that continues goes on in the
+            files that it has.
 
     Raises:
         ConfigError: the folder is not empty, or a tracker cannot start.
@@ -79,10 +95,12 @@ class Recorder:
         resumed_step: int | None = None,
         *,
         is_recorded: bool = True,
+        record_format: RecordFormat = "jsonl",
     ) -> None:
         check_save_path(save_path, resumes=resumed_step is not None)
         spec = trackers or TrackerSpec()
         self.folder = Path(save_path)
+        self._record_format: RecordFormat = record_format
         self.folder.mkdir(parents=True, exist_ok=True)
         self._config: str | None = config  # until it is written
         if not self.path("config").exists():
@@ -94,6 +112,9 @@ class Recorder:
             recorded_step = resumed_step if is_recorded else resumed_step - 1
             for name in _RECORDS:
                 cut_records(self.path(name), resumed_step if name == "rollouts" else recorded_step)
+            file = self.path("rollouts")
+            if (file.suffix == COLUMNS) != (record_format == "columns"):
+                self._observer.notice(f"``record_format={record_format}`` has no effect: the run goes on in {file}")
         self._metrics = JsonlTracker(self.path("metrics"))
         remote = open_remote(spec, self.folder, config, self._run_ids())
         if remote:
@@ -108,7 +129,7 @@ class Recorder:
 
     def path(self, artifact: str) -> Path:
         """Return the path of an artifact, which need not exist yet."""
-        return self.folder / ARTIFACTS[artifact]
+        return artifact_path(self.folder, artifact, self._record_format)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of one step, or of one update of an offline run. Trackers get every `logging_steps`th."""
@@ -192,20 +213,20 @@ class Recorder:
 
 
 def cut_records(path: Path, last_step: int) -> None:
-    """Remove all records after `last_step` from a JSONL file whose records begin with their step, in its order.
+    """Remove all records after `last_step` from a file whose records begin with their step, in its order.
 
-    An incomplete last line is removed, too, and the summary of a run that ended. A missing file stays missing.
+    The file has JSON lines or columns. An incomplete last line or chunk is removed, too, and the summary of a run that
+    ended. A missing file stays missing.
     """
     if not path.exists():
         return
-    with path.open("rb+") as stream:
-        end = 0
-        for line in stream:
-            match = _STEP.match(line)
-            if match is None or int(match[1]) > last_step or not line.endswith(b"\n") or _SUMMARY in line:
-                break
-            end += len(line)
-        stream.truncate(end)
+    end = 0
+    for line in read_lines(path, has_tokens=False):
+        match = _STEP.match(line.text)
+        if match is None or int(match[1]) > last_step or not line.text.endswith(b"\n") or _SUMMARY in line.text:
+            break
+        end = line.end
+    os.truncate(path, end)
 
 
 def ended_after(path: Path) -> int | None:
