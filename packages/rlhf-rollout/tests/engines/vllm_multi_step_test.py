@@ -123,6 +123,12 @@ def test_prompts_take_single_steps_and_the_last_step_ends_with_the_last_token(mo
     assert numbers(engine, 4) == [1, 4, 4, 1] and not engine.scheduler.requests
 
 
+def test_a_sequence_that_ends_early_does_not_shorten_the_steps_of_others(model):
+    engine = running(model, num_tokens=96)
+    engine.add("short", [9] * 20, max_tokens=3)
+    assert numbers(engine, 2) == [1, 4] and engine.scheduler.requests.keys() == {"0", "1", "2"}
+
+
 def test_a_sequence_takes_no_step_behind_the_longest_that_is_possible(model):
     # 60 of 64 tokens: the first and three more.
     engine = running(model, length=MAX_LENGTH - 4, max_tokens=30, num_tokens=192)
