@@ -128,6 +128,15 @@ def test_function_reward_never_blocks_the_event_loop(write, tmp_path):
     assert asyncio.run(run()) == [OK] * 4
 
 
+def test_function_reward_works_from_one_event_loop_after_another(write):
+    function = FunctionReward(write('def reward_func(q, p, l): return {"rewards": [1.0]}'))
+    prompt = make_prompt()
+    for _ in range(2):
+        verdicts = asyncio.run(function.score(prompt, [make_rollout(prompt, "4")]))
+        assert verdicts[0].kind is OK
+    asyncio.run(function.close())
+
+
 def test_large_answer_is_read_whole(write):
     reward = write("""
         def reward_func(queries, prompts, labels):
@@ -283,6 +292,11 @@ def test_time_limit_is_that_of_a_sample(write, monkeypatch):
     asyncio.run(run())
     # Those that succeed alone are scored together again. A later call for three may take as long as it needs.
     assert sizes == [3, 1, 1, 1, 3, 3]
+
+
+async def test_reward_function_is_checked_from_within_an_event_loop(write):
+    problem = check_reward_function(write("def reward_func(q, p, l): return 1 / 0"), [make_prompt()])
+    assert "ZeroDivisionError" in problem
 
 
 def test_check_reward_function_without_prompts_imports_and_calls_nothing(write):

@@ -1,6 +1,8 @@
 """What one call of a reward function holds: groups of several prompts, as many as are complete; and who is charged."""
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 from dataclasses import asdict
 
@@ -61,9 +63,7 @@ def generated(reward, count, *, num_samples=1, max_in_flight=64, failing=(), by=
     async def collect():
         workflow = SingleTurn(EngineRouter([Engine(failing)]), text_of)
         options = {"max_in_flight": max_in_flight, "group_id_prefix": "step1"}
-        found = [item async for item in generate_groups(prompts, workflow, sampling, reward, **options)]
-        await reward.close()
-        return found
+        return [item async for item in generate_groups(prompts, workflow, sampling, reward, **options)]
 
     results = by(collect())
     return sorted((result.group for result in results if result.group), key=lambda group: group.group_id)
@@ -94,6 +94,7 @@ def test_function_that_normalizes_its_call_works_as_printed_for_several_prompts(
     monkeypatch.setattr(asyncio, "sleep", _at_once(asyncio.sleep))
     reward = FunctionReward(write(NORMALIZING), CallOptions(timeout_s=60.0))
     groups = generated(reward, 4, num_samples=num_samples)
+    asyncio.run(reward.close())
     verdicts = [rollout.verdict for group in groups for rollout in group.rollouts]
     # Four prompts with answers of 0 to 3 letters: the mean is 1.5, the sum of squares around it 5 per sample.
     deviation = (5 * num_samples / (4 * num_samples - 1)) ** 0.5
@@ -163,6 +164,19 @@ def test_full_calls_go_out_while_others_generate(function, calls, num_samples):
 
     assert simulate(run()) == pytest.approx([1, 1, 3, 3], abs=0.5)
     assert calls == [2 * num_samples] * 2
+
+
+def test_reward_keeps_no_event_loop_that_has_ended(function, calls):
+    reward = function(4)
+    loop = asyncio.new_event_loop()
+    prompt = make_prompt()
+    verdicts = loop.run_until_complete(reward.score(prompt, [make_rollout(prompt, "4")]))
+    assert [verdict.reward for verdict in verdicts] == [1.0]
+    loop.close()
+    ended = weakref.ref(loop)
+    del loop
+    gc.collect()
+    assert ended() is None
 
 
 def test_sums_of_rewards_gather_the_same_calls(calls, write):

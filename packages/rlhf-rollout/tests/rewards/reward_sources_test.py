@@ -77,6 +77,7 @@ def test_metric_names_stay_different_when_a_source_is_called_like_a_number():
 @pytest.mark.parametrize(
     ("kind", "targets", "says"),
     [
+        ("oracle", ("x",), "unknown kind of reward `oracle`"),
         ("function", ("a.py", "b.py"), "a reward function needs one target, got a.py, b.py"),
         ("model", (), "a reward model needs one target, got none"),
     ],

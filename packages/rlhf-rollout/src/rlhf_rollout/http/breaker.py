@@ -1,5 +1,6 @@
 """Keeps a scorer that always fails from costing its time limit again and again."""
 
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Failure:
 class Breaker:
     """Lets calls through until several in a row were costly failures, then only one call from time to time.
 
-    After a costly failure the scorer rests four times as long as that failure took.
+    After a costly failure the scorer rests four times as long as that failure took. May be used from several threads.
 
     Args:
         max_failures: costly failures in a row after which calls are held back. At most half of them may be for the same
@@ -45,6 +46,7 @@ class Breaker:
         self._rests_until = 0.0
         self._rest_s = 0.0
         self._last: Failure | None = None
+        self._lock = threading.Lock()
 
     @property
     def is_open(self) -> bool:
@@ -53,14 +55,15 @@ class Breaker:
 
     def refusal(self) -> Failure | None:
         """Return why the scorer must not be called at this time; None if it may be called."""
-        if self._last is None or not self.is_open:
-            return None
-        if time.monotonic() >= self._rests_until:
-            self._rests_until = time.monotonic() + self._rest_s  # for other callers, while this one tries
-            return None
-        num_failures = self._failures.total()
-        detail = f"not called, because {num_failures} calls in a row failed; the last one: {self._last.detail}"
-        return Failure(self._last.kind, detail, of_sample=False)
+        with self._lock:
+            if self._last is None or not self.is_open:
+                return None
+            if time.monotonic() >= self._rests_until:
+                self._rests_until = time.monotonic() + self._rest_s  # for other callers, while this one tries
+                return None
+            num_failures = self._failures.total()
+            detail = f"not called, because {num_failures} calls in a row failed; the last one: {self._last.detail}"
+            return Failure(self._last.kind, detail, of_sample=False)
 
     def note(
         self, failure: Failure | None, seconds: float, *, costly: bool = False, prompt_id: str | None = None
@@ -73,14 +76,15 @@ class Breaker:
             costly: whether the failure counts although it was quick.
             prompt_id: the prompt whose rollouts the call was for; None if it was for several prompts.
         """
-        if failure is None or not (costly or seconds >= _CHEAP_S):
-            self._failures.clear()
-            self._num_counted = 0
-            return False
-        self._last = failure
-        self._failures[prompt_id] += 1
-        self._rest_s = _REST_FACTOR * seconds
-        self._rests_until = time.monotonic() + self._rest_s
-        counts = prompt_id is None or self._failures[prompt_id] <= self._most_per_prompt
-        self._num_counted += counts
-        return counts and self._num_counted == self._max_failures
+        with self._lock:
+            if failure is None or not (costly or seconds >= _CHEAP_S):
+                self._failures.clear()
+                self._num_counted = 0
+                return False
+            self._last = failure
+            self._failures[prompt_id] += 1
+            self._rest_s = _REST_FACTOR * seconds
+            self._rests_until = time.monotonic() + self._rest_s
+            counts = prompt_id is None or self._failures[prompt_id] <= self._most_per_prompt
+            self._num_counted += counts
+            return counts and self._num_counted == self._max_failures

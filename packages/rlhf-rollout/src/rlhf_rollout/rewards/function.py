@@ -1,15 +1,18 @@
 """Rewards from a user's Python function: scoring in worker processes, and a trial call before a run starts."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import RewardError, nearest
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
+from rlhf_rollout.event_loop import EventLoopThread
 from rlhf_rollout.http.batcher import GroupBatcher, Sample
 from rlhf_rollout.http.breaker import Breaker
 from rlhf_rollout.rewards.outcomes import Failure, judge
@@ -32,8 +35,8 @@ class FunctionReward:
     A call holds the rollouts of several prompts, because a function may compare what it gets; see `GroupBatcher`. If a
     call fails, each rollout is scored in a call of its own, and those that do not fail once more together, so that only
     the rollouts at fault get a failed verdict. A function that hangs, kills its worker or fails slowly many times in a
-    row, for several prompts, is held back by a `Breaker`: rollouts then fail at once, with the last error. Use it from
-    one event loop.
+    row, for several prompts, is held back by a `Breaker`: rollouts then fail at once, with the last error. May be used
+    from several event loops; a call holds rollouts from one.
 
     Args:
         reward: `FILE.py` (its `reward_func`), `FILE.py:function`, `module` or `module:function`.
@@ -58,11 +61,13 @@ class FunctionReward:
         self._breaker = Breaker(MAX_FAILURES)
         self._compares = not is_builtin(reward)
         self._batch_size = num_prompts * num_samples if self._compares else 1
-        self._batchers: dict[str, GroupBatcher] = {}  # by the pool of groups that are scored together
+        # By event loop, and by what is scored together.
+        self._batchers: dict[tuple[asyncio.AbstractEventLoop, str], GroupBatcher] = {}
         self._pools: dict[str, str] = {}  # of the groups that are expected
         self._pace_s = 0.0  # the longest time per rollout of a successful call
         self._turns = asyncio.Semaphore(calls.num_workers)
-        self._running: set[asyncio.Task[Scored | Failure]] = set()
+        # The workers' own, because callers may come from several: started when it is first used.
+        self._loop: EventLoopThread | None = None
         self._closed = False
 
     @property
@@ -82,35 +87,37 @@ class FunctionReward:
         if self._closed:
             raise RewardError(_CLOSED)
         group_id = rollouts[0].group_id
-        pool = self._pools.pop(group_id, "")
-        batcher = self._batcher(pool)
+        key = asyncio.get_running_loop(), self._pools.pop(group_id, "")
+        batcher = self._batcher(key)
         batcher.forget(group_id)
         try:
             return await batcher.submit([(prompt, rollout) for rollout in rollouts])
         finally:
             if batcher.is_idle:
-                self._batchers.pop(pool, None)
+                self._batchers.pop(key, None)
 
     def expect(self, group_id: str, pool: str | None) -> None:
         """See `expect_group`."""
         if pool is not None and not self._closed:
             self._pools[group_id] = pool
-            self._batcher(pool).expect(group_id)
+            self._batcher((asyncio.get_running_loop(), pool)).expect(group_id)
         elif (known := self._pools.pop(group_id, None)) is not None:
-            self._batcher(known).forget(group_id)
+            self._batcher((asyncio.get_running_loop(), known)).forget(group_id)
 
     async def close(self) -> None:
         """End the workers, also those that hang or are starting. Groups that wait for a call raise RewardError."""
         self._closed = True
-        for batcher in self._batchers.values():
-            batcher.fail(RewardError(_CLOSED))
-        await self._pool.close()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        for (loop, _), batcher in list(self._batchers.items()):
+            with contextlib.suppress(RuntimeError):  # a loop that has ended has nobody who waits
+                loop.call_soon_threadsafe(batcher.fail, RewardError(_CLOSED))
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            await asyncio.to_thread(self._shut_down, loop)
 
-    def _batcher(self, pool: str) -> GroupBatcher:
-        if pool not in self._batchers:
-            self._batchers[pool] = GroupBatcher(self._judge, max_batch=self._batch_size)
-        return self._batchers[pool]
+    def _batcher(self, key: tuple[asyncio.AbstractEventLoop, str]) -> GroupBatcher:
+        if key not in self._batchers:
+            self._batchers[key] = GroupBatcher(self._judge, max_batch=self._batch_size)
+        return self._batchers[key]
 
     async def _judge(self, samples: list[Sample]) -> list[Verdict]:
         return await judge(samples, self._ask, self._calls.success_threshold, together=self._compares)
@@ -118,14 +125,17 @@ class FunctionReward:
     async def _ask(self, samples: Sequence[Sample], _: Failure | None) -> Scored | Failure:
         if self._closed:
             raise RewardError(_CLOSED)
+        if self._loop is None:
+            self._loop = EventLoopThread("rewards")
         # A caller that gives up leaves the function running, and its worker occupied.
-        calling = asyncio.create_task(self._call(samples))
-        self._running.add(calling)
-        calling.add_done_callback(self._running.discard)
-        return await asyncio.shield(calling)
+        return await asyncio.shield(asyncio.wrap_future(self._loop.start(self._call(samples))))
+
+    def _shut_down(self, loop: EventLoopThread) -> None:
+        loop.run(self._pool.close())
+        loop.close()
 
     async def _call(self, samples: Sequence[Sample]) -> Scored | Failure:
-        """Call the function when a worker is free."""
+        """Call the function, on the workers' event loop, when a worker is free."""
         async with self._turns:
             if refusal := self._breaker.refusal():
                 return refusal
@@ -187,7 +197,6 @@ def check_reward_function(
 ) -> str | None:
     """Import a reward function and call it once in a worker process, before anything expensive starts.
 
-    Must not be called from within an event loop.
     The call is as large as those of a run, and holds the prompts in turn. A built-in reward compares nothing: its call
     holds each of the first four prompts twice. Responses are in turn the label of their prompt and an empty text.
 
@@ -214,7 +223,8 @@ def check_reward_function(
         finally:
             await pool.close()
 
-    outcome = asyncio.run(trial())
+    with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
+        outcome = thread.submit(asyncio.run, trial()).result()
     name = f"{target.module}:{target.name}"
     if outcome is None:
         return None

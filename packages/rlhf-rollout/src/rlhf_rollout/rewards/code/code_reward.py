@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.rewards.code.sandbox import Job, Sandbox, SandboxError, check_sandbox
@@ -62,20 +63,21 @@ class CodeReward:
 
     The verdict is `ok` if all tests pass, `unparsable` if the response has no program, and otherwise `wrong`, also for
     a program that exceeds a limit. It is `crash` when the sandbox failed or the label has no tests. The extra number
-    `passed` is the share of tests that passed. Use it from one event loop.
+    `passed` is the share of tests that passed. May be used from several event loops.
 
     Args:
         sandbox: runs the programs.
-        calls: how they are run. `num_workers` programs run at the same time, each with `worker.memory_gb` of memory, by
-            default 1 GiB.
+        calls: how they are run. `num_workers` programs run at the same time per event loop, each with
+            `worker.memory_gb` of memory, by default 1 GiB.
     """
 
     def __init__(self, sandbox: Sandbox, calls: CallOptions = DEFAULT_CALLS) -> None:
         memory_gb = calls.worker.memory_gb or _DEFAULT_MEMORY_GB
         self._sandbox = sandbox
         self._limits = {"timeout_s": calls.timeout_s, "memory_bytes": int(memory_gb * 2**30)}
+        self._num_workers = calls.num_workers
         self._partial = calls.code_partial
-        self._slots = asyncio.Semaphore(calls.num_workers)
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
         """Return one verdict per rollout, in order. A cancelled call ends its programs."""
@@ -83,21 +85,22 @@ class CodeReward:
             tests = parse_tests(prompt.label or "")
         except ValueError as error:
             return [Verdict(VerdictKind.CRASH, detail=one_line(f"the label has no tests: {error}"))] * len(rollouts)
+        slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._num_workers))
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._judge(rollout.text, tests)) for rollout in rollouts]
+            tasks = [group.create_task(self._judge(rollout.text, tests, slots)) for rollout in rollouts]
         return [task.result() for task in tasks]
 
     async def close(self) -> None:
         """Do nothing: programs end with the calls of `score`."""
 
-    async def _judge(self, response: str, tests: Tests) -> Verdict:
+    async def _judge(self, response: str, tests: Tests, slots: asyncio.Semaphore) -> Verdict:
         started = time.monotonic()
         program = extract_program(response)
         if not program.strip():
             return self._verdict(VerdictKind.UNPARSABLE, 0.0, "the response has no program", started)
         if len(program) > _MAX_PROGRAM:
             return self._verdict(VerdictKind.WRONG, 0.0, f"the program has {len(program)} characters", started)
-        async with self._slots:
+        async with slots:
             try:
                 results = await self._sandbox.run({**tests.job(), **self._limits, "program": program})
             except SandboxError as error:
