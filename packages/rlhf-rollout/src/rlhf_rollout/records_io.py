@@ -1,29 +1,19 @@
 """Rollouts in files, as JSON lines or in chunks of columns. What was written is read back exactly.
 
-A JSONL file has one record per rollout. A file of columns, whose name ends with `COLUMNS`, begins with `_MAGIC` and its
-version, and has one chunk per batch: the sizes of its parts, a CRC-32 of all that follows it and of the sizes, and the
-parts. Numbers are little-endian. The parts are
-
-    text       the records as JSON lines, whose `token_ids` and `logprobs` are null                     zlib
-    counts     [records, 2] int32: tokens, and tokens of the policy                                     zlib
-    token_ids  [4, tokens] uint8: first the lowest bytes of all int32 ids, last the highest             zlib
-    exponents  [2, tokens of the policy] uint8: the upper bytes of the log-probs, see `_planes`         zlib
-    mantissas  [2, tokens of the policy] uint8: their lower bytes, which are too random to be compressed
+A JSONL file has one record per rollout. A file of columns, whose name ends with `COLUMNS`, has one chunk per batch; see
+`record_columns`.
 """
 
 import base64
 import json
 import operator
-import os
 import signal
-import struct
 import sys
-import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,15 +29,10 @@ from rlhf_data.records import (
     Verdict,
     VerdictKind,
 )
+from rlhf_rollout.record_columns import COLUMNS, HEADER, Line, chunk, column_lines, has_columns
 
 NUM_LEFT = "num_left"  # of a record: how many records of its batch follow; it comes after the batch's own fields
-COLUMNS = ".columns"  # ends the name of a file of columns
-_MAGIC = b"\x89rlhf-rollouts\r\n"  # no line of text, and damaged by what changes the ends of lines
-_VERSION = 1
-_HEADER = _MAGIC + struct.pack("<I", _VERSION)
-_CHUNK = struct.Struct("<I5Q")  # CRC-32, sizes of the parts
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
-_NO_TOKENS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 _POWERS_OF_TEN = np.array([float(f"1e{power}") for power in range(13)])
 _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
@@ -145,7 +130,7 @@ class RolloutWriter:
         self._file = self.path.open("ab")
         self._has_columns = self.path.suffix == COLUMNS
         if self._has_columns and self._file.tell() == 0:
-            self._file.write(_HEADER)
+            self._file.write(HEADER)
 
     def write(self, *groups: RolloutGroup, **fields: Any) -> None:
         """Append a batch of groups; each of its records begins with `fields`, such as the step."""
@@ -153,10 +138,7 @@ class RolloutWriter:
         if self._has_columns and groups:
             pairs = list(records)
             text = b"".join(_line(record) for record, _ in pairs)
-            # Compression and numpy's copies let other threads of the process run.
-            parts = _parts(text, [rollout for _, rollout in pairs], self._level)
-            self._file.write(_checked([len(part) for part in parts], parts))
-            self._file.writelines(parts)
+            self._file.writelines(chunk(text, [rollout for _, rollout in pairs], self._level))
         elif groups:
             self._file.writelines(_line(record) for record, _ in records)
         self._file.flush()
@@ -170,61 +152,6 @@ def _line(record: Mapping[str, Any]) -> bytes:
     text = _ENCODER.encode(record) + "\n"
     # Half of a surrogate pair is written as JSON's escape of it: the text of an environment or a tool may hold one.
     return text.encode("utf-8", "backslashreplace")
-
-
-def _parts(text: bytes, rollouts: Sequence[Rollout], level: int) -> list[bytes]:
-    """Return the parts of a chunk; see the top of the module."""
-    spans = [span for rollout in rollouts for span in rollout.spans]
-    own = [span.logprobs for span in spans if span.logprobs is not None]
-    counts = np.array([(rollout.num_tokens, rollout.num_response_tokens) for rollout in rollouts], "<i4")
-    logprobs = np.concatenate([np.zeros(0, np.float32), *own]).view(np.uint32)
-    upper, lower = np.split(_planes(logprobs << 1 | logprobs >> 31)[::-1], 2)
-    # No byte of a log-prob depends on those before it, so that only their frequencies save room.
-    packed = zlib.compressobj(level, strategy=zlib.Z_HUFFMAN_ONLY)
-    return [
-        zlib.compress(text, level),
-        zlib.compress(counts, level),
-        zlib.compress(_planes(np.concatenate([span.token_ids for span in spans])), level),
-        packed.compress(np.ascontiguousarray(upper)) + packed.flush(),
-        lower.tobytes(),
-    ]
-
-
-def _planes(values: np.ndarray) -> np.ndarray:
-    """Return the bytes [4, n] of numbers [n] of four bytes, the lowest bytes first.
-
-    Like bytes lie together, which compresses better. The sign of a log-prob is moved behind its mantissa, so that one
-    plane holds the exponents and nothing else.
-    """
-    return np.ascontiguousarray(values.astype(values.dtype.newbyteorder("<")).view(np.uint8).reshape(-1, 4).T)
-
-
-def _values(planes: np.ndarray, dtype: str) -> np.ndarray:
-    return np.ascontiguousarray(planes.T).view(dtype).reshape(-1)
-
-
-def _checked(sizes: Sequence[int], parts: Sequence[bytes]) -> bytes:
-    """Return the head of a chunk."""
-    crc = zlib.crc32(_CHUNK.pack(0, *sizes))
-    for part in parts:
-        crc = zlib.crc32(part, crc)
-    return _CHUNK.pack(crc, *sizes)
-
-
-class Line(NamedTuple):
-    """The record of a rollout in a file.
-
-    Attributes:
-        number: of the record, from 1.
-        text: JSON that ends with a newline; without it, or empty, if the file is cut off or damaged here.
-        end: bytes of the file up to the end of the line or its chunk.
-        tokens: the ids [L] int32 and the log-probs of the policy's tokens [n] float32; None if `text` has them.
-    """
-
-    number: int
-    text: bytes
-    end: int
-    tokens: tuple[np.ndarray, np.ndarray] | None = None
 
 
 def read_lines(path: str | Path, *, has_tokens: bool = True) -> Generator[Line, None, None]:
@@ -241,55 +168,13 @@ def read_lines(path: str | Path, *, has_tokens: bool = True) -> Generator[Line, 
     if not path.is_file():
         raise DataError(missing_file("the record of rollouts", path))
     with path.open("rb") as stream:
-        head = stream.read(len(_HEADER))
-        if path.suffix != COLUMNS and not head.startswith(_MAGIC):
-            end = 0
-            stream.seek(0)
-            for number, text in enumerate(stream, start=1):
-                end += len(text)
-                yield Line(number, text, end)
-        elif head == _HEADER:
-            yield from _column_lines(stream, has_tokens)
-        elif head.startswith(_MAGIC) and len(head) == len(_HEADER):
-            [version] = struct.unpack("<I", head[len(_MAGIC) :])
-            message = f"{path} has version {version} of the columns; this program reads version {_VERSION}"
-            raise DataError(message, hint="read it with the version of the program that wrote it")
-        elif head:
-            yield Line(1, b"", 0)
-
-
-def _column_lines(stream: BinaryIO, has_tokens: bool) -> Iterator[Line]:
-    number = 1
-    start = stream.tell()
-    size_bytes = os.fstat(stream.fileno()).st_size
-    while head := stream.read(_CHUNK.size):
-        try:
-            _, *sizes = _CHUNK.unpack(head)
-            if start + len(head) + sum(sizes) > size_bytes:  # memory of a damaged size might not be there
-                raise ValueError("the file ends before")
-            parts = [stream.read(size) for size in sizes]
-            if _checked(sizes, parts) != head:
-                raise ValueError("the checksum is another")
-            texts = zlib.decompress(parts[0]).splitlines(keepends=True)
-            tokens = _split(parts[1:]) if has_tokens else [_NO_TOKENS] * len(texts)
-        except (struct.error, ValueError, zlib.error):
-            yield Line(number, b"", start)
+        if path.suffix == COLUMNS or has_columns(stream):
+            yield from column_lines(path, stream, has_tokens=has_tokens)
             return
-        start = stream.tell()
-        for text, each in zip(texts, tokens, strict=True):
-            yield Line(number, text, start, each)
-            number += 1
-
-
-def _split(parts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return `Line.tokens` of the records of a chunk."""
-    counts, ids, upper = (np.frombuffer(zlib.decompress(part), np.uint8) for part in parts[:3])
-    ends = counts.view("<i4").reshape(-1, 2).cumsum(axis=0)[:-1]
-    lower = np.frombuffer(parts[3], np.uint8)
-    turned = _values(np.concatenate([upper, lower]).reshape(4, -1)[::-1], "<u4")
-    logprobs = (turned >> 1 | turned << 31).view(np.float32)
-    token_ids = _values(ids.reshape(4, -1), "<i4")
-    return list(zip(np.split(token_ids, ends[:, 0]), np.split(logprobs, ends[:, 1]), strict=True))
+        end = 0
+        for number, text in enumerate(stream, start=1):
+            end += len(text)
+            yield Line(number, text, end)
 
 
 def json_lines(lines: Iterable[Line]) -> Iterator[bytes]:

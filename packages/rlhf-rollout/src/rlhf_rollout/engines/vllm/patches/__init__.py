@@ -25,7 +25,8 @@ def patch_scheduler(scheduler: Any, skipped: Collection[str], *, uses_graphs: bo
         skipped: names of patches to leave out.
         uses_graphs: whether steps are replayed as CUDA graphs, for which `bulk_admission` is.
     """
-    # The last makes lists, which the others take.
+    # Outputs pass the later ones first: `list_logprobs` makes the lists that `bulk_decoding` slices. `multi_step`
+    # lengthens the steps that `bulk_decoding` makes, and `bulk_admission` counts how many there are.
     names = ["idle_slots", "bulk_decoding", "list_logprobs", "multi_step", *(["bulk_admission"] if uses_graphs else [])]
     for name in names:
         module = load(name, skipped)
