@@ -54,7 +54,8 @@ _MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 16}
 _LATER_WINDOWS = {"use_sliding_window": True, "sliding_window": _WINDOW, "max_window_layers": 1}
 _CAPPED = {"final_logit_softcapping": 2.0}
 _GEMMA_N = {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8}
-_GEMMA_4 = _GEMMA_N | _CAPPED | {"global_head_dim": 32, "num_global_key_value_heads": 2}
+# Heads of layers without a window are larger, and fewer in the largest models, whose values are their keys.
+_GEMMA_4 = _GEMMA_N | _CAPPED | {"global_head_dim": 64}
 # Factors and caps that are 1, or far from what a tiny model reaches, unless they are named: one that is lost would not
 # be seen.
 _GRANITE = {"embedding_multiplier": 12.0, "logits_scaling": 8.0}
@@ -103,7 +104,7 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"activation_sparsity_pattern": [0.0, 0.0], "intermediate_size": 128},
     ),
     "gemma4": ("gemma4", {"text_config": _GEMMA_4, "vision_config": _GEMMA_EYE, "audio_config": _GEMMA_EAR}),
-    "gemma4_text": ("gemma4_text", _GEMMA_4),
+    "gemma4_text": ("gemma4_text", _GEMMA_4 | {"num_global_key_value_heads": 1, "attention_k_eq_v": True}),
     "glm4_moe": ("glm4_moe", _ROUTED | {"head_dim": 32}),
     "glm4_moe_lite": ("glm4_moe_lite", _LATENT),
     "glm_moe_dsa": ("glm_moe_dsa", _INDEXED),

@@ -10,7 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma4TextConfig,
     GptOssConfig,
+    Llama4TextConfig,
     OPTConfig,
     PhimoeConfig,
     Qwen2Config,
@@ -258,6 +260,35 @@ def write(config, folder, **fields):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+@pytest.mark.parametrize("name", ["auto", "sdpa", "eager"])
+def test_packed_gemma_4_has_the_log_probs_of_each_sequence_in_plain_transformers(tmp_path, name):
+    """Its layers without a window have heads of another size and number, so its config has no size for all layers."""
+    sizes = {"head_dim": 8, "global_head_dim": 16, "num_key_value_heads": 2, "num_global_key_value_heads": 1}
+    sizes |= {"attention_k_eq_v": True, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 64}
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    write(Gemma4TextConfig(**sizes, **layers, intermediate_size=32), tmp_path)
+    sequences = [[5, 9, 20, 7, 8, 3, 11], [30, 31, 32, 33, 34, 35], [40, 12]]
+    actor = load_actor(tmp_path, dtype="float32", packing=True, attn_implementation=name).eval()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        found = actor(TokenBatch.packed(sequences)).logprobs[0].split([7, 6, 2])
+        for sequence, logprobs in zip(sequences, found, strict=True):
+            ids = torch.tensor([sequence])
+            alone = plain(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            torch.testing.assert_close(logprobs[1:], alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["auto", "sdpa", "eager"])
+def test_llama_4_whose_chunks_packed_attention_does_not_know_is_refused_with_a_hint(tmp_path, name):
+    fields = {"attention_chunk_size": 4, "num_local_experts": 2, "num_key_value_heads": 2, "head_dim": 16}
+    layers = {"num_hidden_layers": 2, "layer_types": ["chunked_attention", "full_attention"], "moe_layers": []}
+    write(Llama4TextConfig(**fields, **layers, intermediate_size=32, intermediate_size_mlp=32), tmp_path)
+    message = r"llama4_text model cannot be packed: .* chunked_attention .*\n\nhint: turn packing off"
+    with pytest.raises(ConfigError, match=message):
+        load_actor(tmp_path, dtype="float32", packing=True, attn_implementation=name)
+    load_actor(tmp_path, dtype="float32", attn_implementation=name)
 
 
 def test_model_whose_window_is_in_a_mask_only_cannot_be_packed(tmp_path):

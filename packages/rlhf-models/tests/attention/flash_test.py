@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, GPT2Config, Qwen2Config
+from transformers import DeepseekV3Config, Gemma4TextConfig, GPT2Config, Qwen2Config
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.attention import flash
@@ -120,6 +120,15 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert chosen(64) == "rlhf_packed"
     assert chosen(64, name="rlhf_packed_4") == "rlhf_packed_4"
+
+
+def test_largest_heads_of_a_model_whose_layers_differ_decide(hopper):
+    published = Gemma4TextConfig()
+    assert head_sizes(published) == (512, 512)  # of layers without a window; those with one have 256
+    small = Gemma4TextConfig(head_dim=64, global_head_dim=256)
+    assert packed_attention_here(small, "auto", torch.bfloat16) == "rlhf_packed"
+    with pytest.raises(ConfigError, match="at most 128, the model's is 256"):
+        packed_attention_here(small, "rlhf_packed_4", torch.bfloat16)
 
 
 def test_latent_attention_has_heads_of_its_own_sizes(hopper):

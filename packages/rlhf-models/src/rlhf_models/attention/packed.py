@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.attention.flash import flash_4_is_faster, flash_4_unavailable_reason
-from rlhf_models.attention.sequence_parallel import SequenceGroup
+from rlhf_models.attention.sequence_parallel import SequenceGroup, layer_configs
 from rlhf_models.attention.shared_prompts import Layout, attend, attend_group_by_group, bounds_arguments
 from rlhf_models.batch import TokenBatch
 
@@ -106,12 +106,13 @@ def packed_attention_here(config: Any, attn_implementation: str, dtype: torch.dt
 
 
 def head_sizes(config: Any) -> tuple[int, int]:
-    """Return the size of the heads of queries and keys, and that of the heads of values."""
+    """Return the sizes of the heads of queries and keys, and of those of values, in the layer with the largest."""
     text = config.get_text_config()
     if getattr(text, "qk_rope_head_dim", None):  # latent attention, whose config may call a part of a head `head_dim`
         return text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return head_dim, head_dim
+    layers = layer_configs(config)
+    largest = max(getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads for own in layers)
+    return largest, largest
 
 
 def check_shares_prompts(config: Any, attention: str) -> None:

@@ -155,14 +155,27 @@ def check_heads(config: Any, size: int) -> None:
     Ranks have equal numbers of heads for queries. Fewer heads for keys and values are repeated, at most until there is
     one for each head for queries.
     """
-    text = config.get_text_config()
-    num_heads = text.num_attention_heads
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
-    if can_divide(num_heads, num_kv_heads, size):
+    layers = layer_configs(config)
+    counts = {(own.num_attention_heads, getattr(own, "num_key_value_heads", None)) for own in layers}
+
+    def divides(number: int) -> bool:
+        return all(can_divide(num_heads, num_kv_heads or num_heads, number) for num_heads, num_kv_heads in counts)
+
+    if divides(size):
         return
-    possible = [str(number) for number in range(2, num_heads + 1) if can_divide(num_heads, num_kv_heads, number)]
-    message = f"sequence parallelism over {size} ranks divides attention heads, and the model has {num_heads}"
+    fewest = min(num_heads for num_heads, _ in counts)
+    possible = [str(number) for number in range(2, fewest + 1) if divides(number)]
+    message = f"sequence parallelism over {size} ranks divides attention heads, and the model has {fewest}"
     raise ConfigError(message, hint=f"use {' or '.join(possible)} ranks" if possible else "turn it off")
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """Return the configs of a transformers model's layers for text: one for all layers unless their sizes differ.
+
+    The heads of Gemma 4's layers without a window have a size of their own, and the config of the whole then has none.
+    """
+    text = config.get_text_config()
+    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
 
 
 def can_divide(num_heads: int, num_kv_heads: int, size: int) -> bool:
