@@ -100,6 +100,18 @@ def test_best_model_is_the_first_until_one_is_higher(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
+def test_best_model_by_a_loss_is_the_first_until_one_is_lower(tmp_path):
+    best = BestModel("eval/pass@1", tmp_path / "best", lowest=True)
+    verdicts = []
+    for step, value in enumerate([float("nan"), 0.2, 0.2, 0.3, 0.1, float("nan"), 0.1]):
+        verdicts.append(best.beaten_by({"eval/pass@1": value}))
+        if verdicts[-1]:
+            keep(best, step, value)
+    assert verdicts == [False, True, False, False, True, False, False]
+    assert best.state() == {"eval/pass@1": 0.1}
+    assert (tmp_path / "best/weights").read_text() == "of step 4"
+
+
 def test_best_model_stays_while_the_next_is_written(tmp_path):
     best = BestModel("eval/pass@1", tmp_path / "best")
     keep(best, 1, 0.5)
