@@ -111,7 +111,7 @@ def test_rollout_record_without_verdict_and_with_a_nan_log_prob_is_null():
 
 
 def test_rollout_writer_appends_whole_lines_with_fields(tmp_path):
-    path = tmp_path / "new" / "rollouts.jsonl"
+    path = tmp_path / "new" / "folders" / "rollouts.jsonl"
     with contextlib.closing(RolloutWriter(path)) as writer:
         writer.write(group_of(), step=1)
         assert len(path.read_text().splitlines()) == 1  # on disk at once
@@ -363,6 +363,17 @@ def test_columns_as_json_lines_are_the_bytes_of_a_jsonl_file(seed, tmp_path):
     expected = (tmp_path / "a.jsonl").read_bytes()
     assert b"".join(json_lines(read_lines(tmp_path / "a.columns"))) == expected
     assert b"".join(json_lines(read_lines(tmp_path / "a.jsonl"))) == expected
+
+
+@pytest.mark.parametrize("name", ["a.columns", "a.jsonl"])
+def test_lines_without_their_tokens_are_the_same_lines(name, tmp_path):
+    write_steps(tmp_path / name, [1, 2])
+    whole = list(read_lines(tmp_path / name))
+    lines = list(read_lines(tmp_path / name, has_tokens=False))
+    assert [line[:3] for line in lines] == [line[:3] for line in whole]
+    assert all(line.text.endswith(b"\n") for line in lines)
+    tokens = [line.tokens for line in lines]
+    assert tokens == [None] * len(whole) if name == "a.jsonl" else all([*map(len, pair)] == [0, 0] for pair in tokens)
 
 
 def test_columns_lie_in_the_file_as_the_module_says(tmp_path):
