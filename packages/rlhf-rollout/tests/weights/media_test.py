@@ -311,6 +311,13 @@ def test_tcp_serves_the_used_part_of_a_buffer_at_the_address_that_was_given() ->
     assert [(handle[0], handle[-1]) for handle in engine.handles] == [("127.0.0.2", 512 + 14), ("127.0.0.2", 512)]
 
 
+def test_tcp_server_that_was_not_closed_keeps_no_process_alive() -> None:
+    others = set(threading.enumerate())
+    buffer = tcp.Buffer(4, ["one"], "127.0.0.1")
+    assert [thread.daemon for thread in set(threading.enumerate()) - others] == [True]
+    buffer.close()
+
+
 # -- broadcasts -------------------------------------------------------------------------------------------------------
 
 

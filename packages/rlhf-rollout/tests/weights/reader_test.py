@@ -2,6 +2,8 @@
 
 import dataclasses
 import errno
+import subprocess
+import sys
 import zlib
 
 import numpy as np
@@ -20,6 +22,12 @@ from rlhf_rollout.weights.shared_memory import map_segment
 from rollout_testing import shared_memory_bucket
 
 SPECS = (TensorSlot("a", "uint8", (2,), 0, 2), TensorSlot("b", "uint8", (3,), 256, 3))
+
+
+def test_buckets_and_their_shared_memory_need_no_torch() -> None:
+    names = ("bucket", "buffer", "shared_memory")
+    code = f"import sys\nfrom rlhf_rollout.weights import {', '.join(names)}\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_aligned_rounds_up_to_256() -> None:

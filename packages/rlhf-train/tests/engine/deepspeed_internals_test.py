@@ -29,7 +29,9 @@ from rlhf_train.engine.deepspeed_internals import (
     drop_copies,
     frozen_parts,
     import_deepspeed,
+    num_elements,
     places,
+    same_ends,
 )
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.shards import Place, Shards
@@ -294,8 +296,36 @@ def test_deepspeed_is_told_the_device_unless_a_user_names_one(monkeypatch, named
     monkeypatch.setenv("DS_ACCELERATOR", named or "")
     if named is None:
         monkeypatch.delenv("DS_ACCELERATOR")
-    import_deepspeed("cpu")
+    deepspeed = import_deepspeed("cpu")
     assert os.environ["DS_ACCELERATOR"] == expected
+    assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False  # which would be compiled at first use
+
+
+def test_number_of_elements_is_that_of_the_whole_weight():
+    whole, shard = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(0))
+    shard.ds_id, shard.ds_numel = 0, 7
+    assert [num_elements(weight) for weight in (whole, shard)] == [12, 7]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("end", [0, -1])
+def test_master_weights_are_compared_at_both_ends(size, end):
+    weight = torch.arange(1.0, size + 1)
+    assert same_ends(weight + 2**-20, weight.bfloat16())
+    other = weight.clone()
+    other[end] += 1
+    assert not same_ends(other, weight)
+    assert not same_ends(weight[1:], weight)
+
+
+@pytest.mark.parametrize("value", [0.25, 0.5, 1.5])
+def test_copy_of_master_weights_that_deepspeed_does_not_read_is_refused_whatever_they_are(value):
+    place = Place("weight", 0, 2, torch.full((2,), value), 0)
+    weight = torch.full((2,), value)
+    with pytest.raises(EngineError, match="is written to the master weight of weight, and read as"):
+        deepspeed_internals._check_round_trip(place, weight)
+    assert place.flat.tolist() == [value, value]
+    deepspeed_internals._check_round_trip(place, place.flat)
 
 
 def test_parts_of_frozen_weights_are_shards_and_their_second_copies():

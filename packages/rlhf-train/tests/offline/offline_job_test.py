@@ -26,6 +26,7 @@ from rlhf_train.offline.objectives.kto import KtoObjective
 from rlhf_train.offline.objectives.process_reward import ProcessRewardObjective
 from rlhf_train.offline.objectives.reward_model import RewardModelObjective
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
+from rlhf_train.run.checkpoint import Checkpoints, CheckpointSpec
 from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
@@ -175,6 +176,7 @@ def test_evaluations_come_when_due_and_the_best_weights_are_kept(model_path, tmp
         eval_examples=[pair.rejected for pair in pairs(8, 3)],
         eval_steps=4,
         best_metric="loss",
+        checkpoints=CheckpointSpec(every=4, max_num=1),
     )
     seen = run(made)
     assert list(seen) == [0, 4, 8, 10]
@@ -183,6 +185,9 @@ def test_evaluations_come_when_due_and_the_best_weights_are_kept(model_path, tmp
     assert (state["step"], state["metric"]) == (best, "eval/loss")
     assert state["value"] == seen[best]["eval/loss"]
     assert best != 10
+    kept = {checkpoint.step: checkpoint.metric for checkpoint in Checkpoints(made.checkpoints.home(tmp_path)).all()}
+    assert kept == {4: seen[4]["eval/loss"], max(kept): seen[max(kept)]["eval/loss"]}
+    assert kept[4] < kept[max(kept)]  # so it is kept besides the newest
     again = dataclasses.replace(
         job(str(made.best_path), tmp_path / "again", eval_examples=made.eval_examples), examples=made.examples[:1]
     )
