@@ -114,7 +114,8 @@ class Model(nn.Module):
                 getattr(param, "weight_loader", default_weight_loader)(param, weight)
 
 
-def test_weights_that_a_model_copies_itself_arrive_in_every_update() -> None:
+@pytest.mark.parametrize("in_one_bucket", [True, False])
+def test_weights_that_a_model_copies_itself_arrive_in_every_update(in_one_bucket: bool) -> None:
     model = Model()
     record_metadata_for_reloading(model)
     places = {name: param.data_ptr() for name, param in model.named_parameters()}
@@ -129,9 +130,10 @@ def test_weights_that_a_model_copies_itself_arrive_in_every_update() -> None:
         with torch.no_grad():
             initialize_layerwise_reload(model)
             direct = DirectWrites(model)
-            for weight in sent.items():  # as if each came in a bucket of its own
+            weights = list(sent.items())
+            for bucket in [weights] if in_one_bucket else [[weight] for weight in weights]:
                 with direct:
-                    model.load_weights([weight])
+                    model.load_weights(bucket)
             finalize_layerwise_reload(model, None)
         expected = sent | {"experts.weight": sent["experts.weight"].t()}
         for name, param in model.named_parameters():
