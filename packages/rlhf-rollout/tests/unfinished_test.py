@@ -1,6 +1,9 @@
-"""Samples of groups that are not complete go from one process to another through JSON."""
+"""Samples of groups that are not complete go from one process to another through JSON and a file of arrays."""
 
+import base64
 import json
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from rlhf_rollout.agents.recorder import EpisodeLimits, EpisodeRecorder
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
-from rlhf_rollout.unfinished import UnfinishedGroups
+from rlhf_rollout.unfinished import ArrayReader, ArrayWriter, UnfinishedGroups
 
 PROMPT = np.array([4, 5, 6], np.int32)
 SAMPLING = SamplingParams(num_samples=2, seed=3)
@@ -18,19 +21,26 @@ SAMPLING = SamplingParams(num_samples=2, seed=3)
 
 def write(draft, version, token_ids, reason=None):
     draft.go_on(version)
-    draft.token_ids += token_ids
-    draft.logprobs += [-token / 8 for token in token_ids]
+    draft.token_ids.extend(token_ids)
+    draft.logprobs.extend(-token / 8 for token in token_ids)
     draft.finish_reason = reason
 
 
 def continued(groups, *group_ids):
     other = UnfinishedGroups()
-    other.restore(json.loads(json.dumps(groups.state(group_ids))))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "arrays")
+        writer = ArrayWriter(path)
+        text = json.dumps(groups.state(group_ids), default=lambda value: {"at": writer.write(value)})
+        writer.close()
+        reader = ArrayReader(path)
+        state = json.loads(text, object_hook=lambda value: reader.read(value["at"]) if "at" in value else value)
+    other.restore(state)
     return other
 
 
 def told(draft):
-    return draft.token_ids, draft.logprobs, draft.versions, draft.finish_reason, draft.num_cached_tokens
+    return draft.token_ids.tolist(), draft.logprobs.tolist(), draft.versions, draft.finish_reason, draft.num_cached_tokens
 
 
 def test_samples_go_on_behind_what_is_known():
@@ -57,6 +67,49 @@ def test_experts_of_tokens_that_are_drawn_again_are_dropped():
     assert kept.tolist() == routes[:4].tolist()  # of the prompt and the first token
 
 
+def test_state_is_that_of_its_time_though_samples_grow():
+    groups = UnfinishedGroups()
+    draft, _ = groups.drafts("g", None, PROMPT, SAMPLING)
+    write(draft, 1, [7, 8])
+    draft.token_ids.append(9)  # its log-prob comes later
+    state = groups.state(["g"])
+    draft.logprobs.append(-9 / 8)
+    write(draft, 2, [10, 11], FinishReason.STOP)
+    other = UnfinishedGroups()
+    other.restore(state)
+    assert told(other.drafts("g", None, PROMPT, SAMPLING)[0]) == ([7, 8], [-7 / 8, -1.0], [(0, 1)], None, None)
+    assert told(draft)[0] == [7, 8, 9, 10, 11]
+
+
+def test_state_of_an_older_version_has_numbers_in_base64():
+    def packed(values, dtype):
+        data = base64.b64encode(np.array(values, dtype).tobytes()).decode()
+        return {"shape": list(np.shape(values)), "dtype": dtype, "data": data}
+
+    groups = UnfinishedGroups()
+    groups.drafts("g", None, PROMPT, SAMPLING)
+    state = json.loads(json.dumps({"g": [[groups.state(["g"])["g"][0][0], []]]}))
+    sample = {"versions": [[0, 1], [1, 2]], "num_cached_tokens": 3, "finish_reason": "stop"}
+    numbers = {"token_ids": packed([7, 8], "int32"), "logprobs": packed([-0.5, -1.5], "float32")}
+    state["g"][0][1].append({**sample, **numbers, "routes": packed([[[1]], [[2]]], "uint8")})
+    other = UnfinishedGroups()
+    other.restore(state)
+    [draft] = other.drafts("g", None, PROMPT, SAMPLING)
+    assert told(draft) == ([7, 8], [-0.5, -1.5], [(0, 1), (1, 2)], FinishReason.STOP, 3)
+    assert [rows.tolist() for rows in draft.routes] == [[[[1]], [[2]]]]
+
+
+@pytest.mark.parametrize("place", [[-1, "int32", [1]], [0, "int32", [2]], [4, "int32", [1]], [0, "int32", [-1]]])
+def test_array_that_is_not_in_the_file_is_refused(tmp_path, place):
+    writer = ArrayWriter(tmp_path / "arrays")
+    assert writer.write(np.array([5], np.int32)) == [0, "int32", [1]]
+    writer.close()
+    reader = ArrayReader(tmp_path / "arrays")
+    assert reader.read([0, "int32", [1]]).tolist() == [5]
+    with pytest.raises(ValueError, match="no place"):
+        reader.read(place)
+
+
 @pytest.mark.parametrize(
     ("group_id", "conversation", "token_ids", "sampling"),
     [
@@ -72,8 +125,8 @@ def test_other_requests_begin_anew(group_id, conversation, token_ids, sampling):
     groups = UnfinishedGroups()
     write(groups.drafts("g", "c", PROMPT, SAMPLING)[0], 1, [7])
     other = continued(groups, "g")
-    assert [draft.token_ids for draft in other.drafts(group_id, conversation, token_ids, sampling)] == [[], []]
-    assert other.drafts("g", "c", PROMPT, SAMPLING)[0].token_ids == [7]
+    assert [draft.token_ids.tolist() for draft in other.drafts(group_id, conversation, token_ids, sampling)] == [[], []]
+    assert other.drafts("g", "c", PROMPT, SAMPLING)[0].token_ids.tolist() == [7]
 
 
 def test_equal_requests_have_a_sample_each():
@@ -81,7 +134,7 @@ def test_equal_requests_have_a_sample_each():
     for token in (7, 8):
         write(groups.drafts("g", "c", PROMPT, SAMPLING)[0], 1, [token])
     other = continued(groups, "g")
-    found = [other.drafts("g", "c", PROMPT, SAMPLING)[0].token_ids for _ in range(3)]
+    found = [other.drafts("g", "c", PROMPT, SAMPLING)[0].token_ids.tolist() for _ in range(3)]
     assert found == [[7], [8], []]
 
 
@@ -89,7 +142,7 @@ def test_what_nobody_has_asked_for_again_goes_on_to_the_next_process():
     groups = UnfinishedGroups()
     write(groups.drafts("g", None, PROMPT, SAMPLING)[0], 1, [7])
     later = continued(continued(groups, "g"), "g")
-    assert later.drafts("g", None, PROMPT, SAMPLING)[0].token_ids == [7]
+    assert later.drafts("g", None, PROMPT, SAMPLING)[0].token_ids.tolist() == [7]
 
 
 def test_complete_groups_and_requests_without_a_group_are_not_kept():

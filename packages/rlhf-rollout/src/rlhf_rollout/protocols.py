@@ -1,5 +1,6 @@
 """Protocols of engines and rewards: small, torch-free, with one contract suite for every implementation."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args, runtime_checkable
@@ -122,20 +123,30 @@ class Completion:
 class Draft:
     """One sample that is being written. It only grows, so that other threads may read it meanwhile.
 
+    Numbers are in arrays of Python: lists of them would take nine times the memory. Other threads read copies of parts:
+    an array cannot grow while numpy looks at it.
+
     Attributes:
-        token_ids, logprobs: what is written so far, [n], nats.
+        token_ids: what is written so far, [n] int32. Any sequence may be given.
+        logprobs: [n] float32, nats. Any sequence may be given.
         versions: where the tokens of each policy version begin, and the version.
         routes: parts [n, layers, top_k] of the experts of prompt and sample, from the prompt's first token on.
         num_cached_tokens: see `Completion`.
         finish_reason: why it ended; None before. It is set after the last token.
     """
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     versions: list[tuple[int, int]] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)
     num_cached_tokens: int | None = None
     finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.token_ids, array):
+            self.token_ids = array("i", np.asarray(self.token_ids, np.int32).tobytes())
+        if not isinstance(self.logprobs, array):
+            self.logprobs = array("f", np.asarray(self.logprobs, np.float32).tobytes())
 
     def go_on(self, policy_version: int) -> None:
         """Count the tokens from here on as those of `policy_version`."""

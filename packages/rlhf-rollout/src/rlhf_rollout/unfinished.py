@@ -1,14 +1,81 @@
 """What is written of groups that are not complete, so that a run that continues need not draw it again."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlhf_data.records import FinishReason
 from rlhf_rollout.protocols import Draft, SamplingParams
-from rlhf_rollout.records_io import pack_array, unpack_array
+from rlhf_rollout.records_io import unpack_array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """The first numbers of an array to which others are added meanwhile.
+
+    Attributes:
+        values: all numbers so far.
+        size: how many of them are meant.
+    """
+
+    values: "array[Any]"
+    size: int
+
+    def copy(self) -> np.ndarray:
+        """Return them, [size]."""
+        return np.array(self.values[: self.size])
+
+
+class ArrayWriter:
+    """Writes arrays one behind the other into a new file.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+
+    def write(self, values: np.ndarray | Written) -> list[Any]:
+        """Append an array and return where it is, as JSON values for `ArrayReader.read`."""
+        found = values.copy() if isinstance(values, Written) else np.ascontiguousarray(values)
+        place = [self._file.tell(), found.dtype.name, list(found.shape)]
+        self._file.write(found.astype(found.dtype.newbyteorder("<"), copy=False).data)
+        return place
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class ArrayReader:
+    """Reads what `ArrayWriter` wrote, each array when it is used. The file may be removed meanwhile.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # No memory can be mapped to an empty file.
+        self._bytes = np.memmap(path, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
+
+    def read(self, place: Sequence[Any]) -> np.ndarray:
+        """Return an array, which is read-only. Raises ValueError or TypeError for a place where there is none."""
+        start, name, shape = place
+        dtype = np.dtype(name).newbyteorder("<")
+        end = start + math.prod(shape) * dtype.itemsize
+        if min(start, *shape) < 0 or end > len(self._bytes):
+            raise ValueError(f"{place} is no place in a file of {len(self._bytes)} bytes")
+        return self._bytes[start:end].view(np.ndarray).view(dtype).reshape(shape)
 
 
 class UnfinishedGroups:
@@ -51,10 +118,10 @@ class UnfinishedGroups:
         self._found.pop(group_id, None)
 
     def state(self, group_ids: Iterable[str]) -> dict[str, list[Any]]:
-        """Return what is written of these groups as JSON values, for `restore`.
+        """Return what is written of these groups, for `restore`: JSON values, `Written` numbers and arrays of routes.
 
         It is all that this event loop knows. No token is held back, as one would be drawn again that is known not to
-        be the last, and then might be.
+        be the last, and then might be. Numbers are not copied, so that a state costs nothing until it is saved.
         """
         state = {}
         for group_id in group_ids:
@@ -63,7 +130,10 @@ class UnfinishedGroups:
         return state
 
     def restore(self, state: Mapping[str, list[Any]]) -> None:
-        """Let the requests of these groups go on behind what another process has written."""
+        """Let the requests of these groups go on behind what another process has written.
+
+        Numbers are arrays, or the texts into which older versions have packed them.
+        """
         self._found = {
             group_id: [(digest, [_unpacked(draft) for draft in drafts]) for digest, drafts in requests]
             for group_id, requests in state.items()
@@ -71,11 +141,13 @@ class UnfinishedGroups:
 
 
 def _packed(draft: Draft) -> dict[str, Any]:
+    size = min(len(draft.token_ids), len(draft.logprobs))  # the log-prob of a token may come after it
+    routes = tuple(draft.routes)
     return {
-        "token_ids": pack_array(np.array(draft.token_ids, np.int32)),
-        "logprobs": pack_array(np.array(draft.logprobs, np.float32)),
-        "versions": draft.versions,
-        "routes": pack_array(np.concatenate(draft.routes)) if draft.routes else None,
+        "token_ids": Written(draft.token_ids, size),
+        "logprobs": Written(draft.logprobs, size),
+        "versions": [(start, version) for start, version in draft.versions if start <= size],
+        "routes": np.concatenate(routes) if routes else None,
         "num_cached_tokens": draft.num_cached_tokens,
         "finish_reason": draft.finish_reason,
     }
@@ -83,11 +155,18 @@ def _packed(draft: Draft) -> dict[str, Any]:
 
 def _unpacked(packed: Mapping[str, Any]) -> Draft:
     reason = packed["finish_reason"]
+    routes = _numbers(packed["routes"])
     return Draft(
-        token_ids=unpack_array(packed["token_ids"]).tolist(),
-        logprobs=unpack_array(packed["logprobs"]).tolist(),
+        token_ids=_numbers(packed["token_ids"]),
+        logprobs=_numbers(packed["logprobs"]),
         versions=[(start, version) for start, version in packed["versions"]],
-        routes=[unpack_array(packed["routes"])] if packed["routes"] else [],
+        routes=[] if routes is None else [routes],
         num_cached_tokens=packed["num_cached_tokens"],
         finish_reason=FinishReason(reason) if reason else None,
     )
+
+
+def _numbers(saved: Any) -> np.ndarray | None:
+    if isinstance(saved, Written):
+        return saved.copy()
+    return saved if isinstance(saved, np.ndarray) else unpack_array(saved)

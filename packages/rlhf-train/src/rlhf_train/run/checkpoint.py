@@ -3,6 +3,7 @@
     CHECKPOINTS/step-20/manifest.json      step, metric, and size and SHA-256 of every other file; written last
     CHECKPOINTS/step-20/state.json         the state of the driver: order of prompts, counts, coefficients
     CHECKPOINTS/step-20/waiting.columns    its rollout groups, which wait for training; only if there are any
+    CHECKPOINTS/step-20/unfinished.bin     its arrays, such as the tokens of unfinished groups; only if there are any
     CHECKPOINTS/step-20/actor-0-of-2.safetensors   weights and optimizer of a model, one file per rank
 
 A checkpoint is written into `.step-20.partial` and renamed after every file is on the disk.
@@ -18,21 +19,27 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rlhf_data.errors import CheckpointError
 from rlhf_data.records import RolloutGroup
 from rlhf_data.rows.sources import sha256
 from rlhf_rollout.records_io import COLUMNS, RolloutWriter, read_batches
+from rlhf_rollout.unfinished import ArrayReader, ArrayWriter, Written
 
-FORMAT = 2
-_READ_FORMATS = (1, 2)  # 1 has rollout groups as lists of records in state.json
+FORMAT = 3
+# 1 has rollout groups as lists of records in state.json; 1 and 2 have arrays there in Base64.
+_READ_FORMATS = (1, 2, 3)
 _UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 FOLDER = "checkpoints"  # within the folder of a run
 MANIFEST, STATE = "manifest.json", "state.json"
 GROUPS = f"waiting{COLUMNS}"  # the groups of a state, in whose place stands {GROUPS: number of the group, from 0}
+ARRAYS = "unfinished.bin"  # the arrays of a state, in whose place stands {ARRAYS: [first byte, type, shape]}
 RECEIPT = ".receipt.json"  # ends the name of the file in which a rank tells that its own file is on the disk
 _POLL_S = 0.05
 
@@ -156,7 +163,7 @@ class Checkpoints:
 
         Args:
             step: as given to `begin`.
-            state: of the driver, as JSON values.
+            state: of the driver; see `write_state`.
             ranks: names of the files that the ranks write; see `write_receipt`.
             metric: see `Checkpoint`.
             ended: set by another thread once no rank writes any more, because all have ended or died.
@@ -224,22 +231,33 @@ class Checkpoints:
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write a state of JSON values and rollout groups to a folder that has none.
+    """Write a state of JSON values, rollout groups and arrays to a folder that has none.
 
-    Groups go to a file of their own, one by one: as JSON, all of them would be in memory at once.
+    Groups and arrays go to files of their own, one by one: as JSON, all of them would be in memory at once.
     """
     with ExitStack() as stack:
-        writers: list[RolloutWriter] = []
+
+        @cache
+        def groups() -> RolloutWriter:
+            writer = RolloutWriter(folder / GROUPS, level=0)
+            stack.callback(writer.close)
+            return writer
+
+        @cache
+        def arrays() -> ArrayWriter:
+            writer = ArrayWriter(folder / ARRAYS)
+            stack.callback(writer.close)
+            return writer
+
         num_groups = count()
 
-        def encode(value: Any) -> dict[str, int]:
-            if not isinstance(value, RolloutGroup):
-                raise TypeError(f"{type(value).__name__} in the state of a run is no JSON value")
-            if not writers:
-                writers.append(RolloutWriter(folder / GROUPS, level=0))
-                stack.callback(writers[0].close)
-            writers[0].write(value)
-            return {GROUPS: next(num_groups)}
+        def encode(value: Any) -> dict[str, Any]:
+            if isinstance(value, np.ndarray | Written):
+                return {ARRAYS: arrays().write(value)}
+            if isinstance(value, RolloutGroup):
+                groups().write(value)
+                return {GROUPS: next(num_groups)}
+            raise TypeError(f"{type(value).__name__} in the state of a run is no JSON value")
 
         text = json.dumps(state, default=encode, allow_nan=True)
     (folder / STATE).write_bytes(text.encode())
@@ -250,8 +268,11 @@ def read_state(folder: Path) -> dict[str, Any]:
     path = folder / GROUPS
     try:
         groups = [batch.groups[0] for batch in read_batches(path)] if path.exists() else []
+        arrays = ArrayReader(folder / ARRAYS) if (folder / ARRAYS).exists() else None
 
         def decode(value: dict[str, Any]) -> Any:
+            if value.keys() == {ARRAYS}:
+                return arrays.read(value[ARRAYS])
             return groups[value[GROUPS]] if value.keys() == {GROUPS} else value
 
         return dict(json.loads((folder / STATE).read_bytes(), object_hook=decode))

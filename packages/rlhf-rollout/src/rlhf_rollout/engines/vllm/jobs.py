@@ -60,9 +60,9 @@ class Sample:
         """Add new tokens, up to the one that completes a text of `stop`; return whether there is one."""
         for number, token_id in enumerate(token_ids if self.watch is not None else (), 1):
             if self.watch.completes(token_id):
-                self.draft.token_ids += token_ids[:number]
+                self.draft.token_ids.fromlist(token_ids[:number])
                 return True
-        self.draft.token_ids += token_ids
+        self.draft.token_ids.fromlist(token_ids)
         return False
 
     def add_routes(self, routes: np.ndarray) -> None:

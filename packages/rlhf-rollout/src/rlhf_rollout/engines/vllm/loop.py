@@ -318,7 +318,7 @@ class StepLoop:
             self._core.add_request(
                 EngineCoreRequest(
                     request_id=request_id,
-                    prompt_token_ids=job.prompt + draft.token_ids,
+                    prompt_token_ids=job.prompt + draft.token_ids.tolist(),
                     mm_features=None,
                     sampling_params=params,
                     pooling_params=None,
@@ -347,7 +347,7 @@ class StepLoop:
                 sample.add_routes(output.routed_experts)
             if (chosen := output.new_logprobs) is not None:
                 # A list, by the patch `list_logprobs`; vLLM's own are arrays with a column per rank.
-                draft.logprobs += chosen if isinstance(chosen, list) else chosen.logprobs[:, 0].tolist()
+                draft.logprobs.fromlist(chosen if isinstance(chosen, list) else chosen.logprobs[:, 0].tolist())
             if has_stopped:
                 del draft.logprobs[len(draft.token_ids) :]  # of tokens behind the text
             if has_stopped and output.finish_reason is None:
