@@ -9,6 +9,7 @@ import numpy as np
 
 from rlhf_data.errors import EngineError
 from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.engines.remote_engine import Report
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams
 
 
@@ -124,8 +125,10 @@ class MortalEngine:
     async def _report(self, written: Sequence[Draft], known: Sequence[Draft]) -> None:
         while True:
             await asyncio.sleep(self._report_s)
+            report = Report()
             for there, here in zip(written, known, strict=True):
-                here.extend(there.after(len(here.token_ids), len(here.routes)))
+                report.add(there.after(len(here.token_ids), len(here.routes)))
+            report.give_to(known)
 
     async def pause(self, mode: PauseMode) -> int:
         return await self._call("pause", mode)

@@ -10,6 +10,7 @@ import ray
 
 from rlhf_data.errors import EngineError
 from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.engines.remote_engine import Report
 from rlhf_rollout.protocols import Draft, SamplingParams
 from rlhf_rollout.ray_actors import RayEngine
 from simulated import now, simulated
@@ -25,9 +26,11 @@ class WritingActor:
         self.written = SimpleNamespace(remote=self.report)
         self.num_new = num_new
 
-    async def report(self, known: Any) -> Any:
-        new = Draft([7] * self.num_new, [-1.0] * self.num_new, [(0, 0)])
-        return {name: [new] for name in known}
+    async def report(self, counts: Any, known: Any) -> Any:
+        report = Report()
+        for _ in counts:
+            report.add(Draft([7] * self.num_new, [-1.0] * self.num_new, [(0, 0)]))
+        return report
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,13 @@ def continued(groups, *group_ids):
 
 
 def told(draft):
-    return draft.token_ids.tolist(), draft.logprobs.tolist(), draft.versions, draft.finish_reason, draft.num_cached_tokens
+    return (
+        draft.token_ids.tolist(),
+        draft.logprobs.tolist(),
+        draft.versions,
+        draft.finish_reason,
+        draft.num_cached_tokens,
+    )
 
 
 def test_samples_go_on_behind_what_is_known():

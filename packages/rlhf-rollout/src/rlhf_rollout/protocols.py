@@ -193,15 +193,6 @@ class Draft:
             reason,
         )
 
-    def extend(self, later: "Draft") -> None:
-        """Add what `after` has returned."""
-        self.token_ids += later.token_ids
-        self.logprobs += later.logprobs
-        self.versions = later.versions
-        self.routes += later.routes
-        self.num_cached_tokens = later.num_cached_tokens
-        self.finish_reason = later.finish_reason
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:

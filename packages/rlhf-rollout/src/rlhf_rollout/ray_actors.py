@@ -17,10 +17,10 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from rlhf_data.errors import EngineError, RewardError, RlhfError
 from rlhf_rollout.engines import EngineSpec, build_engine
-from rlhf_rollout.engines.remote_engine import EngineClient, EngineHost
+from rlhf_rollout.engines.remote_engine import EngineClient, EngineHost, Report
 from rlhf_rollout.engines.requests import Progress
 from rlhf_rollout.host import collection_paused, place_vllm_sockets, wait_passively
-from rlhf_rollout.protocols import Completion, Draft
+from rlhf_rollout.protocols import Completion
 from rlhf_rollout.ray_internals import process_name, session_folder
 from rlhf_rollout.rewards.model import LocalScorer
 
@@ -122,9 +122,9 @@ class EngineActor(_Actor, EngineHost):
         return await super().generate(*request)
 
     @ray.method(concurrency_group="control")
-    async def written(self, known: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, list[Draft]]:
+    async def written(self, counts: Mapping[str, int], known: Any) -> Report:
         """See `EngineHost.written`."""
-        return await super().written(known)
+        return await super().written(counts, known)
 
     @ray.method(concurrency_group="control")
     async def call(self, method: str, *arguments: Any) -> Any:

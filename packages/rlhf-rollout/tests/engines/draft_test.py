@@ -1,12 +1,14 @@
 """Samples that are written, reported in parts, and finished by another engine."""
 
 import contextlib
+import pickle
 
 import numpy as np
 import pytest
 
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason, Span, SpanSource
+from rlhf_rollout.engines.remote_engine import Report
 from rlhf_rollout.engines.requests import StalledError, rest_of
 from rlhf_rollout.protocols import Completion, Draft, SamplingParams
 from rlhf_rollout.router import _MAX_ATTEMPTS, EngineRouter
@@ -47,7 +49,9 @@ def test_reports_hold_the_newest_token_back_until_it_is_known_not_to_be_the_last
     heard = []
 
     def report():
-        here.extend(there.after(len(here.token_ids), len(here.routes)))
+        new = Report()
+        new.add(there.after(len(here.token_ids), len(here.routes)))
+        new.give_to([here])
         heard.append(list(here.token_ids))
 
     report()
@@ -71,6 +75,31 @@ def test_reports_hold_the_newest_token_back_until_it_is_known_not_to_be_the_last
     assert spans(here) == [(3, [1, 2], pytest.approx([-0.1, -0.2])), (4, [3, 4], pytest.approx([-0.3, -0.4]))]
     assert found.routes[:, 0, 0].tolist() == [7, 8, 9, 10, 11]
     assert (found.finish_reason, found.num_cached_tokens) == (FinishReason.STOP, 1)
+
+
+def test_report_gives_each_draft_its_own_part_and_leaves_out_what_has_ended_or_is_unknown():
+    parts = [
+        Draft([1, 2], [-0.5, -1.5], [(0, 3)], [rows(7), rows(8, 9)], num_cached_tokens=5),
+        Draft([3], [-2.5], [(0, 3)], [rows(4)]),
+        Draft(),
+        Draft([4, 5], [-3.5, -4.5], [(0, 3), (2, 4)], finish_reason=FinishReason.LENGTH),
+    ]
+    report = Report()
+    for part in parts:
+        report.add(part)
+    whole = Draft([6], [-5.5], [(0, 2)], finish_reason=None, num_cached_tokens=1)
+    old = Draft([8, 9], [-6.5, -7.5], [(0, 3)], num_cached_tokens=2)
+    last = Draft([10], [-8.5], [(0, 3)])
+    assert pickle.loads(pickle.dumps(report)).give_to([whole, None, old, last])
+    assert (whole.token_ids.tolist(), whole.logprobs.tolist()) == ([6, 1, 2], [-5.5, -0.5, -1.5])
+    assert (whole.versions, whole.num_cached_tokens, whole.finish_reason) == ([(0, 3)], 5, None)
+    assert [part[:, 0, 0].tolist() for part in whole.routes] == [[7], [8, 9]]
+    assert (old.token_ids.tolist(), old.versions, old.num_cached_tokens) == ([8, 9], [(0, 3)], 2)
+    assert (last.token_ids.tolist(), last.logprobs.tolist()) == ([10, 4, 5], [-8.5, -3.5, -4.5])
+    assert (last.versions, last.routes, last.finish_reason) == ([(0, 3), (2, 4)], [], FinishReason.LENGTH)
+    again = Report()
+    again.add(Draft([], [], [(0, 3)]))
+    assert not again.give_to([old])
 
 
 def test_report_leaves_out_versions_of_which_no_token_is_known_yet():

@@ -3,18 +3,79 @@
 import asyncio
 import secrets
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from rlhf_data.records import FinishReason
 from rlhf_rollout.engines.requests import Progress, deadline
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, RolloutEngine, SamplingParams
 from rlhf_rollout.weights.bucket import WeightBucket
 
 _REPORT_INTERVAL_S = 1.0
+_REASONS = (None, *FinishReason)
+_HEAD = 5  # numbers per draft in the heads of a report
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Report:
+    """What drafts have got since the caller looked, as a few arrays: thousands of objects take long to pickle.
+
+    Attributes:
+        heads: for each draft the numbers of its tokens, its versions and its parts of routes, its cached prompt tokens,
+            or -1 if they are unknown, and the place of its reason in `_REASONS`. Without versions there is nothing.
+        token_ids, logprobs: those of all drafts, one behind the other.
+        versions: where each version begins in its draft, and the version.
+        routes: parts of the routes of all drafts.
+    """
+
+    heads: "array[int]" = field(default_factory=lambda: array("q"))
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    versions: "array[int]" = field(default_factory=lambda: array("q"))
+    routes: list[np.ndarray] = field(default_factory=list)
+
+    def add(self, part: Draft) -> None:
+        """Append what a draft has got; see `Draft.after`."""
+        num_cached = -1 if part.num_cached_tokens is None else part.num_cached_tokens
+        reason = _REASONS.index(part.finish_reason)
+        sizes = len(part.token_ids), len(part.versions), len(part.routes)
+        self.heads.extend((*sizes, num_cached, reason))
+        self.token_ids.extend(part.token_ids)
+        self.logprobs.extend(part.logprobs)
+        for version in part.versions:
+            self.versions.extend(version)
+        self.routes.extend(part.routes)
+
+    def give_to(self, drafts: Sequence[Draft | None]) -> bool:
+        """Add to each draft what it has got, in the order of `add`; None for those of requests that have ended.
+
+        Returns whether there is a new token.
+        """
+        token_ids = memoryview(self.token_ids).cast("B")
+        logprobs = memoryview(self.logprobs).cast("B")
+        first = first_version = first_routes = 0
+        has_new = False
+        for place, draft in enumerate(drafts):
+            num, num_versions, num_routes, num_cached, reason = self.heads[_HEAD * place : _HEAD * (place + 1)]
+            if draft is not None and num_versions:
+                versions = self.versions[2 * first_version : 2 * (first_version + num_versions)]
+                draft.token_ids.frombytes(token_ids[4 * first : 4 * (first + num)])
+                draft.logprobs.frombytes(logprobs[4 * first : 4 * (first + num)])
+                draft.versions = list(zip(versions[::2], versions[1::2], strict=True))
+                draft.routes += self.routes[first_routes : first_routes + num_routes]
+                draft.num_cached_tokens = None if num_cached < 0 else num_cached
+                draft.finish_reason = _REASONS[reason]
+                has_new = has_new or num > 0
+            first += num
+            first_version += num_versions
+            first_routes += num_routes
+        return has_new
 
 
 class EngineHost:
@@ -42,13 +103,21 @@ class EngineHost:
         finally:
             del self._drafts[name]
 
-    async def written(self, known: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, list[Draft]]:
-        """Return what requests in flight have written after what the caller knows of each draft; see `Draft.after`."""
-        found = {}
-        for name, sizes in known.items():
-            drafts = self._drafts.get(name, ())  # requests may end on another thread, and begin after they are known
-            found[name] = [draft.after(*seen) for draft, seen in zip(drafts, sizes, strict=False)]
-        return found
+    async def written(self, counts: Mapping[str, int], known: "array[int]") -> Report:
+        """Return what requests in flight have written after what the caller knows of each draft.
+
+        Args:
+            counts: number of drafts by the name of their request.
+            known: [2 * drafts], tokens and parts of routes of each draft; see `Draft.after`.
+        """
+        report = Report()
+        sizes = iter(known)
+        for name, count in counts.items():
+            # Requests may end on another thread, and begin after they are known.
+            drafts = self._drafts.get(name) or [Draft()] * count
+            for draft, num_tokens, num_parts in zip(drafts, sizes, sizes, strict=False):
+                report.add(draft.after(num_tokens, num_parts))
+        return report
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Return the result of a control call of the engine."""
@@ -111,17 +180,18 @@ class EngineClient(ABC):
         """Keep the drafts of the requests in flight up to date. A call that fails is made again: others tell why."""
         while True:
             await asyncio.sleep(_REPORT_INTERVAL_S)
-            known = {
-                name: [(len(draft.token_ids), len(draft.routes)) for draft in drafts]
-                for name, drafts in self._drafts.items()
-            }
+            asked = dict(self._drafts)
+            counts = {name: len(drafts) for name, drafts in asked.items()}
+            known = array("q")
+            for drafts in asked.values():
+                for draft in drafts:
+                    known.extend((len(draft.token_ids), len(draft.routes)))
             with suppress(Exception):
-                written = await self._await("a report", self._spec.health_timeout_s, None, "written", known)
-                for name, parts in written.items():
-                    for draft, part in zip(self._drafts.get(name, ()), parts, strict=False):
-                        draft.extend(part)
-                        if part.token_ids:
-                            self._progress.advance()
+                report = await self._await("a report", self._spec.health_timeout_s, None, "written", counts, known)
+                # A draft of a request that has ended is complete, or another engine goes on with it.
+                own = [draft if name in self._drafts else None for name, drafts in asked.items() for draft in drafts]
+                if report.give_to(own):
+                    self._progress.advance()
 
     async def pause(self, mode: PauseMode) -> int:
         """See `RolloutEngine.pause`."""
