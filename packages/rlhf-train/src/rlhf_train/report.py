@@ -79,8 +79,10 @@ class Report:
         self._unwritten = None
         with self.timeline.phase("write"):
             if self.record:
-                for kept, groups in ((True, drawn.kept), (False, [*drawn.stale, *drawn.dropped])):
-                    self.recorder.rollouts("rollouts", step, groups, num_steps=self.num_steps, kept=kept)
+                left_out = [*drawn.stale, *drawn.dropped]
+                for kept, groups, num_later in ((True, drawn.kept, len(left_out)), (False, left_out, 0)):
+                    fields = {"num_steps": self.num_steps, "kept": kept}
+                    self.recorder.rollouts("rollouts", step, groups, num_later=num_later, **fields)
 
     def evaluation(self, step: int, groups: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
         """Write and show an evaluation."""

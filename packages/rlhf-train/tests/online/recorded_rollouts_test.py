@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -199,6 +200,9 @@ def test_recording_ends_with_the_last_complete_step(make_run):
         "the end of a line": (whole[:-1], 2),
         "the last line": (b"".join(rows[:-1]), 2),
         "all but the first line of a step": (b"".join(rows[:65]), 1),
+        "all but the first group of a step": (b"".join(rows[: 64 + 4]), 1),
+        "the last group": (b"".join(rows[:-4]), 2),
+        "the last group of a step before others": (b"".join([*rows[: 128 - 4], *rows[128:]]), 1),
         "most of the next step's first line": (whole + fourth[:-9], 3),
         "what may belong to the last step": (whole + b"{", 2),
         "a whole step": (whole + fourth.replace(b'"step": 4', b'"step": 5'), 2),
@@ -208,10 +212,22 @@ def test_recording_ends_with_the_last_complete_step(make_run):
         found = find_recording(run.recorder.folder)
         assert (found.num_steps, found.num_planned) == (steps, 3)
         assert found.notice == f"the end of {path} is damaged; steps 1 to {steps} are complete"
-    for nothing in (b"", b"".join(rows[:63]), b"hello\n"):
+    for nothing in (b"", b"".join(rows[:63]), b"".join(rows[:60]), b"hello\n"):
         path.write_bytes(nothing)
         with pytest.raises(DataError, match=r"has no complete step\n\nhint: "):
             find_recording(run.recorder.folder)
+
+
+def test_recording_of_an_older_version_ends_with_its_last_step(make_run):
+    run = finished(make_run, SpreadReward())
+    run.recorder.close()
+    path = run.recorder.path("rollouts")
+    older, num_fields = re.subn(rb' "groups_left": \d+,', b"", path.read_bytes())
+    assert num_fields == 3 * 64
+    path.write_bytes(older)
+    assert find_recording(run.recorder.folder) == Recording(path, 3, 3)
+    path.write_bytes(older[: older.rindex(b'{"step": 3')])
+    assert find_recording(run.recorder.folder).num_steps == 2
 
 
 def test_recording_of_columns_ends_with_the_last_complete_step(make_run):
@@ -222,7 +238,10 @@ def test_recording_of_columns_ends_with_the_last_complete_step(make_run):
     assert find_recording(run.recorder.folder) == Recording(path, 3, 3)
     ends = {json.loads(line.text)["step"]: line.end for line in read_lines(path)}
     whole = path.read_bytes()
-    for torn, steps in ((whole[:-1], 2), (whole[: ends[2] + 1], 1), (whole + b"{", 2)):
+    of_groups = sorted({line.end for line in read_lines(path)})
+    assert len(of_groups) == 3 * 16
+    between_groups = [(whole[: of_groups[-2]], 2), (whole[: of_groups[16]], 1)]
+    for torn, steps in ((whole[:-1], 2), (whole[: ends[2] + 1], 1), (whole + b"{", 2), *between_groups):
         path.write_bytes(torn)
         found = find_recording(run.recorder.folder)
         assert (found.num_steps, found.num_planned) == (steps, 3)

@@ -3,9 +3,9 @@
     python tools/bench/run.py fleet --out fleet-cpu.json
 
 Router, supervisor, service, stream, ledger and recorder are those of `rlhf ppo`, and engines are called through Ray.
-Behind Ray, `--actors` processes stand for `--engines` engines. They write `--tokens_per_s` tokens per second and engine,
-each with its log-prob. Reports of what is written, and answers, have the pieces and types of real engines. Nothing is
-trained. The states that a checkpoint would save are taken in each step, as in a run.
+Behind Ray, `--actors` processes stand for `--engines` engines. They write `--tokens_per_s` tokens per second and
+engine, each with its log-prob. Reports of what is written, and answers, have the pieces and types of real engines.
+Nothing is trained. The states that a checkpoint would save are taken in each step, as in a run.
 
 Answers have `--answer_tokens` tokens and are in all phases of their lives, as in a run that goes on for long: at first,
 each is written quickly up to a random place, within `--fill_s`. What one core carries is the tokens of that time by the

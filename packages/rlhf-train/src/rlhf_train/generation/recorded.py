@@ -12,10 +12,13 @@ from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import RolloutGroup, SpanSource
 from rlhf_rollout.records_io import NUM_LEFT, parse_batches, read_lines
 from rlhf_train.generation.service import Drawn
-from rlhf_train.run.recorder import artifact_path
+from rlhf_train.run.recorder import GROUPS_LEFT, artifact_path
 
 # The beginning of a record of `Report.rollouts`.
-_HEAD = re.compile(rb'\{"step": (\d+), "num_steps": (\d+), "kept": (?:true|false), "%s": (\d+),' % NUM_LEFT.encode())
+_HEAD = re.compile(
+    rb'\{"step": (?P<step>\d+), "num_steps": (?P<num_steps>\d+), "kept": (?:true|false),'
+    rb'(?: "%s": (?P<groups>\d+),)? "%s": (?P<records>\d+),' % (GROUPS_LEFT.encode(), NUM_LEFT.encode())
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,8 @@ class Recording:
 def find_recording(run_folder: Path) -> Recording:
     """Return the record of the run in a folder. Looks at the beginning of each line only; `read_batches` checks all.
 
-    Raises DataError when there is none, or when it holds no complete step.
+    Records of older versions do not say how many groups a step has: its last one then counts as complete if its last
+    group is. Raises DataError when there is no record, or when it holds no complete step.
     """
     path = artifact_path(run_folder, "rollouts")
     if not path.is_file():
@@ -47,31 +51,30 @@ def find_recording(run_folder: Path) -> Recording:
     step = 0
     num_steps = 0  # complete ones
     num_planned = 0
-    num_left = 0
+    is_complete = True  # the last step
     for line in read_lines(path, has_tokens=False):
         head = _HEAD.match(line.text)
-        if head is None:
-            num_left = -1
-            break
-        now = int(head[1])
-        if now not in (step, step + 1):
-            num_left = -1
+        now = -1 if head is None else int(head["step"])
+        if now != step and not (is_complete and now == step + 1):
+            is_complete = False
             break
         num_steps = now - 1
-        step, num_planned, num_left = map(int, head.groups())
-        num_left += not line.text.endswith(b"\n")
-    if num_left == 0:
+        step = now
+        num_planned = int(head["num_steps"])
+        num_left = int(head["records"]) + int(head["groups"] or 0)
+        is_complete = num_left == 0 and line.text.endswith(b"\n")
+    if is_complete:
         num_steps = step
     if num_steps == 0:
         raise DataError(f"{path} has no complete step", hint="name a run that has trained for at least one step")
-    notice = "" if num_left == 0 else f"the end of {path} is damaged; steps 1 to {num_steps} are complete"
+    notice = "" if is_complete else f"the end of {path} is damaged; steps 1 to {num_steps} are complete"
     return Recording(path, num_steps, max(num_planned, num_steps), notice)
 
 
 def _step(line: bytes) -> float:
     """Return the step of a record; infinity for a line that is none, so that it is read and refused."""
     head = _HEAD.match(line)
-    return int(head[1]) if head else math.inf
+    return int(head["step"]) if head else math.inf
 
 
 class RecordedRollouts:

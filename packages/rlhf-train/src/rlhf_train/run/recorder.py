@@ -21,6 +21,7 @@ from rlhf_train.run.trackers.spec import Tracker, TrackerSpec
 from rlhf_train.run.trackers.start import open_remote, open_tensorboard
 
 _STEP = re.compile(rb'\{"step": (-?\d+)[,}]')  # the beginning of a record
+GROUPS_LEFT = "groups_left"  # of a record: how many groups of its step follow that of the record
 _SUMMARY = b'"time/total": '  # only the summary of a run that ended has this metric
 _ROLLOUTS = ("rollouts", "held-out rollouts")
 _RECORDS = ("metrics", *_ROLLOUTS)  # the artifacts that consist of records
@@ -150,10 +151,14 @@ class Recorder:
             self.path("config").write_text(self._config, encoding="utf-8")
         self._config = None
 
-    def rollouts(self, artifact: str, step: int, groups: Sequence[RolloutGroup], **fields: Any) -> None:
+    def rollouts(
+        self, artifact: str, step: int, groups: Sequence[RolloutGroup], *, num_later: int | None = None, **fields: Any
+    ) -> None:
         """Append one record per rollout, which begins with the step and further `fields`.
 
-        Returns before the records are written, unless many writes are waiting already.
+        Returns before the records are written, unless many writes are waiting already. With `num_later`, the number of
+        groups of the step that later calls append, records say how many groups of their step follow: a reader then
+        knows whether a step is complete.
         """
         if artifact not in self._rollouts:
             path = self.path(artifact)
@@ -161,8 +166,9 @@ class Recorder:
         writer, background = self._rollouts[artifact]
 
         def write() -> None:
-            for group in groups:
-                writer.write(group, step=step, **fields)
+            for number, group in enumerate(groups, 1):
+                left = {} if num_later is None else {GROUPS_LEFT: len(groups) - number + num_later}
+                writer.write(group, step=step, **fields, **left)
 
         background.submit(write)
 
