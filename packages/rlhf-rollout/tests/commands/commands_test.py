@@ -252,6 +252,7 @@ def test_what_counts_as_right_is_told_where_the_reward_does_not_say_it(prompts, 
 )
 def test_rewards_that_compare_with_a_label_need_its_key(prompts, tmp_path, capsys, reward):
     score = ["score", "--dataset", str(prompts), "--output_path", str(tmp_path / "out.jsonl"), "--output_key", "q"]
+    score += ["--input_key", "q"]
     flags = ["--remote_rm_url", f"format:think,{reward}"]
     for words in (generate_words(prompts, tmp_path / "out.jsonl", "--input_key", "q", *flags), [*score, *flags]):
         assert main(words) == 2
@@ -296,6 +297,35 @@ def test_dry_run_refuses_a_model_whose_code_may_not_run(prompts, tmp_path, capsy
     assert generate(prompts, tmp_path / "out.jsonl", *words, "--dry_run") == status
     assert ("Python code of its own" in capsys.readouterr().err) == (status == 2)
     assert not (tmp_path / "was-run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("generate --prompt_data absent.jsonl --input_key q", "absent.jsonl"),
+        ("generate --prompt_data FILE --input_key absent", "absent"),
+        ("generate --prompt_data FILE --input_key q --label_key absent", "absent"),
+        ("bench --prompt_data absent.jsonl --input_key q", "absent.jsonl"),
+        ("bench --prompt_data FILE --input_key absent", "absent"),
+        ("score --remote_rm_url format:think --dataset absent.jsonl --input_key q --output_key q", "absent.jsonl"),
+        ("score --remote_rm_url format:think --dataset FILE --input_key q --output_key absent", "absent"),
+    ],
+)
+def test_dry_run_refuses_data_that_is_not_there_or_lacks_a_key_and_accepts_the_rest(prompts, capsys, words, problem):
+    command, *flags = words.replace("FILE", str(prompts)).split()
+    kind = [] if command == "score" else ["--engine", "fake"]
+    out = "--out" if command == "bench" else "--output_path"
+    flags += [*kind, out, str(prompts.parent / "out.jsonl"), "--dry_run"]
+    assert main([command, *flags]) == 2
+    assert problem in capsys.readouterr().err
+    good = [str(prompts) if word == "absent.jsonl" else "q" if word == "absent" else word for word in flags]
+    assert main([command, *good]) == 0
+
+
+def test_dry_run_loads_no_data_from_the_hub(prompts, capsys):
+    words = ["generate", "--prompt_data", f"{prompts},org/name", "--input_key", "absent", "--engine", "fake"]
+    assert main([*words, "--output_path", str(prompts.parent / "out.jsonl"), "--dry_run"]) == 0
+    assert "not looked at: --prompt_data org/name: a dry run does not load data" in capsys.readouterr().err
 
 
 def test_dry_run_lists_what_is_missing(capsys):

@@ -302,7 +302,7 @@ def run(options: Namespace, folder: Path) -> dict[str, Any]:
     filled = started + options.fill_s
     # The first seconds start all requests; they come once in a run.
     fill = samples.between(started + 0.1 * options.fill_s, filled)
-    steady = samples.between(filled + 0.05 * options.seconds, end)
+    steady = samples.between(filled + 0.2 * options.seconds, end)  # reports of the fill come late, and batches too
     fill_rate = options.prompts * options.answer_tokens / 2 / options.fill_s
     rate = options.tokens_per_s * options.engines
     return {

@@ -224,6 +224,16 @@ def split_sources(text: str, folder: Path = Path()) -> list[str]:
     return [name.strip() for name in names if name.strip()]
 
 
+def may_be_on_hub(name: str) -> bool:
+    """Return whether a source of `open_sources` is no file or folder of this machine, so that it names a data set."""
+    return not _is_path(name, Path(name)) and not ("@" in name and Path(name.rpartition("@")[0]).exists())
+
+
+def _is_path(name: str | Path, path: Path) -> bool:
+    is_known = path.name.lower().endswith(SUFFIXES)
+    return isinstance(name, Path) or path.exists() or is_known or str(name)[0] in "./~"
+
+
 def _open(name: str | Path, streaming: bool, split: str) -> Source:
     path = Path(name)
     subset = None
@@ -231,11 +241,10 @@ def _open(name: str | Path, streaming: bool, split: str) -> Source:
         name, _, subset = str(name).rpartition("@")
         path = Path(name)
     is_known = path.name.lower().endswith(SUFFIXES)
-    is_path = isinstance(name, Path) or path.exists() or is_known or str(name)[0] in "./~"
     if not path.exists() and any(sign in str(name) for sign in _PATTERN_SIGNS):
         hint = "name its files, separated by commas, or the folder that holds them alone"
         raise DataError(f"data source {name} is a pattern, and patterns are not read", hint=hint)
-    if is_path and not path.exists():
+    if _is_path(name, path) and not path.exists():
         raise DataError(missing_file("data file", path))
     if path.is_file() and not is_known:
         message = f"data file {path} ends in `{path.suffix}`; known: {', '.join(SUFFIXES)}"

@@ -20,7 +20,7 @@ from rlhf_data.options.declare import matching
 from rlhf_data.prompts import load_prompts
 from rlhf_data.records import Prompt
 from rlhf_rollout.commands.configs import BenchConfig
-from rlhf_rollout.commands.parts import check_new_file, make_engine, open_prompts
+from rlhf_rollout.commands.parts import check_new_file, is_data_here, make_engine, open_prompts
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines.process import start_engine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
@@ -46,6 +46,12 @@ class Answered:
     lengths: tuple[int, ...] = ()
     reasons: tuple[str, ...] = ()
     failure: str | None = None
+
+
+def check_data(config: BenchConfig) -> None:
+    """Raise DataError for a source on this machine that cannot be opened, or whose first row lacks a key."""
+    if is_data_here("prompt_data", config.data.prompt_data):
+        open_prompts(config.data, config.sampling().seed or 0)
 
 
 def run(config: BenchConfig) -> int:

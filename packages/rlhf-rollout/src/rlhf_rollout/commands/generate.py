@@ -23,7 +23,15 @@ from rlhf_data.records import FinishReason
 from rlhf_data.rows.row import RowErrors
 from rlhf_rollout.agents import AgentSpec, check_agent, make_workflow
 from rlhf_rollout.commands.configs import GenerateConfig
-from rlhf_rollout.commands.parts import EngineJob, RewardJob, check_new_file, make_engine, open_prompts, write_rows
+from rlhf_rollout.commands.parts import (
+    EngineJob,
+    RewardJob,
+    check_new_file,
+    is_data_here,
+    make_engine,
+    open_prompts,
+    write_rows,
+)
 from rlhf_rollout.commands.post_process import training_rows
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines.process import start_engines
@@ -98,6 +106,12 @@ def run(config: GenerateConfig) -> int:
         made = f"{num_rows} rows of {len(task.prompts)} prompts"
         TERMINAL.say(f"{output.post_processor}: {made} written to {output.path}")
     return status
+
+
+def check_data(config: GenerateConfig) -> None:
+    """Raise DataError for a source on this machine that cannot be opened, or whose first row lacks a key."""
+    if is_data_here("prompt_data", config.data.prompt_data):
+        open_prompts(config.data, config.rollout.seed or 0, config.reward.extra_names)
 
 
 def _prepare(config: GenerateConfig) -> _Task:

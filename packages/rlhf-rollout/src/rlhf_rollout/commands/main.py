@@ -29,6 +29,8 @@ from rlhf_rollout.host import wait_passively
 class RolloutCommand:
     """One command. Its module in this folder has `run(config)`, which returns the exit status.
 
+    A module with data has `check_data(config)` for dry runs.
+
     Attributes:
         name: the word that calls it, and its module's name.
         title: one line for the list of commands.
@@ -60,8 +62,10 @@ class RolloutCommand:
             return SUCCESS
         config = complete(parsed.config)
         if parsed.dry_run:
-            self._module()
+            module = self._module()
             self._check_code(config)
+            if hasattr(module, "check_data"):
+                module.check_data(config)
             return SUCCESS
         output_path = config.output.output_path if "output" in type(config).model_fields else None
         # Captured from here on, because importing the command's module loads libraries that write to the terminal.

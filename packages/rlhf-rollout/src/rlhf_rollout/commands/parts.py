@@ -15,7 +15,7 @@ from rlhf_data.options.checks import check_stays
 from rlhf_data.options.sections import TemplateVariableSection
 from rlhf_data.own_code import is_trusted
 from rlhf_data.pretrained import ids_without_token, load_tokenizer, located, masked_ids_notice, set_chat_template
-from rlhf_data.rows.sources import Rows, open_sources, parse_probs
+from rlhf_data.rows.sources import Rows, may_be_on_hub, open_sources, parse_probs, split_sources
 from rlhf_data.stored_weights import check_tied_head
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.commands.configs import WITH_MODEL, OneEngineSection
@@ -195,6 +195,14 @@ def open_prompts(data: PromptSourceSection, seed: int, extra_keys: Sequence[str]
     for notice in unread_tools([rows], data):
         TERMINAL.say(f"notice: {notice}")
     return rows
+
+
+def is_data_here(flag: str, sources: str) -> bool:
+    """Return whether a dry run can open all of a list of sources; a notice tells of those that may be on the hub."""
+    absent = [name for name in split_sources(sources) if may_be_on_hub(name)]
+    for name in absent:
+        TERMINAL.say(f"not looked at: --{flag} {name}: a dry run does not load data from the hub")
+    return not absent
 
 
 def check_new_file(path: Path, *, replace: bool, hint: str) -> None:

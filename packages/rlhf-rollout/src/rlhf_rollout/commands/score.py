@@ -20,7 +20,7 @@ from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, V
 from rlhf_data.rows.row import Row, RowErrors
 from rlhf_data.rows.sources import Rows, open_sources
 from rlhf_rollout.commands.configs import AnswerSection, ScoreConfig
-from rlhf_rollout.commands.parts import RewardJob, check_new_file, write_rows
+from rlhf_rollout.commands.parts import RewardJob, check_new_file, is_data_here, write_rows
 from rlhf_rollout.commands.post_process import post_process
 from rlhf_rollout.commands.terminal import TERMINAL
 
@@ -41,15 +41,11 @@ def run(config: ScoreConfig) -> int:
     reward = RewardJob(config.reward, config.model.dtype, data.max_len)
     check_new_file(output.path, replace=output.overwrite, hint="give another --output_path, or --overwrite")
     with TERMINAL.progress.doing("reading the rows"):
-        options = {"max_samples": data.max_samples, "split": data.dataset_split, "preset": data.preset_data}
-        rows = open_sources(data.dataset, **options)
-        for notice in unread_tools([rows], data):
-            TERMINAL.say(f"notice: {notice}")
+        reward.check_models()
+        rows = _open_rows(config)
         tokenizer = reward.load_tokenizer(config.model.tokenizer)
         set_chat_template(tokenizer, variables=data.chat_template_kwargs)
-        _check_keys(data, rows)
-        check_extra_keys(rows, extra_keys := config.reward.extra_names)
-        reader = _Reader(data, rows, tokenizer, extra_keys)
+        reader = _Reader(data, rows, tokenizer, config.reward.extra_names)
         num_rows = sum(1 for _ in rows.read(RowErrors()))
     scored = asyncio.run(_score(reward, reader, num_rows))
     kind = output.post_processor
@@ -59,6 +55,23 @@ def run(config: ScoreConfig) -> int:
     made = "" if kind == "rows" else f"{kind}: "
     TERMINAL.say(f"{made}{num_written} rows written to {output.path}")
     return 1 if scored and not num_whole else 0
+
+
+def check_data(config: ScoreConfig) -> None:
+    """Raise DataError for a source on this machine that cannot be opened, and as `_check_keys` does."""
+    if is_data_here("dataset", config.data.dataset):
+        _open_rows(config)
+
+
+def _open_rows(config: ScoreConfig) -> Rows:
+    data = config.data
+    options = {"max_samples": data.max_samples, "split": data.dataset_split, "preset": data.preset_data}
+    rows = open_sources(data.dataset, **options)
+    for notice in unread_tools([rows], data):
+        TERMINAL.say(f"notice: {notice}")
+    _check_keys(data, rows)
+    check_extra_keys(rows, config.reward.extra_names)
+    return rows
 
 
 def _check_keys(data: AnswerSection, rows: Rows) -> None:
