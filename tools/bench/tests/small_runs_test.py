@@ -115,3 +115,16 @@ def test_formats_of_rollouts_are_measured_on_all_of_their_tokens(bench):
     assert all(report[name]["tokens_per_s"] > 0 for name in ("jsonl", "columns", "checkpoint"))
     # JSON has each token as text, besides the words; columns have at most four bytes of an id and of a log-prob.
     assert report["columns"]["bytes_per_token"] < 10 < report["jsonl"]["bytes_per_token"]
+
+
+def test_fleet_tells_what_a_controller_needs_while_all_answers_are_written(bench):
+    shape = ["--engines", "4", "--actors", "2", "--prompts", "40", "--answer_tokens", "200", "--batch", "8"]
+    _, report = bench("fleet", *shape, "--tokens_per_s", "400", "--fill_s", "4", "--seconds", "10")
+    # 1,600 tokens per second are an answer in an eighth of a second, and a step per second.
+    assert 5 <= report["steps"] <= 20
+    steady = report["steady"]
+    assert steady["tokens_per_s"] == 1600 and report["tokens_in_flight"] == 4000
+    assert 0 < steady["cores_by_thread"]["generation"] < steady["cores"] < 2
+    assert steady["memory_growth"] == pytest.approx(steady["memory_last_mib"] / steady["memory_first_mib"] - 1)
+    fill = report["fill"]
+    assert fill["tokens_per_s_of_a_core"] == pytest.approx(1000 / fill["cores"])

@@ -6,8 +6,10 @@ import json
 import math
 import os
 import shutil
+import struct
 import threading
 import time
+from array import array
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ import pytest
 
 from rlhf_data.errors import CheckpointError
 from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource
+from rlhf_rollout.unfinished import Written
 from rlhf_train.run import checkpoint as checkpoint_module
 from rlhf_train.run import rank_state
 from rlhf_train.run.checkpoint import (
@@ -27,9 +30,11 @@ from rlhf_train.run.checkpoint import (
     CheckpointSpec,
     folders,
     read_checkpoint,
+    read_state,
     recorded_clock,
     superfluous,
     write_receipt,
+    write_state,
 )
 from rlhf_train.run.checkpointing import Checkpointer
 from rlhf_train.run.observer import Observer
@@ -66,6 +71,36 @@ def waiting_group(name: str) -> RolloutGroup:
     spans = (Span(SpanSource.PROMPT, [1, 2]), Span(SpanSource.POLICY, [2**31 - 1, 0, 7], logprobs, 3))
     rollout = Rollout(f"{name}/0", name, spans, FinishReason.STOP, "\ud800 \u00e9")
     return RolloutGroup(name, Prompt("p", [1, 2], "2+2="), (Episode(f"{name}/e", name, (rollout,)),))
+
+
+def test_arrays_of_a_state_are_in_a_file_of_their_own(tmp_path):
+    growing = array("f", [-0.5, -1.5])
+    written = Written(growing, 2)
+    growing.append(-2.5)
+    routes = np.arange(12, dtype=np.uint8).reshape(2, 3, 2)
+    empty = Written(array("i"), 0)
+    state = {"drafts": [{"logprobs": written, "routes": routes[:, ::2]}, {"token_ids": empty, "routes": None}], "n": 1}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.begin(1)
+    saved = checkpoints.commit(1, state, [], None)
+    assert set(saved.files) == {"state.json", "unfinished.bin"}
+    assert (saved.path / "unfinished.bin").read_bytes() == struct.pack("<ff8B", -0.5, -1.5, 0, 1, 4, 5, 6, 7, 10, 11)
+    first, second = saved.state()["drafts"]
+    assert (first["logprobs"].dtype, first["logprobs"].tolist()) == (np.float32, [-0.5, -1.5])
+    assert (first["routes"].dtype, first["routes"].tolist()) == (np.uint8, routes[:, ::2].tolist())
+    assert (second["token_ids"].dtype, second["token_ids"].tolist(), second["routes"]) == (np.int32, [], None)
+    (saved.path / "unfinished.bin").write_bytes((saved.path / "unfinished.bin").read_bytes()[:-1])
+    assert "unfinished.bin has 15 bytes, not 16" in saved.problems()
+    with pytest.raises(CheckpointError, match=r"state\.json cannot be read: .* is no place in a file of 15 bytes"):
+        saved.state()
+    (saved.path / "unfinished.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"state\.json cannot be read"):
+        saved.state()
+
+
+def test_state_of_empty_arrays_is_read(tmp_path):
+    write_state(tmp_path, {"token_ids": Written(array("i"), 0)})
+    assert read_state(tmp_path)["token_ids"].tolist() == []
 
 
 def test_groups_of_a_state_are_in_a_file_of_their_own(tmp_path):
