@@ -110,11 +110,17 @@ def test_real_work_asks_for_natural_lengths_and_leaves_the_first_step_out(bench,
 
 
 def test_formats_of_rollouts_are_measured_on_all_of_their_tokens(bench):
-    _, report = bench("records", "--groups", "2", "--response_tokens", "50", "--rounds", "1")
+    shape = ["--groups", "2", "--response_tokens", "50", "--rounds", "1"]
+    _, report = bench("records", *shape, "--waiting_mb", "1", "--unfinished_tokens", "1000")
     assert report["num_tokens"] == 2 * 8 * 150
     assert all(report[name]["tokens_per_s"] > 0 for name in ("jsonl", "columns", "checkpoint"))
     # JSON has each token as text, besides the words; columns have at most four bytes of an id and of a log-prob.
     assert report["columns"]["bytes_per_token"] < 10 < report["jsonl"]["bytes_per_token"]
+    saved = report["saved"]
+    assert saved["num_tokens"] == 125_000
+    assert 8 * 125_000 < saved["unfinished"]["size_bytes"] < 8.5 * 125_000
+    assert saved["waiting"]["size_bytes"] > 8 * 125_000  # with texts and names, and prompts without log-probs
+    assert all(saved[name]["seconds"] > 0 and saved[name]["memory_mib"] >= 0 for name in ("unfinished", "waiting"))
 
 
 def test_fleet_tells_what_a_controller_needs_while_all_answers_are_written(bench):

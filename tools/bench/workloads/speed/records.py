@@ -5,8 +5,15 @@
 Groups of 8 responses are made up: token ids have the frequencies of words (Zipf), log-probs are gamma-distributed
 float32 numbers, and the text has a word for four of five tokens. `columns` and `jsonl` are the formats of `rlhf ppo
 --record_format`; `checkpoint` is the state of a run whose groups all wait to be trained on.
+
+The second part saves checkpoints whose state has `--waiting_mb` of tokens, 8 bytes each with their log-probs. In
+`waiting` they are in the same groups again and again, with texts; in `unfinished` in answers of `--unfinished_tokens`
+that are still written. Seconds are those until the checkpoint is in force: written, flushed to the disk and read again
+for its checksums. Memory is what the process needs meanwhile above what it had before.
 """
 
+import itertools
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +23,22 @@ from typing import Any
 import numpy as np
 
 from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource
+from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.records_io import RolloutWriter
-from rlhf_train.run.checkpoint import write_state
+from rlhf_rollout.unfinished import UnfinishedGroups
+from rlhf_train.run.checkpoint import Checkpoints, write_state
+from runner import memory_mib
 
-FLAGS = {"groups": 250, "response_tokens": 1024, "rounds": 3}
+FLAGS = {
+    "groups": 250,
+    "response_tokens": 1024,
+    "rounds": 3,
+    "waiting_mb": (1000, "of tokens in a checkpoint"),
+    "unfinished_tokens": 65_536,
+}
+GOAL_SAVE_S = 10.0
+GOAL_SAVE_MIB = 200.0
+_TOKEN_BYTES = 8
 _PROMPT_TOKENS = 100
 _SAMPLES = 8
 
@@ -50,6 +69,61 @@ def record(path: Path, groups: Sequence[RolloutGroup]) -> None:
     writer.close()
 
 
+def unfinished_groups(num_tokens: int, length: int) -> tuple[UnfinishedGroups, list[str]]:
+    """Return groups of one unfinished answer of `length` tokens each, with `num_tokens` in all, and their ids."""
+    [group] = made_up_groups(1, length)
+    answer = group.rollouts[0].spans[1]
+    groups = UnfinishedGroups()
+    names = [f"g{number}" for number in range(-(-num_tokens // length))]
+    for name in names:
+        [draft] = groups.drafts(name, None, group.prompt.token_ids, SamplingParams())
+        draft.go_on(3)
+        draft.token_ids.frombytes(answer.token_ids.tobytes())
+        draft.logprobs.frombytes(answer.logprobs.tobytes())
+    return groups, names
+
+
+def save(folder: Path, make_state: Callable[[], Any]) -> dict[str, float]:
+    """Save a state in a checkpoint, as a run does; return seconds, bytes, and the MiB that it needed meanwhile."""
+    checkpoints = Checkpoints(folder)
+    checkpoints.begin(1)
+    before = peak = memory_mib()
+    ended = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.02):
+            peak = max(peak, memory_mib())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    start = time.monotonic()
+    saved = checkpoints.commit(1, {"waiting": make_state()}, [], None)
+    seconds = time.monotonic() - start
+    ended.set()
+    watching.join()
+    start = time.monotonic()
+    saved.state()
+    read_s = time.monotonic() - start
+    return {"seconds": seconds, "read_s": read_s, "memory_mib": peak - before, "size_bytes": saved.size_bytes}
+
+
+def save_unfinished(folder: Path, num_tokens: int, length: int) -> dict[str, float]:
+    """Return what a checkpoint of unfinished groups needs."""
+    groups, names = unfinished_groups(num_tokens, length)
+    return save(folder, lambda: groups.state(names))
+
+
+def save_both(options: Namespace, folder: Path, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
+    """Return what checkpoints of waiting and of unfinished groups need."""
+    num_tokens = options.waiting_mb * 10**6 // _TOKEN_BYTES
+    num_groups = -(-num_tokens // sum(rollout.num_tokens for rollout in groups[0].rollouts))
+    found: dict[str, Any] = {"num_tokens": num_tokens}
+    found["unfinished"] = save_unfinished(folder / "unfinished", num_tokens, options.unfinished_tokens)
+    found["waiting"] = save(folder / "waiting", lambda: list(itertools.islice(itertools.cycle(groups), num_groups)))
+    return found
+
+
 def measure(options: Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Measure the formats in turn."""
     groups = made_up_groups(options.groups, options.response_tokens)
@@ -74,3 +148,10 @@ def measure(options: Namespace, folder: Path) -> Iterator[dict[str, Any]]:
                 "bytes_per_token": size_bytes / num_tokens,
             }
     yield found
+    saved = found["saved"] = save_both(options, folder, groups)
+    missed = []
+    for name in ("unfinished", "waiting"):
+        for key, goal in (("seconds", GOAL_SAVE_S), ("memory_mib", GOAL_SAVE_MIB)):
+            if saved[name][key] >= goal:
+                missed.append(f"{key} of {name} is {saved[name][key]:.1f}, the goal is {goal:g}")
+    yield found | {"goals": {"seconds": GOAL_SAVE_S, "memory_mib": GOAL_SAVE_MIB}, "missed": missed}
