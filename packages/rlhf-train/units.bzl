@@ -112,7 +112,7 @@ TESTS = {
     "online/run_watch_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-data/testing", "rlhf-models/testing", "rlhf-rollout/engines", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/ray_actors", "rlhf-rollout/rewards", "rlhf-train/algorithms", "rlhf-train/batching", "rlhf-train/cluster", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/online", "rlhf-train/online_job", "rlhf-train/processes", "rlhf-train/run", "rlhf-train/specs", "tests/support/online_fakes", "tests/support/online_runs", "tests/support/record_testing", "tests/support/trainer_testing"],
     "run/ema_test.py": ["rlhf-data/errors", "rlhf-train/run"],
     "run/models_test.py": ["rlhf-data/errors", "rlhf-models/testing", "rlhf-train/run", "rlhf-train/specs"],
-    "run/run_checkpoint_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-train/run"],
+    "run/run_checkpoint_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/unfinished", "rlhf-train/run"],
     "run/run_interrupts_test.py": ["rlhf-train/run"],
     "run/run_recorder_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/records_io", "rlhf-train/background", "rlhf-train/run"],
     "run/run_timeline_test.py": ["rlhf-data/records", "rlhf-data/testing", "rlhf-train/run", "tests/support/record_testing"],

@@ -263,7 +263,11 @@ def _weight_bytes(config: PpoConfig, path: str) -> int:
 
 def _make_engine(config: PpoConfig, inputs: Inputs, plan: PlacementPlan, sampling: SamplingParams) -> EngineSpec:
     engine = config.engine
-    by_nccl = engine.vllm_sync_backend == "nccl" and not config.placement.colocate_all_models
+    transfer = plan.weight_transfer
+    if engine.vllm_sync_backend == "nccl" and not config.placement.colocate_all_models:
+        transfer = "nccl"
+    if engine.vllm_sync_backend == "host" and transfer == "nccl":
+        transfer = "tcp"
     return engine.spec(
         inputs.model,
         longest_sequence(config)[0],
@@ -274,7 +278,7 @@ def _make_engine(config: PpoConfig, inputs: Inputs, plan: PlacementPlan, samplin
         dtype=config.model.dtype,
         enable_sleep=engine.vllm_enable_sleep and plan.shares_gpus,
         seed=config.training.seed,
-        weight_transfer="nccl" if by_nccl else plan.weight_transfer,
+        weight_transfer=transfer,
         keep_kv=config.asynchrony.keep_kv,
         return_routes=config.model.routing_replay,
     )

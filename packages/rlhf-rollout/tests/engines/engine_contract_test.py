@@ -213,7 +213,7 @@ def test_generate_goes_on_behind_what_another_engine_wrote(subject: Subject) -> 
         np.testing.assert_allclose(completion.logprobs[5:], whole.logprobs[5:], atol=1e-4)
     # From another process, what is written is read every second until the request ends.
     num_known = 5 if subject.kind == "process" else 12
-    assert draft.token_ids[:num_known] == completion.token_ids[:num_known].tolist()
+    assert draft.token_ids[:num_known].tolist() == completion.token_ids[:num_known].tolist()
     assert len(draft.token_ids) >= num_known
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_data.errors import ConfigError
 from rlhf_train.cluster.placement import PlacementRequest, plan_anywhere, plan_placement
-from rlhf_train.cluster.places import Place
+from rlhf_train.cluster.places import Place, PlacementPlan, ProcessPlan
 
 PPO = {"actor": 1, "critic": 1, "reference": 1}
 EIGHT = dict.fromkeys(PPO, 8)
@@ -42,6 +42,28 @@ def test_nodes_without_gpus_take_an_equal_part_of_the_processes_each():
     alone = plan_placement(request, [0])
     assert alone.nodes == (0,) and alone.trainers[0].num_ranks == 4
     assert (plan.weight_transfer, alone.weight_transfer) == ("tcp", "shared_memory")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options", "medium"),
+    [
+        ([2, 2], {}, "nccl"),
+        ([4], {}, "shared_memory"),
+        ([1, 1], {"colocate_all_models": True, "num_engines": 2}, "ipc"),
+        ([0, 0], {"num_nodes": {"actor": 2}}, "tcp"),
+    ],
+)
+def test_weights_go_from_gpu_to_gpu_between_nodes_if_engines_have_their_own(cluster, options, medium):
+    plan = plan_placement(PlacementRequest(**{"ranks": {"actor": 2}, "num_engines": 2, **options}), cluster)
+    assert plan.weight_transfer == medium
+
+
+def test_weights_go_by_tcp_between_nodes_if_two_engines_or_an_engine_and_a_trainer_share_a_gpu():
+    trainers = (ProcessPlan("train", ("actor",), (Place(0, (0,)), Place(1, (0,)))),)
+    for gpus_of_engines, medium in (([1, 1], "tcp"), ([0, 1], "tcp"), ([1, 2], "nccl")):
+        places = tuple(Place(1, (gpu,)) for gpu in gpus_of_engines)
+        plan = PlacementPlan("cuda", (3, 3), trainers, ProcessPlan("engines", (), places), colocated=False)
+        assert plan.weight_transfer == medium
 
 
 def test_apart_gives_every_model_its_own_gpus():

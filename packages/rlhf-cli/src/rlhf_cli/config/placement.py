@@ -101,9 +101,9 @@ class EngineSection(sections.EngineSection):
         False, "with --colocate_all_models: engines free their GPU memory while models train"
     )
     vllm_use_mps: bool = flag(False, USE_MPS_HELP)
-    vllm_sync_backend: SyncBackend = flag(
-        "host",
+    vllm_sync_backend: SyncBackend | None = flag(
+        None,
         "how new weights reach engines on GPUs of their own. host: through host memory, and TCP between machines; nccl:"
-        " from GPU to GPU by NCCL, on CPUs by gloo",
+        " from GPU to GPU by NCCL, on CPUs by gloo; None: nccl on GPUs of several machines, else host",
     )
     weight_sync_checksum: bool = flag(False, "verify a checksum of all weights sent to engines: slower, for debugging")

@@ -98,10 +98,18 @@ class PlacementPlan:
 
     @property
     def weight_transfer(self) -> Medium:
-        """How weights reach the engines: on their GPUs if a process that trains the policy is on each of them."""
+        """How weights reach the engines: on their GPUs if a process that trains the policy is on each of them.
+
+        Between nodes they go from GPU to GPU, as TCP sends them once per engine and through the host. A broadcast needs
+        a GPU of its own for each member.
+        """
         if self.shares_gpus and set(self.engines.cards) <= set(self.trainers_of("actor").cards):
             return "ipc"
-        return "shared_memory" if len(self.nodes) == 1 else "tcp"
+        if len(self.nodes) == 1:
+            return "shared_memory"
+        trained_on = {card for placed in self.trainers for card in placed.cards}
+        is_apart = self.device == "cuda" and not trained_on & set(self.engines.cards)
+        return "nccl" if is_apart and not self.crowded_engines else "tcp"
 
     @property
     def engine_waves(self) -> list[list[int]]:
