@@ -1,6 +1,8 @@
 """Packing weights into buckets, the buffer they lie in, and failing engines; the engine at the other end is a fake."""
 
 import asyncio
+import gc
+import os
 import zlib
 from collections.abc import Iterator
 
@@ -25,6 +27,19 @@ def test_send_brings_every_weight_to_every_engine() -> None:
     # Behind 384 bytes the next weight would begin at 512, the end of the bucket; so each weight gets its own.
     assert (report.size_bytes, report.num_buckets) == (384 + 14 + 512, 3)
     assert segments() == set()
+
+
+def test_updates_leave_no_file_open() -> None:
+    source = WeightSource("shared_memory", bucket_bytes=512)
+    num_open = []
+    gc.disable()  # it would close what was forgotten
+    try:
+        for version in range(3):
+            source.send(iter(WEIGHTS.items()), [FakeEngine()], version)
+            num_open.append(len(os.listdir("/proc/self/fd")))
+    finally:
+        gc.enable()
+    assert num_open[0] == num_open[1] == num_open[2]
 
 
 def test_send_fills_buckets_in_order_at_aligned_offsets() -> None:
