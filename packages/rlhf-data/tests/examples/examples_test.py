@@ -229,6 +229,13 @@ def test_cached_examples_are_read_by_other_processes_in_another_folder(tmp_path,
     assert read == "".join(f"{example}\n" for example in plain.examples)
 
 
+def test_pickle_of_cached_examples_names_their_folder_and_holds_none(tmp_path):
+    rows = open_sources(write(tmp_path / "a.jsonl", 300))
+    examples = load_examples(rows, ENCODER, cache_dir=tmp_path / "c").examples
+    assert len(pickle.dumps(examples)) < 500 < len(pickle.dumps(examples[:]))
+    assert str(pickle.loads(pickle.dumps(examples))[299]) == str(examples[299])
+
+
 @pytest.mark.parametrize("file", ["items.bin", "counts.pickle", "starts.npy"])
 def test_cache_that_cannot_be_read_says_what_to_remove(tmp_path, file):
     rows = open_sources(write(tmp_path / "a.jsonl", 3))

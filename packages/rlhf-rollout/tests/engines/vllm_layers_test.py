@@ -1,5 +1,7 @@
 """Layers of vLLM: what those that an update loads anew keep and still wait for; rotary positions on a CPU."""
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -19,7 +21,13 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader 
 
 from rlhf_rollout.engines.vllm.core import _rotate_heads_on_cpu  # noqa: E402
 from rlhf_rollout.engines.vllm.direct_writes import DirectWrites  # noqa: E402
-from rlhf_rollout.engines.vllm.weights import _incomplete, _keep_buffers, _untouched  # noqa: E402
+from rlhf_rollout.engines.vllm.weights import (  # noqa: E402
+    _drop_expert_kernels,
+    _incomplete,
+    _keep_buffers,
+    _untouched,
+    _watch_expert_kernels,
+)
 
 OLD = {
     "kept": torch.tensor([1.0, 2.0]),
@@ -149,6 +157,31 @@ def test_layers_that_get_nothing_in_an_update_are_named() -> None:
         model.load_weights([("norm.weight", torch.ones(3)), ("experts.bias", torch.ones(2, 1))])
         assert _untouched(model) == ["experts"]
         finalize_layerwise_reload(model, None)
+
+
+class Kernel:
+    """A kernel of experts, which may report what it chooses."""
+
+    def __init__(self, report: object = None) -> None:
+        self.fused_experts = self
+        self.routing_replay_capture_fn = report
+
+    def set_capture_fn(self, report: object) -> None:
+        self.routing_replay_capture_fn = report
+
+
+def test_new_kernels_of_experts_report_to_whom_the_ones_before_did() -> None:
+    model = nn.ModuleList(nn.Module() for _ in range(5))
+    for layer, report in zip(model, ("first", "second", None), strict=False):
+        layer.quant_method = SimpleNamespace(moe_kernel=Kernel(report))
+    model[3].quant_method = SimpleNamespace(moe_kernel=None)  # it has got no weights yet
+    _drop_expert_kernels(model)
+    assert [layer.quant_method.moe_kernel for layer in model[:4]] == [None] * 4
+    model[0].quant_method.moe_kernel, model[2].quant_method.moe_kernel = Kernel(), Kernel("nobody")
+    _watch_expert_kernels(model)
+    assert model[0].quant_method.moe_kernel.routing_replay_capture_fn == "first"
+    assert model[1].quant_method.moe_kernel is None
+    assert model[2].quant_method.moe_kernel.routing_replay_capture_fn == "nobody"
 
 
 class Tied(nn.Module):
