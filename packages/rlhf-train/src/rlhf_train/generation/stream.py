@@ -63,6 +63,8 @@ class SampleStream:
         self._num_batches = num_batches
         self._max_staleness = max_staleness
         self._tickets: dict[int, Ticket] = {}  # admitted and not taken, in the order of admission
+        # Those with a complete group: to look through all of thousands in flight at each change would take seconds.
+        self._complete: dict[int, Ticket] = {}
         self._num_admitted = 0
         self._num_admitted_now = 0  # since the last batch was done
         self._num_taken = 0  # batches
@@ -89,12 +91,12 @@ class SampleStream:
     @property
     def num_in_flight(self) -> int:
         """Number of admitted prompts without a complete group."""
-        return sum(ticket.group is None for ticket in self._tickets.values())
+        return len(self._tickets) - len(self._complete)
 
     @property
     def num_queued(self) -> int:
         """Number of complete groups that wait to be taken."""
-        return len(self._tickets) - self.num_in_flight
+        return len(self._complete)
 
     def admit(self, item: int) -> Ticket:
         """Admit the prompt with index `item`. Call it only when there is `room`."""
@@ -110,6 +112,7 @@ class SampleStream:
         """Queue the complete group of an admitted prompt."""
         assert self._tickets.get(ticket.number) is ticket and ticket.group is None, "the prompt is not in flight"
         ticket.group = group
+        self._complete[ticket.number] = ticket
 
     def leave_out(self, ticket: Ticket) -> None:
         """Give up an admitted prompt, because its group failed or is not worth training."""
@@ -123,9 +126,9 @@ class SampleStream:
             can_grow: whether further groups may become complete before the next batch is taken. If so, a batch that
                 is not full is worth waiting for.
         """
-        batch = self._next_batch()
-        if len(batch) < self._batch_size and can_grow:
+        if len(self._complete) < self._batch_size and can_grow:
             return False
+        batch = self._next_batch()
         chosen = {ticket.number for ticket in batch}
         rest = sorted(ticket.last_batch for ticket in self._tickets.values() if ticket.number not in chosen)
         # The group at place n of the rest, the most urgent first, is trained at the earliest n // batch_size batches
@@ -142,6 +145,7 @@ class SampleStream:
         batch = sorted(self._next_batch(), key=lambda ticket: ticket.number)
         for ticket in batch:
             del self._tickets[ticket.number]
+            del self._complete[ticket.number]
         self._num_taken += 1
         fresh: list[RolloutGroup] = []
         stale: list[RolloutGroup] = []
@@ -184,10 +188,12 @@ class SampleStream:
         self._num_done = state["num_done"]
         self._versions.extend(state["versions"])
         self._tickets = {ticket.number: ticket for ticket in tickets}
+        self._complete = {number: ticket for number, ticket in self._tickets.items() if ticket.group is not None}
 
     def _next_batch(self) -> list[Ticket]:
-        complete = [ticket for ticket in self._tickets.values() if ticket.group is not None]
-        return sorted(complete, key=lambda ticket: (ticket.last_batch, ticket.number))[: self._batch_size]
+        return sorted(self._complete.values(), key=lambda ticket: (ticket.last_batch, ticket.number))[
+            : self._batch_size
+        ]
 
     def _is_stale(self, rollout: Rollout) -> bool:
         return rollout.policy_version is not None and rollout.policy_version < self._versions[0]
