@@ -1,7 +1,9 @@
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -11,7 +13,8 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from rlhf_models.backbone import changes_logits
+from rlhf_data.errors import ConfigError
+from rlhf_models.backbone import changes_logits, check_packs
 
 
 @pytest.mark.parametrize(
@@ -41,3 +44,26 @@ def test_logits_that_are_more_than_the_heads_output_are_found(config, changes):
     layers = weakref.ref(model.base_model)
     del model
     assert layers() is None
+
+
+class Hearing(nn.Module):
+    """A model of layers for text, and a convolution over sounds that text does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        text = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=64, initializer_range=0.5))
+        self.text, self.ear = text.base_model.eval(), nn.Conv1d(1, 1, 3)
+        self.config = SimpleNamespace(_attn_implementation="sdpa", get_text_config=lambda: text.config)
+        self.forward = self.text.forward
+
+    def get_decoder(self) -> nn.Module:
+        return self.text
+
+
+def test_convolutions_keep_a_model_from_being_packed_only_where_text_is():
+    model = Hearing()
+    check_packs(model)
+    model.text.layers[0].short = nn.Conv1d(1, 1, 3)
+    with pytest.raises(ConfigError, match="a llama model cannot be packed: its convolutions cross sequences"):
+        check_packs(model)
