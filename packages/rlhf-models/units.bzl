@@ -26,7 +26,7 @@ TESTS = {
     "attention/sequence_parallel_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/testing"],
     "attention/shared_prompts_gpu_test.py": ["rlhf-models/attention", "rlhf-models/dequantize", "rlhf-models/fast", "rlhf-models/testing"],
     "attention/shared_prompts_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/critic", "rlhf-models/dequantize", "rlhf-models/testing"],
-    "backbone_test.py": ["rlhf-models/backbone", "rlhf-models/testing"],
+    "backbone_test.py": ["rlhf-data/errors", "rlhf-models/backbone", "rlhf-models/testing"],
     "batch_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/testing"],
     "checkpoint/beyond_text_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/checkpoint", "rlhf-models/dequantize", "rlhf-models/lora", "rlhf-models/reward", "rlhf-models/testing", "rlhf-models/weights"],
     "checkpoint/heads_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/checkpoint", "rlhf-models/dequantize", "rlhf-models/testing", "rlhf-models/weights"],
