@@ -97,7 +97,7 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("weight", "bias", "gain"):
+        for name in ("weight", "bias", "sinks", "gain"):
             setattr(self, name, nn.Parameter(torch.zeros(2, 3 if name == "weight" else 1), requires_grad=False))
         self.weight.weight_loader = lambda param, loaded, expert_id: pytest.fail("the loader for single experts")
 
@@ -109,6 +109,7 @@ class Model(nn.Module):
         super().__init__()
         self.experts = Experts()
         self.norm = nn.LayerNorm(3)
+        self.norm.scale = nn.Parameter(torch.zeros(3))  # vLLM leaves biases where they are
 
     def load_weights(self, weights) -> None:
         known = dict(self.named_parameters())
@@ -116,7 +117,7 @@ class Model(nn.Module):
             param = known[name]
             if name == "experts.weight":
                 param.copy_(weight.permute(1, 0).contiguous())
-            elif name == "experts.bias":
+            elif name in ("experts.bias", "experts.sinks"):
                 param.data.copy_(weight)
             else:
                 getattr(param, "weight_loader", default_weight_loader)(param, weight)
@@ -134,6 +135,8 @@ def test_weights_that_a_model_copies_itself_arrive_in_every_update(in_one_bucket
             "norm.weight": torch.full((3,), update),
             "experts.gain": torch.full((2, 1), -update),
             "norm.bias": torch.full((3,), 3 * update),
+            "experts.sinks": torch.tensor([[7.0], [update]]),
+            "norm.scale": torch.full((3,), 4 * update),
         }
         with torch.no_grad():
             initialize_layerwise_reload(model)
