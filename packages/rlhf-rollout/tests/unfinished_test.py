@@ -78,6 +78,7 @@ def test_state_is_that_of_its_time_though_samples_grow():
     draft, _ = groups.drafts("g", None, PROMPT, SAMPLING)
     write(draft, 1, [7, 8])
     draft.token_ids.append(9)  # its log-prob comes later
+    draft.go_on(5)
     state = groups.state(["g"])
     draft.logprobs.append(-9 / 8)
     write(draft, 2, [10, 11], FinishReason.STOP)

@@ -82,7 +82,7 @@ def test_report_gives_each_draft_its_own_part_and_leaves_out_what_has_ended_or_i
         Draft([1, 2], [-0.5, -1.5], [(0, 3)], [rows(7), rows(8, 9)], num_cached_tokens=5),
         Draft([3], [-2.5], [(0, 3)], [rows(4)]),
         Draft(),
-        Draft([4, 5], [-3.5, -4.5], [(0, 3), (2, 4)], finish_reason=FinishReason.LENGTH),
+        Draft([4, 5], [-3.5, -4.5], [(0, 3), (2, 4)], [rows(5)], finish_reason=FinishReason.LENGTH),
     ]
     report = Report()
     for part in parts:
@@ -96,7 +96,8 @@ def test_report_gives_each_draft_its_own_part_and_leaves_out_what_has_ended_or_i
     assert [part[:, 0, 0].tolist() for part in whole.routes] == [[7], [8, 9]]
     assert (old.token_ids.tolist(), old.versions, old.num_cached_tokens) == ([8, 9], [(0, 3)], 2)
     assert (last.token_ids.tolist(), last.logprobs.tolist()) == ([10, 4, 5], [-8.5, -3.5, -4.5])
-    assert (last.versions, last.routes, last.finish_reason) == ([(0, 3), (2, 4)], [], FinishReason.LENGTH)
+    assert (last.versions, last.finish_reason) == ([(0, 3), (2, 4)], FinishReason.LENGTH)
+    assert ([part[:, 0, 0].tolist() for part in last.routes], last.num_cached_tokens) == ([[5]], None)
     again = Report()
     again.add(Draft([], [], [(0, 3)]))
     assert not again.give_to([old])
