@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -124,6 +125,52 @@ def test_openrlhf_math(tmp_path):
     [episode], _ = run(agent, writes(answers[:1]), **options)
     assert (round(episode.verdict.reward, 6), round(episode.verdict.score, 6)) == (-0.3, 0.2)
     assert dict(episode.verdict.extra)["attempts"] == 3.0
+
+
+def test_instructions(tmp_path):
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
+    written("instructions.py", train, held_out)
+    rows, others = rows_of(train.read_text()), rows_of(held_out.read_text())
+    assert (len(rows), len(others)) == (4000, 300)
+    assert len({row["input"] for row in [*rows, *others]}) == 4300
+    subjects = [{json.loads(row["label"])["subject"] for row in some} for some in (rows, others)]
+    assert not subjects[0] & subjects[1]
+    reward_func = runpy.run_path(str(EXAMPLES / "instructions.py"))["reward_func"]
+
+    def rewards(subject, demands, answers):
+        label = json.dumps({"subject": subject, "demands": demands})
+        count = len(answers)
+        found = reward_func([f"Q{answer}" for answer in answers], ["Q"] * count, [label] * count)
+        assert found["scores"] == [float(reward == 1) for reward in found["rewards"]]
+        return found["rewards"]
+
+    assert rewards("owls", {"words": 4}, ["An owl sees well.", " Owls see. ", "A cat sees well."]) == [1, 0.5, 0.5]
+    assert rewards("tea", {"end": "again"}, ['Tea again."', "Tea is against", "Tea: again and again, I"]) == [
+        1,
+        0.5,
+        0.5,
+    ]
+    assert rewards("tea", {"begin": "Often"}, ["Often tea", "Oftentimes tea", "often tea"]) == [1, 0.5, 0.5]
+    assert rewards("tea", {"twice": "old"}, ["Old tea, old.", "old old old tea", "older old tea"]) == [1, 0.5, 0.5]
+    assert rewards("tea", {"without": "o", "case": "small"}, ["tea!", "O tea", "tea too", "coffee"]) == [
+        1,
+        pytest.approx(1 / 3),
+        pytest.approx(2 / 3),
+        pytest.approx(1 / 3),
+    ]
+    assert rewards("tea", {"case": "capital"}, ["TEA 2", "Tea"]) == [1, 0.5]
+
+
+def test_instructions_ask_for_nothing_that_cannot_be_met():
+    contradict = runpy.run_path(str(EXAMPLES / "instructions.py"))["contradict"]
+    assert contradict({"without": "s"}, "owls") and not contradict({"without": "i"}, "owls")
+    assert contradict({"without": "a", "end": "again"}, "owls") and contradict(
+        {"begin": "Often", "case": "small"}, "owls"
+    )
+    assert contradict({"twice": "old", "case": "capital"}, "owls") and not contradict(
+        {"twice": "old", "words": 9}, "owls"
+    )
+    assert not contradict({"case": "small", "end": "again"}, "owls")
 
 
 @pytest.mark.parametrize("start", ["", f"{shlex.quote(sys.executable)} "])

@@ -9,8 +9,11 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
+import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,6 +148,22 @@ def run_ppo(
     variables = os.environ if environ is None else environ
     subprocess.run(command, check=True, env={**variables, **OWN_CLUSTER}, timeout=timeout_s, stdout=sys.stderr)
     return read_metrics(folder)
+
+
+_starting = threading.Lock()
+
+
+def run_ppo_in_turn(flags: Sequence[str], folder: Path) -> Metrics:
+    """Run `run_ppo` from one of several threads: it begins when those before it have finished a step.
+
+    An engine that measures the memory of a GPU fails if another process frees some meanwhile.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        with _starting:
+            job = pool.submit(run_ppo, flags, folder)
+            while not job.done() and not (folder / "metrics.jsonl").exists():
+                time.sleep(1)
+        return job.result()
 
 
 def from_first_rank(train: Callable[..., None], num_ranks: int, count: int, *more: Any) -> list[Any]:
