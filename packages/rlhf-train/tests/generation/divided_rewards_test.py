@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 from types import SimpleNamespace
 
@@ -37,6 +38,9 @@ from rlhf_train.processes import placed_bundles, start_scorers
 from trainer_testing import random_rollouts
 
 VOCAB_SIZE = 512
+
+# Processes get the classes below by value. By name they would import this file, and PyTorch with it, in seconds.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,8 +91,35 @@ class Reachable(RewardRank):
         parts = sum(part.numel() for part in frozen_parts(self._model))
         return parts, sum(weight.ds_numel for weight in self._model.parameters())
 
+
+class Light(RewardRank):
+    """Scores a sequence by its sum, without a model or PyTorch, for what is between the scorer and its processes."""
+
+    def load(self, rank, num_ranks, master):
+        self._limits = SimpleNamespace(num_rows=VOCAB_SIZE, context=100)
+        self._error = None
+
+    def score(self, passes):
+        self.ready()
+        return [sums(sequences) for sequences in passes]
+
+    def pid(self) -> int:
+        return os.getpid()
+
     def hang(self) -> None:
         time.sleep(1000)
+
+
+def sums(token_ids) -> list[float]:
+    return [float(sum(sequence)) for sequence in token_ids]
+
+
+def light_starts(started: list, kind: type = Light):
+    def start():
+        started.append(ray.remote(kind).options(num_cpus=0).remote("no model", dtype="float32"))
+        return started[-1]
+
+    return [start] * 2
 
 
 def expected(path: str, token_ids, **options) -> list[float]:
@@ -186,9 +217,9 @@ def test_processes_start_again_after_one_has_died_and_lose_no_score(folder):
         ray.get(started[0].pid.remote())
 
 
-def test_a_single_sequence_whose_call_a_death_ends_is_scored_by_new_processes(folder):
+def test_a_single_sequence_whose_call_a_death_ends_is_scored_by_new_processes():
     started: list = []
-    scorer = DividedScorer(starts_of(folder, started), batch_size=4, on_cpu=True)
+    scorer = DividedScorer(light_starts(started), batch_size=4, on_cpu=True)
     wanted = sequences(1)
 
     async def calls():
@@ -196,25 +227,20 @@ def test_a_single_sequence_whose_call_a_death_ends_is_scored_by_new_processes(fo
         os.kill(await started[0].pid.remote(), signal.SIGKILL)
         return await scorer.score(wanted)
 
-    assert asyncio.run(calls()) == pytest.approx(expected(folder, wanted), abs=1e-5)
+    assert asyncio.run(calls()) == sums(wanted)
     assert len(started) == 4
 
 
-class Dying(RewardRank):
+class Dying(Light):
     """Dies in each call."""
 
     def score(self, passes):
         os._exit(1)
 
 
-def test_processes_that_never_answer_start_three_times(folder):
+def test_processes_that_never_answer_start_three_times():
     started: list = []
-
-    def start():
-        started.append(ray.remote(Dying).options(num_cpus=0).remote(folder, dtype="float32"))
-        return started[-1]
-
-    scorer = DividedScorer([start] * 2, batch_size=4, on_cpu=True)
+    scorer = DividedScorer(light_starts(started, Dying), batch_size=4, on_cpu=True)
     ended = "have ended 3 times in a row without an answer"
     for match in ("is gone", ended, ended):  # a call whose process dies is made twice
         with pytest.raises(RewardError, match=match):
@@ -222,7 +248,7 @@ def test_processes_that_never_answer_start_three_times(folder):
     assert len(started) == 6
 
 
-class Failing(RewardRank):
+class Failing(Light):
     """Runs out of memory where it gets more than two sequences."""
 
     def score(self, passes):
@@ -231,24 +257,21 @@ class Failing(RewardRank):
         return super().score(passes)
 
 
-def test_sequences_of_a_call_that_failed_are_scored_one_by_one(folder):
-    def start():
-        return ray.remote(Failing).options(num_cpus=0).remote(folder, dtype="float32")
-
-    reward = ModelReward(
-        [DividedScorer([start] * 2, batch_size=8, on_cpu=True)], CallOptions(batch_size=8), timeout_s=120
-    )
+def test_sequences_of_a_call_that_failed_are_scored_one_by_one():
+    started: list = []
+    scorer = DividedScorer(light_starts(started, Failing), batch_size=8, on_cpu=True)
+    reward = ModelReward([scorer], CallOptions(batch_size=8), timeout_s=120)
     rollouts = random_rollouts(6, vocab_size=VOCAB_SIZE)
     found = asyncio.run(reward.score(Prompt("prompt", [3], "text"), rollouts))
-    wanted = expected(folder, [rollout.token_ids for rollout in rollouts])
-    assert [verdict.reward for verdict in found] == pytest.approx(wanted, abs=1e-5)
+    assert [verdict.reward for verdict in found] == sums(rollout.token_ids for rollout in rollouts)
+    assert len(started) == 4
 
 
 def test_error_of_a_load_that_nobody_foresaw_is_told_with_its_text(folder):
-    scorer = DividedScorer(starts_of(folder, attn_implementation="auto", device="nowhere"), batch_size=4, on_cpu=True)
-    for handle in scorer.handles:
-        with pytest.raises(EngineError, match=r"(?s)cannot be loaded: .*nowhere.*hint: "), plain_errors(RewardError):
-            ray.get(handle.ready.remote())
+    starts = starts_of(folder, num_ranks=1, attn_implementation="auto", device="nowhere")
+    [handle] = DividedScorer(starts, batch_size=4, on_cpu=True).handles
+    with pytest.raises(EngineError, match=r"(?s)cannot be loaded: .*nowhere.*hint: "), plain_errors(RewardError):
+        ray.get(handle.ready.remote())
 
 
 @pytest.mark.parametrize("is_told", [True, False])
@@ -268,9 +291,9 @@ def test_a_peer_that_fails_first_waits_for_word_of_a_death_but_not_for_ever(monk
         asyncio.run(calls())
 
 
-def test_processes_that_hang_end_after_two_late_calls_and_start_again(folder):
+def test_processes_that_hang_end_after_two_late_calls_and_start_again():
     started: list = []
-    scorer = DividedScorer(starts_of(folder, started), batch_size=4, on_cpu=True)
+    scorer = DividedScorer(light_starts(started), batch_size=4, on_cpu=True)
     wanted = sequences(3)
 
     async def calls():
@@ -286,7 +309,7 @@ def test_processes_that_hang_end_after_two_late_calls_and_start_again(folder):
         assert late == 2
         return await scorer.score(wanted)
 
-    assert asyncio.run(calls()) == pytest.approx(expected(folder, wanted), abs=1e-5)
+    assert asyncio.run(calls()) == sums(wanted)
     assert len(started) == 4
 
 
