@@ -114,7 +114,7 @@ def test_function_reward_never_blocks_the_event_loop(write, tmp_path):
     reward = write(WAITS)
 
     async def run():
-        function = FunctionReward(reward, CallOptions(num_workers=2, timeout_s=60.0))
+        function = FunctionReward(reward, CallOptions(num_workers=2, batch_size=1, timeout_s=60.0))
         prompt = make_prompt()
         scoring = asyncio.gather(*(function.score(prompt, [make_rollout(prompt, "4")]) for _ in range(4)))
         called = tmp_path / "called"
