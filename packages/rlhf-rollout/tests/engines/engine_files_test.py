@@ -296,8 +296,14 @@ def test_config_without_architectures_names_no_class_of_vllm() -> None:
 
 
 def test_model_that_no_class_of_vllm_computes_as_transformers_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"vLLM computes a doge model without the mask[^\n]*\n\nhint: use a model of"):
-        model_classes({"architectures": ["DogeForCausalLM"]})
+    refused = {
+        "DogeForCausalLM": "vLLM computes a doge model without the mask",
+        "DiffLlamaForCausalLM": "vLLM has no attention that takes the difference of two heads, as a diffllama does",
+        "RecurrentGemmaForCausalLM": "vLLM has no place for the state that the layers of a recurrent_gemma keep",
+    }
+    for name, message in refused.items():
+        with pytest.raises(ConfigError, match=rf"{message}[^\n]*\n\nhint: use a model of"):
+            model_classes({"architectures": [name]})
 
 
 def test_engine_on_a_cpu_caches_no_prefixes_of_layers_with_a_state() -> None:

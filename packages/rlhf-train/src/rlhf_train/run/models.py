@@ -1,5 +1,6 @@
 """The models of a run: loading one to train, its base as the reference, and writing it as a Hugging Face folder."""
 
+import types
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +19,8 @@ from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.specs import ModelSpec
 
 ADAPTER_FOLDER = "adapter"  # within a saved model
+# Their noise is for training from the start (SparseMixer, arXiv:2409.12136), and engines choose the best experts.
+_DRAWING_ROUTERS = ("PhimoeTopKRouter",)
 
 
 def load_model(kind: str, spec: ModelSpec) -> torch.nn.Module:
@@ -43,15 +46,19 @@ def load_model(kind: str, spec: ModelSpec) -> torch.nn.Module:
 
 
 def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
-    """Disable dropout, and the jitter noise of routers of experts, in `model` permanently, and return the model.
+    """Disable dropout, and the noise of routers of experts, in `model` permanently, and return the model.
 
     Online training has neither. Old log-probs come from eval mode, and the engine has no dropout: with it in training,
     the ratio of the first update would not be 1. Running updates in eval mode is no alternative: gradient checkpointing
-    needs train mode.
+    needs train mode. Only routers that draw experts at random in train mode stay in eval mode.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+        if type(module).__name__ in _DRAWING_ROUTERS:
+            module.eval()
+            module.train = types.MethodType(lambda router, mode=True: router, module)
+            continue  # its `router_jitter_noise` is no noise, but a bound below which an expert is left out
         for name, value in vars(module).items():
             if ("dropout" in name or "jitter" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)

@@ -32,6 +32,12 @@ _LEAVES_OUT: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "OlmoeForCausalLM": _clips,  # the bound on queries, keys and values
     "Qwen2MoeForCausalLM": _has_windows,
 }
+# By architecture, what neither a class of vLLM nor its backend for models of transformers does.
+_IMPOSSIBLE = {
+    "DiffLlamaForCausalLM": "has no attention that takes the difference of two heads, as a diffllama does",
+    "DogeForCausalLM": "computes a doge model without the mask that its layers make from the values of each token",
+    "RecurrentGemmaForCausalLM": "has no place for the state that the layers of a recurrent_gemma keep per sequence",
+}
 _FIRST_MAMBAS = {"FalconMambaForCausalLM", "JambaForCausalLM", "MambaForCausalLM"}
 _LINEAR_HEADS = (64, 128)
 # Models that the other backend does not run, or not with their attention.
@@ -55,9 +61,8 @@ def model_classes(config: Mapping[str, Any]) -> list[str]:
         raise ConfigError(message, hint="use a model of another family, such as those in docs/models.md")
     if "text_config" in config:
         return names
-    if "DogeForCausalLM" in names:
-        message = "vLLM computes a doge model without the mask that its layers make from the values of each token"
-        raise ConfigError(message, hint="use a model of another family, such as those in docs/models.md")
+    if missing := next((_IMPOSSIBLE[name] for name in names if name in _IMPOSSIBLE), None):
+        raise ConfigError(f"vLLM {missing}", hint="use a model of another family, such as those in docs/models.md")
     if difference is not None or any(name in _LEAVES_OUT and _LEAVES_OUT[name](config) for name in names):
         return list(_BACKENDS)
     return names
