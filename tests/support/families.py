@@ -255,10 +255,14 @@ def examine(family: str) -> Findings:
 def plain_model(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
     """Return the model of a folder as plain transformers loads it in `dtype`, and what it says of the weights.
 
-    The frequencies of LongRoPE are those of a run with the longest of `SEQUENCES`.
+    The frequencies of LongRoPE are those of a run with the longest of `SEQUENCES`. Some versions of transformers, such
+    as 5.17, compute scores with a soft cap by `sdpa`, which leaves the cap out: such a model is loaded as `eager`.
     """
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    has_cap = getattr(config, "attn_logit_softcapping", None) is not None
+    attention = {"attn_implementation": "eager"} if has_cap else {}
     with quiet_transformers():
-        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **attention)
     pin_frequencies(model, MAX_LENGTH)
     return model.eval(), report
 
