@@ -140,6 +140,14 @@ def test_cpu_kv_cache_bytes_hold_every_sequence() -> None:
     assert found == 2 * 4 * 2 * 64 * 4 * 16 * 3 * 128
 
 
+@pytest.mark.parametrize("larger", [{"global_head_dim": 128}, {"per_layer_config": {"03": {"head_dim": 128}}}])
+def test_cpu_kv_cache_bytes_are_those_of_the_largest_heads(larger: dict[str, Any]) -> None:
+    config = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+    config |= {"vocab_size": 40, "head_dim": 64} | larger
+    found = cpu_kv_cache_bytes(config, max_num_seqs=16, max_model_len=256, item_bytes=4)
+    assert found == 2 * 4 * 2 * 128 * 4 * 16 * 3 * 128
+
+
 def test_cpu_kv_cache_bytes_stay_within_bounds() -> None:
     config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "vocab_size": 40}
     assert cpu_kv_cache_bytes(config, max_num_seqs=1, max_model_len=8, item_bytes=2) == 16 << 20

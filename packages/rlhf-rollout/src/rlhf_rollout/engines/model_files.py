@@ -96,14 +96,16 @@ def checkpoint_shapes(model_dir: Path) -> dict[str, tuple[int, ...]] | None:
 def cpu_kv_cache_bytes(config: Mapping[str, Any], *, max_num_seqs: int, max_model_len: int, item_bytes: int) -> int:
     """Return the bytes of KV cache that `max_num_seqs` full sequences need, between 16 MiB and 1 GiB.
 
-    2 (keys, values) * layers * key-value heads * head size * item size * sequences * tokens
+    2 (keys, values) * layers * key-value heads * largest head size * item size * sequences * tokens
 
     It is 1 GiB for a config without these sizes.
     """
     if not all(config.get(name) for name in _SIZES):  # a family without attention, or with other names
         return _MAX_CPU_KV_CACHE_BYTES
     num_heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+    layers = (config, *(config.get("per_layer_config") or {}).values())  # a Gemma 4 has heads of several sizes
+    largest = max(layer.get(name) or 0 for layer in layers for name in ("head_dim", "global_head_dim"))
+    head_dim = largest or config["hidden_size"] // num_heads
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     tokens = max_num_seqs * (-(-max_model_len // _PAGE_TOKENS) + 1) * _PAGE_TOKENS
     needed = 2 * config["num_hidden_layers"] * num_kv_heads * head_dim * item_bytes * tokens
