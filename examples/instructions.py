@@ -105,7 +105,7 @@ def _in_case(text, case):
 
 
 def contradict(demands, subject):
-    """Return whether no answer can meet the demands and name the subject: a wanted word has the letter or is cased."""
+    """Return whether demands do not go together: a word to write has the letter to leave out, or the other case."""
     words = [value for name, value in demands.items() if name in ("end", "begin", "twice")]
     if "without" in demands:
         return any(demands["without"] in word.lower() for word in [subject, *words])
@@ -130,7 +130,7 @@ def prompts(subjects, number, seed):
 def met(text, label):
     """Return what an answer meets: the subject first, then each demand."""
     wanted = json.loads(label)
-    named = wanted["subject"].rstrip("s") in text.lower()
+    named = wanted["subject"].removesuffix("s") in text.lower()
     return [named, *(DEMANDS[name][2](text, value) for name, value in wanted["demands"].items())]
 
 

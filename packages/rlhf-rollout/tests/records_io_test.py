@@ -4,29 +4,18 @@ import base64
 import contextlib
 import dataclasses
 import json
-import os
-import struct
-import subprocess
-import sys
-import zlib
 
 import numpy as np
 import pytest
 
+from random_records import plain, random_group
 from record_testing import make_group, make_prompt, make_rollout
 from rlhf_data.errors import DataError
 from rlhf_data.records import (
-    Episode,
-    FinishReason,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    Span,
-    SpanSource,
     Verdict,
     VerdictKind,
 )
-from rlhf_rollout.records_io import RolloutWriter, _numbers, json_lines, read_batches, read_lines, rollout_record
+from rlhf_rollout.records_io import RolloutWriter, _numbers, read_batches, rollout_record
 
 
 def record_of(group):
@@ -134,74 +123,6 @@ def test_rollout_writer_keeps_half_of_a_surrogate_pair(tmp_path):
     assert (read.prompt.label, read.prompt.messages[0]["content"]) == ("\ud800 \udcff é", "\udfff")
     assert batch.fields["tools"] == ["\ud83d"]
     assert "é" in path.read_text(encoding="utf-8")
-
-
-def random_verdict(rng, rollout):
-    """A verdict of a random kind for a rollout: none, failed, or with rewards of turns, tokens or sources."""
-    seconds = float(rng.integers(0, 9)) / 8
-    kind = rng.choice(7)
-    if kind == 0:
-        return None
-    if kind == 1:
-        return Verdict(VerdictKind.TIMEOUT, detail="no answer\nwithin 1 s \u2028 \u00e9", seconds=seconds)
-    if kind == 2:
-        return Verdict(VerdictKind.CRASH, -1.0, 0.25, source_rewards=(0.1, -0.7))
-    values = rng.normal(size=len(rollout.turn_ends)).tolist()
-    if kind == 3 and values:
-        before, later = rng.normal(size=2).tolist()
-        total = sum(values) + before + later
-        return Verdict(VerdictKind.OK, total, turn_rewards=tuple(values), earned_elsewhere=(before, later))
-    if kind == 4:
-        pairs = tuple((int(at), float(rng.normal())) for at in rng.choice(rollout.num_tokens, 2, replace=False))
-        return Verdict(VerdictKind.WRONG, float(rng.normal()), token_rewards=tuple(sorted(pairs)))
-    if kind == 5:
-        return Verdict(VerdictKind.OK, 1 / 3, 2.0, "", {"length": float(rng.normal()), "n": 3.0}, seconds)
-    return Verdict(VerdictKind.UNSCORED, 0.0)
-
-
-def random_group(rng, number):
-    """A group with episodes of one or several rollouts, of several spans each, and log-probs of every float32."""
-    group_id = f"step1/{number}"
-
-    def tokens(low=1):
-        return rng.integers(0, 2**31 - 1, rng.integers(low, 5))
-
-    def policy():
-        ids = tokens()
-        logprobs = rng.integers(0, 2**32, len(ids), dtype=np.uint32).view(np.float32)
-        odd = rng.choice([np.nan, np.inf, -np.inf, -0.0], len(ids))
-        return Span(SpanSource.POLICY, ids, np.where(rng.random(len(ids)) < 0.2, odd, logprobs), int(rng.integers(9)))
-
-    messages = ({"role": "user", "content": "a\nb"},) if rng.random() < 0.5 else None
-    prompt = Prompt(f"p{number}", tokens(), "2+2=\u00e9", None if rng.random() < 0.3 else "4", "sums", messages)
-    episodes = []
-    for index in range(3):
-        rollouts = []
-        for part in range(rng.integers(1, 4)):
-            first = prompt.token_ids if rng.random() < 0.5 else tokens()
-            spans = [Span(SpanSource.PROMPT, first)]
-            for _ in range(rng.integers(1, 3)):
-                spans += [policy(), policy(), Span(SpanSource.ENVIRONMENT, tokens(0))]
-            reason = list(FinishReason)[rng.integers(3)]
-            rollout = Rollout(f"{group_id}/{index}.{part}", group_id, tuple(spans), reason, '4"\n')
-            routes = None
-            if rng.random() < 0.5:
-                routes = rng.integers(0, rng.choice([4, 256, 257]), (rng.integers(rollout.num_tokens + 1), 3, 2))
-            rollouts.append(dataclasses.replace(rollout, verdict=random_verdict(rng, rollout), routes=routes))
-        episodes.append(Episode(f"{group_id}/e{index}", group_id, tuple(rollouts)))
-    return RolloutGroup(group_id, prompt, tuple(episodes))
-
-
-def plain(record):
-    """A record as nested tuples that compare equal exactly when all values are equal; a NaN equals any NaN."""
-    if isinstance(record, np.ndarray):
-        return str(record.dtype), [repr(value) for value in record.tolist()]
-    if dataclasses.is_dataclass(record):
-        names = [field.name for field in dataclasses.fields(record)]
-        return type(record).__name__, [(name, plain(getattr(record, name))) for name in names]
-    if isinstance(record, tuple):
-        return [plain(value) for value in record]
-    return type(record).__name__, dict(record) if isinstance(record, dict) else record
 
 
 @pytest.mark.parametrize("name", ["rollouts.jsonl", "rollouts.columns"])
@@ -324,176 +245,3 @@ def test_missing_file_is_named_with_a_similar_one(written):
 def test_empty_file_has_no_batch(tmp_path):
     (tmp_path / "empty").write_text("")
     assert list(read_batches(tmp_path / "empty")) == []
-
-
-def write_steps(path, steps, **options):
-    """Append a batch of two groups for each step; return all groups."""
-    rng = np.random.default_rng(steps[0])
-    written = []
-    with contextlib.closing(RolloutWriter(path, **options)) as writer:
-        for step in steps:
-            groups = [random_group(rng, 10 * step + number) for number in range(2)]
-            writer.write(*groups, step=step)
-            written.extend(groups)
-    return written
-
-
-def read_groups(path):
-    return tuple(group for batch in read_batches(path) for group in batch.groups)
-
-
-@pytest.mark.parametrize("level", [0, 1])
-def test_columns_give_every_bit_of_a_log_prob_again(level, tmp_path):
-    path = tmp_path / "rollouts.columns"
-    bits = [0x7FC00001, 0xFFC12345, 0x7F800000, 0xFF800000, 0x80000000, 0, 1, 0x80000001, 0xBF8CCCCD, 0x3F8CCCCD]
-    logprobs = np.array(bits, np.uint32).view(np.float32)
-    prompt = make_prompt("2+2=", "4")
-    rollout = make_rollout(prompt, "123456789", logprobs=logprobs)
-    with contextlib.closing(RolloutWriter(path, level=level)) as writer:
-        writer.write(make_group("g0", prompt, (rollout,)), step=1)
-    [group] = read_groups(path)
-    [_, answer] = group.rollouts[0].spans
-    assert answer.logprobs.view(np.uint32).tolist() == bits
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_columns_as_json_lines_are_the_bytes_of_a_jsonl_file(seed, tmp_path):
-    for name in ("a.jsonl", "a.columns"):
-        write_steps(tmp_path / name, [seed, seed + 1])
-    expected = (tmp_path / "a.jsonl").read_bytes()
-    assert b"".join(json_lines(read_lines(tmp_path / "a.columns"))) == expected
-    assert b"".join(json_lines(read_lines(tmp_path / "a.jsonl"))) == expected
-
-
-@pytest.mark.parametrize("name", ["a.columns", "a.jsonl"])
-def test_lines_without_their_tokens_are_the_same_lines(name, tmp_path):
-    write_steps(tmp_path / name, [1, 2])
-    whole = list(read_lines(tmp_path / name))
-    lines = list(read_lines(tmp_path / name, has_tokens=False))
-    assert [line[:3] for line in lines] == [line[:3] for line in whole]
-    assert all(line.text.endswith(b"\n") for line in lines)
-    tokens = [line.tokens for line in lines]
-    assert tokens == [None] * len(whole) if name == "a.jsonl" else all([*map(len, pair)] == [0, 0] for pair in tokens)
-
-
-def test_columns_lie_in_the_file_as_the_module_says(tmp_path):
-    """Reads a chunk by hand."""
-    path = tmp_path / "rollouts.columns"
-    prompt = make_prompt("2+2=", "4")
-    rollout = make_rollout(prompt, "4", logprobs=[-1.0, 0.5])
-    with contextlib.closing(RolloutWriter(path)) as writer:
-        writer.write(make_group("g0", prompt, (rollout,)), step=1)
-    data = path.read_bytes()
-    assert data[:20] == b"\x89rlhf-rollouts\r\n" + (1).to_bytes(4, "little")
-    crc, *sizes = struct.unpack("<I5Q", data[20:64])
-    assert len(data) == 64 + sum(sizes)
-    assert crc == zlib.crc32(bytes(4) + data[24:])
-    ends = np.cumsum(sizes)
-    parts = [data[64 + end - size : 64 + end] for end, size in zip(ends, sizes, strict=True)]
-    record = json.loads(zlib.decompress(parts[0]))
-    assert (record["step"], record["num_left"], record["token_ids"], record["logprobs"]) == (1, 0, None, None)
-    assert zlib.decompress(parts[1]) == struct.pack("<2i", 7, 2)
-    assert zlib.decompress(parts[2]) == bytes([2, *b"2+2=", ord("4"), 0]) + bytes(21)
-    # -1 is 0xBF800000 and 0.5 is 0x3F000000; turned left by one bit they are 0x7F000001 and 0x7E000000.
-    assert zlib.decompress(parts[3]) == bytes([0x7F, 0x7E, 0, 0])
-    assert parts[4] == bytes([0, 0, 1, 0])
-
-
-def test_columns_are_a_fifth_of_the_json(tmp_path):
-    rng = np.random.default_rng(0)
-    prompt = make_prompt("2+2=", "4")
-    ids = rng.integers(0, 50_000, 20_000)
-    answer = Span(SpanSource.POLICY, ids, -rng.exponential(size=20_000), 0)
-    rollout = Rollout("g0/0", "g0", (Span(SpanSource.PROMPT, prompt.token_ids), answer), FinishReason.STOP, "4")
-    sizes = []
-    for name in ("a.jsonl", "a.columns"):
-        with contextlib.closing(RolloutWriter(tmp_path / name)) as writer:
-            writer.write(make_group("g0", prompt, (rollout,)))
-        sizes.append((tmp_path / name).stat().st_size / 20_000)
-    assert sizes[0] > 18
-    assert sizes[1] < 5.5  # two bytes of an even id, 3.3 of a log-prob
-
-
-def test_columns_go_on_in_a_file_that_was_cut_between_two_batches(tmp_path):
-    path = tmp_path / "rollouts.columns"
-    first = write_steps(path, [1])
-    end = path.stat().st_size
-    write_steps(path, [2])
-    ends = [line.end for line in read_lines(path)]
-    assert sorted(set(ends)) == [end, path.stat().st_size]
-    os.truncate(path, end)
-    third = write_steps(path, [3])
-    assert plain(read_groups(path)) == plain(tuple(first + third))
-
-
-def test_cut_columns_give_the_batches_before_the_cut_and_say_so(tmp_path):
-    path = tmp_path / "rollouts.columns"
-    first = write_steps(path, [1])
-    end = path.stat().st_size
-    write_steps(path, [2])
-    whole = path.read_bytes()
-    num_records = sum(len(group.rollouts) for group in first)
-    for size in (end + 1, end + 20, end + 44, end + 45, (end + len(whole)) // 2, len(whole) - 1):
-        path.write_bytes(whole[:size])
-        read = []
-        with pytest.raises(
-            DataError, match=rf"{path}:{num_records + 1} .*: the file is cut off or damaged here\n\nhint"
-        ):
-            read.extend(read_batches(path))
-        assert plain(tuple(group for batch in read for group in batch.groups)) == plain(tuple(first))
-        assert [line.end for line in read_lines(path)][-1] == end
-    for size in (1, 19):
-        path.write_bytes(whole[:size])
-        with pytest.raises(DataError, match=f"{path}:1 is not a rollout"):
-            read_groups(path)
-    for size in (0, 20):
-        path.write_bytes(whole[:size])
-        assert read_groups(path) == ()
-
-
-def test_every_changed_byte_of_columns_is_found(tmp_path):
-    path = tmp_path / "rollouts.columns"
-    prompt = make_prompt("2+2=", "4")
-    with contextlib.closing(RolloutWriter(path)) as writer:
-        writer.write(make_group("g0", prompt, (make_rollout(prompt, "4"),)), step=1)
-    whole = path.read_bytes()
-    for at in range(len(whole)):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :])
-        with pytest.raises(DataError, match=r"cut off or damaged here|has version"):
-            read_groups(path)
-
-
-def test_columns_of_a_newer_version_are_refused(tmp_path):
-    path = tmp_path / "rollouts.columns"
-    path.write_bytes(b"\x89rlhf-rollouts\r\n" + (2).to_bytes(4, "little") + b"whatever")
-    with pytest.raises(DataError, match=r"has version 2 of the columns; this program reads version 1\n\nhint: "):
-        read_groups(path)
-
-
-def test_columns_are_known_by_their_beginning_and_a_name_of_columns_asks_for_it(tmp_path):
-    written = write_steps(tmp_path / "a.columns", [1])
-    (tmp_path / "a.columns").rename(tmp_path / "a.jsonl")
-    assert plain(read_groups(tmp_path / "a.jsonl")) == plain(tuple(written))
-    write_steps(tmp_path / "b.jsonl", [1])
-    (tmp_path / "b.jsonl").rename(tmp_path / "b.columns")
-    with pytest.raises(DataError, match=r"b.columns:1 is not a rollout"):
-        read_groups(tmp_path / "b.columns")
-
-
-def test_module_prints_columns_as_json_lines(tmp_path):
-    for name in ("a.jsonl", "a.columns"):
-        write_steps(tmp_path / name, [1])
-
-    def run(*words):
-        command = [sys.executable, "-m", "rlhf_rollout.records_io", *words]
-        return subprocess.run(command, capture_output=True, check=False)
-
-    done = run(tmp_path / "a.columns")
-    assert (done.returncode, done.stdout, done.stderr) == (0, (tmp_path / "a.jsonl").read_bytes(), b"")
-    none = run()
-    assert (none.returncode, none.stdout) == (2, b"")
-    assert b"error: one file of rollouts must be named" in none.stderr
-    (tmp_path / "a.columns").write_bytes((tmp_path / "a.columns").read_bytes()[:-1])
-    cut = run(tmp_path / "a.columns")
-    assert cut.returncode == 2
-    assert b"record 1 is not a rollout as it was written: the file is cut off or damaged here" in cut.stderr

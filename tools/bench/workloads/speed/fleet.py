@@ -7,10 +7,10 @@ Behind Ray, `--actors` processes stand for `--engines` engines. They write `--to
 engine, each with its log-prob. Reports of what is written, and answers, have the pieces and types of real engines.
 Nothing is trained. The states that a checkpoint would save are taken in each step, as in a run.
 
-Answers have `--answer_tokens` tokens and are in all phases of their lives, as in a run that goes on for long: at first,
-each is written quickly up to a random place, within `--fill_s`. What one core carries is the tokens of that time by the
-controller's processor time in it. Then come `--seconds` at the usual speed, of which "steady" tells. Memory is flat if
-the last third of that time needs no more of it than the first third.
+Answers have `--answer_tokens` tokens. In a run that has gone on for long, each is at another token. So the first ones
+are written faster up to a random token, which takes `--fill_s`; the tokens of that time, divided by the controller's
+processor time, are what one core carries ("fill"). `--seconds` at the usual speed follow ("steady"). Memory is flat if
+the last third of them needs no more of it than the first third.
 """
 
 import asyncio
@@ -108,7 +108,7 @@ class PacedEngine:
         self.speed = speed
         self.fill_s = fill_s
         self.begun = time.monotonic()
-        self.places = rng
+        self.rng = rng
         self.token_ids = array("i", np.minimum(rng.zipf(1.25, max_tokens), VOCABULARY - 1).astype(np.int32).tobytes())
         self.logprobs = array("f", (-rng.gamma(0.25, 2.0, max_tokens)).astype(np.float32).tobytes())
         self.version = 0
@@ -117,7 +117,7 @@ class PacedEngine:
     def begin(self, max_tokens: int) -> Paced:
         """Return an answer that begins now."""
         is_first = time.monotonic() < self.begun + self.fill_s / 2
-        ahead = int(self.places.integers(max_tokens)) if is_first else 0
+        ahead = int(self.rng.integers(max_tokens)) if is_first else 0
         since = time.monotonic() - (0.0 if is_first else self.fill_s)
         return Paced(self, ahead, since, self.version, max_tokens)
 

@@ -19,7 +19,7 @@ from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.specs import ModelSpec
 
 ADAPTER_FOLDER = "adapter"  # within a saved model
-# Their noise is for training from the start (SparseMixer, arXiv:2409.12136), and engines choose the best experts.
+# They draw experts at random in train mode (SparseMixer, arXiv:2409.12136). Engines take the best ones.
 _DRAWING_ROUTERS = ("PhimoeTopKRouter",)
 
 
@@ -50,7 +50,7 @@ def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
 
     Online training has neither. Old log-probs come from eval mode, and the engine has no dropout: with it in training,
     the ratio of the first update would not be 1. Running updates in eval mode is no alternative: gradient checkpointing
-    needs train mode. Only routers that draw experts at random in train mode stay in eval mode.
+    needs train mode. Only routers that draw experts at random stay in eval mode.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
