@@ -5,7 +5,8 @@ r"""Write prompts whose answers can be checked by rule, and score the answers: a
       --label_key label --remote_rm_url examples/instructions.py --eval_data held_out.jsonl --eval_steps 10 \
       --eval_temperature 0 --advantage_estimator group_norm --init_kl_coef 0 --rollout_batch_size 64 \
       --n_samples_per_prompt 8 --train_batch_size 512 --train_steps 60 --prompt_max_len 128 --generate_max_len 64 \
-      --actor_learning_rate 2e-5 --lr_scheduler constant --bf16 --packing_samples --colocate_all_models
+      --actor_learning_rate 2e-5 --lr_scheduler constant --bf16 --packing_samples --micro_batch_tokens 16384 \
+      --colocate_all_models
 
 Write one sentence about rivers. Use exactly 9 words. End with the word "indeed".
 
@@ -150,4 +151,6 @@ def main(train, held_out):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("error: two files must be named\n\nhint: python examples/instructions.py train.jsonl held_out.jsonl")
     main(*sys.argv[1:])

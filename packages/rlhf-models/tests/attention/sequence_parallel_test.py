@@ -1,11 +1,13 @@
 """Sequence parallelism on one rank whose neighbour is made up; rlhf-train has the tests on several ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import Gemma4TextConfig
 
 from rlhf_data.errors import ConfigError
-from rlhf_models.attention.sequence_parallel import _Gather, check_heads, distributed
+from rlhf_models.attention.sequence_parallel import _Gather, check_heads, distributed, layer_configs
 
 PARTS = {0: torch.tensor([[1.0, 2.0]]), 1: torch.tensor([[3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])}
 COUNTS = (1, 3)
@@ -43,3 +45,8 @@ def test_ranks_must_divide_the_heads_of_every_layer():
     check_heads(config, 8)
     with pytest.raises(ConfigError, match=r"over 3 ranks .* the model has 8\n\nhint: use 2 or 4 or 8 ranks"):
         check_heads(config, 3)
+
+
+def test_config_of_a_transformers_without_sizes_by_layer_is_that_of_all_layers():
+    text = SimpleNamespace(num_attention_heads=4)
+    assert layer_configs(SimpleNamespace(get_text_config=lambda: text)) == [text]
