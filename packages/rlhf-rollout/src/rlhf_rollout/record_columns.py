@@ -23,7 +23,7 @@ from rlhf_data.errors import DataError
 from rlhf_data.records import Rollout
 
 COLUMNS = ".columns"
-_MAGIC = b"\x89rlhf-rollouts\r\n"  # no line of text, and damaged by what changes the ends of lines
+_MAGIC = b"\x89rlhf-rollouts\r\n"  # is no text, and a program that changes line ends damages it
 _VERSION = 1
 HEADER = _MAGIC + struct.pack("<I", _VERSION)
 _CHUNK = struct.Struct("<I5Q")  # CRC-32, sizes of the parts
@@ -117,7 +117,7 @@ def column_lines(path: Path, stream: BinaryIO, *, has_tokens: bool) -> Iterator[
     while head := stream.read(_CHUNK.size):
         try:
             _, *sizes = _CHUNK.unpack(head)
-            if start + len(head) + sum(sizes) > size_bytes:  # memory of a damaged size might not be there
+            if start + len(head) + sum(sizes) > size_bytes:  # a damaged size may be larger than the memory
                 raise ValueError("the file ends before")
             parts = [stream.read(size) for size in sizes]
             if _head(parts) != head:
