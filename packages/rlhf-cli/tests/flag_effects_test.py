@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rlhf_cli.commands.ppo import lowest_layer
+from rlhf_cli.commands.ppo_job import make_job, make_plan
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.jobs import make_job, make_plan
 from rlhf_cli.preflight.inputs import Inputs
 from rlhf_data.options.command_line import CommandLine
 from rlhf_data.options.declare import options

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlhf_cli.launcher import Launch, check_launched_once, launch
 from rlhf_cli.main import COMMANDS, main
+from rlhf_cli.preflight.launcher import Launch, check_launched_once, launch
 from rlhf_data.errors import ConfigError
 
 TWO = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29501"}

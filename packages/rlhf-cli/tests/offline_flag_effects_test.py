@@ -11,7 +11,7 @@ from rlhf_cli.commands.examples import COMMANDS
 from rlhf_cli.commands.offline import _prepare
 from rlhf_cli.config.output import OutputSection
 from rlhf_cli.console.views import Console
-from rlhf_cli.launcher import Launch
+from rlhf_cli.preflight.launcher import Launch
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.command_line import CommandLine
 from rlhf_data.options.declare import options

@@ -8,9 +8,9 @@ import pytest
 
 from rlhf_cli.commands.examples import COMMANDS
 from rlhf_cli.commands.offline import _prepare
+from rlhf_cli.commands.ppo_job import make_job, make_plan
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.console.views import Console
-from rlhf_cli.jobs import make_job, make_plan
 from rlhf_cli.preflight.inputs import check_inputs
 from rlhf_data.options.command_line import CommandLine
 from rlhf_models.testing import tiny_model_dir

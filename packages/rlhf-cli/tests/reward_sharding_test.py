@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlamaConfig
 
-from rlhf_cli import jobs
+from rlhf_cli.commands import ppo_job
 from rlhf_cli.preflight import memory
 from rlhf_rollout.rewards.sources import RewardSource
 
@@ -24,14 +24,14 @@ LLAMA_70B = LlamaConfig(
 
 
 def divided(monkeypatch, sharding="auto", zero_stage=3, num_ranks=2) -> tuple[str, ...]:
-    monkeypatch.setattr(jobs, "_weight_bytes", lambda config, path: SIZES[path])
+    monkeypatch.setattr(ppo_job, "_weight_bytes", lambda config, path: SIZES[path])
     config = SimpleNamespace(
         reward=SimpleNamespace(reward_sharding=sharding), training=SimpleNamespace(zero_stage=zero_stage)
     )
     sources = tuple(RewardSource(kind="model", targets=(path,)) for path in SIZES)
     inputs = SimpleNamespace(reward_sources=sources, process_models=("steps",))
     plan = SimpleNamespace(scorers=SimpleNamespace(num_ranks=num_ranks) if num_ranks else None)
-    return jobs._divided_reward_models(config, inputs, plan)
+    return ppo_job._divided_reward_models(config, inputs, plan)
 
 
 def test_large_reward_models_are_divided_at_zero_stage_3(monkeypatch):
@@ -49,7 +49,7 @@ def test_on_and_off_decide_for_all_sizes_and_stages_but_not_for_models_that_judg
 def test_bytes_of_a_model_are_those_of_its_weights_with_one_score(monkeypatch):
     monkeypatch.setattr("rlhf_models.loading.load_config", lambda path: LLAMA_70B)
     config = SimpleNamespace(model=SimpleNamespace(dtype="bfloat16"))
-    assert jobs._weight_bytes(config, "70b") == 2 * WEIGHTS_70B
+    assert ppo_job._weight_bytes(config, "70b") == 2 * WEIGHTS_70B
 
 
 @pytest.mark.parametrize(("divided_models", "num_parts"), [(("70b",), 16), ((), 1)])

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from rlhf_cli.console.exits import BAD_INPUT, SUCCESS, exit_status
-from rlhf_cli.launcher import check_launched_once
+from rlhf_cli.preflight.launcher import check_launched_once
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.options.command_line import CommandLine
 from rlhf_data.options.declare import options

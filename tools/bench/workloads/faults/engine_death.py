@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from rlhf_cli.commands.ppo import COMMAND_LINE
-from rlhf_cli.jobs import make_job, make_plan
+from rlhf_cli.commands.ppo_job import make_job, make_plan
 from rlhf_cli.preflight.inputs import check_inputs
 from rlhf_train.cluster.ray_session import wait
 from rlhf_train.online import run_online

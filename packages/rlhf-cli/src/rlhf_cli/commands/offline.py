@@ -19,10 +19,10 @@ from rlhf_cli.config.offline import OfflineConfig
 from rlhf_cli.console.capture import captured
 from rlhf_cli.console.exits import SUCCESS, exit_status
 from rlhf_cli.console.secrets import restart_without_key
-from rlhf_cli.launcher import Launch, launch
 from rlhf_cli.openrlhf.flags import adapt, flags_of
 from rlhf_cli.paths import LOG_FILE, model_path, source_names, user_path, with_full_paths
 from rlhf_cli.preflight.devices import on_cpu
+from rlhf_cli.preflight.launcher import Launch, launch
 from rlhf_cli.preflight.resume import (
     changed_options,
     check_can_continue,

@@ -144,7 +144,7 @@ def _job(run: Path, step: int, folder: Path) -> "OnlineJob":
 
     Raises DataError for a step that is not in the record, and ConfigError like `rlhf ppo`.
     """
-    from rlhf_cli.jobs import make_job, make_plan
+    from rlhf_cli.commands.ppo_job import make_job, make_plan
     from rlhf_cli.preflight.devices import find_gpus
     from rlhf_cli.preflight.inputs import check_inputs
     from rlhf_train.run.checkpoint import CheckpointSpec

@@ -6,8 +6,8 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from rlhf_cli.console.exits import exit_status
-from rlhf_cli.launcher import LAUNCHED
 from rlhf_cli.main import run as rlhf
+from rlhf_cli.preflight.launcher import LAUNCHED
 from rlhf_data.errors import ConfigError, unknown
 
 # By module of `openrlhf.cli`, the command of `rlhf`.

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rlhf_cli.commands.ppo import lowest_layer
+from rlhf_cli.commands.ppo_job import count_steps, describe_batches, make_job, make_plan
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.jobs import count_steps, describe_batches, make_job, make_plan
 from rlhf_cli.preflight.data import data_notices
 from rlhf_cli.preflight.devices import check_device, find_gpus
 from rlhf_cli.preflight.inputs import Inputs
