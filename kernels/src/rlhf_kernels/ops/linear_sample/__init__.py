@@ -40,16 +40,23 @@ def linear_sample(
     """
     check_head(hidden, weight, bias)
     _check_rows(hidden, (("temperature", temperature), ("seeds", seeds), ("positions", positions)))
-    if takes_triton("linear_sample", hidden):
+    if is_fused(hidden, weight):
         from rlhf_kernels.ops.linear_sample import triton
-        from rlhf_kernels.ops.linear_token_logprobs import product
 
-        if product.fits(hidden, weight):
-            return triton.linear_sample_triton((hidden, weight, bias), temperature, seeds, positions)
+        return triton.linear_sample_triton((hidden, weight, bias), temperature, seeds, positions)
     if not hidden.is_cuda and not bool(((temperature >= 0) & temperature.isfinite()).all()):
         wrong = temperature[~((temperature >= 0) & temperature.isfinite())][0].item()
         raise ValueError(f"temperatures must be finite and at least 0; got {wrong}\nhint: 0 takes the likeliest token")
     return linear_sample_reference((hidden, weight, bias), temperature, seeds, positions)
+
+
+def is_fused(hidden: Tensor, weight: Tensor) -> bool:
+    """Return whether `linear_sample` takes hidden states [N, H] and a weight [V, H] without logits in memory."""
+    if not takes_triton("linear_sample", hidden):
+        return False
+    from rlhf_kernels.ops.linear_token_logprobs import product
+
+    return product.fits(hidden, weight)
 
 
 def _check_rows(hidden: Tensor, columns: tuple[tuple[str, Tensor], ...]) -> None:

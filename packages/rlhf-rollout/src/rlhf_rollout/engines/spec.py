@@ -13,7 +13,15 @@ ENGINE_KINDS = ("fake", "http", "transformers", "vllm")
 _DTYPES = ("float32", "bfloat16")
 QUANTIZATIONS = ("fp8",)
 # Speed-ups of vLLM, see `rlhf_rollout.engines.vllm.patches`.
-VLLM_PATCHES = ("idle_slots", "bulk_decoding", "list_logprobs", "multi_step", "bulk_admission", "recorded_copies")
+VLLM_PATCHES = (
+    "idle_slots",
+    "bulk_decoding",
+    "list_logprobs",
+    "multi_step",
+    "bulk_admission",
+    "recorded_copies",
+    "sampling_head",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from rlhf_data.errors import EngineError
 from rlhf_rollout.engines.vllm.internals import SETTINGS, check_worker
 from rlhf_rollout.engines.vllm.jobs import sampler_params
+from rlhf_rollout.engines.vllm.patches import patch_runner
 from rlhf_rollout.protocols import SamplingParams
 
 if current_platform.is_cpu():
@@ -55,7 +56,10 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
     def load_model(self, *args: Any, **options: Any) -> None:
         """See vLLM. The model then gives the ids that the engine masks the logit -inf."""
         super().load_model(*args, **options)
-        mask_logits(self.get_model(), self._settings["masked_ids"])
+        masked_ids = self._settings["masked_ids"]
+        mask_logits(self.get_model(), masked_ids)
+        if current_platform.is_cuda():
+            patch_runner(self.model_runner, self._settings["skip_patches"], masked_ids)
 
     _step: Any = None  # the scheduler's, between the two calls for it
     _later_steps: Sequence[Any] = ()

@@ -1,18 +1,21 @@
-"""Optional speed-ups of vLLM, which replace parts of it and change no result.
+"""Optional speed-ups of vLLM, which replace parts of it and change no result, but for the draws of `sampling_head`.
 
 Each is a file here, and a name in `rlhf_rollout.engines.spec.VLLM_PATCHES`. It imports and names what it needs of vLLM.
 Where a version does not have that, it is left out with a warning. `EngineSpec.skip_patches` leaves out others.
-A patch of the scheduler has `NEEDS`, attributes of the scheduler, and a function `patch`, which changes a scheduler.
+A patch of the scheduler or the model runner has `NEEDS`, attributes of it, and a function `patch`, which changes it.
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 from rlhf_rollout.engines.vllm.internals import version
 from rlhf_rollout.private_names import missing_paths
+
+_SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 _logger = logging.getLogger(__name__)
 
@@ -29,13 +32,36 @@ def patch_scheduler(scheduler: Any, skipped: Collection[str], *, uses_graphs: bo
     # lengthens the steps that `bulk_decoding` makes, and `bulk_admission` counts how many there are.
     names = ["idle_slots", "bulk_decoding", "list_logprobs", "multi_step", *(["bulk_admission"] if uses_graphs else [])]
     for name in names:
-        module = load(name, skipped)
-        if module is None:
-            continue
-        if lost := missing_paths(scheduler, module.NEEDS):
-            _leave_out(name, f"its scheduler has no {', '.join(lost)}")
-            continue
-        module.patch(scheduler)
+        module = _load_for(name, scheduler, "scheduler", skipped)
+        if module is not None:
+            module.patch(scheduler)
+
+
+def patch_runner(runner: Any, skipped: Collection[str], masked_ids: Sequence[Sequence[int]]) -> None:
+    """Have vLLM's model runner on a GPU sample quicker, if it is its second one and `rlhf_kernels` is installed.
+
+    Args:
+        runner: vLLM's, which has loaded its model.
+        skipped: names of patches to leave out.
+        masked_ids: ranges, each with its end, of ids that are never sampled.
+    """
+    is_second = type(runner).__module__ == _SECOND_RUNNER
+    if not is_second or find_spec("rlhf_kernels") is None:
+        return
+    module = _load_for("sampling_head", runner, "model runner", skipped)
+    if module is not None:
+        module.patch(runner, masked_ids)
+
+
+def _load_for(name: str, owner: Any, called: str, skipped: Collection[str]) -> ModuleType | None:
+    """Return the module of a patch of `owner`; None if it is skipped, or vLLM has not what it needs."""
+    module = load(name, skipped)
+    if module is None:
+        return None
+    if lost := missing_paths(owner, module.NEEDS):
+        _leave_out(name, f"its {called} has no {', '.join(lost)}")
+        return None
+    return module
 
 
 def load(name: str, skipped: Collection[str]) -> ModuleType | None:
