@@ -145,6 +145,22 @@ def mean_difference(
     return float(torch.cat(found).mean())
 
 
+def test_an_engine_in_float32_samples_as_vllm_does(tmp_path: Path, record: Record) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tiny_model_dir(tmp_path, vocab_size=VOCAB_SIZE, dtype=torch.float32, **HEADS)
+    engine = start(tmp_path, dtype="float32", enforce_eager=True)
+    try:
+        requests = requests_of([0.0, 0.7])
+        answers = ask(engine, requests)
+    finally:
+        asyncio.run(engine.close())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).cuda().eval()
+    assert not record.steps and not record.errors
+    # Products in float32 may be in TF32 on a GPU.
+    assert mean_difference(model, requests, answers) < 1e-2
+
+
 @dataclass
 class Subject:
     """An engine with the operator, the model of its folder in transformers, and what vLLM's sampler gave greedily."""
@@ -164,10 +180,11 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     path = tmp_path_factory.mktemp(request.param)
     tiny_model_dir(path, tied=request.param == "tied", vocab_size=VOCAB_SIZE, dtype=torch.bfloat16, **HEADS)
-    engine = start(path, skip_patches=("sampling_head",))
+    # Only one engine of a process can have CUDA graphs.
+    engine = start(path, skip_patches=("sampling_head",), enforce_eager=True)
     plain = greedy(engine)
     asyncio.run(engine.close())
-    engine = start(path, enable_sleep=True)
+    engine = start(path, enable_sleep=True, enforce_eager=request.param == "untied")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).cuda().eval()
     yield Subject(engine, model, plain)
     asyncio.run(engine.close())
@@ -298,18 +315,3 @@ def test_sleep_and_updates_leave_the_weight_that_is_drawn_from_the_engines(subje
     answers = ask(subject.engine, requests)
     assert mean_difference(subject.model, requests, answers) < LOGPROB_TOLERANCE
     assert max(record.errors) < 1e-3 and all(is_taken for is_taken, _ in record.steps)
-
-
-def test_an_engine_in_float32_samples_as_vllm_does(tmp_path: Path, record: Record) -> None:
-    from transformers import AutoModelForCausalLM
-
-    tiny_model_dir(tmp_path, vocab_size=VOCAB_SIZE, dtype=torch.float32, **HEADS)
-    engine = start(tmp_path, dtype="float32", enforce_eager=True)
-    try:
-        requests = requests_of([0.0, 0.7])
-        answers = ask(engine, requests)
-    finally:
-        asyncio.run(engine.close())
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).cuda().eval()
-    assert not record.steps and not record.errors
-    assert mean_difference(model, requests, answers) < 1e-3
