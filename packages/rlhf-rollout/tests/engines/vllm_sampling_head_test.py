@@ -176,7 +176,8 @@ def test_a_plain_step_gets_tokens_with_their_log_probs_and_what_was_sampled(hidd
     rows = output.logprobs_tensors
     np.testing.assert_allclose(rows.logprobs[:, 0], expected, atol=1e-5)
     assert rows.logprob_token_ids[:, 0].tolist() == tokens.tolist()
-    assert rows.selected_token_ranks.tolist() == [0, 0, 0] and rows.cu_num_generated_tokens is None
+    assert rows.selected_token_ranks.tolist() == [0, 0, 0] and rows.selected_token_ranks.dtype == torch.int64
+    assert rows.cu_num_generated_tokens is None
     # The third request has two of four tokens of its prompt.
     assert sampled.tolist() == output.num_sampled.tolist() == [1, 1, 0]
     assert rejected.tolist() == output.num_rejected.tolist() == [0, 0, 0] and output.num_nans is None
