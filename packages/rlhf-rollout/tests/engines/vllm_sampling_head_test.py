@@ -267,7 +267,7 @@ OF_REQUESTS = {
     "bad words": lambda sampler, slot: set_slot(sampler.bad_words_state.num_bad_words.np, slot, 2),
     "log-probs": lambda sampler, slot: set_slot(sampler.sampling_states.num_logprobs, slot, 1),
     "all log-probs": lambda sampler, slot: set_slot(sampler.sampling_states.num_logprobs, slot, PADDED_SIZE),
-    "ids": lambda sampler, slot: set_slot(sampler.logprob_token_ids_state.num_token_ids, slot, 3),
+    "ids": lambda sampler, slot: set_slot(sampler.logprob_token_ids_state.num_token_ids, slot, 1),
 }
 
 
