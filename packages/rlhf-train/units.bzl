@@ -22,6 +22,7 @@ UNITS = {
     "processes": (["processes"], ["rlhf-data/errors", "rlhf-rollout/mps", "rlhf-rollout/ray_actors", "rlhf-train/cluster", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/online_job"]),
     "report": (["report"], ["rlhf-data/records", "rlhf-train/generation", "rlhf-train/online_job", "rlhf-train/run"]),
     "run": (["run/", "run/trackers/"], ["rlhf-data/errors", "rlhf-data/options", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/safety", "rlhf-models/attention", "rlhf-models/dequantize", "rlhf-models/experts", "rlhf-models/lora", "rlhf-models/reward", "rlhf-models/weights", "rlhf-rollout/records_io", "rlhf-rollout/unfinished", "rlhf-train/background", "rlhf-train/engine", "rlhf-train/losses", "rlhf-train/specs"]),
+    "run_memory": (["run_memory"], ["rlhf-models/dequantize", "rlhf-models/reward", "rlhf-train/cluster", "rlhf-train/memory", "rlhf-train/online_job", "rlhf-train/specs"]),
     "shapes": (["shapes"], []),
     "specs": (["specs"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-models/lora"]),
 }

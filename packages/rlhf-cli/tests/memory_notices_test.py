@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli.commands.ppo import main
-from rlhf_cli.preflight import memory
 from rlhf_cli.preflight.memory import gpu_memory_bytes
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
+from rlhf_train import run_memory
 
 APART = ["--colocate_all_models", "false", "--zero_stage", "2", "--actor_num_gpus_per_node", "2", "--plan_gpus", "4"]
 TURNS = ["--vllm_enable_sleep", "--deepspeed_enable_sleep"]
@@ -214,8 +214,8 @@ def test_passes_are_as_large_as_the_flags_allow(gpu, model, tmp_path, monkeypatc
     """The largest passes that reach the memory function, by hand: rows of 64 + 64 tokens, 4 to a prompt."""
     gpu("echo 143771")
     found = []
-    compute = memory.trainer_memory
-    monkeypatch.setattr(memory, "trainer_memory", lambda *w, **more: found.append(w) or compute(*w, **more))
+    compute = run_memory.trainer_memory
+    monkeypatch.setattr(run_memory, "trainer_memory", lambda *w, **more: found.append(w) or compute(*w, **more))
 
     def passes(*more: str) -> tuple:
         assert main([*flags(tmp_path, model, *more), "--dry_run"]) == 0

@@ -6,8 +6,8 @@ import pytest
 from transformers import LlamaConfig
 
 from rlhf_cli.commands import ppo_job
-from rlhf_cli.preflight import memory
 from rlhf_rollout.rewards.sources import RewardSource
+from rlhf_train import run_memory
 
 LIMIT = 20 << 30
 # 80 layers of 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192, a table of 32000 * 8192, norm and score.
@@ -24,9 +24,11 @@ LLAMA_70B = LlamaConfig(
 
 
 def divided(monkeypatch, sharding="auto", zero_stage=3, num_ranks=2) -> tuple[str, ...]:
-    monkeypatch.setattr(ppo_job, "_weight_bytes", lambda config, path: SIZES[path])
+    monkeypatch.setattr(ppo_job, "reward_model_bytes", lambda path, dtype: SIZES[path])
     config = SimpleNamespace(
-        reward=SimpleNamespace(reward_sharding=sharding), training=SimpleNamespace(zero_stage=zero_stage)
+        model=SimpleNamespace(dtype="bfloat16"),
+        reward=SimpleNamespace(reward_sharding=sharding),
+        training=SimpleNamespace(zero_stage=zero_stage),
     )
     sources = tuple(RewardSource(kind="model", targets=(path,)) for path in SIZES)
     inputs = SimpleNamespace(reward_sources=sources, process_models=("steps",))
@@ -48,21 +50,20 @@ def test_on_and_off_decide_for_all_sizes_and_stages_but_not_for_models_that_judg
 
 def test_bytes_of_a_model_are_those_of_its_weights_with_one_score(monkeypatch):
     monkeypatch.setattr("rlhf_models.loading.load_config", lambda path: LLAMA_70B)
-    config = SimpleNamespace(model=SimpleNamespace(dtype="bfloat16"))
-    assert ppo_job._weight_bytes(config, "70b") == 2 * WEIGHTS_70B
+    assert run_memory.reward_model_bytes("70b", "bfloat16") == 2 * WEIGHTS_70B
 
 
 @pytest.mark.parametrize(("divided_models", "num_parts"), [(("70b",), 16), ((), 1)])
 def test_a_process_of_a_divided_model_needs_its_part_and_the_layers_that_a_pass_gathers(
     monkeypatch, divided_models, num_parts
 ):
-    monkeypatch.setattr(memory, "_config", lambda path: LLAMA_70B)
+    monkeypatch.setattr(run_memory, "_config", lambda path: LLAMA_70B)
     reward = SimpleNamespace(
         models=("70b",), divided_models=divided_models, calls=SimpleNamespace(batch_size=64), offload_models=False
     )
     engine = SimpleNamespace(dtype="bfloat16", max_model_len=2048)
     job = SimpleNamespace(engine=engine, reward=reward, plan=SimpleNamespace(scorers=SimpleNamespace(num_ranks=16)))
-    items = memory._scorers(job).items
+    items = run_memory._scorers(job).items
     assert items["frozen weights"] == pytest.approx(2 * WEIGHTS_70B / num_parts, rel=1e-6)
     # A pass of at most 32,768 tokens works on one layer, which is not compiled.
     layer = 2 * (4 * 8192 + 2 * 8192 + 2 * 1024 + 3 * 28_672) + 2 * 8192 * 6 + 2 * 28_672

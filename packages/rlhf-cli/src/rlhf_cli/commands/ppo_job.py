@@ -20,8 +20,8 @@ from rlhf_rollout.rewards.sources import model_paths
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.cluster.places import PlacementPlan
 from rlhf_train.generation.recorded import Recording
-from rlhf_train.memory import ITEM_BYTES, count_parameters
 from rlhf_train.online_job import OnlineJob
+from rlhf_train.run_memory import reward_model_bytes
 from rlhf_train.specs import ModelSpec
 
 # Shares of a GPU's memory for the engines on a GPU that they share with training.
@@ -252,13 +252,8 @@ def _divided_reward_models(config: PpoConfig, inputs: Inputs, plan: PlacementPla
     if sharding == "auto" and config.training.zero_stage < 3:
         return ()
     paths = [path for path in model_paths(inputs.reward_sources) if path not in inputs.process_models]
-    return tuple(path for path in paths if sharding == "on" or _weight_bytes(config, path) > _LARGEST_WHOLE_BYTES)
-
-
-def _weight_bytes(config: PpoConfig, path: str) -> int:
-    from rlhf_models.loading import load_config  # imports torch
-
-    return ITEM_BYTES[config.model.dtype] * count_parameters(load_config(path), has_head=False).total
+    dtype = config.model.dtype
+    return tuple(path for path in paths if sharding == "on" or reward_model_bytes(path, dtype) > _LARGEST_WHOLE_BYTES)
 
 
 def _make_engine(config: PpoConfig, inputs: Inputs, plan: PlacementPlan, sampling: SamplingParams) -> EngineSpec:

@@ -3,66 +3,16 @@
 import math
 import subprocess
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from rlhf_rollout.commands.sections import SHARE_ALONE
 from rlhf_rollout.host import local_gpus
-from rlhf_train.cluster.places import ProcessPlan
-from rlhf_train.memory import SPARE, Model, Need, Passes, engine_memory, trainer_memory
+from rlhf_train.memory import SPARE
 from rlhf_train.online_job import OnlineJob
-from rlhf_train.specs import ModelSpec
+from rlhf_train.run_memory import run_memory
 
 _GIB = 1 << 30
 _QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _SUM = "fullest GPU"
-
-
-@dataclass(frozen=True, slots=True)
-class RunMemory:
-    """What the processes of a run need.
-
-    Attributes:
-        needs: of each process, by the name of its kind, with the run's flags for sleep.
-        together: bytes on the GPU that needs most, with all processes at work.
-        in_turn: likewise, if engines and trainers sleep in turn, and trained models take turns, too.
-        others: the part of `together` that is not for engines.
-    """
-
-    needs: Mapping[str, Need]
-    together: int
-    in_turn: int
-    others: int
-
-
-def run_memory(job: OnlineJob, gpu_bytes: int | None = None) -> RunMemory:
-    """Return what the processes of a run need on GPUs, of `gpu_bytes` each if that is known."""
-    at_once = {placed.name: _trainer(job, placed, in_turn=False) for placed in job.plan.trainers}
-    in_turn = {placed.name: _trainer(job, placed, in_turn=True) for placed in job.plan.trainers}
-    engine = engine_memory(_config(job.models["actor"].path), job.engine, gpu_bytes)
-    others: dict[str, Need] = {}
-    if job.plan.engines.places:
-        others[job.plan.engines.name] = engine
-    if job.plan.scorers is not None:
-        others[job.plan.scorers.name] = _scorers(job)
-    counts = {placed.name: Counter(placed.cards) for placed in job.plan.all_processes}
-    cards = sorted({card for count in counts.values() for card in count})
-    found = []
-    for card in cards:
-        number = {name: count[card] for name, count in counts.items()}
-        engines = number.get(job.plan.engines.name, 0)
-        scorers = sum(need.total * number[name] for name, need in others.items() if need is not engine)
-        rest = scorers + sum(need.total * number[name] for name, need in at_once.items())
-        asleep = sum(need.asleep * number[name] for name, need in in_turn.items())
-        # Processes run models at the same time; in updates one process is awake.
-        at_work = [sum(need.forward * number[name] for name, need in in_turn.items())]
-        at_work += [asleep + (need.total - need.asleep) * number[name] for name, need in in_turn.items()]
-        turns = max(max(at_work) + engine.asleep * engines, asleep + engine.total * engines)
-        found.append((rest + engine.total * engines, rest, scorers + turns))
-    together, rest, _ = max(found)
-    trainers = in_turn if job.trainer_sleep else at_once
-    return RunMemory(trainers | others, together, max(turns for *_, turns in found), rest)
 
 
 def describe_memory(job: OnlineJob, gpu_bytes: int | None) -> str:
@@ -147,12 +97,6 @@ def gpu_memory_bytes() -> int | None:
         return None
 
 
-def _config(path: str) -> Any:
-    from rlhf_models.loading import load_config  # imports torch
-
-    return load_config(path)
-
-
 def _verdict(need: int, gpu_bytes: int) -> str:
     if need > gpu_bytes:
         return "does not fit"
@@ -161,64 +105,3 @@ def _verdict(need: int, gpu_bytes: int) -> str:
 
 def _sleep_flags(job: OnlineJob) -> dict[str, bool]:
     return {"--vllm_enable_sleep": job.engine.enable_sleep, "--deepspeed_enable_sleep": job.trainer_sleep}
-
-
-def _trainer(job: OnlineJob, placed: ProcessPlan, *, in_turn: bool) -> Need:
-    """Return what a process of a rank set needs; see `trainer_memory` for `in_turn`."""
-    actor = job.models["actor"]
-    models = []
-    for role in placed.roles:
-        spec = job.models[role]
-        is_adapted = role == "reference" and "actor" in placed.roles and spec.is_base_of(actor)
-        runs_forward = role != "actor" or job.algorithm.runs_actor
-        config = _config(spec.path)
-        models.append(Model(config, spec, role != "critic", is_adapted, runs_forward))
-    passes = largest_passes(job, placed.num_ranks // actor.ranks_per_batch)
-    copies = {"ipc": 1, "nccl": 2}.get(job.engine.weight_transfer, 0) if "actor" in placed.roles else 0
-    copies = copies if job.plan.engines.places else 0
-    return trainer_memory(models, passes, placed.num_ranks, copies, in_turn=in_turn)
-
-
-def largest_passes(job: OnlineJob, num_shards: int) -> Passes:
-    """Return the largest passes of a rank, if every prompt and response is as long as it may be."""
-    batch = job.batch
-    longest = job.engine.max_model_len
-    response = job.sampling.max_tokens if job.agent is None else longest - 1
-    prompt = longest - response
-
-    def of(num_rows: int, num_rollouts: int) -> tuple[int, int]:
-        num_rows = num_rows if batch.micro_batch_tokens is None else num_rollouts
-        num_rows = min(num_rows, math.ceil(num_rollouts / num_shards))
-        num_prompts = num_rows
-        if job.models["actor"].share_prompts:
-            num_prompts = math.ceil(num_rows / batch.n_samples_per_prompt)
-        most = batch.micro_batch_tokens or math.inf
-        return min(num_rows * response + num_prompts * prompt, most), min(num_rows * response, most)
-
-    most = max(batch.micro_train_batch_size, batch.micro_rollout_batch_size)
-    num_rows = batch.num_rollouts if batch.micro_batch_tokens else min(most, batch.num_rollouts)
-    return Passes(
-        train=of(batch.micro_train_batch_size, batch.train_batch_size),
-        forward=of(batch.micro_rollout_batch_size, batch.num_rollouts),
-        most_targets=min(num_rows * response, batch.micro_batch_tokens or math.inf),
-    )
-
-
-def _scorers(job: OnlineJob) -> Need:
-    """Return what a process needs that has one replica of each reward model, or its part of a divided one."""
-    from rlhf_models.reward import MAX_BATCH_TOKENS  # imports torch
-
-    dtype = job.engine.dtype
-    reward = job.reward
-    longest = job.engine.max_model_len
-    num_tokens = min(reward.calls.batch_size * longest, max(MAX_BATCH_TOKENS, longest))
-    passes = Passes(train=(0, 0), forward=(num_tokens, 0), most_targets=0)
-    num_ranks = job.plan.scorers.num_ranks if job.plan.scorers else 1
-    items: Counter[str] = Counter()
-    for path in reward.models:
-        # Each model is in a process of its own, which keeps the memory of its passes.
-        is_divided = path in reward.divided_models
-        spec = ModelSpec(path=path, dtype=dtype, zero_stage=3 if is_divided else 0, offload=reward.offload_models)
-        need = trainer_memory([Model(_config(path), spec, has_head=False)], passes, num_ranks if is_divided else 1)
-        items.update(need.items)
-    return Need(items)
