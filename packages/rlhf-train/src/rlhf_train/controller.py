@@ -119,7 +119,7 @@ class Controller:
         if self.evaluator.best is not None:
             self.evaluator.finish()  # while the actor has the weights that are evaluated
         self.interrupts.hold()
-        with self.timeline.phase("train"), self.rollouts.weights:
+        with self.timeline.phase("train"):
             metrics, num_trained = self.learner.update(step)
         self.report.add(metrics)
         self.ledger.add(trained=num_trained)
@@ -137,8 +137,8 @@ class Controller:
             self.evaluator.finish()
             self.turns.give_to_engines()
             with self.timeline.phase("sync"):
-                size = self.rollouts.synchronize(version)
-            self.report.add({"sync/size_bytes": size})
+                self.rollouts.synchronize(version)
+            self.report.add({"sync/size_bytes": self.learner.weights_bytes})
         self.rollouts.release(version)
 
     def evaluate(self, step: int) -> None:

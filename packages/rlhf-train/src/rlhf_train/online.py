@@ -191,7 +191,7 @@ def assemble(
         rollouts = Rollouts(
             job,
             engines,
-            learner.send_weights,
+            learner,
             reward,
             stream,
             timeline,

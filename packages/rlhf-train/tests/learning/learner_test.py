@@ -1,6 +1,8 @@
 """The training side's traffic: what is dealt to which rank, which columns go where, and who sends weights to whom."""
 
+import asyncio
 import dataclasses
+import threading
 
 import pytest
 
@@ -219,11 +221,27 @@ def test_weights_go_to_the_engines_of_the_same_device_or_all_from_the_first_rank
     learner.policy_version = 4
     engines = {0: "a", 1: "b", 2: "c"}
     # The larger size of the two ranks, and the failures of both.
-    assert learner.send_weights(engines) == (1001, {2: "full"})
+    assert asyncio.run(learner.send_weights(engines)) == {2: "full"}
+    assert learner.weights_bytes == 1001
     assert ranks.shards == [(engines, 4) for engines in targets]
     ranks.shards.clear()
-    learner.send_weights({2: "c"})  # one engine that was restarted
+    asyncio.run(learner.send_weights({2: "c"}))  # one engine that was restarted
     assert ranks.shards == [({number: name for number, name in mine.items() if number == 2}, 4) for mine in targets]
+
+
+def test_engines_get_no_weights_in_the_middle_of_an_update_of_them(job):
+    class Ranks(LoggedRanks):
+        def start(self, method, *arguments, **options):
+            sending.start()
+            sending.join(0.3)  # which does not end before the update
+            return super().start(method, *arguments, **options)
+
+    log: list = []
+    learner = Learner(job, [Ranks(log, "actor", "reference", count=2)])
+    sending = threading.Thread(target=lambda: asyncio.run(learner.send_weights({0: "a"})))
+    learner.update(1)
+    sending.join(60)
+    assert [entry[1] for entry in log] == ["actor", "send_weights"]
 
 
 def test_sleep_and_peak_memory_are_of_all_sets(job):

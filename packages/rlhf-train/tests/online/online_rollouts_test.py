@@ -33,7 +33,8 @@ def test_agents_ask_with_the_values_of_the_chat_templates_variables_and_the_time
 
 
 def test_weights_that_an_engine_gets_when_the_batch_is_complete_arrive_before_it_may_sleep(make_run):
-    rollouts = make_run(SpreadReward()).controller.rollouts
+    controller = make_run(SpreadReward()).controller
+    rollouts = controller.rollouts
     rollouts.synchronize(1)
     began, log = threading.Event(), []
 
@@ -41,9 +42,9 @@ def test_weights_that_an_engine_gets_when_the_batch_is_complete_arrive_before_it
         began.set()
         time.sleep(0.3)
         log.append("weights arrived")
-        return 11, {}
+        return {}
 
-    rollouts._send_weights = send
+    controller.learner._send_weights = send
     rollouts._supervisor._places[0].state = EngineState.SYNCING  # as after a restart
     rollouts._watch()
     assert began.wait(60)

@@ -283,10 +283,13 @@ def run(options: Namespace, folder: Path) -> dict[str, Any]:
 
     versions = itertools.count()
 
-    def send(engines: Mapping[int, Any]) -> tuple[int, Mapping[int, str]]:
+    async def send(engines: Mapping[int, Any]) -> Mapping[int, str]:
         version = next(versions)
-        ray.get([handle.call.remote("advance", version) for handle in handles])
-        return 0, {}
+        await asyncio.gather(*[handle.call.remote("advance", version) for handle in handles])
+        return {}
+
+    async def sent() -> None:
+        """Nothing is sent when the supervision of engines ends."""
 
     job = make_job(options, folder / "tokenizer")
     engines = [RayEngine(handles[number % options.actors], job.engine) for number in range(options.engines)]
@@ -294,7 +297,8 @@ def run(options: Namespace, folder: Path) -> dict[str, Any]:
     samples = Samples()
     started = time.monotonic()
     end = started + options.fill_s + options.seconds
-    rollouts = Rollouts(job, engines, send, Scores(), stream, Timeline(), Observer())
+    trainers = SimpleNamespace(send_weights=send, weights_sent=sent)
+    rollouts = Rollouts(job, engines, trainers, Scores(), stream, Timeline(), Observer())
     with Recorder(str(folder / "run"), "", record_format=options.record_format) as recorder:
         steps = train(rollouts, recorder, end)
         rollouts.close()

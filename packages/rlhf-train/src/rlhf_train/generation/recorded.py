@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from threading import Lock
 
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import RolloutGroup, SpanSource
@@ -98,7 +97,6 @@ class RecordedRollouts:
         # One line is read ahead of a step, and not parsed: what comes after the last step may be damaged.
         self._steps = groupby(self._lines, key=lambda line: _step(line.text))
         self.policy_version: int | None = None
-        self.weights = Lock()
 
     def next_batch(self, step: int) -> Drawn:
         """Return the batch of `step`, and what was left out of it.
@@ -137,10 +135,9 @@ class RecordedRollouts:
                 message += ", for which the tokenizer of ``pretrain`` has no token"
                 raise DataError(message, hint="name the model of the recorded run by ``pretrain``, with its tokenizer")
 
-    def synchronize(self, policy_version: int) -> int:
-        """Note the version of the trainers' weights, which nobody else needs; return 0 bytes."""
+    def synchronize(self, policy_version: int) -> None:
+        """Note the version of the trainers' weights, which nobody else needs."""
         self.policy_version = policy_version
-        return 0
 
     def release(self, policy_version: int) -> None:
         """Do nothing."""

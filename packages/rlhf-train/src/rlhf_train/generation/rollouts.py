@@ -1,6 +1,5 @@
 """The generating side as the controller sees it: blocking calls into the service that generates."""
 
-import asyncio
 import dataclasses
 import itertools
 import time
@@ -9,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import datetime
 from pathlib import Path
-from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 from rlhf_data.chat.template import template_clock
 from rlhf_data.errors import EngineError
@@ -31,6 +29,16 @@ from rlhf_train.run.observer import Observer
 from rlhf_train.run.timeline import Timeline
 
 
+class WeightSender(Protocol):
+    """Has the trainers' weights."""
+
+    async def send_weights(self, engines: Mapping[int, RestartableEngine]) -> Mapping[int, str]:
+        """Send the current weights to engines by number; return why some of them failed."""
+
+    async def weights_sent(self) -> None:
+        """Wait until no call of `send_weights` is under way, not even one that was cancelled."""
+
+
 class Rollouts:
     """Has prompts answered by the engines and scored by the reward, and hands out batches of rollout groups.
 
@@ -40,7 +48,7 @@ class Rollouts:
     Args:
         job: the run.
         engines: the generation engines, in the order of the plan.
-        send_weights: see `Learner.send_weights`.
+        trainers: have the weights that the engines get.
         reward: scores the rollouts. `close` closes it.
         stream: admits prompts and holds complete groups.
         timeline: counts the seconds of generation, rewards and evaluation.
@@ -48,9 +56,6 @@ class Rollouts:
         agent_log: file for what an agent prints; None for standard error.
         clock: the time that the chat template writes; None for now.
         settled: see `GenerationService`; called by the thread that waits for a batch.
-
-    Attributes:
-        weights: held while the trainers' weights change, so that no engine gets them meanwhile.
 
     Raises:
         RewardError: the agent cannot be imported.
@@ -60,7 +65,7 @@ class Rollouts:
         self,
         job: GenerationSpec,
         engines: Sequence[RestartableEngine],
-        send_weights: Callable[[Mapping[int, Any]], tuple[int, Mapping[int, str]]],
+        trainers: WeightSender,
         reward: RewardFunction,
         stream: SampleStream,
         timeline: Timeline,
@@ -74,14 +79,11 @@ class Rollouts:
         self._stream = stream
         self._timeline = timeline
         self._observer = observer
-        self._send_weights = send_weights
+        self._trainers = trainers
         self._is_reward_idle = False  # the agent gives all rewards; warned of once
-        self._size_bytes = 0  # of the weights
         self._updates: Counter[str] = Counter()  # those of the supervisor, up to the last batch
         self._evaluation: Future[list[GroupResult]] | None = None
         self._watching: Future[None] | None = None
-        self._sends: set[asyncio.Future] = set()  # of weights, under way
-        self.weights = Lock()
         # One loop for the whole run: reward clients keep connections that belong to the loop they were opened in.
         self._loop = EventLoopThread("generation")
         router = EngineRouter()
@@ -100,7 +102,7 @@ class Rollouts:
         self._supervisor = EngineSupervisor(
             engines,
             router,
-            self._send,
+            trainers.send_weights,
             lambda text: self._loop.report(lambda: observer.warning(text)),
             at_update=job.asynchronous.at_update if job.asynchronous else "drain",
         )
@@ -183,13 +185,12 @@ class Rollouts:
         """Version of the weights that the engines have; None before the first weight sync."""
         return self._supervisor.policy_version
 
-    def synchronize(self, policy_version: int) -> int:
-        """Bring the engines to the trainers' weights, which have this version; return the weights' size in bytes.
+    def synchronize(self, policy_version: int) -> None:
+        """Bring the engines to the trainers' weights, which have this version.
 
         Engines that are dead are restarted first if no other one lives. Raises EngineError when no engine can be used.
         """
         self._run(self._supervisor.synchronize(policy_version))
-        return self._size_bytes
 
     def sleep(self) -> None:
         """Have all engines release their device memory, and with it their weights: `synchronize` comes next."""
@@ -250,21 +251,4 @@ class Rollouts:
         watching, self._watching = self._watching, None
         watching.cancel()
         # An engine that gets weights at this moment could not fall asleep.
-        self._loop.run(self._sent())
-
-    async def _sent(self) -> None:
-        """Wait until no engine gets weights from a supervision that has ended."""
-        while self._sends:
-            await asyncio.wait(self._sends)
-
-    async def _send(self, engines: Mapping[int, Any]) -> Mapping[int, str]:
-        def send() -> Mapping[int, str]:
-            with self.weights:
-                self._size_bytes, failures = self._send_weights(engines)
-            return failures
-
-        # Cancelling it would not end the thread.
-        sending = asyncio.ensure_future(asyncio.to_thread(send))
-        self._sends.add(sending)
-        sending.add_done_callback(self._sends.discard)
-        return await asyncio.shield(sending)
+        self._loop.run(self._trainers.weights_sent())

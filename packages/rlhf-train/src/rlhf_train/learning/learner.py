@@ -1,8 +1,10 @@
 """The training side: distributes a batch over the rank sets and calls them in the order of the algorithm."""
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 from rlhf_data.errors import EngineError
@@ -38,6 +40,7 @@ class Learner:
         policy_version: number of updates applied to the actor's weights.
         kl_coef: weight of the KL to the reference in the next step.
         forwards: runs the models on complete groups while others generate; None if that waits for all groups.
+        weights_bytes: size of the weights that were sent last; 0 before.
     """
 
     def __init__(
@@ -54,6 +57,9 @@ class Learner:
         self._shaper = RewardShaper(job.reward, max_tokens=job.sampling.max_tokens)
         self._kl: float | None = None  # nats per token, of the current batch
         self.policy_version = 0
+        self.weights_bytes = 0
+        self._weights = Lock()  # held while the actor's weights change, and while engines get them
+        self._sends: set[asyncio.Future[Mapping[int, str]]] = set()  # of weights, under way
         # Of the weights at the start of the last steps. A token older than all of them counts as old as the first.
         self._step_versions = deque([0], maxlen=max(_KEPT_VERSIONS, (job.algorithm.mask_stale or 0) + 2))
         self.kl_coef = job.algorithm.kl_coef
@@ -163,20 +169,21 @@ class Learner:
         if step <= job.num_frozen_steps:
             roles.remove("actor")
         options = {"max_epochs": job.batch.max_epochs, "seed": job.seed + step, "kl_coef": self.kl_coef}
-        pending = []
-        for role in roles:
-            pending.append(self._set_of[role].start(TrainWorker.update, role, **options))
-            if job.trainer_sleep:
-                wait(pending[-1])
-        metrics = _merged(part for references in pending for part in wait(references))
-        passes = [metrics.pop(f"{METRIC_PREFIXES[role]}/rollout_passes") for role in roles]
-        # A rollout counts as trained only if every model trained on it.
-        num_trained = min(passes) / job.batch.max_epochs
-        if job.algorithm.uses_reference:
-            metrics["kl/coef"] = self.kl_coef
-        if "actor" in roles:
-            self.policy_version += job.batch.num_mini_batches(num_trained) * job.batch.max_epochs
-            self._adapt_kl(metrics.get("kl/reference", self._kl), int(num_trained))
+        with self._weights:
+            pending = []
+            for role in roles:
+                pending.append(self._set_of[role].start(TrainWorker.update, role, **options))
+                if job.trainer_sleep:
+                    wait(pending[-1])
+            metrics = _merged(part for references in pending for part in wait(references))
+            passes = [metrics.pop(f"{METRIC_PREFIXES[role]}/rollout_passes") for role in roles]
+            # A rollout counts as trained only if every model trained on it.
+            num_trained = min(passes) / job.batch.max_epochs
+            if job.algorithm.uses_reference:
+                metrics["kl/coef"] = self.kl_coef
+            if "actor" in roles:
+                self.policy_version += job.batch.num_mini_batches(num_trained) * job.batch.max_epochs
+                self._adapt_kl(metrics.get("kl/reference", self._kl), int(num_trained))
         return metrics, num_trained
 
     def _fill(self, plans: Sequence[RankPlan], rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -250,17 +257,29 @@ class Learner:
 
     # -- weights and memory --------------------------------------------------------------------------------------
 
-    def send_weights(self, engines: Mapping[int, Any]) -> tuple[int, dict[int, str]]:
-        """Send the actor's weights to `engines`, by their number in the plan.
+    async def send_weights(self, engines: Mapping[int, Any]) -> Mapping[int, str]:
+        """Send the actor's weights to `engines`, by their number in the plan; return why engines failed, by number.
 
-        All actor ranks take part, because ZeRO-3 and tensor groups have to gather the weights. Returns the
-        weights' size in bytes, and why engines failed, by number.
+        All actor ranks take part, because ZeRO-3 and tensor groups have to gather the weights. An update of the weights
+        that is under way comes first. Use it from one event loop.
         """
+        sending = asyncio.ensure_future(asyncio.to_thread(self._send_weights, engines))
+        self._sends.add(sending)
+        sending.add_done_callback(self._sends.discard)
+        return await asyncio.shield(sending)  # to cancel it would not end the thread
+
+    async def weights_sent(self) -> None:
+        """Wait until no call of `send_weights` is under way, not even one that was cancelled."""
+        while self._sends:
+            await asyncio.wait(self._sends)
+
+    def _send_weights(self, engines: Mapping[int, Any]) -> Mapping[int, str]:
         actor = self._set_of["actor"]
         targets = self._targets(engines, len(actor.handles))
-        reports = wait(actor.start_each(RankActor.send_weights, [(mine, self.policy_version) for mine in targets]))
-        failures = {number: reason for _, failed in reports for number, reason in failed.items()}
-        return max(size for size, _ in reports), failures
+        with self._weights:
+            reports = wait(actor.start_each(RankActor.send_weights, [(mine, self.policy_version) for mine in targets]))
+        self.weights_bytes = max(size for size, _ in reports)
+        return {number: reason for _, failed in reports for number, reason in failed.items()}
 
     def _targets(self, engines: Mapping[int, Any], num_ranks: int) -> list[dict[int, Any]]:
         """Return the engines that each rank sends to.
