@@ -14,10 +14,10 @@ The subjects of the held-out prompts are in no training prompt. An answer is rig
 demands. The reward is the share of these that it meets, so that a model that seldom meets them all can begin to learn.
 """
 
+import argparse
 import json
 import random
 import re
-import sys
 from pathlib import Path
 
 SUBJECTS = [
@@ -151,6 +151,8 @@ def main(train, held_out):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("error: two files must be named\n\nhint: python examples/instructions.py train.jsonl held_out.jsonl")
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("train", help="file of the 4,000 prompts for training")
+    parser.add_argument("held_out", help="file of the 300 prompts about other subjects")
+    files = parser.parse_args()
+    main(files.train, files.held_out)

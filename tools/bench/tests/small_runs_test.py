@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from runner import Metrics
-from workloads.learning import published
 from workloads.speed import head_step, real_work, zero3
 
 
@@ -108,38 +107,6 @@ def test_real_work_asks_for_natural_lengths_and_leaves_the_first_step_out(bench,
     assert "--rollout_batch_size 4 --train_batch_size 32" in asked["answers"]
     assert "--reward_pretrain rm --critic_pretrain rm --prompt_data hh.jsonl" in asked["chats"]
     assert "--max_samples 1319 --generate_max_len 300" in asked["file"]
-
-
-def test_a_published_model_is_fine_tuned_first_on_gsm8k_and_measured_by_seed(bench, monkeypatch):
-    asked = []
-
-    def run_ppo(flags, folder):
-        asked.append(" ".join(map(str, flags)))
-        seed = int(folder.name.removeprefix("seed"))
-        lines = [{"step": 0, "eval/accuracy": 0.1}, {"step": 2, "eval/accuracy": 0.1 * seed}]
-        steps = [{"time/step": 2.0, "rollout/reward": 0.5, "mismatch/logprob_gap_max": 0.01 * seed}]
-        final = {"eval/accuracy_before": 0.1, "eval/accuracy_after": 0.1 * seed, "time/total": 9.0}
-        return Metrics([*lines, *steps, final], steps, final)
-
-    monkeypatch.setattr(published, "run_ppo_in_turn", run_ppo)
-    _, report = bench(
-        "published", "--model", "m", "--seeds", "3", "4", "--prompts", "2", "--", "--vllm_max_num_seqs", "8"
-    )
-    assert report["mean_after"] == pytest.approx(0.35) and report["worst_after"] == pytest.approx(0.3)
-    assert report["runs"][0]["accuracy_by_step"] == {"0": 0.1, "2": pytest.approx(0.3)}
-    assert report["runs"][1]["curves"]["rollout/reward"] == [0.5]
-    assert all("--pretrain m" in words and "--rollout_batch_size 2 --train_batch_size 16" in words for words in asked)
-    assert "examples/instructions.py" in asked[0] and asked[1].endswith("--vllm_max_num_seqs 8 --seed 4")
-
-    commands = []
-    monkeypatch.setattr(published, "subprocess", SimpleNamespace(run=lambda words, **_: commands.append(words)))
-    asked.clear()
-    bench("published", "--model", "m", "--task", "gsm8k", "--data", "rows", "--seeds", "5")
-    [words] = commands
-    assert words[3:6] == ["sft", "--pretrain", "m"] and "rows/train.jsonl" in words
-    assert (
-        "/sft5/model" in asked[0] and "--eval_data rows/test.jsonl" in asked[0] and "--remote_rm_url math" in asked[0]
-    )
 
 
 def test_formats_of_rollouts_are_measured_on_all_of_their_tokens(bench):

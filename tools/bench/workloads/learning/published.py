@@ -40,7 +40,8 @@ _GRPO = (
 )
 _ROWS = "--input_key question --label_key answer --remote_rm_url math --prompt_max_len 300 --generate_max_len 300"
 _SFT = (
-    "--input_key question --output_key answer --apply_chat_template --max_len 600 --learning_rate 1e-4 --max_epochs 2"
+    "--input_key question --output_key answer --apply_chat_template --max_len 600 --micro_batch_tokens 16384"
+    " --train_batch_size 32 --learning_rate 3e-4 --max_epochs 2"
 )
 _CURVES = ("rollout/reward", "rollout/accuracy", "rollout/response_tokens", "mismatch/logprob_gap_mean", "time/step")
 

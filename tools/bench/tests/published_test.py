@@ -1,0 +1,100 @@
+"""Benchmarks of what published models learn: which commands they run, on which rows, and what they report."""
+
+import gzip
+import json
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from runner import Metrics
+from workloads.learning import preferences, published
+
+REWARDS = {"sft": (0.0, 1.0), "dpo": (0.5, 2.0), "ppo0.1": (3.0, 4.0)}  # of the reward model and of the judge
+
+
+def test_a_published_model_is_fine_tuned_first_on_gsm8k_and_measured_by_seed(bench, monkeypatch):
+    asked = []
+
+    def run_ppo(flags, folder):
+        asked.append(" ".join(map(str, flags)))
+        seed = int(folder.name.removeprefix("seed"))
+        lines = [{"step": 0, "eval/accuracy": 0.1}, {"step": 2, "eval/accuracy": 0.1 * seed}]
+        steps = [{"time/step": 2.0, "rollout/reward": 0.5, "mismatch/logprob_gap_max": 0.01 * seed}]
+        final = {"eval/accuracy_before": 0.1, "eval/accuracy_after": 0.1 * seed, "time/total": 9.0}
+        return Metrics([*lines, *steps, final], steps, final)
+
+    monkeypatch.setattr(published, "run_ppo_in_turn", run_ppo)
+    _, report = bench(
+        "published", "--model", "m", "--seeds", "3", "4", "--prompts", "2", "--", "--vllm_max_num_seqs", "8"
+    )
+    assert report["mean_after"] == pytest.approx(0.35) and report["worst_after"] == pytest.approx(0.3)
+    assert report["runs"][0]["accuracy_by_step"] == {"0": 0.1, "2": pytest.approx(0.3)}
+    assert report["runs"][1]["curves"]["rollout/reward"] == [0.5]
+    assert all("--pretrain m" in words and "--rollout_batch_size 2 --train_batch_size 16" in words for words in asked)
+    assert "examples/instructions.py" in asked[0] and asked[1].endswith("--vllm_max_num_seqs 8 --seed 4")
+
+    commands = []
+    monkeypatch.setattr(published, "subprocess", SimpleNamespace(run=lambda words, **_: commands.append(words)))
+    asked.clear()
+    bench("published", "--model", "m", "--task", "gsm8k", "--data", "rows", "--seeds", "5")
+    [words] = commands
+    assert words[3:6] == ["sft", "--pretrain", "m"] and "rows/train.jsonl" in words
+    assert (
+        "/sft5/model" in asked[0] and "--eval_data rows/test.jsonl" in asked[0] and "--remote_rm_url math" in asked[0]
+    )
+
+
+def test_policies_learn_from_the_first_pairs_and_are_judged_on_the_last(bench, monkeypatch, tmp_path):
+    commands, ppo, rows = [], [], {}
+
+    def rlhf(words, **_):
+        words = list(map(str, words[3:]))
+        flags = dict(pairwise(words))
+        commands.append((words[0], flags))
+        for name in ("--dataset", "--eval_dataset", "--prompt_data"):
+            if name in flags:
+                rows[name] = [json.loads(line)["chosen"] for line in Path(flags[name]).read_text().splitlines()]
+        if words[0] == "generate":
+            reward, judge = REWARDS[Path(flags["--pretrain"]).parent.name]
+            lines = [
+                {"source_rewards": [reward - 1, judge], "text": "four", "finish_reason": "stop"},
+                {"source_rewards": [reward + 1, judge], "text": "longer", "finish_reason": "length"},
+            ]
+            out = Path(flags["--output_path"])
+        else:
+            lines = [{"eval/accuracy": 0.5}, {"eval/accuracy": 0.7 if "judge" in flags["--save_path"] else 0.8}, {}]
+            out = Path(flags["--save_path"]) / "metrics.jsonl"
+            out.parent.mkdir()
+        out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def run_ppo(flags, folder):
+        ppo.append(" ".join(map(str, flags)))
+        return Metrics([], [{"kl/reference": 0.0, "loss/policy": 3.0}, {"kl/reference": 0.25, "loss/policy": 2.0}], {})
+
+    monkeypatch.setattr(preferences, "subprocess", SimpleNamespace(run=rlhf))
+    monkeypatch.setattr(preferences, "run_ppo_in_turn", run_ppo)
+    with gzip.open(tmp_path / "pairs.gz", "wt", encoding="utf-8") as out:
+        out.writelines(json.dumps({"chosen": number, "rejected": -number}) + "\n" for number in range(1, 6))
+    inputs = ["--model", "m", "--pairs", str(tmp_path / "pairs.gz"), "--held_out", "2", "--kl", "0.1", "--seed", "4"]
+    _, report = bench("preferences", *inputs, "--", "--vllm_max_num_seqs", "8")
+
+    assert rows == {"--dataset": [1, 2, 3], "--eval_dataset": [4, 5], "--prompt_data": [4, 5]}
+    trained = {
+        Path(flags["--save_path"]).name: (command, flags["--seed"], "/".join(flags["--pretrain"].split("/")[-2:]))
+        for command, flags in commands
+        if command != "generate"
+    }
+    assert trained == {
+        "sft": ("sft", "4", "m"),
+        "reward": ("rm", "4", "sft/model"),
+        "judge": ("rm", "104", "sft/model"),
+        "dpo": ("dpo", "4", "sft/model"),
+    }
+    assert "--init_kl_coef 0.1" in ppo[0] and "--vllm_max_num_seqs 8" in ppo[0] and ppo[0].count("/reward/model") == 2
+    assert report["accuracy"] == {"reward": 0.8, "judge": 0.7}
+    assert report["curves"] == {"ppo0.1": {"kl/reference": [0.0, 0.25]}}
+    policies = report["policies"]
+    assert {name: (row["reward"], row["judge"]) for name, row in policies.items()} == REWARDS
+    assert all((row["characters"], row["cut"], row["answers"]) == (5, 0.5, 2) for row in policies.values())
