@@ -120,6 +120,8 @@ def test_all_that_files_beside_the_patches_import_from_vllm_is_checked_at_the_st
     known |= {place.replace(":", ".") for table in tables for place in table if ":" in place}
     # These are looked for where they are used, as versions differ.
     known |= {"vllm.model_executor.warmup.kernel_warmup"}
+    known |= {"vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest"}
+    known |= {"vllm.tool_parsers.ToolParserManager"}
     known |= {"vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker"}
     for path in FOLDER.glob("*.py"):
         imported, private = of_vllm(path)

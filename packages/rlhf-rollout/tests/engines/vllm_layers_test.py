@@ -19,8 +19,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: E402
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader  # noqa: E402
 
-from rlhf_rollout.engines.vllm.core import _rotate_heads_on_cpu  # noqa: E402
 from rlhf_rollout.engines.vllm.direct_writes import DirectWrites  # noqa: E402
+from rlhf_rollout.engines.vllm.internals import rotate_heads_on_cpu  # noqa: E402
 from rlhf_rollout.engines.vllm.weights import (  # noqa: E402
     _drop_expert_kernels,
     _incomplete,
@@ -224,7 +224,7 @@ def test_layers_without_memory_of_their_own_count_as_others_do() -> None:
 @pytest.mark.parametrize("with_keys", [True, False])
 @pytest.mark.parametrize("is_flat", [True, False])
 def test_positions_on_a_cpu_are_those_of_tokens_in_whatever_shape_heads_are(with_keys: bool, is_flat: bool) -> None:
-    _rotate_heads_on_cpu()
+    rotate_heads_on_cpu()
     with set_current_vllm_config(VllmConfig()):
         rope = RotaryEmbedding(8, 8, 32, 10000.0, True, torch.float32)
     positions = torch.tensor([3, 0, 7])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_data.errors import RewardError, unknown
+from rlhf_rollout.engines.vllm.internals import tool_parser
 from rlhf_rollout.policy_json import read_json, read_json_start
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
@@ -42,16 +43,11 @@ def make_parser(name: str, tokenizer: Any) -> ParseCalls:
     """
     if name in _PARSERS:
         return _PARSERS[name]
-    try:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.tool_parsers import ToolParserManager
-
-        make = ToolParserManager.get_tool_parser(name)
-    except (ImportError, KeyError):
+    find = tool_parser(name)
+    if find is None:
         hint = "with vLLM installed, its parsers can be named, too"
-        raise RewardError(unknown("tool parser", name, _PARSERS), hint=hint) from None
-    request = ChatCompletionRequest(messages=[], model="policy")
-    return functools.partial(_vllm, lambda text: make(tokenizer).extract_tool_calls(text, request))
+        raise RewardError(unknown("tool parser", name, _PARSERS), hint=hint)
+    return functools.partial(_vllm, functools.partial(find, tokenizer))
 
 
 def _hermes(text: str) -> list[ToolCall]:
@@ -98,7 +94,7 @@ _PARSERS: dict[str, ParseCalls] = {"hermes": _hermes, "llama3_json": _llama3_jso
 
 def _vllm(extract: Callable[[str], Any], text: str) -> list[ToolCall]:
     try:
-        functions = [call.function for call in extract(text).tool_calls]
+        functions = [call.function for call in extract(text)]
     except Exception as error:  # they raise several kinds
         return [ToolCall("", error=f"the call cannot be read: {error}")]
     return [_read({"name": function.name, "arguments": function.arguments}) for function in functions]

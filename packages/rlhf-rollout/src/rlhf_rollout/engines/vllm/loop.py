@@ -17,7 +17,8 @@ from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines.requests import Progress, rest_of, sample_seeds
 from rlhf_rollout.engines.stopping import Decode, StopWatch
-from rlhf_rollout.engines.vllm.jobs import Job, Sample, sampler_params, uncancellable
+from rlhf_rollout.engines.vllm.internals import sampler_params
+from rlhf_rollout.engines.vllm.jobs import Job, Sample, uncancellable
 from rlhf_rollout.protocols import Draft, SamplingParams
 
 _FINISH_REASONS = {
