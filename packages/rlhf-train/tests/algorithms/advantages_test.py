@@ -10,7 +10,7 @@ from rlhf_train.algorithms.gae import (
     distilled_advantages,
     generalized_advantages,
     moments,
-    placed_rewards,
+    rewards_at_tokens,
     rewards_to_go,
     token_rewards,
     turn_starts,
@@ -27,7 +27,7 @@ F64 = torch.float64
 
 def test_rewards_without_turns_are_whole_at_the_last_trained_token():
     mask = torch.tensor([[False, True, True, False], [False, True, False, False], [False, False, False, False]])
-    placed = placed_rewards(torch.tensor([5.0, 7.0, 9.0], dtype=F64), torch.zeros(3, 4, dtype=F64), mask)
+    placed = rewards_at_tokens(torch.tensor([5.0, 7.0, 9.0], dtype=F64), torch.zeros(3, 4, dtype=F64), mask)
     # The third rollout trains nothing, so that its reward has no place.
     assert placed.tolist() == [[0, 0, 5, 0], [0, 7, 0, 0], [0, 0, 0, 0]] and placed.dtype == F64
 
@@ -39,7 +39,7 @@ def test_rewards_by_turn_are_at_the_turns_last_tokens_and_the_rest_at_the_end():
     turns[:, 2], turns[:, 5] = 2.0, -0.5
     # The second rollout's reward is 1 less by comparison with its group; the first turn's end of the third drops out.
     mask[2, 2] = False
-    placed = placed_rewards(torch.tensor([1.5, 0.5, 1.5], dtype=F64), turns, mask)
+    placed = rewards_at_tokens(torch.tensor([1.5, 0.5, 1.5], dtype=F64), turns, mask)
     assert placed.tolist() == [[0, 0, 2, 0, 0, -0.5, 0], [0, 0, 2, 0, 0, -1.5, 0], [0, 0, 0, 0, 0, 1.5, 0]]
 
 
@@ -54,7 +54,7 @@ def test_reward_of_an_early_turn_counts_for_that_turn_and_before_only():
     mask = torch.tensor([[False, True, True, False, True, True]])
     turns = torch.zeros(1, 6)
     turns[0, 2], turns[0, 5] = 2.0, 1.0
-    rewards = placed_rewards(torch.tensor([3.0]), turns, mask)
+    rewards = rewards_at_tokens(torch.tensor([3.0]), turns, mask)
     _, returns = generalized_advantages(rewards, torch.zeros(1, 6), mask, gamma=0.5, lambd=1.0)
     # From the end: 1; 0.5; 2 + 0.25; 1.125.
     assert returns.tolist() == [[0, 1.125, 2.25, 0, 0.5, 1.0]]
@@ -87,7 +87,7 @@ def test_teachers_term_follows_the_gradient_of_the_reverse_kl():
 def test_rewards_of_another_shape_are_refused():
     mask = torch.ones(2, 3, dtype=torch.bool)
     with pytest.raises(ValueError, match="shapes differ"):
-        placed_rewards(torch.zeros(2), torch.zeros(2, 4), mask)
+        rewards_at_tokens(torch.zeros(2), torch.zeros(2, 4), mask)
     with pytest.raises(ValueError, match="shapes differ"):
         token_rewards(torch.zeros(2), torch.zeros(2, 3), mask, kl_coef=0.1)
     with pytest.raises(ValueError, match="shapes differ"):

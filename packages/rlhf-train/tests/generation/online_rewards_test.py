@@ -13,8 +13,9 @@ from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span,
 from rlhf_rollout.ray_actors import RayScorer
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_train.algorithms.table import make_algorithm
+from rlhf_train.generation.baseline import subtract_baseline
 from rlhf_train.generation.run_spec import DynamicSampling, RewardSpec
-from rlhf_train.generation.scoring import RewardShaper, compared_rewards, is_worth_training, make_reward
+from rlhf_train.generation.scoring import RewardShaper, is_worth_training, make_reward
 from rlhf_train.generation.summaries import scored
 
 
@@ -138,8 +139,10 @@ def test_source_that_abstains_is_no_part_of_rewards_that_are_compared_one_by_one
         rollouts.append(replace(made, group_id=name, verdict=replace(made.verdict, source_rewards=rewards)))
     sources = tuple(RewardSource(kind="function", targets=(name,)) for name in ("a.py", "b.py"))
     algorithm = make_algorithm("reinforce_baseline", kl_coef=0.0)
-    found, _ = compared_rewards(rollouts, np.ones(4), algorithm, RewardSpec(sources=sources, reward_normalize="each"))
-    assert found == pytest.approx([-1.0, 1.0, 1.0, -1.0], abs=1e-5)
+    spec = RewardSpec(sources=sources, reward_normalize="each")
+    found = subtract_baseline(rollouts, np.ones(4), algorithm, spec)
+    assert found.earned == [[]] * 4
+    assert found.rewards == pytest.approx([-1.0, 1.0, 1.0, -1.0], abs=1e-5)
 
 
 def test_reward_model_of_a_job_has_its_deadline(monkeypatch, tmp_path):

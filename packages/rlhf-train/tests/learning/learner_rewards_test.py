@@ -10,7 +10,7 @@ from online_fakes import LoggedRanks
 from rlhf_data.errors import ConfigError
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.rewards.sources import RewardSource
-from rlhf_train.algorithms.gae import generalized_advantages, placed_rewards, turn_starts
+from rlhf_train.algorithms.gae import generalized_advantages, rewards_at_tokens, turn_starts
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.cluster.places import Place, PlacementPlan, ProcessPlan
 from rlhf_train.learning.experience import Experience
@@ -61,7 +61,7 @@ def test_rewards_of_steps_and_the_rest_are_each_compared_within_the_group(job, e
     learner.deal([judged("a", ((1, 0.9), (4, 0.5)), 1.0), judged("b", ((2, 0.1),), 0.0)], 1)
     [(columns, _, _)] = ranks.shards
     experience = Experience(columns)
-    placed = placed_rewards(experience.rewards, experience.token_rewards, experience.loss_mask)
+    placed = rewards_at_tokens(experience.rewards, experience.token_rewards, experience.loss_mask)
     zeros = torch.zeros(2, 5)
     advantages, _ = generalized_advantages(placed, zeros, experience.loss_mask, gamma=gamma, lambd=1.0)
     found = dict(zip(experience.rollout_ids, advantages[:, 1:].tolist(), strict=True))
@@ -119,7 +119,7 @@ def test_turns_are_compared_with_the_same_turn_however_many_rollouts_an_episode_
     [(columns, _, _)] = ranks.shards
     experience = Experience(columns)
     mask = experience.loss_mask
-    placed = placed_rewards(experience.rewards, experience.token_rewards, mask)
+    placed = rewards_at_tokens(experience.rewards, experience.token_rewards, mask)
     starts = turn_starts(experience.policy_versions, mask)
     turn_gamma = 1.0 if algorithm.turn_gamma is None else algorithm.turn_gamma
     advantages, _ = generalized_advantages(

@@ -12,7 +12,7 @@ from rlhf_kernels import packed_gae
 from rlhf_train.shapes import check_same_shape
 
 
-def placed_rewards(rewards: Tensor, earned: Tensor, loss_mask: Tensor) -> Tensor:
+def rewards_at_tokens(rewards: Tensor, earned: Tensor, loss_mask: Tensor) -> Tensor:
     """Assign each rollout's reward to tokens.
 
         R_t = e_t + [t is the last trained token] (R - sum_s e_s)
@@ -40,7 +40,7 @@ def token_rewards(rewards: Tensor, kl: Tensor, loss_mask: Tensor, *, kl_coef: fl
         r_t = R_t - kl_coef kl_t
 
     Args:
-        rewards: [B, T] float, in reward units, from `placed_rewards`.
+        rewards: [B, T] float, in reward units, from `rewards_at_tokens`.
         kl: [B, T] float, nats, to the reference; zeros when the reward includes no KL penalty.
         loss_mask: [B, T] bool.
         kl_coef: reward units per nat, >= 0.

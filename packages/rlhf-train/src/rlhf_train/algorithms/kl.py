@@ -5,10 +5,10 @@ Functions raise ValueError for an unknown estimator, and when shapes differ.
 
 import math
 
+import torch
 from torch import Tensor
 
 from rlhf_data.errors import unknown
-from rlhf_kernels.ops.packed_policy_loss.reference import kl_loss
 from rlhf_kernels.ops.packed_policy_loss.terms import MAX_KL, MAX_LOG_RATIO
 from rlhf_train.algorithms.table import KL_ESTIMATORS
 from rlhf_train.shapes import check_same_shape
@@ -40,8 +40,12 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     check_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     if estimator not in KL_ESTIMATORS:
         raise ValueError(unknown("KL estimator", estimator, KL_ESTIMATORS))
-    # The old log-probs only matter for the unbiased gradient.
-    return kl_loss(logprobs, logprobs, ref_logprobs.detach(), estimator)
+    difference = (logprobs - ref_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference**2 / 2
+    return (torch.expm1(-difference) + difference).clamp(max=MAX_KL)
 
 
 def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, horizon: int, num_rollouts: int) -> float:

@@ -1,4 +1,4 @@
-"""The reward of a run: the function that scores rollouts, and what becomes of scores before an algorithm learns."""
+"""The reward of a run: the function that scores rollouts, the shaping of rewards, and which groups are trained on."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,13 +11,6 @@ from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.mix import build_reward
 from rlhf_rollout.rewards.model import ModelReward, ProcessReward, Scorer
 from rlhf_rollout.rewards.shaping import RunningMoments, clip_rewards, overlong_penalty, stop_properly
-from rlhf_train.algorithms.group import (
-    decoupled_rewards,
-    relative_rewards,
-    relative_token_rewards,
-    relative_turn_rewards,
-)
-from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.generation.run_spec import DynamicSampling, RewardSpec
 from rlhf_train.generation.summaries import scored
 
@@ -104,77 +97,6 @@ class RewardShaper:
         if metrics or self._moments is not None:
             metrics["train/shaped_reward"] = float(np.mean(shaped)) if len(shaped) else 0.0
         return shaped, metrics
-
-
-def compared_rewards(
-    rollouts: Sequence[Rollout],
-    shaped: np.ndarray,
-    algorithm: AlgorithmSpec,
-    reward: RewardSpec,
-    episode_ids: Sequence[str] | None = None,
-) -> tuple[list[float], list[list[tuple[int, float]]]]:
-    """Return rewards relative to the algorithm's baseline: of whole rollouts, and what single tokens earned of them.
-
-    The rewards of reasoning steps are compared among themselves, and so is what is left of each rollout's reward: as a
-    whole, or turn by turn. Rewards that are normalised each by itself are those of whole rollouts.
-
-    Args:
-        rollouts: N rollouts with verdicts.
-        shaped: [N] float64, their rewards from `RewardShaper.shape`.
-        algorithm: has the baseline.
-        reward: says how rewards are normalised.
-        episode_ids: see `algorithms.group`.
-
-    Returns:
-        N rewards, and for each rollout the tokens that earned a part of its reward, for `RolloutColumns.of`.
-    """
-    verdicts = [rollout.verdict for rollout in rollouts]
-    group_ids = [rollout.group_id for rollout in rollouts]
-    if reward.reward_normalize == "each":
-        # A failed reward that has a fixed value has it from every source.
-        parts = [verdict.source_rewards or (verdict.reward,) * len(reward.sources) for verdict in verdicts]
-        parts = np.array(parts, np.float64).reshape(-1, len(reward.sources))  # None becomes NaN
-        factors = [source.weight for source in reward.sources]
-        options = {"over_batch": not algorithm.row.whiten, "episode_ids": episode_ids}
-        return decoupled_rewards(parts, factors, group_ids, **options).tolist(), [[] for _ in rollouts]
-    options = {
-        "baseline": "none" if reward.reward_normalize == "none" else algorithm.row.baseline,
-        "divide_by_std": algorithm.whiten_std,
-        "episode_ids": episode_ids,
-    }
-    of_steps = [np.array([value for _, value in verdict.token_rewards]) for verdict in verdicts]
-    of_turns = [np.array(verdict.turn_rewards) for verdict in verdicts]
-    # What the episode earned before a rollout began is no consequence of the rollout.
-    before = np.array([verdict.earned_elsewhere[0] for verdict in verdicts])
-    rest = shaped - _sums(of_steps)
-
-    by_step = relative_token_rewards(of_steps, group_ids, **options)
-    if algorithm.group_by == "turn":
-        of_turns = [_with_rest(*each) for each in zip(rollouts, of_turns, rest - before, strict=True)]
-        turn_gamma = 1.0 if algorithm.turn_gamma is None else algorithm.turn_gamma
-        by_turn = relative_turn_rewards(of_turns, group_ids, turn_gamma=turn_gamma, **options)
-        whole = _sums(by_turn)
-    else:
-        by_turn = of_turns
-        whole = relative_rewards(rest, group_ids, **options) - before
-
-    earned = []
-    for rollout, turns, steps in zip(rollouts, by_turn, by_step, strict=True):
-        turn_ends = rollout.turn_ends.tolist() if len(turns) else ()
-        step_ends = [at for at, _ in rollout.verdict.token_rewards]
-        earned.append([*zip(turn_ends, turns.tolist(), strict=True), *zip(step_ends, steps.tolist(), strict=True)])
-    return (whole + _sums(by_step)).tolist(), earned
-
-
-def _sums(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return np.array([own.sum() for own in parts])
-
-
-def _with_rest(rollout: Rollout, turn_rewards: np.ndarray, reward: float) -> np.ndarray:
-    """Return a rollout's reward by turn, [K] float64: what no turn earned is earned by the last one."""
-    rewards = turn_rewards if len(turn_rewards) else np.zeros(len(rollout.turn_ends))
-    rewards[-1:] += reward - rewards.sum()
-    return rewards
 
 
 def _longest_answer(rollout: Rollout) -> int:

@@ -13,7 +13,8 @@ from rlhf_train.algorithms.kl import adapted_kl_coef
 from rlhf_train.batching import RankPlan, pass_fill, plan_rollouts
 from rlhf_train.cluster.ray_session import wait
 from rlhf_train.costs import PassCosts
-from rlhf_train.generation.scoring import RewardShaper, compared_rewards
+from rlhf_train.generation.baseline import subtract_baseline
+from rlhf_train.generation.scoring import RewardShaper
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.forwards import BlockForwards
 from rlhf_train.learning.learning_spec import LearningSpec
@@ -87,7 +88,7 @@ class Learner:
         if self.policy_version > self._step_versions[-1]:
             self._step_versions.append(self.policy_version)
         shaped, metrics = self._shaper.shape(rollouts)
-        rewards, earned = compared_rewards(rollouts, shaped, self._job.algorithm, self._job.reward, episode_ids)
+        relative = subtract_baseline(rollouts, shaped, self._job.algorithm, self._job.reward, episode_ids)
         if self.forwards is not None:
             self.forwards.want(rollouts)
         pending: list[Any] = []
@@ -115,8 +116,12 @@ class Learner:
                 plans = tuple(replace(plan, max_pass_tokens=most) for plan in plans)
             calls = []
             for plan in plans:
-                parts = ([part[row] for row in plan.rows] for part in (rollouts, rewards, earned))
-                columns = RolloutColumns.of(*parts, with_routes=replays and "actor" in ranks.roles)
+                columns = RolloutColumns.of(
+                    [rollouts[row] for row in plan.rows],
+                    [relative.rewards[row] for row in plan.rows],
+                    [relative.earned[row] for row in plan.rows],
+                    with_routes=replays and "actor" in ranks.roles,
+                )
                 calls += [(columns, plan, tuple(self._step_versions))] * self._ranks_per_batch
             pending += ranks.start_each(TrainWorker.load_rollouts, calls)
         if self.forwards is None:

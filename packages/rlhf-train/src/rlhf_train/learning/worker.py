@@ -16,35 +16,27 @@ from rlhf_data.errors import EngineError
 from rlhf_kernels import PolicyObjective
 from rlhf_models.batch import TokenBatch, to_device
 from rlhf_models.host_states import awake
-from rlhf_train.algorithms.gae import generalized_advantages, moments, rewards_to_go, turn_starts, whiten
+from rlhf_train.algorithms.gae import moments, whiten
 from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
+from rlhf_train.cluster.utilization import watch_gpu
 from rlhf_train.engine.accelerate import join_groups, start_engine, start_frozen
 from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.engine.process_group import init_process_group
+from rlhf_train.engine.residence import Residence, release_cache
+from rlhf_train.learning.advantages import advantages_and_returns, values_before
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import MODEL_COLUMNS, Experience
-from rlhf_train.learning.residence import Residence, release_cache
-from rlhf_train.learning.terms import (
-    charged_rewards,
-    correct_mismatch,
+from rlhf_train.learning.loss_metrics import (
     critic_loss,
-    distilled,
-    drop_nonfinite,
-    lay_out,
-    limit_staleness,
     masked_mean,
-    mismatch_metrics,
     policy_metrics,
-    recounted,
     reference_kl_metrics,
-    token_batch,
     update_metrics,
-    values_before,
 )
-from rlhf_train.learning.utilization import watch_gpu
-from rlhf_train.losses.policy import policy_stream
+from rlhf_train.learning.micro_batches import lay_out, policy_stream, recounted, token_batch
+from rlhf_train.learning.trained_tokens import correct_mismatch, drop_nonfinite, limit_staleness, mismatch_metrics
 from rlhf_train.run.ema import WeightAverage
 from rlhf_train.run.load_balance import LoadBalance, load_balance
 from rlhf_train.run.metrics import METRIC_PREFIXES, Mean, Metric, merge_metrics, on_host
@@ -201,29 +193,10 @@ class TrainWorker:
             metrics |= correct_mismatch(experience, spec)
         if spec.old_logprobs == "rollout":
             experience.set_column("old_logprobs", experience.rollout_logprobs)
-        rewards, kl_metrics = charged_rewards(experience, spec, kl_coef=kl_coef)
-        # The columns are in host memory, and the scan over tokens is a kernel on the device.
-        rewards, trained = to_device(rewards, self._device), to_device(mask, self._device)
-        starts = None
-        if spec.turn_gamma is not None:
-            starts = to_device(turn_starts(experience.policy_versions, mask), self._device)
-        turn_gamma = spec.turn_gamma or 0.0
-        if spec.row.uses_critic:
-            advantages, returns = generalized_advantages(
-                rewards,
-                to_device(columns["values"], self._device),
-                trained,
-                gamma=spec.gamma,
-                lambd=spec.lambd,
-                last_values=None if last_values is None else to_device(last_values, self._device),
-                starts=starts,
-                turn_gamma=turn_gamma,
-            )
-        else:
-            returns = rewards_to_go(rewards, trained, gamma=spec.gamma, starts=starts, turn_gamma=turn_gamma)
-            advantages = returns
-        advantages, teacher_metrics = distilled(advantages.cpu(), experience, spec)
-        metrics |= kl_metrics | teacher_metrics
+        advantages, returns, kl_metrics = advantages_and_returns(
+            experience, spec, last_values, kl_coef=kl_coef, device=self._device
+        )
+        metrics |= kl_metrics
         if spec.row.whiten:
             total = moments(advantages, mask).to(self._device) * self._leads_group
             torch.distributed.all_reduce(total)

@@ -12,8 +12,7 @@ from rlhf_train.shapes import check_same_shape
 def token_mean(token_loss: Tensor, loss_mask: Tensor, denominators: Denominators) -> Tensor:
     """Return this micro-batch's share of the mean over all trained tokens of the update.
 
-    The shares of all micro-batches and ranks add up to the mean. The policy loss does not use this function:
-    see `losses.policy`.
+    The shares of all micro-batches and ranks add up to the mean.
 
     Args:
         token_loss: [B, T] float; values where the mask is False are ignored, NaN included.
@@ -34,7 +33,7 @@ def sequence_mean(losses: Tensor, denominators: Denominators) -> Tensor:
     """Return this micro-batch's share of the mean of `losses` over the whole update.
 
     Args:
-        losses: [B] float, one per pair or per answer.
+        losses: [B] float, one per sequence, pair or answer.
         denominators: counts over the whole update.
     """
     return losses.sum() / max(denominators.num_sequences, 1)

@@ -1,4 +1,4 @@
-"""The policy loss of an update, which online algorithms share.
+"""The policy loss of an update, which online algorithms share: its definition.
 
     loss = R(w_t l_t) + kl_coef R(k_t) - entropy_coef R(H_t)
 
@@ -8,51 +8,126 @@
     l_t = -A_t log pi(t)                      REINFORCE
 
 A_t is the advantage, of `algorithms.group` or `algorithms.gae`. w_t corrects for the gap between trainer and engine, of
-`algorithms.correction`. k_t estimates the KL to the reference, H_t is the entropy, and R sums over the tokens of the
-update and divides by one of its counts. `algorithms.table` has a row for each algorithm.
+`algorithms.correction`. k_t estimates the KL to the reference, of `algorithms.kl`. H_t is the entropy, and R sums over
+the tokens of the update and divides by one of its counts. `algorithms.table` has a row for each algorithm.
 
-The formulas in code, a function for each l_t and k_t, are in `rlhf_kernels/ops/packed_policy_loss/reference.py`, which
-also runs on CPUs. On GPUs `linear_policy_loss` computes the LM head and this loss together.
+Updates compute this loss with the operators `packed_policy_loss` and `linear_policy_loss` of rlhf-kernels, which take
+packed tokens and, on GPUs, fuse it with the LM head. Their tests compare them with this page.
 """
 
-from collections.abc import Mapping, Sequence
+import math
 
 import torch
 from torch import Tensor
 
-from rlhf_kernels import PolicyStream
-from rlhf_models.batch import to_device
-from rlhf_train.algorithms.table import AlgorithmSpec
+from rlhf_kernels import PolicyObjective
+from rlhf_kernels.objective import Reduction
+from rlhf_kernels.ops.packed_policy_loss.terms import MAX_LOG_RATIO, MAX_WEIGHT
+from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.batching import Denominators
+from rlhf_train.losses.aggregate import sequence_mean, token_mean
 
 
-def policy_stream(
-    columns: Mapping[str, Tensor],
-    policy_mask: Tensor,
-    rows: Sequence[int],
-    spec: AlgorithmSpec,
+def policy_loss(
+    logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    objective: PolicyObjective,
     denominators: Denominators,
-    device: torch.device | str,
-) -> PolicyStream:
-    """Return the constant inputs of the policy loss: the trained tokens of a micro-batch, concatenated.
+    *,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return this micro-batch's share of the policy loss of an update, a scalar in reward units.
 
     Args:
-        columns: of a rank's shard, [B, T] float each: "advantages", and if there are any "old_logprobs",
-            "ref_logprobs" and "weights".
-        policy_mask: [B, T] bool, the trained tokens of the shard.
-        rows: of the shard, the micro-batch.
-        spec: decides whether reference log-probs are included.
-        denominators: of the whole update.
-        device: where the result is placed.
+        logprobs: [B, T] float, nats, of the current policy; carry the gradient.
+        advantages: [B, T] float, in reward units; constants.
+        loss_mask: [B, T] bool, True where the token is trained. Other tensors may hold anything where it is False.
+        objective: the loss, its clip range and reduction, and the coefficients of the other terms.
+        denominators: counts over the whole update.
+        old_logprobs: [B, T] float, nats, of the policy before the step's first update; constants.
+        ref_logprobs: [B, T] float, nats, of the reference; None for no KL term.
+        entropy: [B, T] float, nats, of the current policy; None for no entropy bonus.
+        weights: [B, T] float, factors of the policy term; None for 1.
     """
-    mask = policy_mask[list(rows)]
-    lengths = mask.sum(dim=1)
-    names = ["advantages", "old_logprobs", "weights", *(["ref_logprobs"] if spec.use_kl_loss else [])]
-    return PolicyStream(
-        **{name: to_device(columns[name][list(rows)][mask], device) for name in names if name in columns},
-        loss_mask=torch.ones(int(lengths.sum()), dtype=torch.bool, device=device),
-        cu_seqlens=to_device(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), device),
-        num_tokens=denominators.num_tokens,
-        num_sequences=denominators.num_sequences,
-        max_tokens=denominators.max_tokens,
-    )
+
+    def trained(column: Tensor) -> Tensor:
+        # Mask before any arithmetic: a NaN in the forward pass gives a NaN gradient even with weight 0.
+        return column.masked_fill(~loss_mask, 0.0)
+
+    logprobs = trained(logprobs)
+    old_logprobs = trained(old_logprobs)
+    advantages = trained(advantages)
+    if objective.policy_loss == "gspo":
+        ratio = _sequence_ratio(logprobs, old_logprobs, loss_mask)
+    else:
+        ratio = torch.exp((logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+
+    if objective.policy_loss == "reinforce":
+        token_loss = -advantages * logprobs
+    elif objective.policy_loss == "cispo":
+        token_loss = -clipped.detach() * advantages * logprobs
+    else:
+        token_loss = -torch.minimum(ratio * advantages, clipped * advantages)
+        if objective.dual_clip is not None:
+            at_most = -objective.dual_clip * advantages
+            token_loss = torch.where(advantages < 0, torch.minimum(token_loss, at_most), token_loss)
+    if weights is not None:
+        token_loss = trained(weights) * token_loss
+
+    loss = reduced(token_loss, loss_mask, objective.reduction, denominators)
+    if ref_logprobs is not None:
+        kl = kl_estimate(logprobs, trained(ref_logprobs), objective.kl_estimator)
+        if objective.kl_unbiased_gradient:
+            kl = _with_unbiased_gradient(kl, logprobs, old_logprobs, trained(ref_logprobs))
+        loss = loss + objective.kl_coef * reduced(kl, loss_mask, objective.reduction, denominators)
+    if entropy is not None:
+        loss = loss - objective.entropy_coef * reduced(entropy, loss_mask, objective.reduction, denominators)
+    return loss
+
+
+def reduced(token_loss: Tensor, loss_mask: Tensor, reduction: Reduction, denominators: Denominators) -> Tensor:
+    """Return this micro-batch's share of the reduced loss; see `losses.aggregate`.
+
+    Args:
+        token_loss: [B, T] float; values where the mask is False are ignored.
+        loss_mask: [B, T] bool.
+        reduction: "token_mean"; or the mean over sequences of their "seq_mean_token_mean", "seq_mean_token_sum", or
+            "seq_mean_token_sum_norm", which is the sum divided by the longest response that is allowed (Dr. GRPO).
+        denominators: counts over the whole update.
+    """
+    if reduction == "token_mean":
+        return token_mean(token_loss, loss_mask, denominators)
+    sequence_loss = token_loss.masked_fill(~loss_mask, 0.0).sum(dim=1)
+    if reduction == "seq_mean_token_mean":
+        sequence_loss = sequence_loss / loss_mask.sum(dim=1).clamp(min=1)
+    if reduction == "seq_mean_token_sum_norm":
+        sequence_loss = sequence_loss / denominators.max_tokens
+    return sequence_mean(sequence_loss, denominators)
+
+
+def _sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+    """Return the geometric mean of the ratios of each token's sequence, [B, T], with the gradient of that token alone.
+
+    Source: Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 7 and 14.
+    """
+    total = (logprobs.detach() - old_logprobs).sum(dim=1, keepdim=True)  # 0.0 where the mask is False
+    mean = total / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.exp(mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) * torch.exp(logprobs - logprobs.detach())
+
+
+def _with_unbiased_gradient(kl: Tensor, logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Return `kl` with the gradient w d grad(logprobs), that of KL(policy || reference), whatever the estimator.
+
+    d = logprobs - ref_logprobs, and w = exp(logprobs - old_logprobs), at most `MAX_WEIGHT`, weighs tokens that the old
+    policy sampled.
+
+    Source: Tang and Munos 2025, arXiv:2506.09477.
+    """
+    weight = torch.exp((logprobs.detach() - old_logprobs).clamp(-MAX_LOG_RATIO, math.log(MAX_WEIGHT)))
+    surrogate = weight * kl_estimate(logprobs, ref_logprobs, "k2")  # the gradient of d^2 / 2 is d grad(logprobs)
+    return kl.detach() + surrogate - surrogate.detach()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rlhf_train.learning import residence
-from rlhf_train.learning.residence import Residence
+from rlhf_train.engine import residence
+from rlhf_train.engine.residence import Residence
 
 
 class Engine:

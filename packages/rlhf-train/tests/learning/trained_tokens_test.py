@@ -15,16 +15,9 @@ from rlhf_train.algorithms.table import AlgorithmSpec, CorrectionSpec, make_algo
 from rlhf_train.batching import Denominators, MiniBatch
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import Experience
-from rlhf_train.learning.terms import (
-    correct_mismatch,
-    critic_loss,
-    drop_nonfinite,
-    limit_staleness,
-    policy_metrics,
-    recounted,
-    reference_kl_metrics,
-)
-from rlhf_train.losses.policy import policy_stream
+from rlhf_train.learning.loss_metrics import critic_loss, policy_metrics, reference_kl_metrics
+from rlhf_train.learning.micro_batches import policy_stream, recounted
+from rlhf_train.learning.trained_tokens import correct_mismatch, drop_nonfinite, limit_staleness
 from rlhf_train.run.metrics import Metric, Sum, results
 
 NUMBERS = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "rollout_logprobs", "values", "last_values")

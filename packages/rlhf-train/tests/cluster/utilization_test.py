@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from rlhf_train.learning.utilization import Utilization, watch_gpu
+from rlhf_train.cluster.utilization import Utilization, watch_gpu
 from rlhf_train.run.metrics import Mean, merge_metrics, results
 
 GPU = torch.device("cuda", 0)
@@ -72,7 +72,7 @@ def test_gpu_is_sampled_by_nvml_under_the_name_of_its_machine(monkeypatch):
 
     monkeypatch.setattr("torch.cuda.utilization", utilization)
     monkeypatch.setattr("socket.gethostname", lambda: "node-7")
-    monkeypatch.setattr("rlhf_train.learning.utilization.PERIOD_S", 0.001)
+    monkeypatch.setattr("rlhf_train.cluster.utilization.PERIOD_S", 0.001)
     found = watch_gpu(GPU)
     assert twice.wait(10) and set(asked) == {GPU}
     taken = found.take()

@@ -1,0 +1,111 @@
+"""The advantages and returns of a shard: its rewards, the KL penalty, the critic's values and the teacher's term."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rlhf_models.batch import to_device
+from rlhf_train.algorithms.gae import (
+    distilled_advantages,
+    generalized_advantages,
+    last_trained,
+    rewards_at_tokens,
+    rewards_to_go,
+    token_rewards,
+    turn_starts,
+)
+from rlhf_train.algorithms.kl import kl_estimate
+from rlhf_train.algorithms.table import AlgorithmSpec
+from rlhf_train.learning.experience import Experience
+from rlhf_train.learning.loss_metrics import masked_mean, reference_kl_metrics
+from rlhf_train.run.metrics import Metric
+
+
+def advantages_and_returns(
+    experience: Experience, spec: AlgorithmSpec, last_values: Tensor | None, *, kl_coef: float, device: torch.device
+) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+    """Return the advantages of a shard before whitening, its returns, and metrics of the KL.
+
+    Without a critic, the rewards are relative to the baseline of the group already, and advantages are the rewards to
+    go. With one, they are generalized advantages.
+
+    Args:
+        experience: the shard.
+        spec: the algorithm.
+        last_values: [B] float, the critic's value after each rollout that the length limit ended; None for 0.
+        kl_coef: weight of the KL in the reward, in reward units per nat.
+        device: where the scan over tokens runs. Columns are in host memory.
+
+    Returns:
+        [B, T] float in host memory, [B, T] float on the device, and metrics.
+    """
+    rewards, metrics = charged_rewards(experience, spec, kl_coef=kl_coef)
+    mask = to_device(experience.loss_mask, device)
+    rewards = to_device(rewards, device)
+    starts = None
+    if spec.turn_gamma is not None:
+        starts = to_device(turn_starts(experience.policy_versions, experience.loss_mask), device)
+    turn_gamma = spec.turn_gamma or 0.0
+    if spec.row.uses_critic:
+        advantages, returns = generalized_advantages(
+            rewards,
+            to_device(experience.columns["values"], device),
+            mask,
+            gamma=spec.gamma,
+            lambd=spec.lambd,
+            last_values=None if last_values is None else to_device(last_values, device),
+            starts=starts,
+            turn_gamma=turn_gamma,
+        )
+    else:
+        returns = rewards_to_go(rewards, mask, gamma=spec.gamma, starts=starts, turn_gamma=turn_gamma)
+        advantages = returns
+    advantages, teacher_metrics = distilled(advantages.cpu(), experience, spec)
+    return advantages, returns, metrics | teacher_metrics
+
+
+def charged_rewards(experience: Experience, spec: AlgorithmSpec, *, kl_coef: float) -> tuple[Tensor, dict[str, Metric]]:
+    """Return the rewards of tokens, [B, T] float, minus the KL penalty, and the metrics of the KL to the reference.
+
+    There is no penalty without a reference, nor when the KL is a term of the loss instead.
+    """
+    mask = experience.loss_mask
+    columns = experience.columns
+    rewards = rewards_at_tokens(experience.rewards, experience.token_rewards, mask)
+    if not spec.uses_reference or "old_logprobs" not in columns:
+        return rewards, {}
+    kl = kl_estimate(columns["old_logprobs"], columns["ref_logprobs"], spec.objective.kl_estimator)
+    rewards = token_rewards(rewards, kl, mask, kl_coef=0.0 if spec.use_kl_loss else kl_coef)
+    return rewards, reference_kl_metrics(kl, mask, spec.objective.kl_estimator)
+
+
+def distilled(advantages: Tensor, experience: Experience, spec: AlgorithmSpec) -> tuple[Tensor, dict[str, Metric]]:
+    """Return the advantages with the teacher's term, [B, T] float, and the mean reverse KL to the teacher in nats.
+
+    Without a teacher the advantages are unchanged.
+    """
+    if not spec.uses_teacher:
+        return advantages, {}
+    columns = experience.columns
+    reverse_kl = kl_estimate(columns["old_logprobs"], columns["teacher_logprobs"], "k1")
+    advantages = distilled_advantages(advantages, reverse_kl, experience.loss_mask, teacher_coef=spec.teacher_coef)
+    return advantages, {"kl/teacher": masked_mean(reverse_kl, experience.loss_mask)}
+
+
+def values_before(after: Sequence[Tensor], truncated: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Turn values after each token into values before each token, and into `last_values` of truncated rollouts.
+
+    Args:
+        after: per rollout, [L_i] float, the value of the state after each token.
+        truncated: [B] bool, whether the length limit ended the rollout.
+        mask: [B, T] bool, the loss mask.
+
+    Returns:
+        "values" and "last_values", [B, T] float each. The latter is 0.0 except at the last trained token of truncated
+        rollouts.
+    """
+    before = pad_sequence([torch.cat([row.new_zeros(1), row[:-1]]) for row in after], batch_first=True)
+    last = torch.stack([row[-1] for row in after])
+    return {"values": before, "last_values": last_trained(mask) * (last * truncated)[:, None]}

@@ -1,0 +1,92 @@
+"""The losses of an update as metrics, and the critic's loss with its own."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rlhf_kernels import POLICY_METRICS
+from rlhf_train.algorithms.kl import BOUNDS
+from rlhf_train.algorithms.table import AlgorithmSpec
+from rlhf_train.batching import Denominators
+from rlhf_train.engine.protocol import StepStats
+from rlhf_train.losses.aggregate import token_mean
+from rlhf_train.losses.value import clipped_value_loss
+from rlhf_train.run.metrics import METRIC_PREFIXES, Max, Mean, Metric, Sum, merge_metrics
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Mean:
+    """Return the mean of `values` where `mask` is True, as a metric that stays on the device.
+
+    Reading the number here would wait for the GPU in every micro-batch. Both tensors have the same shape.
+    """
+    return Mean(torch.where(mask, values.detach(), 0).sum(dtype=torch.float64), mask.sum())
+
+
+def critic_loss(
+    values: Tensor, mask: Tensor, inputs: Mapping[str, Tensor], spec: AlgorithmSpec, denominators: Denominators
+) -> tuple[Tensor, dict[str, Metric]]:
+    """Return this micro-batch's share of the update's value loss, and metrics.
+
+    Args:
+        values: [B, T] float, from the current critic; carry the gradient.
+        mask: [B, T] bool.
+        inputs: "values" from the critic before the step's first update, and "returns", [B, T] float each.
+        spec: has the clip range.
+        denominators: of the whole update.
+    """
+    token_loss = clipped_value_loss(values, inputs["values"], inputs["returns"], value_clip=spec.value_clip)
+    loss = token_mean(token_loss, mask, denominators)
+    return loss, {"value/loss": Sum(loss.detach()), "value/mean": masked_mean(values, mask)}
+
+
+def policy_metrics(sums: Tensor, spec: AlgorithmSpec) -> dict[str, Metric]:
+    """Return the metrics of a micro-batch from the sums of `packed_policy_loss`, [8] float, named by `POLICY_METRICS`.
+
+    The loss metrics are the micro-batch's shares of the update's losses.
+    """
+    sums_by_name = dict(zip(POLICY_METRICS, sums.double().unbind(), strict=True))
+    metrics: dict[str, Metric] = {"policy/loss": Sum(sums_by_name["policy_loss"])}
+    if spec.use_kl_loss:
+        metrics["kl/loss"] = Sum(sums_by_name["kl_loss"])
+    if spec.objective.entropy_coef:
+        metrics["entropy/loss"] = Sum(-sums_by_name["entropy_bonus"])
+    if spec.loss.uses_ratio:
+        metrics["policy/clip_fraction"] = Mean(sums_by_name["clipped"], sums_by_name["tokens"])
+    for name, entry in (("ratio", "ratio"), ("kl_to_old", "kl_to_old"), ("kl_bounded_fraction", "kl_bounded")):
+        metrics[f"policy/{name}"] = Mean(sums_by_name[entry], sums_by_name["tokens"])
+    return metrics
+
+
+def reference_kl_metrics(kl: Tensor, mask: Tensor, estimator: str) -> dict[str, Metric]:
+    """Return the mean of KL estimates where `mask`, of the same shape, is True, and the share of those at the bound."""
+    return {
+        "kl/reference": masked_mean(kl, mask),
+        "kl/bounded_fraction": masked_mean((kl.detach().abs() >= BOUNDS[estimator]).float(), mask),
+    }
+
+
+def update_metrics(
+    role: str, parts: Sequence[Mapping[str, Metric]], stats: StepStats, *, num_rollouts: int, num_shards: int
+) -> dict[str, Metric]:
+    """Return the metrics of one update of `role` on one shard.
+
+    Args:
+        role: "actor" or "critic".
+        parts: of the shard's micro-batches.
+        stats: of the optimizer.
+        num_rollouts: of the shard, trained or not.
+        num_shards: of the update.
+    """
+    merged = merge_metrics(parts)
+    # Losses are shares: their sum over micro-batches and shards is the loss of this update. With a count of
+    # 1 / num_shards per shard, merging the shards divides by the number of updates.
+    losses = {key: Mean(part.value, 1 / num_shards) for key, part in merged.items() if isinstance(part, Sum)}
+    name = METRIC_PREFIXES[role]
+    return {
+        **merged,
+        **losses,
+        f"{name}/grad_norm": Mean(stats.grad_norm, 1),
+        f"{name}/learning_rate": Max(stats.learning_rate),
+        f"{name}/rollout_passes": Sum(num_rollouts),
+    }

@@ -1,0 +1,115 @@
+"""Which tokens of a shard are trained, and with which weight: stale ones, and those whose log-probs differ."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlhf_train.algorithms.correction import bounded_weights, importance_weights
+from rlhf_train.algorithms.kl import kl_estimate
+from rlhf_train.algorithms.table import AlgorithmSpec
+from rlhf_train.learning.experience import MODEL_COLUMNS, Experience
+from rlhf_train.learning.loss_metrics import masked_mean
+from rlhf_train.run.metrics import Max, Metric, Sum
+
+# Bounds of a token's importance weight for the metric mismatch/out_of_bounds, when no correction sets bounds.
+MISMATCH_BOUNDS = (0.5, 2.0)
+
+
+def drop_nonfinite(experience: Experience) -> dict[str, Metric]:
+    """Exclude tokens with NaN or infinite log-probs or values from training; return their number as a metric.
+
+    For a log-prob of the engine, the token is excluded. For a log-prob of the trainer's model, the reference or the
+    teacher, or a value of the critic, the whole rollout is excluded: the gradient through any of its tokens would not
+    be finite either, and one value decides the advantages of all tokens before it.
+    """
+    finite = experience.rollout_logprobs.isfinite()
+    for name in (*MODEL_COLUMNS.values(), "last_values"):
+        if name in experience.columns:
+            finite &= (experience.columns[name].isfinite() | ~experience.loss_mask).all(dim=1, keepdim=True)
+    dropped = Sum(float((experience.loss_mask & ~finite).sum()))
+    experience.restrict(finite)
+    return {"samples/nonfinite_tokens": dropped}
+
+
+def limit_staleness(
+    experience: Experience, step_versions: Sequence[int], mask_stale: int | None = None
+) -> dict[str, Metric]:
+    """Measure how stale tokens are, and leave those out of the policy mask that are too stale.
+
+    Args:
+        experience: the rank's shard.
+        step_versions: versions of the weights at the start of the last training steps, ascending, this step's last.
+        mask_stale: staleness in training steps beyond which tokens are left out; None for no limit.
+
+    Returns:
+        Mean and maximum staleness of trained tokens: in updates (`policy/staleness`), and in training steps
+        (`async/staleness_steps`), where a token is as many steps old as `step_versions` has newer versions. The share
+        of rollouts with tokens of several versions, and with `mask_stale` the number of tokens that are left out.
+    """
+    mask = experience.loss_mask
+    versions = experience.policy_versions
+    starts = torch.tensor(step_versions, dtype=versions.dtype)
+    steps = len(starts) - torch.searchsorted(starts, versions, right=True)
+    metrics: dict[str, Metric] = {}
+    for name, staleness in (("policy/staleness", starts[-1] - versions), ("async/staleness_steps", steps)):
+        metrics[name] = masked_mean(staleness, mask)
+        metrics[f"{name}_max"] = Max(float(staleness[mask].max()) if mask.any() else 0.0)
+    is_older = mask & (versions < versions.amax(dim=1, keepdim=True))
+    metrics["async/mixed_version_rollouts"] = masked_mean(is_older.any(dim=1), mask.any(dim=1))
+    if mask_stale is not None:
+        is_stale = steps > mask_stale
+        metrics["samples/stale_tokens"] = Sum(float((mask & is_stale).sum()))
+        experience.policy_mask &= ~is_stale
+    return metrics
+
+
+def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, Metric]:
+    """Measure the gap between the trainer's and the engine's log-probs, and correct for it as `spec` says.
+
+    A correction sets the column `weights`: importance weights, or ones where the policy ratio weighs already
+    (`AlgorithmSpec.weighs`). Mode "mask" sets those out of bounds to 0.0, or with `drops_masked` removes the tokens
+    from the policy mask. The column `old_logprobs` has the trainer's. Metrics, over the trained
+    tokens: mean and maximum of the absolute gap in nats, the k3 estimate of KL(engine || trainer), and the
+    share of importance weights out of bounds (those of the correction; without one, `MISMATCH_BOUNDS` per token).
+    """
+    mask = experience.loss_mask
+    old_logprobs = experience.columns["old_logprobs"]
+    metrics = mismatch_metrics(old_logprobs, experience.rollout_logprobs, mask)
+    correction = spec.correction
+    if correction.level == "off":
+        return metrics
+    weights = importance_weights(old_logprobs, experience.rollout_logprobs, mask, level=correction.level)
+    weights, kept, outside = bounded_weights(
+        weights, mask, mode=correction.mode, low=correction.low, high=correction.high
+    )
+    column = weights if spec.weighs else torch.ones_like(weights)
+    if correction.drops_masked:
+        experience.policy_mask &= kept
+    else:
+        column = column.masked_fill(~kept, 0.0)
+    if spec.weighs or not correction.drops_masked:
+        experience.set_column("weights", column)
+    metrics["mismatch/out_of_bounds"] = masked_mean(outside, mask)
+    metrics["mismatch/weight"] = masked_mean(weights, kept)
+    return metrics
+
+
+def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Metric]:
+    """Return the metrics of `correct_mismatch` for a run without correction.
+
+    Args:
+        logprobs, rollout_logprobs: float, same shape, nats, from the trainer and from the engine.
+        mask: bool, same shape, the tokens to measure.
+    """
+    gap = (logprobs - rollout_logprobs).abs()
+    weights = importance_weights(logprobs, rollout_logprobs, mask, level="token")
+    low, high = MISMATCH_BOUNDS
+    _, _, outside = bounded_weights(weights, mask, mode="truncate", low=low, high=high)
+    return {
+        "mismatch/logprob_gap_mean": masked_mean(gap, mask),
+        # A zero beside them: there may be no tokens. Reading the number here would wait for the device.
+        "mismatch/logprob_gap_max": Max(torch.cat([gap.new_zeros(1), gap.masked_fill(~mask, 0.0).flatten()]).max()),
+        "mismatch/kl": masked_mean(kl_estimate(rollout_logprobs, logprobs, "k3"), mask),
+        "mismatch/out_of_bounds": masked_mean(outside, mask),
+    }
