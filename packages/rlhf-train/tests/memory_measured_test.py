@@ -79,7 +79,7 @@ def test_values_of_modules_that_import_torch_are_theirs() -> None:
     assert memory.LOGITS_CHUNK_BYTES == policy_kernel.CHUNK_BYTES
     assert memory.SYNC_BUCKET_BYTES == source.DEFAULT_BUCKET_BYTES
     assert memory.UPDATE_CHUNK_SIZE == host_adamw.CHUNK_SIZE
-    assert host_adamw._NUM_PLACES == memory.UPDATE_PLACES
+    assert host_adamw._NUM_BUFFERS == memory.UPDATE_BUFFERS
 
 
 # -- against what is measured ---------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def held_states(
     engine.backward(engine.forward(batch).logprobs.sum(), is_last=True)
     engine.step()
     states = [part for state in engine._inner_optimizer.state.values() for part in state.values()]
-    flats = {place.flat.untyped_storage().data_ptr(): place.flat.nbytes for place in engine._places}
+    flats = {place.flat.untyped_storage().data_ptr(): place.flat.nbytes for place in engine._slices}
     own = {getattr(w, "ds_tensor", w).untyped_storage().data_ptr() for _, w in engine._trained}
     return {
         "moments": sum(part.nbytes for part in states if torch.is_tensor(part) and part.numel() > 1),

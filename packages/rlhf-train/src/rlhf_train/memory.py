@@ -16,11 +16,11 @@ from rlhf_train.specs import ModelSpec
 
 SPARE = 0.1
 # Values of modules that import torch: those of rlhf_models.actor, of the kernel linear_policy_loss, of
-# rlhf_rollout.weights.source and engine.host_adamw (3 places of states).
+# rlhf_rollout.weights.source and engine.host_adamw (3 buffers of states).
 MAX_LOGITS_BYTES = 4 << 30
 LOGITS_CHUNK_BYTES = 506 << 20
 SYNC_BUCKET_BYTES = 256 << 20
-UPDATE_PLACES = 3
+UPDATE_BUFFERS = 3
 UPDATE_CHUNK_SIZE = 1 << 23
 # DeepSpeed's defaults: gradients that are reduced at once, and weights that ZeRO 3 gathers, and updates, at once.
 REDUCE_BUCKET_SIZE = 500_000_000
@@ -275,7 +275,7 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
         copied = min(own, SUB_GROUP_SIZE)
     if stage < 2 and num_ranks > 1:
         copied = max(copied, min(trained, REDUCE_BUCKET_SIZE))
-    chunk = UPDATE_PLACES * (4 + moments_item) * min(own, UPDATE_CHUNK_SIZE) * optimizer.offload
+    chunk = UPDATE_BUFFERS * (4 + moments_item) * min(own, UPDATE_CHUNK_SIZE) * optimizer.offload
     moments = [moment, {"update": 4 * copied + chunk}]
     if optimizer.offload:
         moments.append({"load": 4 * own})  # DeepSpeed makes master weights on the GPU first

@@ -30,11 +30,11 @@ from rlhf_train.engine.deepspeed_internals import (
     frozen_parts,
     import_deepspeed,
     num_elements,
-    places,
     same_ends,
+    weight_slices,
 )
 from rlhf_train.engine.process_group import init_process_group
-from rlhf_train.engine.shards import Place, Shards
+from rlhf_train.engine.shards import Shards, WeightSlice
 from rlhf_train.specs import OptimizerSpec
 from trainer_testing import run_ranks
 
@@ -320,7 +320,7 @@ def test_master_weights_are_compared_at_both_ends(size, end):
 
 @pytest.mark.parametrize("value", [0.25, 0.5, 1.5])
 def test_copy_of_master_weights_that_deepspeed_does_not_read_is_refused_whatever_they_are(value):
-    place = Place("weight", 0, 2, torch.full((2,), value), 0)
+    place = WeightSlice("weight", 0, 2, torch.full((2,), value), 0)
     weight = torch.full((2,), value)
     with pytest.raises(EngineError, match="is written to the master weight of weight, and read as"):
         deepspeed_internals._check_round_trip(place, weight)
@@ -356,7 +356,7 @@ def test_rank_keeps_nothing_of_a_weight_that_lies_in_the_parts_of_others(kind, g
     net.weight._hp_mapping = None
     flat = torch.zeros(4)
     wrapper = type(kind, (), {groups: [[net.weight]], flats: [flat]})()
-    assert places(net, wrapper) == [Place("weight", 0, 0, flat, 0)]
+    assert weight_slices(net, wrapper) == [WeightSlice("weight", 0, 0, flat, 0)]
 
 
 def test_norms_on_a_cpu_sum_parts_of_at_most_2_to_the_20_elements(monkeypatch):

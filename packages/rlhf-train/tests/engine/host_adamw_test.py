@@ -75,8 +75,10 @@ def test_chunks_of_any_size_get_the_steps_of_pytorchs_adamw(monkeypatch, length,
     """On tensors, without DeepSpeed: what it would hold is made by hand."""
     monkeypatch.setattr(host_adamw, "CHUNK_SIZE", chunk_size)
     sizes = []
-    places = host_adamw._Places
-    monkeypatch.setattr(host_adamw, "_Places", lambda size, *options: sizes.append(size) or places(size, *options))
+    places = host_adamw._DeviceBuffers
+    monkeypatch.setattr(
+        host_adamw, "_DeviceBuffers", lambda size, *options: sizes.append(size) or places(size, *options)
+    )
     init_process_group(rank=0, world_size=1, master=("127.0.0.1", free_port()), device="cpu")
     generator = torch.Generator().manual_seed(0)
     lengths = (length, 3)

@@ -14,7 +14,7 @@ from rlhf_rollout.host import free_port
 from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.engine.optimizer import Muon, is_hidden_matrix, orthogonalized
 from rlhf_train.engine.process_group import init_process_group
-from rlhf_train.engine.shards import Place
+from rlhf_train.engine.shards import WeightSlice
 from rlhf_train.specs import OptimizerSpec
 from trainer_testing import run_ranks
 
@@ -66,7 +66,7 @@ def test_muon_takes_the_steps_of_pytorchs():
     own = nn.Parameter(torch.randn(12, 7))
     other = nn.Parameter(own.detach().clone())
     ours = Muon([{"params": [own], "momentum": 0.9, "weight_decay": 0.1}], {"0.w": own.shape}, lr=0.05)
-    ours.find([Place("0.w", 0, own.numel(), own, 0)], 1)
+    ours.find([WeightSlice("0.w", 0, own.numel(), own, 0)], 1)
     options = {"momentum": 0.9, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
     theirs = torch.optim.Muon([other], lr=0.05, **options)
     before = own.detach().clone()

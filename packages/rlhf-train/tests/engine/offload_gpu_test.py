@@ -98,7 +98,7 @@ def test_states_are_in_pinned_memory_and_an_update_needs_little_of_the_device():
     engine = new_engine(offload=True, width=8192)
     num_weights = sum(weight.numel() for weight in engine.module.parameters())
     inner = engine._inner_optimizer
-    for place in engine._places:
+    for place in engine._slices:
         for part in (place.flat, *(inner.state[place.flat][key] for key in ("exp_avg", "exp_avg_sq"))):
             assert part.device.type == "cpu" and part.is_pinned()
     # bfloat16 weights and float32 sums of gradients; states would take 12 bytes more.
@@ -108,11 +108,11 @@ def test_states_are_in_pinned_memory_and_an_update_needs_little_of_the_device():
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         engine.step()
-        chunks = host_adamw._NUM_PLACES * 12 * host_adamw.CHUNK_SIZE
+        chunks = host_adamw._NUM_BUFFERS * 12 * host_adamw.CHUNK_SIZE
         assert chunks < 12 * num_weights / 2
         assert torch.cuda.max_memory_allocated() - before < chunks + 16 * MIB
         assert torch.cuda.memory_allocated() < before + MIB
-    assert all(part.is_pinned() for part in inner.state[engine._places[0].flat].values() if part.ndim)
+    assert all(part.is_pinned() for part in inner.state[engine._slices[0].flat].values() if part.ndim)
 
 
 def test_moments_in_bfloat16_are_half_as_large_on_the_device_and_the_update_needs_nothing_else():

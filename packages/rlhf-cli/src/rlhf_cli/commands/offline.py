@@ -182,10 +182,10 @@ class Command:
 def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Console") -> tuple["OfflineJob", Any]:
     """Check models and data without loading a model; return the job and the tokenizer."""
     assert config.model.pretrain
-    place = launch()
+    process = launch()
     training = config.training
-    config.planned_model.check_ranks(place.num_ranks, "torchrun --nproc_per_node {} -m ...")
-    _take_own_gpu(place)
+    config.planned_model.check_ranks(process.num_ranks, "torchrun --nproc_per_node {} -m ...")
+    _take_own_gpu(process)
     # Open the data before importing torch, so that a wrong path or key is reported within a second.
     sources = _open(config)
 
@@ -198,7 +198,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     from rlhf_train.offline.epochs import OfflineSchedule
     from rlhf_train.offline.job import OfflineJob
 
-    if place.rank == 0 and hasattr(config.data, "tools_key"):
+    if process.rank == 0 and hasattr(config.data, "tools_key"):
         console.notices(unread_tools(sources.values(), config.data))
     path = model_path(config.model.pretrain)
     model = config.model
@@ -213,7 +213,9 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     reference = _reference(config, tokenizer)
     encoder = encoder_of(command.kind, config, tokenizer)
     num_ids = check_tokenizer_fits(model_config, tokenizer)
-    loaded = {flag: _load(config, flag, rows, encoder, num_ids, console, place.rank) for flag, rows in sources.items()}
+    loaded = {
+        flag: _load(config, flag, rows, encoder, num_ids, console, process.rank) for flag, rows in sources.items()
+    }
     for held in loaded.values():
         objective.items(held.examples[:2])  # refuses, before the run, examples that are too few
     schedule = OfflineSchedule(**matching(OfflineSchedule, training))
@@ -234,9 +236,9 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         model_path=folder / "model",
         best_path=folder / "best_model" if best else None,
         checkpoints=replace(checkpoints, resume=config.checkpoint.continues, template_clock=clock),
-        rank=place.rank,
-        num_ranks=place.num_ranks,
-        master=place.master or ("127.0.0.1", free_port()),
+        rank=process.rank,
+        num_ranks=process.num_ranks,
+        master=process.master or ("127.0.0.1", free_port()),
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
     return job, tokenizer
@@ -387,12 +389,12 @@ def _arithmetic(config: OfflineConfig, job: "OfflineJob | None") -> str:
     return f"{text}, {per_pass}; {rate}, warm-up {job.model.optimizer.warmup_steps} updates"
 
 
-def _take_own_gpu(place: Launch) -> None:
+def _take_own_gpu(process: Launch) -> None:
     """If a launcher started several processes, make only its own GPU visible to this one.
 
     This must happen before torch initializes CUDA, which reads CUDA_VISIBLE_DEVICES once.
     """
-    if place.local_rank is None:
+    if process.local_rank is None:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[place.local_rank] if visible else str(place.local_rank)
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[process.local_rank] if visible else str(process.local_rank)

@@ -111,7 +111,7 @@ def make_job(
     if inputs.recording is not None:
         num_steps = min(num_planned, inputs.recording.num_steps)
     num_frozen = max(training.freezing_actor_steps, 0)
-    places = config.engine.vllm_max_num_seqs * plan.engines.num_ranks
+    num_slots = config.engine.vllm_max_num_seqs * plan.engines.num_ranks
     # Requests reach an engine in no fixed order, so each needs a seed of its own for two runs to agree. On a GPU they
     # would not agree anyway, because sums depend on what else is in the batch, and seeds slow the sampler down.
     sampling = config.sampling(seed=None if on_gpu else training.seed)
@@ -148,7 +148,7 @@ def make_job(
         trainer_sleep=config.placement.deepspeed_enable_sleep and plan.shares_gpus,
         sync_checksum=config.engine.weight_sync_checksum,
         # Twice as many groups as the engines generate at the same time, so that they never wait for a prompt.
-        max_in_flight=max(math.ceil(2 * places / num_samples), 1),
+        max_in_flight=max(math.ceil(2 * num_slots / num_samples), 1),
         ray_address=ray_address,
         dynamic_sampling=config.filtering,
         num_frozen_steps=num_frozen,

@@ -33,8 +33,8 @@ from rlhf_train.engine.deepspeed_internals import (
     import_deepspeed,
     local_part,
     num_elements,
-    places,
     reduce_buckets,
+    weight_slices,
 )
 from rlhf_train.engine.optimizer import Muon, make_optimizer
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
@@ -117,10 +117,10 @@ class DeepSpeedEngine:
         self._inner_optimizer = optimizer  # PyTorch's, around which DeepSpeed puts its own
         self._trained = [(name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad]
         # Where this rank keeps master weights. Found here, because DeepSpeed forgets it while the states are offloaded.
-        everywhere = places(self.module, wrapper)
+        everywhere = weight_slices(self.module, wrapper)
         check_masters(self.module, everywhere, optimizer)
-        self._places = [place for place in everywhere if place.size]
-        self._flats = {place.flat for place in everywhere}
+        self._slices = [part for part in everywhere if part.size]
+        self._flats = {part.flat for part in everywhere}
         if isinstance(optimizer, Muon):
             optimizer.find(everywhere, num_ranks=self._num_ranks if zero_stage else 1)
         # The float32 sums of gradients by weight, in bfloat16 at stage 1; empty otherwise. CUDA graphs of a backward
@@ -216,7 +216,7 @@ class DeepSpeedEngine:
             shards.copies = not self._spec.offload
             group = self._tensor_group
             counted = {name for name, weight in self._trained if group is None or group.counts(weight)}
-            kept = [place for place in self._places if place.name in counted]
+            kept = [part for part in self._slices if part.name in counted]
             save_moments(shards, kept, self._inner_optimizer.state)
             shards.numbers[COLUMN_PARTS] = column_parts(self.module)
 
@@ -230,7 +230,7 @@ class DeepSpeedEngine:
         reader.column_parts = column_parts(self.module)
         optimizer = self._inner_optimizer
         is_fused = optimizer.defaults["fused"]
-        load_moments(reader, self._places, optimizer.state, dtype=self._moment_dtype, step_on_device=is_fused)
+        load_moments(reader, self._slices, optimizer.state, dtype=self._moment_dtype, step_on_device=is_fused)
         self._num_steps = int(reader.numbers["num_updates"])
         if self._is_plain:
             return  # the optimizer works on the weights themselves
@@ -280,7 +280,7 @@ class DeepSpeedEngine:
         moments = [part for part in states if torch.is_tensor(part) and part.numel() > 1]
         # Some optimizers in float32 work on the weights themselves.
         weights = {local_part(weight).untyped_storage().data_ptr() for _, weight in self._trained}
-        flats = {place.flat: place.flat.untyped_storage().data_ptr() for place in self._places}
+        flats = {part.flat: part.flat.untyped_storage().data_ptr() for part in self._slices}
         masters = [flat for flat, address in flats.items() if address not in weights]
         kept = [] if self._spec.offload else [*masters, *moments]
         self._host_states.offload(kept, [*self._sums, *reduce_buckets(self._engine.optimizer)])

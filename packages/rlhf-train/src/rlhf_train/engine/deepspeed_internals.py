@@ -20,7 +20,7 @@ from rlhf_data.errors import EngineError
 from rlhf_kernels import accumulate_
 from rlhf_rollout.host import collection_paused
 from rlhf_rollout.private_names import missing
-from rlhf_train.engine.shards import WEIGHT, Place, Shards, first_element, save_moments
+from rlhf_train.engine.shards import WEIGHT, Shards, WeightSlice, first_element, save_moments
 
 TESTED_VERSION = "0.19.8"
 
@@ -134,7 +134,7 @@ def check_optimizer(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
         raise _unknown(f"{kind} updates weights by {type(wrapper.optimizer).__name__}")
 
 
-def places(module: nn.Module, wrapper: Any) -> list[Place]:
+def weight_slices(module: nn.Module, wrapper: Any) -> list[WeightSlice]:
     """Return the parts of all trained weights that this rank keeps, for what `check_optimizer` has checked.
 
     The weights come in the same order on all ranks. Without ZeRO all ranks keep all weights.
@@ -142,14 +142,14 @@ def places(module: nn.Module, wrapper: Any) -> list[Place]:
     named = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
     kind = type(wrapper).__name__
     if kind == "DeepSpeedZeroOptimizer_Stage3":
-        return list(_stage_3_places(named, wrapper))
+        return list(_stage_3_slices(named, wrapper))
     if kind == "BF16_Optimizer":
         # `check_masters` says what a list that is too short lacks.
         groups = zip(wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, strict=False)
     elif kind == "DeepSpeedZeroOptimizer":
         groups = zip(wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups, strict=False)
     else:
-        return [Place(name, first_element(weight), weight.numel(), weight, 0) for name, weight in named]
+        return [WeightSlice(name, first_element(weight), weight.numel(), weight, 0) for name, weight in named]
     names = {id(weight): name for name, weight in named}
     found = []
     for weights, flat in groups:
@@ -157,47 +157,47 @@ def places(module: nn.Module, wrapper: Any) -> list[Place]:
             _require(weight, ["_hp_mapping"])
             mapping = weight._hp_mapping
             if mapping is None:
-                found.append(Place(names[id(weight)], 0, 0, flat, 0))
+                found.append(WeightSlice(names[id(weight)], 0, 0, flat, 0))
                 continue
             address = mapping.hp_fragment_address
             start = first_element(weight) + mapping.lp_fragment_address.start
-            found.append(Place(names[id(weight)], start, address.numel, flat, address.start))
+            found.append(WeightSlice(names[id(weight)], start, address.numel, flat, address.start))
     return found
 
 
-def _stage_3_places(named: list[tuple[str, Any]], wrapper: Any) -> Iterator[Place]:
+def _stage_3_slices(named: list[tuple[str, Any]], wrapper: Any) -> Iterator[WeightSlice]:
     rank = torch.distributed.get_rank()
     for name, weight in named:
         group, offset, size = wrapper.grad_position[wrapper.get_param_id(weight)]
         start = min(rank * size, weight.ds_numel)
         # ZeRO-3 pads the last part of a weight.
         rest = min(size, weight.ds_numel - start)
-        yield Place(name, start, rest, wrapper.fp32_partitioned_groups_flat[group], offset)
+        yield WeightSlice(name, start, rest, wrapper.fp32_partitioned_groups_flat[group], offset)
 
 
 @torch.no_grad()
-def check_masters(module: nn.Module, everywhere: Sequence[Place], optimizer: torch.optim.Optimizer) -> None:
-    """Raise EngineError unless `everywhere`, of `places`, leads to the master weights of a new engine.
+def check_masters(module: nn.Module, everywhere: Sequence[WeightSlice], optimizer: torch.optim.Optimizer) -> None:
+    """Raise EngineError unless `everywhere`, of `weight_slices`, leads to the master weights of a new engine.
 
     The optimizer must update these tensors and no others. Both ends of each part must round to the weight in the
     model. What is written to one element must be there in what a checkpoint saves and where DeepSpeed looks for it.
     """
-    flats = {place.flat for place in everywhere}
+    flats = {owned.flat for owned in everywhere}
     if any(weight not in flats for group in optimizer.param_groups for weight in group["params"]):
         raise _unknown("its optimizer updates other tensors than the master weights found")
     weights = dict(module.named_parameters())
-    if lost := sorted({name for name, w in weights.items() if w.requires_grad} - {place.name for place in everywhere}):
+    if lost := sorted({name for name, w in weights.items() if w.requires_grad} - {owned.name for owned in everywhere}):
         raise _unknown(f"there is no master weight of {', '.join(lost[:3])}")
-    kept = [place for place in everywhere if place.size]
-    for place in kept:
-        weight = weights[place.name]
+    kept = [owned for owned in everywhere if owned.size]
+    for owned in kept:
+        weight = weights[owned.name]
         shard = weight.ds_tensor if hasattr(weight, "ds_id") else weight
-        first = 0 if hasattr(weight, "ds_id") else place.start - first_element(weight)
-        part = shard.detach().reshape(-1)[first : first + place.size]
-        if not same_ends(place.cut(place.flat), part):
-            raise _unknown(f"the master weight found for {place.name} has other values than the weight")
+        first = 0 if hasattr(weight, "ds_id") else owned.start - first_element(weight)
+        part = shard.detach().reshape(-1)[first : first + owned.size]
+        if not same_ends(owned.cut(owned.flat), part):
+            raise _unknown(f"the master weight found for {owned.name} has other values than the weight")
     if kept:
-        smallest = min(kept, key=lambda place: place.size)
+        smallest = min(kept, key=lambda owned: owned.size)
         _check_round_trip(smallest, weights[smallest.name])
 
 
@@ -209,17 +209,17 @@ def same_ends(master: Tensor, weight: Tensor) -> bool:
     return torch.allclose(master[::step].to(weight.dtype), weight[::step], rtol=0, atol=0, equal_nan=True)
 
 
-def _check_round_trip(place: Place, weight: Any) -> None:
-    element = place.cut(place.flat)[:1]
+def _check_round_trip(owned: WeightSlice, weight: Any) -> None:
+    element = owned.cut(owned.flat)[:1]
     before = element.clone()
     written = 0.25 if float(before) == 0.5 else 0.5
     element.fill_(written)
     shards = Shards()
-    save_moments(shards, [place], {})
-    read = [float(part.view(-1)[0]) for part in (shards.tensors[f"{WEIGHT}/{place.name}"], _master_of(weight))]
+    save_moments(shards, [owned], {})
+    read = [float(part.view(-1)[0]) for part in (shards.tensors[f"{WEIGHT}/{owned.name}"], _master_of(weight))]
     element.copy_(before)
     if read != [written, written]:
-        raise _unknown(f"{written} is written to the master weight of {place.name}, and read as {read}")
+        raise _unknown(f"{written} is written to the master weight of {owned.name}, and read as {read}")
 
 
 def _master_of(weight: Any) -> Tensor:

@@ -12,8 +12,8 @@ from rlhf_train.engine import bf16_moments
 from rlhf_train.engine.deepspeed_internals import leave_stage_1, leave_stage_3
 
 CHUNK_SIZE = 1 << 23  # elements of master weights: with their two moments in float32, 96 MiB
-_MULTIPLE = 64  # elements, so that every place is aligned
-_NUM_PLACES = 3  # on the device: a chunk comes, another is updated, a third leaves
+_MULTIPLE = 64  # elements, so that every buffer is aligned
+_NUM_BUFFERS = 3  # on the device: a chunk comes, another is updated, a third leaves
 
 
 class _Part(NamedTuple):
@@ -70,7 +70,7 @@ class HostAdamW(torch.optim.AdamW):
         longest = max(len(part.master) for part in self._parts.values())
         size = min(CHUNK_SIZE, longest + -longest % _MULTIPLE)
         dtypes = [torch.float32, *[next(iter(self.state.values()))["exp_avg"].dtype] * 2]
-        places = _Places(size, device, dtypes)
+        buffers = _DeviceBuffers(size, device, dtypes)
         for group in self.param_groups:
             for known in group["params"]:
                 part = self._parts[known]
@@ -80,14 +80,14 @@ class HostAdamW(torch.optim.AdamW):
                 num_updates = float(state["step"])
                 chunks = zip(*(tensor.split(size) for tensor in (*states, gradient, part.weight)), strict=True)
                 for number, chunk in enumerate(chunks):
-                    _update(group, places, num_updates, number * size, chunk[:3], *chunk[3:])
+                    _update(group, buffers, num_updates, number * size, chunk[:3], *chunk[3:])
                 state["step"] += 1
-        places.finish()
+        buffers.finish()
 
 
 def _update(
     group: Mapping[str, Any],
-    places: "_Places",
+    buffers: "_DeviceBuffers",
     num_updates: float,
     start: int,
     states: Sequence[Tensor],
@@ -96,7 +96,7 @@ def _update(
 ) -> None:
     """Make update number `num_updates`, from 0, of one chunk, whose first element is number `start`: master weights and
     two moments, [n] each."""
-    master, average, square = places.bring(states)
+    master, average, square = buffers.bring(states)
     if average.dtype == torch.bfloat16:
         bf16_moments.update_(group, int(num_updates) + 1, master, gradient, average, square, start=start)
     else:
@@ -119,45 +119,47 @@ def _update(
             maximize=False,
         )
     weight.copy_(master)
-    places.take_back(states)
+    buffers.take_back(states)
 
 
-class _Places:
+class _DeviceBuffers:
     """Memory on the device through which chunks pass, in order. On a GPU, copies overlap with each other."""
 
     def __init__(self, size: int, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
-        self._places = [[torch.empty(size, device=device, dtype=dtype) for dtype in dtypes] for _ in range(_NUM_PLACES)]
+        self._buffers = [
+            [torch.empty(size, device=device, dtype=dtype) for dtype in dtypes] for _ in range(_NUM_BUFFERS)
+        ]
         self._number = 0  # of the current chunk
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
-        self._left: dict[int, torch.cuda.Event] = {}  # by place: the chunk in it is in host memory again
+        self._left: dict[int, torch.cuda.Event] = {}  # by buffer: the chunk in it is in host memory again
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream())  # the memory may still be in use
 
     def bring(self, chunk: Sequence[Tensor]) -> list[Tensor]:
         """Return a chunk of tensors [n] on the device, for the current stream."""
-        place = self._place(chunk)
+        buffer = self._buffer(chunk)
         if not self._streams:
-            _copy(place, chunk)
-            return place
+            _copy(buffer, chunk)
+            return buffer
         coming = self._streams[0]
         with torch.cuda.stream(coming):
-            if self._number >= _NUM_PLACES:
-                coming.wait_event(self._left[self._number % _NUM_PLACES])
-            _copy(place, chunk)
+            if self._number >= _NUM_BUFFERS:
+                coming.wait_event(self._left[self._number % _NUM_BUFFERS])
+            _copy(buffer, chunk)
         torch.cuda.current_stream().wait_stream(coming)
-        return place
+        return buffer
 
     def take_back(self, chunk: Sequence[Tensor]) -> None:
-        """Copy what is in the place of the last `bring` to its host memory."""
-        place = self._place(chunk)
+        """Copy what is in the buffer of the last `bring` to its host memory."""
+        buffer = self._buffer(chunk)
         if not self._streams:
-            _copy(chunk, place)
+            _copy(chunk, buffer)
         else:
             leaving = self._streams[1]
             leaving.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(leaving):
-                _copy(chunk, place)
-            self._left[self._number % _NUM_PLACES] = leaving.record_event()
+                _copy(chunk, buffer)
+            self._left[self._number % _NUM_BUFFERS] = leaving.record_event()
         self._number += 1
 
     def finish(self) -> None:
@@ -165,8 +167,8 @@ class _Places:
         for stream in self._streams:
             stream.synchronize()
 
-    def _place(self, chunk: Sequence[Tensor]) -> list[Tensor]:
-        return [part[: len(chunk[0])] for part in self._places[self._number % _NUM_PLACES]]
+    def _buffer(self, chunk: Sequence[Tensor]) -> list[Tensor]:
+        return [part[: len(chunk[0])] for part in self._buffers[self._number % _NUM_BUFFERS]]
 
 
 def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rlhf_data.errors import ConfigError
 from rlhf_train.engine.bf16_moments import Bf16MomentsAdamW
 from rlhf_train.engine.host_adamw import HostAdamW
-from rlhf_train.engine.shards import MOMENTUM, Place
+from rlhf_train.engine.shards import MOMENTUM, WeightSlice
 from rlhf_train.specs import OptimizerSpec
 
 _NUM_ITERATIONS = 5
@@ -109,20 +109,20 @@ class Muon(torch.optim.AdamW):
         """Take the options of AdamW, and the shapes of the weights for Muon by name."""
         super().__init__(groups, **options)
         self._shapes = shapes
-        self._matrices: dict[Tensor, list[tuple[Place, torch.Size]]] = {}
+        self._matrices: dict[Tensor, list[tuple[WeightSlice, torch.Size]]] = {}
         self._num_ranks = 1
 
-    def find(self, places: Sequence[Place], num_ranks: int) -> None:
+    def find(self, slices: Sequence[WeightSlice], num_ranks: int) -> None:
         """Say where the weights are, before the first update.
 
         Args:
-            places: of all weights in the same order on all ranks; of size 0 where other ranks keep them.
+            slices: of all weights in the same order on all ranks; of size 0 where other ranks keep them.
             num_ranks: ranks that share the weights; 1 if each keeps all of them.
         """
         self._num_ranks = num_ranks
-        for place in places:
-            if place.name in self._shapes:
-                self._matrices.setdefault(place.flat, []).append((place, self._shapes[place.name]))
+        for owned in slices:
+            if owned.name in self._shapes:
+                self._matrices.setdefault(owned.flat, []).append((owned, self._shapes[owned.name]))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -150,16 +150,16 @@ class Muon(torch.optim.AdamW):
         # Each rank orthogonalizes one matrix, or the experts of one layer, of a round.
         for first in range(0, len(matrices), self._num_ranks):
             of_round = matrices[first : first + self._num_ranks]
-            for (place, shape), update in zip(of_round, self._updates(blend, of_round), strict=True):
-                part = update.flatten()[place.start : place.start + place.size]
-                place.cut(flat).add_(part, alpha=-group["lr"] * _ADAMW_RMS * max(shape[-2:]) ** 0.5)
+            for (owned, shape), update in zip(of_round, self._updates(blend, of_round), strict=True):
+                part = update.flatten()[owned.start : owned.start + owned.size]
+                owned.cut(flat).add_(part, alpha=-group["lr"] * _ADAMW_RMS * max(shape[-2:]) ** 0.5)
 
-    def _updates(self, blend: Tensor, matrices: Sequence[tuple[Place, torch.Size]]) -> list[Tensor]:
+    def _updates(self, blend: Tensor, matrices: Sequence[tuple[WeightSlice, torch.Size]]) -> list[Tensor]:
         """Return the orthogonalized whole of each matrix, of which ranks have parts in `blend`."""
         wholes = []
-        for place, shape in matrices:
+        for owned, shape in matrices:
             whole = blend.new_zeros(shape.numel())
-            whole[place.start : place.start + place.size] = place.cut(blend)
+            whole[owned.start : owned.start + owned.size] = owned.cut(blend)
             wholes.append(whole.view(shape))
         if self._num_ranks == 1:
             return [orthogonalized(whole) for whole in wholes]

@@ -1,9 +1,9 @@
 """A model's trained weights and optimizer states in files, for any number of ranks and any ZeRO stage.
 
-Each rank writes the parts that it keeps, with their place in the whole tensor. A reader puts the parts together again,
+Each rank writes the parts that it keeps, with their position in the whole tensor. A reader puts the parts together again,
 so that a run with other ranks or another ZeRO stage can read them, each rank only what it needs.
 
-torch's distributed checkpoint does not take the place of this file. It keeps the places of parts in a pickle, which
+torch's distributed checkpoint does not replace this file. It keeps the positions of parts in a pickle, which
 runs the code of whoever wrote it when it is read, and its saving is a collective, in which all ranks wait for one that
 died. It knows rectangular parts of tensors: those of a flattened tensor, which begin and end within rows, need
 a planner that is longer than the reader here.
@@ -36,7 +36,7 @@ class Shards:
 
     Attributes:
         tensors: [n] each, in host memory.
-        starts: place of each tensor's first element in the whole flattened tensor.
+        starts: position of each tensor's first element in the whole flattened tensor.
         numbers: JSON values, such as the number of updates: equal on all ranks, or a dictionary by weight.
         copies: whether `add` copies what is in host memory already, which may have no room for it twice. Otherwise it
             must not change before `write` is done.
@@ -176,7 +176,7 @@ def part_of(weight: Tensor) -> WeightPart:
 
 
 def first_element(weight: Tensor) -> int:
-    """Return the place of the first element of this rank's part in the whole weight, flattened part by part."""
+    """Return the position of the first element of this rank's part in the whole weight, flattened part by part."""
     return part_of(weight).number * weight.numel()
 
 
@@ -189,7 +189,7 @@ def column_parts(module: torch.nn.Module) -> dict[str, list[int]]:
     return {name: [part_of(w).count, len(w), part_of(w).count * w.shape[1]] for name, w in divided.items()}
 
 
-class Place(NamedTuple):
+class WeightSlice(NamedTuple):
     """Where this rank keeps a part of one weight; of size 0 if others keep all of it.
 
     Attributes:
@@ -211,7 +211,7 @@ class Place(NamedTuple):
         return tensor.detach().view(-1)[self.offset : self.offset + self.size]
 
 
-def save_moments(shards: Shards, kept: list[Place], states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+def save_moments(shards: Shards, kept: list[WeightSlice], states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
     """Add master weights and the moments of AdamW or Muon to `shards`.
 
     Args:
@@ -220,20 +220,25 @@ def save_moments(shards: Shards, kept: list[Place], states: Mapping[Tensor, Mapp
         states: of the optimizer, by flat tensor; empty before the first update.
     """
     steps = {}
-    for place in kept:
-        shards.add(f"{WEIGHT}/{place.name}", place.cut(place.flat), place.start)
-        state = states.get(place.flat) or {}
+    for part in kept:
+        shards.add(f"{WEIGHT}/{part.name}", part.cut(part.flat), part.start)
+        state = states.get(part.flat) or {}
         for key in MOMENTS:
             if key in state:
-                shards.add(f"{key}/{place.name}", place.cut(state[key]), place.start)
+                shards.add(f"{key}/{part.name}", part.cut(state[key]), part.start)
         if "step" in state:
-            steps[place.name] = int(state["step"])
+            steps[part.name] = int(state["step"])
     shards.numbers["updates_by_weight"] = steps
 
 
 @torch.no_grad()
 def load_moments(
-    reader: ShardReader, kept: list[Place], states: Any, *, step_on_device: bool, dtype: torch.dtype = torch.float32
+    reader: ShardReader,
+    kept: list[WeightSlice],
+    states: Any,
+    *,
+    step_on_device: bool,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Set master weights and the moments of AdamW or Muon to those that `save_moments` saved.
 
@@ -246,18 +251,18 @@ def load_moments(
     Raises:
         CheckpointError: the files lack a weight of this model.
     """
-    for place in kept:
-        place.cut(place.flat).copy_(reader.read(f"{WEIGHT}/{place.name}", place.start, place.size))
-        saved = [key for key in MOMENTS if f"{key}/{place.name}" in reader]
+    for part in kept:
+        part.cut(part.flat).copy_(reader.read(f"{WEIGHT}/{part.name}", part.start, part.size))
+        saved = [key for key in MOMENTS if f"{key}/{part.name}" in reader]
         if not saved:
             continue
-        state = states[place.flat]
+        state = states[part.flat]
         for key in saved:
             if key not in state:
-                state[key] = torch.zeros_like(place.flat, dtype=dtype)
-            place.cut(state[key]).copy_(reader.read(f"{key}/{place.name}", place.start, place.size))
+                state[key] = torch.zeros_like(part.flat, dtype=dtype)
+            part.cut(state[key]).copy_(reader.read(f"{key}/{part.name}", part.start, part.size))
         if MOMENTUM in saved:
             continue  # Muon counts no updates
-        num_updates = reader.numbers["updates_by_weight"].get(place.name, reader.numbers["num_updates"])
-        device = place.flat.device if step_on_device else "cpu"
+        num_updates = reader.numbers["updates_by_weight"].get(part.name, reader.numbers["num_updates"])
+        device = part.flat.device if step_on_device else "cpu"
         state["step"] = torch.tensor(float(num_updates), device=device)

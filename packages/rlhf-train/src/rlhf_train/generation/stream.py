@@ -38,9 +38,9 @@ class SampleStream:
           taken + queued + in flight < (done + 1 + max_staleness) batch_size
 
       where `done` is the number of batches that the learner has finished, and `taken` the number of groups in the
-      batches that it has taken. A batch that was not full counts as full. So there is a place for every group in one
+      batches that it has taken. A batch that was not full counts as full. So there is room for every group in one
       of the next `max_staleness + 1` batches.
-    - A batch comes out only if all groups that remain still have such places. Otherwise the learner waits for the
+    - A batch comes out only if all groups that remain still have such room. Otherwise the learner waits for the
       slowest of the groups whose last batch this is.
 
     With `max_staleness` 0, no prompt is admitted while the learner works, and every group is trained by the weights
@@ -131,9 +131,9 @@ class SampleStream:
         batch = self._next_batch()
         chosen = {ticket.number for ticket in batch}
         rest = sorted(ticket.last_batch for ticket in self._tickets.values() if ticket.number not in chosen)
-        # The group at place n of the rest, the most urgent first, is trained at the earliest n // batch_size batches
+        # The group at position n of the rest, the most urgent first, is trained at the earliest n // batch_size batches
         # after the next one.
-        return all(last >= self._num_taken + 1 + place // self._batch_size for place, last in enumerate(rest))
+        return all(last >= self._num_taken + 1 + position // self._batch_size for position, last in enumerate(rest))
 
     def take(self) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
         """Remove the groups of the next batch and return them in the order of admission. See `is_ready`.

@@ -153,10 +153,10 @@ class TrainWorker:
                 if not rows:
                     continue
                 values = outputs["values" if role == "critic" else "logprobs"]
-                places = to_device(torch.tensor(rows), self._device)
-                column[places, : values.shape[1]] = values.float()
+                positions = to_device(torch.tensor(rows), self._device)
+                column[positions, : values.shape[1]] = values.float()
                 if "last_values" in outputs:
-                    last_values[places, : values.shape[1]] = outputs["last_values"].float()
+                    last_values[positions, : values.shape[1]] = outputs["last_values"].float()
                 if role == "actor":
                     entropy = entropy.merge(masked_mean(outputs["entropy"], mask))
         self._experience.set_column(MODEL_COLUMNS[role], column)
@@ -295,9 +295,9 @@ class TrainWorker:
         if is_first and not spec.runs_actor:
             # This pass is the first to know the gap to the engine, of the tokens that the stream holds.
             mask = stream.loss_mask
-            places = to_device(wanted.flatten().nonzero()[:, 0], self._device)
-            logprobs = output.logprobs.flatten()[places]
-            metrics["policy/entropy"] = masked_mean(output.entropy.flatten()[places], mask)
+            positions = to_device(wanted.flatten().nonzero()[:, 0], self._device)
+            logprobs = output.logprobs.flatten()[positions]
+            metrics["policy/entropy"] = masked_mean(output.entropy.flatten()[positions], mask)
             rollout_logprobs = experience.rollout_logprobs[list(rows)][experience.policy_mask[list(rows)]]
             metrics |= mismatch_metrics(logprobs, to_device(rollout_logprobs, self._device), mask)
             if spec.use_kl_loss:
