@@ -126,9 +126,9 @@ class _DeviceBuffers:
     """Memory on the device through which chunks pass, in order. On a GPU, copies overlap with each other."""
 
     def __init__(self, size: int, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
-        self._buffers = [
-            [torch.empty(size, device=device, dtype=dtype) for dtype in dtypes] for _ in range(_NUM_BUFFERS)
-        ]
+        self._buffers = []
+        for _ in range(_NUM_BUFFERS):
+            self._buffers.append([torch.empty(size, device=device, dtype=dtype) for dtype in dtypes])
         self._number = 0  # of the current chunk
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
         self._left: dict[int, torch.cuda.Event] = {}  # by buffer: the chunk in it is in host memory again

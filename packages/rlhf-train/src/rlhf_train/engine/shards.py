@@ -1,7 +1,7 @@
 """A model's trained weights and optimizer states in files, for any number of ranks and any ZeRO stage.
 
-Each rank writes the parts that it keeps, with their position in the whole tensor. A reader puts the parts together again,
-so that a run with other ranks or another ZeRO stage can read them, each rank only what it needs.
+Each rank writes the parts that it keeps, with their position in the whole tensor. A reader puts the parts together, so
+that a run with other ranks or another ZeRO stage can read them, each rank only what it needs.
 
 torch's distributed checkpoint does not replace this file. It keeps the positions of parts in a pickle, which
 runs the code of whoever wrote it when it is read, and its saving is a collective, in which all ranks wait for one that
