@@ -73,7 +73,7 @@ def check_packs(model: nn.Module) -> None:
     Models of `PACKED_FAMILIES`, which are known to keep them apart, and those whose attention needs a GPU are not run.
 
     Args:
-        model: of transformers, with or without its head, on the CPU and in eval mode.
+        model: a model of transformers, with or without its head, on the CPU and in eval mode.
 
     Raises:
         ConfigError: the model mixes packed sequences, or cannot run them.

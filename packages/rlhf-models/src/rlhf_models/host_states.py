@@ -162,7 +162,7 @@ class RestingModel:
 
     Args:
         run: the forward pass.
-        weights: of the model, on the device.
+        weights: the model's weights, on the device.
     """
 
     def __init__(self, run: Callable[..., Any], weights: Iterable[Tensor]) -> None:

@@ -184,7 +184,7 @@ def check_trained_copy(path: str | Path, dtype: str | torch.dtype, *, has_values
 
     Args:
         path: a folder or hub name.
-        dtype: of the weights in training.
+        dtype: data type of the weights in training.
         has_values: whether it is trained as a critic or reward model, and not as a language model.
 
     Raises:

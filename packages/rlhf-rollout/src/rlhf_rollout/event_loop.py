@@ -19,7 +19,7 @@ class EventLoopThread:
     So what they use, such as the terminal, need not be safe for several threads.
 
     Args:
-        name: of the thread, for debuggers and profilers.
+        name: the thread's name, for debuggers and profilers.
     """
 
     def __init__(self, name: str) -> None:

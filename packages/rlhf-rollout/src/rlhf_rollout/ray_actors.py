@@ -1,5 +1,4 @@
-"""Engines and reward models as Ray actors, and handles to them. Only this file and
-`ray_internals` import Ray."""
+"""Engines and reward models as Ray actors, and handles to them. Only this file and `ray_internals` import Ray."""
 
 import asyncio
 import gc
@@ -17,10 +16,9 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from rlhf_data.errors import EngineError, RewardError, RlhfError
 from rlhf_rollout.engines import EngineSpec, build_engine
-from rlhf_rollout.engines.remote_engine import EngineClient, EngineHost, Report
+from rlhf_rollout.engines.remote_engine import EngineClient, EngineHost
 from rlhf_rollout.engines.requests import Progress
 from rlhf_rollout.host import collection_paused, place_vllm_sockets, wait_passively
-from rlhf_rollout.protocols import Completion
 from rlhf_rollout.ray_internals import process_name, session_folder
 from rlhf_rollout.rewards.model import LocalScorer
 
@@ -116,20 +114,9 @@ class EngineActor(_Actor, EngineHost):
         super().__init__(lambda: build_engine(kind, spec), gpus)
         self._drafts = {}
 
-    @ray.method(concurrency_group="requests")
-    async def generate(self, *request: Any) -> list[Completion]:
-        """See `EngineHost.generate`."""
-        return await super().generate(*request)
-
-    @ray.method(concurrency_group="control")
-    async def written(self, counts: Mapping[str, int], known: Any) -> Report:
-        """See `EngineHost.written`."""
-        return await super().written(counts, known)
-
-    @ray.method(concurrency_group="control")
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """Return the result of a control call of the engine."""
-        return await super().call(method, *arguments)
+    generate = ray.method(concurrency_group="requests")(EngineHost.generate)
+    written = ray.method(concurrency_group="control")(EngineHost.written)
+    call = ray.method(concurrency_group="control")(EngineHost.call)
 
 
 RemoteEngine = ray.remote(concurrency_groups={"requests": 1024, "control": 64})(EngineActor)
@@ -235,7 +222,7 @@ class RayScorer:
 
     @property
     def handles(self) -> list[Any]:
-        """Ray's handles of all processes of the scorer, which is one."""
+        """Ray's handles of the scorer's processes: it has one."""
         return [self.handle]
 
     async def score(self, token_ids: list[np.ndarray]) -> list[float]:

@@ -59,7 +59,7 @@ def render_chat(
     Args:
         messages: the conversation.
         tokenizer: the model's tokenizer, loaded, with a chat template.
-        origin: of the conversation, for messages.
+        origin: where the conversation comes from, for messages.
         add_generation_prompt: end with what precedes an answer.
         is_continued: end with the content of the last message.
         tools: JSON schemas of functions in OpenAI's form, which the template writes where its model expects them.

@@ -29,7 +29,7 @@ class Row:
         source: the file or the name of the data set.
         number: the line where the record begins, counted from 1, or in a data set without lines the row, from 0.
         has_lines: whether `number` is a line.
-        short_name: of the source, unique among the sources that are read together; "" for the name without its folder.
+        short_name: name of the source, unique among those that are read together; "" for its name without the folder.
     """
 
     values: Mapping[str, Any]
@@ -168,7 +168,7 @@ class Counts:
         num_bad: rows left out because they cannot be used.
         longest_tokens: tokens of the longest sequence, whether kept or left out.
         bad: messages of the first bad rows.
-        digest: of the cells that were read of the rows kept, in their order; "" if it is not known.
+        digest: hash of the cells that were read of the rows kept, in their order; "" if it is not known.
     """
 
     num_rows: int = 0

@@ -118,7 +118,7 @@ def forward(
     Args:
         query: [N, H, D] bfloat16 or float16.
         key, value: [M, K, D], K dividing H.
-        lengths: of the sequences in N and M.
+        lengths: lengths of the sequences in N and M.
         causal: whether a query sees only the keys up to its own place, the last query and the last key being level.
         scale: factor of the scores; None means D ** -0.5.
         version: 2 or 4.
@@ -148,7 +148,7 @@ def backward(
     """Return the gradients of query, key and value.
 
     Args:
-        gradient: of the output, [N, H, D].
+        gradient: gradient of the output, [N, H, D].
         output, lse: what `forward` returned.
         query, key, value, lengths, causal, scale, version: what it got.
 

@@ -197,7 +197,7 @@ def packed_attention(
         sequence_group: the ranks that divide the T tokens of the batch; `query`, `key`, `value` and the output are then
             those of this rank's tokens. None if it has all of them.
         prompt_bounds: see `SharedPrompts`; None if each sequence has its own prompt.
-        version: of FlashAttention, 2 or 4. Layers with a sliding window take 2.
+        version: FlashAttention's version, 2 or 4. Layers with a sliding window take 2.
         kwargs: further arguments of transformers, and of `shared_prompts.attend`.
 
     Returns:

@@ -31,7 +31,7 @@ class Layout(NamedTuple):
         bounds: [G + S + 1] int32, of all prompts and then all responses.
         prompt_bounds: [G + 1] int32, of the prompts.
         group_bounds: [G + 1] int32, of the responses to each prompt, counted from the first response.
-        num_prompt_tokens: of all prompts together.
+        num_prompt_tokens: number of tokens of all prompts together.
         longest: tokens of the longest prompt or response.
         longest_prompt: tokens of the longest prompt.
         longest_group: tokens of all responses to one prompt, at most. If it is 0, no prompts are shared, and attention
@@ -133,9 +133,9 @@ def attend(
     Args:
         query: [U, H, D] bfloat16 or float16.
         key, value: [U, K, D], K dividing H.
-        layout: of the U tokens.
+        layout: where prompts and responses lie among the U tokens.
         scale: factor of the scores; None means D ** -0.5.
-        version: of FlashAttention, 2 or 4.
+        version: FlashAttention's version, 2 or 4.
 
     Returns:
         The output [U, H, D].

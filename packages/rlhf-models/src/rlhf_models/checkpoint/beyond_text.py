@@ -33,7 +33,7 @@ class LeftOut:
 
     Attributes:
         path: the folder or hub name.
-        config: of the whole model, of which the loaded one may be the part for text.
+        config: the config of the whole model; the loaded model may be its part for text.
         files: the file of each weight that was left there, by name.
     """
 
@@ -68,7 +68,7 @@ def note_left_out(model: Any, path: str | Path, config: Any, unexpected: Collect
     """Note as `model.left_out` what a model that was just loaded left in its folder.
 
     Args:
-        model: of transformers.
+        model: a model of transformers.
         path: the folder or hub name that it was loaded from.
         config: the config of the folder.
         unexpected: the names of weights that transformers found no place for and did not expect to be left out.

@@ -33,9 +33,9 @@ def load_empty(
 
     Args:
         auto_class: such as AutoModelForCausalLM.
-        config: of the folder.
-        tensors: of the folder, by name, on the meta device.
-        dtype: of the weights; "auto" for the config's.
+        config: the folder's config.
+        tensors: the folder's tensors by name, on the meta device.
+        dtype: data type of the weights; "auto" for the config's.
 
     Returns:
         The model, and what did not fit by kind, such as "missing_keys": names of tensors.

@@ -50,7 +50,7 @@ class RouterWatch:
     """Keeps the sums of a backbone's last pass in training mode; the backbone stores it as `router_watch`.
 
     Attributes:
-        sums: of the last pass, None before the first.
+        sums: the sums of the last pass; None before the first.
     """
 
     def __init__(self, top_k: int) -> None:

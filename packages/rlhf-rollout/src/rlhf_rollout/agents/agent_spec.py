@@ -28,7 +28,7 @@ class AgentSpec:
 
     Attributes:
         path: `FILE.py`, `FILE.py:NAME`, `module`, `module:NAME` or a command line; see `user_agent`.
-        limits: of each episode.
+        limits: the limits of each episode.
         num_processes: processes, each of which runs many episodes.
         timeout_s: seconds that the agent's code may take between two answers of the policy.
         failed_reward, success_threshold: see `HostedAgent`.
@@ -73,12 +73,12 @@ def make_workflow(
     gives_reward: bool = True,
     log_path: Path | None = None,
 ) -> Workflow:
-    """Return the workflow of an agent, or without one that of single turns.
+    """Return the workflow that runs an agent or, without an agent, single turns.
 
     Args:
         spec: the agent; None for single turns.
         router: answers the workflow's requests.
-        tokenizer: of the policy, loaded.
+        tokenizer: the policy's, loaded.
         tokenizer_path: its folder or hub name, for agents that load it.
         gives_reward: see `HostedAgent`.
         log_path: file for what the agent prints; None for standard error.

@@ -54,7 +54,7 @@ class Conversations:
     policy has written it. Answers are compared without white space around them and without the ids of tool calls.
 
     Args:
-        tokenizer: of the policy, loaded.
+        tokenizer: the policy's, loaded.
         history: what happens if the template renders the recorded tokens differently, for example without earlier
             reasoning. "append" keeps the recorded tokens; "split" takes the template's text, which begins another
             rollout.

@@ -31,7 +31,7 @@ _CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an action has led to. `is_cut` says that a limit of the environment has ended the episode."""
+    """The result of one action. `is_cut`: a limit of the environment has ended the episode."""
 
     observation: Any
     reward: float

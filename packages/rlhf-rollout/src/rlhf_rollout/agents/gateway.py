@@ -64,7 +64,7 @@ class Gateway(LocalServer):
     """The server. Use it from one event loop.
 
     Args:
-        tokenizer: of the policy, loaded.
+        tokenizer: the policy's, loaded.
         history: see `Conversations`.
         tool_parser: form of the tool calls; see `make_parser`.
 

@@ -60,9 +60,9 @@ class GatewaySession:
 
     Attributes:
         url: its address, without `/v1`.
-        recorder: of the episode.
+        recorder: records the episode.
         activity: told when the agent waits for the policy.
-        tokenizer: of the policy.
+        tokenizer: the policy's.
         history: see `Conversations`.
         parse: finds the tool calls in an answer.
         is_refused: a request was refused because the episode has reached a limit.

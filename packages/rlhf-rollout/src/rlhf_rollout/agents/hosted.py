@@ -45,7 +45,7 @@ class HostedAgent:
         router: answers the requests.
         pool: runs the agent; `close` closes it.
         tokenizer: turns the agent's texts into tokens, and the policy's tokens into texts.
-        limits: of each episode.
+        limits: the limits of each episode.
         gives_reward: an episode for which the agent gives no reward has a failed verdict, or the reward 0 if a limit
             has cut it. Otherwise another reward scores it.
         failed_reward: reward and score of an episode that failed after an answer of the policy; None for none.
@@ -173,7 +173,7 @@ class _Attempt(Call):
     Args:
         make_recorder: returns a recorder of the episode.
         told: what the agent is told.
-        workflow: of the episode.
+        workflow: runs the episode.
     """
 
     def __init__(

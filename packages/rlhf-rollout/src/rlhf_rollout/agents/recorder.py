@@ -104,7 +104,7 @@ class EpisodeRecorder:
     Attributes:
         router: answers the requests.
         prompt: what the episode is about.
-        sampling: of every answer, where the agent asks for nothing else; `num_samples` must be 1.
+        sampling: how every answer is sampled, unless the agent asks otherwise; `num_samples` must be 1.
         name: id of the episode; also the engine's key for the conversation.
         group_id: id of the episode's group.
         limits: see `EpisodeLimits`.
@@ -209,7 +209,7 @@ class EpisodeRecorder:
 
         Args:
             turn_rewards: the reward of each answer in the order of the requests; none for a reward as a whole.
-            verdict: of the episode, which every rollout gets; None when another reward scores the rollouts. The reward
+            verdict: the episode's, which every rollout gets; None when another reward scores the rollouts. The reward
                 of an answer stays in the rollout that holds the answer.
             is_cut: the episode was ended by a limit of its own, not by the policy.
         """

@@ -180,7 +180,7 @@ def recorded_clock(path: Path) -> datetime | None:
 
 
 def take_up(path: Path, digest: str, num_samples: int) -> frozenset[int]:
-    """Cut a file of rollouts off after its last complete group; return the numbers of the groups in it.
+    """Remove everything after the last complete group of a file of rollouts; return the numbers of its groups.
 
     Raises:
         ConfigError: the file was written with other settings than those of `digest`.

@@ -1,4 +1,4 @@
-"""What engines that hold a model themselves share: checks, pausing, and the state of a weight update."""
+"""The common part of engines that hold a model themselves: checks, pausing, and the state of a weight update."""
 
 import asyncio
 import threading

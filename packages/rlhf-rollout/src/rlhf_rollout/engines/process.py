@@ -64,7 +64,7 @@ async def start_engines(
 
     Args:
         kind: as for `start_engine`.
-        spec: of each. Its share of a GPU's memory is that of one engine.
+        spec: the settings of each engine. Its share of a GPU's memory is that of one engine.
         places: where they run.
         environ: further variables of their processes.
 

@@ -24,12 +24,12 @@ _HEAD = 5  # numbers per draft in the heads of a report
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Report:
-    """What drafts have got since the caller looked, as a few arrays: thousands of objects take long to pickle.
+    """What was added to drafts since the caller looked, as a few arrays: thousands of objects take long to pickle.
 
     Attributes:
         heads: for each draft the numbers of its tokens, its versions and its parts of routes, its cached prompt tokens,
             or -1 if they are unknown, and the place of its reason in `_REASONS`. Without versions there is nothing.
-        token_ids, logprobs: those of all drafts, one behind the other.
+        token_ids, logprobs: the tokens of all drafts, one draft after the other.
         versions: where each version begins in its draft, and the version.
         routes: parts of the routes of all drafts.
     """

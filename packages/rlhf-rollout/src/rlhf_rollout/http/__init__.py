@@ -1,1 +1,1 @@
-"""What speaks HTTP: a client, a server, and what both sides of many calls need: batches, and pauses after failures."""
+"""An HTTP client and server, batches of concurrent calls, and a breaker that pauses calls after failures."""

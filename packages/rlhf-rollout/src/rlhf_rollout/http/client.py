@@ -92,7 +92,7 @@ class Client:
         """Send one request; return the answer to it if its status is a success.
 
         Args:
-            url: of the request; without its secrets in messages.
+            url: the address. Messages show it without its secrets.
             body: JSON to POST, or pieces of bytes; None for a GET request.
             headers: further ones.
             within: ends the request by a TimeoutError; None for the client's time limit.

@@ -50,7 +50,7 @@ class WeightBucket:
         medium: how the buffer reaches the engine, one of `MEDIA`.
         tensors: the weights in the buffer.
         handle: what `map_segment` needs to open the shared memory, or torch to open the CUDA allocation, elsewhere.
-        checksum: of the buffer's bytes, in debug mode; None otherwise.
+        checksum: CRC-32 of the buffer's bytes, in debug mode; None otherwise.
         kept: whether the sender sends later updates in the same buffer, so that the engine should keep it open.
     """
 

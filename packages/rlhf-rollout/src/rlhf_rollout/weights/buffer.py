@@ -1,4 +1,4 @@
-"""What every medium is made of. Without torch."""
+"""The base of all media: memory that the trainer writes and engines read. Does not import torch."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module

@@ -27,7 +27,7 @@ class BroadcastHandle(NamedTuple):
     """How the workers of an engine take part in a broadcast.
 
     Attributes:
-        host, port: of the store where the members of the group meet.
+        host, port: address of the store where the members of the group meet.
         group: name of the group in the store.
         num_ranks: members of the group.
         first_rank: rank of the engine's first worker; its workers have consecutive ranks.
@@ -48,7 +48,7 @@ class BroadcastGroup:
     """This process's membership in a group. The members meet when they first broadcast.
 
     Attributes:
-        name: of the group.
+        name: the group's name in the store.
     """
 
     def __init__(self, name: str, store: distributed.Store, rank: int, num_ranks: int, device: torch.device) -> None:

@@ -35,7 +35,10 @@ class BucketReader:
         return list(itertools.chain.from_iterable(self.read_parts(bucket)))
 
     def read_parts(self, bucket: WeightBucket) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yield what `read` returns in lists of one weight or at most 256 MiB, so that not all copies exist at once."""
+        """Yield what `read` returns in parts of at most 256 MiB, so that not all copies are in memory at once.
+
+        A larger weight is a part by itself.
+        """
         source = self.view(bucket)
         slots = list(bucket.tensors)
         while slots:

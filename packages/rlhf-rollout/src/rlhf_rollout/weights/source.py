@@ -23,8 +23,8 @@ class SyncReport(NamedTuple):
     """The outcome of one sync.
 
     Attributes:
-        size_bytes: of all weights.
-        num_buckets: in which they were sent.
+        size_bytes: size of all weights.
+        num_buckets: number of buckets in which they were sent.
         failures: position of each engine that failed, and why. These engines have no usable weights.
     """
 
@@ -100,9 +100,9 @@ class WeightSource:
         Args:
             named_tensors: names and full tensors, read one at a time, so that ZeRO-3 can gather each when it is read.
             engines: at least one.
-            policy_version: of these weights.
-            names: of the engines' processes, by which a medium knows those that it has sent to before. None if none are
-                known.
+            policy_version: version of these weights.
+            names: names of the engines' processes, by which a medium recognizes those that it has sent to before. None
+                if they are not known.
 
         Raises:
             WeightSyncError: there is no engine, the buffer cannot be opened, or the weights do not fit an engine. The

@@ -24,10 +24,10 @@ async def called(function: Callable[..., Any], *arguments: Any, executor: Execut
     A plain function that has begun runs on when this is cancelled, and is counted by `num_hanging` once its call ends.
 
     Args:
-        function: the function, called with the arguments that have no other meaning here.
-        arguments: of the function.
+        function: what is called.
+        arguments: the function's positional arguments.
         executor: has the thread; None for the event loop's own.
-        named: arguments of the function.
+        named: the function's keyword arguments.
     """
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **named)

@@ -26,7 +26,7 @@ class Target:
 
     Attributes:
         module: its name, the absolute path of a Python file, or the command line of a program.
-        name: of a function or class in it; "" where the code has a choice of names.
+        name: name of a function or class in it; "" where the code has a choice of names.
         argument: for a function that returns a reward function, its argument; else None.
     """
 
@@ -47,7 +47,7 @@ def parse_target(text: str, what: str, *, other: str = "", hint: str) -> Target:
         text: what the user has written.
         what: names the user's code in messages, such as "reward".
         other: ends the message about a text that has none of these forms.
-        hint: of that message.
+        hint: the hint of that message.
 
     Raises:
         ConfigError: the text has none of these forms, or there is no such file.

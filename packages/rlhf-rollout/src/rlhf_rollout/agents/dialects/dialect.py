@@ -1,4 +1,4 @@
-"""What all forms of requests share that the gateway understands, and what a form is.
+"""Requests and answers in no particular form, and the parts that all HTTP protocols of the gateway share.
 
 Answers are written when they are complete. A stream therefore holds each part of an answer as one event.
 """
@@ -31,11 +31,11 @@ class Request:
     """A request in no particular form.
 
     Attributes:
-        messages: of the conversation, each with `role` and a text `content`; a chat template gets them as they are.
+        messages: the conversation, each with `role` and a text `content`; a chat template gets them as they are.
         is_continued: the last message is the beginning of the answer.
         prompt: text or token ids that are continued, in place of messages.
         tools: functions in OpenAI's form.
-        max_tokens: of the answer; None for the run's.
+        max_tokens: the most tokens of the answer; None for the run's limit.
         stop: texts that end the answer; they are not part of it.
         logprobs: the answer tells its tokens' log-probs.
         stream: the answer is sent as events.
@@ -82,9 +82,9 @@ class Answer:
 
     Attributes:
         text: without tool calls.
-        calls: of tools, each with an id.
+        calls: the tool calls, each with an id.
         is_cut: a limit of length has ended it.
-        num_prompt_tokens, num_tokens: before the answer and in it.
+        num_prompt_tokens, num_tokens: number of tokens before the answer, and in it.
         tokens: the text of each token with its log-prob in nats.
     """
 

@@ -105,11 +105,11 @@ class ToolAgent:
     Args:
         functions: Python functions with type hints.
         server: command of an MCP server, whose tools join them; empty for none.
-        limits: of each episode.
+        limits: the limits of tools in each episode.
         parser: see `make_parser`.
         system: text of a system message that begins every conversation; "" for none.
         reward: `reward(messages, label)` returns what an agent does; without it another reward scores the episode.
-        tokenizer: of the policy.
+        tokenizer: the policy's.
 
     Raises:
         RewardError: a function without a schema, two tools of one name, or a parser that is none.

@@ -36,7 +36,7 @@ def make_parser(name: str, tokenizer: Any) -> ParseCalls:
 
     Args:
         name: "hermes" (also Qwen's form), "llama3_json", "mistral", or the name of one of vLLM's parsers.
-        tokenizer: of the policy, for vLLM's parsers.
+        tokenizer: the policy's, which vLLM's parsers need.
 
     Raises:
         RewardError: neither knows the name.

@@ -112,7 +112,7 @@ class SandboxServer:
     The server isolates programs from itself, and the judge protects itself from the program as on this machine.
 
     Args:
-        url: of the server, without the path.
+        url: the server's address, without the path.
 
     Raises:
         ConfigError: the URL is invalid or holds a password.

@@ -21,8 +21,8 @@ class Target(NamedTuple):
 
     Attributes:
         path: name of the layer in the model.
-        layer: which has the tensor as an attribute.
-        name: of the attribute.
+        layer: the module that has the tensor as an attribute.
+        name: name of this attribute.
     """
 
     path: str
@@ -62,7 +62,7 @@ class CopyRecord:
     """The copies of one whole update.
 
     Args:
-        shapes: of each weight that arrived, by its name.
+        shapes: the shape of each weight that arrived, by its name.
         copies: made of each weight, by its name; none for a weight that the loader leaves out.
         zeros: parts that the loader sets to zero, because no weight brings them.
 
