@@ -13,7 +13,7 @@ UNITS = {
     "policy_json": (["policy_json"], []),
     "private_names": (["private_names"], []),
     "protocols": (["protocols", "weights/"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/host"]),
-    "ray_actors": (["ray_actors"], ["rlhf-data/errors", "rlhf-rollout/engines", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/ray_internals", "rlhf-rollout/rewards"]),
+    "ray_actors": (["ray_actors"], ["rlhf-data/errors", "rlhf-rollout/engines", "rlhf-rollout/host", "rlhf-rollout/ray_internals", "rlhf-rollout/rewards"]),
     "ray_internals": (["ray_internals"], ["rlhf-data/errors", "rlhf-rollout/private_names"]),
     "record_columns": (["record_columns"], ["rlhf-data/errors", "rlhf-data/records"]),
     "records_io": (["records_io"], ["rlhf-data/errors", "rlhf-data/options", "rlhf-data/records", "rlhf-rollout/record_columns"]),
