@@ -12,7 +12,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # Characters that a terminal obeys instead of showing them: controls other than newline and tab, marks that turn the
 # direction of text, and halves of surrogate pairs, which no terminal can encode.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_REST = r"(?:(?!,\w+://)[^\s{}])*"  # of a URL; in a list, a comma and a scheme begin the next one
+_REST = r"(?:(?!,\w+://)[^\s{}])*"  # the rest of a URL; in a list, a comma and a scheme begin the next one
 _USER = re.compile(rf"(?<=://){_REST.format('/?#')}@")
 _QUERY = re.compile(rf"(://{_REST.format('?#')}\?){_REST.format('')}")
 

@@ -97,7 +97,7 @@ def check_packs(model: nn.Module) -> None:
         apart = [last_hidden_state(backbone, TokenBatch.padded([sequence], 0)) for sequence in sequences]
         together = last_hidden_state(backbone, TokenBatch.packed(sequences))
         is_same = _distance(together, torch.cat(apart, dim=1)) < _MAX_DISTANCE
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of code that expects another mask
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # its code expects another mask
         is_same = False
         reason = f"{type(error).__name__}: {error}"
     if not is_same:
@@ -123,7 +123,7 @@ def changes_logits(model: nn.Module) -> bool:
     backbone.forward = lambda *args, **kwargs: _Layers(hidden)
     try:
         logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=hidden.device)).logits
-    except (RuntimeError, ValueError, TypeError, AttributeError):  # of a family that reads more of its layers' output
+    except (RuntimeError, ValueError, TypeError, AttributeError):  # a family that reads more of its layers' output
         return True
     finally:
         # Bound to the model as an attribute of it, the method of its class would keep the model's memory.

@@ -74,7 +74,7 @@ def step_ends(pieces: Sequence[str], separator: str) -> list[int]:
     text = "".join(pieces)
     until = np.cumsum([len(piece) for piece in pieces])  # characters up to the end of each token
     ends: list[int] = []
-    start = 0  # of the step, in characters
+    start = 0  # where the step begins, in characters
     at = 0
     while separator and (found := text.find(separator, at)) >= 0:
         at = found + len(separator)

@@ -16,7 +16,7 @@ USE_MPS_HELP = (
     " nvidia-cuda-mps-control of the driver, and several engines on a GPU"
 )
 _PROGRAM = "nvidia-cuda-mps-control"
-_SOCKET_BYTES = 40  # of the path of a socket, after the folder for temporary files
+_SOCKET_BYTES = 40  # length of a socket's path after the folder for temporary files
 _QUIT_S = 30.0  # within which clients that are being ended are gone
 
 

@@ -183,7 +183,7 @@ class EngineSupervisor:
                     with suppress(TimeoutError):
                         await asyncio.wait_for(place.alarm.wait(), self.interval_s)
                 await self._advance(place)
-        except Exception as error:  # of `send_weights`; it must not leave requests waiting
+        except Exception as error:  # raised by `send_weights`; it must not leave requests waiting
             self._fail(error)
 
     async def _advance(self, place: _Place) -> None:

@@ -188,7 +188,7 @@ class _Attempt:
     """Encodes a row, and says why if that is not possible or gives token ids beyond the `num_ids` of a model."""
 
     encoder: Encoder
-    keys: Sequence[str | None]  # of the cells that the encoder reads
+    keys: Sequence[str | None]  # the keys of the cells that the encoder reads
     num_ids: int | None
 
     def __call__(self, row: Row) -> Result:

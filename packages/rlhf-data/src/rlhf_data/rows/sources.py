@@ -24,7 +24,7 @@ from rlhf_data.rows.row import Row, RowErrors, json_value, kind_of
 from rlhf_data.safety import is_utf8
 
 _PATTERN_SIGNS = "*?["
-_SEPARATOR = re.compile(r"[;\t|]")  # of columns, in tables whose name says .csv
+_SEPARATOR = re.compile(r"[;\t|]")  # what separates columns in tables whose name says .csv, besides commas
 SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet", ".arrow", ".py")
 _ONE_A_LINE = "a .jsonl file has one whole JSON object per line, with names and text in double quotes"
 

@@ -22,7 +22,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _PACKAGE = "flash_attn.cute"
-_MAJORS = (9, 10)  # of the compute capability
+_MAJORS = (9, 10)  # major numbers of the compute capability
 _LARGEST_HEAD = 128  # for which each of these GPUs has kernels
 # The functions that are called, and their arguments. They are private: another version may change them.
 _CALLED = {

@@ -29,7 +29,7 @@ from rlhf_models.fast.passes import FREE_SHARE, Passes, Replay, capture
 logger = logging.getLogger(__name__)
 
 _NUM_SEEN = 16  # packs that run without graphs first, from which the number of sequences is learned
-_LEAST_FILL = 0.5  # of the budget; smaller packs are rare and run without graphs
+_LEAST_FILL = 0.5  # share of the budget; smaller packs are rare and run without graphs
 _SIZES = 128  # pack sizes are rounded up to multiples of budget / _SIZES, so that filling costs at most 1 / _SIZES
 _MAX_GRAPHS = 16  # shapes to capture; each takes memory for its graph and time for its capture
 # The longest sequence is rounded up to a multiple of this. Attention launches blocks for the longest sequence in every

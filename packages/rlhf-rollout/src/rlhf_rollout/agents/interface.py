@@ -310,7 +310,7 @@ async def constructed(make: Callable[..., Any], **arguments: Any) -> Any:
 
 def number(value: Any) -> float:
     """Return one number, also from a tensor, an array or a list of one number. Raises TypeError for anything else."""
-    if hasattr(value, "tolist"):  # of torch or numpy
+    if hasattr(value, "tolist"):  # a tensor or an array
         value = (value.detach() if hasattr(value, "detach") else value).tolist()
     while isinstance(value, list | tuple) and len(value) == 1:
         [value] = value

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from rlhf_rollout.agents.interface import Session
 
-_TAIL_BYTES = 2**16  # of the output, in which its last line must be
+_TAIL_BYTES = 2**16  # size of the end of the output, which must hold the whole last line
 _DRAIN_S = 1.0  # after the end of the program, for what it has printed
 
 

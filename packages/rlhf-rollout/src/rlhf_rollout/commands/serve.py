@@ -178,7 +178,7 @@ class EngineServer:
         self._metrics = _Metrics()
         self._sessions = Sessions()
         self._metrics.sessions.set_function(lambda: len(self._sessions))
-        self._drafts: dict[int, list[Draft]] = {}  # of the requests in flight
+        self._drafts: dict[int, list[Draft]] = {}  # by request in flight
         self._metrics.unfinished_tokens.set_function(self._num_unfinished)
 
     async def complete(self, request: Request) -> JSONResponse:

@@ -121,7 +121,7 @@ class GatedEngine(ABC):
         self._vocab_size = vocab_size
         self._gate = Gate()
         self._progress = Progress()
-        self._num_sequences = 0  # of the requests inside the gate
+        self._num_sequences = 0  # sequences of the requests inside the gate
         self._updating: int | None = None
         self._incomplete: str | None = None
         self._paused = False

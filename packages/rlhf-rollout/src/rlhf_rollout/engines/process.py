@@ -149,7 +149,7 @@ class ProcessEngine(EngineClient):
                 ending = await asyncio.to_thread(self._process.ending)
                 raise CallError(f"{_CODE.process} {ending}", is_fatal=True)
             answer = await self._process.call(Call({"method": method, "arguments": packed(arguments)}), math.inf)
-        except RewardError as error:  # of the import
+        except RewardError as error:  # the import failed
             raise EngineError(str(error)) from None
         except CallError as failure:
             raise EngineError(str(failure), hint=_GONE_HINT if failure.is_fatal else None) from None

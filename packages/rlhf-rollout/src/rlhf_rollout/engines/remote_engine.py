@@ -86,7 +86,7 @@ class EngineHost:
     """
 
     part: RolloutEngine
-    _drafts: dict[str, Sequence[Draft]]  # of the requests in flight, by their names
+    _drafts: dict[str, Sequence[Draft]]  # by the names of the requests in flight
 
     async def generate(
         self,
@@ -137,7 +137,7 @@ class EngineClient(ABC):
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._progress = Progress()
-        self._drafts: dict[str, Sequence[Draft]] = {}  # of the requests in flight
+        self._drafts: dict[str, Sequence[Draft]] = {}  # by the names of the requests in flight
         self._reading: asyncio.Task[None] | None = None
 
     @abstractmethod

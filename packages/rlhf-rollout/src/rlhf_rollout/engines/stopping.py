@@ -33,7 +33,7 @@ class StopWatch:
         self._num_kept = max(map(len, sampling.stop)) - 1 + _CHARACTER_BYTES
         self._num_tokens = 0
         self._token_ids: list[int] = []  # those decoded last, then those whose character is not complete
-        self._num_decoded = 0  # of them
+        self._num_decoded = 0  # how many of `_token_ids` were decoded last
         self._before = ""  # the last characters of the text so far, in which a text of `stop` may begin
         for token_id in written:
             self.completes(token_id)

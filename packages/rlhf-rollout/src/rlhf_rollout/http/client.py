@@ -19,7 +19,7 @@ from rlhf_data.safety import MASK, without_secrets
 from rlhf_rollout.http.breaker import Failure
 from rlhf_rollout.http.tokens import TOKEN_VARIABLE, origin, tokens_of, unproxied
 
-MAX_BYTES = 2**28  # of an answer: a server that is not trusted could fill the memory
+MAX_BYTES = 2**28  # largest answer: a server that is not trusted could fill the memory
 _PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)  # another try may succeed
 _STATUS_OF_A_SAMPLE = (400, 413, 422, 500)  # one sample of a batch may be the reason for these
 _CONNECT_TIMEOUT_S = 10.0

@@ -10,8 +10,8 @@ import httpx
 from rlhf_data.errors import ConfigError
 from rlhf_data.safety import is_loopback, without_secrets
 
-TOKEN_VARIABLE = "RLHF_REMOTE_RM_TOKEN"  # of reward servers
-ENGINE_TOKEN_VARIABLE = "RLHF_ENGINE_TOKEN"  # of servers that generate
+TOKEN_VARIABLE = "RLHF_REMOTE_RM_TOKEN"  # the environment variable with the token of reward servers
+ENGINE_TOKEN_VARIABLE = "RLHF_ENGINE_TOKEN"  # the one with the token of servers that generate
 
 _NAMED = re.compile(r"(https?://[^=]+)=(.+)", re.DOTALL)
 _PORTS = {"http": 80, "https": 443}

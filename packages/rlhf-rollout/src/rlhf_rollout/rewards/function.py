@@ -63,7 +63,7 @@ class FunctionReward:
         self._batch_size = num_prompts * num_samples if self._compares else 1
         # By event loop, and by what is scored together.
         self._batchers: dict[tuple[asyncio.AbstractEventLoop, str], GroupBatcher] = {}
-        self._pools: dict[str, str] = {}  # of the groups that are expected
+        self._pools: dict[str, str] = {}  # by group that is expected
         self._pace_s = 0.0  # the longest time per rollout of a successful call
         self._turns = asyncio.Semaphore(calls.num_workers)
         # The workers' own, because callers may come from several: started when it is first used.

@@ -42,9 +42,9 @@ _HUGE = re.compile(
     r"|[0-9]{4,}\s*!|![\s)}\]]*!|binom\s*\{?[^{}]{0,40}[0-9]{5}|\\exp\W{0,9}exp"
 )
 _COMMAND = re.compile(r"\\[A-Za-z]+")
-_POWER = re.compile(r"[)}\]]\s*(?:\^|\*\*)\s*[{(]?\s*-?([0-9]+)")  # of something in brackets
-_MAX_TERMS = 900  # of a power of a sum, when it is expanded
-_MAX_DEPTH = 20  # of brackets, with which the time of parsing grows
+_POWER = re.compile(r"[)}\]]\s*(?:\^|\*\*)\s*[{(]?\s*-?([0-9]+)")  # the exponent of something in brackets
+_MAX_TERMS = 900  # terms of an expanded power of a sum
+_MAX_DEPTH = 20  # nested brackets; the time of parsing grows with them
 
 
 def extract_answer(text: str) -> str | None:

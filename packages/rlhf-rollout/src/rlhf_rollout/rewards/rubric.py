@@ -20,7 +20,7 @@ _SCALE = re.compile(rf"(?im)^\s*scale:\s*({_NUMBER.pattern})\s*to\s*({_NUMBER.pa
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
 _SCORE = "score"  # the criterion of a rubric that names none
 _WINNER = "winner"
-_SHARES = {"a": 1.0, "tie": 0.5, "b": 0.0}  # of the win for response A
+_SHARES = {"a": 1.0, "tie": 0.5, "b": 0.0}  # response A's share of the win
 # Chat templates: <|im_end|>, DeepSeek's wide bars, Gemma's turns, Llama's and Mistral's [INST] and </s>; and thoughts.
 _TAGS = "s|think|start_of_turn|end_of_turn"
 _RULES = (

@@ -47,7 +47,7 @@ _BUILTIN_MODULES = {module for module, _, _ in BUILTIN.values()}
 SUCCESS_THRESHOLD = 1.0  # full credit, where scores lie in [0, 1]
 
 _LARGEST = sys.float_info.max
-_ROUNDING = 1e-6  # of a score: 0.7 + 0.2 + 0.1 is below 1.0
+_ROUNDING = 1e-6  # rounding error of a score: 0.7 + 0.2 + 0.1 is below 1.0
 
 _SKELETON = 'def reward_func(queries, prompts, labels): return {"rewards": [one number per query]}'
 

@@ -169,7 +169,7 @@ class Buffer(BucketBuffer):
     def __init__(self, broadcaster: _Broadcaster, data: Tensor) -> None:
         self.data = data
         self._sent: Tensor | None = None  # what was published last
-        self._spare: Tensor | None = None  # of the same size, once there were two fillings
+        self._spare: Tensor | None = None  # a second buffer of the same size, once there were two fillings
         self._broadcaster = broadcaster
         self._end_bytes = 0
         self._thread: Thread | None = None

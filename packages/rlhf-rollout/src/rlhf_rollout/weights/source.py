@@ -84,7 +84,7 @@ class WeightSource:
         self._bucket_bytes = bucket_bytes
         self._kept: tuple[list[str], BucketBuffer] | None = None  # and the names of the engines that have opened it
         self._room = room
-        self._loaded_bytes = 0  # of the last update, if all engines have loaded it
+        self._loaded_bytes = 0  # size of the last update, if all engines have loaded it
 
     def send(
         self,

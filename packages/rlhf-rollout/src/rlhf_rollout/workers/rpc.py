@@ -23,7 +23,7 @@ from rlhf_rollout.workers.user_code import Target
 
 _LOGGER = logging.getLogger(__name__)
 MAX_LINE_BYTES = 2**27
-_NOTICE_S = 10.0  # of importing, after which the user is told what is waited for
+_NOTICE_S = 10.0  # after this time of importing, the user is told what is waited for
 _PING_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 10.0
 _DRAIN_CHECK_S = 0.1

@@ -16,7 +16,7 @@ from typing import Any
 from rlhf_data.errors import ConfigError, missing_file
 
 _MAX_LINE = 1000
-_MAX_DETAIL = 500  # of an error, before its place in the file
+_MAX_DETAIL = 500  # length of an error's text, before its place in the file
 _IN_FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>\w+))?", re.DOTALL)
 
 

@@ -19,9 +19,9 @@ from rlhf_rollout.policy_json import read_json
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "response_format", "text", "thinking", "reasoning", "reasoning_effort", "top_logprobs"),
-    *("min_tokens", "ignore_eos", "stop_token_ids"),  # of vLLM's server
+    *("min_tokens", "ignore_eos", "stop_token_ids"),  # parameters that vLLM's server has beside OpenAI's
 )
-_FREE_CHOICES = (None, "auto", "none")  # of tools, by name or by type: with the others, the policy must call one
+_FREE_CHOICES = (None, "auto", "none")  # values of `tool_choice` that leave the choice to the policy
 
 Event = tuple[str | None, Any]  # its name, if the form names events, and its JSON value
 

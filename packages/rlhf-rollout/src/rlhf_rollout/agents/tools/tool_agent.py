@@ -20,7 +20,8 @@ from rlhf_rollout.workers.threads import CodeThread, called
 
 # Names of counts, which every episode reports: the calls, and those that failed, by reason.
 COUNTS = ("tool_calls", "tool_unreadable", "tool_unknown", "tool_arguments", "tool_failed", "tool_late", "tool_refused")
-_SHARE_OF_TIME = 0.9  # of the seconds between two answers, for tools; the rest is for what else the agent does
+# Share of the seconds between two answers that tools may take; the rest is for what else the agent does.
+_SHARE_OF_TIME = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ def function_tool(function: Callable[..., Any]) -> Tool:
     try:
         adapter = TypeAdapter(function)
         parameters = adapter.json_schema()
-    except Exception as error:  # of several kinds, by what the hints are
+    except Exception as error:  # the class of the error depends on the type hints
         hint = "give every parameter a type hint that has a JSON form, and no *args"
         raise RewardError(f"the tool {name} has no JSON schema: {error}", hint=hint) from None
     if parameters.get("type") != "object":

@@ -26,9 +26,10 @@ logger = logging.getLogger(__name__)
 
 # vLLM's own "fp8" has one scale per tensor, so that a projection fused of several has one for all of them.
 _QUANTIZATIONS = {None: None, "fp8": "fp8_per_channel"}
-# Of each that runs, in the KV cache: prefixes that later requests share, and turns of agents that wait.
+# Sequences that the KV cache has room for, per sequence that runs: it keeps prefixes that later requests share, and
+# turns of agents that wait.
 _SEQUENCES_KEPT = 4
-_FP8_CAPABILITY = 89  # of GPUs that multiply FP8: Ada, Hopper and newer
+_FP8_CAPABILITY = 89  # least compute capability of GPUs that multiply FP8: Ada, Hopper and newer
 
 
 def prepare_environment() -> bool:

@@ -72,9 +72,9 @@ ROUTES_ON_CPU: Mapping[str, tuple[str, ...]] = {
         "supports_routing_replay_capture",
     ),
 }
-# Of vLLM's worker, which each process of an engine imports.
+# Methods of vLLM's worker, which each process of an engine imports.
 WORKER = ("compile_or_warm_up_model", "determine_available_memory", "get_kv_cache_spec", "get_model", "load_model")
-CORE = ("engine_core.batch_queue", "engine_core.scheduler.has_requests")  # of a core that has been built
+CORE = ("engine_core.batch_queue", "engine_core.scheduler.has_requests")  # attributes of a core that has been built
 
 
 def version() -> str:

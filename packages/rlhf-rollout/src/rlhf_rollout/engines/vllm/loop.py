@@ -350,7 +350,7 @@ class StepLoop:
                 # A list, by the patch `list_logprobs`; vLLM's own are arrays with a column per rank.
                 draft.logprobs.fromlist(chosen if isinstance(chosen, list) else chosen.logprobs[:, 0].tolist())
             if has_stopped:
-                del draft.logprobs[len(draft.token_ids) :]  # of tokens behind the text
+                del draft.logprobs[len(draft.token_ids) :]  # log-probs of tokens behind the text
             if has_stopped and output.finish_reason is None:
                 stopped.append(output.request_id)
             if has_stopped or output.finish_reason is not None:

@@ -88,7 +88,7 @@ def _other_difference(kind: Any, rope: Mapping[str, Any], architectures: Collect
     if kind == "proportional" and rope.get("factor", 1) != 1:
         return "`factor`"
     if kind == "dynamic":
-        # Of transformers' classes, Hunyuan's alone read `alpha`.
+        # Hunyuan's classes are the only ones of transformers that read `alpha`.
         is_read = any(name.startswith("HunYuan") for name in architectures)
         return next((f"`{name}`" for name in ("alpha", "max_trained_positions") if name in rope and not is_read), None)
     return None

@@ -31,7 +31,7 @@ import types
 _MAX_THREADS = 64
 _MAX_FILES = 64  # open ones
 _MAX_INODES = 10_000  # in `/tmp`
-_MAX_ITEMS = 100_000  # of an iterator that a program returns
+_MAX_ITEMS = 100_000  # items that are taken from an iterator that a program returns
 _WATCH_S = 0.02
 _STDERR_BYTES = 4000  # the end of what a program writes to standard error, which says why it ended
 
@@ -232,7 +232,7 @@ def _encode(value, refer):
     """Return a value as JSON: a list of the name of its type and its content. `refer` encodes any other object."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value  # JSON has no derived types
-    if hasattr(type(value), "tolist"):  # of numpy
+    if hasattr(type(value), "tolist"):  # an array or a number of numpy
         return _encode(value.tolist(), refer)
     if isinstance(value, complex):
         return ["complex", value.real, value.imag]

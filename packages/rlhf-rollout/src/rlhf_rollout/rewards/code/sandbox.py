@@ -25,7 +25,7 @@ from rlhf_rollout.workers.user_code import one_line
 _JUDGE = Path(__file__).with_name("code_judge.py").read_text(encoding="utf-8")
 _PYTHON = os.path.realpath(sys.executable)  # a virtual environment has a link to it
 _PACKAGES = ("numpy", "numpy.libs")
-_MAX_BYTES = 2**28  # of all results of a job
+_MAX_BYTES = 2**28  # size of all results of a job
 _GRACE_S = 60.0  # for starting the sandbox and for the end of the judge; a busy machine takes seconds
 _DISK_BYTES = 2**26
 _ENVIRONMENT = {"LANG": "C.UTF-8", "HOME": "/tmp", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}

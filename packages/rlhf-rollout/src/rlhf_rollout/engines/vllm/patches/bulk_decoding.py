@@ -152,7 +152,7 @@ class _BulkDecoding:
         self._block_size = scheduler.block_size
         self._is_async = isinstance(scheduler, AsyncScheduler)
         self._steps_left = 0  # for which `_others` need not be found again
-        self._others: set[Any] = set()  # of the running sequences, those that vLLM itself must look at
+        self._others: set[Any] = set()  # the running sequences that vLLM itself must look at
         self._split: _Split | None = None  # while vLLM schedules a part
         self._known: dict[str, tuple[Any, int, frozenset[int], bool]] = {}  # see `_learn`
         self._num_in_flight = 0  # steps without output

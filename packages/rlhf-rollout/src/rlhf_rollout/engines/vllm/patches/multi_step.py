@@ -80,7 +80,9 @@ class _MultiStep:
         self._scheduler = scheduler
         self._last_step: Any = None  # that was scheduled
         self._updated_at = 0.0
-        self._seconds: list[tuple[float, float]] = []  # of rounds: the time that the host has waited, and all of it
+        self._seconds: list[
+            tuple[float, float]
+        ] = []  # per round: for how long the host has waited, and how long the round was
         self._schedule = scheduler.schedule
         self._update = scheduler.update_from_output
         scheduler.schedule = self.schedule
