@@ -15,9 +15,8 @@ from rlhf_data.pretrained import located
 from rlhf_data.stored_weights import check_tied_head
 
 VALUE_HEAD_FILE = "value_head.safetensors"
-CONFIG_FIELDS_FILE = (
-    "config_fields.json"  # beside an adapter: what the config of the merged model has beyond the base's
-)
+# Beside an adapter: what the config of the merged model has beyond the base's.
+CONFIG_FIELDS_FILE = "config_fields.json"
 _HEAD_FILES = (VALUE_HEAD_FILE, "value_head.bin")  # LLaMA-Factory writes either, with TRL's names
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # unsharded names, in transformers' order of preference
 

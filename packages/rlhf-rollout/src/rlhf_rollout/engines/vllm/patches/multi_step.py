@@ -80,9 +80,8 @@ class _MultiStep:
         self._scheduler = scheduler
         self._last_step: Any = None  # that was scheduled
         self._updated_at = 0.0
-        self._seconds: list[
-            tuple[float, float]
-        ] = []  # per round: for how long the host has waited, and how long the round was
+        # Per round: for how long the host has waited, and how long the round was.
+        self._seconds: list[tuple[float, float]] = []
         self._schedule = scheduler.schedule
         self._update = scheduler.update_from_output
         scheduler.schedule = self.schedule
