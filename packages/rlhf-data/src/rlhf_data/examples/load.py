@@ -7,17 +7,19 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+
 from rlhf_data.chat.template import template_dates
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.examples.preference import PreferenceEncoder, PreferenceExample, ProcessEncoder, UnpairedEncoder
 from rlhf_data.examples.sft import SftEncoder
-from rlhf_data.examples.store import Store, read_item, write_store
 from rlhf_data.options.declare import Section, matching
 from rlhf_data.rows.row import Counts, Row, RowErrors, unknown_id
 from rlhf_data.rows.sources import Rows
@@ -157,14 +159,14 @@ class _Work:
             cache_dir.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".draft-", dir=cache_dir) as scratch:
                 draft = Path(scratch) / "set"
-                write_store(draft, self.encode())
+                _write_store(draft, self.encode())
                 (draft / "counts.pickle").write_bytes(pickle.dumps(self.counts))
                 try:
                     draft.rename(folder)
                 except OSError:  # another process may have written the same cache in the meantime
                     if not folder.exists():
                         raise
-        return Store(folder), read_item(folder / "counts.pickle")
+        return _Store(folder), _read_item(folder / "counts.pickle")
 
     def _results(self, rows: Iterator[Row]) -> Iterator[Result]:
         attempt = _Attempt(self.encoder, _keys_of(self.encoder), self.num_ids)
@@ -235,3 +237,58 @@ def _key(data: str, encoder: Any, limits: tuple[int, int | None]) -> str:
     # The repr of an encoder has all of its options except the tokenizer.
     parts = repr((_FORMAT, data, encoder, limits, ends)).encode()
     return hashlib.sha256(parts + words).hexdigest()[:24]
+
+
+def _write_store(folder: Path, items: Iterable[Any]) -> None:
+    """Write pickled items end to end into a new folder, with an index of where each begins."""
+    folder.mkdir()
+    starts = [0]
+    with (folder / "items.bin").open("wb") as file:
+        for item in items:
+            starts.append(starts[-1] + file.write(pickle.dumps(item)))
+    np.save(folder / "starts.npy", np.array(starts))
+
+
+class _Store(Sequence[Any]):
+    """A sequence of the items that `_write_store` wrote. Each access reads an item from disk, so that they may
+    exceed the memory.
+
+    Raises:
+        DataError: the files cannot be read, or hold what another version wrote.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.absolute()  # for processes with another working directory
+        with _clear_errors(folder):
+            self._starts = np.load(folder / "starts.npy", mmap_mode="r")
+            # An empty file cannot be mapped.
+            self._bytes = np.memmap(folder / "items.bin", np.uint8, "r") if len(self) else b""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Store, (self._folder,)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: int | slice) -> Any:
+        indices = range(len(self))[index]
+        if isinstance(indices, range):
+            return [self[i] for i in indices]
+        with _clear_errors(self._folder):
+            return pickle.loads(self._bytes[self._starts[indices] : self._starts[indices + 1]])
+
+
+def _read_item(file: Path) -> Any:
+    """Return what is pickled in a file beside a store. Raises as `_Store`."""
+    with _clear_errors(file.parent):
+        return pickle.loads(file.read_bytes())
+
+
+@contextmanager
+def _clear_errors(folder: Path) -> Iterator[None]:
+    """Turn any error of reading a store, such as unpickling what another version wrote, into a DataError."""
+    try:
+        yield
+    except Exception as error:  # unpickling runs code of classes, which may raise anything
+        message = f"{folder} cannot be read: it is damaged, or of another version ({type(error).__name__}: {error})"
+        raise DataError(message, hint=f"remove it, which encodes the data again: rm -r {folder}") from error

@@ -34,8 +34,7 @@ from rlhf_data.errors import ConfigError, DataError, EngineError, installs
 from rlhf_rollout.agents.conversation import History
 from rlhf_rollout.agents.dialects.anthropic_dialect import MESSAGES
 from rlhf_rollout.agents.dialects.dialect import Answer, Dialect, Event, Request
-from rlhf_rollout.agents.dialects.openai_dialect import CHAT, COMPLETIONS, openai_error
-from rlhf_rollout.agents.dialects.responses_dialect import RESPONSES
+from rlhf_rollout.agents.dialects.openai_dialect import CHAT, COMPLETIONS, RESPONSES, openai_error
 from rlhf_rollout.agents.gateway_session import Asked, GatewaySession, RefusedError
 from rlhf_rollout.agents.recorder import EpisodeRecorder
 from rlhf_rollout.agents.tools.tool_calls import make_parser
