@@ -9,12 +9,18 @@ generation and learner do at each moment. Each picture is drawn if its input is 
 """
 
 import argparse
+import io
 import json
 import re
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from rich.console import Console
+from rich.text import Text
 
 from runner import read_lines
 
@@ -32,37 +38,24 @@ LEFT_OUT = (
     "starting",
 )
 COLORS = {"generating": "#4c78a8", "training": "#e45756", "weights": "#54a24b", "other": "#bab0ac"}
+SIDES = ("generation", "learner")
 WINDOW_S = 8.0  # of each run that `--two_sides` shows
 
 _ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 _SPINNER = re.compile(r"[\u2800-\u28ff]")
 _STEP = re.compile(r"\s*(\d+)/\d+ ")
 _HEADER = re.compile(r"\s*step +reward ")
-_LINE_HEIGHT, _CHARACTER_WIDTH = 18, 7.85
-
-
-class Svg:
-    """A picture that grows. Attributes of elements have `_` in place of `-`; numbers get one decimal."""
-
-    def __init__(self, width: float, height: float, font: str = "sans-serif", background: str = "white") -> None:
-        self._parts: list[str] = []
-        self._size = f'viewBox="0 0 {width:.0f} {height:.0f}"'
-        self._font = font
-        self.add("rect", width=width, height=height, fill=background)
-
-    def add(self, tag: str, content: str | None = None, **attributes: Any) -> None:
-        """Add an element, with text in it if `content` is given."""
-        shown = {name: f"{value:.1f}" if isinstance(value, float) else value for name, value in attributes.items()}
-        words = " ".join([tag, *(f'{name.replace("_", "-")}="{value}"' for name, value in shown.items())])
-        self._parts.append(f"<{words}/>" if content is None else f"<{words}>{escape(content)}</{tag}>")
-
-    def text(self, x: float, y: float, content: str, size: int = 12, **attributes: Any) -> None:
-        """Add a text at its left end, or elsewhere by `text_anchor`."""
-        self.add("text", content, x=x, y=y, font_size=size, **attributes)
-
-    def __str__(self) -> str:
-        head = f'<svg {self._size} xmlns="http://www.w3.org/2000/svg" font-family="{self._font}">'
-        return "\n".join([head, *self._parts, "</svg>\n"])
+# The SVG of a terminal without a window around it, and without rich's fonts, which a page would load from elsewhere.
+_TERMINAL = """\
+<svg viewBox="0 0 {terminal_width} {terminal_height}" xmlns="http://www.w3.org/2000/svg">
+<style>.{unique_id}-matrix {{ font-family: monospace; font-size: {char_height}px; }}
+{styles}</style>
+<defs>{lines}</defs>
+<rect width="100%" height="100%" fill="#1e1e1e"/>
+{backgrounds}
+<g class="{unique_id}-matrix">{matrix}</g>
+</svg>
+"""
 
 
 def shown_lines(log: str) -> list[str]:
@@ -83,68 +76,50 @@ def shown_lines(log: str) -> list[str]:
 
 def terminal(lines: Sequence[str]) -> str:
     """Return a picture of a terminal with these lines. Results of evaluations stand out."""
-    width = 20 + max(map(len, lines)) * _CHARACTER_WIDTH
-    svg = Svg(width, 20 + len(lines) * _LINE_HEIGHT, "monospace", "#1e1e1e")
-    for index, line in enumerate(lines):
-        style = {"fill": "#d4d4d4"}
-        if "held-out accuracy" in line:
-            style = {"fill": "#8fd18f", "font_weight": "bold"}
-        # A fixed length aligns the columns whatever font the reader's browser has.
-        length = len(line) * _CHARACTER_WIDTH
-        svg.text(10, 24 + index * _LINE_HEIGHT, line, 13, textLength=length, **{"xml:space": "preserve"}, **style)
-    return str(svg)
+    console = Console(record=True, file=io.StringIO(), width=max(map(len, lines)), color_system="truecolor")
+    for line in lines:
+        console.print(Text(line, "bold green" if "held-out accuracy" in line else ""))
+    return console.export_svg(code_format=_TERMINAL, unique_id="terminal")
 
 
-def curve(rewards: Sequence[tuple[int, float]], held_out: Sequence[tuple[int, float]]) -> str:
+def curve(rewards: Sequence[tuple[int, float]], held_out: Sequence[tuple[int, float]]) -> Figure:
     """Return a picture of the mean training reward per step as a line, and of held-out accuracy as dots."""
-    width, height, left, bottom = 640, 300, 50, 40
-    last = max(step for step, _ in [*rewards, *held_out])
-    svg = Svg(width, height)
-
-    def x(step: float) -> float:
-        return left + step / last * (width - left - 20)
-
-    def y(value: float) -> float:
-        return height - bottom - value * (height - bottom - 20)
-
-    for value in (0.0, 0.25, 0.5, 0.75, 1.0):
-        svg.add("line", x1=x(0), y1=y(value), x2=x(last), y2=y(value), stroke="#ddd")
-        svg.text(left - 8, y(value), f"{value:g}", text_anchor="end", dy=4)
-    for step in range(0, last + 1, 10):
-        svg.text(x(step), height - 22, str(step), text_anchor="middle")
-    points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in rewards)
-    svg.add("polyline", points=points, fill="none", stroke="#4c78a8", stroke_width=2)
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*zip(*rewards, strict=True), color="#4c78a8", label="mean training reward")
+    axes.plot(*zip(*held_out, strict=True), "o", color="#e45756", label="held-out accuracy")
     for step, value in held_out:
-        svg.add("circle", cx=x(step), cy=y(value), r=5, fill="#e45756")
-        svg.text(x(step), y(value), f"{value:.2f}", text_anchor="middle", dy=20)
-    svg.text(width / 2, height - 5, "step (line: mean training reward; dots: held-out accuracy)", text_anchor="middle")
-    return str(svg)
+        axes.annotate(f"{value:.2f}", (step, value), (0, -14), textcoords="offset points", ha="center")
+    axes.set(xlabel="step", ylim=(0, 1.05))
+    axes.grid(axis="y", alpha=0.4)
+    axes.legend(loc="lower right")
+    return figure
 
 
-def two_sides(runs: Sequence[Mapping[str, Any]]) -> str:
+def two_sides(runs: Sequence[Mapping[str, Any]]) -> Figure:
     """Return a picture with two lanes per run, generation and learner, over its first `WINDOW_S` seconds."""
-    left, width, lane, gap = 90, 820, 22, 34
-    height = 60 + len(runs) * (2 * lane + gap) + 30
-    scale = (width - left - 10) / WINDOW_S
-    svg = Svg(width, height)
-    for index, (name, color) in enumerate(COLORS.items()):
-        svg.add("rect", x=left + 130 * index, y=10, width=14, height=14, fill=color)
-        svg.text(left + 130 * index + 20, 22, name, 13)
-    for number, run in enumerate(runs):
-        top = 56 + number * (2 * lane + gap)
-        svg.text(left, top - 6, run["name"], 13, font_weight="bold")
-        for y, side in ((top, "generation"), (top + lane, "learner")):
-            svg.add("rect", x=left, y=y, width=width - left - 10, height=lane - 3, fill="#f2f2f2")
-            svg.text(left - 8, y + 14, side, 11, text_anchor="end")
-            for begin, end, what in run[side]:
-                if begin < WINDOW_S:
-                    shown = max((min(end, WINDOW_S) - begin) * scale, 0.5)
-                    svg.add("rect", x=left + begin * scale, y=y, width=shown, height=lane - 3, fill=COLORS[what])
-        for x in [left + moment * scale for moment in run["steps"] if moment < WINDOW_S]:
-            svg.add("line", x1=x, y1=top - 3, x2=x, y2=top + 2 * lane, stroke="black")
-    for second in range(int(WINDOW_S) + 1):
-        svg.text(left + second * scale, height - 10, f"{second} s", text_anchor="middle")
-    return str(svg)
+    figure = Figure(figsize=(8.2, 0.6 + 1.2 * len(runs)), layout="constrained")
+    for axes, run in zip(figure.subplots(len(runs), sharex=True, squeeze=False)[:, 0], runs, strict=True):
+        axes.set_title(run["name"], loc="left", fontsize=10)
+        axes.set(xlim=(0, WINDOW_S), ylim=(2, 0), yticks=[0.5, 1.5], yticklabels=SIDES)
+        for lane, side in enumerate(SIDES):
+            for what, color in COLORS.items():
+                spans = [(begin, end - begin) for begin, end, kind in run[side] if kind == what]
+                axes.broken_barh(spans, (lane + 0.05, 0.9), color=color)
+        axes.vlines(run["steps"], 0, 2, color="black", linewidth=1)
+    axes.set_xlabel("seconds")
+    figure.legend(
+        [Patch(color=color) for color in COLORS.values()], COLORS, loc="outside upper right", ncols=len(COLORS)
+    )
+    return figure
+
+
+def as_svg(figure: Figure) -> str:
+    """Return a figure as SVG, with its texts as text, and without the date."""
+    written = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "pictures", "font.family": "sans-serif"}):
+        figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return "".join(f"{line.rstrip()}\n" for line in written.getvalue().splitlines())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -164,9 +139,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         records = read_lines(options.run / "metrics.jsonl")
         rewards = [(record["step"], record["rollout/reward"]) for record in records if "rollout/reward" in record]
         held_out = [(record["step"], record["eval/accuracy"]) for record in records if "eval/accuracy" in record]
-        pictures["learning"] = curve(rewards, held_out)
+        pictures["learning"] = as_svg(curve(rewards, held_out))
     if options.two_sides:
-        pictures["two-sides"] = two_sides(json.loads(options.two_sides.read_text(encoding="utf-8"))["runs"])
+        runs = json.loads(options.two_sides.read_text(encoding="utf-8"))["runs"]
+        pictures["two-sides"] = as_svg(two_sides(runs))
     options.out.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
         (options.out / f"{name}.svg").write_text(picture, encoding="utf-8")
