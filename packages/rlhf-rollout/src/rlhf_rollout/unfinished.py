@@ -1,11 +1,9 @@
 """What is written of groups that are not complete, so that a run that continues need not draw it again."""
 
 import hashlib
-import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,52 +28,6 @@ class Written:
     def copy(self) -> np.ndarray:
         """Return them, [size]."""
         return np.array(self.values[: self.size])
-
-
-class ArrayWriter:
-    """Writes arrays one behind the other into a new file.
-
-    Args:
-        path: of the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
-
-    def write(self, values: np.ndarray | Written) -> list[Any]:
-        """Append an array and return where it is, as JSON values for `ArrayReader.read`."""
-        found = values.copy() if isinstance(values, Written) else np.ascontiguousarray(values)
-        place = [self._file.tell(), found.dtype.name, list(found.shape)]
-        self._file.write(found.astype(found.dtype.newbyteorder("<"), copy=False).data)
-        return place
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-class ArrayReader:
-    """Reads what `ArrayWriter` wrote, each array when it is used. The file may be removed meanwhile.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        # No memory can be mapped to an empty file.
-        self._bytes = np.memmap(path, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
-
-    def read(self, place: Sequence[Any]) -> np.ndarray:
-        """Return an array, which is read-only. Raises ValueError or TypeError for a place where there is none."""
-        start, name, shape = place
-        dtype = np.dtype(name).newbyteorder("<")
-        end = start + math.prod(shape) * dtype.itemsize
-        if min(start, *shape) < 0 or end > len(self._bytes):
-            raise ValueError(f"{place} is no place in a file of {len(self._bytes)} bytes")
-        return self._bytes[start:end].view(np.ndarray).view(dtype).reshape(shape)
 
 
 class UnfinishedGroups:

@@ -17,7 +17,7 @@ from rlhf_rollout.router import EngineRouter
 from rlhf_train.generation.run_spec import DynamicSampling
 from rlhf_train.generation.service import GenerationService
 from rlhf_train.generation.stream import SampleStream
-from rlhf_train.run.checkpoint import read_state, write_state
+from rlhf_train.run.saved.state import read_state, write_state
 from simulated import now, simulate
 
 SAMPLING = SamplingParams(num_samples=2, max_tokens=999)

@@ -16,8 +16,8 @@ from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
 from rlhf_train.generation.service import GenerationService
 from rlhf_train.generation.stream import SampleStream
-from rlhf_train.run.checkpoint import read_state, write_state
 from rlhf_train.run.ledger import Ledger
+from rlhf_train.run.saved.state import read_state, write_state
 from simulated import simulate
 
 LONGEST = 100

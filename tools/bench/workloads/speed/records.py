@@ -26,7 +26,8 @@ from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, RolloutGro
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.records_io import RolloutWriter
 from rlhf_rollout.unfinished import UnfinishedGroups
-from rlhf_train.run.checkpoint import Checkpoints, write_state
+from rlhf_train.run.checkpoint import Checkpoints
+from rlhf_train.run.saved.state import write_state
 from runner import memory_mib
 
 FLAGS = {

@@ -1,9 +1,7 @@
 """The checkpoints of a run: folders that are whole or not there. Torch-free.
 
     CHECKPOINTS/step-20/manifest.json      step, metric, and size and SHA-256 of every other file; written last
-    CHECKPOINTS/step-20/state.json         the state of the driver: order of prompts, counts, coefficients
-    CHECKPOINTS/step-20/waiting.columns    its rollout groups, which wait for training; only if there are any
-    CHECKPOINTS/step-20/unfinished.bin     its arrays, such as the tokens of unfinished groups; only if there are any
+    CHECKPOINTS/step-20/state.json         the state of the driver, which may have files beside it; see `saved.state`
     CHECKPOINTS/step-20/actor-0-of-2.safetensors   weights and optimizer of a model, one file per rank
 
 A checkpoint is written into `.step-20.partial` and renamed after every file is on the disk.
@@ -16,30 +14,18 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlhf_data.errors import CheckpointError
-from rlhf_data.records import RolloutGroup
 from rlhf_data.rows.sources import sha256
-from rlhf_rollout.records_io import COLUMNS, RolloutWriter, read_batches
-from rlhf_rollout.unfinished import ArrayReader, ArrayWriter, Written
+from rlhf_train.run.saved.state import FORMAT, READ_FORMATS, UNREADABLE, read_state, write_state
 
-FORMAT = 3
-# 1 has rollout groups as lists of records in state.json; 1 and 2 have arrays there in Base64.
-_READ_FORMATS = (1, 2, 3)
-_UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 FOLDER = "checkpoints"  # within the folder of a run
-MANIFEST, STATE = "manifest.json", "state.json"
-GROUPS = f"waiting{COLUMNS}"  # the groups of a state, in whose place stands {GROUPS: number of the group, from 0}
-ARRAYS = "unfinished.bin"  # the arrays of a state, in whose place stands {ARRAYS: [first byte, type, shape]}
+MANIFEST = "manifest.json"
 RECEIPT = ".receipt.json"  # ends the name of the file in which a rank tells that its own file is on the disk
 _POLL_S = 0.05
 
@@ -85,6 +71,7 @@ class Checkpoint:
         metric: value of the metric that decides the best checkpoint; None if it was not known.
         lowest: whether lower values of it are better.
         files: name to size in bytes and SHA-256 of its files.
+        version: of the format of its state.
     """
 
     path: Path
@@ -92,6 +79,7 @@ class Checkpoint:
     metric: float | None
     lowest: bool
     files: Mapping[str, tuple[int, str]]
+    version: int = FORMAT
 
     @property
     def size_bytes(self) -> int:
@@ -100,7 +88,7 @@ class Checkpoint:
 
     def state(self) -> dict[str, Any]:
         """Return the state that the driver saved. Raises CheckpointError when it cannot be read."""
-        return read_state(self.path)
+        return read_state(self.path, self.version)
 
     def problems(self, *, content: bool = True) -> list[str]:
         """Return one sentence per file that is missing or has changed since it was written.
@@ -183,8 +171,7 @@ class Checkpoints:
                 if path.is_dir():
                     flush(path)
                 elif path.is_file():
-                    flush(path)
-                    files[name] = (path.stat().st_size, sha256(path))
+                    files[name] = _flushed(path)
             for name in ranks:
                 (staging / (name + RECEIPT)).unlink()
             manifest = {"format": FORMAT, "step": step, "metric": metric, "lowest": self._lowest, "files": files}
@@ -228,56 +215,6 @@ class Checkpoints:
                 return checkpoint
             warn(f"the checkpoint {path} is skipped: {'; '.join(problems[:3])}")
         return None
-
-
-def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write a state of JSON values, rollout groups and arrays to a folder that has none.
-
-    Groups and arrays go to files of their own, one by one: as JSON, all of them would be in memory at once.
-    """
-    with ExitStack() as stack:
-
-        @cache
-        def groups() -> RolloutWriter:
-            writer = RolloutWriter(folder / GROUPS, level=0)
-            stack.callback(writer.close)
-            return writer
-
-        @cache
-        def arrays() -> ArrayWriter:
-            writer = ArrayWriter(folder / ARRAYS)
-            stack.callback(writer.close)
-            return writer
-
-        num_groups = count()
-
-        def encode(value: Any) -> dict[str, Any]:
-            if isinstance(value, np.ndarray | Written):
-                return {ARRAYS: arrays().write(value)}
-            if isinstance(value, RolloutGroup):
-                groups().write(value)
-                return {GROUPS: next(num_groups)}
-            raise TypeError(f"{type(value).__name__} in the state of a run is no JSON value")
-
-        text = json.dumps(state, default=encode, allow_nan=True)
-    (folder / STATE).write_bytes(text.encode())
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """Return the state that `write_state` wrote to a folder. Raises CheckpointError when it cannot be read."""
-    path = folder / GROUPS
-    try:
-        groups = [batch.groups[0] for batch in read_batches(path)] if path.exists() else []
-        arrays = ArrayReader(folder / ARRAYS) if (folder / ARRAYS).exists() else None
-
-        def decode(value: dict[str, Any]) -> Any:
-            if value.keys() == {ARRAYS}:
-                return arrays.read(value[ARRAYS])
-            return groups[value[GROUPS]] if value.keys() == {GROUPS} else value
-
-        return dict(json.loads((folder / STATE).read_bytes(), object_hook=decode))
-    except _UNREADABLE as error:
-        raise CheckpointError(f"{folder / STATE} cannot be read: {error}") from error
 
 
 def superfluous(found: Sequence[Checkpoint], max_num: int, max_bytes: float = math.inf) -> list[Checkpoint]:
@@ -324,15 +261,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         version = manifest["format"]
-        if version in _READ_FORMATS:
+        if version in READ_FORMATS:
             files = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
             metric = manifest["metric"]
             value = None if metric is None else float(metric)
-            return Checkpoint(path, int(manifest["step"]), value, bool(manifest["lowest"]), files)
-    except _UNREADABLE as error:
+            return Checkpoint(path, int(manifest["step"]), value, bool(manifest["lowest"]), files, version)
+    except UNREADABLE as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
     raise CheckpointError(
-        f"{path} has format {version}; this version reads format {' and '.join(map(str, _READ_FORMATS))}"
+        f"{path} has format {version}; this version reads format {' and '.join(map(str, READ_FORMATS))}"
     )
 
 
@@ -344,10 +281,8 @@ def write_receipt(path: Path, error: Exception | None = None) -> None:
     """
     receipt: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"}
     if error is None:
-        with ThreadPoolExecutor(max_workers=1) as beside:
-            flushed = beside.submit(flush, path)
-            receipt = {"size": path.stat().st_size, "sha256": sha256(path)}  # reads what memory still holds of it
-            flushed.result()
+        size, digest = _flushed(path)
+        receipt = {"size": size, "sha256": digest}
     draft = path.with_name(f"{path.name}{RECEIPT}.draft")
     try:
         draft.write_bytes(json.dumps(receipt).encode())
@@ -356,6 +291,15 @@ def write_receipt(path: Path, error: Exception | None = None) -> None:
             raise
         os.truncate(draft, 0)
     draft.rename(path.with_name(path.name + RECEIPT))
+
+
+def _flushed(path: Path) -> tuple[int, str]:
+    """Return size and SHA-256 of a file once it is on the disk."""
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        flushed = beside.submit(flush, path)
+        digest = sha256(path)  # reads what memory still holds of it
+        flushed.result()
+    return path.stat().st_size, digest
 
 
 def _await_receipt(path: Path, ended: threading.Event) -> tuple[int, str]:

@@ -18,7 +18,7 @@ class Resumable(Protocol):
     """A part of a run that has a state besides the models."""
 
     def state(self) -> Any:
-        """Return the state between two steps: JSON values, rollout groups and arrays; see `checkpoint.write_state`."""
+        """Return the state between two steps: JSON values, rollout groups and arrays; see `saved.state`."""
 
     def restore(self, state: Any) -> None:
         """Continue with a state that `state` returned in another process."""

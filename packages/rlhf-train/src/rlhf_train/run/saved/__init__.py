@@ -1,0 +1,1 @@
+"""The files of the driver's state in a checkpoint: JSON, rollout groups and arrays."""
