@@ -27,7 +27,6 @@ from rlhf_data.records import (
 from rlhf_rollout.records_io import RolloutWriter
 from rlhf_rollout.unfinished import Written
 from rlhf_train.run.checkpoint import Checkpoint, Checkpoints, read_checkpoint
-from rlhf_train.run.saved import arrays as saved_arrays
 from rlhf_train.run.saved.state import read_state, write_state
 
 BITS = [0x7FC00001, 0xBF800000, 0x80000000]  # a NaN, -1 and -0
@@ -105,16 +104,6 @@ def test_what_no_json_has_is_refused_with_its_type(tmp_path):
     group = replace(group, prompt=replace(group.prompt, extra={"n": {1}}))
     with pytest.raises(TypeError, match="set in a rollout group is no JSON value"):
         write_state(tmp_path, {"group": group})
-
-
-def test_a_disk_that_fails_while_the_state_is_written_fails_the_state(tmp_path, monkeypatch):
-    def fdatasync(descriptor: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(saved_arrays.os, "fdatasync", fdatasync)
-    write_state(tmp_path, {"small": np.zeros(9, np.uint8)})
-    with pytest.raises(OSError, match="Input/output error"):
-        write_state(tmp_path, {"large": np.zeros(2**26, np.uint8)})
 
 
 CUT = "is cut off, or belongs to another checkpoint"

@@ -1,9 +1,7 @@
 """Arrays in a binary file, one behind the other, which ends with a seal. Torch-free."""
 
 import math
-import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,11 @@ from rlhf_rollout.unfinished import Written
 
 SEAL_BYTES = 16
 _BUFFER_BYTES = 2**20
-_FLUSHED_BYTES = 2**26  # the disk begins to write after so many, not after all
 _DAMAGED = "copy all files of this checkpoint again; or remove its folder, and the run continues from the one before"
 
 
 class ArrayWriter:
-    """Writes arrays into a new file. While it goes on, another thread flushes to the disk what is written.
+    """Writes arrays into a new file.
 
     Args:
         path: of the file.
@@ -29,9 +26,6 @@ class ArrayWriter:
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=_BUFFER_BYTES)
         self._size = 0
-        self._beside = ThreadPoolExecutor(max_workers=1)
-        self._flushed: Future[None] | None = None
-        self._flushed_size = 0
 
     def write(self, values: np.ndarray | Written) -> list[Any]:
         """Append an array and return where it is, as JSON values for `ArrayReader.read`."""
@@ -43,28 +37,23 @@ class ArrayWriter:
         self._append(found.astype(on_disk, copy=False), found.nbytes)
         return place
 
+    def write_bytes(self, data: bytes) -> list[Any]:
+        """Append bytes as an array of uint8."""
+        place = [self._size, "uint8", [len(data)]]
+        self._append(data, len(data))
+        return place
+
     def close(self, seal: bytes = b"") -> None:
         """Close the file behind its seal: `SEAL_BYTES` bytes that tell which state it belongs to, or none if that
         state is not complete."""
         try:
             self._file.write(seal)
-            self._await_flush()
         finally:
-            self._beside.shutdown()
             self._file.close()
 
     def _append(self, data: bytes | np.ndarray, size: int) -> None:
         self._file.write(data)
         self._size += size
-        if self._size - self._flushed_size >= _FLUSHED_BYTES and (self._flushed is None or self._flushed.done()):
-            self._await_flush()
-            self._flushed_size = self._size
-            self._flushed = self._beside.submit(os.fdatasync, self._file.fileno())
-
-    def _await_flush(self) -> None:
-        """Raise the error of the last flush: the kernel tells it only once."""
-        if self._flushed is not None:
-            self._flushed.result()
 
 
 class ArrayReader:

@@ -39,7 +39,7 @@ class GroupWriter:
 
     def write(self, group: RolloutGroup) -> list[Any]:
         """Append a group and return where it is, as JSON values for `GroupReader.read`."""
-        return self._bytes(self._encoder.encode(group).encode())
+        return self._arrays.write_bytes(self._encoder.encode(group).encode())
 
     def close(self, seal: bytes = b"") -> None:
         """See `ArrayWriter.close`."""
@@ -56,11 +56,8 @@ class GroupWriter:
             raise TypeError(f"{type(value).__name__} in a rollout group is no JSON value")
         plain = {name: getattr(value, name) for name in names}
         if "text" in plain:
-            plain["text"] = self._bytes(value.text.encode("utf-8", "surrogatepass"))
+            plain["text"] = self._arrays.write_bytes(value.text.encode("utf-8", "surrogatepass"))
         return plain
-
-    def _bytes(self, data: bytes) -> list[Any]:
-        return self._arrays.write(np.frombuffer(data, np.uint8))
 
 
 class GroupReader:
