@@ -179,6 +179,40 @@ def test_reward_keeps_no_event_loop_that_has_ended(function, calls):
     assert ended() is None
 
 
+def test_group_that_waits_goes_out_whatever_ends_meanwhile(function, monkeypatch):
+    """A call that began when others had all gone out ends while a later group waits for one that is expected."""
+
+    async def run():
+        may_end = asyncio.Event()
+
+        async def ask(reward, samples, failure):
+            if samples[0][0].prompt_id == "slow":
+                await may_end.wait()
+            return Scored([1.0], [1.0], {}, [None])
+
+        monkeypatch.setattr(FunctionReward, "_ask", ask)
+        reward = function(1)
+
+        def start(name):
+            prompt = make_prompt(prompt_id=name)
+            return asyncio.create_task(reward.score(prompt, [make_rollout(prompt, "4", group_id=name)]))
+
+        for name in ("slow", "quick"):
+            reward.expect(name, "step")
+        slow = start("slow")
+        await start("quick")
+        reward.expect("waits", "step")
+        waits = start("waits")
+        await asyncio.sleep(0)
+        reward.expect("last", "step")
+        may_end.set()
+        await slow
+        last = start("last")
+        return [verdict.reward for scored in await asyncio.gather(waits, last) for verdict in scored]
+
+    assert asyncio.run(asyncio.wait_for(run(), 20)) == [1.0, 1.0]
+
+
 def test_sums_of_rewards_gather_the_same_calls(calls, write):
     function = RewardSource(kind="function", targets=(write('def reward_func(q, p, l): return {"rewards": []}'),))
     two = RewardSource(kind="function", targets=("math",))

@@ -93,8 +93,9 @@ class FunctionReward:
         try:
             return await batcher.submit([(prompt, rollout) for rollout in rollouts])
         finally:
-            if batcher.is_idle:
-                self._batchers.pop(key, None)
+            # Another one may have taken the place of a batcher that was left when all of its calls were under way.
+            if batcher.is_idle and self._batchers.get(key) is batcher:
+                del self._batchers[key]
 
     def expect(self, group_id: str, pool: str | None) -> None:
         """See `expect_group`."""
