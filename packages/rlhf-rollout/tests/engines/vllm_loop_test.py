@@ -18,8 +18,7 @@ pytest.importorskip("vllm")
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from rlhf_rollout.engines.stopping import StopWatch
-from rlhf_rollout.engines.vllm.jobs import Job, Sample
-from rlhf_rollout.engines.vllm.loop import StepLoop
+from rlhf_rollout.engines.vllm.loop import Job, Sample, StepLoop
 
 
 def test_step_loop_joins_the_samples_of_a_job(core: ScriptedCore, loop: StepLoop) -> None:

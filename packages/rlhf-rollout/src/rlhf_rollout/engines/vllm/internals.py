@@ -7,6 +7,7 @@ they are in `patches`, and say themselves what they need.
 
 import inspect
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -33,7 +34,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "vllm.v1.executor": ("Executor",),
     "vllm.v1.engine.core_client": ("EngineCoreClient", "InprocClient"),
     # the engine core, which `StepLoop` steps
-    "vllm.v1.engine": ("EngineCoreRequest", "FinishReason"),
+    "vllm.v1.engine": ("EngineCoreRequest",),
     "vllm.v1.engine.core:EngineCore": ("pause_scheduler", "resume_scheduler"),
     "vllm.v1.engine.core_client:InprocClient": (
         "abort_requests",
@@ -158,6 +159,23 @@ def sampler_params(sampling: SamplingParams, **options: Any) -> Any:
         logprobs=0,
         detokenize=False,
         **options,
+    )
+
+
+def core_request(name: str, token_ids: list[int], params: Any) -> Any:
+    """Return vLLM's request of one sample, whose prompt is `token_ids`; for `params` see `sampler_params`."""
+    from vllm.v1.engine import EngineCoreRequest
+
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=token_ids,
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
     )
 
 

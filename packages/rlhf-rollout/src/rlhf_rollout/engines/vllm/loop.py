@@ -2,31 +2,83 @@
 
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import numpy as np
-from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines.requests import Progress, rest_of, sample_seeds
 from rlhf_rollout.engines.stopping import Decode, StopWatch
-from rlhf_rollout.engines.vllm.internals import sampler_params
-from rlhf_rollout.engines.vllm.jobs import Job, Sample, uncancellable
-from rlhf_rollout.protocols import Draft, SamplingParams
+from rlhf_rollout.engines.vllm.internals import core_request, sampler_params
+from rlhf_rollout.protocols import Completion, Draft, SamplingParams
 
-_FINISH_REASONS = {
-    VllmFinishReason.STOP: FinishReason.STOP,
-    VllmFinishReason.LENGTH: FinishReason.LENGTH,
-    VllmFinishReason.ABORT: FinishReason.ABORT,
-}
 _MAX_SETTLING_STEPS = 8  # async scheduling is one or two batches ahead
+
+
+def uncancellable() -> "Future[Any]":
+    """Return a future that its waiters cannot cancel, so that the stepping thread can always set its result."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One `generate` call.
+
+    Attributes:
+        prompt: token ids.
+        sampling: how its samples are drawn.
+        drafts: its samples.
+        decode: returns the text of tokens; for `sampling.stop`.
+        future: resolves to the completions, in the order of the samples.
+        request_ids: ids of its sequences in vLLM.
+    """
+
+    prompt: list[int]
+    sampling: SamplingParams
+    drafts: Sequence[Draft]
+    decode: Decode | None = None
+    future: "Future[list[Completion]]" = field(default_factory=uncancellable)
+    request_ids: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Sample:
+    """One sequence in flight.
+
+    Attributes:
+        job: the call that it belongs to.
+        draft: what is written.
+        num_skipped: experts, from the prompt's first token on, that the draft has already and vLLM tells again.
+        watch: finds the texts that end it; None if there are none.
+    """
+
+    job: Job
+    draft: Draft
+    num_skipped: int
+    watch: StopWatch | None = None
+
+    def add(self, token_ids: list[int]) -> bool:
+        """Add new tokens, up to the one that completes a text of `stop`; return whether there is one."""
+        for number, token_id in enumerate(token_ids if self.watch is not None else (), 1):
+            if self.watch.completes(token_id):
+                self.draft.token_ids.fromlist(token_ids[:number])
+                return True
+        self.draft.token_ids.fromlist(token_ids)
+        return False
+
+    def add_routes(self, routes: np.ndarray) -> None:
+        """Add experts, which vLLM tells of the prompt with the first token, and then of the token before."""
+        skipped = min(self.num_skipped, len(routes))
+        self.num_skipped -= skipped
+        self.draft.routes.append(routes[skipped:])
 
 
 class StepLoop:
@@ -316,19 +368,7 @@ class StepLoop:
             draft.go_on(self.policy_version)
             watch = StopWatch(rest, job.decode, draft.token_ids) if job.decode is not None else None
             self._samples[request_id] = Sample(job, draft, sum(map(len, draft.routes)), watch)
-            self._core.add_request(
-                EngineCoreRequest(
-                    request_id=request_id,
-                    prompt_token_ids=job.prompt + draft.token_ids.tolist(),
-                    mm_features=None,
-                    sampling_params=params,
-                    pooling_params=None,
-                    arrival_time=time.time(),
-                    lora_request=None,
-                    cache_salt=None,
-                    data_parallel_rank=None,
-                )
-            )
+            self._core.add_request(core_request(request_id, job.prompt + draft.token_ids.tolist(), params))
 
     def _take_outputs(self, outputs: Any) -> None:
         samples = self._samples
@@ -355,17 +395,17 @@ class StepLoop:
                 stopped.append(output.request_id)
             if has_stopped or output.finish_reason is not None:
                 del samples[output.request_id]
-                self._finish(sample, VllmFinishReason.STOP if has_stopped else output.finish_reason)
+                self._finish(sample, FinishReason.STOP if has_stopped else str(output.finish_reason))
         if stopped:  # vLLM decodes no text, so it would go on with them
             self._core.abort_requests(stopped)
 
-    def _finish(self, sample: Sample, reason: VllmFinishReason) -> None:
+    def _finish(self, sample: Sample, reason: str) -> None:
         job = sample.job
-        if reason not in _FINISH_REASONS:
+        if reason not in tuple(FinishReason):
             self._abort(job)
             _reject(job.future, EngineError(f"vLLM ended a request for the reason {reason}"))
             return
-        sample.draft.finish_reason = _FINISH_REASONS[reason]
+        sample.draft.finish_reason = FinishReason(reason)
         if all(draft.finish_reason for draft in job.drafts) and not job.future.done():
             job.future.set_result([draft.completion(len(job.prompt)) for draft in job.drafts])
 
