@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,13 +42,11 @@ esac
 OURS = {"MODEL": "org/model", "REWARD_MODEL": "org/reward", "PROMPTS": "prompts.jsonl", "GPUS": "8"}
 
 
-def run(script: str, *arguments: str, folder: Path, **variables: str) -> str:
+def run(words: list[str], script: str, *arguments: str, folder: Path, **variables: str) -> str:
     """Return what a dry run of a script prints."""
-    binary = ROOT / "packages/rlhf-cli/rlhf"
-    command = str(binary) if binary.is_file() else f"{sys.executable} -m rlhf_cli.main"
-    environment = os.environ | {"RLHF": command, "BUILD_WORKING_DIRECTORY": str(folder)} | variables
-    words = ["bash", str(SCRIPTS / script), *arguments, "--dry_run"]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    environment = os.environ | {"RLHF": " ".join(words), "BUILD_WORKING_DIRECTORY": str(folder)} | variables
+    command = ["bash", str(SCRIPTS / script), *arguments, "--dry_run"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     for title in ("no effect", "cannot run yet", "still missing"):
         assert title not in done.stdout + done.stderr
@@ -62,15 +59,15 @@ def test_scripts_are_those_that_openrlhf_has():
 
 
 @pytest.mark.parametrize("script", PLACES)
-def test_script_plans_the_built_in_model_and_takes_further_flags(script, tmp_path):
-    shown = run(script, "--train_steps", "7", folder=tmp_path)
+def test_script_plans_the_built_in_model_and_takes_further_flags(words, script, tmp_path):
+    shown = run(words, script, "--train_steps", "7", folder=tmp_path)
     assert 'pretrain = "builtin"' in shown and "train_steps = 7" in shown
 
 
 @pytest.mark.parametrize("script", PLACES)
-def test_script_plans_a_model_on_gpus(script, tmp_path):
+def test_script_plans_a_model_on_gpus(words, script, tmp_path):
     (tmp_path / "prompts.jsonl").write_text(512 * '{"input": "What is 4 + 8?", "label": "12"}\n')
-    shown = run(script, "--plan_gpus", "16", folder=tmp_path, **OURS)
+    shown = run(words, script, "--plan_gpus", "16", folder=tmp_path, **OURS)
     assert PLACES[script] in shown
 
 

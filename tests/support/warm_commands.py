@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 # By kind of command, what it imports. vLLM changes settings of torch, so trainers do without it. Ray is left to the one
 # command that uses it, because it reads the environment when it is imported.
@@ -26,8 +26,8 @@ ENGINE_COMMANDS = ("chat", "generate")
 
 
 @contextlib.contextmanager
-def warm_commands() -> Iterator[list[str]]:
-    """Yield the words that start a command, before its name. It runs with one OpenMP thread.
+def warm_commands(kinds: Collection[str] = tuple(LIBRARIES)) -> Iterator[list[str]]:
+    """Yield the words that start a command, before its name. It is of one of `kinds`, and has one OpenMP thread.
 
     Commands of one kind run one after the other. With a GPU, which forks cannot share, they are new interpreters.
     """
@@ -38,7 +38,7 @@ def warm_commands() -> Iterator[list[str]]:
         return
     # The path of a socket has at most 107 characters, and Bazel's TEST_TMPDIR is too long.
     with tempfile.TemporaryDirectory(prefix="rlhf", dir="/tmp") as folder, contextlib.ExitStack() as stack:
-        listeners = {kind: stack.enter_context(socket.socket(socket.AF_UNIX)) for kind in LIBRARIES}
+        listeners = {kind: stack.enter_context(socket.socket(socket.AF_UNIX)) for kind in kinds}
         for kind, listener in listeners.items():
             listener.bind(f"{folder}/{kind}")
             listener.listen()
@@ -73,7 +73,8 @@ def serve(numbers: dict[str, int]) -> None:
 
     wait_passively()  # as every command does before it imports torch
     importlib.import_module("transformers.models.qwen2.modeling_qwen2")
-    kind = "trainer" if os.fork() else "engine"
+    *others, kind = numbers
+    kind = next((other for other in others if os.fork() == 0), kind)
     listener = socket.socket(fileno=numbers.pop(kind))
     for other in numbers.values():
         os.close(other)
