@@ -16,6 +16,9 @@ HEAVY = {
     ],
 }
 
+# Attributes of such a test that starts so many that it takes minutes: a busy machine takes several times as long.
+LONG = HEAVY | {"timeout": "eternal"}
+
 # Attributes of a test that waits for most of its time, for deadlines and small processes. It runs beside any others.
 WAITING = {"tags": ["resources:cpu:0.2"]}
 
