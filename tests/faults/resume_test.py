@@ -124,40 +124,8 @@ def check_same_weights(folder: Path, whole: Path) -> None:
         assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
-def test_killed_and_terminated_run_goes_on_bit_for_bit_and_leaves_nothing(scratch, tmp_path, request):
-    shared_before = shared_memory()
-    folder = tmp_path / "run"
-    checkpoints = folder / "checkpoints"
-    flags = [*FLAGS, "--save_path", str(folder), "--save_steps", "1", "--max_ckpt_num", "2", "--save_hf_ckpt"]
-    # SIGKILL in the middle of a step, after a checkpoint.
-    run = start(folder, *flags)
-    assert signal_when(run, signal.SIGKILL, (checkpoints / "step-2/manifest.json").exists, folder) == -signal.SIGKILL
-    assert not (checkpoints / "step-4").exists()
-    assert processes_in(scratch) and list(scratch.glob("ray/session_*"))  # the killed run left them
-    # Beside what follows: the same run without an interruption and without checkpoints.
-    whole = tmp_path / "whole"
-    uninterrupted = start(whole, *FLAGS, "--save_path", str(whole))
-    request.addfinalizer(uninterrupted.kill)
-    # The newest checkpoint is torn: the run says so and goes on from the one before. Then SIGTERM to its process group,
-    # as `timeout` sends it, ends it properly.
-    newest = max(checkpoints.glob("step-*"))
-    torn = newest / "actor-0-of-1.safetensors"
-    torn.write_bytes(torn.read_bytes()[:-1])
-    run = start(folder, "--resume", str(folder))
-    last = steps_of(folder)
-    status = signal_when(run, signal.SIGTERM, lambda: steps_of(folder) > last, folder, os.killpg)
-    assert status == 128 + signal.SIGTERM, folder.with_suffix(".log").read_text()[-4000:]
-    text = folder.with_suffix(".log").read_text()
-    assert f"the checkpoint {newest} is skipped: actor-0-of-1.safetensors has" in text
-    assert f"`rlhf ppo --resume {folder}` continues this run" in text
-    # The command of the start with --load_checkpoint does the same as --resume.
-    finish(folder, *flags, "--load_checkpoint")
-    assert uninterrupted.wait(TIMEOUT_S) == 0, whole.with_suffix(".log").read_text()[-4000:]
-    check_same(folder, whole)
-    assert sorted(path.name for path in checkpoints.iterdir()) == [f"step-{NUM_STEPS - 1}", f"step-{NUM_STEPS}"]
-    folders = (checkpoints / f"step-{NUM_STEPS}/hf", folder / "model")
-    saved, final = (load_file(path / "model.safetensors") for path in folders)
-    assert saved.keys() == final.keys() and all(torch.equal(saved[name], final[name]) for name in final)
+def check_that_nothing_is_left(scratch: Path, shared_before: set[str]) -> None:
+    """Check that the runs have removed their files and processes, and those of the run that ended before them."""
     left = [path for path in scratch.glob("ray/session_*") if path.is_dir()]
     assert not left, [sorted(folder.rglob("*")) for folder in left]
     assert set(os.listdir(scratch)) <= {"ray", "torchinductor_root"}  # the second is PyTorch's cache
@@ -172,8 +140,39 @@ def test_killed_and_terminated_run_goes_on_bit_for_bit_and_leaves_nothing(scratc
         time.sleep(0.1)
 
 
-def test_killed_asynchronous_run_trains_every_prompt_once(scratch, tmp_path):
+def test_killed_run_goes_on_bit_for_bit_and_leaves_nothing(scratch, tmp_path, request):
+    shared_before = shared_memory()
+    folder = tmp_path / "run"
+    checkpoints = folder / "checkpoints"
+    flags = [*FLAGS, "--save_path", str(folder), "--save_steps", "1", "--max_ckpt_num", "2", "--save_hf_ckpt"]
+    # SIGKILL in the middle of a step, after a checkpoint.
+    run = start(folder, *flags)
+    assert signal_when(run, signal.SIGKILL, (checkpoints / "step-2/manifest.json").exists, folder) == -signal.SIGKILL
+    assert not (checkpoints / "step-4").exists()
+    assert processes_in(scratch) and list(scratch.glob("ray/session_*"))  # the killed run left them
+    # Beside what follows: the same run without an interruption and without checkpoints.
+    whole = tmp_path / "whole"
+    uninterrupted = start(whole, *FLAGS, "--save_path", str(whole))
+    request.addfinalizer(uninterrupted.kill)
+    # The newest checkpoint is torn: the run says so and goes on from the one before.
+    newest = max(checkpoints.glob("step-*"))
+    torn = newest / "actor-0-of-1.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    finish(folder, "--resume", str(folder))
+    text = folder.with_suffix(".log").read_text()
+    assert f"the checkpoint {newest} is skipped: actor-0-of-1.safetensors has" in text
+    assert uninterrupted.wait(TIMEOUT_S) == 0, whole.with_suffix(".log").read_text()[-4000:]
+    check_same(folder, whole)
+    assert sorted(path.name for path in checkpoints.iterdir()) == [f"step-{NUM_STEPS - 1}", f"step-{NUM_STEPS}"]
+    folders = (checkpoints / f"step-{NUM_STEPS}/hf", folder / "model")
+    saved, final = (load_file(path / "model.safetensors") for path in folders)
+    assert saved.keys() == final.keys() and all(torch.equal(saved[name], final[name]) for name in final)
+    check_that_nothing_is_left(scratch, shared_before)
+
+
+def test_terminated_asynchronous_run_trains_every_prompt_once(scratch, tmp_path):
     """With groups that wait and groups in flight: none is lost, none trained twice, none older than allowed."""
+    shared_before = shared_memory()
     folder = tmp_path / "run"
     max_staleness = 2
     batch_size = 16
@@ -182,10 +181,16 @@ def test_killed_asynchronous_run_trains_every_prompt_once(scratch, tmp_path):
     flags += ["--train_steps", str(NUM_STEPS), "--eval_steps", "2", "--save_path", str(folder), "--save_steps", "1"]
     run = start(folder, *flags)
     saved = folder / "checkpoints/step-2"
-    assert signal_when(run, signal.SIGKILL, (saved / "manifest.json").exists, folder) == -signal.SIGKILL
+    # SIGTERM to its process group, as `timeout` sends it, ends it properly.
+    status = signal_when(run, signal.SIGTERM, (saved / "manifest.json").exists, folder, os.killpg)
+    text = folder.with_suffix(".log").read_text()
+    assert status == 128 + signal.SIGTERM, text[-4000:]
+    assert f"`rlhf ppo --resume {folder}` continues this run" in text
+    assert 2 <= steps_of(folder) < NUM_STEPS
     state = json.loads((saved / "state.json").read_bytes())["rollouts"]["stream"]
     assert len(state["tickets"]) == (max_staleness + 1) * batch_size  # queued and in flight
-    finish(folder, "--resume", str(folder))
+    # The command of the start with --load_checkpoint does the same as --resume.
+    finish(folder, *flags, "--load_checkpoint")
     records = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     assert [one["step"] for one in records] == sorted(one["step"] for one in records)
     groups = {one["group_id"]: one for one in records}
@@ -209,3 +214,4 @@ def test_killed_asynchronous_run_trains_every_prompt_once(scratch, tmp_path):
     finish(again, "--replay", str(folder), "--save_path", str(again), PYTHONPATH=paths)
     check_same_weights(again, folder)
     assert (again / "rollouts.jsonl").read_bytes() == (folder / "rollouts.jsonl").read_bytes()
+    check_that_nothing_is_left(scratch, shared_before)
