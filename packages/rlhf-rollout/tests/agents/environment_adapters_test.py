@@ -18,7 +18,7 @@ from rlhf_data.records import FinishReason, Prompt, SpanSource, VerdictKind
 from rlhf_data.testing import EOS_ID, ByteTokenizer
 from rlhf_rollout.agents.agent_spec import AgentSpec, make_workflow
 from rlhf_rollout.agents.recorder import EpisodeLimits
-from rlhf_rollout.agents.verifiers_environments import read_label
+from rlhf_rollout.agents.user_agent import read_label
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter

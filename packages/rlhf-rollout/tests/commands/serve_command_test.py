@@ -19,7 +19,7 @@ from fastapi import FastAPI
 
 from engine_testing import wait_until_up
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_rollout.commands import serve, sessions
+from rlhf_rollout.commands import serve
 from rlhf_rollout.commands.main import main
 from rlhf_rollout.commands.serve import create_app
 from rlhf_rollout.engines import EngineSpec, build_engine
@@ -253,7 +253,7 @@ def test_sessions_are_counted_and_can_be_ended(monkeypatch):
         assert httpx.delete(place).json() == used
         assert [httpx.get(place).status_code, httpx.delete(place).status_code] == [404, 404]
         assert metric(url, "sessions") == 1
-        monkeypatch.setattr(sessions, "IDLE_S", 0.0)
+        monkeypatch.setattr(serve, "IDLE_S", 0.0)
         assert metric(url, "sessions") == 0
         assert httpx.get(f"{url}/sessions/other").status_code == 404
 
@@ -292,7 +292,7 @@ def test_server_in_front_of_servers_hands_sessions_on():
 
 
 def test_sessions_beyond_the_limit_are_forgotten_the_oldest_first(monkeypatch):
-    monkeypatch.setattr(sessions, "_MAX_SESSIONS", 2)
+    monkeypatch.setattr(serve, "_MAX_SESSIONS", 2)
     with app_server(create_app(FakeEngine(), {})) as url:
         for name in ("a", "b", "a", "c"):
             asyncio.run(client(url).generate(PROMPT, SamplingParams(), conversation=name))

@@ -14,31 +14,36 @@ A file with tools may also define `reward(messages, label)`, SYSTEM, the text of
 of the calls (see `tool_calls`), and TOOL_LIMITS, a dictionary with fields of `tools.ToolLimits`. A file with an
 environment may also define `render(observation)`, `parse(text)` and POOL_SIZE.
 
-A command line is an agent, too: see `program`.
+A command line is an agent, too: see `run_program`.
 """
 
 import asyncio
+import contextlib
 import inspect
+import json
 import os
 import shlex
 import shutil
+import signal
 import socket
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from rlhf_data.errors import ConfigError, RewardError
+from rlhf_data.errors import ConfigError, RewardError, installs
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_rollout.agents import interface
 from rlhf_rollout.agents.interface import PolicyEngine, Session, constructed, number, run_turns, sampling_params
-from rlhf_rollout.agents.program import run_program
 from rlhf_rollout.rewards.math import provide_utils
 from rlhf_rollout.workers.serving import serve_side_by_side
 from rlhf_rollout.workers.threads import called
 from rlhf_rollout.workers.user_code import Target, bound_names, import_target, parse_target, provide
 
 PROGRAM = "<program>"
+_TAIL_BYTES = 2**16  # size of the end of a program's output, which must hold the whole last line
+_DRAIN_S = 1.0  # after the end of a program, for what it has printed
 NAMES = ("AgentExecutor", "AgentInstance", "run_episode", "Environment", "TOOLS", "MCP", "load_environment")
 _HINT = "define AgentExecutor, AgentInstance, `async def run_episode(session)`, Environment or TOOLS"
 
@@ -111,8 +116,6 @@ def load_agent(target: Target, tokenizer: str | None) -> RunEpisode:
             options = {option: getattr(module, name) for option, name in given.items() if hasattr(module, name)}
             return _Function(EnvironmentAgent(agent, **options))
         if name == "load_environment":
-            from rlhf_rollout.agents.verifiers_environments import VerifiersAgent
-
             return _Function(VerifiersAgent(agent))
         if inspect.isclass(agent) and hasattr(agent, "execute"):
             return _Executor(agent, tokenizer)
@@ -266,3 +269,124 @@ def _tool_agent(module: Any, tokenizer: str | None) -> RunEpisode:
         tokenizer=LazyTokenizer(tokenizer),
     )
     return _Function(agent)
+
+
+class ProgramError(RuntimeError):
+    """A program has failed."""
+
+
+async def run_program(words: Sequence[str], session: Session) -> Any:
+    """Run one episode of a program, in any language, and its arguments, in a process of its own; return its reward.
+
+    The program finds the policy as the libraries of OpenAI and Anthropic do, in the environment: OPENAI_BASE_URL,
+    OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY. Its standard input is one JSON object with `prompt`,
+    `messages` (the prompt as messages) and `label`. The last line of its standard output is its reward: a number, or a
+    JSON object as a function returns it. Any other last line leaves the episode to another reward, with the result
+    None. Raises ProgramError for a program that exits with another status than 0.
+    """
+    url = session.base_url
+    urls = {"OPENAI_BASE_URL": url, "ANTHROPIC_BASE_URL": url.removesuffix("/v1")}
+    keys = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), "none")
+    options = {"env": {**os.environ, **urls, **keys}, "start_new_session": True}
+    # asyncio's own pipes would make `wait` wait for the program's children, too.
+    read_end, write_end = os.pipe()
+    with tempfile.TemporaryFile() as told, os.fdopen(read_end, "rb", 0) as output:
+        task = {"prompt": session.prompt, "messages": session.messages, "label": session.label}
+        task |= {"extra": session.extra} if session.extra else {}
+        told.write(json.dumps(task).encode())
+        told.seek(0)
+        try:
+            process = await asyncio.create_subprocess_exec(*words, stdin=told, stdout=write_end, **options)
+        finally:
+            os.close(write_end)
+        tail = bytearray()
+        reading = asyncio.create_task(_read_tail(output, tail))
+        try:
+            status = await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # also what the program has left behind
+                os.killpg(process.pid, signal.SIGKILL)
+            # A process that has left the program's session may hold the pipe.
+            await asyncio.wait([reading], timeout=_DRAIN_S)
+            reading.cancel()
+    if status:
+        raise ProgramError(f"{words[0]} exited with status {status}")
+    return _last_value(tail.decode(errors="replace"))
+
+
+async def _read_tail(output: IO[bytes], tail: bytearray) -> None:
+    """Put the end of what comes through a pipe into `tail`, until the pipe is closed."""
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, output)
+    try:
+        while chunk := await reader.read(_TAIL_BYTES):
+            tail += chunk
+            del tail[:-_TAIL_BYTES]
+    finally:
+        transport.close()
+
+
+def _last_value(output: str) -> Any:
+    """Return the number or object in the last line that is not empty."""
+    lines = output.strip().splitlines()
+    try:
+        value = json.loads(lines[-1]) if lines else None
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, int | float | dict) else None
+
+
+class VerifiersAgent:
+    """Runs episodes in an environment of the `verifiers` library, 0.1.3 to 0.1.9. The reward is its rubric's.
+
+    The environment asks the policy through the gateway, as it asks any model: the library's rollouts, tools and rubrics
+    are used as they are. Source: https://github.com/PrimeIntellect-ai/verifiers.
+
+    A prompt is the `prompt` of a row of the environment's data set. Its label is the row's `answer`, or a JSON object
+    with any of `answer`, `info` and `task`.
+
+    Args:
+        load: returns the environment.
+    """
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
+
+    async def start(self) -> None:
+        """Load the environment. Raises RewardError for anything else, and whatever the loading raises."""
+        self._environment = self._load()  # in the main thread, because the library sets handlers of signals
+        if not hasattr(self._environment, "generate") or not hasattr(self._environment, "rubric"):
+            hint = f"environments of verifiers 0.1.3 to 0.1.9 can be used: {installs('rlhf-rollout[verifiers]')}"
+            raise RewardError(f"`load_environment` returned {self._environment!r:.80}", hint=hint)
+
+    async def __call__(self, session: Session) -> dict[str, Any]:
+        """Run one episode; return what an agent returns."""
+        from openai import AsyncOpenAI
+        from verifiers import types
+
+        environment = self._environment
+        is_chat = getattr(environment, "message_type", "chat") == "chat"
+        prompt = [dict(message) for message in session.messages] if is_chat else session.prompt
+        row = {"prompt": prompt, "answer": "", "info": {}, "task": "default", "example_id": 0}
+        row |= read_label(session.label)
+        async with AsyncOpenAI(base_url=session.base_url, api_key="none", max_retries=0) as client:
+            # Up to 0.1.6 `generate` is not a coroutine function, and up to 0.1.7 it takes columns.
+            generate = getattr(environment, "a_generate", None) or partial(environment.generate, use_tqdm=False)
+            takes_rows = hasattr(types, "RolloutInput")
+            inputs = [row] if takes_rows else {name: [value] for name, value in row.items()}
+            result = await generate(inputs, client, "policy")
+        result = result if isinstance(result, Mapping) else vars(result)
+        metrics = {name: values[0] for name, values in result["metrics"].items()}
+        return {"rewards": result["reward"][0], "extra": metrics}
+
+
+def read_label(label: str) -> dict[str, Any]:
+    """Return the columns of a row that a label holds: `answer`, or those in a JSON object."""
+    try:
+        value = json.loads(label)
+    except ValueError:
+        return {"answer": label}
+    if not isinstance(value, Mapping):
+        return {"answer": label}
+    return {name: value[name] for name in ("answer", "info", "task") if value.get(name) is not None}
