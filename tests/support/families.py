@@ -68,6 +68,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "original_m
 _YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 _LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
 _LONG_ROPE |= {"long_factor": [4.0] * 16, "short_factor": [1.0] * 16}
+_PHIMOE = {"attention_bias": True, "lm_head_bias": True}  # as all published ones have
 _SMALL_PART = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _SIGLIP = _SMALL_PART | {"intermediate_size": 32, "image_size": 28, "patch_size": 14}
 _QWEN_EYE = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128}
@@ -141,10 +142,11 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h, experts": ("nemotron_h", _ROUTED),
     "olmo": ("olmo", {"clip_qkv": 0.5}),
     "olmoe, clipped": ("olmoe", {"clip_qkv": 0.5}),
-    "phi": ("phi", {"num_key_value_heads": 4}),
+    "phi": ("phi", {"num_key_value_heads": 4, "intermediate_size": 512}),  # four times the width, as in vLLM
     "phi3, LongRoPE": ("phi3", {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 16}),
     "phi3, window": ("phi3", {"sliding_window": _WINDOW}),
-    "phimoe, window": ("phimoe", {"sliding_window": _WINDOW}),
+    "phimoe": ("phimoe", _PHIMOE),
+    "phimoe, window": ("phimoe", _PHIMOE | {"sliding_window": _WINDOW}),
     "qwen2, window": ("qwen2", _LATER_WINDOWS),
     "qwen2_moe, window": ("qwen2_moe", _LATER_WINDOWS),
     "qwen3_5": ("qwen3_5", {"text_config": _LINEAR, "vision_config": _QWEN_EYE}),
@@ -158,13 +160,13 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba2": (
         "zamba2",
         {"layer_types": ["linear_attention", "hybrid", "linear_attention"], "hybrid_layer_ids": [1]}
-        | {"layers_block_type": ["mamba", "hybrid", "mamba"]},
+        | {"layers_block_type": ["mamba", "hybrid", "mamba"], "num_key_value_heads": 4, "attention_head_dim": 64},
     ),
 }
 _PLAIN = """
 apertus arcee bitnet bloom cohere cohere2 cwm diffllama doge ernie4_5 ernie4_5_moe exaone4 falcon gemma glm glm4 gpt2
 gpt_bigcode gpt_neox gpt_oss helium hy_v3 internlm3 llama mamba minimax_m2 mistral mixtral mpt olmo2 olmo3 olmoe
-opt phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
+opt phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
 """
 FAMILIES = dict(sorted({**{name: (name, {}) for name in _PLAIN.split()}, **_OTHERS}.items()))
 

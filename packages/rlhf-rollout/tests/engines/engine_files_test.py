@@ -32,6 +32,7 @@ from rlhf_rollout.engines.vllm.own_classes import (
     check_on_cpu,
     check_on_gpu,
     fit_to_cpu,
+    fit_to_gpu,
     missing_fields,
     model_classes,
     model_impl,
@@ -314,6 +315,31 @@ def test_model_that_no_class_of_vllm_computes_as_transformers_is_refused() -> No
             model_classes({"architectures": [name]})
 
 
+@pytest.mark.parametrize("fields", [{}, {"attention_bias": False}])
+def test_a_phimoe_without_biases_in_its_attention_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"a phimoe has biases [^\n]* is false [^\n]*\n\nhint: use a PhiMoE with"):
+        model_classes({"architectures": ["PhimoeForCausalLM"], **fields})
+
+
+def test_vllm_is_told_its_own_name_of_a_phimoe() -> None:
+    config = {"architectures": ["PhimoeForCausalLM"], "attention_bias": True}
+    assert model_classes(config) == ["PhiMoEForCausalLM"]
+    assert missing_fields(config) == {"architectures": ["PhiMoEForCausalLM"]}
+
+
+def test_engine_on_a_gpu_caches_no_prefixes_of_a_mamba_2_and_says_so(caplog) -> None:
+    spec = EngineSpec(model="m")
+    config = {"architectures": ["Mamba2ForCausalLM"]}
+    assert fit_to_gpu(spec, config) == dataclasses.replace(spec, enable_prefix_caching=False)
+    assert "cache no common prefixes of a mamba2" in caplog.text
+    caplog.clear()
+    without = dataclasses.replace(spec, enable_prefix_caching=False)
+    assert fit_to_gpu(without, config) is without
+    for others in ({"architectures": ["NemotronHForCausalLM"]}, {"architectures": None}, {}):
+        assert fit_to_gpu(spec, others) is spec
+    assert not caplog.text
+
+
 def test_engine_on_a_cpu_caches_no_prefixes_of_layers_with_a_state() -> None:
     spec = EngineSpec(model="m")
     recurrent = type("Recurrent", (), {"has_inner_state": True})
@@ -403,6 +429,33 @@ def test_fields_that_vllm_reads_of_lfm2_are_its_width() -> None:
     assert missing_fields(config) == {"conv_dim": 96, "block_dim": 96}
     assert missing_fields(config | {"conv_dim": 64}) == {"block_dim": 96}
     assert missing_fields({"architectures": ["LlamaForCausalLM"], "hidden_size": 96}) == missing_fields({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "told"),
+    [
+        (
+            "MiniMaxM2ForCausalLM",
+            {"head_dim": 128, "rope_parameters": {"partial_rotary_factor": 0.5}},
+            {"rotary_dim": 64},
+        ),
+        ("MiniMaxM2ForCausalLM", {"head_dim": 128, "rope_parameters": None}, {"rotary_dim": 128}),
+        ("MiniMaxM2ForCausalLM", {"head_dim": 128, "rotary_dim": 32}, {}),
+        ("Glm4MoeLiteForCausalLM", {"mlp_layer_types": ["dense", "dense", "sparse"]}, {"first_k_dense_replace": 2}),
+        ("Glm4MoeLiteForCausalLM", {"mlp_layer_types": ["dense"], "first_k_dense_replace": 1}, {}),
+        ("Glm4MoeLiteForCausalLM", {"first_k_dense_replace": 1}, {}),
+        (
+            "HYV3ForCausalLM",
+            {"mlp_layer_types": ["dense", "sparse"], "moe_intermediate_size": 48},
+            {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "qk_norm": True},
+        ),
+        ("HYV3ForCausalLM", {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "qk_norm": True}, {}),
+    ],
+)
+def test_fields_that_vllm_reads_are_made_of_those_that_transformers_saves(
+    name: str, fields: dict[str, Any], told: dict[str, Any]
+) -> None:
+    assert missing_fields({"architectures": [name], **fields}) == told
 
 
 @pytest.mark.parametrize(("fields", "told"), [({}, 1), ({"multi_query": True}, 1), ({"multi_query": False}, None)])

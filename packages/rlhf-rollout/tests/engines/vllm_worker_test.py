@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +24,7 @@ from rlhf_rollout.engines.model_files import read_config
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.core import build_core, prepare_environment, worker_settings
 from rlhf_rollout.engines.vllm.internals import limited_warm_up
-from rlhf_rollout.engines.vllm.worker import mask_logits
+from rlhf_rollout.engines.vllm.worker import complete_logits, mask_logits
 from rlhf_rollout.protocols import SamplingParams
 
 ROUTERS = "_warmup_ll_bf16_router_gemm"
@@ -63,6 +64,59 @@ def test_an_engine_that_masks_nothing_adds_nothing_to_its_model():
 def test_a_model_without_vllms_layer_of_logits_is_refused():
     with pytest.raises(EngineError, match=r"Linear of vLLM has no layer in which ids .* can be masked\n\nhint: "):
         mask_logits(nn.Linear(2, 2), [(1, 3)])
+
+
+@pytest.mark.parametrize(
+    ("name", "own_cap", "cap"),
+    [
+        ("TransformersForCausalLM", None, 2.0),
+        ("TransformersMoEForCausalLM", 5.0, 5.0),  # as in versions of vLLM that have it
+        ("LlamaForCausalLM", None, None),
+    ],
+)
+def test_the_backend_for_models_of_transformers_caps_logits(name: str, own_cap: float | None, cap: float | None):
+    model = type(name, (Model,), {})()
+    model.logits_processor.soft_cap = own_cap
+    complete_logits(model, SimpleNamespace(final_logit_softcapping=2.0))
+    logits = torch.linspace(-3, 3, 16).view(2, 8)
+    expected = logits if cap is None else cap * (logits / cap).tanh()
+    torch.testing.assert_close(model.compute_logits(logits.clone()), expected)
+
+
+def test_a_model_without_a_cap_and_one_without_a_layer_of_logits_stay_as_they_are():
+    model = type("TransformersForCausalLM", (Model,), {})()
+    complete_logits(model, SimpleNamespace())
+    assert model.logits_processor.soft_cap is None
+    complete_logits(type("TransformersForCausalLM", (nn.Linear,), {})(2, 2), SimpleNamespace())
+
+
+class Head(nn.Module):
+    """Stands for vLLM's layer of logits, which wants a group of processes."""
+
+    def forward(self, layer: nn.Linear, hidden_states: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return nn.functional.linear(hidden_states, layer.weight, bias)
+
+
+class PhiMoEForCausalLM(nn.Module):
+    """As vLLM's class of this name: it has a bias of the LM head that it does not add."""
+
+    def __init__(self):
+        super().__init__()
+        self.lm_head = nn.Linear(4, 8)
+        self.logits_processor = Head()
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.logits_processor(self.lm_head, hidden_states)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_the_logits_of_a_phimoe_have_the_bias_of_its_head(has_bias: bool):
+    model = PhiMoEForCausalLM()
+    complete_logits(model, SimpleNamespace(lm_head_bias=has_bias))
+    hidden = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    model.lm_head.bias.data += 1.0  # an update
+    exact = hidden.double() @ model.lm_head.weight.double().T + model.lm_head.bias.double() * has_bias
+    torch.testing.assert_close(model.compute_logits(hidden).double(), exact, atol=1e-6, rtol=1e-6)
 
 
 def test_the_warm_up_samples_as_requests_will_and_asks_for_the_log_prob_of_the_sampled_token_alone():

@@ -15,6 +15,7 @@ from rlhf_rollout.engines.vllm.memory import kv_cache_bytes
 from rlhf_rollout.engines.vllm.own_classes import (
     check_on_gpu,
     fit_to_cpu,
+    fit_to_gpu,
     missing_fields,
     model_classes,
     model_impl,
@@ -106,6 +107,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
     classes = register_architectures(names)
     if on_gpu:
         check_on_gpu(model_config)
+        spec = fit_to_gpu(spec, model_config)
     else:
         spec = fit_to_cpu(spec, model_config, classes)
         rotate_heads_on_cpu()

@@ -4,6 +4,7 @@ Where a class leaves something out, a model runs by vLLM's backend for models of
 only the attention, the experts and the products of matrices. docs/models.md has the differences of all families.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from rlhf_data.errors import ConfigError
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.rotary import rotary_difference
+
+_logger = logging.getLogger(__name__)
 
 
 def _always(config: Mapping[str, Any]) -> bool:
@@ -32,12 +35,15 @@ _LEAVES_OUT: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "OlmoeForCausalLM": _clips,  # the bound on queries, keys and values
     "Qwen2MoeForCausalLM": _has_windows,
 }
+# By transformers' name of an architecture, vLLM's.
+_RENAMED = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
 # By architecture, what neither a class of vLLM nor its backend for models of transformers does.
 _IMPOSSIBLE = {
     "DiffLlamaForCausalLM": "has no attention that takes the difference of two heads, as a diffllama does",
     "DogeForCausalLM": "computes a doge model without the mask that its layers make from the values of each token",
     "RecurrentGemmaForCausalLM": "has no place for the state that the layers of a recurrent_gemma keep per sequence",
 }
+_FIRST_DENSE = {"Glm4MoeLiteForCausalLM", "HYV3ForCausalLM"}  # experts begin after so many layers
 _FIRST_MAMBAS = {"FalconMambaForCausalLM", "JambaForCausalLM", "MambaForCausalLM"}
 _LINEAR_HEADS = (64, 128)
 # Models that the other backend does not run, or not with their attention.
@@ -54,7 +60,7 @@ def model_classes(config: Mapping[str, Any]) -> list[str]:
     Raises:
         ConfigError: no class of vLLM computes the model as transformers does.
     """
-    names = list(config.get("architectures") or ())
+    names = [_RENAMED.get(name, name) for name in config.get("architectures") or ()]
     difference = rotary_difference(config)
     if difference is not None and ("text_config" in config or any(name.startswith(_OWN_ALONE) for name in names)):
         message = f"vLLM's class of a {config.get('model_type')} does not compute {difference}, as transformers does"
@@ -63,6 +69,9 @@ def model_classes(config: Mapping[str, Any]) -> list[str]:
         return names
     if missing := next((_IMPOSSIBLE[name] for name in names if name in _IMPOSSIBLE), None):
         raise ConfigError(f"vLLM {missing}", hint="use a model of another family, such as those in docs/models.md")
+    if "PhiMoEForCausalLM" in names and not config.get("attention_bias"):
+        message = "vLLM's class of a phimoe has biases in its attention; `attention_bias` is false in config.json"
+        raise ConfigError(message, hint="use a PhiMoE with `attention_bias`, as all published ones are")
     if difference is not None or any(name in _LEAVES_OUT and _LEAVES_OUT[name](config) for name in names):
         return list(_BACKENDS)
     return names
@@ -85,13 +94,26 @@ def check_on_gpu(config: Mapping[str, Any]) -> None:
 
 
 def missing_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that vLLM reads and a config of transformers need not have, with their values."""
+    """Return the fields that vLLM reads and a config of transformers need not have, with their values.
+
+    Among them are the names of vLLM's classes where those of transformers differ.
+    """
     names = config.get("architectures") or ()
+    found: dict[str, Any] = {}
+    if any(name in _RENAMED for name in names):
+        found["architectures"] = [_RENAMED.get(name, name) for name in names]
     if "GPTBigCodeForCausalLM" in names and config.get("multi_query", True):
-        return {"num_key_value_heads": 1}
-    if "Lfm2ForCausalLM" not in names:
-        return {}
-    return {name: config["hidden_size"] for name in ("conv_dim", "block_dim") if name not in config}
+        found["num_key_value_heads"] = 1
+    if "Lfm2ForCausalLM" in names:
+        found |= dict.fromkeys(("conv_dim", "block_dim"), config["hidden_size"])
+    if "MiniMaxM2ForCausalLM" in names and "head_dim" in config:
+        share = (config.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
+        found["rotary_dim"] = int(config["head_dim"] * share)
+    if _FIRST_DENSE.intersection(names) and "mlp_layer_types" in config:
+        found["first_k_dense_replace"] = config["mlp_layer_types"].count("dense")
+    if "HYV3ForCausalLM" in names and "moe_intermediate_size" in config:
+        found |= {"expert_hidden_dim": config["moe_intermediate_size"], "qk_norm": True}
+    return {name: value for name, value in found.items() if name == "architectures" or name not in config}
 
 
 def shortest_prompt(config: Mapping[str, Any]) -> int:
@@ -158,6 +180,22 @@ def fit_to_cpu(spec: EngineSpec, config: Mapping[str, Any], classes: Sequence[ty
     if any(getattr(kind, "has_inner_state", False) for kind in classes):
         return replace(spec, enable_prefix_caching=False)
     return spec
+
+
+def fit_to_gpu(spec: EngineSpec, config: Mapping[str, Any]) -> EngineSpec:
+    """Return the settings with which vLLM runs a model on a GPU.
+
+    vLLM caches the states of Mamba 2 at the ends of chunks of the kernel. In a model without attention its blocks are
+    shorter than a chunk, and it fails at the first prompt. Such a model caches no prefixes, which is told.
+
+    Args:
+        spec: the settings that were asked for.
+        config: the fields of config.json, with those of its `text_config` if it has one.
+    """
+    if not spec.enable_prefix_caching or "Mamba2ForCausalLM" not in (config.get("architectures") or ()):
+        return spec
+    _logger.warning("engines cache no common prefixes of a mamba2: vLLM fails at prompts of such a model with them")
+    return replace(spec, enable_prefix_caching=False)
 
 
 def _has_linear_attention(config: Mapping[str, Any]) -> bool:

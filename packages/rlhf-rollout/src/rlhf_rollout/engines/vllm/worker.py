@@ -50,8 +50,9 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
         return min(available, sequences * sum(layer.max_memory_usage_bytes(self.vllm_config) for layer in layers))
 
     def load_model(self, *args: Any, **options: Any) -> None:
-        """See vLLM. The model then gives the ids that the engine masks the logit -inf."""
+        """See vLLM. The model then computes all of its logits, and gives the ids that the engine masks -inf."""
         super().load_model(*args, **options)
+        complete_logits(self.get_model(), self.model_config.hf_config.get_text_config())
         masked_ids = self._settings["masked_ids"]
         mask_logits(self.get_model(), masked_ids)
         if current_platform.is_cuda():
@@ -90,6 +91,28 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
         expected = None if sampling is None else SamplingParams(**sampling)
         with limited_warm_up(expected, has_experts=self._settings["has_experts"]):
             return super().compile_or_warm_up_model()
+
+
+def complete_logits(model: nn.Module, config: Any) -> None:
+    """Have a model of vLLM do to its logits what some of vLLM's classes leave out.
+
+    The backend for models of transformers has no soft cap of logits before vLLM 0.28. The class of a PhiMoE loads the
+    bias of the LM head and does not add it.
+
+    Args:
+        model: is changed where its class leaves something out.
+        config: of the text model, as vLLM has it.
+    """
+    name = type(model).__name__
+    processor = getattr(model, "logits_processor", None)
+    if name.startswith("Transformers") and processor is not None and processor.soft_cap is None:
+        processor.soft_cap = getattr(config, "final_logit_softcapping", None)
+    if name == "PhiMoEForCausalLM" and config.lm_head_bias:  # without it, the bias of vLLM has no values
+
+        def compute_logits(hidden_states: Tensor) -> Tensor | None:
+            return processor(model.lm_head, hidden_states, model.lm_head.bias)
+
+        model.compute_logits = compute_logits
 
 
 def mask_logits(model: nn.Module, ranges: Sequence[Sequence[int]]) -> None:
