@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import astuple
 from pathlib import Path
 
@@ -15,16 +16,22 @@ _TIMEOUT_S = 300
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(Path(__file__).parent)]
 
 
-def with_table(page: str, *, with_engines: bool) -> str:
-    """Return the page with a new table. The last column stays as it is unless vLLM is to run."""
+def with_table(page: str, *, with_engines: bool, chosen: Collection[str] = ()) -> str:
+    """Return the page with a new table. The last column stays as it is unless vLLM is to run.
+
+    Where families are `chosen`, the rows of the others stay as they are, too.
+    """
     from families import FAMILIES, examine
 
     head, _, rest = page.partition(BEGIN)
     old, _, tail = rest.partition(END)
-    engines = dict(re.findall(r"^\| `([^`]+)` .*\| ([^|]+) \|$", old, re.M))
+    rows = {row[1]: row for row in re.finditer(r"^\| `([^`]+)` .*\| ([^|]+) \|$", old, re.M)}
     lines = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
     for family in FAMILIES:
-        told = _in_vllm(family) if with_engines else engines.get(family, "-")
+        if chosen and family not in chosen:
+            lines.append(rows[family][0])
+            continue
+        told = _in_vllm(family) if with_engines else rows[family][2] if family in rows else "-"
         lines.append(f"| `{family}` | {' | '.join(astuple(examine(family)))} | {told} |")
         print(lines[-1], file=sys.stderr, flush=True)
     return head + BEGIN + "\n".join(lines) + "\n" + END + tail
@@ -55,5 +62,6 @@ if __name__ == "__main__":
 
     line = parser(__doc__)
     line.add_argument("--vllm", action="store_true", help="also start vLLM with each family; takes half an hour")
+    line.add_argument("--family", action="append", default=[], help="make the row of this family alone; may be repeated")
     args = line.parse_args()
-    sys.exit(write(PAGE, lambda page: with_table(page, with_engines=args.vllm), args))
+    sys.exit(write(PAGE, lambda page: with_table(page, with_engines=args.vllm, chosen=args.family), args))
