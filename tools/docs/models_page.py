@@ -62,6 +62,6 @@ if __name__ == "__main__":
 
     line = parser(__doc__)
     line.add_argument("--vllm", action="store_true", help="also start vLLM with each family; takes half an hour")
-    line.add_argument("--family", action="append", default=[], help="make the row of this family alone; may be repeated")
+    line.add_argument("--family", action="append", default=[], help="make the row of this family alone; repeatable")
     args = line.parse_args()
     sys.exit(write(PAGE, lambda page: with_table(page, with_engines=args.vllm, chosen=args.family), args))
