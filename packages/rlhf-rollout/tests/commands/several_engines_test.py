@@ -115,36 +115,35 @@ def test_generate_starts_them_under_mps_and_keeps_all_of_them_busy(tmp_path, mon
     assert len({record["prompt_id"] for record in read_jsonl(out)}) == 12
 
 
-def test_two_engines_write_what_one_writes_and_one_that_is_killed_loses_nothing(tmp_path):
+def test_two_engines_write_what_one_writes_and_one_that_is_killed_loses_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     model = tiny_model_dir(tmp_path / "model", eos_token_id=None)
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"input": f"{n} + 1 ="} for n in range(40)])
     words = f"generate --engine transformers --pretrain {model} --prompt_data {prompts} --seed 5 --generate_max_len 40"
+
+    def found(out):
+        return {record["prompt_id"]: record["token_ids"] for record in read_jsonl(out)}
+
+    assert main([*words.split(), "--output_path", str(tmp_path / "one.jsonl")]) == 0
+    one = found(tmp_path / "one.jsonl")
+    out = tmp_path / "two.jsonl"
+    more = ["--vllm_num_engines", "2", "--output_path", str(out)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-
-    def run(name, *more, kills=False):
-        out = tmp_path / f"{name}.jsonl"
-        command = [sys.executable, "-m", "rlhf_rollout.commands.main", *words.split(), "--output_path", str(out), *more]
-        running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        try:
-            deadline = time.monotonic() + 120
-            while kills and not (out.exists() and out.stat().st_size):
-                assert time.monotonic() < deadline and running.poll() is None
-                time.sleep(0.02)
-            if kills:
-                os.kill(max(started_by(running.pid)), signal.SIGKILL)
-            _, said = running.communicate(timeout=120)
-        finally:
-            running.kill()
-        assert running.returncode == 0, said
-        return {record["prompt_id"]: record["token_ids"] for record in read_jsonl(out)}, said, len(read_jsonl(out))
-
-    one, _, _ = run("one")
-    two, said, num_records = run("two", "--vllm_num_engines", "2")
+    command = [sys.executable, "-m", "rlhf_rollout.commands.main", *words.split(), *more]
+    running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not (out.exists() and out.stat().st_size):
+            assert time.monotonic() < deadline and running.poll() is None
+            time.sleep(0.02)
+        os.kill(max(started_by(running.pid)), signal.SIGKILL)
+        _, said = running.communicate(timeout=120)
+    finally:
+        running.kill()
+    assert running.returncode == 0, said
     assert "starting the engines ..." in said and " engines share the " in said
-    assert two == one and num_records == len(one) == 40
-    left, _, num_records = run("left", "--vllm_num_engines", "2", kills=True)
-    assert left.keys() == one.keys() and num_records == 40
+    two = found(out)
+    assert two.keys() == one.keys() and len(read_jsonl(out)) == len(one) == 40
     # Another engine draws the rest of what the killed one had begun; it runs one request at a time.
-    assert sum(left[name] != one[name] for name in one) <= 1
-    assert {name: len(ids) for name, ids in left.items()} == {name: len(ids) for name, ids in one.items()}
+    assert sum(two[name] != one[name] for name in one) <= 1
+    assert {name: len(ids) for name, ids in two.items()} == {name: len(ids) for name, ids in one.items()}
