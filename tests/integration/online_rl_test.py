@@ -1,22 +1,18 @@
 """Online RL as a user runs it: a preset that learns the built-in task, and every kind of reward in one run."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from record_testing import read_jsonl
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.host import local_gpus
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 600
 ON_GPU = local_gpus() > 0
 DEVICE_FLAGS = ["--bf16", "--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_enable_sleep"] if ON_GPU else []
 
@@ -28,23 +24,16 @@ def reward_func(queries, prompts, labels):
 """
 
 
-def ppo(*flags: str, folder: Path, **variables: str) -> list[dict[str, Any]]:
-    """Run `ppo` in `folder`, Bazel's binary where there is one; return the lines of its metrics."""
-    binary = ROOT / "packages/rlhf-cli/ppo"
-    command = [str(binary)] if binary.is_file() else [sys.executable, "-m", "rlhf_cli.commands.ppo"]
-    environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(folder)} | variables
-    done = subprocess.run(
-        [*command, *DEVICE_FLAGS, *flags, "--save_path", "out"],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+def ppo(rlhf: Callable[..., str], *flags: str, folder: Path, **variables: str) -> list[dict[str, Any]]:
+    """Run `ppo` in `folder`; return the lines of its metrics."""
+    rlhf("ppo", *DEVICE_FLAGS, *flags, "--save_path", "out", folder=folder, **variables)
+    return read_jsonl(folder / "out/metrics.jsonl")
 
 
-def test_dapo_learns_the_built_in_task(tmp_path):
+def test_dapo_learns_the_built_in_task(rlhf, tmp_path):
     flags = "--preset dapo --dynamic_filtering_max_batches 4 --is_correction_level token"
     flags += " --actor_learning_rate 9e-4 --train_steps 6"
-    lines = ppo(*flags.split(), "--seed", "1", "--eval_steps", "-1", folder=tmp_path)
+    lines = ppo(rlhf, *flags.split(), "--seed", "1", "--eval_steps", "-1", folder=tmp_path)
     assert lines[-1]["eval/accuracy_before"] <= 0.40
     assert lines[-1]["eval/accuracy_after"] >= 0.60
     for line in (line for line in lines if "time/step" in line):
@@ -83,7 +72,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
         running.shutdown()
 
 
-def test_rewards_of_a_function_a_server_and_a_model_add_up_by_weight_and_failures_are_counted(server, tmp_path):
+def test_rewards_of_a_function_a_server_and_a_model_add_up_by_weight_and_failures_are_counted(rlhf, server, tmp_path):
     tiny_model_dir(tmp_path / "policy")
     tiny_reward_model_dir(tmp_path / "judge", seed=3, mean=0.5, std=2.0)
     (tmp_path / "odd.py").write_text(REWARD, encoding="utf-8")
@@ -102,7 +91,7 @@ def test_rewards_of_a_function_a_server_and_a_model_add_up_by_weight_and_failure
     flags += ["--freezing_actor_steps", "1", "--save_value_network", "--bootstrap_truncated", "--enable_ema"]
     flags += ["--kl_target", "0.1", "--kl_horizon", "16", "--best_metric_key", "eval/hard/pass@1", "--eval_steps", "1"]
     flags += ["--eval_n_samples_per_prompt", "3", "--actor_learning_rate", "1e-3", "--entropy_loss_coef", "0.01"]
-    lines = ppo(*flags, folder=tmp_path, RLHF_REMOTE_RM_TOKEN="open sesame")
+    lines = ppo(rlhf, *flags, folder=tmp_path, RLHF_REMOTE_RM_TOKEN="open sesame")
     out = tmp_path / "out"
 
     steps = [line for line in lines if "time/step" in line]
@@ -115,7 +104,7 @@ def test_rewards_of_a_function_a_server_and_a_model_add_up_by_weight_and_failure
     assert steps[0]["kl/coef"] == steps[1]["kl/coef"] == 0.01 > steps[2]["kl/coef"]
     assert server.num_queries >= 3 * 16
 
-    for line in map(json.loads, (out / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()):
+    for line in read_jsonl(out / "rollouts.jsonl"):
         if line["verdict"] == "crash":
             continue
         extra = line["extra"]
@@ -145,7 +134,7 @@ def test_rewards_of_a_function_a_server_and_a_model_add_up_by_weight_and_failure
     assert saved["architectures"][0].endswith("ForSequenceClassification")
 
 
-def train_experts(folder: Path, flags: str) -> list[dict[str, Any]]:
+def train_experts(rlhf: Callable[..., str], folder: Path, flags: str) -> list[dict[str, Any]]:
     """Train a mixture of experts for three steps in `folder`; return the metrics of the steps."""
     tiny_model_dir(folder / "model", architecture="qwen3_moe")
     (folder / "reward.py").write_text(REWARD)
@@ -153,15 +142,15 @@ def train_experts(folder: Path, flags: str) -> list[dict[str, Any]]:
     flags += " --pretrain model --prompt_data prompts.jsonl --remote_rm_url reward.py --advantage_estimator rloo"
     flags += " --rollout_batch_size 8 --n_samples_per_prompt 4 --train_batch_size 16 --micro_train_batch_size 4"
     flags += " --prompt_max_len 32 --generate_max_len 16 --train_steps 3 --packing_samples --actor_learning_rate 3e-3"
-    lines = [line for line in ppo(*flags.split(), folder=folder) if "time/step" in line]
+    lines = [line for line in ppo(rlhf, *flags.split(), folder=folder) if "time/step" in line]
     assert len(lines) == 3
     return lines
 
 
-def test_mixture_of_experts_is_trained_and_balanced_and_its_engine_follows(tmp_path):
+def test_mixture_of_experts_is_trained_and_balanced_and_its_engine_follows(rlhf, tmp_path):
     from safetensors.numpy import load_file
 
-    lines = train_experts(tmp_path, "--zero_stage 3 --aux_loss_coef 0.1")
+    lines = train_experts(rlhf, tmp_path, "--zero_stage 3 --aux_loss_coef 0.1")
     for line in lines:
         # The loss is 2 if all experts are used equally, and 4 if all tokens go through the same 2 of 4.
         assert 1.9 < line["policy/aux_loss"] < 4.0
@@ -176,11 +165,11 @@ def test_mixture_of_experts_is_trained_and_balanced_and_its_engine_follows(tmp_p
     assert all(abs(after[name] - before[name]).max() > 1e-3 for name in experts)
 
 
-def test_routing_replay_brings_engine_and_trainer_closer_and_a_step_can_be_repeated(tmp_path):
+def test_routing_replay_brings_engine_and_trainer_closer_and_a_step_can_be_repeated(rlhf, tmp_path):
     steps = {}
     for name, flags in {"without": "--bf16 --seed 3", "replay": "--bf16 --seed 3 --routing_replay"}.items():
         (tmp_path / name).mkdir()
-        steps[name] = train_experts(tmp_path / name, flags)
+        steps[name] = train_experts(rlhf, tmp_path / name, flags)
     if not ON_GPU:  # the first step has the same weights and the same responses
         for name in ("mismatch/logprob_gap_mean", "mismatch/logprob_gap_max"):
             assert 0 < steps["replay"][0][name] < steps["without"][0][name]
@@ -188,10 +177,5 @@ def test_routing_replay_brings_engine_and_trainer_closer_and_a_step_can_be_repea
     assert not [name for line in steps["without"] for name in line if name.startswith("routing/")]
     before, after = steps["replay"][0], steps["replay"][-1]
     assert before["policy/entropy"] != after["policy/entropy"] and after["kl/reference"] > 0.01
-    command = [sys.executable, "-m", "rlhf_cli.main", "replay", "out", "--step", "2"]
-    environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(tmp_path / "replay")}
-    again = subprocess.run(
-        command, cwd=tmp_path / "replay", env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert again.returncode == 0, again.stdout[-4000:] + again.stderr[-4000:]
-    assert ON_GPU or "metrics agree within 0" in again.stdout
+    said = rlhf("replay", "out", "--step", "2", folder=tmp_path / "replay")
+    assert ON_GPU or "metrics agree within 0" in said
