@@ -23,6 +23,8 @@ TESTS = {
     "attention/attention_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/backbone", "rlhf-models/dequantize", "rlhf-models/testing"],
     "attention/flash_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/dequantize", "rlhf-models/testing"],
     "attention/packed_gpu_test.py": ["rlhf-models/actor", "rlhf-models/attention", "rlhf-models/backbone", "rlhf-models/dequantize", "rlhf-models/fast", "rlhf-models/testing"],
+    "attention/scored_gpu_test.py": ["rlhf-models/attention", "rlhf-models/dequantize", "rlhf-models/fast", "rlhf-models/testing"],
+    "attention/scored_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/testing"],
     "attention/sequence_parallel_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/testing"],
     "attention/shared_prompts_gpu_test.py": ["rlhf-models/attention", "rlhf-models/dequantize", "rlhf-models/fast", "rlhf-models/testing"],
     "attention/shared_prompts_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/critic", "rlhf-models/dequantize", "rlhf-models/testing"],

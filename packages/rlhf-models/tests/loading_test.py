@@ -308,16 +308,16 @@ def test_load_actor_missing_weights_are_refused_not_made_up(qwen2_dir, tmp_path)
     ("kind", "shape"),
     [
         ("bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}),
-        ("gptj", {"n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}),
+        ("mpt", {"d_model": 16, "n_layers": 1, "n_heads": 2}),
     ],
 )
-def test_load_actor_whose_attention_cannot_be_exchanged_is_not_packed(kind, shape, tmp_path):
+def test_load_actor_whose_own_attention_mixes_sequences_is_not_packed(kind, shape, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(kind, vocab_size=32, **shape)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     load_actor(tmp_path, dtype="float32", attn_implementation="eager")
-    with pytest.raises(ConfigError, match=rf"a {kind} model cannot be packed.*\n\nhint: turn packing off"):
+    with pytest.raises(ConfigError, match=rf"a {kind} model .*cannot be packed: it mixes.*\n\nhint: turn packing off"):
         load_actor(tmp_path, dtype="float32", packing=True)
 
 

@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma4TextConfig,
+    GPTJConfig,
     GptOssConfig,
     Llama4TextConfig,
     OPTConfig,
@@ -222,13 +223,17 @@ def test_choose_attention_auto_depends_on_packing():
 
 
 @pytest.mark.parametrize("config", [Gemma2Config(), GptOssConfig()])
-def test_choose_attention_of_soft_caps_and_sinks_is_eager_and_cannot_be_packed(config):
+def test_choose_attention_of_soft_caps_and_sinks_is_eager_or_packed_with_its_scores(config):
     assert choose_attention(config, "auto", packing=False) == "eager"
     assert choose_attention(config, "eager", packing=False) == "eager"
-    with pytest.raises(ConfigError, match=r"cannot be packed: .* soft caps or sinks\n\nhint: turn packing off"):
-        choose_attention(config, "auto", packing=True)
-    with pytest.raises(ConfigError, match="cannot use the attention sdpa: "):
-        choose_attention(config, "sdpa", packing=False)
+    assert choose_attention(config, "auto", packing=True) == "rlhf_packed_scored"
+    for name in ("sdpa", "rlhf_packed"):
+        with pytest.raises(ConfigError, match=f"cannot use the attention {name}: .* soft caps or sinks"):
+            choose_attention(config, name, packing=True)
+
+
+def test_choose_attention_of_a_family_with_its_own_code_of_attention_is_eager():
+    assert choose_attention(GPTJConfig(), "auto", packing=True) == "eager"
 
 
 def test_gemma_2_has_the_logits_of_plain_transformers_by_default(tmp_path):

@@ -84,7 +84,8 @@ def check_attention(section: ModelSection, model_config: Any) -> None:
         check_heads(model_config, section.sequence_parallel_size)
         if chosen not in PACKED_ATTENTIONS:
             message = f"--sequence_parallel_size works with the attention {PACKED_ATTENTION}, not with {chosen}"
-            raise ConfigError(message, hint="leave --attn_implementation at auto")
+            hint = "leave --attn_implementation at auto; no model with a soft cap or sinks in its attention has it"
+            raise ConfigError(message, hint=hint)
 
 
 def check_adapters(section: ModelSection, model_config: Any) -> list[str]:

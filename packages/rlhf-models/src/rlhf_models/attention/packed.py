@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.attention.flash import flash_4_is_faster, flash_4_unavailable_reason
+from rlhf_models.attention.scored import SCORED_ATTENTION, scored_attention
 from rlhf_models.attention.sequence_parallel import SequenceGroup, layer_configs
 from rlhf_models.attention.shared_prompts import Layout, attend, attend_group_by_group, bounds_arguments
 from rlhf_models.batch import TokenBatch
@@ -41,12 +42,14 @@ def choose_attention(config: Any, attn_implementation: str, *, packing: bool) ->
     """Return the attention implementation to load a model with.
 
     "auto" is "rlhf_packed" if batches will be packed, in whose place `packed_attention_here` may take "rlhf_packed_4"
-    when a model is loaded, else torch's "sdpa", or "eager" for a family whose scores "sdpa" cannot compute. Any other
-    name that transformers knows is kept; "sdpa" and "eager" then build a [T, T] block-diagonal mask for packed batches.
+    when a model is loaded, else torch's "sdpa". For a family whose scores "sdpa" cannot compute, it is
+    "rlhf_packed_scored" if batches will be packed, else "eager"; and "eager" in both cases if the family has its own
+    code of attention. Any other name that transformers knows is kept; "sdpa" and "eager" then build a [T, T]
+    block-diagonal mask for packed batches.
 
     Raises:
-        ConfigError: packing for a model whose layers pass state between tokens outside of attention, or whose scores
-            have soft caps or sinks; "sdpa" for such a model.
+        ConfigError: packing for a model whose layers pass state between tokens outside of attention; "sdpa" or a packed
+            attention by name for a model whose scores have soft caps or sinks.
     """
     register_packed_attention()
     layers = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
@@ -56,32 +59,35 @@ def choose_attention(config: Any, attn_implementation: str, *, packing: bool) ->
         raise ConfigError(message, hint=UNPACKED)
     if attn_implementation not in ("auto", "sdpa", *PACKED_ATTENTIONS):
         return attn_implementation
-    has_plain_scores = _has_plain_scores(config)
-    if has_plain_scores:
+    kind = _model_class(config)
+    if _has_plain_scores(config, kind):
         return {"auto": PACKED_ATTENTION if packing else "sdpa"}.get(attn_implementation, attn_implementation)
-    reason = "its attention is more than scaled_dot_product_attention computes, such as soft caps or sinks"
-    if packing:
-        raise ConfigError(f"a {config.model_type} model cannot be packed: {reason}", hint=UNPACKED)
     if attn_implementation != "auto":
+        reason = "its attention is more than scaled_dot_product_attention computes, such as soft caps or sinks"
         message = f"a {config.model_type} model cannot use the attention {attn_implementation}: {reason}"
         raise ConfigError(message, hint="use auto or eager")
-    return "eager"
+    return SCORED_ATTENTION if packing and kind is not None and kind._supports_attention_backend else "eager"
 
 
-def _has_plain_scores(config: Any) -> bool:
+def _has_plain_scores(config: Any, kind: Any) -> bool:
     """Return whether transformers lets torch's scaled_dot_product_attention compute the attention of a family.
 
     Some versions do for scores with soft caps, and leave the cap out.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
-
     if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
         return False
+    return kind is None or bool(kind._supports_sdpa)
+
+
+def _model_class(config: Any) -> Any:
+    """Return transformers' class of a family, or None if it has none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
         kind = mapping.get(type(config), None)
         if kind is not None:
-            return bool((kind[0] if isinstance(kind, tuple) else kind)._supports_sdpa)
-    return True
+            return kind[0] if isinstance(kind, tuple) else kind
+    return None
 
 
 def packed_attention_here(config: Any, attn_implementation: str, dtype: torch.dtype) -> str:
@@ -117,6 +123,9 @@ def head_sizes(config: Any) -> tuple[int, int]:
 
 def check_shares_prompts(config: Any, attention: str) -> None:
     """Raise ConfigError unless the attention of a transformers model can share the prompts of packed sequences."""
+    if attention == SCORED_ATTENTION:
+        message = f"scores of a {config.model_type} model have a soft cap or sinks, which share no prompts"
+        raise ConfigError(message, hint="drop ``share_prompts``")
     if attention not in PACKED_ATTENTIONS:
         message = f"prompts are shared by the attention {PACKED_ATTENTION}, not by {attention}"
         raise ConfigError(message, hint="leave ``attn_implementation`` at auto, or drop ``share_prompts``")
@@ -132,7 +141,10 @@ def check_shares_prompts(config: Any, attention: str) -> None:
 def register_packed_attention() -> None:
     """Make the attentions of this module known to transformers in this process."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    def scored_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        return None if _forwarding_packed.get() else eager_mask(*args, **kwargs)
 
     def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
         # Called for batches that are not packed, such as those of `generate`, which use plain SDPA.
@@ -142,6 +154,8 @@ def register_packed_attention() -> None:
     AttentionInterface.register(PACKED_ATTENTION_4, functools.partial(packed_attention, version=4))
     for name in PACKED_ATTENTIONS:
         AttentionMaskInterface.register(name, mask)
+    AttentionInterface.register(SCORED_ATTENTION, scored_attention)
+    AttentionMaskInterface.register(SCORED_ATTENTION, scored_mask)
 
 
 def packed_arguments(batch: TokenBatch, attention: str) -> dict[str, Any]:
@@ -150,7 +164,7 @@ def packed_arguments(batch: TokenBatch, attention: str) -> dict[str, Any]:
         return {}
     if batch.shared is not None:
         return {"attention_mask": NO_MASK} | batch.shared.arguments()
-    mask = {"attention_mask": NO_MASK} if attention in PACKED_ATTENTIONS else {}
+    mask = {"attention_mask": NO_MASK} if attention in (*PACKED_ATTENTIONS, SCORED_ATTENTION) else {}
     return mask | bounds_arguments(batch.cu_seqlens, max(batch.lengths))
 
 

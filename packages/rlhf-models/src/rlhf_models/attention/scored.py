@@ -1,0 +1,159 @@
+"""Packed attention whose scores are more than scaled products: with a soft cap (Gemma 2), or with sinks (gpt-oss).
+
+A soft cap c turns a score s into c * tanh(s / c). A sink is a learned score of each head that takes part in the softmax
+and has no value. As in `packed`, each sequence attends only to itself, causally. On CUDA, torch's flex attention
+computes all of them, elsewhere each is computed by itself.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout as drop
+from torch.utils.weak import WeakIdKeyDictionary
+
+SCORED_ATTENTION = "rlhf_packed_scored"
+_block_masks = WeakIdKeyDictionary()  # by the tensor of bounds, which all layers of a pass get: by window
+
+
+class Scores(NamedTuple):
+    """How the scores of a layer become weights.
+
+    Attributes:
+        scaling: factor of the products; None means D ** -0.5.
+        soft_cap: bound of the scores; None means none.
+        sinks: [H], scores without a value; None means none.
+        window: number of tokens a token sees, itself included; None means all.
+        dropout: probability, applied to the weights.
+    """
+
+    scaling: float | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    window: int | None = None
+    dropout: float = 0.0
+
+
+@torch.compiler.disable  # of the layer around it; flex attention is compiled by itself
+def scored_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each packed sequence; the signature is that of transformers' attention functions.
+
+    Args:
+        module: the attention layer.
+        query: [B, H, T, D]; B is 1 for a packed batch.
+        key: [B, K, T', D], K dividing H.
+        value: [B, K, T', D'].
+        attention_mask: [B, 1, T, T'] added to the scores of a batch that is not packed; ignored for packed ones.
+        scaling, dropout, sliding_window, softcap, s_aux: see `Scores`. A mask has the window already.
+        cu_seq_lens_q: [S + 1] int32, the bounds; None for a batch that is not packed.
+
+    Returns:
+        The output [B, T, H, D'], and None in place of the attention weights.
+    """
+    scores = Scores(scaling, softcap, s_aux, sliding_window, dropout)
+    if cu_seq_lens_q is None:
+        return attend(query, key, value, scores, attention_mask).transpose(1, 2).contiguous(), None
+    if _has_kernel(query, value, dropout):
+        return _flex(query, key, value, cu_seq_lens_q, scores).transpose(1, 2).contiguous(), None
+    lengths = cu_seq_lens_q.diff().tolist()
+    sequences = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    outputs = [attend(q, k, v, scores, _causal(q, scores.window)).transpose(1, 2) for q, k, v in sequences]
+    return torch.cat(outputs, dim=1), None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: Tensor | None) -> Tensor:
+    """Return the attention output [B, H, T, D'] of the scores plus `mask`; the softmax is in float32."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    scaling = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    values = query @ key.mT * scaling
+    if scores.soft_cap is not None:
+        values = scores.soft_cap * torch.tanh(values / scores.soft_cap)
+    if mask is not None:
+        values = values + mask
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(values.dtype).view(1, -1, 1, 1).expand(*values.shape[:3], 1)
+        values = torch.cat([values, sinks], dim=-1)
+    weights = values.softmax(dim=-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
+    return drop(weights, scores.dropout, training=scores.dropout > 0) @ value
+
+
+def _has_kernel(query: Tensor, value: Tensor, dropout: float) -> bool:
+    """Return whether flex attention takes such tensors: on CUDA, without dropout, with heads of a power of two."""
+    return query.is_cuda and not dropout and all(size & (size - 1) == 0 for size in (query.shape[-1], value.shape[-1]))
+
+
+def _causal(query: Tensor, window: int | None) -> Tensor:
+    """Return 0 [T, T] where a token sees another one, and the lowest number of the dtype elsewhere."""
+    length = query.shape[2]
+    unseen = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    if window:
+        unseen |= torch.ones_like(unseen).tril(-window)
+    return query.new_zeros(length, length).masked_fill(unseen, torch.finfo(query.dtype).min)
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scores: Scores) -> Tensor:
+    """Return the output [1, H, T, D'] by flex attention."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    groups = query.shape[1] // key.shape[1]
+    if groups & (groups - 1):  # the kernel wants a power of two
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return scores.soft_cap * torch.tanh(score / scores.soft_cap)
+
+    output, aux = _compiled_flex()(
+        query,
+        key,
+        value,
+        score_mod=None if scores.soft_cap is None else capped,
+        block_mask=_block_mask(bounds, query.shape[2], scores.window),
+        scale=scores.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    if scores.sinks is None:
+        return output
+    # Without sinks, the weights have exp(lse) as their denominator; with them, exp(lse) + exp(sink).
+    share = torch.sigmoid(aux.lse - scores.sinks.float().view(1, -1, 1))
+    return output * share[..., None].to(output.dtype)
+
+
+@functools.cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _block_mask(bounds: Tensor, num_tokens: int, window: int | None) -> Any:
+    """Return flex attention's mask of packed sequences. Layers of one pass share it."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    masks = _block_masks.setdefault(bounds, {})
+    if window not in masks:
+        tokens = torch.arange(num_tokens, device=bounds.device, dtype=bounds.dtype)
+        sequence_of = torch.bucketize(tokens, bounds[1:], right=True)
+
+        def sees(_batch: Tensor, _head: Tensor, at: Tensor, seen: Tensor) -> Tensor:
+            within = (sequence_of[at] == sequence_of[seen]) & (at >= seen)
+            return within & (at - seen < window) if window else within
+
+        masks[window] = create_block_mask(sees, None, None, num_tokens, num_tokens, device=str(bounds.device))
+    return masks[window]

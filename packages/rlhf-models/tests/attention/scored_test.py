@@ -1,0 +1,116 @@
+"""Attention with soft caps and sinks: hand-derived weights, gradients, and packed families beside transformers."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from transformers import Gemma2Config
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
+
+from rlhf_data.errors import ConfigError
+from rlhf_models.attention.packed import check_shares_prompts
+from rlhf_models.attention.scored import SCORED_ATTENTION, Scores, attend, scored_attention
+
+BOUNDS = (0, 5, 6, 13)
+LOWEST = torch.finfo(torch.float32).min
+
+
+def heads(num_tokens, *, num_heads=4, num_keys=2, size=8, seed=0):
+    torch.manual_seed(seed)
+    shapes = [(1, count, num_tokens, size) for count in (num_heads, num_keys, num_keys)]
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def block_diagonal(bounds, window):
+    """Return the [1, 1, T, T] mask of packed sequences by its definition, token by token."""
+    mask = torch.full((1, 1, bounds[-1], bounds[-1]), LOWEST, dtype=torch.float64)
+    for start, end in pairwise(bounds):
+        for at in range(start, end):
+            mask[0, 0, at, max(start, at + 1 - (window or end)) : at + 1] = 0
+    return mask
+
+
+def run(function, tensors, *more):
+    """Return the output of a function and the gradients of a weighted sum of it, of all tensors."""
+    output = function()
+    torch.manual_seed(1)
+    return output, torch.autograd.grad((output * torch.randn_like(output)).sum(), [*tensors, *more])
+
+
+def test_weights_of_two_tokens_with_a_soft_cap_and_a_sink():
+    # Scores of the second token: 1 * 3 = 3 and 1 * -1 = -1, capped 2 tanh(3 / 2) and 2 tanh(-1 / 2); the sink is 0.5.
+    query, key = torch.tensor([1.0, 1.0]).view(1, 1, 2, 1), torch.tensor([3.0, -1.0]).view(1, 1, 2, 1)
+    value = torch.tensor([10.0, 20.0]).view(1, 1, 2, 1)
+    scores = Scores(scaling=1.0, soft_cap=2.0, sinks=torch.tensor([0.5]))
+    mask = torch.tensor([[0.0, LOWEST], [0.0, 0.0]])
+    exps = [math.exp(2 * math.tanh(1.5)), math.exp(2 * math.tanh(-0.5)), math.exp(0.5)]
+    expected = [10 * exps[0] / (exps[0] + exps[2]), (10 * exps[0] + 20 * exps[1]) / sum(exps)]
+    found = attend(query, key, value, scores, mask).flatten()
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("cap", [None, 0.7])
+def test_packed_soft_caps_are_gemma_2s_with_a_block_diagonal_mask(cap, window):
+    tensors = heads(BOUNDS[-1])
+    module = nn.Module()
+    module.num_key_value_groups, module.training = 2, False
+    bounds = torch.tensor(BOUNDS, dtype=torch.int32)
+    mask = block_diagonal(BOUNDS, window)
+    plain = lambda: gemma2_attention(module, *tensors, mask, scaling=0.4, softcap=cap)[0]  # noqa: E731
+    own = lambda: scored_attention(  # noqa: E731
+        module, *tensors, None, scaling=0.4, softcap=cap, sliding_window=window, cu_seq_lens_q=bounds
+    )[0]
+    for found, expected in zip(flat(run(own, tensors)), flat(run(plain, tensors)), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)  # both take the softmax in float32
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_sinks_are_those_of_gpt_oss_and_learn(window):
+    tensors = heads(BOUNDS[-1])
+    module = nn.Module()
+    module.num_key_value_groups, module.training = 2, False
+    module.sinks = nn.Parameter(torch.tensor([0.5, -1.0, 3.0, 0.0], dtype=torch.float64))
+    bounds = torch.tensor(BOUNDS, dtype=torch.int32)
+    mask = block_diagonal(BOUNDS, window)
+    plain = lambda: gpt_oss_attention(module, *tensors, mask, scaling=0.4)[0]  # noqa: E731
+    own = lambda: scored_attention(  # noqa: E731
+        module, *tensors, None, scaling=0.4, s_aux=module.sinks, sliding_window=window, cu_seq_lens_q=bounds
+    )[0]
+    found, expected = flat(run(own, tensors, module.sinks)), flat(run(plain, tensors, module.sinks))
+    assert expected[-1].abs().min() > 1e-3
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0)
+
+
+def flat(found):
+    output, gradients = found
+    return [output, *gradients]
+
+
+def test_batch_that_is_not_packed_takes_the_mask_it_gets():
+    query, key, value = heads(4)
+    mask = torch.full((1, 1, 4, 4), LOWEST, dtype=torch.float64)
+    mask[..., 2] = 0  # all tokens see the third one only
+    output, weights = scored_attention(nn.Module(), query, key, value, mask, softcap=5.0)
+    assert weights is None and output.shape == (1, 4, 4, 8)
+    expected = value[:, :, 2].repeat_interleave(2, dim=1)
+    torch.testing.assert_close(output, expected[:, None].expand_as(output))
+
+
+def test_dropout_drops_weights_of_packed_sequences():
+    query, key, value = heads(6)
+    bounds = torch.tensor([0, 6], dtype=torch.int32)
+    torch.manual_seed(0)
+    dropped, _ = scored_attention(nn.Module(), query, key, value, None, cu_seq_lens_q=bounds, dropout=0.5)
+    whole, _ = scored_attention(nn.Module(), query, key, value, None, cu_seq_lens_q=bounds)
+    first = dropped[0, 0] / whole[0, 0]  # the first token sees itself with weight 1: dropped, or doubled
+    assert {round(ratio.item(), 3) for ratio in first.flatten()} == {0.0, 2.0}
+
+
+def test_prompts_are_not_shared_with_soft_caps():
+    with pytest.raises(ConfigError, match=r"a gemma2 model have a soft cap or sinks.*\n\nhint: drop ``share_prompts``"):
+        check_shares_prompts(Gemma2Config(), SCORED_ATTENTION)
