@@ -7,7 +7,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssFo
 
 from rlhf_models.attention.scored import SCORED_ATTENTION, scored_attention
 from rlhf_models.batch import TokenBatch
-from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
+from rlhf_models.fast.compiled import compile_unavailable_reason
 from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
 
@@ -43,7 +43,7 @@ def test_flex_attention_is_as_near_to_float64_as_bfloat16_allows(cap, has_sinks,
     weight = torch.randn(1, sum(LENGTHS), 6, 64, device="cuda")
 
     def run(dtype, dropout):  # with the smallest dropout, sequences are computed one by one
-        tensors = [tensor.to(dtype).requires_grad_() for tensor in given]
+        tensors = [tensor.detach().to(dtype).requires_grad_() for tensor in given]
         own = {"s_aux": tensors[3]} if has_sinks else {}
         options = {"softcap": cap, "sliding_window": window, "cu_seq_lens_q": bounds, "dropout": dropout}
         output, _ = scored_attention(nn.Module(), *tensors[:3], None, **options, **own)
@@ -54,9 +54,8 @@ def test_flex_attention_is_as_near_to_float64_as_bfloat16_allows(cap, has_sinks,
         assert (found - truth).norm() < 0.01 * truth.norm()
 
 
-@pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("name", [*FAMILIES])
-def test_packed_family_is_as_near_to_float32_as_padded(name, compiles, tmp_path):
+def test_packed_family_is_as_near_to_float32_as_padded(name, tmp_path):
     model_class, config_class, more = FAMILIES[name]
     folder = tiny_model_dir(tmp_path)
     torch.manual_seed(0)
@@ -67,9 +66,8 @@ def test_packed_family_is_as_near_to_float32_as_padded(name, compiles, tmp_path)
     def run(dtype, packing):
         actor = load_actor(folder, dtype=dtype, packing=packing).cuda()
         assert actor.model.config._attn_implementation == (SCORED_ATTENTION if packing else "eager")
-        if packing and compiles:
-            assert compile_unavailable_reason(actor.model, torch.device("cuda")) is None
-            compile_layers(actor.model)
+        if packing:
+            assert compile_unavailable_reason(actor.model, torch.device("cuda")) is not None
         batch = TokenBatch.packed(sequences, "cuda") if packing else TokenBatch.padded(sequences, 0, "cuda")
         logprobs = torch.cat(batch.split(actor(batch).logprobs))
         (logprobs * torch.linspace(-1, 1, len(logprobs), device="cuda")).sum().backward()

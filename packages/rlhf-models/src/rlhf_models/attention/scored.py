@@ -35,7 +35,6 @@ class Scores(NamedTuple):
     dropout: float = 0.0
 
 
-@torch.compiler.disable  # of the layer around it; flex attention is compiled by itself
 def scored_attention(
     module: nn.Module,
     query: Tensor,

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn.functional import linear
 
 from rlhf_models.attention.packed import PACKED_ATTENTIONS, head_sizes, varlen_unavailable_reason
+from rlhf_models.attention.scored import SCORED_ATTENTION
 
 # A matrix product with fewer columns leaves most of a GPU idle, so it is joined with other products of the same input.
 _FEW_COLUMNS = 1024
@@ -35,6 +36,8 @@ def compile_unavailable_reason(model: nn.Module, device: torch.device, *, inside
         # layers that were compiled after it had wrong gradients on a GPU.
         return "torch.nn.functional.linear has been replaced in this process"
     config = model.config.get_text_config()
+    if config._attn_implementation == SCORED_ATTENTION:
+        return "attention with a soft cap or sinks is compiled by itself"
     if config._attn_implementation in PACKED_ATTENTIONS:
         of_keys, of_values = head_sizes(config)
         dropout = getattr(config, "attention_dropout", 0.0)
