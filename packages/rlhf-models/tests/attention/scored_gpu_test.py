@@ -26,7 +26,7 @@ SMALL = {
     "eos_token_id": 2,
 }
 FAMILIES = {
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 1.0}),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 1}),
     "gpt_oss": (GptOssForCausalLM, GptOssConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 

@@ -138,7 +138,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scores: Sco
 def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(flex_attention)  # with dynamic=True, a soft cap becomes a tensor, which is refused
 
 
 def _block_mask(bounds: Tensor, num_tokens: int, window: int | None) -> Any:
