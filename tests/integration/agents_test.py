@@ -1,44 +1,19 @@
 """The example of an agent learns on the real stack, and its episodes are recorded token by token."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from record_testing import read_jsonl
+
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 600
 NUM_STEPS = 6
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def test_agent_with_three_attempts_learns(tmp_path):
-    binary = ROOT / "packages/rlhf-cli/ppo"
-    command = [str(binary)] if binary.is_file() else [sys.executable, "-m", "rlhf_cli.commands.ppo"]
+def test_agent_with_three_attempts_learns(rlhf, tmp_path):
     flags = ["--agent_func_path", str(ROOT / "examples/math_retries.py"), "--max_steps", "3", "--agent_max_len", "192"]
-    flags += [
-        "--seed",
-        "1",
-        "--actor_learning_rate",
-        "8e-4",
-        "--train_steps",
-        str(NUM_STEPS),
-        "--eval_steps",
-        "-1",
-        "--save_path",
-        "out",
-    ]
-    environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(tmp_path)}
-    done = subprocess.run(
-        [*command, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    flags += ["--seed", "1", "--actor_learning_rate", "8e-4", "--train_steps", str(NUM_STEPS), "--eval_steps", "-1"]
+    rlhf("ppo", *flags, "--save_path", "out", folder=tmp_path)
     lines = read_jsonl(tmp_path / "out/metrics.jsonl")
     assert lines[-1]["eval/accuracy_before"] <= 0.40
     assert lines[-1]["eval/accuracy_after"] >= 0.50

@@ -4,18 +4,16 @@ What they sent and got is logged by their HTTP client, and compared with what th
 """
 
 import collections
-import json
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from record_testing import read_jsonl
+
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 600
 NUM_STEPS = 2
 RETRY = "Now let's retry: take care not to repeat previous errors!"  # smolagents' words after an answer without a call
 
@@ -96,10 +94,6 @@ else:
 """
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def answers_of(record: dict[str, Any]) -> list[list[int]]:
     """Return the tokens of each span of the policy."""
     found = []
@@ -111,9 +105,7 @@ def answers_of(record: dict[str, Any]) -> list[list[int]]:
     return found
 
 
-def test_openai_and_smolagents_programs_are_recorded_and_trained(tmp_path):
-    binary = ROOT / "packages/rlhf-cli/ppo"
-    command = [str(binary)] if binary.is_file() else [sys.executable, "-m", "rlhf_cli.commands.ppo"]
+def test_openai_and_smolagents_programs_are_recorded_and_trained(rlhf, tmp_path):
     (tmp_path / "http").mkdir()
     source = AGENT.format(example=str(ROOT / "examples/openai_client.py"), folder=str(tmp_path / "http"))
     (tmp_path / "agent.py").write_text(source, encoding="utf-8")
@@ -122,11 +114,7 @@ def test_openai_and_smolagents_programs_are_recorded_and_trained(tmp_path):
     flags += ["--rollout_batch_size", "4", "--n_samples_per_prompt", "2", "--train_batch_size", "8"]
     flags += ["--micro_train_batch_size", "8", "--micro_rollout_batch_size", "32", "--eval_data", "None"]
     flags += ["--train_steps", str(NUM_STEPS), "--save_path", "out"]
-    environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(tmp_path)}
-    done = subprocess.run(
-        [*command, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    rlhf("ppo", *flags, folder=tmp_path)
 
     steps = [line for line in read_jsonl(tmp_path / "out/metrics.jsonl") if "time/step" in line]
     assert len(steps) == NUM_STEPS

@@ -2,18 +2,19 @@
 
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
+from record_testing import read_jsonl, write_jsonl
+
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 600
 NUM_SHOWN = 1280  # conversations, three in four of them from the shop
 NUM_QUESTIONS = 2  # in the shop: few, so that the model learns the form of calls within seconds
 NUM_STEPS = 2
@@ -38,17 +39,6 @@ run_episode = Both()
 """
 
 
-def rlhf(command: str, *flags: str, folder: Path) -> None:
-    """Run a command of `rlhf` in `folder`: Bazel's binary where there is one, else the module."""
-    binary = ROOT / "packages/rlhf-cli/rlhf"
-    words = [str(binary)] if binary.is_file() else [sys.executable, "-m", "rlhf_cli.main"]
-    environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(folder)}
-    done = subprocess.run(
-        [*words, command, *flags], cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-
-
 def written(example: str, *arguments: str) -> str:
     command = [sys.executable, str(ROOT / "examples" / example), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -58,27 +48,21 @@ def rows_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+def records(rlhf: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     """The rollouts of the run with their spans as texts, and its folder."""
     folder = tmp_path_factory.mktemp("short")
     written("two_tools.py", str(folder))
-    demonstrations, questions = (
-        rows_of((folder / f"{name}.jsonl").read_text()) for name in ("demonstrations", "prompts")
-    )
+    demonstrations, questions = (read_jsonl(folder / f"{name}.jsonl") for name in ("demonstrations", "prompts"))
     questions = questions[:NUM_QUESTIONS]
     asked = {row["prompt"] for row in questions}
     visits = itertools.cycle(row for row in demonstrations if row["messages"][1]["content"] in asked)
     games = rows_of(written("guess_number.py", "games"))[: NUM_SHOWN // 4]
-    write_rows(folder / "shown.jsonl", [row for game in games for row in (game, *itertools.islice(visits, 3))])
+    write_jsonl(folder / "shown.jsonl", [row for game in games for row in (game, *itertools.islice(visits, 3))])
     numbers = rows_of(written("guess_number.py", "numbers"))[:8]
     prompts = [{"prompt": row["prompt"], "label": row["number"]} for row in numbers]
     prompts += [{"prompt": row["prompt"], "label": row["answer"]} for row in questions * (8 // NUM_QUESTIONS)]
-    write_rows(folder / "prompts.jsonl", prompts)
+    write_jsonl(folder / "prompts.jsonl", prompts)
     files = {"game": str(ROOT / "examples/guess_number.py"), "shop": str(ROOT / "examples/two_tools.py")}
     (folder / "agent.py").write_text(BOTH.format(**files), encoding="utf-8")
 
@@ -99,7 +83,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, An
         folder=folder,
     )
     tokenizer = Tokenizer.from_file(str(folder / "out/model/tokenizer.json"))
-    found = rows_of((folder / "out/rollouts.jsonl").read_text(encoding="utf-8"))
+    found = read_jsonl(folder / "out/rollouts.jsonl")
     for record in found:
         start = 0
         for span in record["spans"]:
@@ -169,7 +153,7 @@ def test_tools_are_called_and_the_right_total_is_rewarded(records):
 
 
 def test_both_are_trained(records):
-    lines = rows_of((records[1] / "out/metrics.jsonl").read_text(encoding="utf-8"))
+    lines = read_jsonl(records[1] / "out/metrics.jsonl")
     steps = [line for line in lines if "time/step" in line]
     assert len(steps) == NUM_STEPS
     for line in steps:

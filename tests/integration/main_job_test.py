@@ -1,15 +1,15 @@
 """The main job as a user types it, shortened."""
 
-import json
 import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from record_testing import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
@@ -28,10 +28,6 @@ def rlhf(*words: str, folder: Path, **variables: str) -> subprocess.CompletedPro
     return subprocess.run(
         [*command, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
     )
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="module")
