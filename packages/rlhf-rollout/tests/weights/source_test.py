@@ -166,18 +166,27 @@ def test_send_publishes_each_filling_before_an_engine_reads_it(monkeypatch: pyte
 
     monkeypatch.setattr(shared_memory, "Buffer", Buffer)
     WeightSource("shared_memory", bucket_bytes=1024).send(iter(WEIGHTS.items()), [Reading()], 1)
-    assert order == ["publish", "read", "publish", "read"]
+    # The second bucket may be filled before or after the first one is read.
+    assert order in (["publish", "read"] * 2, ["publish", "publish", "read", "read"])
 
 
 def test_send_failing_engine_waits_for_the_others_before_the_segment_goes() -> None:
+    is_asked = asyncio.Event()
+
+    class Failing(Recorder):
+        async def receive_weights(self, bucket: WeightBucket) -> None:
+            await asyncio.wait_for(is_asked.wait(), 60)
+            await super().receive_weights(bucket)
+
     class Slow(Recorder):
         async def receive_weights(self, bucket: WeightBucket) -> None:
+            is_asked.set()
             await asyncio.sleep(0.1)
             await super().receive_weights(bucket)  # maps the segment, which must still be there
 
     slow = Slow()
     with pytest.raises(WeightSyncError, match="told to fail at receive"):
-        WeightSource("shared_memory").send(iter(WEIGHTS.items()), [Recorder("receive"), slow], 1)
+        WeightSource("shared_memory").send(iter(WEIGHTS.items()), [Failing("receive"), slow], 1)
     assert slow.events == ["begin 1", "receive"]
 
 
@@ -222,29 +231,30 @@ def test_updates_after_one_that_an_engine_did_not_load_have_small_buckets():
     assert [num_buckets(Recorder(), Recorder()) for _ in range(3)] == [12, 12, 12]
 
 
-def handles(engine: Recorder) -> set[tuple[str, int]]:
-    return {bucket.handle for bucket in engine.buckets}
+def handles(engine: Recorder) -> list[tuple[str, int]]:
+    return [bucket.handle for bucket in engine.buckets]
 
 
-def test_sender_keeps_its_buffer_for_the_engines_that_have_opened_it() -> None:
+def test_sender_keeps_its_buffers_for_the_engines_that_have_opened_them() -> None:
     source = WeightSource("shared_memory", bucket_bytes=1024, keep_buffer=True)
     engine = Recorder()
     for version in (1, 2):
         assert source.send(iter(WEIGHTS.items()), [engine], version, ["one"]).num_buckets == 2
-    [first] = handles(engine)
+    first, second, *again = handles(engine)
+    assert first != second and again == [first, second]
     # What lies between the weights is of earlier fillings.
     assert [content[:384] for content in engine.contents[::2]] == [WEIGHTS["embed"].numpy().tobytes()] * 2
     assert engine.contents[1] == engine.contents[3] == WEIGHTS["head"].numpy().tobytes()
-    assert len(segments()) == 1
-    # Other engines, one that has started again, and a weight that does not fit get another buffer.
+    assert len(segments()) == 2
+    # Other engines, one that has started again, and a weight that does not fit get other buffers.
     larger = {"wide": torch.ones(300)}
     for names, weights in ((["one", "two"], WEIGHTS), (["one", "three"], WEIGHTS), (["one", "three"], larger)):
         engines = [Recorder(), Recorder()]
         source.send(iter(weights.items()), engines, 3, names)
-        [found] = handles(engines[0])
-        assert found != first and handles(engines[1]) == {found}
-        first = found
-        assert len(segments()) == 1
+        found = handles(engines[0])
+        assert not {first, second} & {*found} and handles(engines[1]) == found
+        first, second = found[0], found[-1]
+        assert len(segments()) == len(found)  # one buffer per bucket, as there are fewer than three
     assert engines[0].contents[0][: 300 * 4] == torch.ones(300).numpy().tobytes()
     source.close()
     source.close()

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 OpenBuffer = Callable[[int, Sequence[str]], "BucketBuffer"]
+HOST_WINDOW = 3  # buffers in the host's memory, each of the size of a bucket
 OpenMemory = Callable[[Any, "torch.device"], "torch.Tensor"]
 
 
@@ -19,7 +20,8 @@ class BucketBuffer:
     A buffer is opened for a size in bytes and the names of engines. A medium overrides the methods that do something.
 
     Attributes:
-        holds_two: whether the next filling may be written while engines read the last one.
+        window: how many buffers an update uses in turn, so that an engine may be behind the others by as many buckets.
+        holds_two: whether the next filling may be written while engines read the last one, where `window` is 1.
         is_mapped: whether engines map the memory, which takes time, so that it is worth keeping for the next update.
         may_read_again: whether an engine tries a second time to read what did not arrive. It does not where that might
             wait for ever: CUDA's state and a broadcast's are not known after a failure.
@@ -29,6 +31,7 @@ class BucketBuffer:
         handles: one per engine, with which the engine opens the memory.
     """
 
+    window: ClassVar[int] = 1
     holds_two: ClassVar[bool] = False
     is_mapped: ClassVar[bool] = False
     may_read_again: ClassVar[bool] = False

@@ -15,7 +15,11 @@ PART_BYTES = 256 << 20
 
 
 class BucketReader:
-    """Reads buckets. The sender's memory is mapped once, and stays mapped until another's, `end_update` or `close`."""
+    """Reads buckets.
+
+    The sender's memory is mapped once. It stays mapped until the sender has used as many other buffers as its medium
+    has in turn, until `end_update`, or `close`.
+    """
 
     def __init__(self, medium: Medium, device: torch.device) -> None:
         self.medium = medium
@@ -23,7 +27,9 @@ class BucketReader:
         form = buffer_class(medium)
         self._may_read_again = form.may_read_again
         self._open_memory = form.receiver()
-        self._opened: tuple[Any, torch.Tensor] | None = None
+        # What is read anew for each filling would be kept for nothing.
+        self._most_opened = form.window if form.is_mapped else 1
+        self._opened: list[tuple[Any, torch.Tensor]] = []  # handles and memory, the oldest first
         self._kept = False
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, torch.Tensor]]:
@@ -68,11 +74,12 @@ class BucketReader:
 
     def _view(self, bucket: WeightBucket) -> torch.Tensor:
         # torch counts one release per export, so an export is opened once for all buckets that it carries.
-        if self._opened is None or self._opened[0] != bucket.handle:
-            self.close()
-            self._opened = bucket.handle, self._open_memory(bucket.handle, self.device)
+        source = next((memory for handle, memory in self._opened if handle == bucket.handle), None)
+        if source is None:
+            del self._opened[: len(self._opened) + 1 - self._most_opened]
+            source = self._open_memory(bucket.handle, self.device)
+            self._opened.append((bucket.handle, source))
         self._kept = bucket.kept
-        source = self._opened[1]
         if bucket.used_bytes > source.numel():
             raise EngineError(f"a bucket of {bucket.used_bytes} bytes arrived in a buffer of {source.numel()} bytes")
         flat = source[: bucket.used_bytes]
@@ -92,4 +99,4 @@ class BucketReader:
 
     def close(self) -> None:
         """Unmap the sender's memory."""
-        self._opened = None
+        self._opened.clear()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_rollout.weights.buffer import BucketBuffer
+from rlhf_rollout.weights.buffer import HOST_WINDOW, BucketBuffer
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ class Buffer(BucketBuffer):
     the last process unmaps it or dies, however that happens. The size of /dev/shm does not limit it.
     """
 
+    window = HOST_WINDOW
     is_mapped = True
     may_read_again = True
 

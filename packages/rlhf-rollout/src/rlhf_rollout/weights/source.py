@@ -2,15 +2,17 @@
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from rlhf_data.errors import ConfigError, WeightSyncError, unknown
+from rlhf_rollout.event_loop import EventLoopThread
 from rlhf_rollout.protocols import RolloutEngine
 from rlhf_rollout.weights import MEDIA, Medium
 from rlhf_rollout.weights.bucket import TensorSlot, WeightBucket, aligned, bucket_checksum
@@ -39,13 +41,15 @@ class WeightSource:
     Args:
         medium: "shared_memory" (same host), "ipc" (same GPU), "tcp" (any node), or "nccl" (GPUs that no trainer is on;
             gloo on CPUs). The engines must be built for the same medium.
-        bucket_bytes: size of a bucket. A weight larger than this gets a bucket of its own size.
+        bucket_bytes: size of a bucket. A weight larger than this gets a bucket of its own size, which later buckets of
+            the update have too. An update takes the memory of `BucketBuffer.window` buckets at most: 3 in shared
+            memory and by "tcp", else 1, or 2 by "nccl".
         checksum: whether engines verify a checksum of each bucket, for debugging.
         workers_per_engine: processes of each engine, one per GPU.
         host: address by which engines reach this process by "tcp" and "nccl". By default, only those on this host do.
-        keep_buffer: keep the buffer from one update to the next if engines map it ("ipc", "shared_memory"). This saves
-            the time to allocate and open it. It is opened anew for other engines, and for one that has started again.
-            `close` frees it.
+        keep_buffer: keep the buffers from one update to the next if engines map them ("ipc", "shared_memory"). This
+            saves the time to allocate and open them. They are opened anew for other engines, and for one that has
+            started again. `close` frees them.
         room: returns how many bytes a larger bucket may have. It is used once all engines have loaded an update, from
             which the size of the weights is known: fewer buckets save time, as each takes an engine milliseconds to
             answer. None for buckets of `bucket_bytes` only, which are used from the first engine's failure on: a
@@ -53,7 +57,8 @@ class WeightSource:
 
     Attributes:
         medium, checksum: as given.
-        keeps: whether a buffer is kept.
+        window: see `BucketBuffer`.
+        keeps: whether buffers are kept.
 
     Raises:
         ConfigError: an unknown medium, a bucket size below 1, or "ipc" without a GPU.
@@ -82,7 +87,8 @@ class WeightSource:
         self.keeps = keep_buffer and form.is_mapped
         self._open_buffer = form.sender(workers_per_engine, host)
         self._bucket_bytes = bucket_bytes
-        self._kept: tuple[list[str], BucketBuffer] | None = None  # and the names of the engines that have opened it
+        self.window = form.window
+        self._kept: tuple[list[str], list[BucketBuffer]] = ([], [])  # names of the engines that have opened them
         self._room = room
         self._loaded_bytes = 0  # size of the last update, if all engines have loaded it
 
@@ -95,7 +101,8 @@ class WeightSource:
     ) -> SyncReport:
         """Send every weight to every engine.
 
-        All engines have read a bucket before the next one is sent. An engine that fails is left out from there on.
+        Each engine reads the buckets in order, at its own pace: one that is slow holds up the others only once it is
+        behind by as many buckets as there are buffers. An engine that fails is left out from there on.
 
         Args:
             named_tensors: names and full tensors, read one at a time, so that ZeRO-3 can gather each when it is read.
@@ -121,9 +128,11 @@ class WeightSource:
                 for name, tensor in named_tensors:
                     update.add(name, tensor.detach())
                 update.finish()
+                self.close()  # those that were kept and not used
                 if self.keeps:
                     self._kept = update.release()
         except BaseException:
+            self.close()
             # Reading a weight may be a collective with the other ranks, which would wait forever if this rank stopped.
             for _ in named_tensors:
                 pass
@@ -135,19 +144,18 @@ class WeightSource:
         return SyncReport(update.size_bytes, update.num_buckets, receivers.failures)
 
     def open(self, size_bytes: int, names: list[str]) -> BucketBuffer:
-        """Return the buffer that was kept if it has this size and the same engines opened it, else a new one."""
-        if self._kept is not None and self._kept[0] == names and self._kept[1].data.numel() >= size_bytes:
-            buffer = self._kept[1]
-            self._kept = None
-            return buffer
+        """Return a buffer that was kept if it is large enough and the same engines opened it, else a new one."""
+        kept_names, buffers = self._kept
+        if buffers and kept_names == names and buffers[0].data.numel() >= size_bytes:
+            return buffers.pop(0)
         self.close()
         return self._open_buffer(size_bytes, names)
 
     def close(self) -> None:
-        """Free the buffer that was kept for the next update, if any."""
-        if self._kept is not None:
-            self._kept[1].close()
-            self._kept = None
+        """Free the buffers that were kept for the next update, if any."""
+        _, buffers = self._kept
+        while buffers:
+            buffers.pop().close()
 
     def _next_bucket_bytes(self) -> int:
         """Return the size of the buckets of the next update."""
@@ -158,10 +166,10 @@ class WeightSource:
 
 
 class _Update:
-    """One sync: fills the buffer, and has all engines read each filling.
+    """One sync: fills buffers in turn, and has all engines read each filling.
 
-    Engines are called on a thread: this one meanwhile fills the next bucket, if the buffer has room for two, and
-    gathers weights where the rank's other collectives run.
+    Engines are called on a thread: this one meanwhile fills the next bucket, if there is room for it, and gathers
+    weights where the rank's other collectives run.
 
     Attributes:
         size_bytes, num_buckets: see `SyncReport`.
@@ -171,30 +179,31 @@ class _Update:
         self._source = source
         self._bucket_bytes = bucket_bytes
         self._receivers = receivers
-        self._calls = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
-        self._runner = asyncio.Runner()
-        self._buffer: BucketBuffer | None = None
+        self._thread = EventLoopThread("weights")
+        self._buffers: list[BucketBuffer] = []
+        self._at = -1  # the buffer that is filled
         self._specs: list[TensorSlot] = []
-        self._reading: Future[None] | None = None  # engines read the last filling
+        self._reading: deque[tuple[BucketBuffer, Future[None]]] = (
+            deque()
+        )  # the fillings that engines read, oldest first
         self.size_bytes = 0
         self.num_buckets = 0
 
     def begin(self, policy_version: int, names: Sequence[str]) -> None:
         """Tell the engines, whose processes have these names, that weights come."""
-        self._call(self._receivers.call(lambda index, engine: engine.begin_weight_update(policy_version))).result()
+        self._call(lambda index, engine: engine.begin_weight_update(policy_version)).result()
         self._indices = self._receivers.indices  # a broadcast would wait for an engine that has failed already
         self._names = [names[index] for index in self._indices]
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Send a weight, at the latest with those of `finish`. Returns once it is copied."""
         offset = aligned(self._specs[-1].place.stop) if self._specs else 0
-        if self._specs and offset + tensor.nbytes > self._buffer.data.numel():
+        if self._specs and offset + tensor.nbytes > self._buffers[self._at].data.numel():
             self._hand_over()
             offset = 0
-        if self._buffer is None or tensor.nbytes > self._buffer.data.numel():
-            self._close_buffer()
-            self._buffer = self._source.open(max(self._bucket_bytes, tensor.nbytes), self._names)
-        self._specs.append(_write(self._buffer, name, tensor, offset))
+        if not self._specs:
+            self._take_buffer(tensor.nbytes)
+        self._specs.append(_write(self._buffers[self._at], name, tensor, offset))
 
     def finish(self) -> None:
         """Send the last weights, and have the engines put all of them in force."""
@@ -202,61 +211,74 @@ class _Update:
             self._hand_over()
         self._settle()
         if not self._source.keeps:
-            self._close_buffer()
-        self._call(self._receivers.call(lambda index, engine: engine.finish_weight_update())).result()
+            self._close_buffers()
+        self._call(lambda index, engine: engine.finish_weight_update()).result()
 
-    def release(self) -> tuple[list[str], BucketBuffer] | None:
-        """Return the names of the engines, and their buffer, which the caller closes; None if there were no weights."""
-        buffer = self._buffer
-        self._buffer = None
-        return None if buffer is None else (self._names, buffer)
+    def release(self) -> tuple[list[str], list[BucketBuffer]]:
+        """Return the names of the engines, and their buffers in the order of their use, which the caller closes."""
+        buffers = self._buffers
+        self._buffers = []
+        return self._names, buffers
 
     def close(self) -> None:
-        """Wait until no engine reads any more, and free the buffer."""
-        self._calls.shutdown()
-        self._runner.close()
-        if self._buffer is not None:
-            self._buffer.close()
+        """Wait until no engine reads any more, and free the buffers."""
+        wait([reading for _, reading in self._reading])
+        self._thread.close()
+        self._close_buffers()
+
+    def _take_buffer(self, size_bytes: int) -> None:
+        """Go on to the next buffer, for a weight of `size_bytes`, once engines have read what it held."""
+        self._bucket_bytes = max(self._bucket_bytes, size_bytes)
+        self._at = (self._at + 1) % self._source.window
+        if self._at == len(self._buffers):
+            self._buffers.append(self._source.open(self._bucket_bytes, self._names))
+            return
+        buffer = self._buffers[self._at]
+        is_small = buffer.data.numel() < self._bucket_bytes
+        if is_small or not buffer.holds_two:
+            self._settle(buffer)
+        if is_small:
+            buffer.close()
+            self._buffers[self._at] = self._source.open(self._bucket_bytes, self._names)
 
     def _hand_over(self) -> None:
-        """Have the engines read the buffer, when they are done with its last filling."""
-        self._settle()
+        """Have the engines read the buffer, each when it has read the buckets before."""
+        if self._source.window == 1:
+            self._settle()
         specs = self._specs
         self._specs = []
         if not self._receivers.indices:
             return  # the weights are still gathered with other ranks
+        buffer = self._buffers[self._at]
         bucket = WeightBucket(self._source.medium, tuple(specs), handle=None, kept=self._source.keeps)
         if self._source.checksum:
-            written = self._buffer.data[: bucket.used_bytes].cpu().numpy()
+            written = buffer.data[: bucket.used_bytes].cpu().numpy()
             bucket = replace(bucket, checksum=bucket_checksum(written, bucket.tensors))
-        self._buffer.publish()
-        handles = dict(zip(self._indices, self._buffer.handles, strict=True))
-        self._reading = self._call(
-            self._receivers.call(lambda index, engine: engine.receive_weights(replace(bucket, handle=handles[index])))
-        )
+        buffer.publish()
+        handles = dict(zip(self._indices, buffer.handles, strict=True))
+        reading = self._call(lambda index, engine: engine.receive_weights(replace(bucket, handle=handles[index])))
+        self._reading.append((buffer, reading))
         self.size_bytes += sum(spec.size_bytes for spec in specs)
         self.num_buckets += 1
-        if not self._buffer.holds_two:
+        if self._source.window == 1 and not buffer.holds_two:
             self._settle()
 
-    def _settle(self) -> None:
-        """Wait until the engines have read the last filling."""
-        if self._reading is None:
-            return
-        reading = self._reading
-        self._reading = None
-        reading.result()
-        if (reason := self._buffer.settle()) is not None:
-            self._receivers.give_up(reason)
+    def _settle(self, until: BucketBuffer | None = None) -> None:
+        """Wait until the engines have read the buffer `until`, or all that were handed over."""
+        while self._reading and (until is None or any(buffer is until for buffer, _ in self._reading)):
+            buffer, reading = self._reading[0]
+            reading.result()
+            self._reading.popleft()
+            if (reason := buffer.settle()) is not None:
+                self._receivers.give_up(reason)
 
-    def _close_buffer(self) -> None:
-        if self._buffer is not None:
-            self._settle()
-            self._buffer.close()
-            self._buffer = None
+    def _close_buffers(self) -> None:
+        for buffer in self._buffers:
+            buffer.close()
+        self._buffers = []
 
-    def _call(self, calls: Coroutine[Any, Any, None]) -> Future[None]:
-        return self._calls.submit(self._runner.run, calls)
+    def _call(self, method: Callable[[int, RolloutEngine], Awaitable[None]]) -> Future[None]:
+        return self._thread.start(self._receivers.call(method))
 
 
 def _write(buffer: BucketBuffer, name: str, tensor: torch.Tensor, offset: int) -> TensorSlot:
@@ -268,7 +290,7 @@ def _write(buffer: BucketBuffer, name: str, tensor: torch.Tensor, offset: int) -
 
 
 class _Receivers:
-    """The engines of one sync.
+    """The engines of one sync. Each gets one call after the other.
 
     Attributes:
         failures: see `SyncReport`.
@@ -276,6 +298,8 @@ class _Receivers:
 
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
         self._live = dict(enumerate(engines))
+        self._last: dict[int, asyncio.Task[None]] = {}  # call of each engine
+        self._error: BaseException | None = None
         self.failures: dict[int, str] = {}
 
     @property
@@ -289,19 +313,37 @@ class _Receivers:
         self._live.clear()
 
     async def call(self, method: Callable[[int, RolloutEngine], Awaitable[None]]) -> None:
-        """Call the engines that have not failed so far, all at once, and wait for all of them.
+        """Call the engines that have not failed so far, each after its calls before, and wait for all of them.
 
         Waiting for all matters on errors too: an engine may still be reading the buffer that the caller closes next.
-        Raises the first WeightSyncError, because weights that do not fit one engine fit none. Any other error, such
-        as a network that failed, concerns one engine only.
+        Raises the first WeightSyncError, because weights that do not fit one engine fit none: no engine is called any
+        more. Any other error, such as a network that failed, concerns one engine only.
         """
-        indices = self.indices
-        calls = [method(index, self._live[index]) for index in indices]
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, WeightSyncError) or not isinstance(outcome, Exception | None):
-                raise outcome
-        for index, outcome in zip(indices, outcomes, strict=True):
-            if outcome is not None:
-                self.failures[index] = f"{type(outcome).__name__}: {outcome}"
-                del self._live[index]
+        # No step of another task comes between two calls of this method up to here, so that calls keep their order.
+        for index in self.indices:
+            self._last[index] = asyncio.ensure_future(self._after(self._last.get(index), index, method))
+        if calls := [self._last[index] for index in self.indices]:
+            await asyncio.wait(calls)
+        if self._error is not None:
+            raise self._error
+
+    async def _after(
+        self,
+        before: asyncio.Task[None] | None,
+        index: int,
+        method: Callable[[int, RolloutEngine], Awaitable[None]],
+    ) -> None:
+        if before is not None:
+            await before
+        engine = self._live.get(index)
+        if engine is None or self._error is not None:
+            return
+        try:
+            await method(index, engine)
+        except WeightSyncError as error:
+            self._error = self._error or error
+        except Exception as error:
+            self.failures[index] = f"{type(error).__name__}: {error}"
+            del self._live[index]
+        except BaseException as error:
+            self._error = self._error or error

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rlhf_data.errors import EngineError
-from rlhf_rollout.weights.buffer import BucketBuffer, OpenBuffer
+from rlhf_rollout.weights.buffer import HOST_WINDOW, BucketBuffer, OpenBuffer
 
 _TOKEN_BYTES = 32
 _TIMEOUT_S = 60.0  # without any progress
@@ -22,6 +22,7 @@ _STOP_POLL_S = 0.02  # within which the server notices that it is to stop, which
 class Buffer(BucketBuffer):
     """Memory of this process, which answers every connection that begins with its token."""
 
+    window = HOST_WINDOW
     may_read_again = True
 
     def __init__(self, size_bytes: int, engines: Sequence[str], host: str) -> None:
