@@ -81,8 +81,9 @@ class Report:
             if self.record:
                 left_out = [*drawn.stale, *drawn.dropped]
                 for kept, groups, num_later in ((True, drawn.kept, len(left_out)), (False, left_out, 0)):
-                    fields = {"num_steps": self.num_steps, "kept": kept}
-                    self.recorder.rollouts("rollouts", step, groups, num_later=num_later, **fields)
+                    self.recorder.rollouts(
+                        "rollouts", step, groups, num_later=num_later, num_steps=self.num_steps, kept=kept
+                    )
 
     def evaluation(self, step: int, groups: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
         """Write and show an evaluation."""

@@ -65,8 +65,13 @@ def load_all(
     Raises:
         DataError: too many rows that cannot be used.
     """
-    options = {"tokenizer": tokenizer, "num_ids": num_ids, "extra_keys": config.reward.extra_names}
-    load = partial(load_prompts, **options, **matching(load_prompts, config.data))
+    load = partial(
+        load_prompts,
+        tokenizer=tokenizer,
+        num_ids=num_ids,
+        extra_keys=config.reward.extra_names,
+        **matching(load_prompts, config.data),
+    )
     prompts = load(rows, source="train", source_key=None)
     sets = [load(part, source=name) for name, part in held_out_rows.items()]
     if not sets:

@@ -105,8 +105,19 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     notices += try_rewards(config, sources, prompts.prompts)
     if agent is not None:
         notices += try_agent(config, agent, tokenizer)
-    options = {"process_models": process_models, "agent": agent, "masked_ids": masked, "template_clock": clock}
-    return Inputs(model, critic, sources, prompts, held_out, tuple(notices), teacher, **options)
+    return Inputs(
+        model=model,
+        critic=critic,
+        reward_sources=sources,
+        prompts=prompts,
+        eval_prompts=held_out,
+        notices=tuple(notices),
+        teacher=teacher,
+        process_models=process_models,
+        agent=agent,
+        masked_ids=masked,
+        template_clock=clock,
+    )
 
 
 def _check_replay(config: PpoConfig) -> Inputs:
@@ -124,6 +135,14 @@ def _check_replay(config: PpoConfig) -> Inputs:
     teacher = check_teacher(config, tokenizer)
     masked, mask_notices = masked_ids((model, teacher), tokenizer)
     notices += [*more, *mask_notices]
-    nothing = PromptSet((), Counts())
-    options = {"recording": recording, "masked_ids": masked}
-    return Inputs(model, critic, sources, nothing, None, tuple(notices), teacher, **options)
+    return Inputs(
+        model=model,
+        critic=critic,
+        reward_sources=sources,
+        prompts=PromptSet((), Counts()),
+        eval_prompts=None,
+        notices=tuple(notices),
+        teacher=teacher,
+        recording=recording,
+        masked_ids=masked,
+    )

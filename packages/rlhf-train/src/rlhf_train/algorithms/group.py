@@ -73,9 +73,14 @@ def relative_token_rewards(
     if not len(flat):
         return [flat for _ in rewards]
     episode, shares = _shares(rewards, episode_ids)
-    repeated = {"episode_ids": np.repeat(episode, counts), "weights": np.repeat(shares, counts)}
-    groups = np.repeat(group_ids, counts)
-    relative = relative_rewards(flat, groups, baseline, divide_by_std=divide_by_std, **repeated)
+    relative = relative_rewards(
+        flat,
+        np.repeat(group_ids, counts),
+        baseline,
+        divide_by_std=divide_by_std,
+        episode_ids=np.repeat(episode, counts),
+        weights=np.repeat(shares, counts),
+    )
     return np.split(relative, np.cumsum(counts)[:-1])
 
 

@@ -12,7 +12,6 @@ from rlhf_models.fast.compiled import compile_forwards, compile_layers, compile_
 from rlhf_models.host_states import RestingModel
 from rlhf_models.loading import load_reference, resolve_dtype
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, place_frozen
-from rlhf_train.engine.deepspeed_internals import frozen_parts
 from rlhf_train.engine.process_group import join_sequence_group
 from rlhf_train.engine.tensor_parallel import TensorGroup, divide_weights, join_tensor_group
 from rlhf_train.engine.whole_layers import layers_taken_whole
@@ -70,8 +69,16 @@ def start_engine(
         # Stage 2 shards gradients over ranks with the same weights. One rank has nothing to shard, and stage 1 does
         # less work on the host.
         zero_stage = 1
-    options = {"zpg": spec.zpg, "overlap_comm": spec.overlap_comm, "tensor_group": tensor_group}
-    engine = DeepSpeedEngine(model, spec.optimizer, zero_stage=zero_stage, dtype=dtype, device=device, **options)
+    engine = DeepSpeedEngine(
+        model,
+        spec.optimizer,
+        zero_stage=zero_stage,
+        dtype=dtype,
+        device=device,
+        zpg=spec.zpg,
+        overlap_comm=spec.overlap_comm,
+        tensor_group=tensor_group,
+    )
     if not is_compiled:
         return engine
     unmet = {
@@ -95,8 +102,7 @@ def start_frozen(
 ) -> torch.nn.Module | RestingModel:
     """Return a frozen actor on the device, whose passes are as fast as `spec` allows. Collective.
 
-    On a CPU `spec.offload` changes nothing, because the weights lie in their files, mapped into memory. Raises
-    ConfigError as `start_engine`.
+    See `place_frozen` for `spec.offload`. Raises ConfigError as `start_engine`.
     """
     frozen = load_reference(spec.path, **spec.load_options)
     frozen.mask_ids(spec.masked_ids)
@@ -105,8 +111,7 @@ def start_frozen(
         divide_sequences(frozen, sequence_group)
     if tensor_group is not None:
         divide_weights(frozen, tensor_group)
-    placed = place_frozen(frozen, spec, device)
-    return RestingModel(placed, frozen_parts(placed)) if spec.offload and device.type == "cuda" else placed
+    return place_frozen(frozen, spec, device)
 
 
 def compile_model(model: Any, spec: ModelSpec, device: str) -> bool:

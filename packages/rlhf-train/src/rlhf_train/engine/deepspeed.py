@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import CheckpointError, EngineError
-from rlhf_models.host_states import HostStates
+from rlhf_models.host_states import HostStates, RestingModel
 from rlhf_models.loading import resolve_dtype
 from rlhf_models.lora import adapters_by_weight
 from rlhf_models.weights import hf_named_weights
@@ -29,6 +29,7 @@ from rlhf_train.engine.deepspeed_internals import (
     drop_copies,
     flat_sums,
     float32_sums,
+    frozen_parts,
     group_of_copies,
     import_deepspeed,
     local_part,
@@ -136,8 +137,13 @@ class DeepSpeedEngine:
             # A single rank has nothing to reduce, yet DeepSpeed would copy the sums to a buffer and back.
             self._engine.enable_backward_allreduce = self._num_ranks > 1
         if spec.offload:
-            options = {"rank": self._rank, "dtype": self._moment_dtype, "folder": spec.offload_path}
-            optimizer.take_over(wrapper, is_sharded=zero_stage == 3, **options)
+            optimizer.take_over(
+                wrapper,
+                is_sharded=zero_stage == 3,
+                rank=self._rank,
+                dtype=self._moment_dtype,
+                folder=spec.offload_path,
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See `TrainEngine`."""
@@ -302,17 +308,22 @@ class DeepSpeedEngine:
         drop_copies(parameters)
 
 
-def place_frozen(model: torch.nn.Module, spec: ModelSpec, device: torch.device) -> torch.nn.Module:
+def place_frozen(model: torch.nn.Module, spec: ModelSpec, device: torch.device) -> torch.nn.Module | RestingModel:
     """Return a module that runs a frozen `model` on the device.
 
     With ZeRO stage 3, each rank keeps a part of each weight. Passes gather the weights layer by layer, so that both
-    this call and passes are collective.
+    this call and passes are collective. With `spec.offload` the weights are on a GPU only while the model is awake. On
+    a CPU that changes nothing, because they lie in their files, mapped into memory.
     """
     num_ranks = torch.distributed.get_world_size()
+    placed = model
     if spec.zero_stage < 3 or num_ranks == 1:
-        return model.to(device)
-    dtype = resolve_dtype(spec.dtype)
-    return _wrapped(model, _deepspeed_config(0.0, spec.zero_stage, dtype, num_ranks, spec.zpg), dtype, device)
+        model.to(device)
+    else:
+        dtype = resolve_dtype(spec.dtype)
+        config = _deepspeed_config(0.0, spec.zero_stage, dtype, num_ranks, spec.zpg)
+        placed = _wrapped(model, config, dtype, device)
+    return RestingModel(placed, frozen_parts(placed)) if spec.offload and device.type == "cuda" else placed
 
 
 class _Unsharded(torch.nn.Module):

@@ -55,8 +55,14 @@ class RewardRank:
         gpus: Sequence[str] = (),
     ) -> None:
         prepare_process(gpus)
-        loading = {"dtype": dtype, "attn_implementation": attn_implementation, "max_length": max_length}
-        self._spec = ModelSpec(path=path, zero_stage=3, offload=offload, **loading)
+        self._spec = ModelSpec(
+            path=path,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            zero_stage=3,
+            offload=offload,
+            max_length=max_length,
+        )
         self._device, self._normalize = device, normalize
         self._error: RlhfError | None = EngineError(f"the reward model {path} is not loaded")
         self._seconds = 0.0
@@ -70,11 +76,9 @@ class RewardRank:
         """Join the other processes and load this one's part of the weights. Collective. `ready` raises its error."""
         import torch
 
-        from rlhf_models.host_states import RestingModel
         from rlhf_models.loading import load_reward_model
         from rlhf_models.reward import InputLimits
         from rlhf_train.engine.deepspeed import place_frozen
-        from rlhf_train.engine.deepspeed_internals import frozen_parts
         from rlhf_train.engine.process_group import init_process_group
 
         started = time.perf_counter()
@@ -82,9 +86,7 @@ class RewardRank:
             init_process_group(rank=rank, world_size=num_ranks, master=master, device=self._device)
             model = load_reward_model(self._spec.path, normalize=self._normalize, **self._spec.load_options)
             self._limits = InputLimits.of(model.model)
-            placed = place_frozen(model, self._spec, torch.device(self._device))
-            rests = self._spec.offload and self._device == "cuda"
-            self._model = RestingModel(placed, frozen_parts(placed)) if rests else placed
+            self._model = place_frozen(model, self._spec, torch.device(self._device))
             self._error = None
         except RlhfError as error:
             self._error = error

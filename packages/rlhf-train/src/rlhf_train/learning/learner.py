@@ -173,13 +173,19 @@ class Learner:
         roles = [role for role in ("critic", "actor") if role in self._set_of]
         if step <= job.num_frozen_steps:
             roles.remove("actor")
-        options = {"max_epochs": job.batch.max_epochs, "seed": job.seed + step, "kl_coef": self.kl_coef}
         with self._weights:
             pending = []
             for role in roles:
-                pending.append(self._set_of[role].start(TrainWorker.update, role, **options))
+                started = self._set_of[role].start(
+                    TrainWorker.update,
+                    role,
+                    max_epochs=job.batch.max_epochs,
+                    seed=job.seed + step,
+                    kl_coef=self.kl_coef,
+                )
+                pending.append(started)
                 if job.trainer_sleep:
-                    wait(pending[-1])
+                    wait(started)
             metrics = _merged(part for references in pending for part in wait(references))
             passes = [metrics.pop(f"{METRIC_PREFIXES[role]}/rollout_passes") for role in roles]
             # A rollout counts as trained only if every model trained on it.

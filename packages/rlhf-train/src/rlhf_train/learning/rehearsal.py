@@ -143,8 +143,8 @@ def run_passes(
     zeros = {rollout: np.zeros(length) for rollout, length in zip(columns.rollout_ids, columns.lengths, strict=True)}
     worker.adopt_columns(dict.fromkeys(names, zeros))
     calls = [partial(worker.assign_advantages, algorithm.kl_coef)] if "actor" in roles else []
-    options = {"max_epochs": 1, "seed": 0, "kl_coef": algorithm.kl_coef}
-    calls += [partial(worker.update, role, **options) for role in worker.engines]
+    for role in worker.engines:
+        calls.append(partial(worker.update, role, max_epochs=1, seed=0, kl_coef=algorithm.kl_coef))
     calls += [partial(worker.run_model, role) for role in run if role in roles]
     for call in calls:
         # One by one: ranks wait for each other at the beginning of a call, which another rank may not have left early.

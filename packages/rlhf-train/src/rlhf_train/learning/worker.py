@@ -289,8 +289,14 @@ class TrainWorker:
         batch = self._batch("actor", rows)
         stream = policy_stream(experience.columns, experience.policy_mask, rows, spec, denominators, self._device)
         wanted = lay_out(experience.policy_mask, rows, batch)
-        options = {"temperature": self._temperature, "max_tokens": self._plan.max_pass_tokens}
-        output = self.engines["actor"].forward(batch, logits_mask=wanted, stream=stream, objective=objective, **options)
+        output = self.engines["actor"].forward(
+            batch,
+            logits_mask=wanted,
+            temperature=self._temperature,
+            max_tokens=self._plan.max_pass_tokens,
+            stream=stream,
+            objective=objective,
+        )
         metrics = policy_metrics(output.metrics, spec)
         if is_first and not spec.runs_actor:
             # This pass is the first to know the gap to the engine, of the tokens that the stream holds.
@@ -327,8 +333,10 @@ class TrainWorker:
             outputs = {"values": model(batch)}
         else:
             wanted = lay_out(loss_mask, rows, batch)
-            options = {"temperature": self._temperature, "max_tokens": self._plan.max_pass_tokens}
-            outputs = model(batch, logits_mask=wanted, **options)._asdict()
+            output = model(
+                batch, logits_mask=wanted, temperature=self._temperature, max_tokens=self._plan.max_pass_tokens
+            )
+            outputs = output._asdict()
         return {name: pad_sequence(batch.split(values), batch_first=True) for name, values in outputs.items()}, mask
 
     def _batch(self, role: str, rows: Sequence[int]) -> TokenBatch:

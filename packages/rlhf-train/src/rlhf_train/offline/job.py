@@ -188,8 +188,15 @@ def run_offline(
                         f"{done} updates are done, more than the {job.num_updates} of this run: it saves its model"
                     )
                 observer.progress(done, job.num_updates)
-            options = {"done": done, "balance": run.balance, "on_update": run.on_update}
-            train_offline(run.engine, run.objective, run.items, job.schedule, **options)
+            train_offline(
+                run.engine,
+                run.objective,
+                run.items,
+                job.schedule,
+                done=done,
+                balance=run.balance,
+                on_update=run.on_update,
+            )
             if job.rank == 0:
                 observer.starting("to save the model")
             run.finish()
