@@ -449,6 +449,7 @@ def test_fields_that_vllm_reads_of_lfm2_are_its_width() -> None:
             {"mlp_layer_types": ["dense", "sparse"], "moe_intermediate_size": 48},
             {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "qk_norm": True},
         ),
+        ("LlamaForCausalLM", {"head_dim": 64, "mlp_layer_types": ["dense"], "moe_intermediate_size": 48}, {}),
         ("HYV3ForCausalLM", {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "qk_norm": True}, {}),
     ],
 )
