@@ -437,10 +437,18 @@ def test_fields_that_vllm_reads_of_lfm2_are_its_width() -> None:
         (
             "MiniMaxM2ForCausalLM",
             {"head_dim": 128, "rope_parameters": {"partial_rotary_factor": 0.5}},
-            {"rotary_dim": 64},
+            {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
         ),
-        ("MiniMaxM2ForCausalLM", {"head_dim": 128, "rope_parameters": None}, {"rotary_dim": 128}),
-        ("MiniMaxM2ForCausalLM", {"head_dim": 128, "rotary_dim": 32}, {}),
+        (
+            "MiniMaxM2ForCausalLM",
+            {"head_dim": 128, "rope_parameters": None, "scoring_func": "sigmoid"},
+            {"rotary_dim": 128, "use_routing_bias": True},
+        ),
+        (
+            "MiniMaxM2ForCausalLM",
+            {"head_dim": 128, "rotary_dim": 32, "scoring_func": "x", "use_routing_bias": True},
+            {},
+        ),
         ("Glm4MoeLiteForCausalLM", {"mlp_layer_types": ["dense", "dense", "sparse"]}, {"first_k_dense_replace": 2}),
         ("Glm4MoeLiteForCausalLM", {"mlp_layer_types": ["dense"], "first_k_dense_replace": 1}, {}),
         ("Glm4MoeLiteForCausalLM", {"first_k_dense_replace": 1}, {}),

@@ -107,6 +107,8 @@ def missing_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if "Lfm2ForCausalLM" in names:
         found |= dict.fromkeys(("conv_dim", "block_dim"), config["hidden_size"])
     if "MiniMaxM2ForCausalLM" in names and "head_dim" in config:
+        # How all models of this kind choose experts.
+        found |= {"scoring_func": "sigmoid", "use_routing_bias": True}
         share = (config.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
         found["rotary_dim"] = int(config["head_dim"] * share)
     if _FIRST_DENSE.intersection(names) and "mlp_layer_types" in config:
