@@ -2,6 +2,7 @@
 
 import ast
 import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,10 +35,33 @@ def test_installed_vllm_is_tested_and_lacks_nothing(warnings) -> None:
 
 def test_what_routes_need_is_looked_for_only_where_they_are_told(monkeypatch) -> None:
     monkeypatch.setattr(internals, "ROUTES_ON_CPU", {"vllm": ("gone",)})
+    monkeypatch.setattr(internals, "routers_tell_on_cpu", lambda: False)
     internals.check_vllm(on_gpu=False)
     internals.check_vllm(on_gpu=True, routes=True)
     with pytest.raises(EngineError, match=r"has no vllm\.gone"):
         internals.check_vllm(on_gpu=False, routes=True)
+    monkeypatch.setattr(internals, "routers_tell_on_cpu", lambda: True)
+    internals.check_vllm(on_gpu=False, routes=True)
+
+
+class _Modular:
+    """Kernels that are given the experts of each token."""
+
+
+@pytest.mark.parametrize(
+    ("kernels", "experts", "is_told"),
+    [
+        ({"FusedMoEExpertsModular": _Modular}, {"CPUUnquantizedExperts": type("Experts", (_Modular,), {})}, True),
+        ({"FusedMoEExpertsModular": _Modular}, {"CPUUnquantizedExperts": type("Experts", (), {})}, False),
+        ({"FusedMoEExpertsModular": _Modular}, {}, False),
+        ({}, {"CPUUnquantizedExperts": _Modular}, False),
+    ],
+)
+def test_routers_tell_on_a_cpu_where_its_experts_are_given_their_tokens(kernels, experts, is_told, monkeypatch) -> None:
+    place = "vllm.model_executor.layers.fused_moe"
+    monkeypatch.setitem(sys.modules, f"{place}.modular_kernel", SimpleNamespace(**kernels))
+    monkeypatch.setitem(sys.modules, f"{place}.experts.cpu_moe", SimpleNamespace(**experts))
+    assert internals.routers_tell_on_cpu() is is_told
 
 
 @pytest.mark.parametrize(
@@ -185,6 +209,25 @@ def test_a_patch_that_is_skipped_or_misses_something_is_left_out_alone(name, pat
     assert patched == others
     assert f"does without the speed-up {name}" in warnings()
     assert f"its scheduler has no {name}.inner" in warnings()
+
+
+class _HasAllBut:
+    """A scheduler that has any attribute but one, and no groups of layers to look at."""
+
+    def __init__(self, lost: str) -> None:
+        self._lost = lost
+
+    def __getattr__(self, name: str) -> "_HasAllBut":
+        if name == self._lost:
+            raise AttributeError(name)
+        return _HasAllBut(self._lost)
+
+
+def test_several_steps_are_left_out_where_steps_in_bulk_miss_something(warnings) -> None:
+    others = [name for name in VLLM_PATCHES if name != "multi_step"]
+    patches.patch_scheduler(_HasAllBut("num_sampled_tokens_per_step"), others, uses_graphs=False)
+    assert "does without the speed-up multi_step" in warnings()
+    assert "its scheduler has no num_sampled_tokens_per_step" in warnings()
 
 
 @pytest.mark.parametrize("name", VLLM_PATCHES)

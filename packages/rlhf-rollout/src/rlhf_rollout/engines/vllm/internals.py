@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from rlhf_data.errors import EngineError
@@ -66,7 +67,7 @@ ON_CPU: Mapping[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": ("forward_cpu",),
     "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
 }
-ROUTES_ON_CPU: Mapping[str, tuple[str, ...]] = {
+ROUTES_ON_CPU: Mapping[str, tuple[str, ...]] = {  # unless `routers_tell_on_cpu`
     "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": ("forward_cpu",),
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts": (
         "_select_experts",
@@ -93,11 +94,21 @@ def check_vllm(*, on_gpu: bool, routes: bool = False) -> None:
         routes: whether the engine tells the experts of each token.
     """
     needed = dict(NAMES) if on_gpu else {**NAMES, **ON_CPU}
-    if routes and not on_gpu:
+    if routes and not on_gpu and not routers_tell_on_cpu():
         needed |= ROUTES_ON_CPU
     require(missing(needed))
     if not is_tested(version()):
         _logger.warning("vLLM %s is untested, and has all that an engine needs by name; %s", version(), _tested())
+
+
+def routers_tell_on_cpu() -> bool:
+    """Return whether vLLM's routers choose the experts of a token on a CPU as they do on GPUs, and so can tell them.
+
+    In 0.28, one kernel chooses the experts and computes them, and does not tell them.
+    """
+    kernels = import_module("vllm.model_executor.layers.fused_moe.modular_kernel")
+    found = import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe")
+    return issubclass(getattr(found, "CPUUnquantizedExperts", object), getattr(kernels, "FusedMoEExpertsModular", ()))
 
 
 def check_worker(kind: type) -> None:
@@ -226,8 +237,10 @@ def _no_router_kernels() -> Iterator[None]:
 def tell_routes_on_cpu() -> None:
     """Let vLLM be built with `enable_return_routed_experts` on a CPU, by having its kernels tell what they choose.
 
-    On GPUs, vLLM asks its routers. On CPUs, one kernel chooses the experts and computes them.
+    On GPUs, vLLM asks its routers. On CPUs, older versions have one kernel that chooses the experts and computes them.
     """
+    if routers_tell_on_cpu():
+        return
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     choose = CPUUnquantizedExperts._select_experts

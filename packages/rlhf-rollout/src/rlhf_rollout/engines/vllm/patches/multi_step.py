@@ -16,6 +16,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists
 
+from rlhf_rollout.engines.vllm.patches.bulk_decoding import NEEDS as NEEDED_IN_BULK
 from rlhf_rollout.engines.vllm.patches.bulk_decoding import is_plain
 
 MOST_STEPS = 8
@@ -28,15 +29,10 @@ TOKENS_PER_STEP = 8
 WAITS = (0.12, 0.4)
 ROUNDS = 8
 NEEDS = (
-    "block_size",
+    *NEEDED_IN_BULK,  # of which `is_plain` reads a part
     "kv_cache_manager.allocate_slots",
     "kv_cache_manager.block_pool.get_num_free_blocks",
-    "max_model_len",
     "parallel_config.data_parallel_size",
-    "requests",
-    "schedule",
-    "update_from_output",
-    "use_v2_model_runner",
 )
 # What only the first of several steps tells the model runner.
 _OF_FIRST = {
