@@ -44,7 +44,7 @@ def commands(python: Path, report: Path, output: Path, tests: Sequence[Path]) ->
         path.name: [str(python), "-m", "pytest", "-q", f"--junitxml={report}", str(path)]
         for path in tests
     }  # fmt: skip
-    found[STEPS] = [str(python), "-m", "rlhf_cli.main", "ppo", "--train_steps", "3", "--output_dir", str(output)]
+    found[STEPS] = [str(python), "-m", "rlhf_cli.main", "ppo", "--train_steps", "3", "--save_path", str(output)]
     return found
 
 

@@ -145,7 +145,9 @@ def test_hub_names_with_nobody_there_are_looked_for_in_the_cache_at_once(nobody_
     started = time.perf_counter()
     with pytest.raises(ConfigError, match=r"cannot load the tokenizer no/such-name: .*\n\nhint: .*offline"):
         load_tokenizer("no/such-name")
-    with pytest.raises(DataError, match=r"data set no/such-data cannot be opened: .*\n\nhint: .*needs a network"):
+    with pytest.raises(
+        DataError, match=r"no/such-data cannot be opened: .* not in .* cache .*\n\nhint: .*to stay offline"
+    ):
         open_sources("no/such-data")
     assert time.perf_counter() - started < 20.0
 

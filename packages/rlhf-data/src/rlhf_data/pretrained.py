@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError, RlhfError, installs, missing_file
+from rlhf_data.hub_names import hub_name, hub_problem, snapshot
 from rlhf_data.own_code import admit_code, is_trusted, trusted
 from rlhf_data.stored_weights import read_json
 
@@ -21,6 +22,7 @@ _CUSTOM_CODE = "trust_remote_code=True"  # in transformers' error about a class 
 _SET_BY_RENDERING = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 
 logger = logging.getLogger(__name__)
+_pinned = functools.cache(snapshot)  # a branch that moves while a process runs changes nothing for it
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -150,20 +152,25 @@ def located(path: str | Path) -> tuple[str, bool]:
     """Return the name by which transformers finds a model, and whether to look only on this machine.
 
     The name is as trusted as `path`. It is looked for only on this machine if it is a folder, or a hub name and the hub
-    does not answer.
+    does not answer. A hub name with a revision, `owner/name@revision`, is downloaded, and stands for that folder.
 
     Raises:
-        ConfigError: the text is neither an existing folder nor of the form `owner/name`. The hub is not asked.
+        ConfigError: the text is neither an existing folder nor of the form `owner/name`, for which the hub is not
+            asked; or the hub does not give that revision.
     """
     folder = Path(path).expanduser()
     text = trusted(str(path), is_trusted(path))
     if folder.is_dir():
         return trusted(str(folder), is_trusted(path)), True
-    is_name = isinstance(path, str) and not text.startswith((".", "/", "~")) and text.count("/") == 1
-    if not is_name:
-        hint = "give an existing folder, or a hub name as `owner/name`"
+    name = hub_name(text) if isinstance(path, str) else None
+    if name is None:
+        hint = "give an existing folder, or a hub name as `owner/name` or `owner/name@revision`"
         raise ConfigError(f"there is no model folder {text}", hint=hint)
-    return text, not hub_answers()
+    if name.revision is None:
+        return text, not hub_answers()
+    with clear_errors("model", text):
+        found = _pinned(name, is_local=not hub_answers(), with_code=is_trusted(path))
+    return trusted(found, is_trusted(path)), True
 
 
 def located_model(path: str | Path) -> tuple[str, bool]:
@@ -232,6 +239,9 @@ def clear_errors(kind: str, path: str | Path) -> Iterator[None]:
             hint = "use a model of a family that transformers knows; or read the code and, if you trust it, use"
             hint += " ``TrustedModel``"
             raise ConfigError(message, hint=hint) from error
+        problem = None if Path(path).is_dir() else hub_problem(error, str(path))
+        if problem is not None:
+            raise ConfigError(f"cannot load the {kind} {path}: {problem.said}", hint=problem.hint) from error
         raise ConfigError(f"cannot load the {kind} {path}: {said}", hint=_load_hint(error)) from error
 
 

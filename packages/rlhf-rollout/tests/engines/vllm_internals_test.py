@@ -211,25 +211,6 @@ def test_a_patch_that_is_skipped_or_misses_something_is_left_out_alone(name, pat
     assert f"its scheduler has no {name}.inner" in warnings()
 
 
-class _HasAllBut:
-    """A scheduler that has any attribute but one, and no groups of layers to look at."""
-
-    def __init__(self, lost: str) -> None:
-        self._lost = lost
-
-    def __getattr__(self, name: str) -> "_HasAllBut":
-        if name == self._lost:
-            raise AttributeError(name)
-        return _HasAllBut(self._lost)
-
-
-def test_several_steps_are_left_out_where_steps_in_bulk_miss_something(warnings) -> None:
-    others = [name for name in VLLM_PATCHES if name != "multi_step"]
-    patches.patch_scheduler(_HasAllBut("num_sampled_tokens_per_step"), others, uses_graphs=False)
-    assert "does without the speed-up multi_step" in warnings()
-    assert "its scheduler has no num_sampled_tokens_per_step" in warnings()
-
-
 @pytest.mark.parametrize("name", VLLM_PATCHES)
 def test_a_patch_whose_imports_fail_is_left_out_with_the_reason(name, monkeypatch, warnings) -> None:
     def fail(module):

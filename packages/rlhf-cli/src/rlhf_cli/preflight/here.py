@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rlhf_cli.builtin import BUILTIN
 from rlhf_cli.config.offline import OfflineConfig
 from rlhf_cli.paths import is_data_path, model_path, parts, reward_path, user_path
+from rlhf_data.hub_names import hub_name
 from rlhf_data.options.command_line import Parsed
 from rlhf_data.options.exits import with_flags
 
@@ -69,8 +70,11 @@ def _is_cached(name: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
+    found = hub_name(name)
+    if found is None:
+        return False
     try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+        return isinstance(try_to_load_from_cache(found.repository, "config.json", revision=found.revision), str)
     except HFValidationError:
         return False
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError, DataError, RlhfError, installs, unknown
+from rlhf_data.hub_names import hub_problem
 from rlhf_data.pretrained import hub_answers
 
 
@@ -41,6 +42,9 @@ def open_dataset(
     except RlhfError:
         raise
     except Exception as error:  # the library passes on errors of many kinds from its readers
+        problem = None if path.exists() else hub_problem(error, name, of_data=True)
+        if problem is not None:
+            raise DataError(f"data set {name} cannot be opened: {problem.said}", hint=problem.hint) from error
         hint = "names that are not files are looked up on the hub, which needs a network"
         if path.exists():
             hint = "name .jsonl, .json, .csv, .parquet or .arrow files, or a folder that `save_to_disk` wrote"

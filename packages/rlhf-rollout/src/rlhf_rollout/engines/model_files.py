@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError, EngineError
+from rlhf_data.hub_names import HubName, hub_problem, snapshot
 from rlhf_data.own_code import admit_code, is_trusted
 from rlhf_data.pretrained import clear_errors, located_model
 from rlhf_data.stored_weights import read_json, stored_weights
@@ -25,14 +26,12 @@ def resolve_model_dir(name: str) -> Path:
         with clear_errors("model", name):
             admit_code(found, is_local=True)
         return path
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", *(["*.py"] if is_trusted(name) else [])]
     try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=is_local))
+        return Path(snapshot(HubName(found, None), is_local=is_local, with_code=is_trusted(name)))
     except Exception as error:
-        message = f"the model {name!r} is not a folder and cannot be downloaded from the hub: {error}"
-        raise EngineError(message, hint="name a local folder") from error
+        said, hint = hub_problem(error, name) or (str(error), "name a local folder")
+        message = f"the model {name!r} is not a folder and cannot be downloaded from the hub: {said}"
+        raise EngineError(message, hint=hint) from error
 
 
 def read_config(model_dir: Path, *, may_run: bool = False) -> dict[str, Any]:
