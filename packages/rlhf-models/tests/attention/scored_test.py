@@ -114,3 +114,14 @@ def test_dropout_drops_weights_of_packed_sequences():
 def test_prompts_are_not_shared_with_soft_caps():
     with pytest.raises(ConfigError, match=r"a gemma2 model have a soft cap or sinks.*\n\nhint: drop ``share_prompts``"):
         check_shares_prompts(Gemma2Config(), SCORED_ATTENTION)
+
+
+def test_layer_whose_config_has_a_window_must_pass_it_on():
+    layer = nn.Module()
+    layer.layer_idx, layer.config = 0, Gemma2Config(num_hidden_layers=2, sliding_window=3)
+    bounds = torch.tensor(BOUNDS, dtype=torch.int32)
+    with pytest.raises(ConfigError, match="sliding window in a mask"):
+        scored_attention(layer, *heads(BOUNDS[-1]), None, cu_seq_lens_q=bounds)
+    scored_attention(layer, *heads(BOUNDS[-1]), None, cu_seq_lens_q=bounds, sliding_window=3)
+    layer.layer_idx = 1  # a layer without a window
+    scored_attention(layer, *heads(BOUNDS[-1]), None, cu_seq_lens_q=bounds)

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.attention.flash import flash_4_is_faster, flash_4_unavailable_reason
-from rlhf_models.attention.scored import SCORED_ATTENTION, scored_attention
+from rlhf_models.attention.scored import SCORED_ATTENTION, UNPACKED, check_window, scored_attention
 from rlhf_models.attention.sequence_parallel import SequenceGroup, layer_configs
 from rlhf_models.attention.shared_prompts import Layout, attend, attend_group_by_group, bounds_arguments
 from rlhf_models.batch import TokenBatch
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION, PACKED_ATTENTION_4 = "rlhf_packed", "rlhf_packed_4"
 PACKED_ATTENTIONS = (PACKED_ATTENTION, PACKED_ATTENTION_4)
-UNPACKED = "turn packing off, with ``packing=false``"  # a hint
 # Passed in place of a mask: without one, transformers searches the positions for sequences and waits for the device.
 NO_MASK = torch.empty(1, 1, 0, 0)
 _UNEQUAL_HEADS = "its heads of keys and values must have the same size"
@@ -226,9 +225,7 @@ def packed_attention(
     for name, what in (("softcap", "a soft cap"), ("s_aux", "sinks")):
         if kwargs.get(name) is not None:
             raise ConfigError(f"attention with {what} cannot be packed", hint=UNPACKED)
-    if not sliding_window and not torch.compiler.is_compiling() and _window_of(module):
-        message = f"{type(module).__name__} has its sliding window in a mask, and packed sequences have no mask"
-        raise ConfigError(message, hint=UNPACKED)
+    check_window(module, sliding_window)
     how = _Scores(scaling, dropout, sliding_window, version)
     if prompt_bounds is not None:
         own = {"bounds": cu_seq_lens_q, "longest": max_length_q, "prompt_bounds": prompt_bounds}
@@ -238,14 +235,6 @@ def packed_attention(
         query, key, value = (sequence_group.to_heads(tensor) for tensor in (query, key, value))
     output = _attend((query, key, value), cu_seq_lens_q, max_length_q, how)
     return output if sequence_group is None else sequence_group.to_tokens(output), None
-
-
-def _window_of(module: nn.Module) -> int | None:
-    """Return the sliding window of an attention layer in tokens, as its config has it; None without a window."""
-    text = module.config.get_text_config() if hasattr(module, "config") else None
-    layers = getattr(text, "layer_types", None)
-    has_window = not layers or layers[module.layer_idx] == "sliding_attention"
-    return getattr(text, "sliding_window", None) if has_window else None
 
 
 class _Scores(NamedTuple):

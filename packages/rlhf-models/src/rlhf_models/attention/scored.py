@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout as drop
 from torch.utils.weak import WeakIdKeyDictionary
 
+from rlhf_data.errors import ConfigError
+
 SCORED_ATTENTION = "rlhf_packed_scored"
+UNPACKED = "turn packing off, with ``packing=false``"  # a hint
 _block_masks = WeakIdKeyDictionary()  # by the tensor of bounds, which all layers of a pass get: by window
 
 
@@ -63,16 +66,32 @@ def scored_attention(
 
     Returns:
         The output [B, T, H, D'], and None in place of the attention weights.
+
+    Raises:
+        ConfigError: a packed batch, and a layer that has its sliding window in a mask.
     """
     scores = Scores(scaling, softcap, s_aux, sliding_window, dropout)
     if cu_seq_lens_q is None:
         return attend(query, key, value, scores, attention_mask).transpose(1, 2).contiguous(), None
+    check_window(module, sliding_window)
     if _has_kernel(query, value, dropout):
         return _flex(query, key, value, cu_seq_lens_q, scores).transpose(1, 2).contiguous(), None
     lengths = cu_seq_lens_q.diff().tolist()
     sequences = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
     outputs = [attend(q, k, v, scores, _causal(q, scores.window)).transpose(1, 2) for q, k, v in sequences]
     return torch.cat(outputs, dim=1), None
+
+
+def check_window(module: nn.Module, sliding_window: int | None) -> None:
+    """Raise ConfigError if an attention layer has a sliding window by its config and does not pass it on."""
+    if sliding_window or torch.compiler.is_compiling():
+        return
+    text = module.config.get_text_config() if hasattr(module, "config") else None
+    layers = getattr(text, "layer_types", None)
+    has_window = not layers or layers[module.layer_idx] == "sliding_attention"
+    if has_window and getattr(text, "sliding_window", None):
+        message = f"{type(module).__name__} has its sliding window in a mask, and packed sequences have no mask"
+        raise ConfigError(message, hint=UNPACKED)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: Tensor | None) -> Tensor:
