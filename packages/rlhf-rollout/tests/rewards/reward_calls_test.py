@@ -179,6 +179,24 @@ def test_reward_keeps_no_event_loop_that_has_ended(function, calls):
     assert ended() is None
 
 
+def test_group_that_failed_after_all_others_leaves_nothing_behind(function):
+    async def run():
+        reward = function(4)
+        prompt = make_prompt()
+        rollout = make_rollout(prompt, "4")
+        for group_id in (rollout.group_id, "failed"):
+            reward.expect(group_id, "eval5")
+        scored = asyncio.create_task(reward.score(prompt, [rollout]))
+        await asyncio.sleep(0)
+        reward.expect("failed", None)
+        await scored
+        reward.expect("late", "eval6")
+        reward.expect("late", None)
+        return len(reward._batchers)
+
+    assert asyncio.run(run()) == 0
+
+
 def test_group_that_waits_goes_out_whatever_ends_meanwhile(function, monkeypatch):
     """A call that began when others had all gone out ends while a later group waits for one that is expected."""
 

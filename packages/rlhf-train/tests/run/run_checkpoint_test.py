@@ -6,8 +6,11 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +32,7 @@ from rlhf_train.run.checkpoint import (
     superfluous,
     write_receipt,
 )
-from rlhf_train.run.checkpointing import Checkpointer
+from rlhf_train.run.checkpointing import Checkpointer, find_checkpoint
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.timeline import Timeline
 
@@ -78,7 +81,7 @@ def test_unfinished_checkpoint_does_not_count_and_is_removed(tmp_path):
         (lambda path: (path / "state.json").write_text('{"step": 9}'), "state.json has"),
         (lambda path: (path / MANIFEST).unlink(), "cannot be read"),
         (lambda path: (path / MANIFEST).write_text("[]"), "cannot be read"),
-        (lambda path: (path / MANIFEST).write_text('{"format": 7}'), "has format 7; this version reads format 1 and 2"),
+        (lambda path: (path / MANIFEST).write_text('{"format": 7}'), "has format 7; this version reads formats 1, 2"),
     ],
 )
 def test_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, damage, problem):
@@ -90,6 +93,52 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, damage
     [warning] = warnings
     assert f"the checkpoint {tmp_path / 'step-10'} is skipped: " in warning
     assert problem in warning
+
+
+def test_run_whose_checkpoints_cannot_be_used_does_not_start_from_the_beginning(tmp_path):
+    spec = CheckpointSpec(resume=True)
+    said: list[str] = []
+    observer = SimpleNamespace(notice=said.append, warning=said.append)
+    assert find_checkpoint(spec, tmp_path, observer) is None  # there is none
+    assert "starts from the beginning" in said[-1]
+    checkpoints = Checkpoints(spec.home(tmp_path))
+    for step in (1, 2):
+        (save(checkpoints, step).path / "actor").unlink()
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .*\n\nhint: .* move them away"):
+        find_checkpoint(spec, tmp_path, observer)
+    assert [warning.partition("is skipped")[2] for warning in said[1:]] == [": actor is missing"] * 2
+    assert find_checkpoint(replace(spec, before=1), tmp_path, observer) is None  # both are of later steps
+    save(checkpoints, 3)
+    assert find_checkpoint(spec, tmp_path, observer).step == 3
+
+
+def test_old_checkpoint_that_cannot_be_removed_does_not_end_a_new_one(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, max_num=1)
+    save(checkpoints, 1)
+    plain = os.rmdir
+
+    def rmdir(path, **options):  # as on NFS, whose folder keeps the names of files that are in use
+        if str(path).endswith(".removed"):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        plain(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    for step in (2, 3):
+        assert save(checkpoints, step).problems() == []
+    assert [path.name for path in folders(tmp_path)] == ["step-3"]
+
+
+def test_file_is_flushed_and_summed_while_the_interpreter_ends(tmp_path):
+    (tmp_path / "actor").write_bytes(b"w" * 10)
+    script = """
+import threading, sys
+from pathlib import Path
+from rlhf_train.run.checkpoint import write_receipt
+threading.Thread(target=lambda: (threading.main_thread().join(), write_receipt(Path(sys.argv[1])))).start()
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "actor")], check=True)
+    told = json.loads((tmp_path / f"actor{RECEIPT}").read_bytes())
+    assert told == {"size": 10, "sha256": hashlib.sha256(b"w" * 10).hexdigest()}
 
 
 def test_without_a_whole_checkpoint_there_is_none(tmp_path):

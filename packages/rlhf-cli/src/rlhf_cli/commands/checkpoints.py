@@ -129,7 +129,7 @@ def _problems(path: Path, *, verify: bool) -> list[str]:
     try:
         return read_checkpoint(path).problems(content=verify)
     except CheckpointError as error:
-        return [str(error)]
+        return [str(error).partition("\n")[0]]
 
 
 def _row(path: Path, *, verify: bool) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ def _row(path: Path, *, verify: bool) -> tuple[str, ...]:
     try:
         checkpoint = read_checkpoint(path)
     except CheckpointError as error:
-        return step, "-", "-", "-", str(error)
+        return step, "-", "-", "-", str(error).partition("\n")[0]
     seconds = max(time.time() - (path / MANIFEST).stat().st_mtime, 0)
     length, unit = next((row for row in _UNITS if seconds >= row[0]), _UNITS[-1])
     metric = "-" if checkpoint.metric is None else f"{checkpoint.metric:.4g}"

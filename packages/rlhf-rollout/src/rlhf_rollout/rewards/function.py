@@ -93,9 +93,7 @@ class FunctionReward:
         try:
             return await batcher.submit([(prompt, rollout) for rollout in rollouts])
         finally:
-            # Another one may have taken the place of a batcher that was left when all of its calls were under way.
-            if batcher.is_idle and self._batchers.get(key) is batcher:
-                del self._batchers[key]
+            self._drop_if_idle(key, batcher)
 
     def expect(self, group_id: str, pool: str | None) -> None:
         """See `expect_group`."""
@@ -103,7 +101,10 @@ class FunctionReward:
             self._pools[group_id] = pool
             self._batcher((asyncio.get_running_loop(), pool)).expect(group_id)
         elif (known := self._pools.pop(group_id, None)) is not None:
-            self._batcher((asyncio.get_running_loop(), known)).forget(group_id)
+            key = asyncio.get_running_loop(), known
+            batcher = self._batcher(key)
+            batcher.forget(group_id)
+            self._drop_if_idle(key, batcher)
 
     async def close(self) -> None:
         """End the workers, also those that hang or are starting. Groups that wait for a call raise RewardError."""
@@ -119,6 +120,11 @@ class FunctionReward:
         if key not in self._batchers:
             self._batchers[key] = GroupBatcher(self._judge, max_batch=self._batch_size)
         return self._batchers[key]
+
+    def _drop_if_idle(self, key: tuple[asyncio.AbstractEventLoop, str], batcher: GroupBatcher) -> None:
+        # Another one may have taken the place of a batcher that was left when all of its calls were under way.
+        if batcher.is_idle and self._batchers.get(key) is batcher:
+            del self._batchers[key]
 
     async def _judge(self, samples: list[Sample]) -> list[Verdict]:
         return await judge(samples, self._ask, self._calls.success_threshold, together=self._compares)

@@ -13,7 +13,6 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,9 +21,11 @@ from typing import Any
 
 from rlhf_data.errors import CheckpointError
 from rlhf_data.rows.sources import sha256
+from rlhf_train.run.saved.arrays import damaged
 from rlhf_train.run.saved.state import FORMAT, READ_FORMATS, UNREADABLE, read_state, write_state
 
 FOLDER = "checkpoints"  # within the folder of a run
+WRITER = "continue it with the version that wrote it"  # a hint
 MANIFEST = "manifest.json"
 RECEIPT = ".receipt.json"  # ends the name of the file in which a rank tells that its own file is on the disk
 _POLL_S = 0.05
@@ -131,7 +132,7 @@ class Checkpoints:
         staging = self.folder / f".step-{step}.partial"
         try:
             for path in self.folder.glob(".step-*"):  # of a run that was killed while it wrote or removed them
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=path != staging)
             staging.mkdir(parents=True)
         except OSError as error:
             raise cannot_save(staging, error) from error
@@ -203,14 +204,14 @@ class Checkpoints:
 
         `warn` is called for each newer one with what is wrong with it.
         """
-        for path in sorted(self.folder.glob("step-*"), key=_step_of, reverse=True):
-            if _step_of(path) >= before:
+        for path in sorted(self.folder.glob("step-*"), key=step_of, reverse=True):
+            if step_of(path) >= before:
                 continue
             try:
                 checkpoint = read_checkpoint(path)
                 problems = checkpoint.problems()
             except CheckpointError as error:
-                problems = [str(error)]
+                problems = [str(error).partition("\n")[0]]
             if not problems:
                 return checkpoint
             warn(f"the checkpoint {path} is skipped: {'; '.join(problems[:3])}")
@@ -241,7 +242,7 @@ def superfluous(found: Sequence[Checkpoint], max_num: int, max_bytes: float = ma
 
 def folders(home: Path) -> list[Path]:
     """Return the folders of all checkpoints in `home`, whole or not, the oldest first."""
-    return sorted((path for path in home.glob("step-*") if _step_of(path) >= 0), key=_step_of)
+    return sorted((path for path in home.glob("step-*") if step_of(path) >= 0), key=step_of)
 
 
 def recorded_clock(folder: Path) -> datetime | None:
@@ -249,7 +250,7 @@ def recorded_clock(folder: Path) -> datetime | None:
 
     None if the template writes no time, or no checkpoint can be read.
     """
-    for path in sorted(folder.glob("step-*"), key=_step_of, reverse=True):
+    for path in sorted(folder.glob("step-*"), key=step_of, reverse=True):
         with suppress(CheckpointError, ValueError, TypeError):
             text = read_checkpoint(path).state().get("template_clock")
             return None if text is None else datetime.fromisoformat(text)
@@ -267,10 +268,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
             value = None if metric is None else float(metric)
             return Checkpoint(path, int(manifest["step"]), value, bool(manifest["lowest"]), files, version)
     except UNREADABLE as error:
-        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
-    raise CheckpointError(
-        f"{path} has format {version}; this version reads format {' and '.join(map(str, READ_FORMATS))}"
-    )
+        raise damaged(path / MANIFEST, f"cannot be read: {error}") from error
+    message = f"{path} has format {version}; this version reads formats {', '.join(map(str, READ_FORMATS))}"
+    raise CheckpointError(message, hint=WRITER)
 
 
 def write_receipt(path: Path, error: Exception | None = None) -> None:
@@ -295,10 +295,20 @@ def write_receipt(path: Path, error: Exception | None = None) -> None:
 
 def _flushed(path: Path) -> tuple[int, str]:
     """Return size and SHA-256 of a file once it is on the disk."""
-    with ThreadPoolExecutor(max_workers=1) as beside:
-        flushed = beside.submit(flush, path)
-        digest = sha256(path)  # reads what memory still holds of it
-        flushed.result()
+    failed: list[OSError] = []
+
+    def wait() -> None:
+        try:
+            flush(path)
+        except OSError as error:
+            failed.append(error)
+
+    beside = threading.Thread(target=wait)  # an executor takes no work once the interpreter ends
+    beside.start()
+    digest = sha256(path)  # reads what memory still holds of it
+    beside.join()
+    if failed:
+        raise failed[0]
     return path.stat().st_size, digest
 
 
@@ -342,7 +352,7 @@ def _remove(path: Path) -> None:
     """Remove a checkpoint. If this process is killed meanwhile, `Checkpoints.begin` removes the rest."""
     removed = path.with_name(f".{path.name}.removed")
     path.rename(removed)
-    shutil.rmtree(removed)
+    shutil.rmtree(removed, ignore_errors=True)  # the new checkpoint counts, whether or not an old one can go
 
 
 def flush(path: Path) -> None:
@@ -354,6 +364,6 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
     number = path.name.removeprefix("step-")
     return int(number) if number.isdecimal() else -1

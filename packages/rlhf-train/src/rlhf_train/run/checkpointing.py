@@ -8,7 +8,16 @@ from typing import Any, Protocol
 
 from rlhf_data.errors import CheckpointError, RlhfError
 from rlhf_train.background import BackgroundWriter
-from rlhf_train.run.checkpoint import Checkpoint, Checkpoints, CheckpointSpec, cannot_save
+from rlhf_train.run.checkpoint import (
+    MANIFEST,
+    WRITER,
+    Checkpoint,
+    Checkpoints,
+    CheckpointSpec,
+    cannot_save,
+    folders,
+    step_of,
+)
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.recorder import Recorder
 from rlhf_train.run.timeline import Timeline
@@ -44,12 +53,21 @@ class Models(Protocol):
 
 
 def find_checkpoint(spec: CheckpointSpec, run_folder: str | Path, observer: Observer) -> Checkpoint | None:
-    """Return the newest whole checkpoint if the run continues one, and say so; None for a run from the start."""
+    """Return the newest whole checkpoint if the run continues one, and say so; None for a run from the start.
+
+    Raises CheckpointError when there are checkpoints, and none of them can be used: a run from the start would remove
+    them and the records of their steps.
+    """
     if not spec.resume:
         return None
     folder = spec.home(run_folder)
     checkpoint = Checkpoints(folder).newest_whole(observer.warning, spec.before)
     if checkpoint is None:
+        unusable = [path for path in folders(folder) if step_of(path) < spec.before and (path / MANIFEST).is_file()]
+        if unusable:
+            message = f"none of the {len(unusable)} checkpoints in {folder} can be used; the warnings say why"
+            hint = "continue with the version that wrote them, or copy them there again; to begin anew, move them away"
+            raise CheckpointError(message, hint=hint)
         observer.notice(f"there is no checkpoint in {folder}: the run starts from the beginning")
     else:
         observer.notice(f"the run continues from {checkpoint.path}")
@@ -105,14 +123,15 @@ class Checkpointer:
         """
         state = checkpoint.state()
         if lacking := self.parts.keys() - state.keys():
-            raise CheckpointError(f"{checkpoint.path} lacks the state of {', '.join(sorted(lacking))}")
+            message = f"{checkpoint.path} lacks the state of {', '.join(sorted(lacking))}"
+            raise CheckpointError(message, hint=WRITER)
         self.models.load_state(str(checkpoint.path))
         try:
             for name, part in self.parts.items():
                 part.restore(state[name])
         except (KeyError, TypeError, AttributeError) as error:
             message = f"{checkpoint.path} holds a state that this version cannot continue: {error!r}"
-            raise CheckpointError(message, hint="continue it with the version that wrote it") from error
+            raise CheckpointError(message, hint=WRITER) from error
         self._state = state
         self._saved_step = checkpoint.step
         return checkpoint.step

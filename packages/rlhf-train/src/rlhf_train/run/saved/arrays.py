@@ -57,7 +57,7 @@ class ArrayWriter:
 
 
 class ArrayReader:
-    """Reads what `ArrayWriter` wrote, each array when it is used. The file may be removed meanwhile.
+    """Reads what `ArrayWriter` wrote. Arrays are copies: NFS removes no file that a process has mapped.
 
     Args:
         path: of the file.
@@ -93,7 +93,9 @@ class ArrayReader:
             what = f"has {len(self._bytes)} bytes, and no array at {place}"
             raise damaged(self._path, f"{what}: it is cut off, or belongs to another checkpoint")
         self._end = max(self._end, end)
-        return self._bytes[start:end].view(dtype).reshape(shape)
+        array = self._bytes[start:end].view(dtype).reshape(shape).copy()
+        array.flags.writeable = False
+        return array
 
     def check_end(self) -> None:
         """Raise CheckpointError unless the file ends with the last array that was read."""

@@ -61,7 +61,7 @@ class GroupWriter:
 
 
 class GroupReader:
-    """Reads what `GroupWriter` wrote. Arrays of groups are read when they are used.
+    """Reads what `GroupWriter` wrote.
 
     Args:
         path: of the file.

@@ -28,6 +28,7 @@ FORMAT = 4
 # 1 has rollout groups as lists of records in state.json; 1 and 2 have arrays there in Base64; 2 and 3 have groups in
 # columns; 3 has arrays in a file without a seal.
 READ_FORMATS = (1, 2, 3, 4)
+_SEALED = 4  # the first format whose files end with a seal
 STATE = "state.json"
 GROUPS = "waiting.bin"  # in whose place stands {GROUPS: place of the group}
 ARRAYS = "unfinished.bin"  # in whose place stands {ARRAYS: place of the array}
@@ -69,13 +70,13 @@ def read_state(folder: Path, version: int = FORMAT) -> dict[str, Any]:
     path = folder / STATE
     try:
         text = path.read_bytes()
-        files = _Files(folder, _seal(text) if version >= FORMAT else b"")
+        files = _Files(folder, _seal(text) if version >= _SEALED else b"")
         state = dict(json.loads(text, object_hook=files.decode))
     except FileNotFoundError:
         raise damaged(path, "is missing") from None
     except UNREADABLE as error:
         raise damaged(path, f"cannot be read: {error}") from error
-    if version < FORMAT:
+    if version < _SEALED:
         files.check_ends()
     return state
 
