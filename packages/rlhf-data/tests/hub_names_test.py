@@ -67,6 +67,11 @@ def hub(tmp_path_factory):
         hub.models["org/open"] = Repository(revisions, {"v1": FIRST})
         hub.models["org/gated"] = Repository(revisions, is_gated=True)
         hub.models["org/slow"] = Repository(revisions, delay_s=0.3)
+        weights = {"model.safetensors": b"1", "original/model.safetensors": b"2", "pytorch_model.bin": b"3"}
+        weights |= {"value_head.bin": b"4", "code.py": b"5"}
+        hub.models["org/weights"] = Repository({FIRST: revisions[FIRST] | weights}, {"v1": FIRST})
+        pickled = revisions[FIRST] | {"pytorch_model.bin": b"3", "original/pytorch_model.bin": b"6"}
+        hub.models["org/pickled"] = Repository({FIRST: pickled}, {"v1": FIRST})
         hub.datasets["org/rows"] = Repository({FIRST: {"train.jsonl": b'{"prompt": "a"}\n{"prompt": "b"}\n'}})
         yield hub
 
@@ -89,6 +94,30 @@ def test_names_are_loaded_in_their_revisions_and_then_without_a_network(hub, tmp
         assert "hint: unset HF_HUB_OFFLINE, or, to stay offline, load it where" in text
         assert f"`hf download {command}" in text
     assert said[7].endswith("`hf download org/none --repo-type dataset`")
+
+
+WEIGHTS = """
+import json, sys
+from pathlib import Path
+from rlhf_data.pretrained import located
+
+for name in json.loads(sys.argv[1]):
+    for with_weights in (False, True):
+        folder = Path(located(name, with_weights=with_weights)[0])
+        files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".json")
+        print(json.dumps(sorted(str(path.relative_to(folder)) for path in files)))
+"""
+
+
+def test_weights_are_loaded_once_and_only_when_they_are_wanted(hub, tmp_path):
+    said = answers(hub, tmp_path, WEIGHTS, ["org/weights@v1", "org/pickled@v1"])
+    template = "chat_template.jinja"
+    assert said == [
+        [template],
+        [template, "model.safetensors", "value_head.bin"],
+        [template],
+        [template, "pytorch_model.bin"],
+    ]
 
 
 def test_what_the_hub_refuses_a_stranger_is_told_with_what_to_do(hub, tmp_path):

@@ -1,11 +1,13 @@
 """Names of repositories on the Hugging Face hub, also of one of their revisions, and what the hub's errors mean."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-# What is downloaded of a model: configs, weights, templates and tokenizers.
-PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
-CODE_PATTERNS = ("*.py",)
+# What is downloaded of a model: configs, templates and tokenizers; then weights, pickled ones if there are no others.
+PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
+WEIGHT_PATTERNS, PICKLE_PATTERNS, CODE_PATTERNS = ("*.safetensors", "value_head.bin"), ("*.bin",), ("*.py",)
+_COPIES = ("*/*.safetensors", "*/*.bin")  # in folders of a repository are the weights in another form
 
 
 class HubName(NamedTuple):
@@ -35,23 +37,29 @@ def hub_name(text: str) -> HubName | None:
     return HubName(repository, revision or None)
 
 
-def snapshot(name: HubName, *, is_local: bool, with_code: bool = False) -> str:
+def snapshot(name: HubName, *, is_local: bool, with_code: bool = False, with_weights: bool = True) -> str:
     """Return the folder in the hub's cache that holds a model of the hub, which is downloaded if needed.
 
     Args:
         name: which model.
         is_local: whether to look in the cache only.
         with_code: whether the model's Python files are wanted, too.
+        with_weights: whether its weights are.
 
     Raises:
         Exception: of the hub's client; see `hub_problem`.
     """
     from huggingface_hub import snapshot_download
 
-    patterns = [*PATTERNS, *(CODE_PATTERNS if with_code else ())]
-    return snapshot_download(
-        name.repository, revision=name.revision, allow_patterns=patterns, local_files_only=is_local
-    )
+    def download(*patterns: str) -> str:
+        options = {"allow_patterns": [*patterns], "ignore_patterns": [*_COPIES], "local_files_only": is_local}
+        return snapshot_download(name.repository, revision=name.revision, **options)
+
+    patterns = (*PATTERNS, *(CODE_PATTERNS if with_code else ()), *(WEIGHT_PATTERNS if with_weights else ()))
+    folder = download(*patterns)
+    if with_weights and not any(Path(folder).glob("*.safetensors")):
+        return download(*patterns, *PICKLE_PATTERNS)
+    return folder
 
 
 def hub_problem(error: BaseException, name: str, *, of_data: bool = False) -> Problem | None:

@@ -31,7 +31,7 @@ def load_tokenizer(path: str | Path) -> Any:
     Raises:
         ConfigError: transformers is not installed, or the tokenizer is missing, gives no tokens or has no end token.
     """
-    name, is_local = located(path)
+    name, is_local = located(path, with_weights=False)
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -148,11 +148,12 @@ def check_eos(tokenizer: Any, name: str | Path) -> None:
         raise ConfigError(f"the tokenizer {name} has no end-of-sequence token", hint=hint)
 
 
-def located(path: str | Path) -> tuple[str, bool]:
+def located(path: str | Path, *, with_weights: bool = True) -> tuple[str, bool]:
     """Return the name by which transformers finds a model, and whether to look only on this machine.
 
     The name is as trusted as `path`. It is looked for only on this machine if it is a folder, or a hub name and the hub
-    does not answer. A hub name with a revision, `owner/name@revision`, is downloaded, and stands for that folder.
+    does not answer. A hub name with a revision, `owner/name@revision`, is downloaded, `with_weights` or without, and
+    stands for that folder.
 
     Raises:
         ConfigError: the text is neither an existing folder nor of the form `owner/name`, for which the hub is not
@@ -169,13 +170,13 @@ def located(path: str | Path) -> tuple[str, bool]:
     if name.revision is None:
         return text, not hub_answers()
     with clear_errors("model", text):
-        found = _pinned(name, is_local=not hub_answers(), with_code=is_trusted(path))
+        found = _pinned(name, is_local=not hub_answers(), with_code=is_trusted(path), with_weights=with_weights)
     return trusted(found, is_trusted(path)), True
 
 
-def located_model(path: str | Path) -> tuple[str, bool]:
+def located_model(path: str | Path, *, with_weights: bool = True) -> tuple[str, bool]:
     """Return what `located` returns. Raises ConfigError also for a folder without config.json."""
-    name, is_local = located(path)
+    name, is_local = located(path, with_weights=with_weights)
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         hint = "a model folder holds config.json, *.safetensors and the tokenizer, as `save_pretrained` writes them"
         if (Path(name) / "adapter_config.json").is_file():

@@ -55,7 +55,7 @@ def load_config(path: str | Path) -> Any:
 
     Raises ConfigError if there is none, or if the model is quantized or needs code of its own.
     """
-    name, is_local = located_model(path)
+    name, is_local = located_model(path, with_weights=False)
     from transformers import AutoConfig
 
     with clear_errors("model", path):

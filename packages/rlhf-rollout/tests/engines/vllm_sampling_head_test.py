@@ -401,9 +401,28 @@ class AnotherDtype(Model):
         self.logits_processor.head_dtype = torch.float64
 
 
+class OwnProcessor(LogitsProcessor):
+    def forward(self, lm_head, hidden_states, embedding_bias=None):
+        return super().forward(lm_head, hidden_states / 2, embedding_bias)
+
+
+def with_a_processor_of_its_own():
+    model = Model()
+    model.logits_processor.__class__ = OwnProcessor
+    return model
+
+
+class Asserting(Model):
+    def compute_logits(self, hidden):
+        assert len(hidden) == 1, "one row"
+        return super().compute_logits(hidden)
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (with_a_processor_of_its_own, "a OwnProcessor makes the logits"),
+        (Asserting, r"the logits of hidden states \[2, 8\] failed: one row"),
         (lambda: Model(scale=0.5), "logits are scaled"),
         (lambda: Model(soft_cap=30.0), "logits are capped"),
         (lambda: Model(scale=2.0, soft_cap=30.0), "logits are scaled and capped"),

@@ -4,10 +4,13 @@ Engines are in this process, and their workers are threads. Without a GPU, gloo 
 """
 
 import asyncio
+import contextlib
+import gc
 import os
 import pkgutil
 import socket
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -148,8 +151,8 @@ def test_odd_sizes_in_more_buckets_than_buffers_arrive_whole_and_in_order(medium
     engines = [Engine(medium), Engine(medium)]
     for version in (1, 2):
         report = source.send(iter(ODD.items()), engines, version, ["a", "b"])
-        # Weights 1 and 2, then each in one of its own, but the last two: buckets are 2051 bytes long since weight 6.
-        assert report == (sum(tensor.nbytes for tensor in ODD.values()), 7, {})
+        # Weights 1 and 2 share a bucket, as do 8 and the empty 9; each of the others has one of its own.
+        assert report == (sum(tensor.nbytes for tensor in ODD.values()), 8, {})
         check_weights(engines, ODD)
 
 
@@ -303,6 +306,29 @@ def test_tcp_answers_only_those_who_know_its_token() -> None:
         assert not thread.is_alive()
     with pytest.raises(EngineError, match=rf"cannot read weights from {host}:{port}(.|\n)*hint: the nodes"):
         read(buffer.handles[0], CPU)
+
+
+def test_tcp_frees_a_closed_buffer_before_garbage_is_collected() -> None:
+    buffer = tcp.Buffer(4096, ["one"], "127.0.0.1")
+    memory = weakref.ref(buffer.data)
+    gc.disable()
+    try:
+        buffer.close()
+        del buffer
+        assert memory() is None
+    finally:
+        gc.enable()
+
+
+def test_tcp_keeps_connections_of_many_workers_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of which nothing runs yet: the host accepts for it as many connections as may wait."""
+    monkeypatch.setattr(tcp._Server, "serve_forever", lambda server, poll: None)
+    buffer = tcp.Buffer(4, ["one"], "127.0.0.1")
+    host, port, *_ = buffer.handles[0]
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(socket.create_connection((host, port), timeout=10))
+    buffer._server.server_close()
 
 
 def test_tcp_serves_the_used_part_of_a_buffer_at_the_address_that_was_given() -> None:

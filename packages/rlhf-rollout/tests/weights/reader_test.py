@@ -1,5 +1,6 @@
 """Buckets of weights: their layout, checksums, and shared memory."""
 
+import contextlib
 import dataclasses
 import errno
 import subprocess
@@ -20,6 +21,7 @@ from rlhf_rollout.weights.bucket import (
 )
 from rlhf_rollout.weights.shared_memory import map_segment
 from rollout_testing import shared_memory_bucket
+from weight_recorder import segments
 
 SPECS = (TensorSlot("a", "uint8", (2,), 0, 2), TensorSlot("b", "uint8", (3,), 256, 3))
 
@@ -144,6 +146,24 @@ def test_reader_keeps_a_segment_after_an_update_only_if_the_sender_does(monkeypa
         held.close()
         held.view(bucket)
     assert len(opened) == 5
+
+
+def test_reader_leaves_kept_segments_that_an_update_did_not_use() -> None:
+    held = reader()
+    before = segments()
+    with contextlib.ExitStack() as stack:
+        buckets = [shared_memory_bucket({"a": np.full(2, number, np.float32)}) for number in range(4)]
+        kept = [dataclasses.replace(stack.enter_context(bucket), kept=True) for bucket in buckets]
+        for update in ([0, 1, 2], [0, 1, 2], [0], [3, 0]):  # numbers of the buckets
+            for number in update:
+                ((_, tensor),) = held.read(kept[number])
+                assert tensor.tolist() == [number, number]
+            held.end_update()
+            assert [handle for handle, _ in held._opened] == [kept[number].handle for number in update]
+        held.read(kept[1])  # the sender has given up all other buffers
+        assert [handle for handle, _ in held._opened] == [kept[1].handle]
+    held.close()
+    assert segments() == before
 
 
 def test_reader_views_the_senders_own_memory() -> None:

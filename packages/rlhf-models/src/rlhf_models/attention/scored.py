@@ -112,8 +112,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: Tens
 
 
 def _has_kernel(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Return whether flex attention takes such tensors: on CUDA, without dropout, with heads of a power of two."""
-    return query.is_cuda and not dropout and all(size & (size - 1) == 0 for size in (query.shape[-1], value.shape[-1]))
+    """Return whether flex attention takes such tensors: on CUDA, without dropout, with heads of 16, 32, 64, ..."""
+    sizes = (query.shape[-1], value.shape[-1])
+    return query.is_cuda and not dropout and all(size >= 16 and size & (size - 1) == 0 for size in sizes)
 
 
 def _causal(query: Tensor, window: int | None) -> Tensor:
@@ -157,6 +158,9 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scores: Sco
 def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
+    from rlhf_models.fast.compiled import configure_compiler  # which imports this module
+
+    configure_compiler()
     return torch.compile(flex_attention)  # with dynamic=True, a soft cap becomes a tensor, which is refused
 
 

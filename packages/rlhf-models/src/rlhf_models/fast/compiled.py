@@ -54,7 +54,7 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> None:
     Equal layers share one compiled code, so compilation takes seconds for any depth. Shapes may change between calls.
     Names of weights do not change. Call this only if `compile_unavailable_reason` returns None.
     """
-    _configure_compiler()
+    configure_compiler()
     for layer in [*_layers(model), *_final_norms(model)]:
         layer.compile(dynamic=True, backend=_joining(backend))
     embedding = model.get_input_embeddings()
@@ -69,7 +69,7 @@ def compile_forwards(layers: Sequence[nn.Module], *, backend: str | Callable[...
     Gradient checkpointing becomes part of the compiled code. For the backward pass, the code keeps the weights by
     reference, and DeepSpeed fills them again. Products are not joined, because joined copies of weights would stay.
     """
-    _configure_compiler()
+    configure_compiler()
     for layer in layers:
         layer.forward = _with_plain_linear(torch.compile(layer.forward, dynamic=True, backend=backend))
 
@@ -99,7 +99,8 @@ def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return (_LINEAR if torch.compiler.is_compiling() else _eager_linear)(hidden, weight, bias)
 
 
-def _configure_compiler() -> None:
+def configure_compiler() -> None:
+    """Set torch's compiler so that it keeps all versions of a code that models need, and numbers are constants."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VERSIONS)
     # A layer's numbers (epsilons, scales) never change. As inputs of its code they would be tensors on the CPU, for
     # which inductor may start a C++ compiler.

@@ -102,7 +102,7 @@ class RewardJob:
     def check_models(self) -> None:
         """Raise ConfigError for a reward model that does not exist."""
         for path in self.models:
-            located(path)
+            located(path, with_weights=False)
 
     def load_tokenizer(self, name: str | None) -> Tokenizer:
         """Return the tokenizer `name`, or the first reward model's if `name` is None.

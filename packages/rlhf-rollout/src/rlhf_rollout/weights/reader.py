@@ -18,7 +18,7 @@ class BucketReader:
     """Reads buckets.
 
     The sender's memory is mapped once. It stays mapped until the sender has used as many other buffers as its medium
-    has in turn, until `end_update`, or `close`.
+    has in turn, until the end of an update that did not use it, or `close`.
     """
 
     def __init__(self, medium: Medium, device: torch.device) -> None:
@@ -30,6 +30,7 @@ class BucketReader:
         # What is read anew for each filling would be kept for nothing.
         self._most_opened = form.window if form.is_mapped else 1
         self._opened: list[tuple[Any, torch.Tensor]] = []  # handles and memory, the oldest first
+        self._used: list[Any] = []  # handles of this update
         self._kept = False
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, torch.Tensor]]:
@@ -76,9 +77,14 @@ class BucketReader:
         # torch counts one release per export, so an export is opened once for all buckets that it carries.
         source = next((memory for handle, memory in self._opened if handle == bucket.handle), None)
         if source is None:
-            del self._opened[: len(self._opened) + 1 - self._most_opened]
+            # What this update has not used may be closed at the sender, whose memory would not be freed.
+            used = [item for item in self._opened if item[0] in self._used]
+            self._opened = used[max(len(used) + 1 - self._most_opened, 0) :]
             source = self._open_memory(bucket.handle, self.device)
             self._opened.append((bucket.handle, source))
+        if bucket.handle not in self._used:
+            self._used.append(bucket.handle)
+            del self._used[: -self._most_opened]
         self._kept = bucket.kept
         if bucket.used_bytes > source.numel():
             raise EngineError(f"a bucket of {bucket.used_bytes} bytes arrived in a buffer of {source.numel()} bytes")
@@ -93,10 +99,13 @@ class BucketReader:
             torch.cuda.synchronize(self.device)
 
     def end_update(self) -> None:
-        """Unmap the sender's memory, unless the sender keeps it for the next update."""
+        """Unmap the sender's memory, except for what the sender keeps for the next update."""
         if not self._kept:
             self.close()
+        self._opened = [item for item in self._opened if item[0] in self._used]
+        self._used.clear()
 
     def close(self) -> None:
         """Unmap the sender's memory."""
         self._opened.clear()
+        self._used.clear()

@@ -228,18 +228,18 @@ class _Update:
 
     def _take_buffer(self, size_bytes: int) -> None:
         """Go on to the next buffer, for a weight of `size_bytes`, once engines have read what it held."""
-        self._bucket_bytes = max(self._bucket_bytes, size_bytes)
+        size_bytes = max(self._bucket_bytes, size_bytes)
         self._at = (self._at + 1) % self._source.window
         if self._at == len(self._buffers):
-            self._buffers.append(self._source.open(self._bucket_bytes, self._names))
+            self._buffers.append(self._source.open(size_bytes, self._names))
             return
         buffer = self._buffers[self._at]
-        is_small = buffer.data.numel() < self._bucket_bytes
+        is_small = buffer.data.numel() < size_bytes
         if is_small or not buffer.holds_two:
             self._settle(buffer)
         if is_small:
             buffer.close()
-            self._buffers[self._at] = self._source.open(self._bucket_bytes, self._names)
+            self._buffers[self._at] = self._source.open(size_bytes, self._names)
 
     def _hand_over(self) -> None:
         """Have the engines read the buffer, each when it has read the buckets before."""

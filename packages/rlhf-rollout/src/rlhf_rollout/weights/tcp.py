@@ -16,7 +16,13 @@ from rlhf_rollout.weights.buffer import HOST_WINDOW, BucketBuffer, OpenBuffer
 
 _TOKEN_BYTES = 32
 _TIMEOUT_S = 60.0  # without any progress
+_WAITING = 1024  # connections: all workers of all engines connect at once
 _STOP_POLL_S = 0.02  # within which the server notices that it is to stop, which each update waits for
+
+
+class _Server(ThreadingTCPServer):
+    daemon_threads = True
+    request_queue_size = _WAITING
 
 
 class Buffer(BucketBuffer):
@@ -37,8 +43,7 @@ class Buffer(BucketBuffer):
             def handle(self) -> None:
                 buffer._answer(self.request)
 
-        self._server = ThreadingTCPServer((host, 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server((host, 0), Handler)
         Thread(target=self._server.serve_forever, args=[_STOP_POLL_S], daemon=True).start()
 
     @classmethod
@@ -63,11 +68,14 @@ class Buffer(BucketBuffer):
         """See `BucketBuffer`."""
         self._server.shutdown()
         self._server.server_close()
+        self.data = self.data.new_empty(0)  # the server's class refers to this object until garbage is collected
 
     def _answer(self, connection: socket.socket) -> None:
         connection.settimeout(_TIMEOUT_S)
         if compare_digest(connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL), self._token):
-            connection.sendall(memoryview(self.data.numpy())[: self._end_bytes])
+            left = memoryview(self.data.numpy())[: self._end_bytes]
+            while left:
+                left = left[connection.send(left) :]  # each call has the time limit; `sendall` has it for all bytes
 
     @staticmethod
     def open_memory(handle: tuple[str, int, bytes, int, int], device: torch.device) -> torch.Tensor:

@@ -25,8 +25,9 @@ import torch
 from rlhf_data.errors import ConfigError
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.pretrained import located_model
-from rlhf_models.attention.packed import PACKED_ATTENTION
+from rlhf_models.attention.packed import PACKED_ATTENTION, choose_attention
 from rlhf_models.backbone import last_hidden_state
+from rlhf_models.loading import load_config
 from rlhf_rollout.host import free_port
 from rlhf_train.learning.learning_spec import LearningSpec
 from rlhf_train.learning.rehearsal import Rehearsed, made_up_step, run_passes, share_beside_engines
@@ -125,7 +126,7 @@ def run_part(
     folders = {path: str(one_layer(path, folder / str(number))) for number, path in enumerate(paths)}
     shallow = {path: trusted(there, is_trusted(path)) for path, there in folders.items()}
     options: dict[str, Any] = {"torch_compile": "off"}
-    if part == "passes":
+    if part == "passes" and all(_has_packed_attention(path) for path in paths):
         options["attn_implementation"] = PACKED_ATTENTION
     specs = {role: replace(spec, path=shallow[spec.path], **options) for role, spec in models.items()}
     worker = OneLayerWorker(
@@ -142,6 +143,11 @@ def run_part(
         run_passes(worker, list(specs), job, most_tokens=_MAX_PASS_TOKENS)
     else:
         worker.run_layers(job)
+
+
+def _has_packed_attention(path: str) -> bool:
+    """Return whether a model is packed by PACKED_ATTENTION: one with soft caps or sinks has an attention of its own."""
+    return choose_attention(load_config(path), "auto", packing=True) == PACKED_ATTENTION
 
 
 def one_layer(path: str, folder: Path) -> Path:

@@ -289,8 +289,10 @@ class Learner:
         targets = self._targets(engines, len(actor.handles))
         with self._weights:
             reports = wait(actor.start_each(RankActor.send_weights, [(mine, self.policy_version) for mine in targets]))
-        self.weights_bytes = max(size for size, _ in reports)
-        return {number: reason for _, failed in reports for number, reason in failed.items()}
+        failures = {number: reason for _, failed in reports for number, reason in failed.items()}
+        if len(failures) < len(engines):  # else less than all weights were handed over
+            self.weights_bytes = max(size for size, _ in reports)
+        return failures
 
     def _targets(self, engines: Mapping[int, Any], num_ranks: int) -> list[dict[int, Any]]:
         """Return the engines that each rank sends to.

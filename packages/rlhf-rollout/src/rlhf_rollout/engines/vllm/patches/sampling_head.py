@@ -237,7 +237,7 @@ def plain_head(model: nn.Module, hidden: Tensor) -> Head:
     try:
         with torch.inference_mode():
             logits = model.compute_logits(hidden)
-    except RuntimeError as error:  # such as a width that is not the hidden size
+    except Exception as error:  # such as a width that is not the hidden size; vLLM's sampler needs none of this
         raise UnfitError(f"the logits of hidden states {list(hidden.shape)} failed: {error}") from error
     finally:
         for hook in hooks:
@@ -245,6 +245,8 @@ def plain_head(model: nn.Module, hidden: Tensor) -> Head:
     if len(calls) != 1:
         raise UnfitError(f"the logits are made of {len(calls)} products")
     [(processor, arguments, product, kept)] = calls
+    if type(processor) is not LogitsProcessor:
+        raise UnfitError(f"a {type(processor).__name__} makes the logits")
     if arguments.get("hidden_states") is not hidden or not torch.equal(hidden, given):
         raise UnfitError(f"{type(model).__name__} changes hidden states before the head")
     if logits is not product or not torch.equal(logits, kept):
