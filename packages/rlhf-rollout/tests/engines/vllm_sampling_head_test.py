@@ -412,17 +412,16 @@ def with_a_processor_of_its_own():
     return model
 
 
-class Asserting(Model):
+class OneRow(Model):
     def compute_logits(self, hidden):
-        assert len(hidden) == 1, "one row"
-        return super().compute_logits(hidden)
+        raise AssertionError("one row only")
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (with_a_processor_of_its_own, "a OwnProcessor makes the logits"),
-        (Asserting, r"the logits of hidden states \[2, 8\] failed: one row"),
+        (OneRow, r"the logits of hidden states \[2, 8\] failed: one row only"),
         (lambda: Model(scale=0.5), "logits are scaled"),
         (lambda: Model(soft_cap=30.0), "logits are capped"),
         (lambda: Model(scale=2.0, soft_cap=30.0), "logits are scaled and capped"),
