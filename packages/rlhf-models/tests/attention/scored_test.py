@@ -2,15 +2,18 @@
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import Gemma2Config
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
 from rlhf_data.errors import ConfigError
+from rlhf_models.attention import scored
 from rlhf_models.attention.packed import check_shares_prompts
 from rlhf_models.attention.scored import SCORED_ATTENTION, Scores, attend, scored_attention
 
@@ -125,3 +128,53 @@ def test_layer_whose_config_has_a_window_must_pass_it_on():
     scored_attention(layer, *heads(BOUNDS[-1]), None, cu_seq_lens_q=bounds, sliding_window=3)
     layer.layer_idx = 1  # a layer without a window
     scored_attention(layer, *heads(BOUNDS[-1]), None, cu_seq_lens_q=bounds)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("num_heads", "num_keys"), [(4, 2), (6, 2), (3, 3)])
+@pytest.mark.parametrize(("cap", "has_sinks"), [(0.7, False), (None, True), (0.7, True), (None, False)])
+def test_flex_attention_is_given_what_each_sequence_computes_by_itself(
+    monkeypatch, cap, has_sinks, num_heads, num_keys, window
+):
+    """With torch's own code of it, which runs on a CPU, in place of the compiled kernel."""
+    monkeypatch.setattr(scored, "_compiled_flex", lambda: flex_attention)
+    tensors = [tensor.detach() for tensor in heads(BOUNDS[-1], num_heads=num_heads, num_keys=num_keys, size=16)]
+    sinks = torch.linspace(-2, 3, num_heads, dtype=torch.float64) if has_sinks else None
+    options = {"scaling": 0.4, "softcap": cap, "sliding_window": window, "s_aux": sinks}
+    bounds = torch.tensor(BOUNDS, dtype=torch.int32)
+
+    def attend_packed(has_kernel):
+        monkeypatch.setattr(scored, "_has_kernel", lambda *_: has_kernel)
+        return scored_attention(nn.Module(), *tensors, None, cu_seq_lens_q=bounds, **options)[0]
+
+    found, expected = (attend_packed(has_kernel) for has_kernel in (True, False))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+def test_mask_of_blocks_is_that_of_the_sequences():
+    bounds = torch.tensor([0, 100, 300, 301, 520], dtype=torch.int32)
+    for window in (None, 50):
+        mask = scored._block_mask(bounds, 520, window)
+        seen = mask.mask_mod(0, 0, torch.arange(520)[:, None], torch.arange(520)[None])
+        expected = block_diagonal(bounds.tolist(), window)[0, 0] == 0
+        assert torch.equal(seen, expected)
+        blocks = [[expected[i : i + 128, j : j + 128].any() for j in range(0, 520, 128)] for i in range(0, 520, 128)]
+        assert torch.equal(mask.to_dense()[0, 0].bool(), torch.tensor(blocks))
+        assert scored._block_mask(bounds, 520, window) is mask  # of all layers of a pass
+
+
+@pytest.mark.parametrize(
+    ("is_cuda", "size", "value_size", "dropout", "takes"),
+    [
+        (True, 64, 64, 0.0, True),
+        (True, 16, 128, 0.0, True),
+        (False, 64, 64, 0.0, False),
+        (True, 8, 64, 0.0, False),
+        (True, 64, 96, 0.0, False),
+        (True, 192, 128, 0.0, False),
+        (True, 64, 64, 0.1, False),
+    ],
+)
+def test_kernel_takes_heads_of_powers_of_two_from_16_on_without_dropout(is_cuda, size, value_size, dropout, takes):
+    query, value = (SimpleNamespace(is_cuda=is_cuda, shape=(1, 2, 3, width)) for width in (size, value_size))
+    assert scored._has_kernel(query, value, dropout) is takes
