@@ -128,7 +128,7 @@ TESTS = {
     "weights/failed_updates_test.py": ["rlhf-data/errors", "rlhf-rollout/engines", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/router", "rlhf-rollout/supervisor", "tests/support/weight_recorder"],
     "weights/ipc_test.py": ["rlhf-data/errors", "rlhf-rollout/http", "rlhf-rollout/protocols"],
     "weights/media_test.py": ["rlhf-data/errors", "rlhf-rollout/http", "rlhf-rollout/protocols", "tests/support/weight_recorder"],
-    "weights/reader_test.py": ["rlhf-data/errors", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/rewards", "rlhf-rollout/workers", "tests/support/rollout_testing"],
+    "weights/reader_test.py": ["rlhf-data/errors", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/rewards", "rlhf-rollout/workers", "tests/support/rollout_testing", "tests/support/weight_recorder"],
     "weights/senders_test.py": ["rlhf-data/errors", "rlhf-rollout/http", "rlhf-rollout/protocols"],
     "weights/source_test.py": ["rlhf-data/errors", "rlhf-rollout/engines", "rlhf-rollout/http", "rlhf-rollout/protocols", "tests/support/weight_recorder"],
     "weights/window_test.py": ["rlhf-data/errors", "rlhf-rollout/http", "rlhf-rollout/protocols", "tests/support/weight_recorder"],
