@@ -14,6 +14,7 @@ from torch.nn.functional import dropout as drop
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rlhf_data.errors import ConfigError
+from rlhf_models.compiler import configure_compiler
 
 SCORED_ATTENTION = "rlhf_packed_scored"
 UNPACKED = "turn packing off, with ``packing=false``"  # a hint
@@ -157,8 +158,6 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scores: Sco
 @functools.cache
 def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
-
-    from rlhf_models.fast.compiled import configure_compiler  # which imports this module
 
     configure_compiler()
     return torch.compile(flex_attention)  # with dynamic=True, a soft cap becomes a tensor, which is refused

@@ -12,12 +12,10 @@ from torch.nn.functional import linear
 
 from rlhf_models.attention.packed import PACKED_ATTENTIONS, head_sizes, varlen_unavailable_reason
 from rlhf_models.attention.scored import SCORED_ATTENTION
+from rlhf_models.compiler import configure_compiler
 
 # A matrix product with fewer columns leaves most of a GPU idle, so it is joined with other products of the same input.
 _FEW_COLUMNS = 1024
-# Versions of one layer's code: those of a trained model, a critic and frozen ones of the same class, with gradients and
-# without. Beyond torch's own limit of 8, calls run without compilation.
-_MAX_VERSIONS = 32
 _LINEAR = torch._C._nn.linear  # what `torch.nn.functional.linear` is until DeepSpeed replaces it
 _eager_linear: Callable[..., Tensor] = _LINEAR  # what it was when a layer of `compile_forwards` was last called
 
@@ -97,14 +95,6 @@ def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     bfloat16, DeepSpeed's rounds the product before it adds the bias, and PyTorch's rounds once.
     """
     return (_LINEAR if torch.compiler.is_compiling() else _eager_linear)(hidden, weight, bias)
-
-
-def configure_compiler() -> None:
-    """Set torch's compiler so that it keeps all versions of a code that models need, and numbers are constants."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VERSIONS)
-    # A layer's numbers (epsilons, scales) never change. As inputs of its code they would be tensors on the CPU, for
-    # which inductor may start a C++ compiler.
-    torch._dynamo.config.specialize_float = True
 
 
 def _require_gradient(embedding: nn.Module, inputs: tuple[Tensor], rows: Tensor) -> Tensor:
