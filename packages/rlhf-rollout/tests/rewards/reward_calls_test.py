@@ -19,7 +19,7 @@ from rlhf_rollout.http.batcher import GroupBatcher
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.rewards.function import FunctionReward
 from rlhf_rollout.rewards.mix import MixedReward, ScoredFailures, build_reward, check_reward
-from rlhf_rollout.rewards.outcomes import Failure, judge
+from rlhf_rollout.rewards.outcomes import Failure
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_rollout.rewards.user_function import Scored
 from rlhf_rollout.router import EngineRouter
@@ -315,35 +315,6 @@ def test_caller_that_gives_up_leaves_its_group_out_of_the_call(calls, function):
     assert calls == [1]
 
 
-def test_function_that_compares_charges_the_failing_response_alone(write):
-    reward = write("""
-        import statistics
-
-        def reward_func(queries, prompts, labels):
-            numbers = [float(query.removeprefix(prompt)) for query, prompt in zip(queries, prompts)]
-            mean = statistics.mean(numbers)
-            deviation = statistics.stdev(numbers) if len(numbers) > 1 else float("nan")
-            return {"rewards": [(number - mean) / deviation for number in numbers]}
-    """)
-
-    async def run():
-        function = FunctionReward(reward)
-        prompts = [make_prompt(f"{number}=", prompt_id=str(number)) for number in range(4)]
-        texts = ["1", "2", "no number", "3"]
-        groups = [
-            function.score(prompt, [make_rollout(prompt, text, group_id=prompt.prompt_id)])
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
-        verdicts = await asyncio.gather(*groups)
-        await function.close()
-        return [verdict for [verdict] in verdicts]
-
-    verdicts = asyncio.run(run())
-    assert [verdict.reward for verdict in verdicts] == [-1.0, 0.0, None, 1.0]  # 1, 2 and 3 have the deviation 1
-    assert verdicts[2].kind is VerdictKind.CRASH
-    assert "could not convert string to float" in verdicts[2].detail
-
-
 @pytest.mark.parametrize(("batch_size", "num_prompts", "num_samples"), [(2, 2, 1), (1, 1, 3)])
 def test_responses_that_a_failing_call_held_are_compared_again(
     monkeypatch, function, batch_size, num_prompts, num_samples
@@ -361,28 +332,6 @@ def test_responses_that_a_failing_call_held_are_compared_again(
     size = num_prompts * num_samples
     assert sizes == [size, *[1] * size, size]
     assert {rollout.verdict.reward for group in groups for rollout in group.rollouts} == {size}
-
-
-def test_judge_together_falls_back_on_what_samples_got_alone():
-    parts = []
-
-    async def ask(samples, failure):
-        parts.append("".join(samples))
-        if len(samples) > 1 or samples[0] == "c":
-            return Failure(VerdictKind.CRASH, "boom")
-        return Scored([2.0], [2.0], {}, [None])
-
-    def kinds(together):
-        parts.clear()
-        return [verdict.kind.failed for verdict in asyncio.run(judge("abc", ask, together=together))]
-
-    assert kinds(True) == [False, False, True]
-    assert parts == ["abc", "a", "b", "c", "ab"]
-    assert kinds(False) == [False, False, True]
-    assert parts == ["abc", "a", "b", "c"]
-    parts.clear()
-    asyncio.run(judge("ac", ask, together=True))
-    assert parts == ["ac", "a", "c"]  # a single one has nothing to be compared with
 
 
 @pytest.mark.parametrize(
@@ -433,28 +382,6 @@ def test_trial_has_the_prompts_and_samples_of_a_call(monkeypatch):
     )
     check_reward(RewardSource(kind="function", targets=("math",)), prompts * 2, CallOptions(step_prompts=100))
     assert len(seen.pop()[0]) == 8  # four prompts twice: it compares nothing
-
-
-def test_function_may_abstain_of_some_responses_and_of_all_to_a_prompt(write):
-    reward = write("""
-        def reward_func(queries, prompts, labels):
-            kept = [query.endswith("x") for query in queries]
-            return {"rewards": [1.0 if each else None for each in kept], "extra_logs": {"n": [None] * len(queries)}}
-    """)
-
-    async def run():
-        function = ScoredFailures(FunctionReward(reward, CallOptions(timeout_s=60.0)), -1.0)
-        prompts = [make_prompt(f"{number}=", prompt_id=str(number)) for number in range(2)]
-        groups = []
-        for prompt, texts in zip(prompts, (["x", "a"], ["b", "c"]), strict=True):
-            rollouts = [make_rollout(prompt, text, group_id=prompt.prompt_id) for text in texts]
-            groups.append(function.score(prompt, rollouts))
-        verdicts = await asyncio.gather(*groups)
-        await function.close()
-        return verdicts
-
-    rewards = [[verdict.reward for verdict in group] for group in asyncio.run(run())]
-    assert rewards == [[1.0, None], [None, None]]
 
 
 def test_verdicts_go_to_their_own_groups():

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,16 +24,12 @@ from rlhf_train.run.checkpoint import (
     RECEIPT,
     Checkpoint,
     Checkpoints,
-    CheckpointSpec,
     folders,
     read_checkpoint,
     recorded_clock,
     superfluous,
     write_receipt,
 )
-from rlhf_train.run.checkpointing import Checkpointer, find_checkpoint
-from rlhf_train.run.observer import Observer
-from rlhf_train.run.timeline import Timeline
 
 
 def save(checkpoints: Checkpoints, step: int, metric: float | None = None, size: int = 10):
@@ -93,23 +88,6 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, damage
     [warning] = warnings
     assert f"the checkpoint {tmp_path / 'step-10'} is skipped: " in warning
     assert problem in warning
-
-
-def test_run_whose_checkpoints_cannot_be_used_does_not_start_from_the_beginning(tmp_path):
-    spec = CheckpointSpec(resume=True)
-    said: list[str] = []
-    observer = SimpleNamespace(notice=said.append, warning=said.append)
-    assert find_checkpoint(spec, tmp_path, observer) is None  # there is none
-    assert "starts from the beginning" in said[-1]
-    checkpoints = Checkpoints(spec.home(tmp_path))
-    for step in (1, 2):
-        (save(checkpoints, step).path / "actor").unlink()
-    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .*\n\nhint: .* move them away"):
-        find_checkpoint(spec, tmp_path, observer)
-    assert [warning.partition("is skipped")[2] for warning in said[1:]] == [": actor is missing"] * 2
-    assert find_checkpoint(replace(spec, before=1), tmp_path, observer) is None  # both are of later steps
-    save(checkpoints, 3)
-    assert find_checkpoint(spec, tmp_path, observer).step == 3
 
 
 def test_old_checkpoint_that_cannot_be_removed_does_not_end_a_new_one(tmp_path, monkeypatch):
@@ -427,50 +405,3 @@ def test_clock_is_that_of_the_newest_checkpoint_that_can_be_read(tmp_path):
     save_at(13, template_clock="noon")
     (tmp_path / "step-14").write_text("no folder")
     assert recorded_clock(tmp_path) == datetime(2025, 12, 31, 23, 59, 59, 7)
-
-
-class FakeModels:
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def save_state(self, folder: str) -> list[str]:
-        self.calls.append("save")
-        return []
-
-    def load_state(self, folder: str) -> None: ...
-
-    def finish_state(self) -> None:
-        self.calls.append("finish")
-
-
-class Count:
-    def state(self) -> int:
-        return 5
-
-    def restore(self, state: int) -> None:
-        assert state == 5
-
-
-@pytest.mark.parametrize("clock", [None, datetime(2025, 12, 31, 23, 59)])
-def test_every_checkpoint_keeps_the_clock(tmp_path, clock):
-    spec = CheckpointSpec(every=1, template_clock=clock)
-    checkpoints = Checkpoints(tmp_path)
-    args = spec, checkpoints, {"count": Count()}, FakeModels(), None, Timeline(), Observer()
-    first = Checkpointer(*args)
-    first.after_step(1, None)
-    first.close()
-    told = {} if clock is None else {"template_clock": "2025-12-31T23:59:00"}
-    [saved] = checkpoints.all()
-    assert saved.state() == {"step": 1, "is_recorded": True, "count": 5, **told}
-    assert recorded_clock(tmp_path) == clock
-    assert Checkpointer(*args).restore(saved) == 1
-
-
-def test_models_have_written_a_state_before_they_save_the_next(tmp_path):
-    models = FakeModels()
-    spec = CheckpointSpec(every=1)
-    saves = Checkpointer(spec, Checkpoints(tmp_path), {"count": Count()}, models, None, Timeline(), Observer())
-    saves.after_step(1, None)
-    saves.after_step(2, None)
-    saves.close()
-    assert models.calls[models.calls.index("save") :] == ["save", "finish", "save", "finish"]

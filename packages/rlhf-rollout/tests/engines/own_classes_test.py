@@ -1,0 +1,241 @@
+"""Which class of vLLM runs a family of models, with which fields and settings, and which families are refused."""
+
+import dataclasses
+import sys
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_data.errors import ConfigError
+from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.engines.vllm.core import register_architectures
+from rlhf_rollout.engines.vllm.own_classes import (
+    check_on_cpu,
+    check_on_gpu,
+    fit_to_cpu,
+    fit_to_gpu,
+    missing_fields,
+    model_classes,
+    model_impl,
+    shortest_prompt,
+    state_dtype,
+)
+
+
+@pytest.mark.parametrize("missing", ["torchvision", "timm"])
+def test_package_that_vllms_class_of_a_model_needs_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    def load_model_cls() -> None:
+        raise ModuleNotFoundError(name=missing)
+
+    def other() -> None:
+        raise RuntimeError
+
+    loads = {"Seeing": load_model_cls, "Other": other, "Known": lambda: int}
+    models = {name: SimpleNamespace(load_model_cls=load) for name, load in loads.items()}
+    registered = {}
+    registry = SimpleNamespace(models=models, register_model=registered.__setitem__)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models", SimpleNamespace(ModelRegistry=registry))
+    monkeypatch.setattr(metadata, "version", {"torch": "2.11.0+cpu"}.__getitem__)
+    assert register_architectures(["Unknown", "Other", "Known"]) == [int]
+    assert registered == {"Known": int}
+    install = {
+        "timm": "pip install timm",
+        "torchvision": r"pip install 'torchvision==0\.26\.\*' from the index that torch 2",
+    }
+    with pytest.raises(ConfigError, match=rf"Seeing needs the package {missing}, [^\n]*\n\nhint: {install[missing]}"):
+        register_architectures(["Unknown", "Seeing"])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "impl"),
+    [
+        ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "transformers"),
+        ("OlmoeForCausalLM", {"clip_qkv": None}, "auto"),
+        ("OlmoeForCausalLM", {}, "auto"),
+        ("Qwen2MoeForCausalLM", {"use_sliding_window": True}, "transformers"),
+        ("Qwen2MoeForCausalLM", {"use_sliding_window": False}, "auto"),
+        ("Gemma3nForCausalLM", {}, "transformers"),
+        ("Gemma3nForCausalLM", {"text_config": {}}, "auto"),
+        ("Ministral3ForCausalLM", {}, "transformers"),
+        ("LlamaForCausalLM", {"clip_qkv": 8.0, "use_sliding_window": True}, "auto"),
+    ],
+)
+def test_vllm_runs_by_transformers_layers_what_its_own_class_computes_otherwise(architecture, fields, impl) -> None:
+    classes = model_classes({"architectures": [architecture], **fields})
+    assert model_impl(classes) == impl
+    assert (classes == [architecture]) == (impl == "auto")
+
+
+def test_config_without_architectures_names_no_class_of_vllm() -> None:
+    assert model_classes({}) == model_classes({"architectures": None}) == []
+
+
+def test_model_that_no_class_of_vllm_computes_as_transformers_is_refused() -> None:
+    refused = {
+        "DogeForCausalLM": "vLLM computes a doge model without the mask",
+        "DiffLlamaForCausalLM": "vLLM has no attention that takes the difference of two heads, as a diffllama does",
+        "RecurrentGemmaForCausalLM": "vLLM has no place for the state that the layers of a recurrent_gemma keep",
+    }
+    for name, message in refused.items():
+        with pytest.raises(ConfigError, match=rf"{message}[^\n]*\n\nhint: use a model of"):
+            model_classes({"architectures": [name]})
+
+
+@pytest.mark.parametrize("fields", [{}, {"attention_bias": False}])
+def test_a_phimoe_without_biases_in_its_attention_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"a phimoe has biases [^\n]* is false [^\n]*\n\nhint: use a PhiMoE with"):
+        model_classes({"architectures": ["PhimoeForCausalLM"], **fields})
+
+
+def test_vllm_is_told_its_own_name_of_a_phimoe() -> None:
+    config = {"architectures": ["PhimoeForCausalLM"], "attention_bias": True}
+    assert model_classes(config) == ["PhiMoEForCausalLM"]
+    assert missing_fields(config) == {"architectures": ["PhiMoEForCausalLM"]}
+
+
+def test_engine_on_a_gpu_caches_no_prefixes_of_a_mamba_2_and_says_so(caplog) -> None:
+    spec = EngineSpec(model="m")
+    config = {"architectures": ["Mamba2ForCausalLM"]}
+    assert fit_to_gpu(spec, config) == dataclasses.replace(spec, enable_prefix_caching=False)
+    assert "cache no common prefixes of a mamba2" in caplog.text
+    caplog.clear()
+    without = dataclasses.replace(spec, enable_prefix_caching=False)
+    assert fit_to_gpu(without, config) is without
+    for others in ({"architectures": ["NemotronHForCausalLM"]}, {"architectures": None}, {}):
+        assert fit_to_gpu(spec, others) is spec
+    assert not caplog.text
+
+
+def test_engine_on_a_cpu_caches_no_prefixes_of_layers_with_a_state() -> None:
+    spec = EngineSpec(model="m")
+    recurrent = type("Recurrent", (), {"has_inner_state": True})
+    assert fit_to_cpu(spec, {"architectures": ["Mamba2ForCausalLM"]}, [int, recurrent]) == dataclasses.replace(
+        spec, enable_prefix_caching=False
+    )
+    assert fit_to_cpu(spec, {"architectures": ["LlamaForCausalLM"]}, [int]) is spec
+
+
+LINEAR = ["Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"]
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_attention_on_a_cpu_needs_bfloat16(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"only in bfloat16, and not in float32\n\nhint: add ``dtype=bfloat16``"):
+        check_on_cpu({"architectures": ["Other", name]}, "float32")
+    spec = EngineSpec(model="m", dtype="bfloat16")
+    assert fit_to_cpu(spec, {"architectures": [name]}, []) is spec
+
+
+@pytest.mark.parametrize("field", ["linear_key_head_dim", "linear_value_head_dim"])
+def test_linear_attention_on_a_cpu_needs_heads_that_its_kernels_have(field: str) -> None:
+    config = {"architectures": ["Qwen3NextForCausalLM"], "linear_key_head_dim": 64, "linear_value_head_dim": 128}
+    check_on_cpu(config, "bfloat16")
+    with pytest.raises(ConfigError, match=rf"`{field}` is 32; [^\n]* with 64 or 128\n\nhint: use a GPU"):
+        check_on_cpu(config | {field: 32}, "bfloat16")
+    check_on_cpu({field: 32, "architectures": ["LlamaForCausalLM"]}, "float32")
+
+
+def test_states_of_linear_attention_are_in_float32_on_a_cpu() -> None:
+    for name in LINEAR:
+        config = {"architectures": [name]}
+        assert state_dtype(config, on_gpu=False) == "float32"
+        assert state_dtype(config, on_gpu=True) == "auto"
+    assert state_dtype({"architectures": ["Mamba2ForCausalLM"]}, on_gpu=False) == "auto"
+
+
+def test_prompts_of_linear_attention_have_two_tokens() -> None:
+    assert [shortest_prompt({"architectures": [name]}) for name in LINEAR] == [2, 2, 2]
+    assert shortest_prompt({"architectures": ["Mamba2ForCausalLM"]}) == shortest_prompt({}) == 1
+
+
+def test_family_whose_experts_vllm_chooses_otherwise_on_a_cpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"of an ernie4_5_moe on a CPU without [^\n]*\n\nhint: use a GPU"):
+        check_on_cpu({"architectures": ["Ernie4_5_MoeForCausalLM"]}, "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["FalconMambaForCausalLM", "JambaForCausalLM", "MambaForCausalLM"])
+def test_first_mamba_is_refused_on_a_cpu(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"no kernel for the Mamba layers of {name} on a CPU[^\n]*\n\nhint: use a GPU"
+    ):
+        check_on_cpu({"architectures": ["Other", name]}, "float32")
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_refused"),
+    [
+        ({"layers_block_type": ["linear_attention", "moe"]}, True),
+        ({"layer_types": ["linear_attention", "moe"]}, True),
+        ({"hybrid_override_pattern": "M-E*"}, True),
+        ({"layers_block_type": ["linear_attention", "mlp"]}, False),
+        ({"hybrid_override_pattern": "M-*"}, False),
+        ({}, False),
+    ],
+)
+def test_nemotron_h_with_experts_is_refused_on_a_cpu(fields: dict[str, Any], is_refused: bool) -> None:
+    check_on_cpu({"architectures": ["MixtralForCausalLM"], **fields}, "float32")
+    config = {"architectures": ["NemotronHForCausalLM"], **fields}
+    if not is_refused:
+        check_on_cpu(config, "float32")
+        return
+    with pytest.raises(ConfigError, match=r"no kernel for the experts of a nemotron_h on a CPU\n\nhint: use a GPU"):
+        check_on_cpu(config, "float32")
+
+
+def test_a_gemma_3n_for_text_alone_is_refused_on_a_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"vLLM's log-probs of a gemma3n_text are far from .* on a GPU"):
+        check_on_gpu({"architectures": ["Gemma3nForCausalLM"]})
+    for name in ("Gemma3nForConditionalGeneration", "Ministral3ForCausalLM"):
+        check_on_gpu({"architectures": [name]})
+    check_on_gpu({})
+
+
+def test_fields_that_vllm_reads_of_lfm2_are_its_width() -> None:
+    config = {"architectures": ["Lfm2ForCausalLM"], "hidden_size": 96}
+    assert missing_fields(config) == {"conv_dim": 96, "block_dim": 96}
+    assert missing_fields(config | {"conv_dim": 64}) == {"block_dim": 96}
+    assert missing_fields({"architectures": ["LlamaForCausalLM"], "hidden_size": 96}) == missing_fields({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "told"),
+    [
+        (
+            "MiniMaxM2ForCausalLM",
+            {"head_dim": 128, "rope_parameters": {"partial_rotary_factor": 0.5}},
+            {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
+        ),
+        (
+            "MiniMaxM2ForCausalLM",
+            {"head_dim": 128, "rope_parameters": None, "scoring_func": "sigmoid"},
+            {"rotary_dim": 128, "use_routing_bias": True},
+        ),
+        (
+            "MiniMaxM2ForCausalLM",
+            {"head_dim": 128, "rotary_dim": 32, "scoring_func": "x", "use_routing_bias": True},
+            {},
+        ),
+        ("Glm4MoeLiteForCausalLM", {"mlp_layer_types": ["dense", "dense", "sparse"]}, {"first_k_dense_replace": 2}),
+        ("Glm4MoeLiteForCausalLM", {"mlp_layer_types": ["dense"], "first_k_dense_replace": 1}, {}),
+        ("Glm4MoeLiteForCausalLM", {"first_k_dense_replace": 1}, {}),
+        (
+            "HYV3ForCausalLM",
+            {"mlp_layer_types": ["dense", "sparse"], "moe_intermediate_size": 48},
+            {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "qk_norm": True},
+        ),
+        ("LlamaForCausalLM", {"head_dim": 64, "mlp_layer_types": ["dense"], "moe_intermediate_size": 48}, {}),
+        ("HYV3ForCausalLM", {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "qk_norm": True}, {}),
+    ],
+)
+def test_fields_that_vllm_reads_are_made_of_those_that_transformers_saves(
+    name: str, fields: dict[str, Any], told: dict[str, Any]
+) -> None:
+    assert missing_fields({"architectures": [name], **fields}) == told
+
+
+@pytest.mark.parametrize(("fields", "told"), [({}, 1), ({"multi_query": True}, 1), ({"multi_query": False}, None)])
+def test_vllm_is_told_that_the_heads_of_a_bigcode_share_one_key(fields, told) -> None:
+    found = missing_fields({"architectures": ["GPTBigCodeForCausalLM"], "num_attention_heads": 4, **fields})
+    assert found == ({} if told is None else {"num_key_value_heads": told})
