@@ -13,9 +13,6 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from rlhf_models.testing import tiny_model_dir
@@ -24,39 +21,10 @@ from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm import patches
 from rlhf_rollout.engines.vllm.core import build_core, prepare_environment
 from rlhf_rollout.engines.vllm.patches import sampling_head
+from sampling_head_testing import PADDED_SIZE, VOCAB_SIZE, WIDTH, Model
 
-VOCAB_SIZE, PADDED_SIZE, WIDTH = 150, 192, 8
 SLOTS = 6
 ROWS = [4, 0, 3]  # slots of the requests of a step
-
-
-class HeadLayer(nn.Module):
-    """Has what vLLM's layer of the head has; rows that pad the vocabulary would win every draw."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        weight = torch.randn(PADDED_SIZE, WIDTH)
-        weight[VOCAB_SIZE:] = 100.0
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.quant_method = UnquantizedEmbeddingMethod()
-        self.tp_size = 1
-        # On a CPU vLLM multiplies by this.
-        self.cpu_linear = nn.functional.linear
-
-
-class Model(nn.Module):
-    """A model of vLLM, with its layers `logits_processor` and `lm_head`."""
-
-    def __init__(self, **options):
-        super().__init__()
-        with set_current_vllm_config(VllmConfig()):
-            self.logits_processor = LogitsProcessor(PADDED_SIZE, VOCAB_SIZE, **options)
-        self.logits_processor.head_dtype = torch.float32
-        self.lm_head = HeadLayer()
-
-    def compute_logits(self, hidden):
-        return self.logits_processor(self.lm_head, hidden)
 
 
 def column(value, dtype):
@@ -349,114 +317,6 @@ def test_a_head_that_the_operator_does_not_take_is_left_to_vllm(monkeypatch, hid
     assert "does not take a head [150, 8] torch.float32" in caplog.text
     [(states, weight)] = seen
     assert (states.shape, states.dtype, weight.shape) == ((2, WIDTH), torch.float32, (VOCAB_SIZE, WIDTH))
-
-
-class ScaledHidden(Model):
-    def compute_logits(self, hidden):
-        return super().compute_logits(hidden / 2)
-
-
-class ScaledInPlace(Model):
-    def compute_logits(self, hidden):
-        return super().compute_logits(hidden.mul_(2))
-
-
-class ScaledLogits(Model):
-    def compute_logits(self, hidden):
-        return 2 * super().compute_logits(hidden)
-
-
-class MaskedInPlace(Model):
-    def compute_logits(self, hidden):
-        logits = super().compute_logits(hidden)
-        logits[:, 3] = -1e9
-        return logits
-
-
-class Biased(Model):
-    def compute_logits(self, hidden):
-        return self.logits_processor(self.lm_head, hidden, torch.zeros(PADDED_SIZE))
-
-
-class Twice(Model):
-    def compute_logits(self, hidden):
-        super().compute_logits(hidden)
-        return super().compute_logits(hidden)
-
-
-class WithoutLayer(nn.Module):
-    def compute_logits(self, hidden):
-        return hidden
-
-
-def with_quantized_head():
-    model = Model()
-    model.lm_head.quant_method = SimpleNamespace(apply=lambda layer, hidden, bias: hidden @ layer.weight.T)
-    return model
-
-
-class AnotherDtype(Model):
-    def __init__(self):
-        super().__init__()
-        self.logits_processor.head_dtype = torch.float64
-
-
-class OwnProcessor(LogitsProcessor):
-    def forward(self, lm_head, hidden_states, embedding_bias=None):
-        return super().forward(lm_head, hidden_states / 2, embedding_bias)
-
-
-def with_a_processor_of_its_own():
-    model = Model()
-    model.logits_processor.__class__ = OwnProcessor
-    return model
-
-
-class OneRow(Model):
-    def compute_logits(self, hidden):
-        raise AssertionError("one row only")
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (with_a_processor_of_its_own, "a OwnProcessor makes the logits"),
-        (OneRow, r"the logits of hidden states \[2, 8\] failed: one row only"),
-        (lambda: Model(scale=0.5), "logits are scaled"),
-        (lambda: Model(soft_cap=30.0), "logits are capped"),
-        (lambda: Model(scale=2.0, soft_cap=30.0), "logits are scaled and capped"),
-        (lambda: Model(logits_as_input=True), "logits are no product"),
-        (with_quantized_head, "logits are quantized"),
-        (ScaledHidden, "ScaledHidden changes hidden states before the head"),
-        (ScaledInPlace, "ScaledInPlace changes hidden states before the head"),
-        (ScaledLogits, "ScaledLogits changes logits behind the head"),
-        (MaskedInPlace, "MaskedInPlace changes logits behind the head"),
-        (Biased, "logits are biased"),
-        (AnotherDtype, "logits are of another dtype"),
-        (Twice, "the logits are made of 2 products"),
-        (WithoutLayer, "the logits are made of 0 products"),
-    ],
-)
-def test_logits_that_are_more_than_the_product_with_the_head_are_left_to_vllm(make, reason, hidden):
-    runner = Runner(make())
-    with pytest.raises(sampling_head.UnfitError, match=f"^{reason}$"):
-        sampling_head.plain_head(runner.model, torch.ones(2, WIDTH))
-    assert patched(runner).sample(hidden, make_batch(), None) == "vLLM's"
-    assert not any(module._forward_hooks for module in runner.model.modules())
-
-
-def test_a_head_whose_width_is_not_the_models_is_left_to_vllm():
-    with pytest.raises(sampling_head.UnfitError, match=r"the logits of hidden states \[2, 12\] failed: "):
-        sampling_head.plain_head(Model(), torch.ones(2, 12))
-
-
-def test_the_hook_that_masks_ids_does_not_count_as_a_change():
-    from rlhf_rollout.engines.vllm.worker import mask_logits
-
-    model = Model()
-    mask_logits(model, [(3, 5)])
-    head = sampling_head.plain_head(model, torch.ones(2, WIDTH))
-    assert head.layer is model.lm_head and head.weight.shape == (VOCAB_SIZE, WIDTH)
 
 
 def test_the_first_runner_and_an_installation_without_the_kernels_are_left_alone_without_a_word(monkeypatch, caplog):
