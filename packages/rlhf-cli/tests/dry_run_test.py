@@ -93,6 +93,12 @@ def test_files_and_folders_that_do_not_exist_are_missing(folder, capsys):
     }
 
 
+@pytest.mark.parametrize("name", ["output", "owner/name@", "owner/kind/name"])
+def test_name_that_can_be_none_of_the_hub_is_that_of_a_folder(folder, capsys, name):
+    assert main([*flags(pretrain=name), "--dry_run"]) == 0
+    assert lists(capsys) == {"still missing": [f"--pretrain {name}: there is no folder {name}"]}
+
+
 def test_what_is_here_is_looked_at_though_something_else_is_not(folder, capsys):
     assert main([*flags(remote_rm_url="absent.py", num_episodes=3), "--dry_run"]) == 0
     assert "3 steps x 1 = 3 updates; 24 prompts drawn from 8, 3.00 passes" in capsys.readouterr().out

@@ -7,7 +7,7 @@ from typing import NamedTuple
 # What is downloaded of a model: configs, templates and tokenizers; then weights, pickled ones if there are no others.
 PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHT_PATTERNS, PICKLE_PATTERNS, CODE_PATTERNS = ("*.safetensors", "value_head.bin"), ("*.bin",), ("*.py",)
-_COPIES = ("*/*.safetensors", "*/*.bin")  # in folders of a repository are the weights in another form
+_COPIES = ("*/*.safetensors", "*/*.bin")  # folders inside a repository hold the same weights in other formats
 
 
 class HubName(NamedTuple):

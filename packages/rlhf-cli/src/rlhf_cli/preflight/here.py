@@ -38,7 +38,7 @@ class Absent:
             path = model_path(name)
             if Path(path).is_dir():
                 continue
-            if name.startswith((".", "/", "~")):
+            if hub_name(name) is None:
                 self.missing.append(f"--{flag} {name}: there is no folder {path}")
             elif not _is_cached(path):
                 self.unseen.append(f"--{flag} {name}: not on this machine, and a dry run does not ask the hub")

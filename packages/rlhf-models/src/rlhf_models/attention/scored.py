@@ -18,7 +18,8 @@ from rlhf_models.compiler import configure_compiler
 
 SCORED_ATTENTION = "rlhf_packed_scored"
 UNPACKED = "turn packing off, with ``packing=false``"  # a hint
-_block_masks = WeakIdKeyDictionary()  # by the tensor of bounds, which all layers of a pass get: by window
+# Masks by window, for each tensor of bounds: all layers of a pass get the same tensor.
+_block_masks = WeakIdKeyDictionary()
 
 
 class Scores(NamedTuple):
