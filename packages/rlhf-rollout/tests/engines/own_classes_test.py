@@ -99,7 +99,7 @@ def test_engine_on_a_gpu_caches_no_prefixes_of_a_mamba_2_and_says_so(caplog) -> 
     spec = EngineSpec(model="m")
     config = {"architectures": ["Mamba2ForCausalLM"]}
     assert fit_to_gpu(spec, config) == dataclasses.replace(spec, enable_prefix_caching=False)
-    assert "cache no common prefixes of a mamba2" in caplog.text
+    assert "cache no common prefixes of this mamba2" in caplog.text
     caplog.clear()
     without = dataclasses.replace(spec, enable_prefix_caching=False)
     assert fit_to_gpu(without, config) is without

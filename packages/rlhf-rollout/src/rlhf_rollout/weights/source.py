@@ -41,9 +41,9 @@ class WeightSource:
     Args:
         medium: "shared_memory" (same host), "ipc" (same GPU), "tcp" (any node), or "nccl" (GPUs that no trainer is on;
             gloo on CPUs). The engines must be built for the same medium.
-        bucket_bytes: size of a bucket. A weight larger than this gets a bucket of its own size, which later buckets of
-            the update have too. An update takes the memory of `BucketBuffer.window` buckets at most: 3 in shared
-            memory and by "tcp", else 1, or 2 by "nccl".
+        bucket_bytes: size of a bucket. A larger weight gets a bucket of its own size, whose buffer keeps this size for
+            the update. An update has `BucketBuffer.window` buffers at most: 3 in shared memory and by "tcp", else 1, or
+            2 by "nccl".
         checksum: whether engines verify a checksum of each bucket, for debugging.
         workers_per_engine: processes of each engine, one per GPU.
         host: address by which engines reach this process by "tcp" and "nccl". By default, only those on this host do.
@@ -183,9 +183,8 @@ class _Update:
         self._buffers: list[BucketBuffer] = []
         self._at = -1  # the buffer that is filled
         self._specs: list[TensorSlot] = []
-        self._reading: deque[tuple[BucketBuffer, Future[None]]] = (
-            deque()
-        )  # the fillings that engines read, oldest first
+        # The fillings that engines read, the oldest first.
+        self._reading: deque[tuple[BucketBuffer, Future[None]]] = deque()
         self.size_bytes = 0
         self.num_buckets = 0
 

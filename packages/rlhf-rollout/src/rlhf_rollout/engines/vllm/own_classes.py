@@ -188,7 +188,7 @@ def fit_to_gpu(spec: EngineSpec, config: Mapping[str, Any]) -> EngineSpec:
     """Return the settings with which vLLM runs a model on a GPU.
 
     vLLM caches the states of Mamba 2 at the ends of chunks of the kernel. In a model without attention its blocks are
-    shorter than a chunk, and it fails at the first prompt. Such a model caches no prefixes, which is told.
+    shorter than a chunk, and vLLM fails at the first prompt. So no prefixes are cached, and a warning says so.
 
     Args:
         spec: the settings that were asked for.
@@ -196,7 +196,7 @@ def fit_to_gpu(spec: EngineSpec, config: Mapping[str, Any]) -> EngineSpec:
     """
     if not spec.enable_prefix_caching or "Mamba2ForCausalLM" not in (config.get("architectures") or ()):
         return spec
-    _logger.warning("engines cache no common prefixes of a mamba2: vLLM fails at prompts of such a model with them")
+    _logger.warning("engines cache no common prefixes of this mamba2 model, because vLLM fails when it caches them")
     return replace(spec, enable_prefix_caching=False)
 
 
