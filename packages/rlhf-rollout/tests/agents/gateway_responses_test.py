@@ -7,6 +7,7 @@ import pytest
 
 from door_testing import HI, opened, writes
 from rlhf_data.records import SpanSource
+from rlhf_rollout.agents.dialects.openai_dialect import RESPONSES
 from rlhf_rollout.agents.recorder import EpisodeLimits
 
 PROMPT, POLICY, ENVIRONMENT = SpanSource.PROMPT, SpanSource.POLICY, SpanSource.ENVIRONMENT
@@ -109,3 +110,22 @@ async def test_answer_that_is_cut_is_incomplete_and_tools_may_be_forbidden():
         assert spent[-1].type == "response.incomplete" and spent[-1].response.output_text == ""
         with pytest.raises(openai.BadRequestError, match="no turns"):
             await create(model="m", input="hi")
+
+
+@pytest.mark.parametrize(
+    ("items", "messages"),
+    [
+        (["call"], [("assistant", 1)]),
+        (["hi", "call", "call"], [("user", 0), ("assistant", 2)]),
+        (["hi", "answer", "call", "result", "call"], [("user", 0), ("assistant", 1), ("tool", 0), ("assistant", 1)]),
+    ],
+)
+def test_calls_belong_to_the_answer_before_them_or_to_one_without_text(items, messages):
+    known = {
+        "hi": {"role": "user", "content": "hi"},
+        "answer": {"type": "message", "role": "assistant", "content": "I ask."},
+        "call": {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+        "result": {"type": "function_call_output", "call_id": "c", "output": "3"},
+    }
+    read = RESPONSES.read({"model": "m", "input": [known[item] for item in items]}).messages
+    assert [(message["role"], len(message.get("tool_calls", ()))) for message in read] == messages

@@ -78,6 +78,25 @@ def test_compiling_at_zero_3_is_refused_where_no_layer_is_taken_whole(compiled):
     assert not compiled
 
 
+def test_engine_gets_the_settings_of_its_model_and_its_group(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(accelerate, "compile_model", lambda *_: False)
+    monkeypatch.setattr(accelerate, "divide_weights", lambda model, group: None)
+    monkeypatch.setattr(accelerate, "DeepSpeedEngine", lambda model, optimizer, **options: asked.update(options))
+    spec = ModelSpec(path="", dtype="bfloat16", zero_stage=3, zpg=2, overlap_comm=True)
+    accelerate.start_engine(MODEL, spec, num_ranks=4, device="cpu", pack_tokens=None, tensor_group="group")
+    assert asked == {
+        "zero_stage": 3,
+        "dtype": torch.bfloat16,
+        "device": "cpu",
+        "zpg": 2,
+        "overlap_comm": True,
+        "tensor_group": "group",
+    }
+    accelerate.start_engine(MODEL, ModelSpec(path="", zero_stage=2), num_ranks=1, device="cpu", pack_tokens=None)
+    assert asked["zero_stage"] == 1  # one rank has no gradients to shard
+
+
 def test_frozen_model_gives_masked_ids_the_probability_0_and_shares_theirs_among_the_others(tmp_path):
     init_process_group(rank=0, world_size=1, master=("127.0.0.1", free_port()), device="cpu")
     folder = tiny_model_dir(tmp_path / "model")
