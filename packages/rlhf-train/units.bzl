@@ -16,7 +16,7 @@ UNITS = {
     "losses": (["losses/"], ["rlhf-train/algorithms", "rlhf-train/batching", "rlhf-train/shapes"]),
     "memory": (["memory"], ["rlhf-rollout/engines", "rlhf-train/costs", "rlhf-train/specs"]),
     "offline": (["offline/"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/examples", "rlhf-data/sampler", "rlhf-models/attention", "rlhf-models/dequantize", "rlhf-models/reward", "rlhf-train/batching", "rlhf-train/costs", "rlhf-train/engine", "rlhf-train/run", "rlhf-train/specs"]),
-    "offline/objectives": (["offline/objectives/"], ["rlhf-data/errors", "rlhf-data/examples", "rlhf-models/attention", "rlhf-models/process_reward", "rlhf-train/batching", "rlhf-train/engine", "rlhf-train/losses", "rlhf-train/offline"]),
+    "offline/objectives": (["offline/objectives/"], ["rlhf-data/errors", "rlhf-data/examples", "rlhf-data/images", "rlhf-models/attention", "rlhf-models/process_reward", "rlhf-train/batching", "rlhf-train/engine", "rlhf-train/losses", "rlhf-train/offline"]),
     "online": (["online"], ["rlhf-models/dequantize", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/supervisor", "rlhf-train/cluster", "rlhf-train/controller", "rlhf-train/costs", "rlhf-train/evaluation", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/loop", "rlhf-train/online_job", "rlhf-train/processes", "rlhf-train/report", "rlhf-train/run"]),
     "online_job": (["online_job"], ["rlhf-data/errors", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/run"]),
     "processes": (["processes"], ["rlhf-data/errors", "rlhf-rollout/mps", "rlhf-rollout/ray_actors", "rlhf-train/cluster", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/online_job"]),

@@ -21,6 +21,7 @@ from rlhf_models.attention.sequence_parallel import SequenceGroup, SequencePart,
 from rlhf_models.attention.shared_prompts import SharedPrompts, bounds_arguments
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.pack_graph import PackGraph, can_be_replayed
+from rlhf_models.images import image_arguments
 
 # Families whose packed log-probs `tests/families` compares with those of each sequence alone.
 _EXAMINED = """
@@ -173,13 +174,17 @@ def run_backbone(model: nn.Module, batch: TokenBatch, sequence_group: SequenceGr
         arguments = {"attention_mask": NO_MASK, "sequence_group": sequence_group}
         arguments |= bounds_arguments(part.cu_seqlens, part.longest)
     base = getattr(model, "base_model", model)
+    position_ids = part.position_ids
+    if batch.images is not None:
+        position_ids, more = image_arguments(base, batch)
+        arguments |= more
     if (replay := getattr(base, "router_replay", None)) is not None:
         replay.begin_pass(part.routes)
     watch = getattr(base, "router_watch", None) if model.training else None
     if watch is not None:
         arguments["output_router_logits"] = True
     with forwarding(batch):
-        output = model(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False, **arguments)
+        output = model(input_ids=part.input_ids, position_ids=position_ids, use_cache=False, **arguments)
     if watch is not None:
         watch.see(getattr(output, "router_logits", None), part)
     return output

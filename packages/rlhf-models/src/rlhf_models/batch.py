@@ -3,7 +3,7 @@
 Shape letters: B rows, T positions per row, S sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,8 @@ class TokenBatch:
         shared: how the tokens are stored if packed sequences with the same prompt share it; None if each has a copy.
         routes: [B, T, layers, top_k] int16, the experts that tokens go through, for models with `replay_routes`; -1
             where the router chooses. None if it chooses for all of them.
+        images: what a model reads of the images of the sequences, in order, by the names of its arguments; None for
+            text alone. Padded batches only.
     """
 
     input_ids: Tensor
@@ -37,6 +39,7 @@ class TokenBatch:
     cu_seqlens: Tensor | None = None
     shared: SharedPrompts | None = None
     routes: Tensor | None = None
+    images: Mapping[str, Tensor] | None = None
 
     @classmethod
     def padded(cls, sequences: Sequence[Any], pad_id: int, device: torch.device | str = "cpu") -> "TokenBatch":
@@ -115,6 +118,15 @@ class TokenBatch:
             flat[start : start + len(own)] = own
         rows = torch.from_numpy(flat).unflatten(0, self.input_ids.shape)
         return replace(self, routes=to_device(rows, self.input_ids.device))
+
+    def with_images(self, arrays: Mapping[str, np.ndarray]) -> "TokenBatch":
+        """Return the batch with the images of its sequences, in order. Raises DataError if it is packed."""
+        if self.is_packed:
+            raise DataError("sequences with images cannot be packed", hint="turn packing off")
+        device = self.input_ids.device
+        return replace(
+            self, images={name: to_device(torch.from_numpy(array), device) for name, array in arrays.items()}
+        )
 
     @property
     def is_packed(self) -> bool:

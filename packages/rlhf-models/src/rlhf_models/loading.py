@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.images.reader import IMAGE_FAMILIES, check_reads_images
 from rlhf_data.own_code import admit_code, entrust, is_trusted
 from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located_model
 from rlhf_models.actor import Actor
@@ -19,6 +20,7 @@ from rlhf_models.checkpoint.empty import load_empty, stored_tensors
 from rlhf_models.checkpoint.files import check_weights, quiet_transformers, tensor_files
 from rlhf_models.checkpoint.heads import check_no_head, load_head, require_head
 from rlhf_models.critic import Critic
+from rlhf_models.images import language_model_class
 from rlhf_models.reward import RewardModel
 from rlhf_models.weights import check_saves
 
@@ -41,6 +43,8 @@ class LoadOptions(TypedDict, total=False):
         packing: whether batches will be packed; see `attention.choose_attention`.
         max_length: tokens of the longest sequence of the run, which decides the frequencies of LongRoPE; see
             `pin_frequencies`. None is the model's own context.
+        images: "" (default) for a model that is given text alone; "frozen" for one that is given images, and keeps
+            the weights that read them; "trained" for one that also trains those.
     """
 
     dtype: Required[str | torch.dtype]
@@ -48,6 +52,7 @@ class LoadOptions(TypedDict, total=False):
     gradient_checkpointing: bool
     packing: bool
     max_length: int | None
+    images: str
 
 
 def load_config(path: str | Path) -> Any:
@@ -88,9 +93,13 @@ def _whole_copy(path: str, method: str) -> str:
     return hint
 
 
-def check_generates(path: str | Path, config: Any) -> None:
-    """Raise ConfigError unless transformers has a class of language models for a model with this config."""
+def check_generates(path: str | Path, config: Any, *, images: bool = False) -> None:
+    """Raise ConfigError unless a model with this config can be trained as a language model, on images if so asked."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if images:
+        check_reads_images(path, config)
+        return
 
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
         return
@@ -100,6 +109,8 @@ def check_generates(path: str | Path, config: Any) -> None:
     if text is config:
         raise ConfigError(message, hint="use a model of a family that generates text, such as those in docs/models.md")
     hint = "use a text model of the same family, or a family with images from docs/models.md, such as gemma3 or qwen3_5"
+    if config.model_type in IMAGE_FAMILIES:
+        hint = f"`rlhf sft --image_key KEY` trains it on images; for text, {hint}"
     raise ConfigError(f"{message}: it also reads images, videos or sounds, and has no class for text alone", hint=hint)
 
 
@@ -190,7 +201,7 @@ def check_trained_copy(path: str | Path, dtype: str | torch.dtype, *, has_values
     Raises:
         ConfigError: a weight is missing or has another shape; and as `weights.check_saves`.
     """
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel
 
     folder = Path(located_model(path)[0])
     if not folder.is_dir():
@@ -198,7 +209,7 @@ def check_trained_copy(path: str | Path, dtype: str | torch.dtype, *, has_values
     config = load_config(path)
     with clear_errors("model", path):
         tensors = stored_tensors(folder)
-    found = load_empty(AutoModel if has_values else AutoModelForCausalLM, config, tensors, resolve_dtype(dtype))
+    found = load_empty(AutoModel if has_values else language_model_class(config), config, tensors, resolve_dtype(dtype))
     if found is None:
         return None
     model, report = found
@@ -245,9 +256,9 @@ def load_actor(path: str | Path, **options: Unpack[LoadOptions]) -> Actor:
     Raises:
         ConfigError: no such folder, no config, no weights, or packing for a model that cannot be packed.
     """
-    from transformers import AutoModelForCausalLM
-
-    return Actor(_load_model(AutoModelForCausalLM, path, **options))
+    config = load_config(path)
+    check_generates(path, config, images=bool(options.get("images")))
+    return Actor(_load_model(language_model_class(config), path, **options))
 
 
 def load_reference(path: str | Path, **options: Unpack[LoadOptions]) -> Actor:
@@ -305,12 +316,11 @@ def _load_model(
     packing: bool = False,
     max_length: int | None = None,
     needs_head: bool = False,
+    images: str = "",
 ) -> Any:
     name, is_local = located_model(path)
     config = load_config(path)
-    if getattr(auto_class, "__name__", None) == "AutoModelForCausalLM":
-        check_generates(path, config)
-    else:
+    if getattr(auto_class, "__name__", None) == "AutoModel":
         _check_backbone(path, config)
     attention = choose_attention(config, attn_implementation, packing=packing)
     if attention in PACKED_ATTENTIONS:
@@ -321,7 +331,7 @@ def _load_model(
                 name,
                 config=config,
                 dtype=resolve_dtype(dtype),
-                attn_implementation=_attention_of_parts(config, attention),
+                attn_implementation=_attention_of_parts(config, attention, "sdpa" if images else "eager"),
                 output_loading_info=True,
                 local_files_only=is_local,
                 trust_remote_code=is_trusted(name),
@@ -337,7 +347,8 @@ def _load_model(
     if needs_head:
         check_no_head(path, config, report["unexpected_keys"])
     note_left_out(model, path, config, report["unexpected_keys"])
-    freeze_beyond_text(model)
+    if images != "trained":
+        freeze_beyond_text(model)
     if model.base_model is model and hasattr(model, "model"):
         _leave_larger_model(model, path)
     pin_frequencies(model, max_length)
@@ -372,16 +383,16 @@ def _leave_larger_model(model: Any, path: str | Path) -> None:
         model._weight_conversions = [*(model._weight_conversions or ()), PrefixChange(prefix_to_remove=outer)]
 
 
-def _attention_of_parts(config: Any, attention: str) -> str | dict[str, str]:
+def _attention_of_parts(config: Any, attention: str, others: str) -> str | dict[str, str]:
     """Return the attention of each part of a model: that for images or sounds, which text does not reach, has its own.
 
-    Not every such part has another one than "eager".
+    `others` is "eager" unless the family is known to have another one for such parts.
     """
     text = config.get_text_config()
     if text is config:
         return attention
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
-    return {"": attention} | {name: attention if part is text else "eager" for name, part in parts.items()}
+    return {"": attention} | {name: attention if part is text else others for name, part in parts.items()}
 
 
 def _check_complete(model: Any, missing: Collection[str], path: str | Path) -> None:

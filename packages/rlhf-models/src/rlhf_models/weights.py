@@ -18,6 +18,7 @@ from rlhf_data.pretrained import clear_errors
 from rlhf_models.checkpoint.beyond_text import save_left_out
 from rlhf_models.checkpoint.empty import load_empty
 from rlhf_models.checkpoint.files import VALUE_HEAD_FILE, quiet_transformers, write_fields
+from rlhf_models.images import language_model_class
 
 logger = logging.getLogger(__name__)
 
@@ -161,11 +162,12 @@ def check_saves(model: nn.Module) -> None:
     Raises:
         ConfigError: a tensor would be missing, unknown, or loaded in another shape or type.
     """
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
     state = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
     saved, weights, head = _to_save(model, state, None)
-    auto_class = AutoModelForSequenceClassification if hasattr(model, "value_head") else AutoModelForCausalLM
+    has_values = hasattr(model, "value_head")
+    auto_class = AutoModelForSequenceClassification if has_values else language_model_class(saved.config)
     config = deepcopy(saved.config)
     config.dtype = saved.dtype
     with tempfile.TemporaryDirectory() as scratch, clear_errors("model", saved.config.name_or_path):

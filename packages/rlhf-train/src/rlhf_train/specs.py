@@ -81,6 +81,7 @@ class ModelSpec:
             (`EngineSpec.masked_ids`). Offline runs mask none.
         max_length: tokens of the longest sequence of the run; see `rlhf_models.loading.pin_frequencies`.
         chat_template: Jinja text that is saved with the model; None for that of its own tokenizer.
+        images: "", "frozen" or "trained"; see `rlhf_models.loading.LoadOptions`.
     """
 
     path: str
@@ -103,9 +104,11 @@ class ModelSpec:
     masked_ids: tuple[range, ...] = ()
     max_length: int | None = None
     chat_template: str | None = None
+    images: str = ""
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        self._check_images()
         divides_tokens = self.sequence_parallel_size > 1
         size = f"``sequence_parallel_size={self.sequence_parallel_size}``"
         if self.zpg > 1 and self.zero_stage < 3:
@@ -128,6 +131,17 @@ class ModelSpec:
             if is_used and self.share_prompts:
                 message = f"{what}, and with ``share_prompts`` sequences have parts in common"
                 raise ConfigError(message, hint="drop one of them")
+
+    def _check_images(self) -> None:
+        for is_wrong, reason, hint in (
+            (self.packing, "``packing`` puts sequences end to end", "use ``packing=false``"),
+            (self.tensor_parallel_size > 1, "``tensor_parallel_size`` divides the layers", "drop it"),
+            (self.zero_stage == 3, "ZeRO stage 3 needs images in every pass of every process", "use ``zero_stage=2``"),
+            (self.lora is not None, "LoRA adapters are merged as a model for text", "train all weights"),
+            (self.torch_compile == "on", "``torch_compile`` is on", "leave ``torch_compile`` at auto"),
+        ):
+            if self.images and is_wrong:
+                raise ConfigError(f"a model that reads images is trained in padded batches: {reason}", hint=hint)
 
     def check_passes(self, max_tokens: int | None) -> None:
         """Raise ConfigError for passes of at most `max_tokens` tokens, unless this is None or samples are packed."""
@@ -202,5 +216,5 @@ class ModelSpec:
     @property
     def load_options(self) -> dict[str, Any]:
         """The keyword arguments that all loaders of `rlhf_models` take."""
-        names = ("dtype", "attn_implementation", "packing", "max_length")
+        names = ("dtype", "attn_implementation", "packing", "max_length", "images")
         return {name: getattr(self, name) for name in names}

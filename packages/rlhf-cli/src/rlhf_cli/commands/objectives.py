@@ -7,18 +7,24 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.options.declare import matching
 
 
-def encoder_of(kind: str, config: OfflineConfig, tokenizer: Any) -> Any:
-    """Return the encoder of examples of a kind; see `make_encoder`."""
+def encoder_of(kind: str, config: OfflineConfig, tokenizer: Any, reader: Any = None) -> Any:
+    """Return the encoder of examples of a kind; see `make_encoder`. With `reader` they have images."""
     from rlhf_data.examples.load import make_encoder  # imported here, so that --help does not wait for numpy
 
     data = config.data
+    if reader is not None:
+        from rlhf_data.examples.sft import ImageSftEncoder
+        from rlhf_data.images.reader import PartsTokenizer
+
+        options = matching(ImageSftEncoder, data) | {"pretrain": data.pretrain_mode}
+        return ImageSftEncoder(tokenizer=PartsTokenizer(tokenizer), reader=reader, **options)
     if kind == "preference" and not getattr(config.objective, "margin_loss", False):
         data = data.model_copy(update={"margin_key": None})
     return make_encoder(kind, data, tokenizer)
 
 
-def objective_of(config: OfflineConfig, tokenizer: Any) -> Any:
-    """Return the objective of the command that has this configuration.
+def objective_of(config: OfflineConfig, tokenizer: Any, reader: Any = None) -> Any:
+    """Return the objective of the command that has this configuration. `reader` reads the images of its examples.
 
     Raises ConfigError if --reward_tokens are no tokens.
     """
@@ -41,7 +47,7 @@ def objective_of(config: OfflineConfig, tokenizer: Any) -> Any:
         return PreferenceObjective(**used)
     kinds = {RmConfig: RewardModelObjective, KtoConfig: KtoObjective, KdConfig: DistillationObjective}
     kind = kinds.get(type(config))
-    return SupervisedObjective() if kind is None else kind(**matching(kind, config.objective))
+    return SupervisedObjective(reader=reader) if kind is None else kind(**matching(kind, config.objective))
 
 
 def _verdict_ids(config: PrmConfig, tokenizer: Any) -> tuple[int, ...]:

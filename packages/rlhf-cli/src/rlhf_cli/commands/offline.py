@@ -34,7 +34,7 @@ from rlhf_cli.preflight.resume import (
     steps_of_ended_run,
     to_store,
 )
-from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.errors import ConfigError, DataError, unknown
 from rlhf_data.options.command_line import CommandLine, Parsed, to_toml
 from rlhf_data.options.declare import matching
 from rlhf_data.pretrained import set_chat_template
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 # By kind of model, the function that loads the final model, for the last line of the output.
 _LOADERS = {
     "actor": "AutoModelForCausalLM.from_pretrained",
+    "images": "AutoModelForImageTextToText.from_pretrained",
     "reward": "AutoModelForSequenceClassification.from_pretrained",
 }
 
@@ -192,6 +193,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     import torch
 
     from rlhf_cli.preflight.models import check_context, check_trained, load_model_files
+    from rlhf_data.images.reader import load_image_reader
     from rlhf_data.keys import unread_tools
     from rlhf_models.loading import check_tokenizer_fits
     from rlhf_rollout.host import free_port
@@ -202,29 +204,38 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         console.notices(unread_tools(sources.values(), config.data))
     path = model_path(config.model.pretrain)
     model = config.model
-    model_config, tokenizer = load_model_files(path)
+    model_config, tokenizer = load_model_files(path, images=bool(config.images))
+    reader = load_image_reader(path, model_config, tokenizer) if config.images else None
     saved = _set_templates(config, tokenizer)
     clock = keep_clock(tokenizer, config.checkpoint, folder)
     checkpoints = with_full_paths(config).checkpoint.spec()
-    objective = objective_of(config, tokenizer)
+    objective = objective_of(config, tokenizer, reader)
     # All models are checked before the data is tokenized, which may take minutes.
     check_trained(model, model_config, path, has_values=objective.model_kind == "reward")
     check_context(model_config, config.data.max_len, "--max_len")
     reference = _reference(config, tokenizer)
-    encoder = encoder_of(command.kind, config, tokenizer)
+    encoder = encoder_of(command.kind, config, tokenizer, reader)
     num_ids = check_tokenizer_fits(model_config, tokenizer)
     loaded = {
         flag: _load(config, flag, rows, encoder, num_ids, console, process.rank) for flag, rows in sources.items()
     }
+    train = loaded["--dataset"].examples
+    if config.images and not any(example.images for example in train):
+        message = f"no row of --dataset has images, neither under `{config.data.image_key}` nor in its messages"
+        raise DataError(message, hint="name their key with --image_key, or drop it to train on text")
     for held in loaded.values():
         objective.items(held.examples[:2])  # refuses, before the run, examples that are too few
     schedule = OfflineSchedule(**matching(OfflineSchedule, training))
-    train = loaded["--dataset"].examples
     best = config.evaluation.best_metric_key
     optimizer = training.optimizer(training.learning_rate, schedule.num_updates(len(train)))
     job = OfflineJob(
         objective=objective,
-        model=replace(model.spec(path, training.sharding, optimizer), max_length=config.data.max_len, **saved),
+        model=replace(
+            model.spec(path, training.sharding, optimizer),
+            max_length=config.data.max_len,
+            images=config.images,
+            **saved,
+        ),
         reference=reference if objective.needs_reference or objective.needs_teacher else None,
         precompute_reference=objective.needs_reference and getattr(model, "precompute_reference", False),
         examples=train,
@@ -292,7 +303,8 @@ def _open(config: OfflineConfig) -> dict[str, "Rows"]:
         names = source_names(data.eval_dataset, held_out=True)
         sources["--eval_dataset"] = open_sources(names, split=data.eval_split, **common)
     # A row may lack the margin, which is only read with --margin_loss.
-    keys = [name for name in type(data).model_fields if name.endswith("_key") and name != "margin_key"]
+    optional = ("margin_key", "image_key")  # images may be in messages
+    keys = [name for name in type(data).model_fields if name.endswith("_key") and name not in optional]
     for rows in sources.values():
         check_section_keys(data, rows, keys)
     return sources
@@ -367,7 +379,13 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", console: "C
     final |= summary
     known = {**ARTIFACTS, "adapter": f"{ARTIFACTS['final model']}/{ADAPTER_FOLDER}"}
     artifacts = {name: path for name, path in known.items() if (folder / path).exists()}
-    show_results(console, str(folder), artifacts, final, loader=_LOADERS[job.objective.model_kind])
+    show_results(
+        console,
+        str(folder),
+        artifacts,
+        final,
+        loader=_LOADERS["images" if job.model.images else job.objective.model_kind],
+    )
 
 
 def _arithmetic(config: OfflineConfig, job: "OfflineJob | None") -> str:

@@ -49,6 +49,16 @@ class DemonstrationSection(CompletionSection, ChatTemplateSection, ExampleSectio
     """Prompts with completions."""
 
 
+class ImageDemonstrationSection(DemonstrationSection):
+    """Adds the images of prompts."""
+
+    image_key: str | None = flag(
+        None,
+        "key of the images of a row, for a model that reads images: a path, a file or data URL, bytes, or a list of"
+        " them, at `<image>` in the text, at parts of type `image`, or else before the text; None: text alone",
+    )
+
+
 class PairSection(ChosenKeySection, ChatSection, ChatTemplateSection, ExampleSection):
     """Two answers to a prompt."""
 

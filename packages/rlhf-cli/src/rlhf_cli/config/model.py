@@ -148,6 +148,14 @@ class OfflineModelSection(ModelSection):
     lora_dropout: float = flag(0.0, "dropout probability of an adapter's input", ge=0, lt=1)
 
 
+class ImageModelSection(OfflineModelSection):
+    """Adds what is trained of a model that reads images."""
+
+    freeze_visual_encoder: bool = flag(
+        False, "with --image_key: train only the weights that text reaches, not those that read images"
+    )
+
+
 class ComparedModelSection(OfflineModelSection, FrozenSection):
     """Adds the reference."""
 

@@ -1,18 +1,20 @@
 """The configurations of the commands that train on fixed examples."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from rlhf_cli.config.checkpoint import CheckpointSection
 from rlhf_cli.config.data import (
     DemonstrationSection,
     ExampleSection,
+    ImageDemonstrationSection,
     MarginPairSection,
     PairSection,
     StepSection,
     VerdictSection,
 )
 from rlhf_cli.config.evaluation import EvaluationSection
-from rlhf_cli.config.model import ComparedModelSection, OfflineModelSection, TaughtModelSection
+from rlhf_cli.config.model import ComparedModelSection, ImageModelSection, OfflineModelSection, TaughtModelSection
 from rlhf_cli.config.output import OutputSection
 from rlhf_cli.config.training import (
     CautiousTrainingSection,
@@ -44,7 +46,13 @@ class OfflineConfig(Config):
     def planned_model(self) -> ModelSpec:
         """How the trained model is computed, without its path. Raises ConfigError for options that contradict."""
         training = self.training
-        return self.model.spec("", training.sharding, training.optimizer(training.learning_rate, num_updates=0))
+        spec = self.model.spec("", training.sharding, training.optimizer(training.learning_rate, num_updates=0))
+        return replace(spec, images=self.images)
+
+    @property
+    def images(self) -> str:
+        """How the trained model reads images; see `ModelSpec`. Most commands have none."""
+        return ""
 
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
@@ -75,7 +83,27 @@ class OfflineConfig(Config):
 class SftConfig(OfflineConfig):
     """All options of `sft`."""
 
-    data: DemonstrationSection = DemonstrationSection()
+    model: ImageModelSection = ImageModelSection()
+    data: ImageDemonstrationSection = ImageDemonstrationSection()
+
+    @property
+    def images(self) -> str:
+        """How the model reads images; see `ModelSpec`."""
+        if self.data.image_key is None:
+            return ""
+        return "frozen" if self.model.freeze_visual_encoder else "trained"
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """See `Config`."""
+        has_images = self.data.image_key is not None
+        if has_images and not self.data.apply_chat_template:
+            message = "--image_key needs the chat template, which writes the tokens around an image"
+            raise ConfigError(message, hint="add --apply_chat_template")
+        if has_images and self.data.data_cache is not None:
+            message = "--data_cache does not see whether the files of images have changed, and --image_key names some"
+            raise ConfigError(message, hint="drop --data_cache")
+        unused = (not has_images, ["freeze_visual_encoder"], "there is no --image_key")
+        return super().check(given) + without_effect(given, unused)
 
 
 class DistillationSection(Section, title="objective"):
@@ -84,10 +112,11 @@ class DistillationSection(Section, title="objective"):
     kd_coef: float = flag(0.4, "weight of the teacher's term in the loss; the examples' term has 1 - X", gt=0, le=1)
 
 
-class KdConfig(SftConfig):
+class KdConfig(OfflineConfig):
     """All options of `kd`."""
 
     model: TaughtModelSection = TaughtModelSection()
+    data: DemonstrationSection = DemonstrationSection()
     objective: DistillationSection = DistillationSection()
 
     def missing(self) -> list[ConfigError]:

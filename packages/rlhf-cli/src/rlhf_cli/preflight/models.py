@@ -20,15 +20,15 @@ def naming(flag: str) -> Iterator[None]:
         raise ConfigError(f"--{flag}: {error}") from None
 
 
-def load_model_files(path: str) -> tuple[Any, Any]:
+def load_model_files(path: str, *, images: bool = False) -> tuple[Any, Any]:
     """Return config and tokenizer of a language model's folder or hub name.
 
-    Raises ConfigError if it is another kind of model, or if they do not fit together.
+    Raises ConfigError if it is another kind of model, if it reads no `images`, or if they do not fit together.
     """
     from rlhf_models.loading import check_generates, check_tokenizer_fits, check_weights, load_config, load_tokenizer
 
     config = load_config(path)
-    check_generates(path, config)
+    check_generates(path, config, images=images)
     tokenizer = load_tokenizer(path)
     check_tokenizer_fits(config, tokenizer)
     check_weights(path)

@@ -1,0 +1,105 @@
+"""Image files, which may come from anybody: read as RGB with bounds, or refused."""
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from rlhf_data.errors import ConfigError, DataError, first_line
+from rlhf_data.rows.row import kind_of
+
+MAX_PIXELS = 1 << 26  # 67 megapixels, which take 200 MB when they are decoded
+MAX_BYTES = 1 << 28  # of a file or of bytes in a row
+# Pillow's other decoders are rarely used, and one starts another program (EPS).
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+_FORMS = "a path, a file:// URL, a data:image/...;base64, URL, bytes, or an object with `bytes` or `path`"
+
+ImageRef = str | bytes  # the absolute path of an image's file, or what the file holds
+
+
+def image_ref(value: Any, origin: str, folder: Path) -> ImageRef:
+    """Return where an image is, from what a row holds.
+
+    Args:
+        value: a path, a file URL, a data URL in base64, bytes, an object with `bytes` or `path` as the `datasets`
+            library stores images, or an image of Pillow.
+        origin: of the row, for messages.
+        folder: a relative path is looked for in it, and then in the working directory.
+
+    Raises:
+        DataError: another value, a URL of another kind, or no such file.
+    """
+    if isinstance(value, Mapping):
+        stored = value.get("bytes")
+        value = value.get("path") if stored is None else stored
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if callable(getattr(value, "save", None)):  # of Pillow, into which the `datasets` library decodes
+        file = io.BytesIO()
+        value.save(file, format="PNG")
+        return file.getvalue()
+    if not isinstance(value, str) or not value:
+        raise DataError(f"{origin}: an image is {kind_of(value)}", hint=f"give {_FORMS}")
+    if value.startswith("data:"):
+        return _decoded(value, origin)
+    scheme, separator, _ = value.partition("://")
+    if separator and scheme != "file":
+        message = f"{origin}: the image {value[:80]} is not on this machine, and no URL is fetched"
+        raise DataError(message, hint="load it down, and give the path of its file")
+    path = unquote(urlsplit(value).path) if separator else value
+    for place in (folder, Path.cwd()):
+        if (place / path).is_file():
+            return str((place / path).absolute())
+    raise DataError(f"{origin}: there is no image {path}", hint=f"relative paths are those in {folder.absolute()}")
+
+
+def read_image(ref: ImageRef, origin: str) -> Any:
+    """Return an image of Pillow in RGB, upright, with transparency on white. Several frames give the first.
+
+    Raises:
+        ConfigError: Pillow is not installed.
+        DataError: no file of PNG, JPEG, WebP, GIF, BMP or TIFF, a damaged one, one with more than `MAX_PIXELS` pixels
+            or `MAX_BYTES` bytes, or one with pixels that have no 8-bit colours.
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise ConfigError(f"images need Pillow: {error}", hint="pip install pillow") from None
+    name = ref if isinstance(ref, str) else f"of {len(ref)} bytes"
+    place = f"{origin}: the image {name}"
+    try:
+        num_bytes = Path(ref).stat().st_size if isinstance(ref, str) else len(ref)
+        _check(num_bytes <= MAX_BYTES, f"{place} has {num_bytes} bytes, more than {MAX_BYTES}")
+        with Image.open(ref if isinstance(ref, str) else io.BytesIO(ref), formats=_FORMATS) as image:
+            width, height = image.size  # the header's: nothing is decoded yet
+            _check(width * height <= MAX_PIXELS, f"{place} has {width} x {height} pixels, more than {MAX_PIXELS}")
+            _check(image.mode in _MODES, f"{place} has pixels of the kind {image.mode}, which are no 8-bit colours")
+            upright = ImageOps.exif_transpose(image)
+            if upright.has_transparency_data:
+                pixels = upright.convert("RGBA")
+                upright = Image.alpha_composite(Image.new("RGBA", pixels.size, "white"), pixels)
+            return upright.convert("RGB")
+    except DataError:
+        raise
+    except Exception as error:  # decoders raise errors of many kinds for damaged files
+        hint = "write it again as PNG or JPEG, or leave the row out"
+        raise DataError(f"{place} cannot be read: {first_line(error)}", hint=hint) from error
+
+
+def _check(is_right: bool, problem: str) -> None:
+    if not is_right:
+        raise DataError(problem, hint="write it smaller, as PNG or JPEG in RGB, or leave the row out")
+
+
+def _decoded(url: str, origin: str) -> bytes:
+    head, separator, text = url.partition(",")
+    if not separator or not head.startswith("data:image/") or not head.endswith(";base64"):
+        raise DataError(f"{origin}: the image {head[:40]} is no data:image/...;base64, URL", hint=f"give {_FORMS}")
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise DataError(f"{origin}: the data URL of an image is not base64: {error}") from None

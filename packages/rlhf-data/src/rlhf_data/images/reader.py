@@ -1,0 +1,157 @@
+"""What a model reads of an image: the tokens that stand for it, and arrays of its pixels.
+
+Transformers' processors of whole models also load what reads videos, which needs torchvision. Only the image processor
+of a model is loaded here, and the tokens are written as the processors of these families write them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_data.chat.tokens import Tokenizer
+from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.images.files import ImageRef, read_image
+from rlhf_data.images.rows import IMAGE_MARK
+from rlhf_data.pretrained import clear_errors, located_model
+
+_GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+_TILES = ("smolvlm",)
+IMAGE_FAMILIES = (*_GRIDS, *_TILES)
+
+
+class PartsTokenizer:
+    """A tokenizer whose chat template gets each message as parts, with an image at each `IMAGE_MARK` of its text."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner" or name.startswith("__"):  # asked for by pickle before there is an `inner`
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Return token ids, as the tokenizer does."""
+        return self.inner(*args, **options)
+
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+        """Return the rendered conversation. The content of each message is text."""
+        messages = [{**message, "content": _parts(message["content"])} for message in conversation]
+        return self.inner.apply_chat_template(messages, **options)
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    first, *others = text.split(IMAGE_MARK)
+    parts = [{"type": "text", "text": first}] if first or not others else []
+    for other in others:
+        parts.append({"type": "image"})
+        parts += [{"type": "text", "text": other}] if other else []
+    return parts
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Reads images for a model. Picklable, for worker processes.
+
+    Attributes:
+        tokenizer: of the model.
+        processor: its image processor, of transformers.
+        family: one of `IMAGE_FAMILIES`.
+        image_id: the token that the chat template writes for an image, and whose states come from its pixels.
+        tokens_per_tile: number of these tokens per tile, for families that divide images into tiles.
+    """
+
+    tokenizer: Tokenizer
+    processor: Any
+    family: str
+    image_id: int
+    tokens_per_tile: int = 0
+
+    def arrays(self, images: Sequence[Any]) -> dict[str, np.ndarray]:
+        """Return what the model reads of images of Pillow, one or more, by the names of its arguments."""
+        return {name: array for name, array in self._processed(images).items() if name not in ("rows", "cols")}
+
+    def _processed(self, images: Sequence[Any]) -> dict[str, Any]:
+        if self.family in _GRIDS:
+            return {**self.processor(images=list(images), return_tensors="np")}
+        # All images as those of one row: rows of different numbers of tiles would be filled up with empty tiles.
+        return {**self.processor(images=[list(images)], return_tensors="np", return_row_col_info=True)}
+
+    def expand(
+        self, token_ids: np.ndarray, loss_mask: np.ndarray, refs: Sequence[ImageRef], origin: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return a sequence with all tokens of its images in place of one token each. They are not trained.
+
+        Args:
+            token_ids: [L] int32, with the token `image_id` once per image.
+            loss_mask: [L] bool, the trained tokens.
+            refs: the images, in order.
+            origin: of the row, for messages.
+
+        Raises:
+            DataError: another number of images than of tokens, or an image that cannot be read.
+        """
+        places = np.flatnonzero(token_ids == self.image_id)
+        if len(places) != len(refs):
+            message = f"{origin}: the chat template wrote {len(places)} places for {len(refs)} images"
+            hint = "texts must not have the token of an image; or the template has no images in such messages"
+            raise DataError(message, hint=hint)
+        if not refs:
+            return token_ids, loss_mask
+        arrays = self._processed([read_image(ref, origin) for ref in refs])
+        runs = [np.asarray(self._tokens(arrays, index), np.int32) for index in range(len(refs))]
+        lengths = np.ones(len(token_ids), int)
+        lengths[places] = [len(run) for run in runs]
+        mask = loss_mask.copy()
+        mask[places] = False
+        ids = np.repeat(token_ids, lengths)
+        starts = np.cumsum(lengths) - lengths
+        for place, run in zip(places, runs, strict=True):
+            ids[starts[place] : starts[place] + len(run)] = run
+        return ids, np.repeat(mask, lengths)
+
+    def _tokens(self, arrays: Mapping[str, Any], index: int) -> list[int]:
+        if self.family in _GRIDS:
+            return [self.image_id] * int(np.prod(arrays["image_grid_thw"][index]) // self.processor.merge_size**2)
+        tile = "<image>" * self.tokens_per_tile
+        fake = "<fake_token_around_image>"
+        rows, columns = arrays["rows"][0][index], arrays["cols"][0][index]
+        text = "".join(
+            "".join(f"{fake}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(columns)) + "\n"
+            for row in range(rows)
+        )
+        text += "\n" if rows else ""
+        return list(self.tokenizer(f"{text}{fake}<global-img>{tile}{fake}", add_special_tokens=False)["input_ids"])
+
+
+def check_reads_images(path: str | Path, config: Any) -> None:
+    """Raise ConfigError unless models of this transformers config can be trained on images."""
+    if config.model_type not in IMAGE_FAMILIES:
+        message = f"the model {path} is a {config.model_type}, and images are read for {', '.join(IMAGE_FAMILIES)}"
+        raise ConfigError(message, hint="use a model of one of these families, or rows without ``image_key``")
+
+
+def load_image_reader(path: str | Path, config: Any, tokenizer: Any) -> ImageReader:
+    """Return the reader of a model's folder or hub name, with its config and tokenizer of transformers.
+
+    Raises:
+        ConfigError: a family without images, or no image processor in the folder.
+    """
+    check_reads_images(path, config)
+    from transformers import AutoImageProcessor
+
+    name, is_local = located_model(path)
+    with clear_errors("image processor", path):
+        # Pillow's variant, which needs no torchvision and gives the same pixels on every machine.
+        processor = AutoImageProcessor.from_pretrained(name, local_files_only=is_local, backend="pil")
+    tokens_per_tile = 0
+    if config.model_type in _TILES:
+        eye = config.vision_config
+        tokens_per_tile = (eye.image_size // eye.patch_size) ** 2 // config.scale_factor**2
+    return ImageReader(tokenizer, processor, config.model_type, config.image_token_id, tokens_per_tile)
