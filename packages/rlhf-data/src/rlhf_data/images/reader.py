@@ -55,7 +55,7 @@ def _parts(text: str) -> list[dict[str, str]]:
     return parts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ImageReader:
     """Reads images for a model. Picklable, for worker processes.
 
