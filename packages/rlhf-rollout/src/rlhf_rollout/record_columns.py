@@ -97,8 +97,10 @@ def has_columns(stream: BinaryIO) -> bool:
     return begins
 
 
-def column_lines(path: Path, stream: BinaryIO, *, has_tokens: bool) -> Iterator[Line]:
-    """Yield the records of an open file of columns, unparsed; a damaged chunk is the last, without text.
+def column_lines(path: Path, stream: BinaryIO, *, has_tokens: bool, start: int = 0) -> Iterator[Line]:
+    """Yield the records of an open file of columns, unparsed, after the chunk that ends at the byte `start`, or all.
+
+    A damaged chunk is the last, without text.
 
     Without `has_tokens`, tokens are not read, and `Line.tokens` are empty. Raises DataError when a newer version has
     written the file.
@@ -112,7 +114,7 @@ def column_lines(path: Path, stream: BinaryIO, *, has_tokens: bool) -> Iterator[
         yield Line(1, b"", 0)
         return
     number = 1
-    start = stream.tell()
+    start = stream.seek(max(start, len(head)))
     size_bytes = os.fstat(stream.fileno()).st_size
     while head := stream.read(_CHUNK.size):
         try:

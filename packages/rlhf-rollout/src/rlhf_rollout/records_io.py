@@ -154,12 +154,13 @@ def _line(record: Mapping[str, Any]) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-def read_lines(path: str | Path, *, has_tokens: bool = True) -> Generator[Line, None, None]:
+def read_lines(path: str | Path, *, has_tokens: bool = True, start: int = 0) -> Generator[Line, None, None]:
     """Yield the records of a file of either kind, unparsed; a damaged chunk is the last. The file is open meanwhile.
 
     Args:
         path: the file.
         has_tokens: whether `tokens` are read; without, they are empty.
+        start: the `Line.end` after which reading begins, or 0 for the beginning. Lines are numbered from there.
 
     Raises:
         DataError: the file does not exist, or a newer version has written it.
@@ -169,9 +170,9 @@ def read_lines(path: str | Path, *, has_tokens: bool = True) -> Generator[Line, 
         raise DataError(missing_file("the record of rollouts", path))
     with path.open("rb") as stream:
         if path.suffix == COLUMNS or has_columns(stream):
-            yield from column_lines(path, stream, has_tokens=has_tokens)
+            yield from column_lines(path, stream, has_tokens=has_tokens, start=start)
             return
-        end = 0
+        end = stream.seek(start)
         for number, text in enumerate(stream, start=1):
             end += len(text)
             yield Line(number, text, end)

@@ -1,0 +1,1 @@
+"""What a run did, as a page: metrics, configuration, rollouts and warnings."""
