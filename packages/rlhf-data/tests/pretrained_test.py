@@ -162,10 +162,17 @@ def test_hub_that_never_answers_is_given_up_after_a_while(nobody_there, monkeypa
 
 def test_hub_that_answers_is_asked_once(nobody_there, monkeypatch):
     asked = []
-    monkeypatch.setattr("huggingface_hub.get_session", lambda: SimpleNamespace(head=lambda *_, **__: asked.append(1)))
+    date = "Sun, 06 Nov 1994 08:49:37 GMT"
+
+    def head(*_, **__):
+        asked.append(1)
+        return SimpleNamespace(headers={"date": date})
+
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: SimpleNamespace(head=head))
     assert pretrained.hub_answers() is True
     assert pretrained.located("owner/model") == ("owner/model", False)
     assert asked == [1]
+    assert pretrained.hub_date() == date
 
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -30,6 +30,7 @@ GROUPS = {
     },
     "inference": {name: command.title for name, command in ROLLOUT_COMMANDS.items()},
     "tools": {
+        "doctor": "look at this machine and its libraries, and say what to do about what is wrong",
         "replay": "repeat one step of a run from what it recorded, and compare",
         "checkpoints": "list, verify, prune and export the checkpoints of a run",
         "lora_combiner": "merge an adapter into its model",

@@ -205,24 +205,42 @@ def check_code(names: str) -> None:
 @functools.cache
 def hub_answers() -> bool:
     """Return whether the hub can be reached. Asked once: its own client would retry each file for half a minute."""
+    from huggingface_hub import constants
+
+    try:
+        hub_date()
+    except Exception as error:
+        logger.info("the hub %s does not answer, only its local cache is used: %s", constants.ENDPOINT, error)
+        return False
+    return True
+
+
+def hub_date() -> str | None:
+    """Ask the hub; return the date and time that it answers with, as HTTP writes it, or None if it tells none.
+
+    Raises:
+        TimeoutError: there is no answer in time.
+        Exception: of the HTTP library, which differs between versions of the hub's client.
+    """
     from huggingface_hub import constants, get_session
 
-    problems: list[Any] = ["no answer in time"]
+    answers: list[Any] = []
 
     def ask() -> None:
         try:
-            get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
-            problems.clear()
-        except Exception as error:  # the HTTP library, and so its errors, differs between versions of the client
-            problems.append(error)
+            answers.append(get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S).headers.get("date"))
+        except Exception as error:
+            answers.append(error)
 
     # Ask in a thread, because looking up the hub's address has no timeout.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_HUB_TIMEOUT_S)
-    if problems:
-        logger.info("the hub %s does not answer, only its local cache is used: %s", constants.ENDPOINT, problems[-1])
-    return not problems
+    if not answers:
+        raise TimeoutError("no answer in time")
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""What `rlhf doctor` looks at on a machine, one function per finding."""

@@ -1,0 +1,93 @@
+"""`python -m rlhf_cli.doctor.probe NAME`: imports one library as a run does, and writes what it found as JSON.
+
+In a process of its own, because a library that is broken may end the process, and two of them change each other.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlhf_data.errors import RlhfError
+from rlhf_rollout.host import local_gpus
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    found = {"version": torch.__version__, "cuda": torch.version.cuda, "tested": []}
+    if local_gpus():
+        torch.ones(8, device="cuda").sum().item()  # raises what is wrong with the driver, or with this build
+        found["gpus"] = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return found
+
+
+def _transformers() -> dict[str, Any]:
+    import transformers
+    from transformers import AutoModelForCausalLM  # noqa: F401
+
+    return {"version": transformers.__version__, "tested": []}
+
+
+def _vllm() -> dict[str, Any]:
+    from rlhf_rollout.engines.vllm.internals import TESTED_VERSIONS, check_vllm, version
+
+    check_vllm(on_gpu=local_gpus() > 0)
+    return {"version": version(), "tested": TESTED_VERSIONS}
+
+
+def _deepspeed() -> dict[str, Any]:
+    from rlhf_train.engine.deepspeed_internals import TESTED_VERSION, import_deepspeed
+
+    deepspeed = import_deepspeed("cuda" if local_gpus() else "cpu")
+    return {"version": deepspeed.__version__, "tested": [TESTED_VERSION, TESTED_VERSION]}
+
+
+def _ray() -> dict[str, Any]:
+    """Join the cluster that a run would join, or start one as a run does."""
+    import ray
+
+    from rlhf_rollout.ray_internals import TESTED_VERSIONS
+    from rlhf_train.cluster.ray_session import find_cluster, join, started_cluster
+
+    found: dict[str, Any] = {"version": ray.__version__, "tested": TESTED_VERSIONS, "cluster": find_cluster()}
+    if found["cluster"] is None:
+        with started_cluster(1, 0):
+            return found
+    join(found["cluster"])
+    found["nodes"] = sum(node["Alive"] for node in ray.nodes())
+    return found
+
+
+def _rank() -> dict[str, Any]:
+    """Add up one number over the ranks, as trainers do; the arguments are rank, number of ranks, port and device."""
+    import torch
+
+    from rlhf_train.engine.process_group import init_process_group
+
+    rank, num_ranks, port = map(int, sys.argv[2:5])
+    device = sys.argv[5]
+    if device == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = sys.argv[6]
+    init_process_group(rank=rank, world_size=num_ranks, master=("127.0.0.1", port), device=device)
+    total = torch.full((1 << 20,), float(rank + 1), device=device)
+    torch.distributed.all_reduce(total)
+    return {"sum": total.sum().item() / (1 << 20)}
+
+
+PROBES: Mapping[str, Callable[[], dict[str, Any]]] = {
+    "torch": _torch,
+    "transformers": _transformers,
+    "vllm": _vllm,
+    "deepspeed": _deepspeed,
+    "ray": _ray,
+    "rank": _rank,
+}
+
+if __name__ == "__main__":
+    try:
+        answer = PROBES[sys.argv[1]]()
+    except RlhfError as error:
+        answer = {"error": str(error)}
+    print(f"\n{json.dumps(answer)}", flush=True)
