@@ -32,6 +32,7 @@ GROUPS = {
     "tools": {
         "doctor": "look at this machine and its libraries, and say what to do about what is wrong",
         "replay": "repeat one step of a run from what it recorded, and compare",
+        "report": "write a page about runs: curves, rollouts with every token, warnings",
         "checkpoints": "list, verify, prune and export the checkpoints of a run",
         "lora_combiner": "merge an adapter into its model",
     },

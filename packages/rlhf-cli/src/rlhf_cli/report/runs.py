@@ -1,0 +1,168 @@
+"""What the folder of a run says besides its rollouts: metrics, configuration and its difference to the defaults."""
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.paths import CONFIG_FILE, LOG_FILE
+from rlhf_data.errors import DataError
+from rlhf_data.options.declare import Config, options
+
+METRICS_FILE = "metrics.jsonl"
+MAX_POINTS = 2000  # of a curve in a page; a screen is narrower
+_MAX_LOG_LINES = 200
+_LOG_WORDS = ("WARNING", "ERROR", "CRITICAL", "Traceback", "Error:")
+# The command by the first part of its metrics' names.
+_COMMANDS = {"rollout": "ppo", "preference": "dpo", **{name: name for name in ("sft", "rm", "kto", "prm", "kd")}}
+
+# A curve: steps and values in the order of the file. A value is None where the run had NaN or an infinity.
+Curve = list[tuple[int, float | None]]
+
+
+@dataclass(eq=False)
+class Run:
+    """A run, as its folder has it so far.
+
+    Attributes:
+        folder: of the run.
+        curves: by name of the metric.
+        config: rows of section, option, value as TOML has it, and whether it is `default` or `set`; the last is empty
+            where the command that ran is not known.
+        command: such as ppo and sft; empty if the metrics do not tell.
+        log: lines of log.txt that look like warnings or errors, the newest last.
+        num_log_lines: how many of them there are.
+        num_damaged: lines of metrics.jsonl that are no metrics.
+    """
+
+    folder: Path
+    curves: dict[str, Curve] = field(default_factory=dict)
+    config: list[tuple[str, str, Any, str]] = field(default_factory=list)
+    command: str = ""
+    log: list[str] = field(default_factory=list)
+    num_log_lines: int = 0
+    num_damaged: int = 0
+
+    @property
+    def last_step(self) -> int:
+        """The last step, or update of an offline run, that has metrics."""
+        return max((curve[-1][0] for curve in self.curves.values()), default=0)
+
+
+def read_run(folder: Path) -> Run:
+    """Return what the folder of a run has. Raises DataError if it is not the folder of a run."""
+    path = folder / METRICS_FILE
+    if not path.is_file() and not (folder / CONFIG_FILE).is_file():
+        what = "has no metrics.jsonl" if folder.is_dir() else "does not exist"
+        hint = "name the folder of a run: its --save_path, or rlhf-output/COMMAND-DATE-TIME"
+        raise DataError(f"there is no run in {folder}: it {what}", hint=hint)
+    run = Run(folder)
+    if path.is_file():
+        _read_metrics(run, path)
+    run.command = _command(run.curves)
+    run.config = _configuration(folder, run.command)
+    _read_log(run)
+    return run
+
+
+def _read_metrics(run: Run, path: Path) -> None:
+    with path.open("rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                return  # the run is writing it
+            try:
+                record = json.loads(line)
+                step = int(record.pop("step"))
+                values = {name: _value(value) for name, value in record.items()}
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                run.num_damaged += 1
+                continue
+            for name, value in values.items():
+                run.curves.setdefault(name, []).append((step, value))
+
+
+def _value(value: Any) -> float | None:
+    number = None if value is None else float(value)
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _command(curves: Mapping[str, Curve]) -> str:
+    """Return the command of a run, which the first parts of its metrics' names tell."""
+    firsts = dict.fromkeys(name.partition("/")[0] for name in curves)
+    return next((_COMMANDS[first] for first in firsts if first in _COMMANDS), "")
+
+
+def _configuration(folder: Path, command: str) -> list[tuple[str, str, Any, str]]:
+    """Return `Run.config`. Raises DataError for a file that is not TOML."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        return []
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        hint = "use the folder as the run wrote it, or remove the file: the report needs it only for the configuration"
+        raise DataError(f"{path} is not TOML: {error}", hint=hint) from None
+    defaults = _defaults(command)
+    rows = []
+    for section, table in tables.items():
+        values = table if isinstance(table, dict) else {section: table}
+        for name, value in values.items():
+            known = defaults.get(name, _UNKNOWN)
+            is_default = _same(value, known)
+            origin = "" if known is _UNKNOWN else ("default" if is_default else "set")
+            rows.append((section, name, value, origin))
+    return rows
+
+
+_UNKNOWN = object()
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value == (list(default) if isinstance(default, tuple) else default)
+
+
+def _defaults(command: str) -> dict[str, Any]:
+    """Return the default of each option of a command; empty for one that is not known."""
+    from rlhf_cli.config import offline
+    from rlhf_cli.config.ppo import PpoConfig
+
+    classes: dict[str, type[Config]] = {
+        "ppo": PpoConfig,
+        "sft": offline.SftConfig,
+        "kd": offline.KdConfig,
+        "rm": offline.RmConfig,
+        "dpo": offline.DpoConfig,
+        "kto": offline.KtoConfig,
+        "prm": offline.PrmConfig,
+    }
+    return {option.name: option.info.get_default() for option in options(classes[command])} if command else {}
+
+
+def _read_log(run: Run) -> None:
+    path = run.folder / LOG_FILE
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if any(word in line for word in _LOG_WORDS):
+                run.num_log_lines += 1
+                run.log = [*run.log, line.rstrip("\n")][-_MAX_LOG_LINES:]
+
+
+def thinned(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
+    """Return a curve of at most `max_points`: each the last step and the mean of as many points that follow each other.
+
+    A mean is over values that are not None, and None if there are none.
+    """
+    size = math.ceil(len(curve) / max_points) if curve else 1
+    if size == 1:
+        return curve
+    points: Curve = []
+    for start in range(0, len(curve), size):
+        part = curve[start : start + size]
+        known = [value for _, value in part if value is not None]
+        points.append((part[-1][0], math.fsum(known) / len(known) if known else None))
+    return points

@@ -1,0 +1,196 @@
+"""The data of a report: what is read of a run's folder, chosen of its rollouts and written into the page."""
+
+import json
+import re
+
+import pytest
+
+from report_testing import write_run
+from rlhf_cli.commands.report import main
+from rlhf_cli.report.page import html, report_data
+from rlhf_cli.report.rollouts import Row
+from rlhf_cli.report.runs import read_run, thinned
+from rlhf_cli.report.samples import choose, recorded, spread
+from rlhf_data.errors import DataError
+
+
+def data_of(*folders, max_rollouts=100, max_tokens=1000):
+    runs = []
+    for folder in folders:
+        files = recorded(folder)
+        for file in files:
+            file.read()
+        runs.append((read_run(folder), files))
+    return report_data(runs, max_rollouts, max_tokens)
+
+
+def stored(page: str):
+    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".columns"])
+def test_the_data_of_a_run(suffix, tmp_path):
+    [run] = data_of(write_run(tmp_path / "a", suffix=suffix))["runs"]
+    assert (run["name"], run["command"], run["last_step"]) == ("a", "ppo", 3)
+    assert run["curves"] == {
+        "eval/accuracy": [[0], [0.25]],
+        "policy/entropy": [[1, 2, 3], [0.5, None, 0.5]],
+        "rollout/reward": [[1, 2, 3], [0.5, 1.0, 1.5]],
+        "time/total": [[3], [12.5]],
+    }
+    assert run["config"] == [
+        ("model", "pretrain", "2+2=", "set"),
+        ("model", "bf16", False, "default"),
+        ("training", "actor_learning_rate", 1e-3, "set"),
+    ]
+    assert [finding["name"] for finding in run["findings"]] == ["finite"]
+    [file] = run["files"]
+    # An answer of one byte has two tokens, one of two bytes three.
+    assert (file["kind"], file["num_rollouts"], file["num_tokens"]) == ("training", 6, 15)
+    assert [group["step"] for group in run["groups"]] == [1, 2, 3]
+    group = run["groups"][1]
+    assert (group["id"], group["prompt"], group["label"], group["kept"]) == ("step2/0", "2+2=", "4", True)
+    assert group["prompt_tokens"] == [2, *b"2+2="]
+    right, wrong = group["rollouts"]
+    assert (right["id"], right["text"], right["reward"], right["verdict"], right["length"]) == (
+        *("step2/0/0", "4", 2.0, "ok", 2),
+    )
+    assert (right["shared"], right["tokens"], right["logprobs"]) == (5, [ord("4"), 0], [-1.0, -1.0])
+    assert (wrong["detail"], wrong["spans"]) == ("no 4", [["prompt", 5, None], ["policy", 3, 2]])
+
+
+def test_nothing_in_the_data_ends_its_element(tmp_path):
+    hostile = "</script><script>alert(1)</script><!--\u202e\x1b[31m\ud800"
+    data = data_of(write_run(tmp_path / "a", answer=hostile.replace("\ud800", "")))
+    page = html(data)
+    assert page.isascii() or hostile not in page
+    assert "</script><script>alert" not in page
+    [run] = stored(page)["runs"]
+    assert run["groups"][0]["rollouts"][0]["text"] == hostile.replace("\ud800", "")
+    data["runs"][0]["name"] = hostile
+    assert stored(html(data))["runs"][0]["name"] == hostile
+
+
+def test_the_page_loads_nothing(tmp_path):
+    page = html(data_of(write_run(tmp_path / "a")))
+    assert "default-src 'none'" in page
+    assert not re.search(r"""(src|href)=["'](?!data:,|#)""", page)
+    assert set(re.findall(r"https?://[^\s\"'<>]*", page)) == {"http://www.w3.org/2000/svg"}
+
+
+def rows(sizes):
+    """Return one row per (step, group, tokens)."""
+    rest = {"reward": None, "score": None, "verdict": None, "num_turns": 1, "finish_reason": "stop", "kept": None}
+    return [
+        Row(step=step, group_id=f"{step}/{group}", rollout_id=f"{step}/{group}/{at}", prompt_id="p", source="",
+            num_tokens=size, versions=(0, 0), start=at, place=0, **rest)
+        for at, (step, group, size) in enumerate(sizes)
+    ]  # fmt: skip
+
+
+def test_rows_that_fit_are_all_chosen():
+    listed = rows([(1, 0, 5), (1, 0, 5), (2, 0, 5)])
+    assert choose(listed, 3, 15) == listed
+    assert [row.step for row in choose(listed, 2, 15)] == [1, 1]
+    assert [row.step for row in choose(listed, 3, 9)] == [2]  # the group of ten tokens does not fit
+    assert choose(listed, 0, 15) == []
+
+
+def test_chosen_groups_are_spread_over_the_steps():
+    listed = rows([(step, group, 1) for step in range(1, 10) for group in range(4)])
+    assert [(row.step, row.group_id[2:]) for row in choose(listed, 3, 99)] == [(1, "0"), (5, "0"), (9, "0")]
+    every = choose(listed, 18, 99)
+    assert [row.step for row in every] == [step for step in range(1, 10) for _ in range(2)]
+    assert {row.group_id[2:] for row in every} == {"0", "3"}
+    wanted = choose(listed, 2, 99, ["4/2/14", "nothing"])
+    assert [row.group_id for row in wanted] == ["1/0", "4/2"]
+
+
+@pytest.mark.parametrize("size", [*range(12), 100, 257])
+def test_spread_is_an_order_of_all_numbers(size):
+    assert sorted(spread(size)) == list(range(size))
+    assert spread(9)[:5] == [0, 8, 4, 2, 6]
+
+
+def test_limits_are_shared_by_files_and_small_files_leave_the_rest(tmp_path):
+    small = write_run(tmp_path / "a", 1)
+    large = write_run(tmp_path / "b", 9)
+    one, other = data_of(small, large, max_rollouts=12)["runs"]
+    assert [sum(len(group["rollouts"]) for group in run["groups"]) for run in (one, other)] == [2, 10]
+
+
+def test_a_long_curve_becomes_means():
+    assert thinned([(step, float(step)) for step in range(1, 6)], 2) == [(3, 2.0), (5, 4.5)]
+    assert thinned([(1, None), (2, 4.0), (3, None), (4, None)], 2) == [(2, 4.0), (4, None)]
+    assert thinned([(1, 1.0), (2, 2.0)], 2) == [(1, 1.0), (2, 2.0)]
+    assert thinned([], 2) == []
+
+
+def test_names_of_runs_differ(tmp_path):
+    runs = data_of(write_run(tmp_path / "a" / "out"), write_run(tmp_path / "b" / "out"))["runs"]
+    assert [run["name"] for run in runs] == ["a/out", "b/out"]
+
+
+def test_an_offline_run_has_curves_and_configuration(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "preference/loss": 0.7, "time/update": 2}\n')
+    (tmp_path / "config.toml").write_text("[model]\nbf16 = true\n[other]\nunknown = 1\n")
+    [run] = data_of(tmp_path)["runs"]
+    assert (run["command"], run["groups"], run["files"]) == ("dpo", [], [])
+    assert run["config"] == [("model", "bf16", True, "set"), ("other", "unknown", 1, "")]
+
+
+def test_damaged_lines_are_counted(tmp_path):
+    folder = write_run(tmp_path / "a")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('nothing\n{"step": "x"}\n[1]\n{"step": 9, "a": "text"}\n{"step": 9, "unfini')
+    run = read_run(folder)
+    assert (run.num_damaged, run.last_step) == (4, 3)
+
+
+def test_the_log_gives_its_last_warnings(tmp_path):
+    folder = write_run(tmp_path / "a")
+    (folder / "log.txt").write_text("INFO fine\nWARNING hot\n" + "ERROR bad\n" * 250)
+    run = read_run(folder)
+    assert (run.num_log_lines, len(run.log), run.log[-1]) == (251, 200, "ERROR bad")
+
+
+def test_a_folder_without_a_run_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"it does not exist\n\nhint: name the folder of a run"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"it has no metrics\.jsonl"):
+        read_run(tmp_path)
+    (tmp_path / "config.toml").write_text("[[[")
+    with pytest.raises(DataError, match=r"config\.toml is not TOML: (.|\n)*hint: "):
+        read_run(tmp_path)
+
+
+def test_the_command_writes_a_page_into_the_first_run(tmp_path, capsys):
+    folder = write_run(tmp_path / "a")
+    other = write_run(tmp_path / "b", suffix=".columns")
+    assert main([str(folder), str(other), "--max_rollouts", "4"]) == 0
+    out, err = capsys.readouterr()
+    page = folder / "report.html"
+    assert f"report in {page}" in out
+    assert f"{folder}: metrics are not finite" in out
+    assert f"notice: {folder}: 2 of the 6 rollouts in rollouts.jsonl are in the page" in err
+    assert [run["folder"] for run in stored(page.read_text())["runs"]] == [str(folder), str(other)]
+    assert main(["--run", f"{folder},{other}", "--output_path", str(tmp_path / "new" / "x.html")]) == 0
+    assert len(stored((tmp_path / "new" / "x.html").read_text())["runs"]) == 2
+
+
+def test_the_command_replaces_only_reports(tmp_path, capsys):
+    folder = write_run(tmp_path / "a")
+    precious = tmp_path / "notes.html"
+    precious.write_text("mine")
+    for path in (precious, tmp_path):
+        assert main([str(folder), "--output_path", str(path)]) == 2
+        assert "exists and is no report\n\nhint: name a new file" in capsys.readouterr().err
+    assert precious.read_text() == "mine"
+    assert main([str(folder)]) == main([str(folder)]) == 0
+
+
+def test_the_command_needs_a_run(tmp_path, capsys):
+    assert main([]) == 2
+    assert "hint: write `rlhf report RUN_DIR`" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2
+    assert "there is no run in" in capsys.readouterr().err

@@ -1,0 +1,189 @@
+"""The report in a real browser: no error on its console, all parts drawn, texts of models shown as texts."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from record_testing import write_jsonl
+from report_testing import write_run
+from rlhf_cli.commands.report import main
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no program `chromium` on PATH")
+HOSTILE = (
+    "</pre></script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+    "\x1b[31m\u202eabc&lt;"
+)
+SHOWN = HOSTILE.replace("\x1b", "\u241b").replace("\u202e", "⟨U+202E⟩")
+
+
+@pytest.fixture
+def browse(tmp_path):
+    """Opens a page at a part, runs a script in it, and returns what the script's `answer` is. No error may occur."""
+
+    def browse(path, script, part="", size="1400,900"):
+        page = tmp_path / "page.html"
+        end = f"<script>setTimeout(() => {{ {script}\n answer(result); }}, 100);</script>"
+        begin = """<script>
+            const failures = [];
+            addEventListener("error", (event) => failures.push(String(event.message)));
+            function answer(value) {
+              const box = document.createElement("output");
+              box.textContent = JSON.stringify({value, failures});
+              document.body.append(box);
+            }</script>"""
+        text = path.read_text(encoding="utf-8")
+        page.write_text(
+            text.replace("<body>", "<body>" + begin, 1).replace("</body>", end + "</body>"), encoding="utf-8"
+        )
+        words = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={size}"]
+        words += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom"]
+        done = subprocess.run(
+            [CHROMIUM, *words, f"file://{page}{part}"], capture_output=True, text=True, timeout=240, check=True
+        )
+        assert "CONSOLE" not in done.stderr
+        [found] = re.findall(r"<output>(.*?)</output>", done.stdout, re.DOTALL)
+        answered = json.loads(html.unescape(found))
+        assert answered["failures"] == []
+        return answered["value"]
+
+    return browse
+
+
+def report(*folders, path):
+    assert main([*map(str, folders), "--output_path", str(path)]) == 0
+    return path
+
+
+def test_all_parts_of_two_runs_are_drawn(browse, tmp_path):
+    one = write_run(tmp_path / "one", 5)
+    two = write_run(tmp_path / "two", 4, learning_rate=2e-3, suffix=".columns")
+    path = report(one, two, path=tmp_path / "report.html")
+    found = browse(
+        path,
+        """
+        const result = {};
+        result.lines = document.querySelectorAll("#part-curves .chart path.line").length;
+        const charts = [...document.querySelectorAll("#part-curves .chart figcaption")];
+        result.charts = charts.map((each) => each.innerText.replace(/\\s+/g, " "));
+        for (const name of ["rollouts", "warnings", "config", "log"]) {
+          show(name);
+          result[name] = document.getElementById("part-" + name).innerText;
+        }
+        result.title = document.title;
+        """,
+    )
+    assert found["title"] == "rlhf report: one, two"
+    # Two metrics of the main group have more than one point, each in two runs.
+    assert found["lines"] == 4
+    assert found["charts"] == ["rollout/reward 2.5 2", "policy/entropy 0.5 0.5"]
+    assert "18 of 18 rollouts" in found["rollouts"]
+    assert "Group of 2, mean reward 0.5" in found["rollouts"]
+    assert found["warnings"].count("Metrics are not finite") == 2
+    assert "actor_learning_rate" in found["config"]
+    assert "0.002" in found["config"]
+    assert "pretrain" not in found["config"]  # the same in both
+    assert "log.txt has no line" in found["log"]
+
+
+def test_texts_are_shown_as_texts(browse, tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    folder = write_run(tmp_path / "run", prompt=HOSTILE, answer=HOSTILE)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, f"rollout/{HOSTILE}": 1.0}) + "\n")
+    (folder / "log.txt").write_text(f"ERROR {HOSTILE}\n")
+    (folder / "model").mkdir()
+    Tokenizer(WordLevel({HOSTILE: ord("<"), "[UNK]": 1}, unk_token="[UNK]")).save(str(folder / "model/tokenizer.json"))
+    path = report(folder, path=tmp_path / "report.html")
+    found = browse(
+        path,
+        """
+        const result = {};
+        show("rollouts"); show("warnings"); show("config"); show("log"); show("curves");
+        result.title = document.title;
+        result.elements = document.querySelectorAll("main img, main script").length;
+        result.prompt = document.querySelector(".prompt pre").textContent;
+        result.plain = document.querySelector("details pre").textContent;
+        result.token = document.querySelector(".t").textContent;
+        result.values = document.querySelector(".t").values;
+        result.log = document.querySelector("pre.log").textContent;
+        result.detail = document.querySelector(".detail").textContent;
+        """,
+    )
+    assert found["title"] == "rlhf report: run"
+    assert found["elements"] == 0
+    assert found["prompt"] == found["plain"] == found["token"] == SHOWN
+    assert found["values"].startswith("token 60 · ")
+    assert found["values"].endswith("policy · log-prob -1 · probability 0.3679 · version 0")
+    assert found["log"] == f"ERROR {SHOWN}"
+
+
+def test_the_browser_filters_sorts_and_links(browse, tmp_path):
+    path = report(write_run(tmp_path / "run", 12), path=tmp_path / "report.html")
+    found = browse(
+        path,
+        """
+        const result = {};
+        const set = (id, value) => { document.getElementById(id).value = value; applyFilters(); };
+        const ids = () => browser.shown.map((item) => item.rollout.id);
+        result.opened = browser.key;
+        set("f-verdict", "ok"); result.ok = ids().length;
+        set("f-step0", "11"); result.late = ids();
+        set("f-verdict", ""); set("f-reward1", "0"); result.zero = ids();
+        set("f-step0", ""); set("f-reward1", ""); set("f-text", "4!"); result.text = ids().length;
+        set("f-text", "2+2"); result.prompt = ids().length;
+        sortBy("reward"); result.best = ids().slice(0, 2);
+        sortBy("reward"); result.worst = ids()[0];
+        browser.list.dispatchEvent(new KeyboardEvent("keydown", {key: "End"}));
+        result.hash = decodeURIComponent(location.hash);
+        """,
+        part="#rollouts/0~training~7~step7%2F0%2F1",
+    )
+    assert found["opened"] == "0~training~7~step7/0/1"
+    assert found["ok"] == 12
+    assert found["late"] == ["step11/0/0", "step12/0/0"]
+    assert found["zero"] == ["step11/0/1", "step12/0/1"]
+    assert (found["text"], found["prompt"]) == (12, 24)
+    assert found["best"] == ["step12/0/0", "step11/0/0"]
+    assert found["worst"] == "step1/0/1"
+    assert found["hash"] == "#rollouts/0~training~12~step12/0/0"
+
+
+@pytest.mark.parametrize("size", ["390,800", "1920,1000"])
+def test_nothing_is_wider_than_the_screen(size, browse, tmp_path):
+    path = report(write_run(tmp_path / "run"), write_run(tmp_path / "other"), path=tmp_path / "report.html")
+    script = """
+        const result = [];
+        for (const part of PARTS) { show(part.name); result.push(document.documentElement.scrollWidth - innerWidth); }
+    """
+    assert max(browse(path, script, size=size)) <= 0
+
+
+def test_ten_thousand_rollouts_open(browse, tmp_path):
+    folder = write_run(tmp_path / "run", 1)
+    [right, wrong] = map(json.loads, (folder / "rollouts.jsonl").read_text().splitlines())
+    records = []
+    for step in range(1, 5001):
+        for at, record in enumerate((right, wrong)):
+            ids = {"group_id": f"g{step}", "rollout_id": f"g{step}/{at}", "episode_id": f"g{step}/{at}"}
+            records.append({**record, "step": step, **ids})
+    write_jsonl(folder / "rollouts.jsonl", records)
+    found = browse(
+        report(folder, path=tmp_path / "report.html"),
+        """
+        document.getElementById("f-verdict").value = "ok"; applyFilters();
+        browser.list.scrollTop = 4000 * ROW_HEIGHT; drawRows();
+        const result = [browser.items.length, browser.shown.length, browser.rows.childElementCount];
+        result.push(browser.rows.innerText.includes("4,001"));
+        """,
+        part="#rollouts",
+    )
+    assert found[:2] == [10_000, 5000]
+    assert found[2] < 100  # only rows that can be seen are elements
+    assert found[3]
