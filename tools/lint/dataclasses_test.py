@@ -9,8 +9,8 @@ CHANGING = {
     "Absent", "Answer", "Asked", "BucketInitInfo", "BucketUpdateInfo", "CallError", "Checkpointer", "Client",
     "Controller", "Draft", "EngineSupervisor", "EnvironmentAgent", "EpisodeRecorder", "Evaluator", "GatewaySession",
     "GenerationCounts", "GenerationService", "GroupMaker", "Job", "LoadBalance", "PackGraph", "Patience", "Reply",
-    "Report", "Request", "Residence", "RowErrors", "Sample", "StepTable", "Ticket", "Turns", "_Branch", "_Place",
-    "_Request", "_Running", "_Session", "_Slot", "_Split", "_Work",
+    "Report", "Request", "Residence", "RowErrors", "Sample", "StepCounts", "StepTable", "Ticket", "Turns", "_Branch",
+    "_Place", "_Request", "_Running", "_Session", "_Slot", "_Split", "_Work",
 }  # fmt: skip
 # With slots a class cannot have two parents that have fields, as a job has, nor attributes that are no fields.
 WITHOUT_SLOTS = {

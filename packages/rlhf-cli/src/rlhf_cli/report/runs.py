@@ -3,8 +3,10 @@
 import json
 import math
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ _COMMANDS = {"rollout": "ppo", "preference": "dpo", **{name: name for name in ("
 Curve = list[tuple[int, float | None]]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """A run, as its folder has it so far.
 
@@ -39,12 +41,12 @@ class Run:
     """
 
     folder: Path
-    curves: dict[str, Curve] = field(default_factory=dict)
-    config: list[tuple[str, str, Any, str]] = field(default_factory=list)
-    command: str = ""
-    log: list[str] = field(default_factory=list)
-    num_log_lines: int = 0
-    num_damaged: int = 0
+    curves: Mapping[str, Curve]
+    config: Sequence[tuple[str, str, Any, str]]
+    command: str
+    log: Sequence[str]
+    num_log_lines: int
+    num_damaged: int
 
     @property
     def last_step(self) -> int:
@@ -59,29 +61,37 @@ def read_run(folder: Path) -> Run:
         what = "has no metrics.jsonl" if folder.is_dir() else "does not exist"
         hint = "name the folder of a run: its --save_path, or rlhf-output/COMMAND-DATE-TIME"
         raise DataError(f"there is no run in {folder}: it {what}", hint=hint)
-    run = Run(folder)
-    if path.is_file():
-        _read_metrics(run, path)
-    run.command = _command(run.curves)
-    run.config = _configuration(folder, run.command)
-    _read_log(run)
-    return run
+    curves, num_damaged = _metrics(path)
+    command = _command(curves)
+    log, num_log_lines = _log(folder / LOG_FILE)
+    return Run(
+        folder=folder,
+        curves=curves,
+        config=_configuration(folder, command),
+        command=command,
+        log=log,
+        num_log_lines=num_log_lines,
+        num_damaged=num_damaged,
+    )
 
 
-def _read_metrics(run: Run, path: Path) -> None:
-    with path.open("rb") as lines:
-        for line in lines:
-            if not line.endswith(b"\n"):
-                return  # the run is writing it
-            try:
-                record = json.loads(line)
-                step = int(record.pop("step"))
-                values = {name: _value(value) for name, value in record.items()}
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                run.num_damaged += 1
-                continue
-            for name, value in values.items():
-                run.curves.setdefault(name, []).append((step, value))
+def _metrics(path: Path) -> tuple[dict[str, Curve], int]:
+    """Return the curves of a file of metrics and the number of damaged lines; nothing if there is no file yet."""
+    curves: dict[str, Curve] = {}
+    num_damaged = 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
+        if not line.endswith(b"\n"):
+            break  # the run is writing it
+        try:
+            record = json.loads(line)
+            step = int(record.pop("step"))
+            values = {name: _value(value) for name, value in record.items()}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            num_damaged += 1
+            continue
+        for name, value in values.items():
+            curves.setdefault(name, []).append((step, value))
+    return curves, num_damaged
 
 
 def _value(value: Any) -> float | None:
@@ -141,15 +151,16 @@ def _defaults(command: str) -> dict[str, Any]:
     return {option.name: option.info.get_default() for option in options(classes[command])} if command else {}
 
 
-def _read_log(run: Run) -> None:
-    path = run.folder / LOG_FILE
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
+def _log(path: Path) -> tuple[list[str], int]:
+    """Return the last lines of a log that look like warnings or errors, and the number of all of them."""
+    found: deque[str] = deque(maxlen=_MAX_LOG_LINES)
+    number = 0
+    with path.open(encoding="utf-8", errors="replace") if path.is_file() else nullcontext(()) as lines:
         for line in lines:
             if any(word in line for word in _LOG_WORDS):
-                run.num_log_lines += 1
-                run.log = [*run.log, line.rstrip("\n")][-_MAX_LOG_LINES:]
+                number += 1
+                found.append(line.rstrip("\n"))
+    return list(found), number
 
 
 def thinned(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
