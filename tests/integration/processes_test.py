@@ -301,21 +301,6 @@ def scoring_job(folders, **request):
     return SimpleNamespace(plan=plan, reward=reward, engine=EngineSpec(model="none"))
 
 
-def test_reward_models_run_in_as_many_replicas_as_planned(cluster, tmp_path):
-    folders = [tiny_reward_model_dir(tmp_path / "a"), tiny_reward_model_dir(tmp_path / "b", seed=5, mean=1.0, std=2.0)]
-    job = scoring_job(folders, reward_ranks=2)
-    sequences = [[3, 4, 5], [6]]
-    with placed_bundles(job.plan) as reserved:
-        scorers = start_scorers(job, reserved)
-        scores = [
-            wait([replica.handle.call.remote("score", sequences) for replica in replicas]) for replicas in scorers
-        ]
-        moments = [wait([replica.handle.has_moments.remote() for replica in replicas]) for replicas in scorers]
-    assert moments == [[False, False], [True, True]]
-    assert [len(replicas) for replicas in scorers] == [2, 2]
-    assert scores[0][0] == scores[0][1] != scores[1][0] == scores[1][1]
-
-
 def test_reward_models_that_judge_steps_know_what_ends_a_step_and_others_do_not(monkeypatch):
     started = []
     monkeypatch.setattr(processes, "_start_one", lambda *places, **options: started.append((places[2:], options)))

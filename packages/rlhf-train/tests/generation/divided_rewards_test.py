@@ -63,14 +63,8 @@ def sequences(count: int, seed: int = 0) -> list[np.ndarray]:
     return [rng.integers(3, VOCAB_SIZE, rng.integers(1, 40)).astype(np.int32) for _ in range(count)]
 
 
-def starts_of(path: str, started: list | None = None, *, num_ranks: int = 2, **options):
-    def start():
-        handle = ray.remote(Reachable).options(num_cpus=0).remote(path, dtype="float32", **options)
-        if started is not None:
-            started.append(handle)
-        return handle
-
-    return [start] * num_ranks
+def starts_of(path: str, *, num_ranks: int, **options):
+    return [lambda: ray.remote(Reachable).options(num_cpus=0).remote(path, dtype="float32", **options)] * num_ranks
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +74,7 @@ def scorer(folder):
 
 
 class Reachable(RewardRank):
-    """Says which process it is, and how much of the weights it has."""
-
-    def pid(self) -> int:
-        return os.getpid()
+    """Says how much of the weights it has."""
 
     def weights_here(self) -> tuple[int, int]:
         from rlhf_train.engine.deepspeed_internals import frozen_parts
@@ -187,20 +178,19 @@ def test_requests_that_wait_share_a_call_up_to_its_limit():
 
 def test_model_without_a_score_is_an_error_of_the_start(tmp_path):
     path = str(tiny_model_dir(tmp_path / "actor"))
-    scorer = DividedScorer(starts_of(path), batch_size=4, on_cpu=True)
-    for handle in scorer.handles:
-        with pytest.raises(ConfigError, match="has no scalar head"), plain_errors(RewardError):
-            ray.get(handle.ready.remote())
+    scorer = DividedScorer(starts_of(path, num_ranks=1), batch_size=4, on_cpu=True)
+    with pytest.raises(ConfigError, match="has no scalar head"), plain_errors(RewardError):
+        ray.get(scorer.handles[0].ready.remote())
     with pytest.raises(ConfigError, match="has no scalar head"):
         asyncio.run(scorer.score(sequences(1)))
 
 
-def test_processes_start_again_after_one_has_died_and_lose_no_score(folder):
+@pytest.mark.parametrize("count", [1, 6])
+def test_processes_start_again_after_one_has_died_and_lose_no_score(count):
     started: list = []
-    scorer = DividedScorer(starts_of(folder, started), batch_size=4, on_cpu=True)
+    scorer = DividedScorer(light_starts(started), batch_size=4, on_cpu=True)
     reward = ModelReward([scorer], CallOptions(batch_size=8), timeout_s=120)
-    rollouts = random_rollouts(6, vocab_size=VOCAB_SIZE)
-    wanted = expected(folder, [rollout.token_ids for rollout in rollouts])
+    rollouts = random_rollouts(count, vocab_size=VOCAB_SIZE)
 
     async def verdicts(kills: bool):
         if kills:
@@ -211,24 +201,10 @@ def test_processes_start_again_after_one_has_died_and_lose_no_score(folder):
         return await verdicts(False), await verdicts(True)
 
     for found in asyncio.run(both()):
-        assert [verdict.reward for verdict in found] == pytest.approx(wanted, abs=1e-5)
+        assert [verdict.reward for verdict in found] == sums(rollout.token_ids for rollout in rollouts)
     assert len(started) == 4
     with pytest.raises(RewardError), plain_errors(RewardError):  # the others ended, too: they would wait for it
         ray.get(started[0].pid.remote())
-
-
-def test_a_single_sequence_whose_call_a_death_ends_is_scored_by_new_processes():
-    started: list = []
-    scorer = DividedScorer(light_starts(started), batch_size=4, on_cpu=True)
-    wanted = sequences(1)
-
-    async def calls():
-        await scorer.score(sequences(2))
-        os.kill(await started[0].pid.remote(), signal.SIGKILL)
-        return await scorer.score(wanted)
-
-    assert asyncio.run(calls()) == sums(wanted)
-    assert len(started) == 4
 
 
 class Dying(Light):
@@ -335,24 +311,27 @@ def test_a_divided_model_has_the_frequencies_of_the_longest_sequence_of_the_run(
     rope |= {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
     folder = tiny_reward_model_dir(tmp_path, architecture="llama", rope_parameters=rope, initializer_range=0.5)
     wanted = [np.arange(20, 30, dtype=np.int32)]
-    for max_length, factor in ((8, 1.0), (9, 4.0)):
-        divided = DividedScorer(starts_of(str(folder), num_ranks=1, max_length=max_length), batch_size=4)
-        found = asyncio.run(divided.score(wanted))
-        plain = AutoModelForSequenceClassification.from_pretrained(
-            folder, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": factor}
-        )
-        assert found == pytest.approx(plain(torch.tensor(np.array(wanted))).logits[0].tolist(), abs=1e-5)
+    divided = DividedScorer(starts_of(str(folder), num_ranks=1, max_length=9), batch_size=4)
+    found = asyncio.run(divided.score(wanted))
+    plain = AutoModelForSequenceClassification.from_pretrained(
+        folder, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    )
+    assert found == pytest.approx(plain(torch.tensor(np.array(wanted))).logits[0].tolist(), abs=1e-5)
 
 
 def test_a_run_starts_one_scorer_of_a_divided_model_and_replicas_of_another(folder, tmp_path):
-    paths = (folder, str(tiny_reward_model_dir(tmp_path / "other", vocab_size=VOCAB_SIZE, seed=5)))
+    sizes = {"vocab_size": VOCAB_SIZE, "mean": 1.0, "std": 3.0}
+    paths = (folder, str(tiny_reward_model_dir(tmp_path / "other", seed=5, **sizes)))
     sources = tuple(RewardSource(kind="model", targets=(path,)) for path in paths)
-    reward = RewardSpec(sources=sources, calls=CallOptions(batch_size=2), divided_models=(folder,))
+    calls = CallOptions(batch_size=2)
+    reward = RewardSpec(sources=sources, calls=calls, divided_models=(folder,), normalize_reward=True)
     plan = plan_placement(PlacementRequest(ranks={"actor": 1}, reward_ranks=2), [])
     job = SimpleNamespace(plan=plan, reward=reward, engine=EngineSpec(model="none"))
     wanted = sequences(5)
     with placed_bundles(plan) as reserved:
         [divided], replicas = start_scorers(job, reserved)
         assert (len(divided.handles), len(replicas)) == (2, 2)
-        assert asyncio.run(divided.score(wanted)) == pytest.approx(expected(folder, wanted), abs=1e-5)
-        assert asyncio.run(replicas[1].score(wanted)) == pytest.approx(expected(paths[1], wanted), abs=1e-5)
+        for path, scorer in zip((folder, paths[1], paths[1]), (divided, *replicas), strict=True):
+            normalized = expected(path, wanted, normalize=True)
+            assert asyncio.run(scorer.score(wanted)) == pytest.approx(normalized, abs=1e-5)
+        assert ray.get([replica.handle.has_moments.remote() for replica in replicas]) == [True, True]

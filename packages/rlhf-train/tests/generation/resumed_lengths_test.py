@@ -20,7 +20,7 @@ from rlhf_train.run.ledger import Ledger
 from rlhf_train.run.saved.state import read_state, write_state
 from simulated import simulate
 
-LONGEST = 100
+LONGEST = 40
 NUM_BATCHES = 60
 BATCH_SIZE = 16
 SPEC = EngineSpec(model="fake", request_timeout_s=1e6, control_timeout_s=1e6, max_model_len=1024)
@@ -85,7 +85,7 @@ async def run(num_samples, staleness, deaths):
     trained = []
     num_deaths = 0
     for _ in range(NUM_BATCHES):
-        trained += await trainer.step(train_s=rng.uniform(10, 30))
+        trained += await trainer.step(train_s=rng.uniform(4, 12))
         if rng.random() < deaths:
             state = trainer.checkpoint()
             await trainer.service.close()
@@ -94,13 +94,12 @@ async def run(num_samples, staleness, deaths):
     return trained, num_deaths
 
 
-@pytest.mark.parametrize("num_samples", [1, 4])
-@pytest.mark.parametrize(("staleness", "deaths"), [(2, 0.0), (2, 0.5), (2, 1.0), (0, 0.5)])
+@pytest.mark.parametrize(("num_samples", "staleness", "deaths"), [(4, 2, 0.5), (1, 2, 1.0), (1, 0, 0.5)])
 def test_lengths_of_what_is_trained_are_those_that_were_asked_for(num_samples, staleness, deaths):
     trained, num_deaths = simulate(run(num_samples, staleness, deaths))
     lengths = np.array([rollout.num_response_tokens for rollout in trained])
     assert len(lengths) == NUM_BATCHES * BATCH_SIZE * num_samples
-    assert (num_deaths > 0) == (deaths > 0)
+    assert num_deaths > 0
     found = np.searchsorted(np.sort(lengths), np.arange(1, LONGEST + 1), side="right") / len(lengths)
     distance = np.abs(found - np.arange(1, LONGEST + 1) / LONGEST).max()
     # A sample of that size is farther away (Kolmogorov-Smirnov) in one of a hundred cases.
