@@ -22,18 +22,8 @@ from rlhf_train.engine.shards import Shards
 from rlhf_train.run.checkpoint import Checkpoints, write_receipt
 
 PAIRS = [{"prompt": f"{number}+1=", "chosen": str(number + 1), "rejected": "no"} for number in range(12)]
-TRAIN = [
-    "--pretrain",
-    "builtin",
-    "--train_batch_size",
-    "4",
-    "--max_epochs",
-    "2",
-    "--max_len",
-    "64",
-    "--zero_stage",
-    "0",
-]
+TRAIN = ["--pretrain", "builtin", "--train_batch_size", "4", "--max_epochs", "2"]
+TRAIN += ["--max_len", "64", "--zero_stage", "0"]
 SFT = ["sft", *TRAIN, "--dataset", "rows.jsonl", "--input_key", "prompt", "--output_key", "chosen"]
 RM = ["rm", *TRAIN, "--dataset", "rows.jsonl", "--eval_dataset", "rows.jsonl", "--prompt_key", "prompt"]
 
@@ -99,20 +89,14 @@ def test_terminated_run_says_how_it_continues_and_does_so_with_the_folder_alone(
     assert summary.keys() == {"step", "time/total"} and summary["step"] == 6
 
 
-def test_ended_run_starts_nothing(home, capsys, monkeypatch):
+@pytest.mark.parametrize("shorter", [[], ["--max_epochs", "1"]])
+def test_ended_run_starts_nothing(home, capsys, monkeypatch, shorter):
     with monkeypatch.context() as patch:
         patch.setattr("rlhf_train.offline.job.run_offline", lambda *_: pytest.fail("a run was started"))
-        assert main(["sft", "--resume", "whole"]) == 0
-    said = f"the run in {home}/whole has done its 6 update(s): nothing is left to do\n\nhint: a larger --max_epochs"
-    assert said in capsys.readouterr().out
-
-
-def test_ended_run_that_is_made_shorter_starts_nothing(home, capsys, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr("rlhf_train.offline.job.run_offline", lambda *_: pytest.fail("a run was started"))
-        assert main(["sft", "--resume", "whole", "--max_epochs", "1"]) == 0
+        assert main(["sft", "--resume", "whole", *shorter]) == 0
     said = capsys.readouterr()
-    assert f"the run in {home}/whole has done its 6 update(s): nothing is left to do\n\nhint: a larger" in said.out
+    wanted = f"the run in {home}/whole has done its 6 update(s): nothing is left to do\n\nhint: a larger --max_epochs"
+    assert wanted in said.out
     assert "learning rates" not in said.err
 
 

@@ -30,17 +30,8 @@ def start(folder: Path, *launcher: str, flags: tuple[str, ...] = ()) -> subproce
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     words = ["--pretrain", "builtin", "--dataset", str(data), "--input_key", "prompt", "--output_key", "answer"]
     words += ["--apply_chat_template", "--max_len", "64", "--train_batch_size", "8", "--micro_train_batch_size", "3"]
-    words += [
-        "--learning_rate",
-        "1e-4",
-        "--lr_scheduler",
-        "constant",
-        "--lr_warmup_ratio",
-        "0",
-        "--save_path",
-        str(folder / "out"),
-        *flags,
-    ]
+    words += ["--learning_rate", "1e-4", "--lr_scheduler", "constant", "--lr_warmup_ratio", "0"]
+    words += ["--save_path", str(folder / "out"), *flags]
     launcher = tuple(str(free_port()) if word == "FREE" else word for word in launcher)
     module = ["--module"] if "deepspeed" in "".join(launcher) else ["-m"]
     command = [*(["-m", *launcher] if launcher else []), *module, "rlhf_cli.train_sft", *words]

@@ -1,7 +1,6 @@
-"""`rm`, `dpo`, `kto`, `prm` and `kd` from their flags to a model folder, on real DeepSpeed in this process."""
+"""The offline commands from their flags to a model folder, on real DeepSpeed in this process."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +28,7 @@ STEPS = [
 ROWS = {"pairs": PAIRS * 2, "answers": ANSWERS, "steps": STEPS}
 QUESTIONS = {"input_key": "question", "output_key": "answer"}
 OF = {
+    "sft": {"dataset": "answers.jsonl", **QUESTIONS, "apply_chat_template": ""},
     "rm": {"dataset": "pairs.jsonl"},
     "dpo": {"dataset": "pairs.jsonl", "beta": 0.5},
     "kto": {"dataset": "answers.jsonl", **QUESTIONS, "label_key": "good", "beta": 0.5},
@@ -82,6 +82,7 @@ def measured(folder: Path, name: str) -> list[float]:
 @pytest.mark.parametrize(
     ("command", "changes"),
     [
+        ("sft", {}),
         ("rm", {}),
         ("rm", {"margin_loss": "", "margin_key": "better_by"}),
         ("rm", {"loss": "logexp", "packing_samples": "", "micro_batch_tokens": 128}),
@@ -198,13 +199,15 @@ def test_config_that_a_run_leaves_runs_again_from_another_folder(folder, models,
     (folder / "elsewhere").mkdir()
     monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder / "elsewhere"))
     assert run("dpo", ["--config", "../run.toml", "--dry_run"]) == 0
-    assert "16 examples x 1 epochs = 4 updates of 4" in capsys.readouterr().out
+    assert "16 examples x 1 epochs = 4 updates of 4 on 1 process(es), 2 per pass" in capsys.readouterr().out
     assert [path.name for path in (folder / "elsewhere").iterdir()] == []
 
 
 @pytest.mark.parametrize(
     ("command", "changes", "message"),
     [
+        ("sft", {"output_key": "reply"}, "unknown key `reply`; known: answer, good, question"),
+        ("sft", {"max_len": 4096}, "has a context of"),
         ("rm", {"dataset": "pair.jsonl"}, "pair.jsonl does not exist"),
         ("rm", {"chosen_key": "chosn"}, "--chosen_key: "),
         ("rm", {"margin_loss": "", "loss": "logexp"}, "--loss logexp has no margin"),
@@ -234,16 +237,6 @@ def test_bad_input_is_refused_before_a_model_loads(folder, models, capsys, monke
     assert run(command, flags(command, models, **changes)) == 2
     assert message in capsys.readouterr().err
     assert not (folder / "out").exists()
-
-
-def test_reward_model_from_a_classifier_of_two_labels_is_refused_in_the_dry_run(folder, models, capsys):
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    shutil.copytree(models / "base", folder / "two")
-    config = AutoConfig.from_pretrained(folder / "two", num_labels=2)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "two")
-    assert run("rm", [*flags("rm", models, pretrain="two"), "--dry_run"]) == 2
-    assert "--pretrain: the head score.weight of the model" in capsys.readouterr().err
 
 
 def test_bad_rows_end_a_run_or_are_left_out(folder, models, capsys):

@@ -135,14 +135,6 @@ def test_make_job_masks_the_same_ids_in_the_engine_and_in_models_that_give_log_p
     }
 
 
-def test_make_job_algorithm_takes_every_number():
-    argv = ["--eps_clip_low_high", "0.1", "0.3", "--value_clip", "None", "--no_advantage_std_norm", "--use_kl_loss"]
-    spec = make(configure(*argv, "--kl_estimator", "k3", "--gamma", "0.9", "--lambd", "0.8"), CPU).algorithm
-    objective = spec.objective
-    assert (objective.clip_low, objective.clip_high, spec.value_clip, spec.whiten_std) == (0.1, 0.3, None, False)
-    assert (spec.use_kl_loss, spec.objective.kl_estimator, spec.gamma, spec.lambd) == (True, "k3", 0.9, 0.8)
-
-
 @pytest.mark.parametrize(("num_gpus", "sleeps", "transfer"), [(CPU, False, "shared_memory"), (ONE_GPU, True, "ipc")])
 @pytest.mark.parametrize("stage", ["0", "3"])
 def test_make_job_sleeps_and_syncs_by_ipc_where_processes_share_a_gpu(num_gpus, sleeps, transfer, stage):
