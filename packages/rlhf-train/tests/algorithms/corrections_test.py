@@ -19,18 +19,6 @@ def weights(level: str, ratios: Tensor = RATIOS, mask: Tensor = MASK) -> Tensor:
     return importance_weights(engine + ratios.log(), engine, mask, level=level)
 
 
-@pytest.mark.parametrize(
-    ("level", "expected"),
-    [
-        ("token", [[2.0, 8.0, 1.0], [0.5, 1.0, 1.0], [1.0, 1.0, 1.0]]),
-        ("sequence", [[16.0, 16.0, 1.0], [0.5, 1.0, 1.0], [1.0, 1.0, 1.0]]),  # 2 x 8
-        ("geometric", [[4.0, 4.0, 1.0], [0.5, 1.0, 1.0], [1.0, 1.0, 1.0]]),  # (2 x 8)^(1/2)
-    ],
-)
-def test_importance_weights_match_hand_values(level, expected):
-    assert torch.allclose(weights(level), torch.tensor(expected))
-
-
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_importance_weights_of_equal_logprobs_are_exactly_one_and_of_extremes_finite(level):
     logprobs = torch.randn(3, 5)
@@ -47,13 +35,6 @@ def test_importance_weights_do_not_see_what_is_not_trained(level):
     assert torch.equal(weights(level, poisoned), weights(level))
     order = [2, 0, 1]
     assert torch.equal(weights(level, RATIOS[order], MASK[order]), weights(level)[order])
-
-
-def test_importance_weights_make_the_engines_samples_those_of_the_trainer():
-    # Over all tokens that an engine of q may draw, the weighted mean of any f is its mean under the trainer's p.
-    p, q, f = (torch.tensor(numbers).double() for numbers in ([0.7, 0.2, 0.1], [0.3, 0.3, 0.4], [1.0, -2.0, 5.0]))
-    weight = importance_weights(p.log()[None], q.log()[None], torch.ones(1, 3).bool(), level="token")[0]
-    assert (q * weight * f).sum().item() == pytest.approx((p * f).sum().item())
 
 
 def test_truncate_sets_weights_to_the_bounds_and_keeps_every_token():

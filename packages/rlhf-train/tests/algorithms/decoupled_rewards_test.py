@@ -9,17 +9,6 @@ import pytest
 from rlhf_train.algorithms.group import decoupled_rewards
 
 
-def test_decoupled_rewards_match_hand_values():
-    # a: both rewards differ, z is -1 and 1 for each; b: one differs. Sums -2, 2, -1, 1, with the deviation sqrt(2.5).
-    # Compared as sums (0, 2 and 1, 2), both groups would have -1 and 1.
-    rewards = np.array([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
-    ids = ["a", "b", "a", "b"]
-    assert np.allclose(decoupled_rewards(rewards, [1.0, 1.0], ids, over_batch=False), [-2, -1, 2, 1], atol=1e-5)
-    assert np.allclose(decoupled_rewards(rewards, [1.0, 1.0], ids), np.array([-2, -1, 2, 1]) / 2.5**0.5, atol=1e-5)
-    weighed = decoupled_rewards(rewards, [1.0, -0.5], ids, over_batch=False)
-    assert np.allclose(weighed, [-0.5, -1, 0.5, 1], atol=1e-5)
-
-
 def test_decoupled_rewards_compare_the_rewards_of_those_that_have_one():
     # The first source scores group a and one of b, the second b. A reward alone in its group is compared with nothing.
     none = float("nan")
@@ -48,12 +37,6 @@ def test_decoupled_rewards_match_the_formula_written_out(seed):
     mean, deviation = statistics.fmean(sums), statistics.pstdev(sums)
     expected = [(total - mean) / (deviation + 1e-6) for total in sums]
     assert np.allclose(decoupled_rewards(np.array(rewards), weights, ids), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_decoupled_rewards_do_not_depend_on_the_scale_of_a_source():
-    rewards = np.array([[0.0, 3.0], [1.0, 1.0], [1.0, 2.0]])
-    plain = decoupled_rewards(rewards, [1.0, 1.0], ["a"] * 3)
-    assert np.allclose(decoupled_rewards(rewards * [1.0, 1000.0], [1.0, 1.0], ["a"] * 3), plain, atol=1e-5)
 
 
 def test_decoupled_rewards_of_groups_that_say_nothing_are_exactly_zero():

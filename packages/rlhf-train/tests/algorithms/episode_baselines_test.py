@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from rlhf_train.algorithms.group import (
-    decoupled_rewards,
     leave_one_out,
     relative_rewards,
     relative_token_rewards,
@@ -35,18 +34,6 @@ def test_leave_one_out_compares_with_the_mean_rewards_of_the_other_episodes():
     assert leave_one_out(np.array([1.0, 3.0]), ["g"] * 2, ["a", "a"]).tolist() == [0.0, 0.0]
 
 
-def test_rewards_normalised_each_by_itself_count_an_episode_once():
-    # Episodes of rewards (1, 0), (4, 2) and (7, 4); the first one has two rollouts. Means 4 and 2, deviations 6^0.5 and
-    # (8 / 3)^0.5, so that both rewards say -+1.2247.
-    rewards = np.array([[1.0, 0.0], [1.0, 0.0], [4.0, 2.0], [7.0, 4.0]])
-    ids = {"group_ids": ["g"] * 4, "episode_ids": ["a", "a", "b", "c"]}
-    far = 1.5**0.5
-    sums = decoupled_rewards(rewards, [1.0, 1.0], over_batch=False, **ids)
-    np.testing.assert_allclose(sums, np.array([-2, -2, 0, 2]) * far, atol=1e-5)
-    # Over the batch, the sums have the mean 0 and the deviation 2 again.
-    np.testing.assert_allclose(decoupled_rewards(rewards, [1.0, 1.0], **ids), np.array([-1, -1, 0, 1]) * far, atol=1e-5)
-
-
 def test_rewards_of_steps_count_an_episode_once():
     # Episode a has two rollouts, with steps 1 and 5, 3: half of 1 + 5 + 3 over half of 3 steps. Episode b has 7.
     steps = [np.array([1.0]), np.array([5.0, 3.0]), np.array([7.0])]
@@ -60,22 +47,6 @@ def test_rewards_of_steps_count_an_episode_once():
     std = ((0.5 * ((1 - mean) ** 2 + (5 - mean) ** 2 + (3 - mean) ** 2) + (7 - mean) ** 2) / 2.5) ** 0.5 + 1e-6
     found = relative_token_rewards(steps, baseline="group_mean_std", **ids)
     np.testing.assert_allclose(np.concatenate(found), (np.array([1, 5, 3, 7]) - mean) / std, atol=1e-12)
-
-
-def test_what_follows_from_a_turn_is_compared_with_the_same_turn_of_the_group():
-    # With turn_gamma 0.5 what follows is 1.5, 1, 2 and 2, 4 and 3. First turns have the mean 13 / 6, second ones 2.5;
-    # one episode alone has a third turn.
-    rewards = [np.array([1.0, 0.0, 2.0]), np.array([0.0, 4.0]), np.array([3.0])]
-    found = relative_turn_rewards(rewards, ["g"] * 3, "group_mean", turn_gamma=0.5)
-    advantages = [[1.5 - 13 / 6, 1 - 2.5, 0.0], [2 - 13 / 6, 4 - 2.5], [3 - 13 / 6]]
-    expected = [
-        [advantages[0][0] + 0.5 * 1.5, -1.5, 0.0],
-        [advantages[1][0] - 0.5 * 1.5, 1.5],
-        [advantages[2][0]],
-    ]
-    for own, wanted in zip(found, expected, strict=True):
-        assert own.tolist() == pytest.approx(wanted, abs=1e-12)
-    assert [own.tolist() for own in rewards] == [[1.0, 0.0, 2.0], [0.0, 4.0], [3.0]]  # the input is unchanged
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -111,13 +82,6 @@ def test_relative_turn_rewards_match_the_formula_written_out(baseline, seed):
             }[baseline]
             advantage = sum(turn_gamma**j * reward for j, reward in enumerate(own[turn:]))
             assert advantage == pytest.approx(wanted, rel=1e-9, abs=1e-9)
-
-
-@pytest.mark.parametrize("baseline", BASELINES)
-def test_one_turn_per_episode_is_compared_as_the_episode_is(baseline):
-    rewards, ids = np.array([1.0, 4.0, 2.0, 9.0]), ["a", "a", "b", "a"]
-    by_turn = relative_turn_rewards([np.array([reward]) for reward in rewards], ids, baseline, turn_gamma=1.0)
-    assert np.concatenate(by_turn).tolist() == relative_rewards(rewards, ids, baseline).tolist()
 
 
 def test_turns_without_another_to_compare_with_are_zero():
