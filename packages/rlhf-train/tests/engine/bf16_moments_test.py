@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_data.errors import ConfigError
 from rlhf_rollout.host import free_port
 from rlhf_train.engine import host_adamw
 from rlhf_train.engine.deepspeed import DeepSpeedEngine
@@ -172,11 +171,3 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
         engine.backward(engine.forward(torch.ones(1, 5, dtype=dtype)).float().sum() * float("inf"), is_last=True)
         engine.step()
         assert same(kept(engine), before)
-
-
-def test_muon_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"``bf16_moments`` is for AdamW, and the optimizer is Muon(.|\n)*use ``muon_momentum=None``"
-    ):
-        dataclasses.replace(SPEC, muon_momentum=0.9)
-    assert dataclasses.replace(SPEC, muon_momentum=0.9, bf16_moments=False).muon_momentum == 0.9

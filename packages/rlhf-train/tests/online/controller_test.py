@@ -11,7 +11,6 @@ import pytest
 from online_fakes import BrokenReward, CrashingReward, SpreadReward, by_step, held_out, tiny_batch
 from rlhf_data.errors import CheckpointError, ConfigError, EngineError, RewardError, RlhfError
 from rlhf_train.algorithms.table import make_algorithm
-from rlhf_train.generation.scoring import RewardShaper
 from rlhf_train.online import train_and_save
 from rlhf_train.run.checkpoint import Checkpoints, CheckpointSpec
 from trainer_testing import tiny_job
@@ -321,51 +320,6 @@ def test_phases_of_a_run_add_up_to_its_wall_clock(make_run):
     assert min(line["time/other"] / line["time/step"] for line in lines) < 0.25
 
 
-def test_restored_run_goes_on_with_the_state_between_two_steps(make_run, tmp_path):
-    """Counts, coefficients, moments and prompts of a run in two parts are those of one without a break."""
-    algorithm = make_algorithm(kl_target=0.5, kl_horizon=64)
-    base = tiny_job("model", tmp_path)
-    options = {"algorithm": algorithm, "num_steps": 4}
-
-    def normalize(run):
-        run.controller.learner._shaper = RewardShaper(
-            dataclasses.replace(base.reward, running_reward_norm=True), max_tokens=12
-        )
-
-    def run_steps(run, steps):
-        run.world.kl = 1.5
-        for step in steps:
-            run.step(step)
-
-    whole = make_run(SpreadReward(), save_path=str(tmp_path / "whole"), **options)
-    normalize(whole)
-    run_steps(whole, range(1, 5))
-    saving = CheckpointSpec(folder=str(tmp_path / "checkpoints"), every=2)
-    first = make_run(SpreadReward(), save_path=str(tmp_path / "first"), checkpoints=saving, **options)
-    normalize(first)
-    run_steps(first, range(1, 4))  # the third step is lost
-    first.controller.checkpointer.close()
-    [checkpoint] = Checkpoints(tmp_path / "checkpoints").all()
-    assert (checkpoint.step, checkpoint.problems()) == (2, [])
-    second = make_run(SpreadReward(), save_path=str(tmp_path / "second"), checkpoints=saving, **options)
-    normalize(second)
-    assert second.controller.checkpointer.restore(checkpoint) == 2
-    assert second.world.loaded == str(checkpoint.path)
-    second.controller.first_step = 3
-    second.controller.start()  # sends the restored version, and evaluates nothing
-    run_steps(second, range(3, 5))
-    for one, other in zip(whole.lines()[2:], second.lines(), strict=True):
-        assert {key: value for key, value in one.items() if not key.startswith(("time/", "throughput/"))} == {
-            key: value for key, value in other.items() if not key.startswith(("time/", "throughput/"))
-        }
-    asked = [[rollout.token_ids.tolist() for rollout in batch] for batch in whole.world.rollouts]
-    assert [[rollout.token_ids.tolist() for rollout in batch] for batch in second.world.rollouts] == asked[2:]
-    for name in ("kl_coef", "policy_version"):
-        assert getattr(second.controller.learner, name) == getattr(whole.controller.learner, name)
-    assert second.controller.ledger.run == whole.controller.ledger.run
-    second.controller.checkpointer.close()
-
-
 def test_checkpoint_of_other_prompts_is_refused(make_run, tmp_path):
     saving = CheckpointSpec(folder=str(tmp_path / "checkpoints"), every=1)
     first = make_run(SpreadReward(), save_path=str(tmp_path / "first"), checkpoints=saving)
@@ -385,15 +339,6 @@ def test_checkpoint_that_cannot_be_written_is_a_warning_and_training_goes_on(mak
     run.controller.checkpointer.close()
     assert len(run.listener.warnings) == 2
     assert all("a checkpoint was not saved: " in warning for warning in run.listener.warnings)
-
-
-def test_state_that_was_taken_does_not_change_with_later_steps(make_run):
-    run = make_run(SpreadReward())
-    run.step(1)
-    taken = run.controller.report.state()
-    seconds = taken["parts"]["steps"]
-    run.step(2)
-    assert taken["parts"]["steps"] == seconds < run.controller.report.state()["parts"]["steps"]
 
 
 def test_without_state_and_model_there_is_no_checkpoint(make_run, tmp_path):

@@ -1,12 +1,15 @@
 """SIGINT and SIGTERM in every phase of a run: it saves its state at once, and goes on from there as if nothing had
 happened."""
 
+import dataclasses
 import os
 import signal
 
 import pytest
 
 from online_fakes import SpreadReward, held_out
+from rlhf_train.algorithms.table import make_algorithm
+from rlhf_train.generation.scoring import RewardShaper
 from rlhf_train.loop import train
 from rlhf_train.online import train_and_save
 from rlhf_train.online_job import CheckpointSpec
@@ -77,7 +80,10 @@ def make_part(make_run, tmp_path):
             num_steps=NUM_STEPS,
             eval_steps=2,
             eval_prompts=held_out(),
+            algorithm=make_algorithm(kl_target=0.5, kl_horizon=64),
         )
+        normalized = dataclasses.replace(run.job.reward, running_reward_norm=True)
+        run.controller.learner._shaper = RewardShaper(normalized, max_tokens=12)
         run.world.kl = 1.5
         return run
 
@@ -107,6 +113,8 @@ def test_interrupted_run_saves_at_once_and_goes_on_as_if_nothing_had_happened(ma
     train(second.controller)
     assert numbers(first) + numbers(second) == numbers(whole)
     assert second.controller.ledger.run == whole.controller.ledger.run
+    for name in ("kl_coef", "policy_version"):
+        assert getattr(second.controller.learner, name) == getattr(whole.controller.learner, name)
     asked = [[rollout.token_ids.tolist() for rollout in batch] for batch in whole.world.rollouts]
     assert [[rollout.token_ids.tolist() for rollout in batch] for batch in second.world.rollouts] == asked[step:]
 

@@ -1,13 +1,12 @@
 """A whole run in which generation goes on while the learner works: order of events, evaluations, and resuming."""
 
 import asyncio
-import dataclasses
 import threading
 from pathlib import Path
 
 import pytest
 
-from online_fakes import SpreadReward, by_step, held_out, tiny_batch
+from online_fakes import SpreadReward, by_step, held_out
 from rlhf_data.errors import ConfigError
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.generation.run_spec import AsyncSpec
@@ -149,14 +148,6 @@ def test_nothing_may_sleep_while_both_sides_work(make_run, sleeper):
     with pytest.raises(ConfigError, match=r"``asynchronous`` has .* lets them sleep in turn"):
         make_run(SpreadReward(), asynchronous=OVERLAP, **sleeper)
     make_run(SpreadReward(), asynchronous=AsyncSpec(max_staleness=0), **sleeper)
-
-
-def test_old_logprobs_cannot_be_skipped_for_stale_rollouts(make_run):
-    algorithm = make_algorithm(old_logprobs="skip", kl_coef=0.01, use_kl_loss=True)
-    batch = dataclasses.replace(tiny_batch(16), train_batch_size=64)
-    with pytest.raises(ConfigError, match="rollouts may be stale"):
-        make_run(SpreadReward(), asynchronous=OVERLAP, algorithm=algorithm, batch=batch)
-    make_run(SpreadReward(), asynchronous=AsyncSpec(max_staleness=0), algorithm=algorithm, batch=batch)
 
 
 def answer_held_out_prompts_late(run):

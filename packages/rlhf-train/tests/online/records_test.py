@@ -104,30 +104,6 @@ def test_algorithm_spec_bad_numbers_are_refused(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy_loss": "cispo", "dual_clip": 3.0}, "belongs to the PPO loss, and the policy loss is CISPO"),
-        ({"use_kl_loss": True, "kl_coef": 0}, "the coefficient of the KL is 0"),
-        ({"old_logprobs": "skip"}, "leaves nothing to compute the reward's KL penalty from"),
-        (
-            {"old_logprobs": "skip", "kl_coef": 0, "teacher_coef": 1.0},
-            "nothing to compare the teacher's log-probs with",
-        ),
-        ({"old_logprobs": "skip", "kl_coef": 0, "correction": TOKEN}, "which skip leaves out"),
-        ({"old_logprobs": "rollout", "correction": TOKEN}, "which holds the weight that"),
-    ],
-)
-def test_algorithm_spec_options_that_exclude_each_other_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        make_algorithm(**options)
-
-
-@pytest.mark.parametrize("options", [{"kl_coef": 0}, {"use_kl_loss": True}])
-def test_algorithm_spec_may_skip_old_logprobs_without_a_kl_in_the_reward(options):
-    assert make_algorithm(old_logprobs="skip", **options).old_logprobs == "skip"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
         ({"level": "tokens"}, "did you mean `token`"),
         ({"mode": "masks"}, "did you mean `mask`"),
         ({"low": -0.1}, "``CorrectionSpec.low/high`` is -0.1 2: "),
