@@ -5,12 +5,14 @@ import json
 import re
 import shutil
 import subprocess
+import threading
 
 import pytest
 
 from record_testing import write_jsonl
 from report_testing import write_run
 from rlhf_cli.commands.report import main
+from rlhf_cli.report.server import Report, open_server
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no program `chromium` on PATH")
@@ -21,35 +23,47 @@ HOSTILE = (
 SHOWN = HOSTILE.replace("\x1b", "\u241b").replace("\u202e", "⟨U+202E⟩")
 
 
-@pytest.fixture
-def browse(tmp_path):
-    """Opens a page at a part, runs a script in it, and returns what the script's `answer` is. No error may occur."""
+BEGIN = """<body><script>
+    const failures = [];
+    addEventListener("error", (event) => failures.push(String(event.message)));
+    function answer(value) {
+      const box = document.createElement("output");
+      box.textContent = JSON.stringify({value, failures});
+      document.body.append(box);
+    }</script>"""
 
-    def browse(path, script, part="", size="1400,900"):
-        page = tmp_path / "page.html"
-        end = f"<script>setTimeout(() => {{ {script}\n answer(result); }}, 100);</script>"
-        begin = """<script>
-            const failures = [];
-            addEventListener("error", (event) => failures.push(String(event.message)));
-            function answer(value) {
-              const box = document.createElement("output");
-              box.textContent = JSON.stringify({value, failures});
-              document.body.append(box);
-            }</script>"""
-        text = path.read_text(encoding="utf-8")
-        page.write_text(
-            text.replace("<body>", "<body>" + begin, 1).replace("</body>", end + "</body>"), encoding="utf-8"
-        )
+
+def with_script(page, script, after_ms=100):
+    """Return a page in which a script runs once it is drawn, and notes its `result`."""
+    end = f"<script>setTimeout(() => {{ {script}\n answer(result); }}, {after_ms});</script></body>"
+    return page.replace("<body>", BEGIN, 1).replace("</body>", end)
+
+
+@pytest.fixture
+def visit(tmp_path):
+    """Opens an address of a page with a script; returns the script's result. No error may occur."""
+
+    def visit(address, size="1400,900"):
         words = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={size}"]
-        words += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom"]
-        done = subprocess.run(
-            [CHROMIUM, *words, f"file://{page}{part}"], capture_output=True, text=True, timeout=240, check=True
-        )
+        words += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=9000", "--dump-dom", address]
+        done = subprocess.run([CHROMIUM, *words], capture_output=True, text=True, timeout=240, check=True)
         assert "CONSOLE" not in done.stderr
         [found] = re.findall(r"<output>(.*?)</output>", done.stdout, re.DOTALL)
         answered = json.loads(html.unescape(found))
         assert answered["failures"] == []
         return answered["value"]
+
+    return visit
+
+
+@pytest.fixture
+def browse(tmp_path, visit):
+    """Opens the page in a file at a part of it, and runs a script there; see `visit`."""
+
+    def browse(path, script, part="", size="1400,900"):
+        page = tmp_path / "page.html"
+        page.write_text(with_script(path.read_text(encoding="utf-8"), script), encoding="utf-8")
+        return visit(f"file://{page}{part}", size)
 
     return browse
 
@@ -187,3 +201,38 @@ def test_ten_thousand_rollouts_open(browse, tmp_path):
     assert found[:2] == [10_000, 5000]
     assert found[2] < 100  # only rows that can be seen are elements
     assert found[3]
+
+
+def test_a_served_page_follows_its_run_and_finds_rollouts(visit, tmp_path):
+    folder = write_run(tmp_path / "run", 2)
+    more = write_run(tmp_path / "more", 5)
+
+    class Probe(Report):
+        def page(self):
+            text = super().page()
+            for name in ("metrics.jsonl", "rollouts.jsonl"):  # the run goes on once the page is there
+                (folder / name).write_bytes((more / name).read_bytes())
+            script = """
+                const result = {runs: document.getElementById("runs").innerText, items: browser.items.length};
+                show("rollouts");
+                searchAll().then(() => {
+                  result.found = browser.items.length;
+                  result.said = browser.number.innerText;
+                  answer(result);
+                });
+                return;
+            """
+            return with_script(text, script, after_ms=7000)
+
+    server, address = open_server(Probe([folder], (100, 1000)), 0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        found = visit(address)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert found["runs"].split() == ["run", "ppo,", "5", "steps"]
+    assert (found["items"], found["found"]) == (4, 10)
+    assert found["said"] == "10 of 10 rollouts; 10 found in all files"

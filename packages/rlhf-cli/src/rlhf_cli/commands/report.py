@@ -1,14 +1,15 @@
 """`report`: one page with what a run did: curves, rollouts with every token, configuration, and what needs a look."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
 from rlhf_cli.console.exits import SUCCESS, exit_status
 from rlhf_cli.paths import parts, user_path
 from rlhf_data.errors import ConfigError
-from rlhf_data.options.checks import lacking
+from rlhf_data.options.checks import lacking, without_effect
 from rlhf_data.options.command_line import CommandLine, show_parsed
 from rlhf_data.options.declare import Config, Section, flag
 
@@ -26,6 +27,10 @@ class ReportSection(Section, title="report"):
         10_000, "rollouts in the file; of more, some groups of every step are taken, and the page says so", ge=0
     )
     max_tokens: int = flag(1_000_000, "tokens in the file, about 10 bytes each; see --max_rollouts", ge=0)
+    serve: bool = flag(
+        False, "write no file, but show the page at an address of this machine, follow runs and search all rollouts"
+    )
+    port: int = flag(0, "of that address; 0: any free one", ge=0, le=65535)
 
 
 class ReportConfig(Config):
@@ -36,6 +41,14 @@ class ReportConfig(Config):
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
         return lacking(self.report, "run", "a run must be named", "write `rlhf report RUN_DIR`")
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """See `Config`."""
+        return without_effect(
+            given,
+            (not self.report.serve, ["port"], "there is no --serve"),
+            (self.report.serve, ["output_path"], "--serve writes no file"),
+        )
 
 
 COMMAND_LINE = CommandLine(
@@ -56,7 +69,23 @@ def _run(argv: Sequence[str]) -> int:
     if parsed.dry_run:
         return SUCCESS
     folders = list(dict.fromkeys(user_path(text) for text in named or parts(section.run or "")))
+    if section.serve:
+        return _serve(folders, section)
+    return _write_page(folders, section)
 
+
+def _serve(folders: Sequence[Path], section: ReportSection) -> int:
+    from rlhf_cli.report.server import Report, open_server
+
+    report = Report(folders, (section.max_rollouts, section.max_tokens))
+    server, address = open_server(report, section.port)
+    print(f"report at {address}, for this machine only; Ctrl-C ends it", flush=True)
+    with server, suppress(KeyboardInterrupt):
+        server.serve_forever()
+    return SUCCESS
+
+
+def _write_page(folders: Sequence[Path], section: ReportSection) -> int:
     from rlhf_cli.report.page import html, is_report, report_data
     from rlhf_cli.report.runs import read_run
     from rlhf_cli.report.samples import recorded

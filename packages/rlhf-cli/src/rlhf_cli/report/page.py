@@ -63,6 +63,13 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return ["/".join(part[-size:]).replace("//", "/") for part in parts]
 
 
+def follow_data(runs: Sequence[tuple[Run, Sequence[Recorded]]]) -> dict[str, Any]:
+    """Return `report_data` without rollouts, for a page that follows runs."""
+    names = _names([run.folder for run, _ in runs])
+    found = [findings(run, files) for run, files in runs]
+    return {"runs": [_summary(*each) for each in zip(names, *zip(*runs, strict=True), found, strict=True)]}
+
+
 def _run_data(
     name: str, run: Run, files: Sequence[Recorded], limits: Mapping[Recorded, tuple[int, int]]
 ) -> dict[str, Any]:
@@ -73,6 +80,11 @@ def _run_data(
     for recorded in files:
         chosen = choose(recorded.rows, *limits[recorded], wanted)
         groups += group_data(recorded, chosen, texts)
+    rollouts = {"tokenizer": texts.path, "groups": groups, "vocabulary": texts.seen}
+    return _summary(name, run, files, found) | rollouts
+
+
+def _summary(name: str, run: Run, files: Sequence[Recorded], found: Sequence[Finding]) -> dict[str, Any]:
     return {
         "name": name,
         "folder": str(run.folder),
@@ -86,9 +98,6 @@ def _run_data(
         "num_damaged": run.num_damaged,
         "findings": [finding._asdict() for finding in found],
         "files": [_file_data(recorded) for recorded in files],
-        "tokenizer": texts.path,
-        "groups": groups,
-        "vocabulary": texts.seen,
     }
 
 

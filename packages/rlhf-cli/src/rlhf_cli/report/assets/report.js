@@ -66,6 +66,32 @@ function drawLog(section) {
     run.log.length ? el("pre", { class: "text log" }, visible(run.log.join("\n"))) : "")));
 }
 
+// Following runs, where a server answers
+
+async function ask(path) {
+  const answer = await fetch(path, { cache: "no-store" });
+  if (!answer.ok) throw new Error(await answer.text());
+  return answer.json();
+}
+
+async function followRuns() {
+  try {
+    const news = await ask("news");
+    const names = () => RUNS.map((run) => Object.keys(run.curves).join()).join();
+    const before = names();
+    news.runs.forEach((run, at) => Object.assign(RUNS[at], run));
+    drawTop();
+    for (const name of ["warnings", "log"]) drawn.delete(name);
+    if (names() !== before) drawn.delete("curves");
+    redraw();
+    show(location.hash.slice(1).split("/")[0]);
+    document.body.classList.remove("lost");
+  } catch (error) {
+    document.body.classList.add("lost");  // the server has ended; the page stays as it is
+  }
+  setTimeout(followRuns, 5000);
+}
+
 // Which part of the page is shown
 
 const drawn = new Set();
@@ -113,3 +139,4 @@ addEventListener("keydown", (event) => {
 });
 drawTop();
 follow();
+if (DATA.served) setTimeout(followRuns, 5000);

@@ -108,7 +108,35 @@ function filters() {
     el("span", { class: "range" }, "Step ", number("f-step0", "from"), number("f-step1", "to")),
     el("span", { class: "range" }, "Reward ", number("f-reward0", "from"), number("f-reward1", "to")),
     el("span", { class: "range" }, "Tokens ", number("f-length0", "from"), number("f-length1", "to")),
-    browser.number);
+    browser.number, DATA.served ? el("button", { type: "button", id: "all", onclick: searchAll }, "Search all recorded rollouts") : "");
+}
+
+// Have the server look for rollouts like the filters say in the files of all runs, also in those that the page lacks.
+async function searchAll() {
+  const wanted = readFilters();
+  const finite = (value) => Number.isFinite(value) ? String(value) : "";
+  const button = document.getElementById("all");
+  button.disabled = true;
+  let found = 0;
+  try {
+    for (let at = 0; at < RUNS.length; at++) {
+      if (wanted.run && Number(wanted.run) !== at) continue;
+      const query = new URLSearchParams({
+        run: at, text: wanted.text, verdicts: wanted.verdict, finish_reasons: wanted.finish, ...(wanted.kind ? { kind: wanted.kind } : {}),
+        first_step: finite(wanted.step[0]), last_step: finite(wanted.step[1]), min_reward: finite(wanted.reward[0]), max_reward: finite(wanted.reward[1]),
+        min_tokens: finite(wanted.length[0]), max_tokens: finite(wanted.length[1]),
+      });
+      const answer = await ask("rollouts?" + query);
+      Object.assign(RUNS[at].vocabulary, answer.vocabulary);
+      takeGroups(at, answer.groups);
+      found += answer.num_found;
+    }
+    applyFilters();
+    browser.number.textContent += `; ${found.toLocaleString("en-US")} found in all files`;
+  } catch (error) {
+    browser.number.textContent = visible(error.message);
+  }
+  button.disabled = false;
 }
 
 function readFilters() {
