@@ -9,7 +9,7 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_packed_policy_loss_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=53)
+        interpret(Path(__file__).resolve(), num_cases=45)
 
 else:
     import torch
@@ -82,7 +82,7 @@ else:
     @pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "reinforce"])
     def test_triton_packed_policy_loss_every_loss_and_reduction_equals_float64(policy_loss, reduction):
         objective = PolicyObjective(policy_loss=policy_loss, reduction=reduction, kl_coef=0.1, entropy_coef=0.01)
-        check(objective, columns_of())
+        check(objective, columns_of(), ("old", "ref", "weights"))
 
     @pytest.mark.parametrize("unbiased", [False, True])
     @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -91,12 +91,6 @@ else:
             PolicyObjective(kl_coef=0.7, kl_estimator=estimator, kl_unbiased_gradient=unbiased, entropy_coef=0.3),
             columns_of(),
         )
-
-    @pytest.mark.parametrize("reduction", REDUCTIONS[:2])
-    @pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "reinforce"])
-    def test_triton_packed_policy_loss_weights_equal_float64(policy_loss, reduction):
-        objective = PolicyObjective(policy_loss=policy_loss, reduction=reduction, kl_coef=0.1, kl_estimator="k3")
-        check(objective, columns_of(), ("old", "ref", "weights"))
 
     def test_triton_packed_policy_loss_dual_clip_equals_float64():
         columns = columns_of()

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from rlhf_kernels import POLICY_METRICS, PolicyObjective, PolicyStream, packed_policy_loss
 from rlhf_kernels.ops.packed_policy_loss.reference import (
@@ -100,22 +99,6 @@ def test_packed_policy_loss_gspo_matches_hand_values(ratios, advantage, loss, gr
     value, grad, _ = loss_and_gradient([*map(math.log, ratios), 0.0], stream, objective)
     assert value == pytest.approx(loss)
     assert grad == pytest.approx([gradient, gradient, 0.0])
-
-
-def test_packed_policy_loss_gspo_gradient_is_that_of_the_sequence_ratio_written_out():
-    # The paper's objective, s_i = exp(mean of log ratios), through autograd: no trick with constants.
-    torch.manual_seed(0)
-    logprobs, old = torch.randn(2, 2, 4).double() * 0.1
-    advantages = torch.tensor([[1.5], [-0.5]]).double().expand(2, 4)
-    mask = torch.tensor([[True, True, True, False], [False, True, False, True]])
-    columns = {"advantages": advantages.flatten(), "old_logprobs": old.flatten(), "loss_mask": mask.flatten()}
-    stream = PolicyStream(**columns, cu_seqlens=torch.tensor([0, 4, 8]), num_tokens=5, num_sequences=2)
-    objective = PolicyObjective(policy_loss="gspo", reduction="seq_mean_token_mean", clip_low=0.9, clip_high=9.0)
-    own, slow = (logprobs.clone().requires_grad_() for _ in range(2))
-    packed_policy_loss_reference(own.flatten(), None, stream, objective)[0].backward()
-    ratio = torch.exp(((slow - old) * mask).sum(dim=1) / mask.sum(dim=1))
-    (-(ratio * advantages[:, 0]).mean()).backward()
-    assert torch.allclose(own.grad, slow.grad)
 
 
 def test_packed_policy_loss_sequence_ratio_of_equal_policies_and_of_nothing_is_exactly_one():
@@ -259,50 +242,6 @@ def test_packed_policy_loss_entropy_bonus_lowers_the_loss_and_gives_its_gradient
     assert metrics[POLICY_METRICS.index("entropy_bonus")].item() == pytest.approx(5 / 4)
 
 
-# A policy over four tokens, as logits, so that its gradient is free; an older one, and the reference.
-LOGITS = torch.tensor([0.9, -0.3, 0.2, -1.1]).double()
-OLD = torch.log_softmax(torch.tensor([0.5, 0.1, -0.4, -0.7]).double(), 0)
-REFERENCE = torch.log_softmax(torch.tensor([-0.6, 0.8, 0.3, 0.1]).double(), 0)
-
-
-def gradient_of(loss_of_logprobs) -> Tensor:
-    logits = LOGITS.clone().requires_grad_()
-    loss_of_logprobs(torch.log_softmax(logits, 0)).backward()
-    return logits.grad
-
-
-def expected_gradient(sampler: Tensor, estimator: str, **options: bool) -> Tensor:
-    """The mean, over tokens that `sampler` draws, of the gradient of the KL loss of each."""
-
-    def mean_loss(logprobs: Tensor) -> Tensor:
-        tokens = kl_loss(logprobs, sampler, REFERENCE, estimator, **options)
-        return (sampler.exp().detach() * tokens).sum()
-
-    return gradient_of(mean_loss)
-
-
-def exact_gradient() -> Tensor:
-    return gradient_of(lambda logprobs: (logprobs.exp() * (logprobs - REFERENCE)).sum())
-
-
-def reverse_gradient() -> Tensor:
-    return gradient_of(lambda logprobs: (REFERENCE.exp() * (REFERENCE - logprobs)).sum())
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("sampler", [torch.log_softmax(LOGITS, 0), OLD], ids=["on policy", "old policy"])
-def test_packed_policy_loss_unbiased_kl_gradient_is_in_expectation_that_of_the_divergence(estimator, sampler):
-    assert torch.allclose(expected_gradient(sampler, estimator, unbiased_gradient=True), exact_gradient(), atol=1e-14)
-
-
-def test_packed_policy_loss_kl_gradients_on_policy_are_zero_the_divergences_and_the_reverse_ones():
-    own = torch.log_softmax(LOGITS, 0)
-    assert exact_gradient().abs().max() > 0.1 and not torch.allclose(exact_gradient(), reverse_gradient(), atol=0.05)
-    assert torch.allclose(expected_gradient(own, "k1"), torch.zeros(4).double(), atol=1e-14)
-    assert torch.allclose(expected_gradient(own, "k2"), exact_gradient(), atol=1e-14)
-    assert torch.allclose(expected_gradient(own, "k3"), reverse_gradient(), atol=1e-14)
-
-
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_packed_policy_loss_unbiased_kl_of_extremes_is_finite_and_its_weight_bounded(estimator):
     logprobs = torch.tensor([300.0, -300.0, 0.0], requires_grad=True)
@@ -371,23 +310,6 @@ def test_packed_policy_loss_of_nothing_that_is_trained_is_zero_with_a_gradient(n
     loss.backward()
     assert loss.item() == 0.0 and not metrics.any()
     assert logprobs.grad.shape == (num_tokens,) and not logprobs.grad.any()
-
-
-def test_packed_policy_loss_share_of_two_micro_batches_adds_up():
-    torch.manual_seed(0)
-    columns = {name: torch.randn(7).tolist() for name in ("advantages", "old", "ref_logprobs")}
-    objective = PolicyObjective(reduction="seq_mean_token_mean", kl_coef=0.3)
-    whole = stream_of(**columns, bounds=[0, 3, 7], num_sequences=2)
-    logprobs = torch.randn(7).tolist()
-    loss, grad, _ = loss_and_gradient(logprobs, whole, objective)
-    parts = [
-        loss_and_gradient(
-            logprobs[cut], stream_of(**{k: v[cut] for k, v in columns.items()}, num_sequences=2), objective
-        )
-        for cut in (slice(3), slice(3, 7))
-    ]
-    assert loss == pytest.approx(parts[0][0] + parts[1][0])
-    assert grad == pytest.approx(parts[0][1] + parts[1][1])
 
 
 @pytest.mark.parametrize("policy_loss", ["ppo", "reinforce"])

@@ -45,11 +45,6 @@ def test_segmented_scan_of_any_dtype_equals_the_loop_in_float64(dtype):
     torch.testing.assert_close(solved.double(), expected, atol=1e-6, rtol=1e-6)
 
 
-def test_segmented_scan_decay_one_value_zero_skips_a_token():
-    rewards, decays = torch.tensor([1.0, 0.0, 0.0, 8.0]), torch.tensor([0.5, 1.0, 1.0, 0.5])
-    assert segmented_scan(rewards, decays, torch.tensor([0, 4]))[0] == 1.0 + 0.5 * 8.0
-
-
 def gae(rewards, values, mask=None, **options):
     """Advantages and returns of one sequence, gamma 0.9 and lambda 0.5."""
     mask = torch.ones(len(rewards), dtype=torch.bool) if mask is None else torch.tensor(mask)
@@ -118,29 +113,6 @@ def test_packed_gae_of_ragged_sequences_equals_the_loop_in_float64(gamma, lambd,
         gamma=gamma, lambd=lambd, last_values=last, turn_starts=turns, turn_gamma=turn_gamma,
     )  # fmt: skip
     torch.testing.assert_close(torch.stack(got).double(), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_packed_gae_turns_cut_apart_are_sequences_of_their_own():
-    torch.manual_seed(0)
-    rewards, values, mask = torch.randn(9), torch.randn(9), torch.ones(9, dtype=torch.bool)
-    starts = torch.zeros(9, dtype=torch.bool)
-    starts[[0, 4, 6]] = True
-    whole, cut = torch.tensor([0, 9]), torch.tensor([0, 4, 6, 9])
-    options = {"gamma": 0.9, "lambd": 0.7}
-    turns = packed_gae(rewards, values, mask, whole, turn_starts=starts, turn_gamma=0.0, **options)
-    apart = packed_gae(rewards, values, mask, cut, **options)
-    for got, want in zip(turns, apart, strict=True):
-        torch.testing.assert_close(got, want)
-
-
-def test_packed_gae_with_zero_values_is_the_discounted_sum_of_segmented_scan():
-    torch.manual_seed(0)
-    rewards, mask = torch.randn(50), torch.rand(50) < 0.6
-    bounds = torch.tensor([0, 20, 21, 50])
-    advantages, returns = packed_gae(rewards, torch.zeros(50), mask, bounds, gamma=0.9, lambd=1.0)
-    sums = segmented_scan(rewards * mask, torch.where(mask, 0.9, 1.0), bounds)
-    torch.testing.assert_close(returns, sums * mask)
-    assert torch.equal(advantages, returns)
 
 
 def test_no_tokens_and_no_sequences_give_nothing():

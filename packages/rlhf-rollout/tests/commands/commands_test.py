@@ -34,16 +34,6 @@ def padded(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("temperature", ["1", "0"])
-def test_generate_samples_only_ids_with_a_token(prompts, padded, tmp_path, capsys, temperature):
-    more = ["--engine", "transformers", "--pretrain", padded, "--generate_max_len", "24", "--temperature", temperature]
-    assert generate(prompts, tmp_path / "out.jsonl", *more, "--seed", "1") == 0
-    records = read_jsonl(tmp_path / "out.jsonl")
-    assert len(records) == 5
-    assert max(token for record in records for token in record["token_ids"]) < 300
-    assert capsys.readouterr().err.count("no token for 600 of the 900 ids") == 1
-
-
 @pytest.mark.parametrize("flag", ["--tokenizer", "--pretrain"])
 def test_fake_engine_answers_prompts_in_the_tokens_of_any_tokenizer(padded, tmp_path, flag):
     # Ids from 256 on are whole words of this tokenizer.
@@ -54,21 +44,25 @@ def test_fake_engine_answers_prompts_in_the_tokens_of_any_tokenizer(padded, tmp_
     assert max(record["token_ids"][:num_prompt]) >= 256 > max(record["token_ids"][num_prompt:])
 
 
-def test_serve_masks_ids_without_token_and_serves_a_model_that_has_no_tokenizer(padded, tmp_path, capsys, monkeypatch):
+def test_ids_without_token_are_masked_and_a_model_that_has_no_tokenizer_is_served(
+    prompts, padded, tmp_path, capsys, monkeypatch
+):
     specs = []
 
-    async def start(kind, spec):
+    async def start(kind, spec, environ=None):
         specs.append(spec)
         return FakeEngine()
 
+    monkeypatch.setattr("rlhf_rollout.engines.process.start_engine", start)
     monkeypatch.setattr("rlhf_rollout.commands.serve.start_engine", start)
     monkeypatch.setattr("rlhf_rollout.commands.serve.listen", lambda app, host, port, log: None)
+    generate(prompts, tmp_path / "out.jsonl", "--engine", "transformers", "--pretrain", padded)
     assert main(["serve", "--engine", "transformers", "--pretrain", padded]) == 0
-    assert "no token for 600 of the 900 ids" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("no token for 600 of the 900 ids") == 2
     shutil.copy(Path(padded) / "config.json", tmp_path / "config.json")
     assert main(["serve", "--engine", "transformers", "--pretrain", str(tmp_path)]) == 0
     assert re.search(r"notice: no ids of the vocabulary are masked: \S", capsys.readouterr().err)
-    assert [spec.masked_ids for spec in specs] == [(range(300, 900),), ()]
+    assert [spec.masked_ids for spec in specs] == [(range(300, 900),), (range(300, 900),), ()]
 
 
 @pytest.mark.parametrize("command", ["generate", "serve", "chat", "bench"])

@@ -55,14 +55,6 @@ def test_generate_mixes_functions_and_servers_by_weight(prompts, tmp_path, capsy
     assert "mean reward 11.0000" in capsys.readouterr().err
 
 
-def test_generate_without_reward_repeats_with_a_seed(prompts, tmp_path):
-    assert generate(prompts, tmp_path / "a.jsonl", "--seed", "7") == 0
-    assert generate(prompts, tmp_path / "b.jsonl", "--seed", "7") == 0
-    first, second = (sorted((tmp_path / name).read_text().splitlines()) for name in ("a.jsonl", "b.jsonl"))
-    assert first == second
-    assert json.loads(first[0])["verdict"] is None
-
-
 def test_generate_long_prompts_are_left_out_and_told(prompts, tmp_path, capsys):
     write_jsonl(prompts, [{"q": "short"}, {"q": "long" * 100}])
     assert generate(prompts, tmp_path / "out.jsonl", "--prompt_max_len", "10") == 0

@@ -16,7 +16,6 @@ from rlhf_data.records import FinishReason
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.http import HttpEngine
 from rlhf_rollout.protocols import EngineHealth, SamplingParams
-from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.weights.bucket import WeightBucket
 from rollout_testing import json_server, shared_memory_bucket
 from simulated import now, simulate
@@ -148,8 +147,12 @@ def test_http_engine_leaves_no_sampling_to_the_server_and_sends_no_seed_without_
         ({"choices": [choice(0, [7]) | {"logprobs": {"token_logprobs": [None]}}]}, "answered 1 tokens with log-probs"),
         ({"choices": [choice(0, [7]) | {"token_ids": [7, 8]}]}, "answered 2 tokens with log-probs"),
         ({"choices": [choice(0, [7], "content_filter")]}, "content_filter"),
+        (
+            {"choices": [choice(0, [7, 8]) | {"policy_versions": [[4, 1]]}]},
+            r"2 tokens with policy_versions \[\[4, 1\]\]",
+        ),
     ],
-    ids=["json", "deep", "choices", "object", "list", "tokens", "logprobs", "sizes", "reason"],
+    ids=["json", "deep", "choices", "object", "list", "tokens", "logprobs", "sizes", "reason", "versions"],
 )
 def test_http_engine_unusable_answer_raises(stub: Stub, url: str, answer: Any, message: str) -> None:
     stub.answers = [(200, answer)]
@@ -218,28 +221,6 @@ def test_http_engine_health_check_has_the_deadline_of_the_spec() -> None:
         return now()
 
     assert simulate(ask_health()) == pytest.approx(3.0)
-
-
-def test_http_engine_conversation_of_the_router_is_a_header_for_load_balancers(stub: Stub, url: str) -> None:
-    stub.answers = [(200, {"choices": [choice(0, [7])]})]
-    router = EngineRouter([HttpEngine(EngineSpec(model="m", base_url=url))])
-
-    async def ask_twice() -> None:
-        await router.generate(PROMPT, SamplingParams(), conversation="chat-1")
-        await router.generate(PROMPT, SamplingParams())
-
-    asyncio.run(ask_twice())
-    assert [headers.get("X-Session-Id") for headers in stub.headers] == ["chat-1", None]
-
-
-def test_http_engine_reads_a_span_per_policy_version(stub: Stub, url: str) -> None:
-    stub.answers = [(200, {"choices": [choice(0, [7, 8, 9]) | {"policy_versions": [[4, 2], [5, 1]]}]})]
-    [completion] = ask(url)
-    assert [(span.policy_version, span.token_ids.tolist()) for span in completion.spans] == [(4, [7, 8]), (5, [9])]
-    assert completion.spans[1].logprobs.tolist() == [-2.25]
-    stub.answers = [(200, {"choices": [choice(0, [7, 8, 9]) | {"policy_versions": [[4, 2]]}]})]
-    with pytest.raises(EngineError, match=r"3 tokens with policy_versions \[\[4, 2\]\]"):
-        ask(url)
 
 
 def test_password_of_the_address_is_not_in_messages():

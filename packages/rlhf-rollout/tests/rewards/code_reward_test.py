@@ -126,13 +126,6 @@ def test_responses_without_a_program():
 
 
 @needs_sandbox
-def test_partial_reward_is_the_share_of_tests():
-    half = "a, b = map(int, input().split())\nprint(abs(a + b))"
-    (verdict,) = judge(SUM, fenced(half), code_partial=True)
-    assert (verdict.kind, verdict.reward, verdict.score) == (WRONG, pytest.approx(2 / 3), pytest.approx(2 / 3))
-
-
-@needs_sandbox
 @pytest.mark.parametrize(
     ("label", "program", "kind"),
     [
@@ -202,12 +195,6 @@ def test_a_program_beyond_its_limits_is_wrong_and_not_a_failure(program, says):
     limits = {"timeout_s": 2 if "no end" in says else 120, "worker": WorkerOptions(memory_gb=0.25)}
     (verdict,) = judge(label, fenced(program), **limits)
     assert (verdict.kind, verdict.reward) == (WRONG, 0.0) and says in verdict.detail
-
-
-def test_programs_run_at_the_same_time_up_to_the_number_of_workers():
-    script = Script({"output": "3", "why": ""})
-    judge(SUM, *[fenced(RIGHT)] * 7, sandbox=script, num_workers=3)
-    assert (script.most, len(script.jobs), script.jobs[0]["memory_bytes"]) == (3, 7, 2**30)
 
 
 def test_failure_of_the_sandbox_is_a_crash_of_one_line():

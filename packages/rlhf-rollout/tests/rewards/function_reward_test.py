@@ -84,13 +84,6 @@ def test_function_reward_wrong_length_is_retried_singly(write):
     assert "\n" not in verdicts[0].detail
 
 
-def test_function_reward_not_finite_charges_only_that_sample(write):
-    reward = write('def reward_func(q, p, l): return {"rewards": [float(x.split("=")[1]) for x in q]}')
-    verdicts, _ = score(reward, ["nan", "1", "inf"])
-    assert [verdict.kind for verdict in verdicts] == [CRASH, OK, CRASH]
-    assert [verdict.detail for verdict in verdicts] == ["the reward is nan", "", "the reward is inf"]
-
-
 @pytest.mark.parametrize(("threshold", "right"), [(1.0, [True, False]), (0.3, [True, True])])
 def test_function_reward_counts_as_right_what_reaches_the_threshold(write, threshold, right):
     reward = write('def reward_func(q, p, l): return {"rewards": [9.0, 9.0], "scores": [1.0, 1 / 3]}')

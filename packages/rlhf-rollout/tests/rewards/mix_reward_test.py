@@ -54,17 +54,6 @@ def test_mixed_reward_adds_up_by_weight():
     ]
 
 
-def test_mixed_reward_keeps_the_details_and_numbers_of_all_apart():
-    first = ScriptedReward(Verdict(OK, 1.0, detail="fine", extra={"length": 3.0}))
-    second = ScriptedReward(Verdict(OK, 1.0, extra={"length": 5.0}))
-    third = ScriptedReward(Verdict(OK, 0.0, detail="short"))
-    (verdict,) = score(MixedReward([("a", 1.0, first), ("b", -1.0, second), ("c", 0.0, third)]))
-    assert (verdict.reward, verdict.detail) == (0.0, "a: fine; c: short")
-    assert dict(verdict.extra) == {
-        "reward_a": 1.0, "length_a": 3.0, "reward_b": 1.0, "length_b": 5.0, "reward_c": 0.0,
-    }  # fmt: skip
-
-
 def test_mixed_reward_single_source_is_only_weighted():
     source = ScriptedReward(Verdict(OK, 3.0, 1.0, extra={"length": 2.0}))
     (verdict,) = score(MixedReward([("a", -2.0, source)]))
@@ -166,10 +155,6 @@ def test_mixed_reward_sum_that_overflows_is_a_crash():
     assert (verdict.kind, verdict.detail) == (CRASH, "the weighted sum is inf (score inf)")
 
 
-def test_mixed_reward_no_rollouts_gives_no_verdicts():
-    assert score(MixedReward([("a", 1.0, ScriptedReward()), ("b", 1.0, ScriptedReward())]), 0) == []
-
-
 def test_mixed_reward_sources_score_side_by_side():
     async def run():
         everyone = asyncio.Barrier(3)
@@ -193,15 +178,6 @@ def test_mixed_reward_close_closes_all_and_tells_what_failed():
         asyncio.run(MixedReward([("a", 1.0, broken), ("b", 1.0, other)]).close())
     assert broken.closed
     assert other.closed
-
-
-def test_failures_get_the_reward_that_is_set_and_stay_failures():
-    source = ScriptedReward(Verdict(CRASH, detail="by zero"), Verdict(OK, 1.0))
-    verdicts = score(ScoredFailures(source, -2.0), 2)
-    assert [(v.kind, v.reward, v.score, v.detail) for v in verdicts] == [
-        (CRASH, -2.0, -2.0, "by zero"),
-        (OK, 1.0, 1.0, ""),
-    ]
 
 
 @pytest.mark.parametrize(

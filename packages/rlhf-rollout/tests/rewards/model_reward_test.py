@@ -142,29 +142,6 @@ def test_model_reward_batches_across_calls_up_to_the_batch_size(monkeypatch) -> 
     assert [len(batch) for batch in scorer.batches] == [4, 2]
 
 
-def test_model_reward_sequences_that_come_while_the_replica_is_busy_are_one_batch(monkeypatch: Any) -> None:
-    monkeypatch.setattr("rlhf_rollout.http.batcher.MAX_WAIT_S", 0.0)
-    sizes = []
-    all_asked = asyncio.Event()
-
-    class Slow:
-        async def score(self, token_ids: list[np.ndarray]) -> list[float]:
-            sizes.append(len(token_ids))
-            await all_asked.wait()
-            return [1.0] * len(token_ids)
-
-    async def one_after_the_other() -> None:
-        reward, groups = ModelReward([Slow()]), []
-        for index in range(10):
-            groups.append(asyncio.create_task(reward.score(PROMPT, rollouts([20 + index]))))
-            await asyncio.sleep(0.005)
-        all_asked.set()
-        await asyncio.gather(*groups)
-
-    run(one_after_the_other())
-    assert sizes == [1, 9]
-
-
 def test_model_reward_prefers_the_replica_with_the_fewest_under_way() -> None:
     async def scenario() -> list[list[int]]:
         hold = asyncio.Event()

@@ -11,15 +11,13 @@ import pytest
 
 from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import RewardError
-from rlhf_data.records import FinishReason, Verdict, VerdictKind
+from rlhf_data.records import FinishReason
 from rlhf_data.testing import EOS_ID
 from rlhf_rollout.agents import SingleTurn
 from rlhf_rollout.generator import GenerationCounts, GroupMaker, generate_groups
-from rlhf_rollout.http.batcher import GroupBatcher
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.rewards.function import FunctionReward
 from rlhf_rollout.rewards.mix import MixedReward, ScoredFailures, build_reward, check_reward
-from rlhf_rollout.rewards.outcomes import Failure
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_rollout.rewards.user_function import Scored
 from rlhf_rollout.router import EngineRouter
@@ -247,11 +245,6 @@ def test_calls_of_a_run_hold_the_samples_of_its_prompts(calls, write):
     assert calls == [8]
 
 
-def test_built_in_rewards_are_called_for_each_prompt_as_it_becomes_complete(calls):
-    generated(FunctionReward("math"), 4, num_samples=2, by=simulate)
-    assert calls == [2] * 4
-
-
 def test_held_out_answers_are_not_scored_together_with_those_of_training(calls, function):
     async def run():
         reward = function(64)
@@ -315,25 +308,6 @@ def test_caller_that_gives_up_leaves_its_group_out_of_the_call(calls, function):
     assert calls == [1]
 
 
-@pytest.mark.parametrize(("batch_size", "num_prompts", "num_samples"), [(2, 2, 1), (1, 1, 3)])
-def test_responses_that_a_failing_call_held_are_compared_again(
-    monkeypatch, function, batch_size, num_prompts, num_samples
-):
-    sizes = []
-
-    async def ask(reward, samples, failure):
-        sizes.append(len(samples))
-        if len(sizes) == 1:
-            return Failure(VerdictKind.CRASH, "boom")
-        return Scored([float(len(samples))] * len(samples), [1.0] * len(samples), {}, [None] * len(samples))
-
-    monkeypatch.setattr(FunctionReward, "_ask", ask)
-    groups = generated(function(batch_size), num_prompts, num_samples=num_samples, by=simulate)
-    size = num_prompts * num_samples
-    assert sizes == [size, *[1] * size, size]
-    assert {rollout.verdict.reward for group in groups for rollout in group.rollouts} == {size}
-
-
 @pytest.mark.parametrize(
     ("batch_size", "step_prompts", "num_samples", "shape"),
     [
@@ -382,20 +356,3 @@ def test_trial_has_the_prompts_and_samples_of_a_call(monkeypatch):
     )
     check_reward(RewardSource(kind="function", targets=("math",)), prompts * 2, CallOptions(step_prompts=100))
     assert len(seen.pop()[0]) == 8  # four prompts twice: it compares nothing
-
-
-def test_verdicts_go_to_their_own_groups():
-    async def run():
-        async def call(samples):
-            return [Verdict(VerdictKind.OK, float(rollout.text)) for _, rollout in samples]
-
-        batcher = GroupBatcher(call, max_batch=3)
-        prompt = make_prompt()
-        sizes = (2, 1, 2)
-        groups = []
-        for number, size in enumerate(sizes):
-            texts = [f"{number}.{index}" for index in range(size)]
-            groups.append(batcher.submit([(prompt, make_rollout(prompt, text)) for text in texts]))
-        return [[verdict.reward for verdict in group] for group in await asyncio.gather(*groups)]
-
-    assert asyncio.run(run()) == [[0.0, 0.1], [1.0], [2.0, 2.1]]

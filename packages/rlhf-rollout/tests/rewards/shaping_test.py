@@ -13,17 +13,9 @@ def test_overlong_penalty_grows_over_the_buffer():
     assert penalties.tolist() == [0, 0, -0.5, -1, -2, -2]
 
 
-def test_overlong_penalty_buffer_of_the_whole_limit_starts_at_the_first_token():
-    assert overlong_penalty(np.array([0, 1, 4]), max_tokens=4, buffer=4, factor=1.0).tolist() == [0, -0.25, -1]
-
-
 @pytest.mark.parametrize(("buffer", "factor"), [(0, 1.0), (4, 0.0)])
 def test_overlong_penalty_without_buffer_or_factor_is_none(buffer, factor):
     assert not overlong_penalty(np.array([1, 10, 11]), max_tokens=10, buffer=buffer, factor=factor).any()
-
-
-def test_overlong_penalty_no_rollouts_gives_none():
-    assert overlong_penalty(np.array([], int), max_tokens=10, buffer=4, factor=1.0).shape == (0,)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import pickle
 import sys
 
 import numpy as np
@@ -274,11 +273,6 @@ def test_read_result_scores_follow_rewards_that_abstain():
 def test_verdict_of_failure_without_a_number_remains_a_failure():
     assert verdict_of(scored(reward=None, score=None, verdict="crash"), 0).kind is VerdictKind.CRASH
     assert verdict_of(scored(verdict="abstained"), 0) == Verdict(VerdictKind.ABSTAINED, detail="the scorer abstained")
-
-
-def test_reward_target_and_scored_pickle_round_trip():
-    for value in (Target("a", "b", "c"), scored(extra={"x": 1.0})):
-        assert pickle.loads(pickle.dumps(value)) == value
 
 
 def test_reward_file_for_openrlhf_finds_its_functions_for_mathematical_answers(tmp_path, monkeypatch):
