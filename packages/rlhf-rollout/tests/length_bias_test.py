@@ -96,18 +96,16 @@ def distance(lengths):
 @pytest.mark.parametrize(
     ("at_update", "death_s", "update_s", "report_s"),
     [
-        ("keep", 60.0, 1e9, None),
-        ("restart", 1e9, 40.0, None),
-        ("keep", 120.0, 150.0, None),
-        ("restart", 120.0, 150.0, None),
+        ("keep", 60.0, 150.0, None),
+        ("restart", 120.0, 40.0, None),
         ("drain", 120.0, 600.0, None),
-        ("keep", 120.0, 150.0, 1.0),
+        ("keep", 60.0, 150.0, 4.0),
     ],
 )
 def test_lengths_of_answers_are_those_that_were_asked_for(at_update, death_s, update_s, report_s):
     lengths, num_failed, num_deaths = simulate(lengths_under(at_update, death_s, update_s, report_s))
     assert num_failed == 0 and len(lengths) == NUM_CLIENTS * NUM_REQUESTS * SAMPLING.num_samples
-    assert num_deaths >= 5 or death_s > 1e6
+    assert num_deaths >= 5
     # A sample of that size is farther away in one of a hundred cases.
     assert distance(lengths) < 1.63 / np.sqrt(len(lengths))
     assert lengths.mean() == pytest.approx((LONGEST + 1) / 2, abs=4)

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import ray
 
-from rlhf_data.errors import ConfigError, DataError, EngineError, RewardError, WeightSyncError
+from rlhf_data.errors import ConfigError, DataError, EngineError, RewardError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, VerdictKind
 from rlhf_models.testing import tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.fake import FakeEngine
-from rlhf_rollout.protocols import Draft, RolloutEngine, SamplingParams
+from rlhf_rollout.protocols import Draft, SamplingParams
 from rlhf_rollout.ray_actors import (
     EngineActor,
     RayEngine,
@@ -29,7 +29,6 @@ from rlhf_rollout.ray_actors import (
     plain_errors,
 )
 from rlhf_rollout.rewards.model import LocalScorer, ModelReward
-from rollout_testing import shared_memory_bucket
 
 PROMPT = np.array([4, 5, 6], np.int32)
 
@@ -89,12 +88,6 @@ def run(coroutine: Any) -> Any:
     return asyncio.run(asyncio.wait_for(coroutine, 180))
 
 
-def test_ray_engine_is_a_rollout_engine(handle: Any) -> None:
-    engine = RayEngine(handle)
-    assert isinstance(engine, RolloutEngine)
-    assert ray.get(handle.ready.remote()) >= 0
-
-
 def test_ray_engine_generates_many_at_once(handle: Any) -> None:
     engine = RayEngine(handle)
 
@@ -113,21 +106,6 @@ def test_ray_engine_errors_arrive_as_themselves(handle: Any) -> None:
     with pytest.raises(EngineError, match="outside the model's vocabulary") as caught:
         run(RayEngine(handle).generate(np.array([900], np.int32), SamplingParams()))
     assert type(caught.value) is EngineError
-
-
-def test_ray_engine_updates_weights(handle: Any) -> None:
-    engine = RayEngine(handle)
-    run(engine.begin_weight_update(17))
-    with shared_memory_bucket({"w": np.ones(5, np.float32)}, checksum=True) as bucket:
-        run(engine.receive_weights(bucket))
-    run(engine.finish_weight_update())
-    (completion,) = run(engine.generate(PROMPT, SamplingParams(max_tokens=2)))
-    assert completion.policy_version == 17
-
-
-def test_ray_engine_weight_errors_arrive_as_themselves(handle: Any) -> None:
-    with pytest.raises(WeightSyncError, match="no weight update has begun"):
-        run(RayEngine(handle).finish_weight_update())
 
 
 def test_killed_engine_raises_instead_of_hanging(cluster: None) -> None:
@@ -398,12 +376,6 @@ def test_ray_scorer_that_never_answered_is_not_started_again(cluster: None) -> N
         with pytest.raises(RewardError, match="the reward model's process is gone"):
             run(scorer.score([]))
     assert not replacements
-
-
-def test_ray_scorer_that_does_not_start_tells_why(cluster: None, tmp_path: Path) -> None:
-    scorer = RayScorer(ray.remote(RewardModelActor).options(num_cpus=0).remote(str(tmp_path / "none")))
-    with pytest.raises(ConfigError, match=r"^there is no model folder"):
-        run(scorer.score([]))
 
 
 @pytest.mark.parametrize(

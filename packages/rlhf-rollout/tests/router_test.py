@@ -250,20 +250,6 @@ async def test_router_forgets_the_conversation_that_was_idle_longest(monkeypatch
     assert list(router._conversations) == ["a", "c"]
 
 
-def test_single_turn_asks_for_all_samples_in_one_request():
-    engine = Engine()
-    workflow = SingleTurn(EngineRouter([engine]), lambda ids: str(ids.tolist()))
-    prompt = make_prompt()
-    episodes = asyncio.run(workflow.run(prompt, SamplingParams(num_samples=3, seed=5), "s/00001"))
-    assert engine.asked == [SamplingParams(num_samples=3, seed=5)]
-    assert [episode.episode_id for episode in episodes] == ["s/00001/0", "s/00001/1", "s/00001/2"]
-    (rollout,) = episodes[1].rollouts
-    assert (rollout.rollout_id, rollout.group_id, rollout.text) == ("s/00001/1", "s/00001", "[7]")
-    assert rollout.token_ids.tolist() == [*prompt.token_ids, 7]
-    assert rollout.finish_reason is FinishReason.STOP
-    assert rollout.verdict is None
-
-
 @simulated
 async def test_single_turn_keeps_the_spans_of_an_update():
     router = EngineRouter([FakeEngine(script=lambda prompt, seed: [9] * 20 + [0], token_latency_s=0.005)])

@@ -315,8 +315,8 @@ async def test_only_engine_that_dies_paused_and_is_given_up_fails_its_requests()
 
 @pytest.mark.parametrize("mode", ["drain", "keep", "restart"])
 @simulated
-async def test_hours_of_updates_and_deaths_lose_hardly_any_request(mode):
-    """Three engines, twelve clients, an update every minute and a death or a hang every four, for two hours."""
+async def test_an_hour_of_updates_and_deaths_loses_hardly_any_request(mode):
+    """Three engines, twelve clients, an update every minute and a death or a hang every four, for an hour."""
     fleet = Fleet(3, at_update=mode, max_restarts=5)
     rng = random.Random(3)
     counts = Counter()
@@ -348,7 +348,7 @@ async def test_hours_of_updates_and_deaths_lose_hardly_any_request(mode):
             counts[what] += 1
 
     async with fleet:
-        until = 2 * 3600.0
+        until = 3600.0
         tasks = [asyncio.create_task(client(until)) for _ in range(12)]
         harming = asyncio.create_task(harm(until))
         while now() < until:
@@ -360,9 +360,9 @@ async def test_hours_of_updates_and_deaths_lose_hardly_any_request(mode):
         versions = [engine.engine.policy_version for engine in fleet.engines]
     assert versions == [fleet.version] * 3 and fleet.states == ["ready"] * 3
     assert counts.keys() <= {"answers", "lost", "kill", "pause", "resume", "generate"}, counts
-    assert counts["answers"] > 1000 and counts["lost"] < 0.01 * counts["answers"], counts
+    assert counts["answers"] > 500 and counts["lost"] < 0.01 * counts["answers"], counts
     assert min(counts[what] for what in ("kill", "pause", "resume", "generate")) >= 2, counts
     assert all(fleet.router.num_in_flight(engine) == 0 for engine in fleet.engines)
     assert all(not engine.engine._num_sequences for engine in fleet.engines)
     outcome = {"drain": "drained", "keep": "kept", "restart": "restarted"}[mode]
-    assert fleet.supervisor.updates[outcome] > 200
+    assert fleet.supervisor.updates[outcome] > 100

@@ -140,12 +140,6 @@ def test_outcome_of_a_program(code, kind, reward, detail):
     assert detail in episode.verdict.detail
 
 
-def test_program_without_a_reward_leaves_the_verdict_to_another():
-    [episode] = run(shell(ASK.replace("\n", "") + "echo the end"), writes(["a"]), gives_reward=False)
-    assert episode.verdict is None
-    assert texts_of(episode) == [["x", "a<eos>"]]
-
-
 def test_program_has_no_secrets_and_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_SECRET", "secret")
     monkeypatch.setenv("OPENAI_API_KEY", "secret")

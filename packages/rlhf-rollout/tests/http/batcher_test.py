@@ -3,7 +3,6 @@
 import asyncio
 import time
 
-import numpy as np
 import pytest
 
 from rlhf_data.errors import RewardError
@@ -181,26 +180,3 @@ def test_batcher_outlives_an_event_loop():
     asyncio.run(abandon())
     assert asyncio.run(submit_all(batcher, [2])) == [4]
     assert call.batches == [[2]]
-
-
-def test_batcher_close_cancels_what_waits_and_what_runs(monkeypatch):
-    monkeypatch.setattr("rlhf_rollout.http.batcher.MAX_WAIT_S", 30.0)
-    call = Doubler(seconds=30.0)
-
-    async def run():
-        batcher = Batcher(call, max_batch=2)
-        submits = [asyncio.create_task(batcher.submit(item)) for item in range(3)]
-        await asyncio.sleep(0.01)
-        await batcher.close()
-        return await asyncio.gather(*submits, return_exceptions=True)
-
-    results = asyncio.run(run())
-    assert [type(result) for result in results] == [asyncio.CancelledError] * 3
-    assert (call.batches, call.num_cancelled) == ([[0, 1]], 1)
-
-
-def test_batcher_takes_items_that_are_neither_hashable_nor_comparable():
-    async def call(items):
-        return [item.sum() for item in items]
-
-    assert asyncio.run(submit_all(Batcher(call, max_batch=2), [np.arange(3), np.arange(3)])) == [3, 3]

@@ -87,29 +87,6 @@ def test_breaker_counts_the_failures_of_a_prompt_anew_after_a_success(clock):
     assert breaker.note(HANG, 5.0, prompt_id="b")
 
 
-def test_function_that_hangs_for_one_prompt_is_called_for_the_others(write, monkeypatch):
-    monkeypatch.setattr("rlhf_rollout.rewards.function.MAX_FAILURES", 3)
-    reward = write("""
-        import time
-        def reward_func(queries, prompts, labels):
-            time.sleep(1000 if prompts[0] == "bad" else 0)
-            return {"rewards": [1.0 for _ in queries]}
-    """)
-
-    async def run():
-        function = FunctionReward(reward, CallOptions(timeout_s=2.0))
-        bad = make_prompt("bad")
-        good = make_prompt("good")
-        failed = await function.score(bad, [make_rollout(bad, str(index)) for index in range(4)])
-        scored = await function.score(good, [make_rollout(good, "4")])
-        await function.close()
-        return failed, scored
-
-    failed, scored = asyncio.run(run())
-    assert [verdict.detail for verdict in failed] == ["no answer within 2 s"] * 4
-    assert [verdict.kind for verdict in scored] == [VerdictKind.OK]
-
-
 def test_function_that_always_hangs_is_held_back_with_its_last_error(write, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("rlhf_rollout.rewards.function.MAX_FAILURES", 2)
     reward = write(f"""

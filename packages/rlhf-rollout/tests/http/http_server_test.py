@@ -81,11 +81,6 @@ def test_request_without_the_token_is_refused_before_its_body_is_read(service, g
     assert refused.json() == {"detail": f"the request has no valid token; clients take it from {service.variable}"}
 
 
-def test_server_without_a_token_lets_everybody_in(service):
-    with app_server(service.app()) as url:
-        assert httpx.post(url + service.path, json=service.body).status_code == 200
-
-
 def test_body_is_read_up_to_a_limit(service, monkeypatch):
     monkeypatch.setattr(server, "MAX_BODY_BYTES", 1000)
     with app_server(service.app()) as url:

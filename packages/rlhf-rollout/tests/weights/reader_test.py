@@ -14,7 +14,6 @@ from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_rollout.weights.bucket import (
     TensorSlot,
     WeightBucket,
-    aligned,
     bucket_checksum,
     check_tensor,
     verify_checksum,
@@ -30,15 +29,6 @@ def test_buckets_and_their_shared_memory_need_no_torch() -> None:
     names = ("bucket", "buffer", "shared_memory")
     code = f"import sys\nfrom rlhf_rollout.weights import {', '.join(names)}\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_aligned_rounds_up_to_256() -> None:
-    assert [aligned(value) for value in (0, 1, 256, 257)] == [0, 256, 256, 512]
-
-
-def test_bucket_used_bytes_end_with_the_last_weight() -> None:
-    assert WeightBucket("shared_memory", SPECS, "x").used_bytes == 259
-    assert WeightBucket("shared_memory", (), "x").used_bytes == 0
 
 
 def test_bucket_checksum_ignores_the_gaps() -> None:
@@ -84,16 +74,6 @@ def reader():
     return BucketReader("shared_memory", torch.device("cpu"))
 
 
-def test_reader_returns_each_weight_in_its_dtype_and_shape() -> None:
-    weights = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.array([7, 8], np.int64)}
-    with shared_memory_bucket(weights, checksum=True) as bucket:
-        read = dict(reader().read(bucket))
-    assert list(read) == ["a", "b"]
-    assert str(read["a"].dtype) == "torch.float32"
-    assert read["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert read["b"].tolist() == [7, 8]
-
-
 def test_reader_weights_are_copies_that_the_sender_cannot_change() -> None:
     with shared_memory_bucket({"a": np.array([1.0, 2.0], np.float32)}) as bucket:
         ((_, tensor),) = reader().read(bucket)
@@ -114,22 +94,6 @@ def test_reader_reads_parts_of_a_limited_size_or_of_one_weight(monkeypatch: pyte
     for part in parts:
         for name, tensor in part:
             assert tensor.tolist() == weights[name].tolist()
-
-
-def test_reader_maps_a_segment_once_and_the_next_one_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = reader()
-    opened = []
-    original = held._open_memory
-    monkeypatch.setattr(held, "_open_memory", lambda handle, device: opened.append(handle) or original(handle, device))
-    with shared_memory_bucket({"a": np.ones(2, np.float32)}) as first:
-        held.read(first)
-        held.read(first)
-        with shared_memory_bucket({"a": np.zeros(2, np.float32)}) as second:
-            ((_, tensor),) = held.read(second)
-        held.close()
-        held.read(first)
-    assert tensor.tolist() == [0.0, 0.0]
-    assert opened == [first.handle, second.handle, first.handle]
 
 
 def test_reader_keeps_a_segment_after_an_update_only_if_the_sender_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,13 +128,6 @@ def test_reader_leaves_kept_segments_that_an_update_did_not_use() -> None:
         assert [handle for handle, _ in held._opened] == [kept[1].handle]
     held.close()
     assert segments() == before
-
-
-def test_reader_views_the_senders_own_memory() -> None:
-    with shared_memory_bucket({"a": np.array([1.0, 2.0], np.float32)}) as bucket:
-        view = reader().view(bucket)
-        map_segment(bucket.handle)[:8] = 0
-        assert view.tolist() == [0] * 8
 
 
 def test_reader_another_medium_or_a_bucket_beyond_its_buffer_or_a_wrong_checksum_raises() -> None:

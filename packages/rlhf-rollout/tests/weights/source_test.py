@@ -17,18 +17,6 @@ from rlhf_rollout.weights.source import WeightSource
 from weight_recorder import WEIGHTS, Recorder, crc, segments
 
 
-def test_send_brings_every_weight_to_every_engine() -> None:
-    engines = [FakeEngine(), FakeEngine()]
-    sender = WeightSource("shared_memory", bucket_bytes=512, checksum=True)
-    report = sender.send(iter(WEIGHTS.items()), engines, 5)
-    for engine in engines:
-        assert engine.weight_checksums == {name: crc(tensor) for name, tensor in WEIGHTS.items()}
-        assert (engine.policy_version, engine.num_updates) == (5, 1)
-    # Behind 384 bytes the next weight would begin at 512, the end of the bucket; so each weight gets its own.
-    assert (report.size_bytes, report.num_buckets) == (384 + 14 + 512, 3)
-    assert segments() == set()
-
-
 def test_updates_leave_no_file_open() -> None:
     source = WeightSource("shared_memory", bucket_bytes=512)
     num_open = []
@@ -96,17 +84,6 @@ def test_send_failing_engine_raises_and_frees_the_segment(fail_at: str) -> None:
     assert segments() == set()
     # Ranks that gather along must not wait for this one: the weights were taken to their end.
     assert next(weights, None) is None
-
-
-@pytest.mark.parametrize("fail_at", ["begin", "receive", "finish"])
-def test_send_leaves_out_an_engine_that_dies_and_completes_the_others(fail_at: str) -> None:
-    """Every call of the dead engine is made once, those after its death are not; the other one misses nothing."""
-    dead, lives = Recorder(fail_at, error=EngineError), Recorder()
-    report = WeightSource("shared_memory", bucket_bytes=400).send(iter(WEIGHTS.items()), [dead, lives], 3)
-    assert lives.events == ["begin 3", *["receive"] * 3, "finish"]
-    assert dead.events == {"begin": ["begin 3"], "receive": ["begin 3", "receive"], "finish": lives.events}[fail_at]
-    assert list(report.failures) == [0] and "EngineError: told to fail" in report.failures[0]
-    assert (report.size_bytes, segments()) == (384 + 14 + 512, set())
 
 
 def test_send_to_engines_that_all_die_still_reads_every_weight() -> None:
