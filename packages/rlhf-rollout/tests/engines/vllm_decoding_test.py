@@ -81,7 +81,7 @@ def drive(engines, seed, num_steps=160, *, longest=12):
     return finished
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("is_v2", [False, True])
 @pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
 def test_steps_and_outputs_are_those_of_vllm(model, kind, is_v2, seed):
@@ -92,7 +92,7 @@ def test_steps_and_outputs_are_those_of_vllm(model, kind, is_v2, seed):
         assert 0 < seen["part"] < 0.8 * seen["whole"]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("num_tokens", [8, 16, 32])
 @pytest.mark.parametrize("num_blocks", [26, 200])
 @pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
@@ -202,11 +202,12 @@ def test_outputs_with_more_or_less_than_tokens_are_left_to_vllm(model, name, val
     assert not found
 
 
-def test_an_engine_decodes_in_bulk(model):
+def test_an_engine_on_a_cpu_decodes_in_bulk_and_samples_as_vllm_does(model):
     spec = EngineSpec(model=model, max_model_len=MAX_LENGTH, max_num_seqs=2, seed=0)
     prepare_environment()
     core = build_core(spec, Path(model), json.loads((Path(model) / "config.json").read_text()), on_gpu=False)
     try:
         assert set(CHANGED) <= vars(core.engine_core.scheduler).keys()
+        assert "sample" not in vars(core.engine_core.model_executor.driver_worker.worker.model_runner)
     finally:
         core.shutdown()

@@ -70,7 +70,7 @@ def answers(engine, seed, *, longest=12, num_requests=40):
     return {name: (*given, ends[-1]) for name, (*given, ends) in found.items()}, seen
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("in_bulk", [False, True])
 @pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
 @pytest.mark.parametrize("num_blocks", [26, 200])
@@ -258,8 +258,7 @@ def test_outputs_without_log_probs_have_none():
     assert multi_step.joined(outputs).logprobs is None
 
 
-@pytest.mark.parametrize("stop", [(), ("A", "B", "C", "D", "E")])
-async def test_engine_gives_the_same_tokens_and_log_probs(model, monkeypatch, stop):
+async def test_engine_gives_the_same_tokens_and_log_probs(model, monkeypatch):
     """Sequences have a seed each, so that their tokens do not depend on those beside them."""
     several = []
     lengthen = multi_step._MultiStep._lengthen
@@ -273,9 +272,11 @@ async def test_engine_gives_the_same_tokens_and_log_probs(model, monkeypatch, st
         )
         try:
             sampling = [
-                SamplingParams(num_samples=2, max_tokens=9 + 4 * seed, seed=seed, stop=stop) for seed in range(6)
+                SamplingParams(num_samples=2, max_tokens=9 + 4 * seed, seed=seed, stop=stop)
+                for stop in ((), ("A", "B", "C", "D", "E"))
+                for seed in range(6)
             ]
-            prompts = [np.arange(3, 8 + length) for length in range(6)]
+            prompts = [np.arange(3, 8 + length) for length in range(6)] * 2
             calls = [engine.generate(prompt, each) for prompt, each in zip(prompts, sampling, strict=True)]
             found.append([given.spans[0] for group in await asyncio.gather(*calls) for given in group])
         finally:

@@ -15,11 +15,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from rlhf_models.testing import tiny_model_dir
-from rlhf_rollout.engines.model_files import read_config
-from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm import patches
-from rlhf_rollout.engines.vllm.core import build_core, prepare_environment
 from rlhf_rollout.engines.vllm.patches import sampling_head
 from sampling_head_testing import PADDED_SIZE, VOCAB_SIZE, WIDTH, Model
 
@@ -339,15 +335,3 @@ def test_a_runner_that_lacks_something_is_left_alone_with_a_warning(caplog):
     assert "sample" not in vars(runner)
     assert "does without the speed-up sampling_head" in caplog.text
     assert "its model runner has no sampler.sampling_states.min_p.np" in caplog.text
-
-
-def test_an_engine_on_a_cpu_samples_as_vllm_does(tmp_path):
-    prepare_environment()
-    model = tiny_model_dir(tmp_path / "model")
-    spec = EngineSpec(model=str(model), max_model_len=32, seed=0)
-    core = build_core(spec, model, read_config(model), on_gpu=False)
-    try:
-        runner = core.engine_core.model_executor.driver_worker.worker.model_runner
-        assert "sample" not in vars(runner)
-    finally:
-        core.shutdown()
