@@ -6,12 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from engine_testing import served_engine
 from record_testing import write_jsonl
 from rlhf_data.errors import EngineError
 from rlhf_rollout.commands.bench import Answered, summarize, table
 from rlhf_rollout.commands.main import main
-from rlhf_rollout.engines import EngineSpec, build_engine, process
+from rlhf_rollout.engines import process
 from rlhf_rollout.engines.fake import FakeEngine
 
 
@@ -69,18 +68,6 @@ def test_requests_have_seeds_and_prompts_by_their_number_and_warm_up_is_not_coun
     told = capsys.readouterr()
     assert "4 requests in " in told.out and "responses ended by: length 8" in told.out
     assert told.err.endswith(f"written to {tmp_path / 'report.json'}\n")
-
-
-def test_same_seed_measures_the_same_responses_here_and_behind_a_url(words, tmp_path):
-    """The options for a URL need a model's tokenizer; here the engine of the job is replaced, as everything else is."""
-    _, here = run(words, tmp_path, "--num_requests", 5)
-    with served_engine(EngineSpec(model="fake")) as url, pytest.MonkeyPatch.context() as patch:
-        spec = EngineSpec(model="fake", base_url=url)
-        patch.setattr(process, "build_engine", lambda kind, _: build_engine("http", spec))
-        _, there = run(words, tmp_path, "--num_requests", 5)
-    for name in ("output_tokens", "prompt_tokens", "finish_reasons", "num_requests"):
-        assert here[name] == there[name]
-    assert there["num_failed"] == 0
 
 
 def test_failed_requests_are_counted_and_told(words, tmp_path, capsys, monkeypatch):

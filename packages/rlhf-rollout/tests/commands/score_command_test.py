@@ -1,11 +1,6 @@
 """Rewards of answers in files: columns, pairs, reward models against their own scores, rows that are left out."""
 
-import contextlib
-
-import httpx
 import pytest
-import torch
-from transformers import AutoModelForSequenceClassification, Gemma2Config
 
 from record_testing import read_jsonl, write_jsonl
 from rlhf_data.examples.preference import PreferenceEncoder
@@ -14,12 +9,8 @@ from rlhf_data.pretrained import load_tokenizer
 from rlhf_data.rows.sources import open_sources
 from rlhf_models.loading import load_reward_model
 from rlhf_models.reward import score_sequences
-from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir, tiny_tokenizer
-from rlhf_rollout.commands import serve_rm
+from rlhf_models.testing import tiny_reward_model_dir
 from rlhf_rollout.commands.main import main
-from rlhf_rollout.commands.parts import RewardJob
-from rlhf_rollout.commands.sections import RewardSection
-from rollout_testing import app_server
 
 PAIRS = [
     {"prompt": "say", "chosen": "long answer", "rejected": "short"},
@@ -190,49 +181,6 @@ def test_rows_left_out_are_told(tmp_path, capsys, length):
     told = capsys.readouterr().err
     assert "1 of 2 rows left out as too long" in told
     assert "data.jsonl:3: `output` is empty" in told
-
-
-def capped_model(folder):
-    """Write a reward model of Gemma 2, whose attention has soft caps, and return the scores of plain transformers."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512, "num_labels": 1}
-    config = Gemma2Config(**sizes, attn_logit_softcapping=0.5, initializer_range=0.3)
-    plain = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
-    plain.save_pretrained(folder)
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(folder)
-
-    def score_of(prompt, answer):
-        ids = tokenizer(prompt)["input_ids"] + tokenizer(answer)["input_ids"] + [tokenizer.eos_token_id]
-        return float(plain(torch.tensor([ids])).logits)
-
-    return score_of
-
-
-@torch.no_grad()
-def test_every_command_gives_a_model_with_soft_caps_the_attention_of_its_family(tmp_path):
-    folder = tmp_path / "capped"
-    score_of = capped_model(folder)
-    rows = [{"input": "a question", "output": "an answer"}, {"input": "another", "output": "one more answer"}]
-    status, scored = score(tmp_path, rows, "--reward_pretrain", str(folder))
-    assert status == 0
-    expected = [score_of(row["input"], row["output"]) for row in rows]
-    assert [row["reward"] for row in scored] == pytest.approx(expected, abs=1e-4)
-    assert abs(expected[0] - expected[1]) > 0.01
-
-    prompts, out = write_jsonl(tmp_path / "prompts.jsonl", rows), tmp_path / "generated.jsonl"
-    words = ["--engine", "transformers", "--pretrain", str(tiny_model_dir(tmp_path / "policy"))]
-    words += ["--prompt_data", str(prompts), "--output_path", str(out), "--reward_pretrain", str(folder)]
-    assert main(["generate", *words, "--generate_max_len", "8", "--seed", "1"]) == 0
-    made = read_jsonl(out)
-    assert len(made) == 2
-
-    job = RewardJob(RewardSection(reward_pretrain=str(folder)), "float32")
-    tokenizer = job.load_tokenizer(None)
-    resources = contextlib.AsyncExitStack()
-    with app_server(serve_rm.create_app(job.open(tokenizer, resources), tokenizer, resources)) as url:
-        body = {"query": [row["input"] + row["output"] for row in rows], "prompts": [row["input"] for row in rows]}
-        assert httpx.post(f"{url}/get_reward", json=body).json()["rewards"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_failing_scorer_is_told_and_leaves_no_reward(tmp_path, capsys):

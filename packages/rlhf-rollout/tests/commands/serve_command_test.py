@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zlib
 
@@ -298,23 +297,6 @@ def test_sessions_beyond_the_limit_are_forgotten_the_oldest_first(monkeypatch):
             asyncio.run(client(url).generate(PROMPT, SamplingParams(), conversation=name))
         found = [httpx.get(f"{url}/sessions/{name}").status_code for name in "abc"]
     assert found == [200, 404, 200]
-
-
-def test_one_client_is_used_from_several_event_loops_at_once():
-    with app_server(create_app(FakeEngine(token_latency_s=0.001), {})) as url:
-        engine = client(url)
-        found = []
-
-        def ask():
-            for _ in range(3):
-                found.extend(asyncio.run(engine.generate(PROMPT, SamplingParams(seed=5))))
-
-        threads = [threading.Thread(target=ask) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    assert len(found) == 12 and len({completion.token_ids.tobytes() for completion in found}) == 1
 
 
 @pytest.mark.parametrize(

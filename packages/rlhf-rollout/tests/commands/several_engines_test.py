@@ -1,19 +1,12 @@
 """`generate --vllm_num_engines`: what is refused, where engines are, and that they answer every prompt once."""
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
-from engine_processes import started_by
 from record_testing import read_jsonl, write_jsonl
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.exits import with_flags
-from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.commands.main import COMMANDS, main
 from rlhf_rollout.commands.parts import make_engine
 from rlhf_rollout.engines import process
@@ -113,37 +106,3 @@ def test_generate_starts_them_under_mps_and_keeps_all_of_them_busy(tmp_path, mon
     # Twice what the two engines decode at once is in flight before any of it has ended.
     assert [event[1] for event in events[2:11]] == ["begins"] * 8 + ["ends"]
     assert len({record["prompt_id"] for record in read_jsonl(out)}) == 12
-
-
-def test_two_engines_write_what_one_writes_and_one_that_is_killed_loses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    model = tiny_model_dir(tmp_path / "model", eos_token_id=None)
-    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"input": f"{n} + 1 ="} for n in range(40)])
-    words = f"generate --engine transformers --pretrain {model} --prompt_data {prompts} --seed 5 --generate_max_len 40"
-
-    def found(out):
-        return {record["prompt_id"]: record["token_ids"] for record in read_jsonl(out)}
-
-    assert main([*words.split(), "--output_path", str(tmp_path / "one.jsonl")]) == 0
-    one = found(tmp_path / "one.jsonl")
-    out = tmp_path / "two.jsonl"
-    more = ["--vllm_num_engines", "2", "--output_path", str(out)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "rlhf_rollout.commands.main", *words.split(), *more]
-    running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        deadline = time.monotonic() + 120
-        while not (out.exists() and out.stat().st_size):
-            assert time.monotonic() < deadline and running.poll() is None
-            time.sleep(0.02)
-        os.kill(max(started_by(running.pid)), signal.SIGKILL)
-        _, said = running.communicate(timeout=120)
-    finally:
-        running.kill()
-    assert running.returncode == 0, said
-    assert "starting the engines ..." in said and " engines share the " in said
-    two = found(out)
-    assert two.keys() == one.keys() and len(read_jsonl(out)) == len(one) == 40
-    # Another engine draws the rest of what the killed one had begun; it runs one request at a time.
-    assert sum(two[name] != one[name] for name in one) <= 1
-    assert {name: len(ids) for name, ids in two.items()} == {name: len(ids) for name, ids in one.items()}

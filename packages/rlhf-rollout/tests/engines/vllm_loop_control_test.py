@@ -23,22 +23,6 @@ def test_step_loop_call_lets_a_batch_that_was_scheduled_ahead_run_out(core: Scri
     assert len(core.batches) == 1
 
 
-def test_step_loop_call_that_drains_waits_and_holds_newcomers_back(core: ScriptedCore, loop: StepLoop) -> None:
-    first = submit(loop, max_tokens=2)
-    wait_for_step(core)
-    seen: list[int] = []
-    call = loop.call(lambda core: seen.append(len(core.running)), drain=True)
-    second = submit(loop, max_tokens=1)
-    for _ in range(2):
-        core.allowed.release()
-    call.result(60)
-    assert first.future.done()
-    assert seen == [0]
-    core.allowed.release()
-    second.future.result(60)
-    assert core.batches == [["0"], ["0"], ["1"]]
-
-
 def test_step_loop_abort_gives_every_sample_up(core: ScriptedCore, loop: StepLoop) -> None:
     job = submit(loop, num_samples=2, max_tokens=9)
     wait_for_step(core)
@@ -156,23 +140,6 @@ def test_step_loop_restart_goes_on_and_keeps_samples_that_were_done(core: Script
     assert (again.prompt_token_ids, again.sampling_params.max_tokens) == ([5, 6, 1], 1)
     assert (first.token_ids.tolist(), first.policy_version) == ([1], 0)
     assert [(span.token_ids.tolist(), span.policy_version) for span in second.spans] == [([1], 0), ([1], 4)]
-
-
-def test_step_loop_refusal_rejects_what_runs_what_waits_and_what_comes(core: ScriptedCore, loop: StepLoop) -> None:
-    running = submit(loop, max_tokens=9)
-    wait_for_step(core)
-    greedy = submit(loop, max_tokens=1, temperature=0.0)
-    refused = loop.call(lambda core: loop.refuse(core, "weights are missing", "send them"), drain=False)
-    core.allowed.release()
-    refused.result(60)
-    for job in (running, greedy, submit(loop, max_tokens=1)):
-        with pytest.raises(EngineError, match=r"weights are missing\s+hint: send them"):
-            job.future.result(60)
-    assert core.aborted == running.request_ids
-    loop.call(lambda core: setattr(loop, "refusal", None), drain=False).result(60)
-    job = submit(loop, max_tokens=1)
-    core.allowed.release()
-    assert len(job.future.result(60)) == 1
 
 
 def test_step_loop_closed_answers_at_once(core: ScriptedCore) -> None:

@@ -21,17 +21,6 @@ from rlhf_rollout.engines.stopping import StopWatch
 from rlhf_rollout.engines.vllm.loop import Job, Sample, StepLoop
 
 
-def test_step_loop_joins_the_samples_of_a_job(core: ScriptedCore, loop: StepLoop) -> None:
-    job = submit(loop, num_samples=2, max_tokens=3)
-    for _ in range(3):
-        core.allowed.release()
-    completions = job.future.result(60)
-    assert [completion.token_ids.tolist() for completion in completions] == [[1, 2, 3]] * 2
-    assert [completion.logprobs.tolist() for completion in completions] == [[-0.5, -1.0, -1.5]] * 2
-    assert completions[0].finish_reason is FinishReason.LENGTH
-    assert loop.progress.num_signs == 3  # one per step
-
-
 def test_step_loop_ends_a_sample_at_the_token_that_completes_a_text(core: ScriptedCore, loop: StepLoop) -> None:
     sampling = SamplingParams(num_samples=2, max_tokens=9, stop=("bc",))
     job = loop.submit([5, 6], sampling, lambda ids: "".join(chr(96 + token) for token in ids))
