@@ -55,5 +55,4 @@ TESTS = {
     "safety_test.py": ["rlhf-data/errors", "rlhf-data/main", "rlhf-data/options", "rlhf-data/records", "rlhf-data/safety", "rlhf-data/testing", "tests/support/record_testing"],
     "sampler_test.py": ["rlhf-data/errors", "rlhf-data/sampler"],
     "stored_weights_test.py": ["rlhf-data/errors", "rlhf-data/stored_weights"],
-    "testing_test.py": ["rlhf-data/testing"],
 }

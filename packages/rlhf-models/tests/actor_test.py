@@ -81,16 +81,6 @@ def test_actor_packed_equals_padded_in_loss_and_gradients(model_dir, sequences, 
         close(one.grad, other.grad, 5e-5)
 
 
-def test_actor_sequences_packed_together_do_not_see_each_other(model_dir, sequences):
-    actor = load_actor(model_dir, dtype="float32", packing=True)
-    before = actor(TokenBatch.packed(sequences)).logprobs
-    changed = [sequences[0][::-1].copy(), *sequences[1:]]
-    after = actor(TokenBatch.packed(changed)).logprobs
-    own = len(sequences[0])
-    assert not torch.equal(before[:, :own], after[:, :own])
-    assert torch.equal(before[:, own:], after[:, own:])
-
-
 @pytest.mark.parametrize("packing", [False, True])
 def test_actor_logits_mask_gives_the_same_values_and_asks_the_head_for_no_others(model_dir, sequences, packing):
     batch = TokenBatch.packed(sequences) if packing else TokenBatch.padded(sequences, 0)

@@ -5,7 +5,6 @@ from rlhf_data.errors import ConfigError
 from rlhf_models.testing import tiny_model_dir
 
 
-
 def test_tiny_model_dir_leaves_the_random_state_alone(tmp_path):
     torch.manual_seed(5)
     expected = torch.rand(1)

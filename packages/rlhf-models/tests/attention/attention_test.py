@@ -10,7 +10,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
-    Gemma4TextConfig,
     GPTJConfig,
     GptOssConfig,
     Llama4TextConfig,
@@ -26,7 +25,6 @@ from rlhf_data.errors import ConfigError
 from rlhf_models import backbone
 from rlhf_models.attention import packed as attention
 from rlhf_models.attention.packed import choose_attention, packed_attention, varlen_unavailable_reason
-from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor
 
 LENGTHS = (5, 1, 9)
@@ -236,20 +234,6 @@ def test_choose_attention_of_a_family_with_its_own_code_of_attention_is_eager():
     assert choose_attention(GPTJConfig(), "auto", packing=True) == "eager"
 
 
-def test_gemma_2_has_the_logits_of_plain_transformers_by_default(tmp_path):
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    small |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300, "attn_logit_softcapping": 0.5}
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(Gemma2Config(**small, initializer_range=0.5)).save_pretrained(tmp_path)
-    actor = load_actor(tmp_path, dtype="float32").eval()
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    ids = torch.tensor([[5, 9, 200, 7, 8]])
-    with torch.no_grad():
-        logprobs = plain(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
-        found = actor(TokenBatch.padded([ids[0].tolist()], 0, "cpu")).logprobs[0, 1:]
-    torch.testing.assert_close(found, logprobs, atol=1e-5, rtol=1e-5)
-
-
 def test_choose_attention_recurrent_layers_cannot_be_packed():
     config = Qwen3NextConfig()
     assert choose_attention(config, "auto", packing=False) == "sdpa"
@@ -265,24 +249,6 @@ def write(config, folder, **fields):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
-
-
-@pytest.mark.parametrize("name", ["auto", "sdpa", "eager"])
-def test_packed_gemma_4_has_the_log_probs_of_each_sequence_in_plain_transformers(tmp_path, name):
-    """Its layers without a window have heads of another size and number, so its config has no size for all layers."""
-    sizes = {"head_dim": 8, "global_head_dim": 16, "num_key_value_heads": 2, "num_global_key_value_heads": 1}
-    sizes |= {"attention_k_eq_v": True, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 64}
-    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-    write(Gemma4TextConfig(**sizes, **layers, intermediate_size=32), tmp_path)
-    sequences = [[5, 9, 20, 7, 8, 3, 11], [30, 31, 32, 33, 34, 35], [40, 12]]
-    actor = load_actor(tmp_path, dtype="float32", packing=True, attn_implementation=name).eval()
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    with torch.no_grad():
-        found = actor(TokenBatch.packed(sequences)).logprobs[0].split([7, 6, 2])
-        for sequence, logprobs in zip(sequences, found, strict=True):
-            ids = torch.tensor([sequence])
-            alone = plain(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-            torch.testing.assert_close(logprobs[1:], alone, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["auto", "sdpa", "eager"])
