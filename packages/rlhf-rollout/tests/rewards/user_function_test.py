@@ -75,7 +75,6 @@ def test_parse_reward_module():
     [
         ("math:x", "the reward `math` takes no argument, got `x`"),
         ("format", "format: has no expression\n\nhint: give one, or one of format:think, format:think_answer"),
-        ("format:", "format: has no expression"),
         ("format:(", r"format:\( is no regular expression: missing \)"),
         ("length:", "length: names no length in tokens\n\nhint: give length:max=200"),
         ("length:max=0", "length:max=0 names no length"),
@@ -186,15 +185,13 @@ def test_read_result_one_number_for_one_sample():
     ("result", "says"),
     [
         (None, "returned None, not a dictionary"),
-        ([1.0, 2.0], "a value of type list, not a dictionary"),
         ({"reward": [1, 2]}, "has no `rewards`: ['reward']"),
         ({"rewards": [1.0]}, "`rewards` has 1 numbers for 2 samples"),
         ({"rewards": [1.0, 2.0, 3.0]}, "`rewards` has 3 numbers for 2 samples"),
         ({"rewards": 1.0}, "`rewards` is one number for 2 samples"),
         ({"rewards": "ab"}, "be a list of numbers, got a value of type str\n\nhint: return one per query"),
-        ({"rewards": [1.0, "x"]}, "`rewards` must hold numbers, got a value of type str"),
         ({"rewards": None}, "`rewards` must be a list of numbers, got None"),
-        ({"rewards": [1.0, "2"]}, "got a value of type str\n\nhint: give float(...) of it"),
+        ({"rewards": [1.0, "2"]}, "must hold numbers, got a value of type str\n\nhint: give float(...) of it"),
         (
             {"rewards": [[1.0, 2.0], [3.0, 4.0]]},
             "got a value of type list\n\nhint: return a number per query, or",
@@ -223,7 +220,6 @@ def scored(reward=1.0, score=1.0, extra=None, verdict=None):
         (1.0, None, 1.0, VerdictKind.OK),
         (0.7 + 0.2 + 0.1, None, 1.0, VerdictKind.OK),  # 0.9999999999999999
         (0.99, None, 1.0, VerdictKind.WRONG),
-        (0.333, None, 1.0, VerdictKind.WRONG),
         (0.333, None, 0.3, VerdictKind.OK),
         (0.0, None, 0.0, VerdictKind.OK),
         (-1.0, None, -0.5, VerdictKind.WRONG),
