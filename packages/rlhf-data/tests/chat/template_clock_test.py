@@ -6,11 +6,9 @@ from datetime import datetime
 import pytest
 
 from record_testing import write_jsonl
-from rlhf_data.chat.conversation import encode_conversation
 from rlhf_data.chat.template import render_chat, template_clock, template_dates
 from rlhf_data.examples.load import load_examples
 from rlhf_data.examples.sft import SftEncoder
-from rlhf_data.rows.row import Row
 from rlhf_data.rows.sources import open_sources
 from rlhf_data.testing import ByteTokenizer
 
@@ -53,12 +51,6 @@ def test_named_templates_have_the_time_too(tokenizer):
     tokenizer.chat_template = {"default": TEMPLATE, "tool_use": "none"}
     template_clock(tokenizer, datetime(2025, 1, 2))
     assert rendered(tokenizer).startswith("02 Jan 2025 000000|")
-
-
-def test_prompt_and_answer_have_the_same_time(tokenizer):
-    """The mask comes from two renderings, which must agree."""
-    ids, _ = encode_conversation(Row({}, "x", 1), [QUESTION, {"role": "assistant", "content": "4"}], tokenizer)
-    assert len(ids)
 
 
 def test_processes_that_encode_have_the_same_time(tokenizer):
