@@ -42,6 +42,18 @@ class Model(nn.Module):
         return self.logits_processor(None, logits)
 
 
+def test_masked_ids_get_no_probability_and_the_others_share_all_of_it():
+    model = Model()
+    mask_logits(model, [(1, 3), (6, 8)])
+    logits = torch.linspace(-2, 2, 16).view(2, 8)
+    expected = torch.zeros(2, 8, dtype=torch.float64)
+    kept = [0, 3, 4, 5]
+    expected[:, kept] = logits[:, kept].double().exp()
+    expected /= expected.sum(1, keepdim=True)
+    torch.testing.assert_close(model.compute_logits(logits.clone()).double().softmax(1), expected)
+    assert model.compute_logits(None) is None  # in a worker whose logits another one gathers
+
+
 def test_an_engine_that_masks_nothing_adds_nothing_to_its_model():
     model = Model()
     mask_logits(model, [])
@@ -180,13 +192,15 @@ def test_an_engine_asks_for_its_own_worker_which_limits_the_warm_up(tmp_path, mo
         assert VllmSamplingParams.for_sampler_warmup().temperature != 0.25
 
 
-def test_an_engine_allocates_as_many_blocks_as_four_full_sequences_need_for_each_that_runs(tmp_path):
+@pytest.mark.parametrize(("fixed", "found"), [(None, 4 * 2 * 3), (1 << 22, 256)])
+def test_an_engine_allocates_as_many_blocks_as_four_full_sequences_need_for_each_that_runs(tmp_path, fixed, found):
     """A block of 128 tokens has 16 KiB: keys and values of 2 layers with 2 heads of 8 numbers in bfloat16."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = tiny_model_dir(tmp_path / "model", **sizes)
-    with built(model, dtype="bfloat16", max_model_len=300, max_num_seqs=2) as core:
+    options = {"dtype": "bfloat16", "max_model_len": 300, "max_num_seqs": 2, "kv_cache_memory_bytes": fixed}
+    with built(model, **options) as core:
         cache = core.vllm_config.cache_config
-        assert (cache.block_size, cache.num_gpu_blocks) == (128, 4 * 2 * 3)
+        assert (cache.block_size, cache.num_gpu_blocks) == (128, found)
 
 
 def test_an_engine_of_a_model_with_images_and_sounds_leaves_out_what_reads_them(tmp_path):

@@ -31,6 +31,11 @@ def test_buckets_and_their_shared_memory_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_bucket_used_bytes_end_with_the_last_weight() -> None:
+    assert WeightBucket("shared_memory", SPECS, "x").used_bytes == 259
+    assert WeightBucket("shared_memory", (), "x").used_bytes == 0
+
+
 def test_bucket_checksum_ignores_the_gaps() -> None:
     buffer = np.arange(300, dtype=np.uint16).astype(np.uint8)
     expected = zlib.crc32(bytes([0, 1, 0, 1, 2]))  # bytes 0..1, then 256..258, which are 0..2 again
