@@ -5,8 +5,8 @@
 The pairs have the form of Anthropic/hh-rlhf. The policy is fine-tuned on the preferred answers. A reward model learns
 from the pairs, and a judge from the same pairs with another seed. PPO with a critic learns from the reward model, and
 DPO from the pairs. Each policy then answers held-out prompts at temperature 1, scored by the reward model and by the
-judge, which no policy was trained with. Jobs share one GPU, if there is one: `--at_once` of them. Flags behind `--` go
-to `rlhf ppo` and `rlhf generate`: `-- --vllm_gpu_memory_utilization 0.1`.
+judge, which no policy was trained with. Seeds take their turns. Jobs share one GPU, if there is one: `--at_once` of
+them. Flags behind `--` go to `rlhf ppo` and `rlhf generate`: `-- --vllm_gpu_memory_utilization 0.1`.
 """
 
 import gzip
@@ -28,7 +28,7 @@ FLAGS = {
     "model": {"type": Path, "required": True, "help": "folder of a chat model"},
     "pairs": {"type": Path, "required": True, "help": "JSON lines with `chosen` and `rejected`, gzip"},
     "held_out": (200, "pairs that nothing is trained on"),
-    "seed": 1,
+    "seeds": [1, 2, 3],
     "kl": [0.01, 0.05, 0.2],
     "steps": 40,
     "at_once": (1, "policies that are trained or judged at the same time"),
@@ -47,21 +47,31 @@ _PPO = (
 
 
 def measure(options: Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """Run the pipeline once; yield the table of policies."""
+    """Run the pipeline with each seed in turn; yield the runs after each policy that was judged."""
     train, held_out = write_pairs(options.pairs, options.held_out, folder)
+    done: list[dict[str, Any]] = []
+    for seed in options.seeds:
+        for found in pipeline(options, folder / f"seed{seed}", (train, held_out), seed):
+            yield {"runs": [*done, found]}
+        done.append(found)
+
+
+def pipeline(options: Namespace, folder: Path, rows: tuple[Path, Path], seed: int) -> Iterator[dict[str, Any]]:
+    """Run the pipeline with one seed on rows for training and held-out ones; yield it after each judged policy."""
+    train, held_out = rows
     data = ["--dataset", str(train), "--eval_dataset", str(held_out)]
-    rlhf = partial(run, options, folder)
+    rlhf = partial(run, folder, seed)
     start = rlhf("sft", "sft", [*_SFT.split(), *data, "--pretrain", str(options.model)])
     with ThreadPoolExecutor(options.at_once) as pool:
         scorers = [
-            pool.submit(rlhf, "rm", name, [*_RM.split(), *data, "--pretrain", str(start), "--seed", str(seed)])
-            for name, seed in (("reward", options.seed), ("judge", options.seed + 100))
+            pool.submit(run, folder, own_seed, "rm", name, [*_RM.split(), *data, "--pretrain", str(start)])
+            for name, own_seed in (("reward", seed), ("judge", seed + 100))
         ]
         dpo = pool.submit(rlhf, "dpo", "dpo", [*_DPO.split(), *data, "--pretrain", str(start)])
         folders = {"sft": start, "dpo": dpo.result()}
         reward, judge = (job.result() for job in scorers)
         models = ["--pretrain", str(start), "--reward_pretrain", str(reward), "--critic_pretrain", str(reward)]
-        sizes = ["--prompt_data", str(train), "--train_steps", str(options.steps), "--seed", str(options.seed)]
+        sizes = ["--prompt_data", str(train), "--train_steps", str(options.steps), "--seed", str(seed)]
         more = [*(["--bf16", "--colocate_all_models"] if local_gpus() else []), *options.flags]
         runs = {
             f"ppo{kl}": pool.submit(
@@ -76,7 +86,7 @@ def measure(options: Namespace, folder: Path) -> Iterator[dict[str, Any]]:
         table[name] = judged(options, model, (reward, judge), held_out, folder / f"answers_{name}.jsonl")
         progress({name: {key: table[name][key] for key in ("reward", "judge")}})
         accuracies = {scorer: accuracy(folder / scorer) for scorer in ("reward", "judge")}
-        yield {"accuracy": accuracies, "policies": table, "curves": learned}
+        yield {"seed": seed, "accuracy": accuracies, "policies": table, "curves": learned}
 
 
 def write_pairs(source: Path, num_held_out: int, folder: Path) -> tuple[Path, Path]:
@@ -89,10 +99,9 @@ def write_pairs(source: Path, num_held_out: int, folder: Path) -> tuple[Path, Pa
     return train, held_out
 
 
-def run(options: Namespace, folder: Path, command: str, name: str, flags: list[str]) -> Path:
+def run(folder: Path, seed: int, command: str, name: str, flags: list[str]) -> Path:
     """Run a command that trains; return the folder of its model."""
-    seed = [] if "--seed" in flags else ["--seed", str(options.seed)]
-    _rlhf(command, [*flags, *seed, "--save_path", str(folder / name)])
+    _rlhf(command, [*flags, "--seed", str(seed), "--save_path", str(folder / name)])
     return folder / name / "model"
 
 
