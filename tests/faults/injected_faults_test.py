@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import resource
-import socket
 import time
 from collections import Counter
 from functools import partial
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 from online_fakes import SpreadReward
-from rlhf_data.errors import CheckpointError, EngineError, RewardError, RlhfError
+from rlhf_data.errors import CheckpointError, EngineError, RlhfError
 from rlhf_data.options.exits import with_flags
 from rlhf_data.records import FinishReason
 from rlhf_rollout.agents import AgentSpec, EpisodeLimits
@@ -274,17 +273,6 @@ def test_reward_that_hangs_on_one_prompt_costs_its_rollouts_only(make_run, tmp_p
     assert all("no answer within 1 s" in one["detail"] for one in failed)
     counts = accounted(run)
     assert (counts.requested, counts.trained, counts.failed) == (64, 60, 4)
-
-
-def test_reward_server_that_hangs_teaches_nothing_and_ends_the_run_with_its_state_saved(make_run):
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:  # accepts, and never answers
-        source = RewardSource(kind="server", targets=(f"http://127.0.0.1:{server.getsockname()[1]}/",))
-        run = make_run(reward=RewardSpec(sources=(source,), calls=CallOptions(timeout_s=0.3)), num_steps=9)
-        with pytest.raises(RewardError, match=r"3 step\(s\) in a row: no rollout has a reward; the last reason: "):
-            train_and_save(run.job, run.controller, run.recorder)
-    counts = accounted(run)
-    assert (counts.requested - run.controller.rollouts.num_outstanding, counts.trained, counts.failed) == (192, 0, 192)
-    assert checkpoints_of(run) == [2]
 
 
 # -- agents ------------------------------------------------------------------------------------------------------------

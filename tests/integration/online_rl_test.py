@@ -134,48 +134,51 @@ def test_rewards_of_a_function_a_server_and_a_model_add_up_by_weight_and_failure
     assert saved["architectures"][0].endswith("ForSequenceClassification")
 
 
-def train_experts(rlhf: Callable[..., str], folder: Path, flags: str) -> list[dict[str, Any]]:
-    """Train a mixture of experts for three steps in `folder`; return the metrics of the steps."""
-    tiny_model_dir(folder / "model", architecture="qwen3_moe")
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"input": f"say {n}"}) + "\n" for n in range(24)))
-    flags += " --pretrain model --prompt_data prompts.jsonl --remote_rm_url reward.py --advantage_estimator rloo"
-    flags += " --rollout_batch_size 8 --n_samples_per_prompt 4 --train_batch_size 16 --micro_train_batch_size 4"
-    flags += " --prompt_max_len 32 --generate_max_len 16 --train_steps 3 --packing_samples --actor_learning_rate 3e-3"
-    lines = [line for line in ppo(rlhf, *flags.split(), folder=folder) if "time/step" in line]
-    assert len(lines) == 3
-    return lines
+# Two runs of a mixture of experts, whose first step has the same weights and responses.
+EXPERTS = {"balanced": "--zero_stage 3 --aux_loss_coef 0.1", "replay": "--routing_replay"}
 
 
-def test_mixture_of_experts_is_trained_and_balanced_and_its_engine_follows(rlhf, tmp_path):
-    from safetensors.numpy import load_file
+@pytest.fixture(scope="module")
+def experts(rlhf: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder with a folder per run of `EXPERTS`, and the metrics of their three steps."""
+    home, steps = tmp_path_factory.mktemp("experts"), {}
+    for name, flags in EXPERTS.items():
+        folder = home / name
+        tiny_model_dir(folder / "model", architecture="qwen3_moe")
+        (folder / "reward.py").write_text(REWARD)
+        (folder / "prompts.jsonl").write_text("".join(json.dumps({"input": f"say {n}"}) + "\n" for n in range(24)))
+        flags += " --bf16 --seed 3 --pretrain model --prompt_data prompts.jsonl --remote_rm_url reward.py"
+        flags += " --advantage_estimator rloo --rollout_batch_size 8 --n_samples_per_prompt 4 --train_batch_size 16"
+        flags += " --micro_train_batch_size 4 --prompt_max_len 32 --generate_max_len 16 --train_steps 3"
+        flags += " --packing_samples --actor_learning_rate 3e-3"
+        steps[name] = [line for line in ppo(rlhf, *flags.split(), folder=folder) if "time/step" in line]
+        assert len(steps[name]) == 3
+    return home, steps
 
-    lines = train_experts(rlhf, tmp_path, "--zero_stage 3 --aux_loss_coef 0.1")
-    for line in lines:
+
+def test_mixture_of_experts_is_trained_and_balanced_and_its_engine_follows(experts):
+    from safetensors.torch import load_file
+
+    home, steps = experts
+    for line in steps["balanced"]:
         # The loss is 2 if all experts are used equally, and 4 if all tokens go through the same 2 of 4.
         assert 1.9 < line["policy/aux_loss"] < 4.0
         # An engine with the experts of the step before would be about 0.1 nats away.
-        if ON_GPU:
-            assert line["mismatch/logprob_gap_mean"] < 0.02
-        else:
-            assert line["mismatch/logprob_gap_max"] < 1e-4
-    before, after = (load_file(tmp_path / place / "model.safetensors") for place in ("model", "out/model"))
-    experts = [name for name in before if ".experts." in name]
-    assert before.keys() == after.keys() and len(experts) == 24
-    assert all(abs(after[name] - before[name]).max() > 1e-3 for name in experts)
+        assert line["mismatch/logprob_gap_mean"] < 0.02
+    before, after = (load_file(home / "balanced" / place / "model.safetensors") for place in ("model", "out/model"))
+    names = [name for name in before if ".experts." in name]
+    assert before.keys() == after.keys() and len(names) == 24
+    assert all((after[name].float() - before[name].float()).abs().max() > 1e-3 for name in names)
 
 
-def test_routing_replay_brings_engine_and_trainer_closer_and_a_step_can_be_repeated(rlhf, tmp_path):
-    steps = {}
-    for name, flags in {"without": "--bf16 --seed 3", "replay": "--bf16 --seed 3 --routing_replay"}.items():
-        (tmp_path / name).mkdir()
-        steps[name] = train_experts(rlhf, tmp_path / name, flags)
-    if not ON_GPU:  # the first step has the same weights and the same responses
+def test_routing_replay_brings_engine_and_trainer_closer_and_a_step_can_be_repeated(experts, rlhf):
+    home, steps = experts
+    if not ON_GPU:
         for name in ("mismatch/logprob_gap_mean", "mismatch/logprob_gap_max"):
-            assert 0 < steps["replay"][0][name] < steps["without"][0][name]
+            assert 0 < steps["replay"][0][name] < steps["balanced"][0][name]
     assert [line["routing/replayed"] for line in steps["replay"]] == [1.0] * 3
-    assert not [name for line in steps["without"] for name in line if name.startswith("routing/")]
+    assert not [name for line in steps["balanced"] for name in line if name.startswith("routing/")]
     before, after = steps["replay"][0], steps["replay"][-1]
     assert before["policy/entropy"] != after["policy/entropy"] and after["kl/reference"] > 0.01
-    said = rlhf("replay", "out", "--step", "2", folder=tmp_path / "replay")
+    said = rlhf("replay", "out", "--step", "2", folder=home / "replay")
     assert ON_GPU or "metrics agree within 0" in said

@@ -145,6 +145,8 @@ class Case:
     @property
     def names(self) -> list[str]:
         """The objectives that it is for."""
+        if self.experts:  # whose loss is added to that of any objective
+            return ["rm", "kto"]
         names = [name for name in OBJECTIVES if self.variants or name not in VARIANTS]
         return [name for name in names if OBJECTIVES[name].needs_reference or not self.precompute_reference]
 
