@@ -32,7 +32,12 @@ WEIGHT_TOLERANCE = 2e-5
 # Smallest change of a weight that leaving a feature out must make, so that the tolerance would notice it.
 NOTICED = 20 * WEIGHT_TOLERANCE
 
-TWO_RANKS = ("gae", "gae, GSPO", "reinforce, CISPO", "group_norm", "rloo, engine's log-probs, masked", "gae, stale")
+# Cases on two ranks, and their ZeRO stages.
+TWO_RANKS = {
+    "gae": 0, "gae, GSPO": 2, "reinforce, CISPO": 3, "reinforce_baseline": 2, "group_norm": 3,
+    "group_norm, GSPO, centred": 0, "dr_grpo": 3, "rloo, REINFORCE, own log-probs": 2,
+    "rloo, engine's log-probs, masked": 3, "gae, stale": 2,
+}  # fmt: skip
 # Versions of the weights at the start of the last steps, two updates each; tokens are 0 to 3 steps old, and half of the
 # rollouts lived through updates. After it: the versions of the parts of the first turn, by rollout number.
 STEP_VERSIONS = (0, 2, 4, 6)
@@ -74,7 +79,10 @@ def run_worker(
         optimizer = OptimizerSpec(**dataclasses.asdict(case.adam))
         models = {
             role: ModelSpec(
-                path=paths[role], packing=case.packing, zero_stage=0, optimizer=optimizer if role in trained else None
+                path=paths[role],
+                packing=case.packing,
+                zero_stage=TWO_RANKS[name] if num_ranks > 1 else 0,
+                optimizer=optimizer if role in trained else None,
             )
             for role in roles
         }
