@@ -43,6 +43,7 @@ PROMPTS = ("--prompt_data", "rows.jsonl", "--output_path", "out.jsonl")
 # What makes each command of `rlhf` run as far as its libraries.
 FLAGS = {
     "ppo": (),
+    "plan": ("--gpus", "1"),
     "sft": EXAMPLES,
     "rm": EXAMPLES,
     "dpo": EXAMPLES,

@@ -30,6 +30,7 @@ GROUPS = {
     },
     "inference": {name: command.title for name, command in ROLLOUT_COMMANDS.items()},
     "tools": {
+        "plan": "show placement, batches and memory of a `ppo` run for any number of GPUs, without them",
         "doctor": "look at this machine and its libraries, and say what to do about what is wrong",
         "replay": "repeat one step of a run from what it recorded, and compare",
         "report": "write a page about runs: curves, rollouts with every token, warnings",

@@ -57,11 +57,13 @@ class Need:
         items: bytes by name, at the moment of the peak.
         asleep: bytes that stay while it sleeps.
         forward: bytes at the peak of passes without gradients, while its optimizer states sleep.
+        host: bytes of host memory that it takes, at most: what sleeps there, and what is never on the GPU.
     """
 
     items: Mapping[str, int]
     asleep: int = 0
     forward: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -109,12 +111,16 @@ class _Parts:
         states: of its optimizer, with gradients.
         moments: beside both, of which one is the worst.
         forward: beside the weights, in passes without gradients; empty if it has none.
+        kept: bytes that are in host memory while they sleep; gradients are dropped.
+        stays: whether `kept` is always there, because of an option.
     """
 
     weights: dict[str, int]
     states: dict[str, int]
     moments: list[dict[str, int]]
     forward: dict[str, int]
+    kept: int
+    stays: bool
 
 
 def count_parameters(config: Any, *, has_head: bool = True) -> Parameters:
@@ -234,7 +240,8 @@ def trainer_memory(
         moments = [moment for model in (*trained, *frozen) for moment in (*model.moments, model.forward)]
         peak = _sum(stays, at_rest, *states, _largest(moments))
     items = {name: size for name, size in peak.items() if size}
-    return Need(items, sum(stays.values()), sum(forward.values()))
+    host = sum(model.kept for model in (*trained, *frozen) if in_turn or model.stays)
+    return Need(items, sum(stays.values()), sum(forward.values()), host)
 
 
 def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
@@ -257,12 +264,13 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
     # An adapter consists of matrices in layers.
     by_muon = (counts.matrices if spec.lora is None else trained) if optimizer.muon_momentum is not None else 0
     weights = item * (_share(num_weights, num_ranks) if stage == 3 else num_weights)
-    has_masters = not optimizer.offload and (stage > 0 or not is_float32)
+    masters = 4 * own * (stage > 0 or not is_float32)
+    both_moments = moments_item * own - 4 * _share(by_muon, num_owners)
     reduced = 2 if num_ranks == 1 and not is_float32 else 4  # bytes per gradient that is sent
     states = {
         "gradients": 4 * (own if stage >= 2 else trained),
-        "master weights": 4 * own * has_masters,
-        "moments": (moments_item * own - 4 * _share(by_muon, num_owners)) * (not optimizer.offload),
+        "master weights": masters * (not optimizer.offload),
+        "moments": both_moments * (not optimizer.offload),
         "reduction": reduced * REDUCE_BUCKET_SIZE * (stage == 3),
         "second copy": _second_copy(spec, num_weights),
     }
@@ -280,7 +288,8 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
     if optimizer.offload:
         moments.append({"load": 4 * own})  # DeepSpeed makes master weights on the GPU first
     forward = pass_memory(model, passes, with_gradients=False, num_weights=num_weights) if model.runs_forward else {}
-    return _Parts({"weights": weights}, states, moments, forward)
+    kept = 0 if optimizer.offload_path else masters + both_moments
+    return _Parts({"weights": weights}, states, moments, forward, kept, optimizer.offload)
 
 
 def _frozen(model: Model, passes: Passes, num_ranks: int) -> _Parts:
@@ -293,7 +302,10 @@ def _frozen(model: Model, passes: Passes, num_ranks: int) -> _Parts:
         weights["second copy"] = _second_copy(spec, num_weights)
     gathered = num_weights if is_divided else 0
     forward = pass_memory(model, passes, with_gradients=False, num_weights=gathered)
-    return _Parts({}, {}, [], forward | weights) if spec.offload else _Parts(weights, {}, [], forward)
+    kept = weights["frozen weights"]
+    if spec.offload:
+        return _Parts({}, {}, [], forward | weights, kept, stays=True)
+    return _Parts(weights, {}, [], forward, kept, stays=False)
 
 
 def _own_weights(counts: Parameters, spec: ModelSpec) -> int:

@@ -16,6 +16,26 @@ from rlhf_train.specs import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
+class CardMemory:
+    """What the processes on one GPU need.
+
+    Attributes:
+        node, gpu: its numbers in the plan.
+        counts: number of processes by the name of their kind.
+        together: bytes with all processes at work.
+        others: the part of `together` that is not for engines.
+        phases: bytes by phase, if engines and trainers sleep in turn, and trained models take turns, too.
+    """
+
+    node: int
+    gpu: int
+    counts: Mapping[str, int]
+    together: int
+    others: int
+    phases: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class RunMemory:
     """What the processes of a run need.
 
@@ -24,12 +44,14 @@ class RunMemory:
         together: bytes on the GPU that needs most, with all processes at work.
         in_turn: likewise, if engines and trainers sleep in turn, and trained models take turns, too.
         others: the part of `together` that is not for engines.
+        cards: what each GPU has.
     """
 
     needs: Mapping[str, Need]
     together: int
     in_turn: int
     others: int
+    cards: tuple[CardMemory, ...]
 
 
 def run_memory(job: OnlineJob, gpu_bytes: int | None = None) -> RunMemory:
@@ -52,13 +74,19 @@ def run_memory(job: OnlineJob, gpu_bytes: int | None = None) -> RunMemory:
         rest = scorers + sum(need.total * number[name] for name, need in at_once.items())
         asleep = sum(need.asleep * number[name] for name, need in in_turn.items())
         # Processes run models at the same time; in updates one process is awake.
-        at_work = [sum(need.forward * number[name] for name, need in in_turn.items())]
-        at_work += [asleep + (need.total - need.asleep) * number[name] for name, need in in_turn.items()]
-        turns = max(max(at_work) + engine.asleep * engines, asleep + engine.total * engines)
-        found.append((rest + engine.total * engines, rest, scorers + turns))
-    together, rest, _ = max(found)
+        passes = sum(need.forward * number[name] for name, need in in_turn.items())
+        updates = max(asleep + (need.total - need.asleep) * number[name] for name, need in in_turn.items())
+        phases = {
+            "generation and rewards": asleep + engine.total * engines,
+            "log-probs and values": passes + engine.asleep * engines,
+            "updates": updates + engine.asleep * engines,
+        }
+        phases = {name: scorers + size for name, size in phases.items()}
+        found.append(CardMemory(*card, number, rest + engine.total * engines, rest, phases))
+    fullest = max(found, key=lambda card: (card.together, card.others))
     trainers = in_turn if job.trainer_sleep else at_once
-    return RunMemory(trainers | others, together, max(turns for *_, turns in found), rest)
+    most_in_turn = max(max(card.phases.values()) for card in found)
+    return RunMemory(trainers | others, fullest.together, most_in_turn, fullest.others, tuple(found))
 
 
 def _trainer(job: OnlineJob, placed: ProcessPlan, *, in_turn: bool) -> Need:

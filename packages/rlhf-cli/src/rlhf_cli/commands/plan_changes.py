@@ -1,0 +1,121 @@
+"""Which flags make a run fit on its GPUs: the fewest of a list that is tried from cheap to dear."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlhf_data.errors import ConfigError
+from rlhf_train.memory import SPARE
+
+if TYPE_CHECKING:
+    from rlhf_cli.config.ppo import PpoConfig
+    from rlhf_train.online_job import OnlineJob
+    from rlhf_train.run_memory import CardMemory, RunMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A run that is planned.
+
+    Attributes:
+        config: its configuration, with folders for models.
+        job: what would run.
+        memory: what its processes need; None without GPUs.
+    """
+
+    config: "PpoConfig"
+    job: "OnlineJob"
+    memory: "RunMemory | None"
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether engines and trainers sleep in turn."""
+        return self.job.engine.enable_sleep and self.job.trainer_sleep
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the fullest GPU."""
+        return max(map(self.peak_of, self.memory.cards))
+
+    def peak_of(self, card: "CardMemory") -> int:
+        """Return the bytes of a GPU at the peak of the run."""
+        return max(card.phases.values()) if self.sleeps else card.together
+
+    def lacks(self, gpu_bytes: int) -> str:
+        """Return why the run does not fit on GPUs of so many bytes, with `SPARE` left; empty if it does."""
+        engine = self.memory.needs.get(self.job.plan.engines.name)
+        share = int(self.job.engine.gpu_memory_utilization * gpu_bytes)
+        if engine is not None and engine.total > share:
+            return f"an engine needs {_gib(engine.total)}, and its share of a GPU is {_gib(share)}"
+        if self.peak * (1 + SPARE) > gpu_bytes:
+            return f"the fullest GPU needs {_gib(self.peak)}, and {SPARE:.0%} to spare, of {_gib(gpu_bytes)}"
+        return ""
+
+
+def changes(words: Sequence[str], plan: Callable[[Sequence[str]], Planned], gpu_bytes: int) -> list[str] | None:
+    """Return flags that make a run fit, to add to `words`; None if no flags of the list do.
+
+    Args:
+        words: flags that do not fit.
+        plan: makes a plan of flags; raises ConfigError for those that contradict each other.
+        gpu_bytes: of a GPU.
+    """
+    added: list[list[str]] = []
+
+    def fits(these: Sequence[Sequence[str]]) -> bool | None:
+        """Return whether the run fits with `these` flags; None if it cannot have them."""
+        try:
+            return not plan([*words, *(word for flags in these for word in flags)]).lacks(gpu_bytes)
+        except ConfigError:
+            return None
+
+    for change in _list(plan(words).job):
+        found = fits([*added, change])
+        if found is not None:
+            added.append(change)
+        if found:
+            break
+    else:
+        return None
+    # What a dearer change has made superfluous goes again, the dearest first.
+    for change in reversed(added[:-1]):
+        rest = [other for other in added if other is not change]
+        if fits(rest):
+            added = rest
+    last = {change[0]: change for change in added}  # a flag that was lowered twice
+    return [word for change in last.values() for word in change]
+
+
+def _list(job: "OnlineJob") -> Iterator[list[str]]:
+    """Yield changes of a job from cheap to dear, each of which may be added to those before it."""
+    batch = job.batch
+    if job.plan.shares_gpus and not job.max_staleness:
+        yield ["--vllm_enable_sleep", "--deepspeed_enable_sleep"]
+    if any(spec.optimizer is None for spec in job.models.values()) or job.reward.models:
+        yield ["--ref_reward_offload"]
+    yield ["--packing_samples"]
+    most = max(batch.micro_train_batch_size, batch.micro_rollout_batch_size) if batch.micro_batch_tokens is None else 1
+    size = most // 2
+    while size >= max(most // 4, 1):
+        yield ["--micro_train_batch_size", str(size), "--micro_rollout_batch_size", str(size)]
+        size //= 2
+    yield ["--gradient_checkpointing"]
+    while size:
+        yield ["--micro_train_batch_size", str(size), "--micro_rollout_batch_size", str(size)]
+        size //= 2
+    yield ["--zero_stage", "3"]
+    num_gpus = job.engine.tensor_parallel_size * job.plan.engines.num_ranks
+    parallel = 2 * job.engine.tensor_parallel_size
+    while parallel <= min(num_gpus, max(job.plan.nodes, default=0)):
+        yield ["--vllm_tensor_parallel_size", str(parallel), "--vllm_num_engines", str(num_gpus // parallel)]
+        parallel *= 2
+    yield ["--bf16_moments"]
+    yield ["--adam_offload"]
+    slots = job.engine.max_num_seqs // 2
+    while slots >= 16:
+        yield ["--vllm_max_num_seqs", str(slots)]
+        slots //= 2
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"

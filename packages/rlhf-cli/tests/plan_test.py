@@ -1,0 +1,243 @@
+"""`rlhf plan`: memory by hand, flags that make a run fit, and plans for GPUs and models that are not here."""
+
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from rlhf_cli.commands.plan import Planner, PlanSection, describe
+from rlhf_cli.commands.plan_changes import changes
+from rlhf_cli.main import main
+from rlhf_cli.preflight.shapes import _SIZES, shape_config
+from rlhf_data.errors import ConfigError
+from rlhf_train.memory import count_parameters
+
+GIB = 1 << 30
+# As their owners publish them.
+WEIGHTS = {
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+}
+GROUP = ["--advantage_estimator", "group_norm", "--n_samples_per_prompt", "4", "--init_kl_coef", "0", "--bf16"]
+SHARED = [*GROUP, "--colocate_all_models", "--packing_samples"]
+SLEEP = ["--vllm_enable_sleep", "--deepspeed_enable_sleep"]
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch, tmp_path):
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("socket.socket.connect", lambda *words: pytest.fail("a plan used the network"))
+
+
+@pytest.fixture
+def planner(tmp_path):
+    def make(gpus: int, gib: float | None = None) -> Planner:
+        folder = tmp_path / f"scratch-{gpus}-{gib}"
+        folder.mkdir()
+        return Planner(PlanSection(gpus=gpus, gpu_memory_gb=gib), folder)
+
+    return make
+
+
+def model(name: str, gpus: int, *more: str) -> list[str]:
+    per_node = str(min(gpus, 8))
+    nodes = str(-(-gpus // 8))
+    ranks = ["--actor_num_nodes", nodes, "--actor_num_gpus_per_node", per_node, "--vllm_num_engines", str(gpus)]
+    return ["--pretrain", name, *ranks, *SHARED, *more]
+
+
+@pytest.mark.parametrize("name", _SIZES)
+def test_shape_has_the_weights_that_its_owner_publishes(name, tmp_path):
+    from transformers import AutoConfig
+
+    (tmp_path / "config.json").write_text(json.dumps(shape_config(name)))
+    assert count_parameters(AutoConfig.from_pretrained(tmp_path)).total == WEIGHTS[name]
+
+
+def test_states_that_sleep_take_12_bytes_per_weight_of_host_memory(planner):
+    weights = WEIGHTS["qwen2.5-7b"]
+    asleep = planner(8)(model("qwen2.5-7b", 8, *SLEEP))
+    [need] = [asleep.memory.needs[kind.name] for kind in asleep.job.plan.trainers]
+    assert 8 * need.host == pytest.approx(12 * weights, rel=1e-6)
+    assert f"at most: {12 * weights / GIB:.1f} GiB per node" in describe(asleep, None)
+    awake = planner(16)(model("qwen2.5-7b", 16))
+    assert {awake.memory.needs[kind.name].host for kind in awake.job.plan.trainers} == {0}
+    assert "host memory" not in describe(awake, None)
+
+
+@pytest.mark.parametrize(
+    ("more", "bytes_per_weight"),
+    [
+        (["--adam_offload"], 12),
+        (["--adam_offload", "--bf16_moments"], 8),
+        (["--adam_offload", "--adam_offload_path", "disk"], 0),
+        (["--init_kl_coef", "0.1", "--ref_reward_offload"], 2),
+        (["--init_kl_coef", "0.1", "--ref_reward_offload", "--adam_offload"], 14),
+        (["--init_kl_coef", "0.1", *SLEEP], 14),
+    ],
+)
+def test_what_is_kept_in_host_memory_is_counted(more, bytes_per_weight, planner):
+    found = planner(1)(model("qwen2.5-1.5b", 1, *more))
+    [kind] = found.job.plan.trainers
+    assert found.memory.needs[kind.name].host == bytes_per_weight * WEIGHTS["qwen2.5-1.5b"]
+
+
+def test_phases_add_up_what_is_awake(planner):
+    found = planner(1, 140.0)(model("qwen2.5-1.5b", 1, *SLEEP))
+    trainer = found.memory.needs["train"]
+    engine = found.memory.needs["engines"]
+    [card] = found.memory.cards
+    assert card.phases == {
+        "generation and rewards": trainer.asleep + engine.total,
+        "log-probs and values": trainer.forward + engine.asleep,
+        "updates": trainer.total + engine.asleep,
+    }
+    assert found.peak == max(card.phases.values()) < card.together
+    text = describe(found, 140 * GIB)
+    assert f"  updates                 {card.phases['updates'] / GIB:7.1f}" in text
+    awake = planner(1)(model("qwen2.5-1.5b", 1))
+    assert awake.peak == sum(need.total for need in awake.memory.needs.values())
+    assert "nothing sleeps, so all of it stays in every phase" in describe(awake, None)
+
+
+def test_picture_has_a_line_per_range_of_equal_gpus(planner):
+    words = model("llama-3.1-70b", 64, *SLEEP, "--zero_stage", "3", "--train_batch_size", "512")
+    text = describe(planner(64, 80.0)(words), 80 * GIB)
+    picture = text.partition("GPUs, at the peak\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.split("  ")[1] for line in picture] == [f"node {node} GPU 0-7" for node in range(8)]
+    for line in picture:
+        bar, size = re.search(r"\|([#.]+)\| +([\d.]+) of 80\.0 GiB", line).groups()
+        assert bar.count("#") == min(round(24 * float(size) / 80), 24)
+        assert "[1 x train] [1 x engines]" in line
+    apart = ["--pretrain", "qwen2.5-1.5b", *GROUP]
+    text = describe(planner(2)(apart), None)
+    picture = text.partition("GPUs, at the peak\n")[2].partition("\n\n")[0].splitlines()
+    assert ["actor" in picture[0], "engines" in picture[1], "|" in picture[0]] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "gib", "more"),
+    [
+        ("qwen2.5-7b", 1, 140.0, []),
+        ("qwen2.5-7b", 1, 100.0, []),
+        ("qwen2.5-7b", 8, 40.0, []),
+        ("llama-3.1-70b", 16, 140.0, ["--generate_max_len", "2048"]),
+        ("llama-3.1-8b", 1, 140.0, ["--advantage_estimator", "gae", "--init_kl_coef", "0.01"]),
+    ],
+)
+def test_flags_make_the_run_fit_and_none_of_them_is_superfluous(name, gpus, gib, more, planner):
+    plan = planner(gpus, gib)
+    words = model(name, gpus, *more)
+    size = int(gib * GIB)
+    assert plan(words).lacks(size)
+    found = changes(words, plan, size)
+    assert plan([*words, *found]).lacks(size) == ""
+    starts = [number for number, word in enumerate(found) if word.startswith("--")]
+    parts = [found[start:end] for start, end in zip(starts, [*starts[1:], len(found)], strict=True)]
+    pairs = ("--vllm_enable_sleep", "--deepspeed_enable_sleep", "--micro_", "--vllm_num_engines", "--vllm_tensor")
+    for part in (part for part in parts if not part[0].startswith(pairs)):
+        rest = [word for other in parts if other is not part for word in other]
+        with suppress(ConfigError):  # a later flag needs this one
+            assert plan([*words, *rest]).lacks(size), part
+
+
+def test_run_that_nothing_makes_fit(planner):
+    """At the start, weights, gradients and master weights of 7 billion take 10 bytes each: 71 GiB, before the rest."""
+    assert changes(model("qwen2.5-7b", 1), planner(1, 80.0), 80 * GIB) is None
+
+
+def test_engine_whose_share_is_too_small_is_found(planner):
+    found = planner(1, 80.0)(model("qwen2.5-7b", 1, "--vllm_gpu_memory_utilization", "0.1"))
+    assert re.fullmatch(r"an engine needs [\d.]+ GiB, and its share of a GPU is 8\.0 GiB", found.lacks(80 * GIB)), (
+        found.lacks(80 * GIB)
+    )
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def run(capsys, *words: str) -> tuple[int, str, str]:
+    status = main(["plan", *words])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def test_command_says_which_flags_make_a_run_fit(capsys):
+    words = model("qwen2.5-7b", 1)
+    status, out, _ = run(capsys, *words, "--gpus=1", "--gpu_memory_gb", "140")
+    assert status == 0
+    assert "placement: 1 GPU(s)\n  train    1 x actor, GPU 0\n  engines  1 x vLLM, GPU 0" in out
+    assert "128 samples / 1 process(es) = 128 each, in 16 pass(es) of at most 8" in out
+    assert "the run does not fit: the fullest GPU needs " in out
+    added = re.search(r"\nadd (.*): it then needs ([\d.]+) GiB", out)
+    assert float(added[2]) * 1.1 <= 140
+    status, out, _ = run(capsys, *words, *added[1].split(), "--gpus", "1", "--gpu_memory_gb=140")
+    assert (status, out.splitlines()[-1]) == (0, "the run fits")
+
+
+def test_command_fails_if_nothing_helps(capsys):
+    status, out, _ = run(capsys, *model("llama-3.1-70b", 1), "--gpus", "1", "--gpu_memory_gb", "24")
+    assert status == 1
+    assert out.splitlines()[-1].endswith("; use more GPUs, or larger ones")
+
+
+def test_suggestion_uses_all_gpus_and_is_a_plan_that_fits(capsys):
+    own = ["--gpus", "8", "--gpu_memory_gb", "80"]
+    start = ["--pretrain", "qwen2.5-7b", *GROUP[:-1], "--generate_max_len", "4096"]
+    status, out, _ = run(capsys, "--suggest", *start, *own)
+    assert (status, out.splitlines()[-1]) == (0, "the run fits")
+    flags = out.splitlines()[1].split()
+    assert flags[flags.index("--actor_num_gpus_per_node") + 1] == "8"
+    status, again, _ = run(capsys, *start, *flags, *own)
+    assert again == out.partition("\n\n")[2]
+    assert "prompt 1024 + response 4096 = at most 5120" in again
+
+
+@pytest.mark.parametrize(
+    "own", [[], ["--gpus", "8"], ["--gpu_memory_gb", "80"], ["--gpus", "12", "--gpu_memory_gb", "80"]]
+)
+def test_suggestion_needs_gpus_and_their_memory(own, capsys):
+    status, _, err = run(capsys, "--suggest", "--pretrain", "qwen2.5-7b", *own)
+    assert status == 2
+    assert "hint: add --gpus with 1 to 8 or a multiple of 8, and --gpu_memory_gb" in err
+
+
+def test_cpus_have_a_plan_without_an_estimate(capsys):
+    status, out, _ = run(capsys, "--gpus", "0", "--gpu_memory_gb", "80")
+    assert status == 0
+    assert "placement: no GPU, everything shares the CPU" in out
+    assert "memory is estimated for GPUs only" in out
+
+
+def test_model_may_be_a_config_file(capsys, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(shape_config("qwen2.5-1.5b")))
+    words = ["--gpus", "1", *model("qwen2.5-1.5b", 1)]
+    named = run(capsys, *words)
+    words[words.index("qwen2.5-1.5b")] = "config.json"
+    assert run(capsys, *words)[:2] == named[:2]
+
+
+def test_unknown_models_and_flags_are_errors(capsys):
+    status, _, err = run(capsys, "--pretrain", "qwen2.5-8b", "--gpus", "1")
+    assert status == 2
+    assert "error: --pretrain: unknown shape `qwen2.5-8b`; known: " in err
+    assert "did you mean `qwen2.5-" in err
+    status, _, err = run(capsys, "--pretrain", "owner/model", "--gpus", "1")
+    assert (status, "hint: name its config.json, or a shape" in err) == (2, True)
+    status, _, err = run(capsys, "--pretrain", "qwen2.5-7b", "--gpu", "1")
+    assert (status, "unknown flag `--gpu`" in err) == (2, True)
+    status, _, err = run(capsys, *model("qwen2.5-7b", 8), "--gpus", "4")
+    assert (status, "and there are 4" in err) == (2, True)
+    assert Path("rlhf-output").exists() is False
