@@ -66,7 +66,7 @@ def test_every_command_of_a_page_is_accepted(page, tmp_path, monkeypatch, capsys
 
 
 def check_rlhf(arguments: list[str]) -> None:
-    """The flags must be known and have an effect; where the page itself asks for a dry run or a plan, it must succeed."""
+    """The flags must be known and have an effect; a dry run or a plan of a page must succeed."""
     if "--dry_run" in arguments or arguments[0] == "plan":
         assert rlhf(arguments) == 0, f"rlhf {' '.join(arguments)}"
     else:

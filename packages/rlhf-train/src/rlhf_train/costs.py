@@ -53,7 +53,7 @@ def pass_costs(config: Any, *, has_head: bool = True) -> PassCosts:
     config = config.get_text_config()
     sizes = sizes_of(config)
     attention = 2 * sizes.hidden * sizes.head_dim * (sizes.num_heads + sizes.num_kv_heads)
-    mlps = sum(_mlp_weights(sizes.hidden, mlp_of(config, layer)) for layer in range(sizes.num_layers))
+    mlps = sum(count * _mlp_weights(sizes.hidden, mlp) for mlp, count in mlps_of(config).items())
     window = field(config, "sliding_window")
     kinds = field(config, "layer_types") or ["sliding_attention"] * sizes.num_layers
     return PassCosts(
@@ -116,6 +116,14 @@ def mlp_of(config: Any, layer: int) -> Mlp:
     width = number(config, "moe_intermediate_size", default=width)
     shared = number(config, "shared_expert_intermediate_size", default=0)
     return Mlp(width, num_experts, number(config, "num_experts_per_tok", default=1), shared)
+
+
+def mlps_of(config: Any) -> Counter[Mlp]:
+    """Return how many layers have which MLP. Fields of a config are slow to read: models of one kind are asked once."""
+    num_layers = sizes_of(config).num_layers
+    if not number(config, "num_experts", "num_local_experts", default=0):
+        return Counter({mlp_of(config, 0): num_layers})
+    return Counter(mlp_of(config, layer) for layer in range(num_layers))
 
 
 def _mlp_weights(hidden: int, mlp: Mlp) -> int:

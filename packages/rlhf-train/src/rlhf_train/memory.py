@@ -5,13 +5,14 @@ take beside PyTorch in a training process (about 0.5 GiB), fragments, and CUDA g
 where memory is left for them, are not counted: leave `SPARE` of the sum free.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.vllm.memory import FIXED_BYTES, ITEM_BYTES, gpu_work_bytes
-from rlhf_train.costs import Sizes, mlp_of, sizes_of
+from rlhf_train.costs import Mlp, Sizes, mlps_of, sizes_of
 from rlhf_train.specs import ModelSpec
 
 SPARE = 0.1
@@ -147,21 +148,20 @@ def count_parameters(config: Any, *, has_head: bool = True) -> Parameters:
     matrices = 0
     biases = 0
     largest = sizes.vocab * hidden
-    for layer in range(sizes.num_layers):
-        mlp = mlp_of(config, layer)
-        matrices += sum(rows * columns for rows, columns in _linears(config, layer).values())
-        matrices += mlp.num_experts * hidden * (3 * mlp.width + 1)
-        biases += (2 * mlp.width + hidden) * bool(getattr(config, "mlp_bias", False))
+    for mlp, count in mlps_of(config).items():
+        of_layer = sum(rows * columns for rows, columns in _linears(config, mlp).values())
+        of_layer += mlp.num_experts * hidden * (3 * mlp.width + 1)
+        matrices += count * of_layer
+        biases += count * (2 * mlp.width + hidden) * bool(getattr(config, "mlp_bias", False))
         largest = max(largest, hidden * mlp.width)
     num_tables = 1 + (has_head and not getattr(config, "tie_word_embeddings", False))
     others = sizes.num_layers * vectors + biases + num_tables * sizes.vocab * hidden + hidden
     return Parameters(matrices, others + (0 if has_head else hidden), largest)
 
 
-def _linears(config: Any, layer: int) -> dict[str, tuple[int, int]]:
+def _linears(config: Any, mlp: Mlp) -> dict[str, tuple[int, int]]:
     """Return inputs and outputs of the linear modules of a layer, by name. Experts and routers are none."""
     hidden, _, _, num_heads, num_kv_heads, head_dim = sizes_of(config)
-    mlp = mlp_of(config, layer)
     width = mlp.shared if mlp.num_experts else mlp.width
     linears = {"q_proj": (hidden, num_heads * head_dim), "o_proj": (num_heads * head_dim, hidden)}
     linears |= dict.fromkeys(("k_proj", "v_proj"), (hidden, num_kv_heads * head_dim))
@@ -175,8 +175,11 @@ def count_adapters(config: Any, rank: int, targets: str | Sequence[str]) -> int:
     by their last name, or for all of them with "all-linear"."""
     config = config.get_text_config()
     wanted = None if targets == "all-linear" else {targets} if isinstance(targets, str) else set(targets)
-    linears = [item for layer in range(sizes_of(config).num_layers) for item in _linears(config, layer).items()]
-    return sum(rank * sum(size) for name, size in linears if wanted is None or name in wanted)
+    total = 0
+    for mlp, count in mlps_of(config).items():
+        sizes = (size for name, size in _linears(config, mlp).items() if wanted is None or name in wanted)
+        total += count * rank * sum(map(sum, sizes))
+    return total
 
 
 def trainer_memory(
@@ -343,10 +346,12 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
     num_tokens, num_targets = passes.train if with_gradients else passes.forward
     num_tokens = _share(num_tokens, spec.sequence_parallel_size)
     sizes = sizes_of(config)
-    layers = [num_tokens * _layer_bytes(config, spec, sizes, layer) for layer in range(sizes.num_layers)]
-    kept = sum(layers)
+    layers: Counter[int] = Counter()  # by their bytes
+    for mlp, count in mlps_of(config).items():
+        layers[num_tokens * _layer_bytes(config, spec, sizes, mlp)] += count
+    kept = sum(size * count for size, count in layers.items())
     if spec.gradient_checkpointing:
-        kept = num_tokens * item * sizes.hidden * len(layers) + max(layers)
+        kept = num_tokens * item * sizes.hidden * sizes.num_layers + max(layers)
     head = 0
     if model.has_head:
         table = sizes.vocab * sizes.hidden
@@ -366,10 +371,9 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
     }
 
 
-def _layer_bytes(config: Any, spec: ModelSpec, sizes: Sizes, layer: int) -> int:
+def _layer_bytes(config: Any, spec: ModelSpec, sizes: Sizes, mlp: Mlp) -> int:
     """Return the bytes per token that a layer keeps for its backward pass."""
     hidden = sizes.hidden
-    mlp = mlp_of(config, layer)
     item = ITEM_BYTES[spec.dtype]
     width = mlp.per_token * mlp.width + mlp.shared
     size = item * 4 * hidden
