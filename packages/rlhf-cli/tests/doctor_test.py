@@ -9,6 +9,7 @@ from email.utils import formatdate
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from rlhf_cli.commands import doctor
@@ -31,6 +32,7 @@ GIB = 1 << 30
         ("ann:hunter22@proxy:3128", "***@proxy:3128"),
         ("socks5://proxy:3128", "socks5://proxy:3128"),
         ("the key is hf_abcdefgh, it says", "the key is ***, it says"),
+        ("abc123 and abc12 in the log", "*** and abc12 in the log"),
         ("/home/ann/runs and /home/ann2/x", "~/runs and /home/ann2/x"),
         ("/home/ann", "~"),
         ("a token is asked for", "a token is asked for"),
@@ -39,7 +41,7 @@ GIB = 1 << 30
     ],
 )
 def test_secrets_and_home_are_not_shown(text, shown):
-    environ = {"HOME": "/home/ann/", "HF_TOKEN": "hf_abcdefgh", "RAY_AUTH_MODE": "token"}
+    environ = {"HOME": "/home/ann/", "HF_TOKEN": "hf_abcdefgh", "RAY_AUTH_MODE": "token", "api_key": "abc123"}
     assert public(text, environ) == shown
 
 
@@ -61,6 +63,7 @@ def test_report_has_no_password_of_a_proxy_and_no_variable_of_a_secret():
     assert told["machine"]["environment"] == {"HF_HOME": "~/hub", "HTTPS_PROXY": "http://***@proxy:3128"}
     expected = {"check": "disk", "level": "fault", "found": "~/x: ***", "costs": "", "hint": "export HF_TOKEN=***"}
     assert told["findings"] == [expected]
+    assert told["machine"]["memory_gib"] == pytest.approx(psutil.virtual_memory().total / GIB, abs=0.1)
     assert told["machine"]["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
@@ -251,6 +254,18 @@ def test_gpus_are_told_with_their_driver_and_what_others_use():
     assert finding.hint == "nvidia-smi"
 
 
+def test_program_of_the_driver_is_asked_and_may_fail(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'H200, 580.1, 100, 5'\n")
+    program.chmod(0o755)
+    assert machine.gpus(lambda: 1) == Finding("GPU", "ok", "1 visible of 1 x H200, 0 GiB, driver 580.1")
+    program.write_text("#!/bin/sh\necho 'H200, 580.1, 100, 5'\nexit 9\n")
+    finding = machine.gpus(lambda: 1)
+    assert finding.level == "fault"
+    assert "returned non-zero exit status 9" in finding.found
+
+
 @pytest.mark.parametrize("text", ["", "No devices were found"])
 def test_driver_that_does_not_answer_is_a_fault(text):
     finding = machine.gpus(lambda: 1, smi(text))
@@ -290,7 +305,7 @@ def test_folder_that_cannot_be_written_is_a_fault():
 
 def test_disk_is_told_with_its_speed(tmp_path, monkeypatch):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: SimpleNamespace(free=40 * GIB))
-    ticks = iter([0.0, 0.5, 0.0, 2.0])
+    ticks = iter([10.0, 10.5, 20.0, 22.0])
     finding = machine.disk(tmp_path / "new" / "run", lambda: next(ticks))
     assert finding.level == "ok"
     assert finding.found == f"40 GiB free for {tmp_path}/new/run, written with 134 MB/s"  # 67 MB in half a second
@@ -475,3 +490,9 @@ def test_status_is_one_with_a_fault(level, status, monkeypatch, capsys, tmp_path
     assert [row["check"] for row in json.loads(capsys.readouterr().out)["findings"]] == ["disk", "ports"]
     assert seen[0] == (tmp_path, True)
     assert seen[1][1] is False
+
+
+def test_dry_run_looks_at_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "findings", lambda folder, *, with_run: pytest.fail("it looked"))
+    assert main(["doctor", "--quick", "--dry_run"]) == 0
+    assert "quick = true" in capsys.readouterr().out

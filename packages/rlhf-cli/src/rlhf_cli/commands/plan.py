@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """`rlhf plan FLAGS` takes the flags of `rlhf ppo`, and shows where processes go, the batches, and the
 memory of each process, GPU and phase: for any number of GPUs, none of which is needed here. A model is a folder, a
-config.json, or a shape: qwen2.5-0.5b to 72b, llama-3.2-1b, llama-3.1-8b and 70b. Prompts and rewards need not be there.
-If the run does not fit, the flags follow that make it fit. The status is 1 if none do."""
+config.json, or a shape such as qwen2.5-7b; an unknown one is answered with all of them. Prompts and rewards need not be
+there. If the run does not fit, the flags follow that make it fit. The status is 1 if none do."""
 
 _ZERO_3 = (
     "note: the estimate is low for ZeRO 3 on several GPUs: peaks of runs on two and four GPUs were 1.3 to 1.7 times as"
