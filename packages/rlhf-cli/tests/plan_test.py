@@ -229,6 +229,22 @@ def test_model_may_be_a_config_file(capsys, tmp_path):
     assert run(capsys, *words)[:2] == named[:2]
 
 
+def test_config_of_the_hubs_cache_is_used(capsys, tmp_path, monkeypatch):
+    (tmp_path / "cached.json").write_text(json.dumps(shape_config("qwen2.5-1.5b")))
+    asked = []
+
+    def cached(*words, **options):
+        asked.append((words, options))
+        return str(tmp_path / "cached.json")
+
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
+    words = ["--gpus", "1", *model("qwen2.5-1.5b", 1)]
+    named = run(capsys, *words)
+    words[words.index("qwen2.5-1.5b")] = "owner/name@v2"
+    assert run(capsys, *words)[:2] == named[:2]
+    assert asked[0] == (("owner/name", "config.json"), {"revision": "v2"})
+
+
 def test_unknown_models_and_flags_are_errors(capsys):
     status, _, err = run(capsys, "--pretrain", "qwen2.5-8b", "--gpus", "1")
     assert status == 2

@@ -87,18 +87,15 @@ def _run(argv: Sequence[str]) -> int:
 def _divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the words that are this command's own, and those of `ppo`."""
     takes = {name: not option.is_switch for option in options(PlanConfig) for name in option.flags}
+    takes |= {"-h": False, "--help": False}
     own: list[str] = []
     rest: list[str] = []
     words = iter(argv)
     for word in words:
         name, is_whole, _ = word.partition("=")
-        if name in ("-h", "--help"):
-            own.append(word)
-        elif name not in takes:
-            rest.append(word)
-        else:
-            own.append(word)
-            own += [next(words, "")] if takes[name] and not is_whole else []
+        (own if name in takes else rest).append(word)
+        if takes.get(name) and not is_whole:
+            own.append(next(words, ""))
     return own, rest
 
 

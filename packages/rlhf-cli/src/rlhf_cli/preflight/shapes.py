@@ -64,10 +64,10 @@ def _folder(name: str, flag: str, scratch: Path) -> str:
         return str(path)
     if (file := user_path(name)).is_file():
         text = file.read_text(encoding="utf-8")
-    elif hub_name(name) is not None:
+    elif (on_hub := hub_name(name)) is not None:
         from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(*hub_name(name)[:1], "config.json", revision=hub_name(name).revision)
+        cached = try_to_load_from_cache(on_hub.repository, "config.json", revision=on_hub.revision)
         if not isinstance(cached, str):
             hint = "name its config.json, or a shape such as qwen2.5-7b"
             raise ConfigError(f"--{flag} {name} is not on this machine, and a plan does not ask the hub", hint=hint)
