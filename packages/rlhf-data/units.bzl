@@ -14,7 +14,7 @@ UNITS = {
     "own_code": (["own_code"], ["rlhf-data/stored_weights"]),
     "packing": (["packing"], ["rlhf-data/errors"]),
     "pretrained": (["pretrained"], ["rlhf-data/errors", "rlhf-data/hub_names", "rlhf-data/own_code", "rlhf-data/stored_weights"]),
-    "prompts": (["prompts"], ["rlhf-data/chat", "rlhf-data/errors", "rlhf-data/records", "rlhf-data/rows"]),
+    "prompts": (["prompts"], ["rlhf-data/chat", "rlhf-data/errors", "rlhf-data/images", "rlhf-data/records", "rlhf-data/rows"]),
     "records": (["records"], ["rlhf-data/errors"]),
     "rows": (["rows/"], ["rlhf-data/errors", "rlhf-data/hub_names", "rlhf-data/pretrained", "rlhf-data/safety"]),
     "safety": (["safety"], []),

@@ -28,12 +28,13 @@ _TEXT = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
     "max_position_embeddings": 1024,
     "pad_token_id": 0,
     "bos_token_id": None,
+    "initializer_range": 0.1,
 }
 _EYE = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 _OUT = {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
@@ -67,12 +68,14 @@ def tiny_vision_model_dir(path: Path, family: str) -> Path:
         text["model_type"] = "llama"
         ids |= {"scale_factor": 2, "pad_token_id": 0}
     else:
-        rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+        rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
         text["rope_parameters"] = rope | ({"mrope_interleaved": True} if family == "qwen3_vl" else {})
         for name in ("video_token", "vision_start_token", "vision_end_token"):
             token = {"video_token": "<|video_pad|>"}.get(name, f"<|{name.removesuffix('_token')}|>")
             ids[f"{name}_id"] = tokenizer.convert_tokens_to_ids(token)
-    config = AutoConfig.for_model(family, text_config=text, vision_config=_EYES[family], **ids)
+    config = AutoConfig.for_model(
+        family, text_config=text, vision_config=_EYES[family] | {"initializer_range": 0.1}, **ids
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config)

@@ -9,6 +9,8 @@ from rlhf_data.chat.input_template import InputTemplate
 from rlhf_data.chat.messages import row_messages
 from rlhf_data.chat.tokens import Tokenizer, encode_prompts
 from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.images.reader import ImageReader, PartsTokenizer
+from rlhf_data.images.rows import take_image_files
 from rlhf_data.records import Prompt
 from rlhf_data.rows.row import Counts, RowErrors, unknown_id
 from rlhf_data.rows.sources import Rows
@@ -48,6 +50,8 @@ def load_prompts(
     source: str = "default",
     source_key: str | None = None,
     extra_keys: Sequence[str] = (),
+    image_key: str | None = None,
+    reader: ImageReader | None = None,
 ) -> PromptSet:
     """Load prompts, each with the id `<file name>:<line>`, with folders where sources have one file name.
 
@@ -65,6 +69,9 @@ def load_prompts(
         source: name of the data source, stored in every prompt.
         source_key: the key under which a row names its data source; replaces `source`.
         extra_keys: the keys of further cells, see `Prompt.extra`.
+        image_key: the key of a row's images, which are files; see `rlhf_data.images.rows.take_images`. None for text
+            alone.
+        reader: reads the images, if there is an `image_key`.
 
     Raises:
         DataError: too many rows cannot be used (the message shows the first with file and line), or all prompts are too
@@ -74,7 +81,7 @@ def load_prompts(
     if prompt_max_len < 1:
         raise ConfigError(f"prompt_max_len must be at least 1, got {prompt_max_len}")
     template = InputTemplate(
-        tokenizer=tokenizer,
+        tokenizer=tokenizer if image_key is None else PartsTokenizer(tokenizer),
         apply_chat_template=apply_chat_template,
         input_template=input_template,
         tools_key=tools_key,
@@ -83,12 +90,15 @@ def load_prompts(
     drafts = []
     for row in rows.read(errors):
         try:
+            images: tuple[str, ...] = ()
+            if image_key is not None:
+                row, images = take_image_files(row, input_key, image_key)
             text = template.render(row, input_key)
             label = None if label_key is None else row.label(label_key)
             origin = source if source_key is None else row.text(source_key)
             messages = tuple(row_messages(row, input_key)) if apply_chat_template else None
             extra = {key: row.plain(key) for key in extra_keys}
-            drafts.append((row, text, label, origin, messages, extra))
+            drafts.append((row, text, label, origin, messages, extra, images))
         except DataError as error:
             errors.add(error)
     encoded = encode_prompts([text for _, text, *_ in drafts], tokenizer, has_special_tokens=apply_chat_template)
@@ -96,6 +106,12 @@ def load_prompts(
     lengths = []
     digest = hashlib.blake2b(digest_size=8)
     for (row, text, *known), token_ids in zip(drafts, encoded, strict=True):
+        if reader is not None and token_ids:
+            try:
+                token_ids = reader.expand_prompt(token_ids, known[-1], row.origin)
+            except DataError as error:
+                errors.add(error)
+                continue
         if not token_ids:
             errors.add(f"{row.origin}: the tokenizer makes no token of {text!r}")
         elif num_ids is not None and max(token_ids) >= num_ids:
@@ -105,7 +121,7 @@ def load_prompts(
             if len(token_ids) > prompt_max_len:
                 continue
             prompts.append(Prompt(row.row_id, token_ids, text, *known))
-            digest.update(row.digest((input_key, label_key, tools_key, source_key, *extra_keys)))
+            digest.update(row.digest((input_key, label_key, tools_key, source_key, image_key, *extra_keys)))
     num_rows = len(lengths) + errors.num_bad
     errors.check(num_rows)
     if not prompts:

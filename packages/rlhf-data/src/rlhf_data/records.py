@@ -94,6 +94,7 @@ class Prompt:
         source: the data source it came from.
         messages: what the chat template has rendered as `text`; None for a prompt that it has not.
         extra: further cells of the row by their keys, as JSON values, for reward functions and agents.
+        images: the paths of the images whose tokens the prompt has, in order.
     """
 
     prompt_id: str
@@ -103,6 +104,7 @@ class Prompt:
     source: str = "default"
     messages: tuple[Mapping[str, str], ...] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         freeze_arrays(self, token_ids=np.int32)

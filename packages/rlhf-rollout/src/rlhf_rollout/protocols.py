@@ -227,12 +227,16 @@ class RolloutEngine(Protocol):
         *,
         timeout_s: float | None = None,
         drafts: Sequence[Draft] | None = None,
+        images: Sequence[str] = (),
     ) -> list[Completion]:
         """Return `sampling.num_samples` completions of one prompt [P] int32.
 
         `drafts` are the samples, one each, which the engine writes and the caller may read at any time. The engine goes
         on behind what they hold already, so that a failed engine's request can be finished by another one. `sampling`
         is that of the whole samples. An engine behind HTTP, which tells nothing before the end, leaves them empty.
+
+        `images` are the paths of the images whose tokens the prompt has, in order. Callers name them only to engines
+        whose `EngineSpec.images` is set.
 
         `timeout_s` is for how long the engine may write nothing; None for its own limit. Raises EngineError when the
         request exceeds the engine's context, and StalledError when the limit passes.

@@ -4,6 +4,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -116,8 +117,9 @@ class EngineRouter:
         *,
         conversation: str | None = None,
         group_id: str | None = None,
+        images: Sequence[str] = (),
     ) -> list[Completion]:
-        """Return `sampling.num_samples` completions of one prompt [P] int32.
+        """Return `sampling.num_samples` completions of one prompt [P] int32, which has `images`.
 
         Requests with the same `conversation` go to the same
         engine, whose cache holds their common prefix, as long as it is attached and does not fail. What is written for
@@ -138,7 +140,9 @@ class EngineRouter:
             self._load(place, sampling.num_samples)
             try:
                 known = conversation is not None and getattr(place.engine, "takes_conversation", False)
-                more = {"conversation": conversation} if known else {}
+                more: dict[str, Any] = {"conversation": conversation} if known else {}
+                if images:
+                    more["images"] = images
                 completions = await place.engine.generate(token_ids, sampling, drafts=drafts, **more)
                 _check_complete(completions, sampling)
             except Exception as error:  # an engine in another process or on another machine may raise anything

@@ -139,7 +139,7 @@ def of_vllm(path: Path) -> tuple[set[str], set[str]]:
 
 
 def test_all_that_files_beside_the_patches_import_from_vllm_is_checked_at_the_start() -> None:
-    tables = (internals.NAMES, internals.ON_CPU, internals.ROUTES_ON_CPU)
+    tables = (internals.NAMES, internals.ON_CPU, internals.ROUTES_ON_CPU, internals.IMAGES)
     known = {f"{place.partition(':')[0]}.{name}" for table in tables for place in table for name in table[place]}
     known |= {place.replace(":", ".") for table in tables for place in table if ":" in place}
     # These are looked for where they are used, as versions differ.

@@ -9,6 +9,7 @@ from rlhf_data.options.sections import (
     ChatTemplateSection,
     ChosenKeySection,
     CompletionSection,
+    ImageSection,
     InputSection,
     PlaceholderSection,
 )
@@ -49,14 +50,8 @@ class DemonstrationSection(CompletionSection, ChatTemplateSection, ExampleSectio
     """Prompts with completions."""
 
 
-class ImageDemonstrationSection(DemonstrationSection):
+class ImageDemonstrationSection(ImageSection, DemonstrationSection):
     """Adds the images of prompts."""
-
-    image_key: str | None = flag(
-        None,
-        "key of the images of a row, for a model that reads images: a path, a file or data URL, bytes, or a list of"
-        " them, at `<image>` in the text, at parts of type `image`, or else before the text; None: text alone",
-    )
 
 
 class PairSection(ChosenKeySection, ChatSection, ChatTemplateSection, ExampleSection):

@@ -15,7 +15,7 @@ from rlhf_data.chat.tokens import Tokenizer
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.images.files import ImageRef, read_image
 from rlhf_data.images.rows import IMAGE_MARK
-from rlhf_data.pretrained import clear_errors, located_model
+from rlhf_data.pretrained import clear_errors, load_tokenizer, located_model
 
 _GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _TILES = ("smolvlm",)
@@ -77,6 +77,19 @@ class ImageReader:
         """Return what the model reads of images of Pillow, one or more, by the names of its arguments."""
         return {name: array for name, array in self._processed(images).items() if name not in ("rows", "cols")}
 
+    def masked_ids(self, others: Sequence[range] = ()) -> tuple[range, ...]:
+        """Return ids that must not be sampled: `others`, and the token of an image, in ascending order."""
+        own = range(self.image_id, self.image_id + 1)
+        return tuple(sorted([*others, own], key=lambda ids: ids.start))
+
+    def sizes(self, arrays: Mapping[str, np.ndarray]) -> tuple[int, int]:
+        """Return the numbers of tokens `image_id` and of patches or tiles that `arrays` of one image have."""
+        if self.family in _GRIDS:
+            num_patches = int(np.prod(arrays["image_grid_thw"]))
+            return num_patches // self.processor.merge_size**2, num_patches
+        num_tiles = arrays["pixel_values"].shape[1]
+        return num_tiles * self.tokens_per_tile, num_tiles
+
     def _processed(self, images: Sequence[Any]) -> dict[str, Any]:
         if self.family in _GRIDS:
             return {**self.processor(images=list(images), return_tensors="np")}
@@ -115,6 +128,11 @@ class ImageReader:
         for place, run in zip(places, runs, strict=True):
             ids[starts[place] : starts[place] + len(run)] = run
         return ids, np.repeat(mask, lengths)
+
+    def expand_prompt(self, token_ids: Sequence[int], refs: Sequence[ImageRef], origin: str) -> list[int]:
+        """Return a prompt with all tokens of its images; see `expand`."""
+        ids = np.asarray(token_ids, np.int32)
+        return list(self.expand(ids, np.zeros(len(ids), bool), refs, origin)[0].tolist())
 
     def _tokens(self, arrays: Mapping[str, Any], index: int) -> list[int]:
         if self.family in _GRIDS:
@@ -155,3 +173,13 @@ def load_image_reader(path: str | Path, config: Any, tokenizer: Any) -> ImageRea
         eye = config.vision_config
         tokens_per_tile = (eye.image_size // eye.patch_size) ** 2 // config.scale_factor**2
     return ImageReader(tokenizer, processor, config.model_type, config.image_token_id, tokens_per_tile)
+
+
+def open_image_reader(path: str | Path) -> ImageReader:
+    """Return the reader of a model's folder or hub name. Raises ConfigError as `load_image_reader`."""
+    from transformers import AutoConfig
+
+    name, is_local = located_model(path)
+    with clear_errors("model", path):
+        config = AutoConfig.from_pretrained(name, local_files_only=is_local)
+    return load_image_reader(path, config, load_tokenizer(path))

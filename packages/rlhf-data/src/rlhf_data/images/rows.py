@@ -47,6 +47,19 @@ def take_images(row: Row, input_key: str, image_key: str) -> tuple[Row, tuple[Im
     return replace(row, values={**row.values, input_key: marked}), refs
 
 
+def take_image_files(row: Row, input_key: str, image_key: str) -> tuple[Row, tuple[str, ...]]:
+    """Return what `take_images` does, for images that are files: prompts travel with their paths.
+
+    Raises DataError also for an image that the row itself holds.
+    """
+    marked, refs = take_images(row, input_key, image_key)
+    paths = tuple(ref for ref in refs if isinstance(ref, str))
+    if len(paths) < len(refs):
+        message = f"{row.origin}: an image is in the row itself, and prompts travel with the paths of theirs"
+        raise DataError(message, hint="write the image to a file, and give its path")
+    return marked, paths
+
+
 def _marked(messages: list[Any], named: list[Any]) -> Iterator[Any]:
     """Yield messages with marks in place of images; add to `named` what each place names."""
     for message in messages:

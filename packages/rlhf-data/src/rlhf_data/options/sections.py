@@ -131,6 +131,16 @@ class InputSection(ChatSection):
     input_key: str = flag("input", "key of the prompt in a row: text, or a list of messages")
 
 
+class ImageSection(Section, title="data"):
+    """The images of prompts."""
+
+    image_key: str | None = flag(
+        None,
+        "key of the images of a row, for a model that reads images: a path, a file or data URL, bytes, or a list of"
+        " them, at `<image>` in the text, at parts of type `image`, or else before the text; None: text alone",
+    )
+
+
 class CompletionSection(InputSection):
     """Rows with a prompt and its completion, with a conversation, or with plain text."""
 

@@ -29,7 +29,8 @@ class SingleTurn:
 
     async def run(self, prompt: Prompt, sampling: SamplingParams, group_id: str) -> tuple[Episode, ...]:
         """See `Workflow.run`: episode and rollout `<group_id>/<number>` for each sample."""
-        completions = await self.router.generate(prompt.token_ids, sampling, group_id=group_id)
+        more = {"images": prompt.images} if prompt.images else {}
+        completions = await self.router.generate(prompt.token_ids, sampling, group_id=group_id, **more)
         asked = Span(SpanSource.PROMPT, prompt.token_ids)
         episodes = []
         for index, completion in enumerate(completions):

@@ -10,6 +10,7 @@ from rlhf_data.options.declare import Config, Section, flag, one_of, with_defaul
 from rlhf_data.options.sections import (
     AnswerKeySection,
     ExampleSection,
+    ImageSection,
     InputSection,
     PairKeySection,
     TemplateSection,
@@ -59,7 +60,7 @@ class SeededSampling(Section, title="sampling"):
     )
 
 
-class SlicedPromptSection(PromptSection):
+class SlicedPromptSection(ImageSection, PromptSection):
     """Prompts from a part of the rows."""
 
     skip_samples: int = flag(0, "rows to leave out at the start of each source, before --max_samples counts", ge=0)
@@ -252,6 +253,8 @@ class GenerateConfig(Config):
             message = f"--post_processor {kind} makes rows of one prompt and one answer, and episodes of an agent have"
             raise ConfigError(f"{message} several turns", hint="drop --post_processor, or --agent_func_path")
         self.output.check_template(kind)
+        if self.data.image_key is not None:
+            self._check_images()
         if self.output.overwrite and self.output.resume:
             message = "--overwrite and --resume: a file is either replaced or continued"
             raise ConfigError(message, hint="give one of them")
@@ -266,6 +269,27 @@ class GenerateConfig(Config):
             (has_reward and kind != "rs", ["min_reward"], f"--post_processor is {kind}"),
             (kind != "csft", ["reward_template"], f"--post_processor is {kind}"),
         )
+
+    def _check_images(self) -> None:
+        kind = self.output.post_processor
+        kinds = " or ".join(WITH_MODEL)
+        for is_wrong, reason, hint in (
+            (
+                not self.data.apply_chat_template,
+                "a chat template, which says where an image is",
+                "--apply_chat_template",
+            ),
+            (self.engine.engine not in WITH_MODEL, "an engine that reads images", f"--engine {kinds}"),
+            (self.agent.agent_func_path is not None, "single turns: agents get no images", "no --agent_func_path"),
+            (
+                self.reward.reward_pretrain is not None,
+                "rewards that read text: reward models get no images",
+                "no --reward_pretrain",
+            ),
+            (kind != "rollouts", "the record of rollouts: training data has no images", "no --post_processor"),
+        ):
+            if is_wrong:
+                raise ConfigError(f"--image_key needs {reason}", hint=f"use {hint}")
 
 
 class AnswerSection(PairKeySection, AnswerKeySection, ReferenceSection, InputSection, ExampleSection):

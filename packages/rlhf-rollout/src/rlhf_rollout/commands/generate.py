@@ -17,6 +17,7 @@ from typing import Any
 
 from rlhf_data.chat.template import template_clock
 from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.images.reader import ImageReader, open_image_reader
 from rlhf_data.options.declare import matching
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import FinishReason
@@ -58,6 +59,7 @@ class _Task:
         agent: turns prompts into episodes of several turns; None for single turns.
         reward: what scores the responses to which the agent gives no reward; without sources they are not scored.
         tokenizer: the engine's tokenizer.
+        reader: of the images of prompts; None for text alone.
         prompts, inputs: the prompts, and the cells that each was made from.
         settings: what every record of the file begins with: the hash of the settings as `run`, and as `template_clock`
             the time that the chat template writes into prompts, if it does.
@@ -70,6 +72,7 @@ class _Task:
     agent: AgentSpec | None
     reward: RewardJob
     tokenizer: Any
+    reader: ImageReader | None
     prompts: PromptSet
     inputs: list[dict[str, Any]]
     settings: dict[str, str]
@@ -124,7 +127,8 @@ def _prepare(config: GenerateConfig) -> _Task:
     reward.check_models()
     tokenizer = engine.load_tokenizer(config.data)
     clock = template_clock(tokenizer, recorded_clock(output.rollouts_path) if output.resume else None)
-    prompts, inputs = _load_prompts(config, tokenizer)
+    reader = None if config.data.image_key is None else open_image_reader(engine.spec.model)
+    prompts, inputs = _load_prompts(config, tokenizer, reader)
     TERMINAL.say(prompts.summary)
     if output.post_processor == "csft" and not all(isinstance(cells["input"], str) for cells in inputs):
         message = "--post_processor csft writes the reward into the input, so inputs must be text and not messages"
@@ -134,7 +138,9 @@ def _prepare(config: GenerateConfig) -> _Task:
     if agent is not None:
         settings += (agent.path, agent.limits, agent.history, agent.tool_parser, agent.chat_template_kwargs)
     rewards = (reward.sources, config.reward.normalize_reward, config.reward.judge_model)
-    asked = [(prompt.prompt_id, prompt.token_ids.tobytes(), prompt.label, prompt.extra) for prompt in prompts]
+    asked = [
+        (prompt.prompt_id, prompt.token_ids.tobytes(), prompt.label, prompt.extra, *prompt.images) for prompt in prompts
+    ]
     digest = hashlib.sha256(repr((settings, rewards, asked)).encode()).hexdigest()[:16]
     done: frozenset[int] = frozenset()
     if output.resume and output.rollouts_path.exists():
@@ -147,6 +153,7 @@ def _prepare(config: GenerateConfig) -> _Task:
         agent=agent,
         reward=reward,
         tokenizer=tokenizer,
+        reader=reader,
         prompts=prompts,
         inputs=inputs,
         settings={"run": digest} | ({} if clock is None else {_CLOCK: clock.isoformat()}),
@@ -154,19 +161,27 @@ def _prepare(config: GenerateConfig) -> _Task:
     )
 
 
-def _load_prompts(config: GenerateConfig, tokenizer: Any) -> tuple[PromptSet, list[dict[str, Any]]]:
-    """Return the prompts, and for each the cells that it was made from: `input`, text or messages, and `tools`."""
+def _load_prompts(
+    config: GenerateConfig, tokenizer: Any, reader: ImageReader | None
+) -> tuple[PromptSet, list[dict[str, Any]]]:
+    """Return the prompts, and for each the cells that it was made from: `input`, text or messages, `tools`,
+    and the paths of its `images`."""
     data = config.data
     extra_keys = config.reward.extra_names
     rows = replace(open_prompts(data, config.rollout.seed or 0, extra_keys), skip_samples=data.skip_samples)
-    prompts = load_prompts(rows, tokenizer, extra_keys=extra_keys, **matching(load_prompts, data))
+    options = matching(load_prompts, data)
+    prompts = load_prompts(rows, tokenizer, extra_keys=extra_keys, reader=reader, **options)
+    if reader is not None and not any(prompt.images for prompt in prompts):
+        message = f"no row of --prompt_data has images, neither under `{data.image_key}` nor in its messages"
+        raise DataError(message, hint="name their key with --image_key, or drop it")
     # A second pass gives the same rows in the same order; rows that made no prompt are skipped.
     again = iter(rows.read(RowErrors()))
     keys = {"input": data.input_key} | ({} if data.tools_key is None else {"tools": data.tools_key})
     cells = []
     for prompt in prompts:
         row = next(row for row in again if row.row_id == prompt.prompt_id)
-        cells.append({name: row.cell(key) for name, key in keys.items()})
+        more = {"images": list(prompt.images)} if prompt.images else {}
+        cells.append({name: row.cell(key) for name, key in keys.items()} | more)
     return prompts, cells
 
 
@@ -282,7 +297,7 @@ async def _start_engines(task: _Task, stack: contextlib.AsyncExitStack) -> list[
         stack.callback(daemon.stop)
         environ = daemon.start()
     with TERMINAL.progress.doing("starting the engine" if len(places.gpus) == 1 else "starting the engines"):
-        spec = task.engine.masked_spec(task.tokenizer)
+        spec = task.engine.masked_spec(task.tokenizer, task.reader)
         engines = await start_engines(task.engine.kind, spec, places, environ)
     for engine in engines:
         stack.push_async_callback(engine.close)

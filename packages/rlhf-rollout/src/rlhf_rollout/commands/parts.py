@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from rlhf_data.chat.tokens import Tokenizer
 from rlhf_data.errors import ConfigError, installs
+from rlhf_data.images.reader import ImageReader
 from rlhf_data.keys import check_extra_keys, check_section_keys, unread_tools
 from rlhf_data.options.checks import check_stays
 from rlhf_data.options.sections import TemplateVariableSection
@@ -48,10 +49,11 @@ class EngineJob:
         if self.kind in WITH_MODEL:
             check_tied_head(located(self.spec.model)[0])
 
-    def masked_spec(self, tokenizer: Tokenizer | None = None) -> EngineSpec:
+    def masked_spec(self, tokenizer: Tokenizer | None = None, reader: ImageReader | None = None) -> EngineSpec:
         """Return `spec` of an engine that samples only ids with a token, and notice if some have none.
 
-        Engines without a model of their own mask none. `tokenizer` None loads it. Raises as `load_tokenizer` does.
+        With a `reader` it takes images, and samples no token that stands for one. Engines without a model of their own
+        mask none. `tokenizer` None loads it. Raises as `load_tokenizer` does.
         """
         if self.kind not in WITH_MODEL:
             return self.spec
@@ -62,6 +64,8 @@ class EngineJob:
         masked = ids_without_token(tokenizer, num_ids)
         if notice := masked_ids_notice(masked, num_ids):
             TERMINAL.say(f"notice: {notice}")
+        if reader is not None:
+            return replace(self.spec, images=True, masked_ids=reader.masked_ids(masked))
         return replace(self.spec, masked_ids=masked)
 
     def load_tokenizer(self, data: TemplateVariableSection) -> Tokenizer:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_rollout.engines.requests import DROPPED, Progress, check_request, deadline
+from rlhf_rollout.engines.requests import DROPPED, Progress, check_images, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 
@@ -135,7 +135,10 @@ class GatedEngine(ABC):
     async def _complete(
         self, token_ids: np.ndarray, sampling: SamplingParams, drafts: Sequence[Draft]
     ) -> list[Completion]:
-        """Write the drafts of a request that has passed all checks, and return the completions."""
+        """Write the drafts of a request that has passed all checks, and return the completions.
+
+        An engine that reads images also takes their paths, as `images`.
+        """
 
     async def generate(
         self,
@@ -144,9 +147,11 @@ class GatedEngine(ABC):
         *,
         timeout_s: float | None = None,
         drafts: Sequence[Draft] | None = None,
+        images: Sequence[str] = (),
     ) -> list[Completion]:
         """See `RolloutEngine.generate`."""
         self._check_awake()
+        check_images(images, self._spec)
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
         timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
         async with deadline(timeout_s, "a generation request", progress=self._progress), self._gate.passing():
@@ -158,7 +163,8 @@ class GatedEngine(ABC):
             self._num_sequences += sampling.num_samples
             try:
                 drafts = drafts or [Draft() for _ in range(sampling.num_samples)]
-                return await self._complete(token_ids, sampling, drafts)
+                more = {"images": images} if images else {}
+                return await self._complete(token_ids, sampling, drafts, **more)
             finally:
                 self._num_sequences -= sampling.num_samples
 

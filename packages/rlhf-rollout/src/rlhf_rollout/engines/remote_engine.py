@@ -95,11 +95,13 @@ class EngineHost:
         name: str,
         drafts: Sequence[Draft],
         timeout_s: float | None = None,
+        images: Sequence[str] = (),
     ) -> list[Completion]:
         """See `RolloutEngine.generate`; the caller enforces the deadline. `written` knows the request by its name."""
         self._drafts[name] = drafts
         try:
-            return await self.part.generate(token_ids, sampling, timeout_s=timeout_s, drafts=drafts)
+            more = {"images": images} if images else {}
+            return await self.part.generate(token_ids, sampling, timeout_s=timeout_s, drafts=drafts, **more)
         finally:
             del self._drafts[name]
 
@@ -158,6 +160,7 @@ class EngineClient(ABC):
         *,
         timeout_s: float | None = None,
         drafts: Sequence[Draft] | None = None,
+        images: Sequence[str] = (),
     ) -> list[Completion]:
         """See `RolloutEngine.generate`. If the call is cancelled or late, the engine drops the request, too."""
         name = secrets.token_hex(8)
@@ -168,7 +171,7 @@ class EngineClient(ABC):
             self._reading = asyncio.create_task(self._read())
         try:
             # This side's deadline counts, also for the message: the engine's own one comes later.
-            request = (token_ids, sampling, name, drafts, 2 * timeout_s)
+            request = (token_ids, sampling, name, drafts, 2 * timeout_s, tuple(images))
             return await self._await("a request", timeout_s, self._progress, "generate", *request)
         finally:
             del self._drafts[name]

@@ -1,13 +1,14 @@
 """What every engine does with a request: checks, a deadline, and a seed for each sample."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
 
 from rlhf_data.errors import EngineError
+from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 
 DROPPED = "they were dropped when it fell asleep"  # why weights are incomplete after `sleep(keep_weights=False)`
@@ -42,6 +43,13 @@ def check_request(
     if low < 0 or high >= vocab_size:
         message = f"token id {low if low < 0 else high} is outside the model's vocabulary of {vocab_size}"
         raise EngineError(message, hint="the prompts were tokenized for another model")
+
+
+def check_images(images: Sequence[str], spec: EngineSpec) -> None:
+    """Raise EngineError for images in a request to an engine that reads none."""
+    if images and not spec.images:
+        message = f"the request has {len(images)} images, and the engine reads none"
+        raise EngineError(message, hint="build it with EngineSpec(images=True)")
 
 
 def sample_seeds(seed: int, num_samples: int) -> list[int]:

@@ -51,6 +51,8 @@ class EngineSpec:
             Later tokens then attend to keys and values of older weights. Otherwise all of it is computed again.
         return_routes: tell the experts that each token went through, `Completion.routes`. Only "vllm" does, for models
             with experts.
+        images: take the images of prompts, for models of `rlhf_data.images.reader.IMAGE_FAMILIES`. Only "vllm" and
+            "transformers" do. Otherwise the parts that read images are left out.
         tensor_parallel_size: GPUs per engine.
         num_threads: CPU threads of the engine's process; None for OMP_NUM_THREADS, or else one per core.
         skip_patches: speed-ups of vLLM to do without, of `VLLM_PATCHES`: in case that one is suspected of a fault.
@@ -89,6 +91,7 @@ class EngineSpec:
     enable_prefix_caching: bool = True
     keep_kv: bool = False
     return_routes: bool = False
+    images: bool = False
     tensor_parallel_size: int = bounded(1, ge=1)
     num_threads: int | None = None
     skip_patches: tuple[str, ...] = ()
@@ -123,6 +126,8 @@ class EngineSpec:
             raise ConfigError(message)
         if self.return_routes and kind != "vllm":
             raise ConfigError(f"engine {kind} does not tell the experts of tokens", hint="use engine vllm")
+        if self.images and kind not in ("transformers", "vllm"):
+            raise ConfigError(f"engine {kind} takes no images", hint="use engine vllm or transformers")
         if kind == "vllm" and self.quantization and self.dtype != "bfloat16":
             message = f"``quantization={self.quantization}`` rounds bfloat16 weights, and the engine's are {self.dtype}"
             raise ConfigError(message, hint="add ``dtype=bfloat16``, or drop ``quantization``")

@@ -2,13 +2,15 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError, installs
+from rlhf_data.images.files import read_image
+from rlhf_data.images.reader import open_image_reader
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.pretrained import clear_errors
 from rlhf_data.records import FinishReason
@@ -27,9 +29,8 @@ class TransformersEngine(GatedEngine):
 
     def __init__(self, spec: EngineSpec) -> None:
         try:
-            from transformers import AutoModelForCausalLM
-
-            from rlhf_models.loading import pin_frequencies
+            from rlhf_models.images import language_model_class
+            from rlhf_models.loading import load_config, pin_frequencies
         except ImportError as error:
             raise EngineError("transformers is not installed", hint=installs("rlhf-rollout[models]")) from error
         if spec.weight_transfer == "ipc" and not torch.cuda.is_available():
@@ -43,7 +44,7 @@ class TransformersEngine(GatedEngine):
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
         with clear_errors("model", spec.model):
-            self._model: Any = AutoModelForCausalLM.from_pretrained(
+            self._model: Any = language_model_class(load_config(spec.model)).from_pretrained(
                 model_dir, dtype=getattr(torch, spec.dtype), trust_remote_code=is_trusted(spec.model)
             )
         pin_frequencies(self._model, spec.max_model_len)
@@ -55,30 +56,42 @@ class TransformersEngine(GatedEngine):
         self._shapes = {name: tuple(weight.shape) for name, weight in self._weights().items()}
         self._lock = threading.Lock()
         self._received: set[str] = set()
-        super().__init__(spec, vocab_size=self._model.config.vocab_size)
+        self._images = open_image_reader(model_dir) if spec.images else None
+        super().__init__(spec, vocab_size=self._model.config.get_text_config().vocab_size)
 
     async def _complete(
-        self, token_ids: np.ndarray, sampling: SamplingParams, drafts: Sequence[Draft]
+        self, token_ids: np.ndarray, sampling: SamplingParams, drafts: Sequence[Draft], images: Sequence[str] = ()
     ) -> list[Completion]:
-        return await asyncio.to_thread(self._generate, token_ids, sampling, drafts)
+        return await asyncio.to_thread(self._generate, token_ids, sampling, drafts, images)
 
     @torch.inference_mode()
-    def _generate(self, token_ids: np.ndarray, sampling: SamplingParams, drafts: Sequence[Draft]) -> list[Completion]:
+    def _generate(
+        self, token_ids: np.ndarray, sampling: SamplingParams, drafts: Sequence[Draft], images: Sequence[str]
+    ) -> list[Completion]:
+        arrays = {}
+        if images:
+            assert self._images is not None  # `check_images` has passed
+            arrays = self._images.arrays([read_image(path, "a request") for path in images])
         with self._lock:
             seed = sampling.seed if sampling.seed is not None else int(self._seeds.integers(1 << 62))
             seeds = sample_seeds(seed, sampling.num_samples)
-            if not any(draft.token_ids for draft in drafts):
+            if not images and not any(draft.token_ids for draft in drafts):
                 self._write(token_ids, sampling, seeds, drafts)
             for draft, seed in zip(drafts, seeds, strict=True):
-                if draft.finish_reason is None:  # each has its own prompt from here on
+                if draft.finish_reason is None:  # each has its own prompt from here on, or its images
                     rest = rest_of(sampling, len(draft.token_ids), seed)
-                    self._write(np.append(token_ids, draft.token_ids), rest, [rest.seed], [draft])
+                    self._write(np.append(token_ids, draft.token_ids), rest, [rest.seed], [draft], arrays)
             return [draft.completion(len(token_ids)) for draft in drafts]
 
     def _write(
-        self, token_ids: np.ndarray, sampling: SamplingParams, seeds: list[int], drafts: Sequence[Draft]
+        self,
+        token_ids: np.ndarray,
+        sampling: SamplingParams,
+        seeds: list[int],
+        drafts: Sequence[Draft],
+        arrays: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Write drafts that begin after the same tokens [P], each with its seed."""
+        """Write drafts that begin after the same tokens [P], each with its seed; one if it has `arrays` of images."""
         generators = [torch.Generator(self._device).manual_seed(seed) for seed in seeds]
         ends = torch.tensor([*self._end_token_ids, *sampling.stop_token_ids], device=self._device, dtype=torch.long)
         # The first pass reads the prompt; each later one reads the tokens just drawn, and the cache.
@@ -86,14 +99,18 @@ class TransformersEngine(GatedEngine):
         step_ids = step_ids.expand(len(drafts), -1)
         seen_ids = step_ids
         cache: Any = None
+        more = self._first_arguments(token_ids, arrays)
         watches: list[StopWatch | None] = [None] * len(drafts)
         if sampling.stop:
             watches = [StopWatch(sampling, decoder(self._tokenizer_dir), draft.token_ids) for draft in drafts]
         for draft in drafts:
             draft.go_on(self.policy_version)
         for number in range(sampling.max_tokens):
-            output = self._model(input_ids=step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output = self._model(input_ids=step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **more)
             cache = output.past_key_values
+            if more:  # an image takes fewer positions than it has tokens
+                last = more["position_ids"]
+                more = {"position_ids": (last.amax() + 1).expand_as(last[..., -1:])}
             logits = output.logits[:, -1].float()
             for ids in self._spec.masked_ids:
                 logits[:, ids.start : ids.stop] = -torch.inf
@@ -114,6 +131,17 @@ class TransformersEngine(GatedEngine):
             step_ids = chosen[:, None]
         for draft in drafts:
             draft.finish_reason = draft.finish_reason or FinishReason.LENGTH
+
+    def _first_arguments(self, token_ids: np.ndarray, arrays: Mapping[str, np.ndarray] | None) -> dict[str, Any]:
+        """Return the arguments of the pass that reads a prompt with images, beside its tokens; none without images."""
+        if not arrays:
+            return {}
+        from rlhf_models.batch import TokenBatch
+        from rlhf_models.images import image_arguments
+
+        batch = TokenBatch.padded([token_ids], 0, self._device).with_images(arrays)
+        positions, images = image_arguments(self._model.model, batch)
+        return {"position_ids": positions, **images}
 
     async def _drain(self) -> None:
         await super()._drain()

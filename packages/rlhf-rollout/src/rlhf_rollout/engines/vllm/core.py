@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_data.errors import ConfigError, installs
 from rlhf_data.own_code import is_trusted
 from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.engines.vllm.images import replace_processors
 from rlhf_rollout.engines.vllm.internals import SETTINGS, check_core, rotate_heads_on_cpu, tell_routes_on_cpu
 from rlhf_rollout.engines.vllm.memory import kv_cache_bytes
 from rlhf_rollout.engines.vllm.own_classes import (
@@ -112,7 +113,8 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         spec = fit_to_cpu(spec, model_config, classes)
         rotate_heads_on_cpu()
     is_eager = spec.enforce_eager or not on_gpu
-    config = _engine_config(spec, model_dir, model_config, model_impl(names), is_eager=is_eager, on_gpu=on_gpu)
+    more = replace_processors(classes) if spec.images else {"language_model_only": True}
+    config = _engine_config(spec, model_dir, model_config, model_impl(names), more, is_eager=is_eager, on_gpu=on_gpu)
     core = EngineCoreClient.make_client(
         multiprocess_mode=False,
         asyncio_mode=False,
@@ -138,7 +140,14 @@ def worker_settings(spec: EngineSpec, model_config: dict[str, Any]) -> dict[str,
 
 
 def _engine_config(
-    spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], impl: str, *, is_eager: bool, on_gpu: bool
+    spec: EngineSpec,
+    model_dir: Path,
+    model_config: dict[str, Any],
+    impl: str,
+    image_options: dict[str, Any],
+    *,
+    is_eager: bool,
+    on_gpu: bool,
 ) -> Any:
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -154,8 +163,8 @@ def _engine_config(
         mamba_ssm_cache_dtype=state_dtype(model_config, on_gpu=on_gpu),
         # Requests and completions are tokens, so a tokenizer would only cost time.
         skip_tokenizer_init=True,
-        # Requests have no images or sounds: vLLM leaves out what reads them, and needs none of the libraries for it.
-        language_model_only=True,
+        # Without images or sounds, vLLM leaves out what reads them, and needs none of the libraries for it.
+        **image_options,
         trust_remote_code=is_trusted(spec.model),
         dtype=spec.dtype,
         quantization=_QUANTIZATIONS[spec.quantization],

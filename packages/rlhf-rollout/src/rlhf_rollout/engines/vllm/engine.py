@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError
+from rlhf_data.images.reader import open_image_reader
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_rollout.engines.model_files import end_token_ids, read_config, resolve_model_dir
-from rlhf_rollout.engines.requests import DROPPED, check_request, deadline
+from rlhf_rollout.engines.requests import DROPPED, check_images, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.stopping import decoder
 from rlhf_rollout.engines.vllm.core import build_core, check_visible_gpus, prepare_environment, start_hint
+from rlhf_rollout.engines.vllm.images import features
 from rlhf_rollout.engines.vllm.internals import check_vllm
 from rlhf_rollout.engines.vllm.own_classes import shortest_prompt
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
@@ -43,6 +45,7 @@ class VllmEngine:
         self._tokenizer_dir = trusted(str(tokenizer_dir), is_trusted(spec.tokenizer or spec.model))
         self._vocab_size = int(config["vocab_size"])
         self._shortest_prompt = shortest_prompt(config)
+        self._reader = open_image_reader(model_dir) if spec.images else None
         self._updating: int | None = None
         self._incomplete: str | None = None
         self._asleep = False
@@ -50,7 +53,7 @@ class VllmEngine:
         self._senders = Senders(spec.tensor_parallel_size if spec.weight_transfer == "ipc" else 1)
         try:
             # Imports vLLM.
-            check_vllm(on_gpu=self._on_gpu, routes=spec.return_routes)
+            check_vllm(on_gpu=self._on_gpu, routes=spec.return_routes, images=spec.images)
             from rlhf_rollout.engines.vllm.loop import StepLoop
 
             self._loop = StepLoop(
@@ -72,15 +75,20 @@ class VllmEngine:
         *,
         timeout_s: float | None = None,
         drafts: Sequence[Draft] | None = None,
+        images: Sequence[str] = (),
     ) -> list[Completion]:
         """See `RolloutEngine.generate`. Raises EngineError also while the engine sleeps or lacks weights."""
+        check_images(images, self._spec)
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
         if len(token_ids) < self._shortest_prompt:
             message = "vLLM answers a prompt of one token with what layers of linear attention kept of another request"
             raise EngineError(message, hint="use prompts of two tokens or more, such as those of a chat template")
         timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
         decode = await asyncio.to_thread(decoder, self._tokenizer_dir) if sampling.stop else None
-        job = self._loop.submit(np.asarray(token_ids).tolist(), sampling, decode, drafts)
+        found = None
+        if images:
+            found = await asyncio.to_thread(features, self._reader, token_ids, images)
+        job = self._loop.submit(np.asarray(token_ids).tolist(), sampling, decode, drafts, found)
         try:
             async with deadline(timeout_s, "a generation request", progress=self._loop.progress):
                 return await asyncio.wrap_future(job.future)

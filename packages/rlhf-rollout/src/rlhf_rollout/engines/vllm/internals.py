@@ -74,6 +74,15 @@ ROUTES_ON_CPU: Mapping[str, tuple[str, ...]] = {  # unless `routers_tell_on_cpu`
         "supports_routing_replay_capture",
     ),
 }
+IMAGES: Mapping[str, tuple[str, ...]] = {  # of engines that take images
+    "vllm.multimodal": ("MULTIMODAL_REGISTRY",),
+    "vllm.multimodal.inputs": (
+        "MultiModalFeatureSpec",
+        "MultiModalFieldConfig",
+        "MultiModalKwargsItems",
+        "PlaceholderRange",
+    ),
+}
 # Methods of vLLM's worker, which each process of an engine imports.
 WORKER = ("compile_or_warm_up_model", "determine_available_memory", "get_kv_cache_spec", "get_model", "load_model")
 CORE = ("engine_core.batch_queue", "engine_core.scheduler.has_requests")  # attributes of a core that has been built
@@ -86,16 +95,19 @@ def version() -> str:
     return vllm.__version__
 
 
-def check_vllm(*, on_gpu: bool, routes: bool = False) -> None:
+def check_vllm(*, on_gpu: bool, routes: bool = False, images: bool = False) -> None:
     """Raise EngineError if this vLLM lacks what an engine needs. Warn if it has it, but was not tested.
 
     Args:
         on_gpu: where the engine runs.
         routes: whether the engine tells the experts of each token.
+        images: whether the engine takes images.
     """
     needed = dict(NAMES) if on_gpu else {**NAMES, **ON_CPU}
     if routes and not on_gpu and not routers_tell_on_cpu():
         needed |= ROUTES_ON_CPU
+    if images:
+        needed |= IMAGES
     require(missing(needed))
     if not is_tested(version()):
         _logger.warning("vLLM %s is untested, and has all that an engine needs by name; %s", version(), _tested())
@@ -173,14 +185,17 @@ def sampler_params(sampling: SamplingParams, **options: Any) -> Any:
     )
 
 
-def core_request(name: str, token_ids: list[int], params: Any) -> Any:
-    """Return vLLM's request of one sample, whose prompt is `token_ids`; for `params` see `sampler_params`."""
+def core_request(name: str, token_ids: list[int], params: Any, features: list[Any] | None = None) -> Any:
+    """Return vLLM's request of one sample, whose prompt is `token_ids`, with the `features` of its images.
+
+    For `params` see `sampler_params`, for `features` see `images.features`.
+    """
     from vllm.v1.engine import EngineCoreRequest
 
     return EngineCoreRequest(
         request_id=name,
         prompt_token_ids=token_ids,
-        mm_features=None,
+        mm_features=features,
         sampling_params=params,
         pooling_params=None,
         arrival_time=time.time(),

@@ -37,6 +37,7 @@ class Job:
         sampling: how its samples are drawn.
         drafts: its samples.
         decode: returns the text of tokens; for `sampling.stop`.
+        features: of the images of the prompt; see `images.features`.
         future: resolves to the completions, in the order of the samples.
         request_ids: ids of its sequences in vLLM.
     """
@@ -45,6 +46,7 @@ class Job:
     sampling: SamplingParams
     drafts: Sequence[Draft]
     decode: Decode | None = None
+    features: list[Any] | None = None
     future: "Future[list[Completion]]" = field(default_factory=uncancellable)
     request_ids: list[str] = field(default_factory=list)
 
@@ -154,13 +156,14 @@ class StepLoop:
         sampling: SamplingParams,
         decode: Decode | None = None,
         drafts: Sequence[Draft] | None = None,
+        features: list[Any] | None = None,
     ) -> Job:
         """Queue a job and return it; its future resolves when all of its samples are done.
 
         `decode` returns the text of tokens, and is needed for `sampling.stop`. `drafts` are the samples, which it goes
-        on with; None for new ones.
+        on with; None for new ones. `features` are those of the prompt's images.
         """
-        job = Job(prompt, sampling, drafts or [Draft() for _ in range(sampling.num_samples)], decode)
+        job = Job(prompt, sampling, drafts or [Draft() for _ in range(sampling.num_samples)], decode, features)
         self._send(lambda: self._take_job(job))
         return job
 
@@ -368,7 +371,8 @@ class StepLoop:
             draft.go_on(self.policy_version)
             watch = StopWatch(rest, job.decode, draft.token_ids) if job.decode is not None else None
             self._samples[request_id] = Sample(job, draft, sum(map(len, draft.routes)), watch)
-            self._core.add_request(core_request(request_id, job.prompt + draft.token_ids.tolist(), params))
+            token_ids = job.prompt + draft.token_ids.tolist()
+            self._core.add_request(core_request(request_id, token_ids, params, job.features))
 
     def _take_outputs(self, outputs: Any) -> None:
         samples = self._samples

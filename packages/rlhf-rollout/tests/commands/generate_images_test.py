@@ -1,0 +1,102 @@
+"""`generate --image_key`: responses to prompts with images, rows whose images are bad, and what is refused."""
+
+import json
+import struct
+import zlib
+
+import pytest
+from PIL import Image
+
+from rlhf_data.images.reader import open_image_reader
+from rlhf_rollout.commands.main import main
+from rlhf_rollout.commands.parts import EngineJob
+from rlhf_rollout.engines import EngineSpec
+from tiny_vision import drawn_shapes, tiny_vision_model_dir
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_vision_model_dir(tmp_path / "model", "smolvlm")
+    rows = list(drawn_shapes(tmp_path / "pictures", 3, seed=1))
+    write(tmp_path, rows)
+    return tmp_path
+
+
+def write(folder, rows):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def words(*more):
+    model = "--pretrain model --engine transformers --prompt_data rows.jsonl --image_key images --apply_chat_template"
+    return [
+        "generate",
+        *model.split(),
+        *["--output_path", "out.jsonl", "--generate_max_len", "3", "--seed", "1"],
+        *more,
+    ]
+
+
+def bomb(path):
+    """Write a PNG of a few bytes whose header tells of 60,000 x 60,000 pixels."""
+    size = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    chunks = b""
+    for name, data in ((b"IHDR", size), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")):
+        chunks += struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
+
+
+def test_generate_answers_prompts_with_images_and_counts_rows_whose_images_are_bad(folder, capsys):
+    (folder / "torn.png").write_bytes((folder / "pictures" / "1-0.png").read_bytes()[:60])
+    bomb(folder / "bomb.png")
+    Image.new("I;16", (40, 40)).save(folder / "deep.png")
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    for name in ("torn.png", "bomb.png", "deep.png", "none.png"):
+        rows.append({"input": "colour?", "images": name})
+    rows.append({"input": "colour?", "images": "data:image/png;base64,AAAA"})
+    write(folder, rows)
+    # More than one row of a hundred is bad, which is an error that shows the first of them.
+    assert main(words()) != 0
+    told = capsys.readouterr().err
+    assert "rows.jsonl:4" in told
+    assert "hint: " in told
+    assert not (folder / "out.jsonl").exists()
+    assert main(words("--skip_bad_rows")) == 0
+    told = capsys.readouterr().err
+    assert "3 prompts" in told
+    assert "5 " in told
+    records = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    assert [record["images"] for record in sorted(records, key=lambda record: record["prompt_id"])] == [
+        [str(folder / "pictures" / f"1-{number}.png")] for number in range(3)
+    ]
+
+
+def test_engines_sample_no_token_that_stands_for_an_image(folder):
+    reader = open_image_reader("model")
+    job = EngineJob(kind="transformers", spec=EngineSpec(model="model"), tokenizer="model")
+    spec = job.masked_spec(reader.tokenizer, reader)
+    assert spec.images
+    masked = [token for ids in spec.masked_ids for token in ids]
+    tokens = reader.tokenizer.convert_ids_to_tokens(masked)
+    # The others are those of the model's vocabulary to which no token belongs.
+    assert [token for token in tokens if token is not None] == ["<image>"]
+    assert masked == sorted(masked)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--engine", "fake"], "use --engine transformers or vllm"),
+        (["--agent_func_path", "agent.py"], "use no --agent_func_path"),
+        (["--post_processor", "plain"], "use no --post_processor"),
+        (["--image_key", "picture"], "no row of --prompt_data has images"),
+        (["--apply_chat_template", "false"], "use --apply_chat_template"),
+    ],
+)
+def test_what_does_not_work_with_images_is_refused(folder, capsys, more, says):
+    (folder / "agent.py").write_text("")
+    assert main(words(*more)) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert "hint: " in told
+    assert not (folder / "out.jsonl").exists()
