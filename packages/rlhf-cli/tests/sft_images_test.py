@@ -45,6 +45,43 @@ def test_sft_learns_from_images_and_plain_transformers_loads_the_model(folder, c
     AutoImageProcessor.from_pretrained("out/model")
 
 
+def greedy_answer(model, tokenizer, processor, row):
+    """Return what plain transformers answers to a row with one image."""
+    import torch
+    from PIL import Image
+
+    arrays = processor(images=[Image.open(row["images"][0])], return_tensors="pt")
+    size = int(arrays["image_grid_thw"].prod()) // processor.merge_size**2
+    parts = [{"type": "image"}, {"type": "text", "text": row["input"]}]
+    options = {"tokenize": False, "add_generation_prompt": True}
+    text = tokenizer.apply_chat_template([{"role": "user", "content": parts}], **options)
+    ids = tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * size), return_tensors="pt")["input_ids"]
+    kinds = (ids == model.config.image_token_id).int()
+    more = {"attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds, "max_new_tokens": 8, "do_sample": False}
+    answer = model.generate(input_ids=ids, **more, **arrays)[0, ids.shape[1] :]
+    return tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def test_sft_teaches_a_random_model_the_colours_and_numbers_of_shapes_that_it_has_not_seen(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    rows = list(drawn_shapes(folder / "pictures", 1100, seed=1))
+    seen = [row for row in rows if row["input"] != "side?"]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in seen))
+    more = "--train_batch_size 16 --micro_train_batch_size 16 --max_epochs 5"
+    assert main(flags(*more.split())) == 0
+
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+    model = AutoModelForImageTextToText.from_pretrained("out/model")
+    tokenizer = AutoTokenizer.from_pretrained("out/model")
+    processor = AutoImageProcessor.from_pretrained("out/model", backend="pil")
+    for question in ("colour?", "count?"):
+        asked = [row for row in drawn_shapes(folder / "pictures", 90, seed=2) if row["input"] == question]
+        right = [greedy_answer(model, tokenizer, processor, row) == row["output"] for row in asked]
+        # One in three is right by chance.
+        assert sum(right) > 0.8 * len(right)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
