@@ -154,6 +154,7 @@ def test_prompts_of_linear_attention_have_two_tokens() -> None:
     ("name", "fields", "message"),
     [
         ("Ernie4_5_MoeForCausalLM", {}, r"of an ernie4_5_moe on a CPU without [^\n]*"),
+        ("Qwen3VLForConditionalGeneration", {}, r"does not start with a qwen3_vl on a CPU"),
         ("FalconMambaForCausalLM", {}, r"no kernel for the Mamba layers of FalconMambaForCausalLM on a CPU[^\n]*"),
         ("JambaForCausalLM", {}, r"no kernel for the Mamba layers of JambaForCausalLM on a CPU[^\n]*"),
         ("MambaForCausalLM", {}, r"no kernel for the Mamba layers of MambaForCausalLM on a CPU[^\n]*"),

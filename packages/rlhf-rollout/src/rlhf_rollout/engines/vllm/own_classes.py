@@ -147,6 +147,9 @@ def check_on_cpu(config: Mapping[str, Any], dtype: str) -> None:
     if "Ernie4_5_MoeForCausalLM" in names:
         message = "vLLM chooses the experts of an ernie4_5_moe on a CPU without the correction of their scores"
         raise ConfigError(message, hint=elsewhere)
+    if "Qwen3VLForConditionalGeneration" in names:
+        # It asks for the architecture of the model's text part, which has none.
+        raise ConfigError("vLLM does not start with a qwen3_vl on a CPU", hint=elsewhere)
     if found := names & _FIRST_MAMBAS:
         message = f"vLLM has no kernel for the Mamba layers of {found.pop()} on a CPU; it has one for those of Mamba 2"
         raise ConfigError(message, hint=elsewhere)
