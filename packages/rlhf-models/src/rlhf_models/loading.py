@@ -110,7 +110,7 @@ def check_generates(path: str | Path, config: Any, *, images: bool = False) -> N
         raise ConfigError(message, hint="use a model of a family that generates text, such as those in docs/models.md")
     hint = "use a text model of the same family, or a family with images from docs/models.md, such as gemma3 or qwen3_5"
     if config.model_type in IMAGE_FAMILIES:
-        hint = f"`rlhf sft --image_key KEY` trains it on images; for text, {hint}"
+        hint = f"`rlhf sft` trains it on rows with images; for text, {hint}"
     raise ConfigError(f"{message}: it also reads images, videos or sounds, and has no class for text alone", hint=hint)
 
 
