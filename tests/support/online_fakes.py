@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from rlhf_train.run.metrics import Mean, Sum
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.rank_state import file_name
 from rlhf_train.run.recorder import Recorder
+from rlhf_train.tracing.trace import WorkLog
 
 
 class Dealt(NamedTuple):
@@ -66,6 +68,7 @@ class World:
         self.rollouts: list = []
         self.blocks: list[tuple[str, ...]] = []
         self.rewards: list[float] = []
+        self.work = WorkLog()
 
     # the engine
 
@@ -122,9 +125,10 @@ class World:
     def start(self, method, *arguments, **options):
         time.sleep(self.delay_s)
         name = method.__name__
-        if name not in ("peak_memory_bytes", "finish_state"):
+        if name not in ("peak_memory_bytes", "finish_state", "take_work"):
             self.log.append(" ".join([name, *[part for part in arguments if isinstance(part, str)]]))
-        return [getattr(self, f"on_{name}", lambda *_, **__: {})(*arguments, **options)]
+        with self.work.doing(name) if name != "take_work" else nullcontext():
+            return [getattr(self, f"on_{name}", lambda *_, **__: {})(*arguments, **options)]
 
     def on_load_rollouts(self, columns, plan, step_versions):
         assert len(columns.rollout_ids) == len(plan.rows)
@@ -162,6 +166,9 @@ class World:
 
     def on_peak_memory_bytes(self):
         return 7
+
+    def on_take_work(self):
+        return self.work.take()
 
     def send(self, engines, policy_version):
         self.log.append(f"send {policy_version} to {len(engines)}")

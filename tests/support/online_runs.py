@@ -29,7 +29,7 @@ def make_run(tmp_path, model_path, monkeypatch):
         monkeypatch.setattr(f"rlhf_train.learning.{module}.wait", lambda references, **_: list(references))
     runs = []
 
-    def make(reward=None, zero_stage=0, enable_sleep=False, **changes):
+    def make(reward=None, zero_stage=0, enable_sleep=False, trace=None, **changes):
         job = tiny_job(model_path, tmp_path, eval_prompts=())
         models = {role: dataclasses.replace(model, zero_stage=zero_stage) for role, model in job.models.items()}
         prompts = tuple(
@@ -46,7 +46,7 @@ def make_run(tmp_path, model_path, monkeypatch):
             reward = None
         spec = dataclasses.replace(job.reward, sources=()) if job.replay else job.reward
         reward = reward or make_reward(spec, [], recorder.folder / "reward.log")
-        controller = assemble(job, [world], [FakeRanks(world)], reward, recorder, listener, Timeline())
+        controller = assemble(job, [world], [FakeRanks(world)], reward, recorder, listener, Timeline(trace=trace))
         runs.append(Run(job, world, listener, recorder, controller))
         return runs[-1]
 

@@ -52,6 +52,7 @@ class GenerationCounts:
         score_s: seconds from the start of the call to the last reward.
         waiting: what each group in flight waits for, "an engine" or "its reward", and since when by the clock of the
             event loop.
+        on_wait: called with a group's id and what it waits for, when that begins.
     """
 
     num_groups: int = 0
@@ -67,6 +68,12 @@ class GenerationCounts:
     generate_s: float = 0.0
     score_s: float = 0.0
     waiting: dict[str, tuple[str, float]] = field(default_factory=dict)
+    on_wait: Callable[[str, str], None] = lambda group_id, what: None
+
+    def wait(self, group_id: str, what: str) -> None:
+        """Note what a group waits for from now on."""
+        self.waiting[group_id] = what, asyncio.get_running_loop().time()
+        self.on_wait(group_id, what)
 
     @property
     def reward_wait_s(self) -> float:
@@ -207,7 +214,7 @@ class GroupMaker:
         if sampling.seed is not None:
             # CRC-32 because Python's own hash of a text differs between processes.
             sampling = dataclasses.replace(sampling, seed=zlib.crc32(f"{sampling.seed}:{seed_key}".encode()) >> 1)
-        self.counts.waiting[group_id] = "an engine", now()
+        self.counts.wait(group_id, "an engine")
         try:
             episodes = await self.workflow.run(prompt, sampling, group_id)
             if len(episodes) != sampling.num_samples:
@@ -221,7 +228,7 @@ class GroupMaker:
             del self.counts.waiting[group_id]
             generated()
         if self.reward is not None and any(episode.verdict is None for episode in episodes):
-            self.counts.waiting[group_id] = "its reward", now()
+            self.counts.wait(group_id, "its reward")
             self.counts.num_scored_groups += 1
             try:
                 episodes = await _score(self.reward, prompt, episodes)

@@ -49,6 +49,7 @@ class EngineRouter:
         busy_s: seconds, summed over the engines, in which an engine had a completion in flight, by the clock of the
             event loop. Read it in the loop.
         on_result: called after each attempt with its engine and its error, which is None after a success.
+        on_load: called with an engine and its completions in flight when these change.
     """
 
     def __init__(self, engines: Iterable[RolloutEngine] = ()) -> None:
@@ -62,6 +63,7 @@ class EngineRouter:
         self._num_busy = 0  # engines with a completion in flight
         self._busy_s = 0.0  # ends of busy times less their beginnings
         self.on_result: Callable[[RolloutEngine, Exception | None], None] | None = None
+        self.on_load: Callable[[RolloutEngine, int], None] | None = None
         for engine in engines:
             self.attach(engine)
 
@@ -180,6 +182,8 @@ class EngineRouter:
         change = (place.num_running > 0) - was_busy
         self._num_busy += change
         self._busy_s -= change * asyncio.get_running_loop().time()
+        if self.on_load is not None:
+            self.on_load(place.engine, place.num_running)
 
     def _report(self, place: _Place, error: Exception | None) -> None:
         if self.on_result is not None:

@@ -82,6 +82,7 @@ class EngineSupervisor:
         max_restarts: see above.
         interval_s: seconds between two health checks.
         at_update: what happens to the requests in flight, see `RolloutEngine.pause`.
+        on_state: called with an engine's number and its new state.
         updates: sequences that updates found in flight so far, by what became of them: "drained", "kept", "restarted",
             or "cut" if their engine died in the update.
         policy_version: version of the weights that the engines should have; None before `synchronize`.
@@ -96,6 +97,7 @@ class EngineSupervisor:
     max_restarts: int = MAX_RESTARTS
     interval_s: float = CHECK_INTERVAL_S
     at_update: PauseMode = "drain"
+    on_state: Callable[[int, EngineState], None] = lambda number, state: None
     updates: Counter[str] = field(default_factory=Counter, init=False)
     policy_version: int | None = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
@@ -163,7 +165,7 @@ class EngineSupervisor:
             try:
                 if place.state is EngineState.STARTING:
                     await place.engine.ready()
-                    place.state = EngineState.SYNCING
+                    self._move(place, EngineState.SYNCING)
                 await getattr(place.engine, method)(*arguments)
             except Exception as error:  # an engine in another process may raise anything
                 with suppress(Exception):  # it has ended already
@@ -193,7 +195,7 @@ class EngineSupervisor:
                 case EngineState.READY | EngineState.SUSPECT:
                     await self._examine(place)
                 case EngineState.DEAD:
-                    place.state = EngineState.STARTING
+                    self._move(place, EngineState.STARTING)
                     self._try(place, place.engine.restart)
                 case EngineState.STARTING:
                     await self._start(place)
@@ -212,7 +214,7 @@ class EngineSupervisor:
         except Exception as error:  # whatever kept it from starting may keep it again: the restarts are counted
             self._bury(place, error)
         else:
-            place.state = EngineState.SYNCING
+            self._move(place, EngineState.SYNCING)
 
     async def _examine(self, place: _Place) -> None:
         """Check the health of an engine, and decide whether it is ready, lacks weights, or is dead."""
@@ -224,7 +226,7 @@ class EngineSupervisor:
             return
         # Weights that were sent in the middle of a training step are newer.
         has_weights = health.policy_version >= (self.policy_version or 0)
-        place.state = EngineState.READY if has_weights else EngineState.SYNCING
+        self._move(place, EngineState.READY if has_weights else EngineState.SYNCING)
         if has_weights:
             self.router.restore(place.engine)
 
@@ -240,7 +242,7 @@ class EngineSupervisor:
     async def _bring_up_to_date(self, places: Sequence[_Place]) -> None:
         """Send the current weights to engines, whose locks the caller holds, and use those that took them."""
         for place in places:
-            place.state = EngineState.SYNCING
+            self._move(place, EngineState.SYNCING)
             self.router.suspend(place.engine)
         busy = [place for place in places if self.router.num_in_flight(place.engine)]
         try:
@@ -258,7 +260,7 @@ class EngineSupervisor:
         for place in places:
             if place.state is not EngineState.SYNCING:
                 continue
-            place.state = EngineState.READY
+            self._move(place, EngineState.READY)
             place.alarm.clear()
             self.router.restore(place.engine)
             if not place.is_back:
@@ -295,6 +297,10 @@ class EngineSupervisor:
             if place.state is EngineState.SYNCING:
                 self._bury(place, error)
 
+    def _move(self, place: _Place, state: EngineState) -> None:
+        place.state = state
+        self.on_state(place.number, state)
+
     def _on_result(self, engine: RolloutEngine, error: Exception | None) -> None:
         place = next(place for place in self._places if place.engine is engine)
         if error is None:
@@ -303,7 +309,7 @@ class EngineSupervisor:
             self._suspect(place)
 
     def _suspect(self, place: _Place) -> None:
-        place.state = EngineState.SUSPECT
+        self._move(place, EngineState.SUSPECT)
         self.router.suspend(place.engine)
         place.alarm.set()
 
@@ -314,10 +320,10 @@ class EngineSupervisor:
         place.is_back = False
         text = f"engine {place.number} failed: {reason}"
         if place.num_deaths <= self.max_restarts:
-            place.state = EngineState.DEAD
+            self._move(place, EngineState.DEAD)
             self.warn(f"{text}\nit is restarted ({place.num_deaths} of {self.max_restarts})")
             return
-        place.state = EngineState.LOST
+        self._move(place, EngineState.LOST)
         self.router.detach(place.engine)
         self.warn(f"{text}\nit is given up after {self.max_restarts} restarts in a row")
         if not self.router.engines:
@@ -330,7 +336,7 @@ class EngineSupervisor:
         for engine in self.router.engines:
             self.router.detach(engine)
         for place in self._places:
-            place.state = EngineState.LOST
+            self._move(place, EngineState.LOST)
 
     # -- all engines ---------------------------------------------------------------------------------------------------
 

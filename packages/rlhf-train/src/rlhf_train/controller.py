@@ -159,6 +159,7 @@ class Controller:
         self.report.write_rollouts()
         self.report.add(self.ledger.close_step())
         self.report.step(step)
+        self.learner.show_in(self.timeline.trace)
 
     def checkpoint(self, step: int) -> None:
         """Save the state of the run if that is due. Signals wait, so that the checkpoint becomes whole."""

@@ -37,7 +37,9 @@ from rlhf_train.run.observer import Observer
 from rlhf_train.run.recorder import Recorder, check_save_path
 from rlhf_train.run.timeline import Timeline
 from rlhf_train.run.watch import Watch
+from rlhf_train.tracing.trace import Trace, Track
 
+_START = Track("controller", "start")
 RESTART_INTERVAL_S = 3600.0
 
 
@@ -56,9 +58,12 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
     """
     check_save_path(job.save_path, resumes=job.checkpoints.resume)
     with Interrupts() as interrupts, Watch(observer) as watch, ExitStack() as stack, closing(interrupts):
-        timeline = Timeline(on_phase=watch.phase)
+        trace = Trace(is_on=job.timeline, notice=lambda text: observer.waiting(f"notice: {text}"))
+        stack.callback(trace.close)
+        timeline = Timeline(on_phase=watch.phase, trace=trace)
         checkpoint = find_checkpoint(job.checkpoints, job.save_path, observer)
         watch.starting("Ray")
+        trace.state(_START, "Ray")
         stack.enter_context(ray_cluster(job.plan, job.ray_address))
         interrupts.listen()
         restarted_at = -math.inf
@@ -71,7 +76,8 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
                     raise lost.error from None
                 restarted_at = time.monotonic()
                 job, checkpoint = continued(job, lost.error, observer)
-                timeline = Timeline(on_phase=watch.phase)  # the checkpoint has the seconds before it
+                # The checkpoint has the seconds before it.
+                timeline = Timeline(on_phase=watch.phase, trace=trace)
 
 
 class LostTrainerError(Exception):
@@ -114,9 +120,11 @@ def run_processes(
         daemons = stack.enter_context(ExitStack())  # which end after the processes that use them
         reserved = stack.enter_context(placed_bundles(job.plan))
         watch.starting("engines and trainers")
+        timeline.trace.state(_START, "engines and trainers")
         watch.details = [unanswered]
         environs = daemons.enter_context(mps_daemons(job.plan, reserved, is_on=job.engine_mps))
         processes = start_processes(job, reserved, environs)
+        timeline.trace.state(_START, None)
         kept = resumed_step(job.checkpoints, checkpoint)
         is_recorded = checkpoint is None or checkpoint.state()["is_recorded"]
         recorder = Recorder(
@@ -129,6 +137,7 @@ def run_processes(
             record_format=job.record_format,
         )
         stack.enter_context(recorder)
+        timeline.trace.open(recorder.path("timeline"))
         spec = replace(job.reward, sources=()) if job.replay else job.reward
         reward = make_reward(spec, processes.scorers, recorder.folder / "reward.log")
         costs = {role: pass_costs(load_config(m.path), has_head=role != "critic") for role, m in job.models.items()}
@@ -255,6 +264,7 @@ def train_and_save(job: OnlineJob, run: Controller, recorder: Recorder) -> RunSu
         has_peers = any(placed.num_ranks > 1 for placed in job.plan.trainers)
         save_what_is_left(job, run, recorder, models=True, by_ranks=not (has_peers and is_unforeseen(error)))
         raise
+    run.learner.show_in(run.timeline.trace)
     run.report.add_final({"memory/trainer_peak_bytes": float(run.learner.peak_memory_bytes())})
     return run.report.finish()
 

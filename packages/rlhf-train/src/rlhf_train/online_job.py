@@ -30,6 +30,7 @@ class OnlineJob(LearningSpec, GenerationSpec):
             reward; "" for a run that generates.
         record: write the rollouts that are trained on; without them no step can be replayed.
         record_format: see `Recorder`.
+        timeline: write the timeline, a file for Perfetto.
         saves_models: save the final models.
 
     Raises:
@@ -49,6 +50,7 @@ class OnlineJob(LearningSpec, GenerationSpec):
     replay: str = ""
     record: bool = True
     record_format: RecordFormat = "jsonl"
+    timeline: bool = False
     saves_models: bool = True
 
     def __post_init__(self) -> None:

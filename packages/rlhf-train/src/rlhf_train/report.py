@@ -48,6 +48,7 @@ class Report:
     def end_part(self, name: str) -> None:
         """End a part of the run that comes before the first step: "startup" or "first_evaluation"."""
         self._parts[name] += self.timeline.take()[STEP]
+        self.timeline.end_part(name.replace("_", " "))
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add to the metrics of the current step."""
@@ -107,6 +108,7 @@ class Report:
             if not gap <= LARGE_GAP:
                 self.observer.warning(_of_another_model(gap))
         seconds = self._take_seconds()
+        self.timeline.end_part(f"step {step}")
         self._seconds = {}
         self._parts["steps"] += seconds[STEP]
         # Throughput is that of training: an evaluation generates tokens that no step counts.

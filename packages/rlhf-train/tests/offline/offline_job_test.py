@@ -24,7 +24,9 @@ from rlhf_train.offline.objectives.reward_model import RewardModelObjective
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
 from rlhf_train.run.checkpoint import Checkpoints, CheckpointSpec
 from rlhf_train.run.observer import Observer
+from rlhf_train.run.recorder import Recorder
 from rlhf_train.specs import ModelSpec, OptimizerSpec
+from trace_events import check
 
 
 def sequence(tokens: list[int], num_prompt: int) -> SftExample:
@@ -196,3 +198,19 @@ def test_example_longer_than_the_tokens_of_a_pass_is_refused_before_training(mod
     model = ModelSpec(path=model_path, packing=True, optimizer=OptimizerSpec(learning_rate=1e-3))
     with pytest.raises(ConfigError, match=r"``micro_batch_tokens`` is 6, and the longest example has \d+ tokens"):
         job(model_path, tmp_path, schedule=schedule, model=model)
+
+
+def test_timeline_shows_updates_evaluations_and_saves(model_path, tmp_path):
+    examples = [pair.chosen for pair in pairs(32, 0)]
+    made = job(model_path, tmp_path, timeline=True, eval_examples=examples[:4], eval_steps=4)
+    with Recorder(str(tmp_path), "") as recorder:
+        run_offline(made, Observer(), recorder)
+    found = check(tmp_path / "timeline.json")
+    assert found.is_complete
+    # 32 examples in updates of 16, five times.
+    assert [each.name for each in found.of("controller", "steps")] == ["startup"] + [
+        f"update {n}" for n in range(1, 11)
+    ]
+    phases = [(each.depth, each.name) for each in found.of("controller", "phases")]
+    # Evaluated before, after updates 4 and 8, and after the last one, whose weights are saved.
+    assert phases == [(0, "evaluate"), (0, "train"), *[(1, "evaluate")] * 3, (0, "save")]

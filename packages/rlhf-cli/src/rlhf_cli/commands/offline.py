@@ -251,6 +251,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         num_ranks=process.num_ranks,
         master=process.master or ("127.0.0.1", free_port()),
         device="cuda" if torch.cuda.is_available() else "cpu",
+        timeline=config.output.timeline,
     )
     return job, tokenizer
 

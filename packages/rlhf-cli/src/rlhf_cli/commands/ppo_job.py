@@ -165,6 +165,7 @@ def make_job(
         replay=str(inputs.recording.path) if inputs.recording else "",
         record=config.output.record,
         record_format=config.output.record_format,
+        timeline=config.output.timeline,
     )
 
 

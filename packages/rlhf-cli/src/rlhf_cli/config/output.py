@@ -45,6 +45,9 @@ class OutputSection(Section, title="output"):
     logging_steps: int = flag(
         1, "show and track every Nth step (ppo) or update (other commands); metrics.jsonl has all of them", ge=1
     )
+    timeline: bool = flag(
+        False, "write timeline.json: what processes did and waited for, and when; https://ui.perfetto.dev shows it"
+    )
     use_tensorboard: str | None = flag(
         None, "folder for TensorBoard events, in which each run gets a folder; None: the run's own folder"
     )

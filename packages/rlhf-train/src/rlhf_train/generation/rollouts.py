@@ -21,12 +21,22 @@ from rlhf_rollout.event_loop import EventLoopThread
 from rlhf_rollout.generator import GroupResult
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.router import EngineRouter
-from rlhf_rollout.supervisor import EngineSupervisor, RestartableEngine
+from rlhf_rollout.supervisor import EngineState, EngineSupervisor, RestartableEngine
 from rlhf_train.generation.run_spec import GenerationSpec
 from rlhf_train.generation.service import Drawn, GenerationService
 from rlhf_train.generation.stream import SampleStream
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.timeline import Timeline
+from rlhf_train.tracing.trace import Trace, Track
+
+# What the file of the timeline shows of an engine that gets no requests.
+_STATES = {
+    EngineState.STARTING: "starts",
+    EngineState.SYNCING: "waits for weights",
+    EngineState.SUSPECT: "waits for a health check",
+    EngineState.DEAD: "waits for its restart",
+    EngineState.LOST: "is given up",
+}
 
 
 class WeightSender(Protocol):
@@ -107,7 +117,10 @@ class Rollouts:
             at_update=job.asynchronous.at_update if job.asynchronous else "drain",
         )
         listeners = [] if settled is None else [lambda *of_group: self._loop.report(lambda: settled(*of_group))]
+        self._trace = timeline.trace
         self._service = GenerationService(job, self._workflow, reward, stream, self._progress, *listeners)
+        if self._trace.is_on:
+            self._show_in(self._trace, engines, router)
         self._loop.run(self._workflow.start())
 
     def next_batch(self, step: int) -> Drawn:
@@ -118,9 +131,9 @@ class Rollouts:
         self._watch()
         with self._timeline.phase("generate"):
             drawn = self._run(self._service.next_batch())
-        # Most rewards are computed while other groups still generate, so they cost no time of their own. Only the
-        # seconds after the last generation are the reward's.
-        self._timeline.move("generate", "reward", drawn.reward_wait_s)
+            # Most rewards are computed while other groups still generate, so they cost no time of their own. Only the
+            # seconds after the last generation are the reward's.
+            self._timeline.move("generate", "reward", drawn.reward_wait_s)
         num_samples = self._job.sampling.num_samples
         if drawn.num_failed:
             num_failed = drawn.num_failed // num_samples
@@ -195,10 +208,16 @@ class Rollouts:
     def sleep(self) -> None:
         """Have all engines release their device memory, and with it their weights: `synchronize` comes next."""
         self._loop.run(self._supervisor.sleep())
+        self._show_memory("asleep")
 
     def wake_up(self) -> None:
         """Have all engines take their device memory back."""
         self._loop.run(self._supervisor.wake_up())
+        self._show_memory(None)
+
+    def _show_memory(self, state: str | None) -> None:
+        for number in range(len(self._supervisor.states)):
+            self._trace.state(Track(f"engine {number}", "memory"), state)
 
     def state(self) -> dict[str, Any]:
         """Return the place in the order of prompts, and what is queued and in flight, for `restore`."""
@@ -217,6 +236,25 @@ class Rollouts:
         self._loop.run(self._workflow.close())
         self._loop.run(self._reward.close())
         self._loop.close()
+
+    def _show_in(self, trace: Trace, engines: Sequence[RestartableEngine], router: EngineRouter) -> None:
+        """Have the file of the timeline show rollout groups, and what engines do and wait for."""
+        self._service.show_in(trace)
+        numbers = {id(engine): number for number, engine in enumerate(engines)}
+
+        def load(engine: object, num_running: int) -> None:
+            process = f"engine {numbers[id(engine)]}"
+            trace.count(Track(process, "completions in flight"), num_running)
+            trace.busy(Track(process, "requests"), "generates" if num_running else None)
+
+        def state(number: int, found: EngineState) -> None:
+            track = Track(f"engine {number}", "state")
+            trace.state(track, None if found is EngineState.READY else _STATES[found])
+
+        router.on_load = load
+        self._supervisor.on_state = state
+        for number, found in enumerate(self._supervisor.states):
+            state(number, found)
 
     def _interrupted(self) -> dict[str, float]:
         """Return what updates of the weights did to responses since the last call, as shares of those of a step."""

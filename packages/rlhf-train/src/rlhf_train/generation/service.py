@@ -16,7 +16,9 @@ from rlhf_train.generation.run_spec import GenerationSpec
 from rlhf_train.generation.scoring import is_worth_training
 from rlhf_train.generation.stream import SampleStream, Ticket
 from rlhf_train.run.checkpoint import check_rows
+from rlhf_train.tracing.trace import Trace
 
+_DOING = {"an engine": "generated", "its reward": "scored"}  # a group, by what it waits for
 _EVALUATION_SHARE = 4  # one of so many groups in flight is an evaluation's while it runs beside rollouts
 
 
@@ -97,10 +99,17 @@ class GenerationService:
         self._is_open = False  # prompts may be admitted
         self._num_allowed = 0  # prompts that may still be admitted before the next batch is done
         self._counts = GenerationCounts()  # of the run; its seconds are those since the last batch
+        self._trace = Trace(is_on=False)
+        self._in_training: list[str] = []  # groups of the last batch, by id
         # Since the last batch:
         self._num_requested = self._num_failed = 0  # groups
         self._failure = ""
         self._dropped: list[RolloutGroup] = []
+
+    def show_in(self, trace: Trace) -> None:
+        """Have a file show what happens to each group from its admission to its training."""
+        self._trace = trace
+        self._counts.on_wait = lambda group_id, what: trace.group(group_id, _DOING[what], **{"waits for": what})
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -128,6 +137,8 @@ class GenerationService:
         """Record that the learner is done with the last batch, if it has one, and that the engines have its weights."""
         if self.stream.is_being_trained:
             self.stream.done(policy_version)
+            for group_id in self._in_training:
+                self._trace.group(group_id, None)
             self._allow()
             self._change.set()
 
@@ -137,6 +148,11 @@ class GenerationService:
         Every call uses the same sampling seeds. Differences between two evaluations then come from the policy and not
         from the draw.
         """
+
+        def end(result: GroupResult) -> None:
+            self._trace.group(result.group_id, None)
+            settle(result)
+
         limit = self.job.max_in_flight
         share = max(limit // _EVALUATION_SHARE, 1) if self._runs_ahead else limit
         groups = generate_groups(
@@ -147,8 +163,8 @@ class GenerationService:
             max_in_flight=share,
             group_id_prefix=f"eval{step}",
             seed_key="eval",
-            settle=settle,
-            counts=GenerationCounts(waiting=self._counts.waiting),
+            settle=end,
+            counts=GenerationCounts(waiting=self._counts.waiting, on_wait=self._counts.on_wait),
         )
         self._limit = limit - share
         try:
@@ -273,8 +289,10 @@ class GenerationService:
         kept = result.group if is_kept else None
         if kept is not None:
             self.stream.put(ticket, kept)
+            self._trace.group(ticket.group_id, "queued", **{"waits for": "a batch"})
         else:
             self.stream.leave_out(ticket)
+            self._trace.group(ticket.group_id, None, end="failed" if result.group is None else "filtered")
         if result.group is None:
             self._num_failed += 1
             self._failure = result.failure or ""
@@ -288,6 +306,9 @@ class GenerationService:
     def _take(self) -> Drawn:
         num_samples = self.job.sampling.num_samples
         fresh, stale = self.stream.take()
+        self._in_training = [group.group_id for group in (*fresh, *stale)]
+        for group_id in self._in_training:
+            self._trace.group(group_id, "trained")
         self.num_outstanding = (self.stream.num_queued + self.stream.num_in_flight) * num_samples
         counts = self._counts
         router = self.workflow.router

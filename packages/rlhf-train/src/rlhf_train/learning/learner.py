@@ -22,6 +22,7 @@ from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
 from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.run.metrics import METRIC_PREFIXES, Metric, merge_metrics, results
+from rlhf_train.tracing.trace import Trace, Track
 
 # Steps whose first weights' version is kept. More than `max_staleness`, which a replay may set to another number.
 _KEPT_VERSIONS = 128
@@ -343,6 +344,15 @@ class Learner:
     def peak_memory_bytes(self) -> int:
         """Return the peak of allocated device memory in bytes, the largest over all ranks."""
         return max((peak for ranks in self._sets for peak in ranks.call(TrainWorker.peak_memory_bytes)), default=0)
+
+    def show_in(self, trace: Trace) -> None:
+        """Show in the file of the timeline what the ranks have done since the last call."""
+        if not trace.is_on:
+            return
+        for ranks in self._sets:
+            asked_s = trace.now()
+            for rank, work in enumerate(ranks.call(RankActor.take_work)):
+                trace.work(Track(f"{', '.join(ranks.roles)}: rank {rank}", "calls"), work, asked_s)
 
     def _call_all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
         return wait([reference for ranks in self._sets for reference in ranks.start(method, *args)])

@@ -29,6 +29,7 @@ from rlhf_train.run.rank_state import StateWriter
 from rlhf_train.run.recorder import Recorder
 from rlhf_train.run.timeline import Timeline
 from rlhf_train.specs import ModelSpec
+from rlhf_train.tracing.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ class OfflineJob:
         rank, num_ranks, master: rank of this process, number of data-parallel processes, and host and port where they
             meet. Every process runs the same job.
         device: "cuda" or "cpu".
+        timeline: write the timeline of rank 0, a file for Perfetto.
 
     Raises:
         ConfigError: settings that contradict each other.
@@ -78,6 +80,7 @@ class OfflineJob:
     num_ranks: int = 1
     master: tuple[str, int] = ("127.0.0.1", 29500)
     device: str = "cpu"
+    timeline: bool = False
 
     def __post_init__(self) -> None:
         compares = self.objective.needs_reference
@@ -188,21 +191,25 @@ def run_offline(
                         f"{done} updates are done, more than the {job.num_updates} of this run: it saves its model"
                     )
                 observer.progress(done, job.num_updates)
-            train_offline(
-                run.engine,
-                run.objective,
-                run.items,
-                job.schedule,
-                done=done,
-                balance=run.balance,
-                on_update=run.on_update,
-            )
+            run.end_part("startup")
+            with run.timeline.phase("train"):
+                train_offline(
+                    run.engine,
+                    run.objective,
+                    run.items,
+                    job.schedule,
+                    done=done,
+                    balance=run.balance,
+                    on_update=run.on_update,
+                )
             if job.rank == 0:
                 observer.starting("to save the model")
             run.finish()
         except (RlhfError, KeyboardInterrupt) as error:
             run.save_what_is_left(models=isinstance(error, RlhfError))
             raise
+        finally:
+            run.timeline.trace.close()
     return run.final
 
 
@@ -219,6 +226,10 @@ class _Run:
         self._failure: RlhfError | None = None  # of this rank, until all ranks know of it
         self._has_news = False  # whether the weights have changed and no final model is saved
         self._are_ranks_together = job.num_ranks == 1  # at the end of the run, so that they can save it
+        trace = Trace(is_on=job.timeline and job.rank == 0, notice=lambda text: observer.waiting(f"notice: {text}"))
+        self.timeline = Timeline(trace=trace)
+        if recorder is not None:
+            trace.open(recorder.path("timeline"))
         self._eval_metrics: dict[str, float] = {}
         self._best: BestModel | None = None
         lowest = job.best_metric in job.objective.lower_is_better
@@ -254,7 +265,7 @@ class _Run:
         self._trained = {kind: self.engine}
         self._writer = StateWriter(job.rank, job.num_ranks)
         self._checkpointer = Checkpointer(
-            saving, checkpoints, {"run": self}, self, recorder, Timeline(), observer, role=kind
+            saving, checkpoints, {"run": self}, self, recorder, self.timeline, observer, role=kind
         )
 
     def resume(self, checkpoint: Checkpoint | None) -> int:
@@ -283,10 +294,16 @@ class _Run:
         received = self._tell_all()
         decides = self._best is not None and is_evaluated
         self._checkpointer.after_step(update, self._eval_metrics[self._best.metric] if decides else None)
+        self.end_part(f"update {update}")
         if received is not None:
             self._are_ranks_together = True
             self._checkpointer.save()
             raise Interrupted(received)
+
+    def end_part(self, name: str) -> None:
+        """Show the time since the last call in the timeline."""
+        self.timeline.take()
+        self.timeline.end_part(name)
 
     def finish(self) -> None:
         """Save the final model, and wait until everything is written. Collective."""
@@ -370,7 +387,8 @@ class _Run:
         """Evaluate, and save the weights if they are the best so far. Collective."""
         if not self._eval_items:
             return
-        self._eval_metrics = self._measure(self._eval_items)
+        with self.timeline.phase("evaluate"):
+            self._eval_metrics = self._measure(self._eval_items)
         self.evaluated_update = update
         with self._until_all_know():
             if self._job.rank == 0:
@@ -398,9 +416,10 @@ class _Run:
         if job.objective.model_kind == "reward":
             # Without evaluation examples, take the moments of the scores of the training ones.
             fields |= moments_fields(*score_moments(self._eval_metrics or self._measure(self.items)))
-        state = self.engine.state_dict(wanted=job.rank == 0)
-        if job.rank == 0:
-            write_model(self.engine.module, state, job.model, folder, fields)
+        with self.timeline.phase("save"):
+            state = self.engine.state_dict(wanted=job.rank == 0)
+            if job.rank == 0:
+                write_model(self.engine.module, state, job.model, folder, fields)
 
     def _measure(self, items: Sequence[Any]) -> dict[str, float]:
         metrics = evaluate(self.engine, self.objective, items, self._job.schedule)

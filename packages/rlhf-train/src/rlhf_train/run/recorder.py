@@ -38,6 +38,7 @@ ARTIFACTS: Mapping[str, str] = {
     "averaged model": "ema_model",
     "critic": "critic",
     "checkpoints": FOLDER,
+    "timeline": "timeline.json",
     "log": "log.txt",
 }
 

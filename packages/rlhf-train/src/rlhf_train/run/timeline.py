@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rlhf_train.tracing.trace import CONTROLLER, PARTS, Trace
+
 PHASES = {
     "generate": "engines answer prompts",
     "reward": "the run waits for rewards after the last answer",
@@ -33,14 +35,22 @@ class Timeline:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, on_phase: Callable[[str], None] = lambda name: None
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        on_phase: Callable[[str], None] = lambda name: None,
+        trace: Trace | None = None,
     ) -> None:
-        """`clock` returns seconds since a fixed moment; `on_phase` is called with the name of a phase that begins."""
+        """Split the time by `clock`, which returns seconds since a fixed moment.
+
+        `on_phase` is called with the name of a phase that begins. `trace` is the file of phases and steps, with the
+        same clock; None for none.
+        """
         self._clock = clock
         self._on_phase = on_phase
+        self.trace = trace or Trace(clock, is_on=False)
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []  # open phases, the innermost last; time counts for that one only
-        self._made_at = self._taken_at = self._counted_to = clock()
+        self._made_at = self._taken_at = self._counted_to = self._part_from = clock()
 
     @property
     def elapsed_s(self) -> float:
@@ -55,17 +65,27 @@ class Timeline:
         self._count()
         self._open.append(name)
         self._on_phase(name)
+        self.trace.begin(CONTROLLER, name, self._counted_to, **{"waits for": PHASES[name]})
         try:
             yield
         finally:
             self._count()
             self._open.pop()
+            self.trace.end(CONTROLLER, self._counted_to)
+
+    def end_part(self, name: str) -> None:
+        """Show the time from the last call to the last `take` as a part of the run, such as a step, in the trace."""
+        self.trace.slice(PARTS, name, self._part_from, self._taken_at)
+        self._part_from = self._taken_at
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Move `seconds` from phase `source` to phase `target`.
 
-        For concurrent work within one phase, whose share of the time is known only afterwards.
+        For concurrent work within one phase, whose share of the time is known only afterwards. It was at the end.
         """
+        now = self._clock()
+        if seconds:
+            self.trace.slice(CONTROLLER, target, now - seconds, now, **{"waits for": PHASES[target]})
         self._seconds[source] = self._seconds.get(source, 0.0) - seconds
         self._seconds[target] = self._seconds.get(target, 0.0) + seconds
 
@@ -86,4 +106,5 @@ class Timeline:
         if self._open:
             name = self._open[-1]
             self._seconds[name] = self._seconds.get(name, 0.0) + now - self._counted_to
+            self.trace.phase(name, self._counted_to, now)
         self._counted_to = now
