@@ -20,7 +20,7 @@ UNITS = {
     "online": (["online"], ["rlhf-models/dequantize", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/supervisor", "rlhf-train/cluster", "rlhf-train/controller", "rlhf-train/costs", "rlhf-train/evaluation", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/loop", "rlhf-train/online_job", "rlhf-train/processes", "rlhf-train/report", "rlhf-train/run", "rlhf-train/tracing"]),
     "online_job": (["online_job"], ["rlhf-data/errors", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/run"]),
     "processes": (["processes"], ["rlhf-data/errors", "rlhf-rollout/mps", "rlhf-rollout/ray_actors", "rlhf-train/cluster", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/online_job"]),
-    "report": (["report"], ["rlhf-data/records", "rlhf-train/generation", "rlhf-train/online_job", "rlhf-train/run"]),
+    "report": (["report"], ["rlhf-data/records", "rlhf-train/cluster", "rlhf-train/generation", "rlhf-train/online_job", "rlhf-train/run"]),
     "run": (["run/", "run/saved/", "run/trackers/"], ["rlhf-data/errors", "rlhf-data/options", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/safety", "rlhf-models/attention", "rlhf-models/dequantize", "rlhf-models/experts", "rlhf-models/lora", "rlhf-models/reward", "rlhf-models/weights", "rlhf-rollout/records_io", "rlhf-rollout/unfinished", "rlhf-train/background", "rlhf-train/engine", "rlhf-train/losses", "rlhf-train/specs", "rlhf-train/tracing"]),
     "run_memory": (["run_memory"], ["rlhf-models/dequantize", "rlhf-models/reward", "rlhf-train/cluster", "rlhf-train/memory", "rlhf-train/online_job", "rlhf-train/specs"]),
     "shapes": (["shapes"], []),

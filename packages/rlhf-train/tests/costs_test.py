@@ -211,3 +211,27 @@ def test_offline_ranks_get_equal_costs_of_sequences_and_trained_tokens(monkeypat
         assert all(len({0, 1} & set(share)) == 1 for share in heavy_and_light)
     unpaired = [UnpairedExample(str(row), np.arange(n) + 1, np.arange(n) > 0, True) for row, n in enumerate([5, 9])]
     assert [KtoObjective().lengths(item) for item in KtoObjective().items(unpaired)] == [(5, 9), (9, 5)]
+
+
+def test_learner_counts_the_operations_of_each_steps_passes(monkeypatch, tmp_path):
+    monkeypatch.setattr("rlhf_train.learning.learner.wait", lambda references, **_: list(references))
+    job = tiny_job("model", tmp_path)
+    # Per token 2, per trained token 3, and per pair of tokens 5 in one layer; the critic needs 7 per token.
+    actor = PassCosts(2, 3, 5, {None: 1})
+    costs = {"actor": actor, "reference": actor, "critic": PassCosts(7, 0, 0, {None: 1})}
+    ranks = RankSet(("actor", "reference", "critic"), ["rank 0"])
+    monkeypatch.setattr(ranks, "start", lambda method, *_, **__: [])
+    monkeypatch.setattr(ranks, "start_each", lambda *_: [])
+    learner = Learner(job, [ranks], costs)
+    rollouts = random_rollouts(job.batch.num_rollouts, vocab_size=90)
+    sizes = [(rollout.num_tokens, rollout.num_response_tokens) for rollout in rollouts]
+    learner.observe(rollouts)
+    forward = sum(2 * tokens + 3 * targets + 5 * tokens * (tokens + 1) // 2 for tokens, targets in sizes)
+    assert learner.flops == {"generate": forward}
+    learner.deal(rollouts, 1)
+    learner.fill_columns()
+    critic = sum(7 * tokens for tokens, _ in sizes)
+    assert learner.flops["experience"] == 2 * forward + critic
+    with pytest.raises(KeyError, match="rollout_passes"):  # these ranks have no results
+        learner.update(1)
+    assert learner.flops["train"] == 3 * job.batch.max_epochs * (forward + critic)

@@ -158,7 +158,8 @@ class Controller:
         self._check_ledger()
         self.report.write_rollouts()
         self.report.add(self.ledger.close_step())
-        self.report.step(step)
+        self.report.step(step, self.learner.flops)
+        self.learner.flops.clear()
         self.learner.show_in(self.timeline.trace)
 
     def checkpoint(self, step: int) -> None:

@@ -13,6 +13,7 @@ from rlhf_rollout.host import quick_collection
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.supervisor import RestartableEngine
 from rlhf_train.cluster.ray_session import LostProcessError, is_unforeseen, unanswered
+from rlhf_train.cluster.utilization import GpuWatch
 from rlhf_train.controller import Controller
 from rlhf_train.costs import PassCosts, pass_costs
 from rlhf_train.evaluation import Evaluator
@@ -151,6 +152,7 @@ def run_processes(
             timeline,
             interrupts=interrupts,
             costs=costs,
+            gpus=GpuWatch(processes.meters, job.plan, job.engine.dtype) if processes.meters else None,
         )
         run.report.add_final(processes.seconds)
         stack.callback(run.rollouts.close)
@@ -176,6 +178,7 @@ def assemble(
     timeline: Timeline,
     interrupts: Interrupts | None = None,
     costs: Mapping[str, PassCosts] | None = None,
+    gpus: GpuWatch | None = None,
 ) -> Controller:
     """Construct the parts of a run, and the controller that calls them.
 
@@ -189,6 +192,7 @@ def assemble(
         timeline: made at the start of the run.
         interrupts: receives signals; None for nobody.
         costs: see `Learner`.
+        gpus: see `Report`.
     """
     interrupts = interrupts or Interrupts()
     learner = Learner(job, rank_sets, costs)
@@ -217,7 +221,7 @@ def assemble(
         trainers_sleep=job.trainer_sleep,
         engines_asleep=job.engine.enable_sleep and job.plan.shares_gpus,
     )
-    report = Report(recorder, observer, timeline, job.num_steps, record=job.record)
+    report = Report(recorder, observer, timeline, job.num_steps, record=job.record, gpus=gpus)
     best = BestModel(job.best_metric, recorder.path("best model")) if job.best_metric else None
     every = job.eval_steps if job.eval_prompts else None
     evaluator = Evaluator(every, rollouts, learner, turns, report, timeline, best)

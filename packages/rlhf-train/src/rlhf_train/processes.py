@@ -28,6 +28,7 @@ from rlhf_rollout.ray_actors import (
 )
 from rlhf_train.cluster.places import PlacementPlan, ProcessPlan
 from rlhf_train.cluster.ray_session import check_resources, join, started_cluster, wait
+from rlhf_train.cluster.utilization import GpuMeter
 from rlhf_train.generation.divided_rewards import DividedScorer, RewardRank
 from rlhf_train.generation.run_spec import RunSpec
 from rlhf_train.learning.learning_spec import LearningSpec
@@ -168,12 +169,14 @@ class Processes(NamedTuple):
         scorers: for each reward model, in the order of `job.reward.models`, its replicas, or one scorer of all
             processes of a divided model.
         seconds: metrics of the start: how long the slowest process of a kind took.
+        meters: sample the GPUs of each node; none without GPUs.
     """
 
     engines: list[RayEngine]
     workers: list[RankSet]
     scorers: list[list[RayScorer | DividedScorer]]
     seconds: dict[str, float]
+    meters: Sequence[Any] = ()
 
 
 def start_processes(
@@ -211,7 +214,11 @@ def start_processes(
     seconds = {name: max(load[name] for load in loads) for name in loads[0]} if loads else {}
     if engines:
         seconds["startup/engines"] = max(ready[: len(engines)])
-    return Processes(engines, workers, scorers, seconds)
+    meters = [
+        ray.remote(GpuMeter).options(num_cpus=0, scheduling_strategy=_on(reserved.group, node)).remote(gpus)
+        for node, gpus in enumerate(reserved.gpus)
+    ]
+    return Processes(engines, workers, scorers, seconds, meters)
 
 
 def check_files(job: OnlineJob, reserved: Reserved) -> None:

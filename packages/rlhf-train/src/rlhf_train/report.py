@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_data.records import RolloutGroup
+from rlhf_train.cluster.utilization import GpuWatch
 from rlhf_train.generation.service import Drawn
 from rlhf_train.generation.summaries import summarize
 from rlhf_train.generation.turns import TURN_PHASES
@@ -27,6 +28,7 @@ class Report:
         timeline: splits the wall-clock time of each step into phases; made at the start of the run.
         num_steps: largest number of steps.
         record: write the rollouts that are trained on.
+        gpus: measures the GPUs of the run; None without any.
     """
 
     recorder: Recorder
@@ -34,6 +36,7 @@ class Report:
     timeline: Timeline
     num_steps: int
     record: bool = True
+    gpus: GpuWatch | None = None
     _metrics: dict[str, float] = field(default_factory=dict)
     _num_tokens: int = 0
     _unwritten: tuple[int, Drawn] | None = None  # rollouts of the current step
@@ -97,10 +100,11 @@ class Report:
         """Show the first rollout of a few groups."""
         self.observer.samples(title, [(group.prompt, group.rollouts[0]) for group in groups[:NUM_SHOWN]])
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, flops: Mapping[str, float]) -> None:
         """End the step: write and show its metrics, and start the clock of the next step.
 
-        The first step that trains warns of an engine that computes another model than the trainer.
+        `flops` are the operations of the models' passes, see `flops_utilization`. The first step that trains warns of
+        an engine that computes another model than the trainer.
         """
         gap = self._metrics.get("mismatch/logprob_gap_mean")
         if gap is not None and not self._has_compared:
@@ -118,6 +122,8 @@ class Report:
             waited = seconds.get("generate", 0.0) + seconds.get("reward", 0.0)
             self.add({"async/training_idle": waited / seconds[STEP]})
         self.add({"throughput/response_tokens": self._num_tokens / total if total else 0.0})
+        if self.gpus is not None:
+            self.add(self.gpus.step(flops, self._num_tokens, step_s=total, train_s=seconds.get("train", 0.0)))
         with self.timeline.phase("write"):
             self.recorder.step(step, self._metrics)
         self.observer.step(step, self.num_steps, self._metrics)

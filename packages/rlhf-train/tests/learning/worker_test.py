@@ -25,7 +25,7 @@ from rlhf_train.learning.rehearsal import (
     share_beside_engines,
     without_trace,
 )
-from rlhf_train.run.metrics import Mean, results
+from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import lone_worker, random_rollouts, tiny_job, whole_shard
 
@@ -94,14 +94,6 @@ def test_entropy_is_the_mean_over_trained_tokens_of_all_forward_passes(worker, p
         total += entropies[trained].sum().item()
         count += len(trained)
     assert found == pytest.approx(total / count, rel=1e-5)
-
-
-def test_updates_report_how_busy_the_gpu_was(worker):
-    worker._utilization = SimpleNamespace(take=lambda: {"gpu/utilization": Mean(1.5, 2)})
-    worker.run_model("actor")
-    worker.assign_advantages(0.0)
-    metrics = worker.update("actor", max_epochs=1, seed=0)
-    assert results(metrics)["gpu/utilization"] == 0.75 and "policy/loss" in metrics
 
 
 def test_column_of_trained_tokens_from_another_rank_restricts_the_shard(worker):

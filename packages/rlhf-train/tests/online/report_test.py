@@ -30,7 +30,7 @@ def reported(gaps):
     report = Report(seen, seen, timeline, len(gaps))
     for step, gap in enumerate(gaps, start=1):
         report.add({} if gap is None else {"mismatch/logprob_gap_mean": gap})
-        report.step(step)
+        report.step(step, {})
     assert [step for step, _ in seen.steps] == [step for step in range(1, len(gaps) + 1) for _ in range(2)]
     return seen.warnings
 

@@ -1,7 +1,7 @@
 """The training side: distributes a batch over the rank sets and calls them in the order of the algorithm."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
@@ -43,6 +43,8 @@ class Learner:
         kl_coef: weight of the KL to the reference in the next step.
         forwards: runs the models on complete groups while others generate; None if that waits for all groups.
         weights_bytes: size of the weights that were sent last; 0 before.
+        flops: operations of the models' passes since the last step, by "generate", "experience" and "train", for
+            `flops_utilization`; empty if costs are not known.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class Learner:
         self._kl: float | None = None  # nats per token, of the current batch
         self.policy_version = 0
         self.weights_bytes = 0
+        self.flops: Counter[str] = Counter()
+        self._sizes: list[tuple[int, int]] = []  # tokens, and those of the response, of each rollout of the batch
         self._weights = Lock()  # held while the actor's weights change, and while engines get them
         self._sends: set[asyncio.Future[Mapping[int, str]]] = set()  # of weights, under way
         # Of the weights at the start of the last steps. A token older than all of them counts as old as the first.
@@ -71,6 +75,8 @@ class Learner:
     def observe(self, rollouts: Sequence[Rollout]) -> None:
         """Update the reward normalization with the raw rewards of a step, trained or not."""
         self._shaper.observe(rollouts)
+        self._sizes = [(rollout.num_tokens, rollout.num_response_tokens) for rollout in rollouts]
+        self._count("generate", ["actor"])
 
     def skip(self) -> None:
         """Let go of a step from which nothing is learned."""
@@ -86,6 +92,7 @@ class Learner:
         """
         batch = self._job.batch
         self._kl = None
+        self._sizes = [(rollout.num_tokens, rollout.num_response_tokens) for rollout in rollouts]
         if self.policy_version > self._step_versions[-1]:
             self._step_versions.append(self.policy_version)
         shaped, metrics = self._shaper.shape(rollouts)
@@ -136,13 +143,14 @@ class Learner:
 
         Returns metrics.
         """
+        algorithm = self._job.algorithm
+        wanted = ["actor"] if algorithm.runs_actor else []
+        roles = [role for role in (*wanted, "reference", "teacher", "critic") if role in self._set_of]
+        self._count("experience", roles)
         if self.forwards is not None:
             metrics = self.forwards.fill_columns()
             wait(self._loading)
             return metrics
-        algorithm = self._job.algorithm
-        wanted = ["actor"] if algorithm.runs_actor else []
-        roles = [role for role in (*wanted, "reference", "teacher", "critic") if role in self._set_of]
         # Start all before waiting for any, so that models in separate processes run at the same time.
         pending = {role: self._set_of[role].start(TrainWorker.run_model, role) for role in roles}
         metrics = _merged(part for references in pending.values() for part in wait(references))
@@ -174,6 +182,8 @@ class Learner:
         roles = [role for role in ("critic", "actor") if role in self._set_of]
         if step <= job.num_frozen_steps:
             roles.remove("actor")
+        # A backward pass costs as much as two forward passes.
+        self._count("train", roles, passes=3 * job.batch.max_epochs)
         with self._weights:
             pending = []
             for role in roles:
@@ -213,6 +223,11 @@ class Learner:
         # A backward pass costs as much as two forward passes.
         passes = [(self._costs[role], 3 if self._job.models[role].optimizer else 1) for role in roles]
         return [sum(n * costs.of(r.num_tokens, r.num_response_tokens) for costs, n in passes) for r in rollouts]
+
+    def _count(self, name: str, roles: Sequence[str], passes: int = 1) -> None:
+        """Count the operations of passes of models over all rollouts of the batch."""
+        for costs in [self._costs[role] for role in roles] if self._costs else []:
+            self.flops[name] += passes * sum(costs.of(tokens, targets) for tokens, targets in self._sizes)
 
     def _adapt_kl(self, kl: float | None, num_rollouts: int) -> None:
         """Adapt the KL coefficient of the next step to this step's KL, which was measured before its updates."""

@@ -45,9 +45,10 @@ def _out_of_memory_told(hint: str, what: str = "") -> Iterator[None]:
 class RankActor:
     """Hosts a `TrainWorker` in a process of its own, and sends its weights to engines."""
 
+    _work_log = WorkLog()  # of this process, which has no other rank
+
     def __init__(self, gpus: Sequence[str] = ()) -> None:
         prepare_process(gpus)
-        self._work_log = WorkLog()
 
     def take_work(self) -> Work:
         """Return what this rank has done since the last call."""

@@ -20,7 +20,6 @@ from rlhf_train.algorithms.gae import moments, whiten
 from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
-from rlhf_train.cluster.utilization import watch_gpu
 from rlhf_train.engine.accelerate import join_groups, start_engine, start_frozen
 from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.engine.process_group import init_process_group
@@ -106,7 +105,6 @@ class TrainWorker:
         is_averaged = ema_beta is not None and "actor" in self.engines
         self._average = WeightAverage(ema_beta, self.engines["actor"].local_weights()) if is_averaged else None
         self._writer = StateWriter(rank, num_ranks)
-        self._utilization = watch_gpu(self._device)
         self._experience = Experience(RolloutColumns.of([], []))
         self._plan = RankPlan((), (), ())
         self._step_versions: Sequence[int] = (0,)
@@ -220,8 +218,7 @@ class TrainWorker:
             EngineError: a gradient is not finite.
         """
         with self._residence.in_turn(role):
-            metrics = self._update(role, max_epochs=max_epochs, seed=seed, kl_coef=kl_coef)
-        return metrics | (self._utilization.take() if self._utilization else {})
+            return self._update(role, max_epochs=max_epochs, seed=seed, kl_coef=kl_coef)
 
     def _update(self, role: str, *, max_epochs: int, seed: int, kl_coef: float) -> dict[str, Metric]:
         objective = self._algorithm.objective
