@@ -60,8 +60,8 @@ FLAGS = {
     "checkpoints": ("run", "--export", "1", "--output_path", "exported"),
     "lora_combiner": ("--model_path", MODEL, "--lora_path", "adapter", "--output_path", "merged"),
 }
-# `doctor` imports libraries in other processes, each of which may fail; `report` imports none.
-NOTHING_HEAVY = ("doctor", "report")
+# `doctor` imports libraries in other processes, each of which may fail; `report` and `rollouts` import none.
+NOTHING_HEAVY = ("doctor", "report", "rollouts")
 CASES = {f"rlhf {name}": ("rlhf_cli.main", name, *FLAGS[name]) for name in COMMANDS if name not in NOTHING_HEAVY}
 CASES |= {f"rlhf-rollout {name}": ("rlhf_rollout.commands.main", name, *FLAGS[name]) for name in ROLLOUT_COMMANDS}
 CASES["rlhf-data inspect"] = ("rlhf_data.main", "inspect", "--dataset", "rows.jsonl", "--tokenizer", MODEL)

@@ -32,6 +32,7 @@ GROUPS = {
     "tools": {
         "plan": "show placement, batches and memory of a `ppo` run for any number of GPUs, without them",
         "doctor": "look at this machine and its libraries, and say what to do about what is wrong",
+        "rollouts": "show what a run has generated, filtered and sorted",
         "replay": "repeat one step of a run from what it recorded, and compare",
         "report": "write a page about runs: curves, rollouts with every token, warnings",
         "checkpoints": "list, verify, prune and export the checkpoints of a run",

@@ -26,7 +26,8 @@ class Seen:
 def reported(gaps):
     """The warnings of a run whose steps have these differences between engine and trainer."""
     seen = Seen()
-    timeline = SimpleNamespace(take=lambda: {STEP: 1.0}, phase=lambda name: nullcontext())
+    passing = {"phase": lambda name: nullcontext(), "end_part": lambda name: None}
+    timeline = SimpleNamespace(take=lambda: {STEP: 1.0}, **passing)
     report = Report(seen, seen, timeline, len(gaps))
     for step, gap in enumerate(gaps, start=1):
         report.add({} if gap is None else {"mismatch/logprob_gap_mean": gap})
