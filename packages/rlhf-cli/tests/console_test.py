@@ -2,11 +2,12 @@
 
 import io
 import json
+import math
 
 import numpy as np
 import pytest
 
-from rlhf_cli.console.views import DOING, PPO_COLUMNS, Console, OfflineView, RunView, StepTable, show_results
+from rlhf_cli.console.views import DOING, PPO_COLUMNS, Console, OfflineView, RunView, StepTable, show_results, sparkline
 from rlhf_data.errors import EngineError
 from rlhf_data.options.progress import Progress
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
@@ -340,7 +341,7 @@ def test_run_view_estimates_the_first_phases_by_their_parts_and_later_steps_by_t
     view.phase("generate")
     view.progress(5, 16)
     view.phase("train")
-    common = {"ends_in_s": None, "announce": False}
+    common = {"ends_in_s": None, "announce": False, "above": []}
     assert shown == [
         ("answering held-out prompts", common),
         ("answering held-out prompts", common | {"done": 3, "total": 8}),
@@ -365,3 +366,44 @@ def test_offline_view_counts_updates_from_before_the_first(streams, monkeypatch)
     view.progress(0, 6)
     view.update(1, 6, {"sft/loss": 1.0})
     assert shown == [("training", 0, 6), ("training", 1, 6)]
+
+
+class Above(Console):
+    """Keeps what is shown above the live line, and on it."""
+
+    def __init__(self, streams):
+        super().__init__(*streams)
+        self.shown = []
+        self.working = lambda text, above=(), **_: self.shown.append((list(above), text))
+
+
+def test_run_view_shows_curves_phases_and_the_queue_above_the_live_line(streams):
+    console = Above(streams)
+    view = RunView(console, 10)
+    view.phase("generate")
+    assert console.shown == [([], "step 1/10: generating")]
+    seconds = {"time/generate": 6.0, "time/train": 3.0, "time/sync": 0.95, "time/write": 0.05, "time/step": 10.0}
+    for step, (reward, accuracy) in enumerate([(0.0, 0.5), (0.5, 0.5), (1.0, 0.5)], start=1):
+        view.step(step, 10, METRICS | seconds | {"rollout/reward": reward, "rollout/accuracy": accuracy})
+    view.phase("train")
+    assert console.shown[-1] == (
+        [
+            "  reward 1.000 \u2581\u2585\u2588  accuracy 0.500 \u2581\u2581\u2581",
+            "  last step 10 s: generate 60%, train 30%, sync 10%",
+        ],
+        "step 4/10: training",
+    )
+    queue = {"async/waiting_groups": 12.0, "async/groups_in_flight": 64.0}
+    view.step(4, 10, seconds | queue)
+    view.phase("generate")
+    assert console.shown[-1][0][-1] == "  queue: 12 groups waited and 64 were generated when it was taken"
+    view.stopping()
+    view.phase("save")
+    assert console.shown[-1] == ([], "saving the model")
+
+
+def test_sparkline_has_the_last_values_between_the_least_and_the_largest():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+    assert sparkline([9.0, -1.0, 1.0], width=2) == "\u2581\u2588"
+    assert sparkline([1.0, math.nan, 2.0, math.inf]) == "\u2581 \u2588 "
+    assert sparkline([]) == "" and sparkline([3.0, 3.0]) == "\u2581\u2581"

@@ -1,6 +1,7 @@
 """The live line against a clock that the tests set by hand, on a terminal and in a pipe."""
 
 import io
+import re
 import time
 
 import pytest
@@ -113,6 +114,71 @@ def test_a_terminal_gets_one_line_that_is_drawn_again_and_removed(terminal, cloc
     progress.beat()
     progress.clear()
     assert len(stream.getvalue()) == size  # nothing is left to draw or to remove
+
+
+def screen(text):
+    """Return the lines that a terminal shows after it got `text`."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[\d*[A-Z]|[\r\n]|[^\x1b\r\n]+", text):
+        if part == "\r":
+            column = 0
+        elif part == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part == "\x1b[J":
+            lines[row:] = [lines[row][:column]]
+        elif part.endswith("A") and part.startswith("\x1b"):
+            row -= int(part[2:-1])
+            assert row >= 0
+        else:
+            assert not part.startswith("\x1b"), part
+            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
+            column += len(part)
+    return lines
+
+
+def test_lines_above_the_live_line_are_drawn_and_removed_with_it(terminal, clock):
+    stream, progress = terminal
+    stream.write("before\n")
+    progress.show("step 1", above=["reward 0.5", "y" * 80])
+    clock.now += 2
+    progress.beat()
+    shown = screen(stream.getvalue())
+    assert [*shown[:3], shown[3][2:]] == ["before", "reward 0.5", "y" * 59, "step 1  2 s"]
+    progress.show("step 2", above=["reward 0.6"])
+    shown = screen(stream.getvalue())
+    assert [*shown[:2], shown[2][2:]] == ["before", "reward 0.6", "step 2  0 s"] and len(shown) == 3
+    with progress.paused():
+        assert screen(stream.getvalue()) == ["before", ""]
+        stream.write("a warning\n")
+    progress.beat()
+    shown = screen(stream.getvalue())
+    assert [*shown[:3], shown[3][2:]] == ["before", "a warning", "reward 0.6", "step 2  0 s"]
+    progress.show("step 3")
+    assert len(screen(stream.getvalue())) == 3
+    progress.clear()
+    assert screen(stream.getvalue()) == ["before", "a warning", ""]
+
+
+def test_low_terminal_and_pipe_get_the_live_line_alone(terminal, pipe, monkeypatch):
+    monkeypatch.setenv("LINES", "3")
+    for stream, progress in (terminal, pipe):
+        progress.show("step 1", above=["one", "two"])
+        progress.clear()
+        assert "one" not in stream.getvalue() and "step 1" in stream.getvalue()
+
+
+def test_terminal_that_cannot_show_a_character_shows_another(clock, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    progress = Progress(stream, clock=clock)
+    progress.show("step", above=["\u2581\u2588"])
+    progress.clear()
+    assert b"??\n" in raw.getvalue()
 
 
 def test_a_line_fits_the_terminal(terminal):

@@ -1,5 +1,6 @@
 """What a run shows: results on stdout, everything else on stderr; colored on a terminal, plain text elsewhere."""
 
+import math
 import re
 import shlex
 import sys
@@ -15,12 +16,13 @@ from rich.text import Text
 
 from rlhf_data.options.checks import once
 from rlhf_data.options.exits import with_flags
-from rlhf_data.options.progress import Progress
+from rlhf_data.options.progress import Progress, duration
 from rlhf_data.own_code import code_files
 from rlhf_data.records import Prompt, Rollout
 from rlhf_data.safety import visible
 from rlhf_data.stored_weights import read_json
 
+_BARS = "▁▂▃▄▅▆▇█"
 _HEADER_EVERY = 20  # lines between headers
 _MAX_SHOWN = 400  # characters of a prompt or response
 _MAX_LABEL = 40  # characters of a label
@@ -250,6 +252,8 @@ class RunView(View):
         self._ends_at: float | None = None  # the estimated end of the run, from the mean time of the steps so far
         self._doing = ""  # the phase, on the live line
         self._step_seconds: list[float] = []
+        self._last: Mapping[str, float] = {}  # metrics of the last step
+        self._curves: dict[str, list[float]] = {"reward": [], "accuracy": []}  # of the steps so far
 
     def phase(self, name: str) -> None:
         """See `Observer`."""
@@ -264,15 +268,33 @@ class RunView(View):
 
     def _show(self, **parts: int) -> None:
         left = None if self._ends_at is None else self._ends_at - time.monotonic()
-        self._console.working(self._doing, ends_in_s=left, announce=False, **parts)
+        self._console.working(self._doing, ends_in_s=left, announce=False, above=self._block(), **parts)
+
+    def _block(self) -> list[str]:
+        """Return the lines above the live line: curves of the run, and of the last step its phases and its queue."""
+        if not self._last:
+            return []
+        curves = [f"{name} {values[-1]:.3f} {sparkline(values)}" for name, values in self._curves.items() if values]
+        seconds = {name: self._last.get(f"time/{name}", 0.0) for name in (*DOING, "other")}
+        total = sum(seconds.values()) or 1.0
+        largest = sorted(seconds, key=lambda name: -seconds[name])
+        shares = [f"{name} {seconds[name] / total:.0%}" for name in largest if seconds[name] >= total / 100]
+        lines = ["  ".join(curves), f"last step {duration(total)}: {', '.join(shares)}"]
+        if "async/waiting_groups" in self._last:
+            waiting, flying = (self._last[f"async/{name}"] for name in ("waiting_groups", "groups_in_flight"))
+            lines.append(f"queue: {waiting:.0f} groups waited and {flying:.0f} were generated when it was taken")
+        return [f"  {line}" for line in lines if line]
 
     def stopping(self) -> None:
         """See `Observer`."""
-        self._place, self._ends_at = "", None  # no step follows
+        self._place, self._ends_at, self._last = "", None, {}  # no step follows
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """See `Observer`."""
         self._step_seconds.append(metrics.get("time/step", 0.0))
+        self._last = metrics
+        for name, values in self._curves.items():
+            values += [metrics[f"rollout/{name}"]] if f"rollout/{name}" in metrics else []
         self._ends_at = time.monotonic() + sum(self._step_seconds) / len(self._step_seconds) * (num_steps - step)
         self._place = f"step {min(step + 1, num_steps)}/{num_steps}: "
         self._table.step(step, num_steps, {**metrics, **_rest(metrics)})
@@ -385,6 +407,17 @@ def loading_line(model: Path, loader: str) -> str:
         name = f"rlhf_data.own_code.TrustedModel({name})" if has_code else name
         return f"rlhf_models.loading.load_reward_model({name}, dtype='float32')"
     return f"{loader}({name}{', trust_remote_code=True' if has_code else ''})"
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """Return the last `width` values as bars of eight heights, from the least of them to the largest."""
+    shown = values[-width:]
+    known = [value for value in shown if math.isfinite(value)]
+    low = min(known, default=0.0)
+    span = max(known, default=0.0) - low
+    heights = [round((value - low) / span * 7) if span and math.isfinite(value) else 0 for value in shown]
+    bars = [_BARS[height] if math.isfinite(value) else " " for height, value in zip(heights, shown, strict=True)]
+    return "".join(bars)
 
 
 def _rest(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TextIO
@@ -15,6 +15,7 @@ _FRAMES = "|/-\\"
 _REFRESH_S = 0.25
 _HEARTBEAT_S = 20.0
 _CLEAR = "\r\x1b[2K"
+_UP = "\x1b[{}A\r\x1b[J"  # so many lines, and clears from there to the end of the screen
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class _Work:
     done: int | None = None
     total: int | None = None
     ends_at: float | None = None
+    above: Sequence[str] = ()
 
 
 class Progress:
@@ -46,6 +48,7 @@ class Progress:
         self._written = ""  # the text written last where no terminal is
         self._written_at = -math.inf
         self._num_frames = 0
+        self._num_above = 0  # lines above the live line that are drawn
         self._thread: threading.Thread | None = None
 
     @property
@@ -64,6 +67,7 @@ class Progress:
         total: int | None = None,
         ends_in_s: float | None = None,
         announce: bool = True,
+        above: Sequence[str] = (),
     ) -> None:
         """Say that `text` is being done.
 
@@ -72,13 +76,14 @@ class Progress:
             done, total: how many parts of it, from which the time that is left is estimated.
             ends_in_s: the time that is left, where the caller knows better.
             announce: write a line at once where no terminal is; else only after a silence.
+            above: lines that a terminal shows above the live line, as part of it, if it is high enough.
         """
         with self._lock:
             now = self._clock()
             is_new = self._work is None or self._work.text != text
             started = now if is_new or self._work is None else self._work.started
             ends_at = None if ends_in_s is None else now + ends_in_s
-            self._work = _Work(text, started, done, total, ends_at)
+            self._work = _Work(text, started, done, total, ends_at, above)
             if self._is_live:
                 self._draw()
             elif announce and text != self._written:
@@ -94,7 +99,7 @@ class Progress:
         """Say that it is done; other lines may be written to the terminal from here on."""
         with self._lock:
             if self._work is not None and self._is_live:
-                self._stream.write(_CLEAR)
+                self._stream.write(self._erase())
                 self._stream.flush()
             self._work = None
             self._thread = None
@@ -106,7 +111,7 @@ class Progress:
         """Leave the terminal to other lines for the time of a `with` block. The live line then comes back."""
         with self._lock:
             if self._work is not None and self._is_live:
-                self._stream.write(_CLEAR)
+                self._stream.write(self._erase())
                 self._stream.flush()
             yield
 
@@ -151,9 +156,19 @@ class Progress:
         self._num_frames += 1
         frame = _FRAMES[self._num_frames % len(_FRAMES)]
         line = f"{frame} {self._work.text}  {self._state(self._work)}"
-        width = shutil.get_terminal_size().columns - 1  # a full line would wrap and stay
-        self._stream.write(f"{_CLEAR}{line[:width]}")
+        size = shutil.get_terminal_size()
+        above = self._work.above if len(self._work.above) < size.lines - 1 else ()
+        erased = self._erase()
+        drawn = "\n".join(text[: size.columns - 1] for text in (*above, line))  # a full line would wrap and stay
+        encoding = self._stream.encoding or "utf-8"
+        self._stream.write(erased + drawn.encode(encoding, "replace").decode(encoding))
         self._stream.flush()
+        self._num_above = len(above)
+
+    def _erase(self) -> str:
+        """Return what removes that which is drawn."""
+        num_above, self._num_above = self._num_above, 0
+        return _UP.format(num_above) if num_above else _CLEAR
 
     def _write(self, line: str) -> None:
         assert self._work is not None
