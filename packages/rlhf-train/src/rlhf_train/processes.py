@@ -26,9 +26,9 @@ from rlhf_rollout.ray_actors import (
     node_address,
     own_gpus,
 )
+from rlhf_train.cluster.gpu_meter import GpuMeter
 from rlhf_train.cluster.places import PlacementPlan, ProcessPlan
 from rlhf_train.cluster.ray_session import check_resources, join, started_cluster, wait
-from rlhf_train.cluster.utilization import GpuMeter
 from rlhf_train.generation.divided_rewards import DividedScorer, RewardRank
 from rlhf_train.generation.run_spec import RunSpec
 from rlhf_train.learning.learning_spec import LearningSpec

@@ -7,17 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlhf_train.cluster.gpu_meter import GpuMeter, GpuReading
 from rlhf_train.cluster.places import Place, PlacementPlan, ProcessPlan
 from rlhf_train.cluster.utilization import (
     PEAK_FLOPS,
-    GpuMeter,
-    GpuReading,
     GpuWatch,
     flops_utilization,
     gpu_metrics,
     peak_flops,
 )
-from rlhf_train.run.metrics import Max, Mean
 
 GIB = 2**30
 # Two machines; the engine has the second GPU of the first one, and the actor's ranks have the others.
@@ -85,24 +83,27 @@ def test_meter_reads_use_memory_and_power_of_each_gpu_since_the_last_reading(mon
     assert nvml.named == [0, 1]
     host, readings = meter.take()
     assert host == "node-7" and [reading.name for reading in readings] == ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]
-    found = [{name: metric.result() for name, metric in reading.metrics.items()} for reading in readings]
     # 10, 30 and 50 percent; memory of 2, 3 and 1 GiB; 350, 400 and 450 watts.
-    assert found[0] == pytest.approx({"utilization": 0.3, "memory_bytes": 3 * GIB, "power_watts": 400})
-    assert found[1]["utilization"] == pytest.approx(0.4)
-    assert [reading.metrics for reading in meter.take()[1]] == [{}, {}]
+    assert readings[0].samples == {
+        "utilization": pytest.approx((0.9, 0.5, 3)),
+        "memory_bytes": (6 * GIB, 3 * GIB, 3),
+        "power_watts": (1200, 450, 3),
+    }
+    assert readings[1].samples["utilization"] == pytest.approx((1.2, 0.6, 3))
+    assert [reading.samples for reading in meter.take()[1]] == [{}, {}]
 
 
 def test_meter_samples_by_itself():
     nvml = Nvml()
     meter = GpuMeter(["0"], nvml, period_s=0.001)
     assert nvml.looked.wait(10)
-    assert meter._devices[0]._found["utilization"] == Mean(pytest.approx(0.9), 3)
+    assert meter._devices[0]._samples["utilization"] == pytest.approx((0.9, 0.5, 3))
 
 
 def test_gpu_may_be_named_by_its_unique_name_and_tell_no_use():
     nvml = Nvml(broken={"utilization"})
     [reading] = sampled(nvml, ["MIG-4f2d"]).take()[1]
-    assert nvml.named == ["MIG-4f2d"] and set(reading.metrics) == {"memory_bytes", "power_watts"}
+    assert nvml.named == ["MIG-4f2d"] and set(reading.samples) == {"memory_bytes", "power_watts"}
 
 
 @pytest.mark.parametrize("nvml", [None, SimpleNamespace(), SimpleNamespace(nvmlInit=lambda: 1 / 0)])
@@ -115,7 +116,7 @@ def test_without_nvml_readings_are_empty(nvml, monkeypatch):
 
 
 def reading(utilization, memory, name="NVIDIA H200"):
-    return GpuReading(name, {"utilization": Mean(utilization, 1), "memory_bytes": Max(memory)})
+    return GpuReading(name, {"utilization": (2 * utilization, 1.0, 2), "memory_bytes": (9 * memory, memory, 2)})
 
 
 READINGS = {

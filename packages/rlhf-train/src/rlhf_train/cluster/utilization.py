@@ -1,19 +1,16 @@
-"""What the GPUs of a run do, by samples that NVML takes on each machine, and what share of their peak models reach."""
+"""Metrics of the GPUs of a run: what they do, as the meters say, and what share of their peak models reach."""
 
-import importlib
 import logging
 import re
-import socket
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from rlhf_train.cluster.gpu_meter import GpuReading
 from rlhf_train.cluster.places import PlacementPlan
 from rlhf_train.cluster.ray_session import wait
 from rlhf_train.run.metrics import Max, Mean, Metric, merge_metrics, results
 
 _ANSWER_S = 5.0  # the run waits for a meter at most
-PERIOD_S = 1.0  # NVML averages use over up to a second itself
 
 # Operations per second of dense matrix products in bfloat16, by a part of NVML's name; the first that fits counts.
 # Source: NVIDIA's data sheets of these products, whose numbers with sparsity are twice as large.
@@ -41,81 +38,6 @@ PEAK_FLOPS = {
 _logger = logging.getLogger(__name__)
 
 
-class GpuReading(NamedTuple):
-    """What a GPU did since the last reading.
-
-    Attributes:
-        name: of the product, as NVML says it.
-        metrics: by name, without that of a machine; empty for what NVML does not tell.
-    """
-
-    name: str
-    metrics: Mapping[str, Metric]
-
-
-class GpuMeter:
-    """Samples the GPUs of a run on this machine, on a thread, until the process ends. Never raises.
-
-    Args:
-        gpus: as CUDA_VISIBLE_DEVICES names them: by their numbers or unique names.
-        nvml: the module `pynvml` (of nvidia-ml-py); None to import it. Without it, readings are empty.
-        period_s: time between samples in seconds; None for `PERIOD_S`.
-    """
-
-    def __init__(self, gpus: Sequence[str], nvml: Any = None, period_s: float | None = None) -> None:
-        self._period_s = PERIOD_S if period_s is None else period_s
-        self._lock = threading.Lock()
-        self._devices: list[_Device] = []
-        try:
-            nvml = nvml or importlib.import_module("pynvml")
-            nvml.nvmlInit()
-            self._devices = [_Device(nvml, gpu) for gpu in gpus]
-        except Exception as error:  # a missing package, or an error of NVML's own
-            _logger.warning("what GPUs do is not logged: %s", error)
-            return
-        threading.Thread(target=self._sample, daemon=True).start()
-
-    def _sample(self) -> None:
-        pause = threading.Event()
-        while not pause.wait(self._period_s):
-            with self._lock:
-                for device in self._devices:
-                    device.sample()
-
-    def take(self) -> tuple[str, list[GpuReading]]:
-        """Return the name of this machine, and a reading of each GPU in their order."""
-        with self._lock:
-            return socket.gethostname(), [device.take() for device in self._devices]
-
-
-class _Device:
-    """A GPU, and what was sampled of it since the last `take`."""
-
-    def __init__(self, nvml: Any, gpu: str) -> None:
-        get = nvml.nvmlDeviceGetHandleByIndex if gpu.isdigit() else nvml.nvmlDeviceGetHandleByUUID
-        handle = get(int(gpu) if gpu.isdigit() else gpu)
-        name = nvml.nvmlDeviceGetName(handle)
-        self._name = name.decode() if isinstance(name, bytes) else name
-        self._reads: dict[str, Callable[[], Metric]] = {
-            "utilization": lambda: Mean(nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100, 1),
-            "memory_bytes": lambda: Max(float(nvml.nvmlDeviceGetMemoryInfo(handle).used)),
-            "power_watts": lambda: Mean(nvml.nvmlDeviceGetPowerUsage(handle) / 1000, 1),
-        }
-        self._found: dict[str, Metric] = {}
-
-    def sample(self) -> None:
-        for name, read in list(self._reads.items()):
-            try:
-                self._found = merge_metrics([self._found, {name: read()}])
-            except Exception as error:  # of NVML: such as a part of a GPU, of which it tells no use
-                _logger.warning("%s of %s is not logged: %s", name, self._name, error)
-                del self._reads[name]
-
-    def take(self) -> GpuReading:
-        found, self._found = self._found, {}
-        return GpuReading(self._name, found)
-
-
 def gpu_metrics(readings: Mapping[tuple[int, int], tuple[str, GpuReading]], plan: PlacementPlan) -> dict[str, float]:
     """Return the metrics of GPUs: of all, of each machine, and of the processes of each kind.
 
@@ -127,8 +49,12 @@ def gpu_metrics(readings: Mapping[tuple[int, int], tuple[str, GpuReading]], plan
     users = {card: [p.name for p in plan.all_processes if card in p.cards] for card in readings}
     for card, (host, reading) in readings.items():
         for suffix in ("", *(f"_{re.sub(r'[^A-Za-z0-9_-]', '_', name)}" for name in (host, *users[card]))):
-            parts.append({f"gpu/{name}{suffix}": metric for name, metric in reading.metrics.items()})
+            parts += [{f"gpu/{name}{suffix}": _metric(name, *of)} for name, of in reading.samples.items()]
     return results(merge_metrics(parts))
+
+
+def _metric(name: str, total: float, largest: float, count: int) -> Metric:
+    return Max(largest) if name == "memory_bytes" else Mean(total, count)
 
 
 def peak_flops(name: str) -> float | None:
