@@ -93,7 +93,7 @@ def test_group_is_shown_from_its_admission_to_its_training(clock, trace, events)
 
 def test_work_of_a_rank_has_its_waits_with_the_phases_meanwhile(clock, trace, events):
     timeline = Timeline(clock, trace=trace)
-    for name, seconds in (("generate", 2), ("experience", 1), ("train", 4), ("generate", 3)):
+    for name, seconds in (("generate", 2), ("experience", 1), ("train", 4), ("generate", 1.5), ("load", 1.5)):
         with timeline.phase(name):
             clock.now += seconds
     start = clock.now - 10
@@ -109,7 +109,7 @@ def test_work_of_a_rank_has_its_waits_with_the_phases_meanwhile(clock, trace, ev
         (0, "update actor", 3, 7), (0, "wait", 7, 8.5), (0, "send", 8.5, 9), (0, "wait", 9, 10), (0, "load", 10, 10.5),
     ]  # fmt: skip
     assert [each.args for each in found if each.name == "wait"] == [
-        {"waits for": "generate 1.500 s"}, {"waits for": "generate 1.000 s"},
+        {"waits for": "generate 1.500 s"}, {"waits for": "load 1.000 s"},
     ]  # fmt: skip
 
 
@@ -141,6 +141,17 @@ def test_another_machine_is_set_to_this_clock_by_its_quickest_answer(clock, trac
     trace.work(Track("critic: rank 0", "calls"), Work(machine(), 1009.0, [Span("own", 1008.0, 1009.0)]), asked_s=1003.0)
     found = {each.name: (each.begin / 1e6, each.end / 1e6) for each in events().slices if each.name != "wait"}
     assert found == {"first": (0, 1), "second": (1.45, 1.95), "third": (6.95, 7.95), "own": (8, 9)}
+
+
+def test_answers_that_set_the_clock_back_do_not_overlap(clock, trace, events):
+    clock.now = 1010.0
+    trace.work(RANK, Work("other machine", 9.0, [Span("first", 7.0, 9.0)]), asked_s=1006.0)
+    clock.now = 1010.2
+    # By a quicker answer, its clock is 1001 s behind and not 999 s: all of this is before what was shown.
+    spans = [Span("second", 8.0, 8.5), Span("third", 8.8, 9.2)]
+    trace.work(RANK, Work("other machine", 10.1, spans), asked_s=1010.0)
+    found = [(each.name, each.begin / 1e6, each.end / 1e6) for each in events().of(*RANK)]
+    assert found == [("first", 6, 8), ("second", 8, 8.5), ("wait", 8.5, 8.8), ("third", 8.8, 9.2)]
 
 
 def test_states_and_curves_of_an_engine(clock, trace, events):
@@ -221,6 +232,15 @@ def test_file_of_another_process_stays(clock, tmp_path):
         trace.close()
     names = [("timeline.json", "first"), ("timeline.2.json", "second"), ("timeline.3.json", "third")]
     assert [check(tmp_path / file).slices[0].name for file, _ in names] == [name for _, name in names]
+
+
+def test_events_reach_the_file_without_a_phase_and_none_is_kept_after_its_end(trace, events, tmp_path):
+    for number in range(2000):
+        trace.group(f"g{number}", "generated")
+    assert (tmp_path / "timeline.json").stat().st_size > 200_000
+    events()
+    trace.group("late", "generated")
+    assert not trace.is_on and trace._lines == []
 
 
 def test_threads_write_whole_events(trace, events):
