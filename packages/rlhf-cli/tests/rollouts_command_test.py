@@ -61,8 +61,8 @@ def test_rollouts_are_shown_with_their_prompt_once(capsys, run):
 @pytest.mark.parametrize(
     ("flags", "ids"),
     [
-        (["--step", "1"], ["g0/0", "g0/1", "g0/2"]),
-        (["--step", "1-2", "--verdict", "timeout, unscored"], ["g1/0", "g1/1"]),
+        (["--steps", "1"], ["g0/0", "g0/1", "g0/2"]),
+        (["--steps", "1-2", "--verdict", "timeout, unscored"], ["g1/0", "g1/1"]),
         (["--min_reward", "0", "--max_reward", "0.5"], ["g0/0"]),
         (["--min_length", "10", "--max_length", "13"], ["g1/1"]),
         (["--text", "FOUR"], ["g0/0", "g1/1"]),
@@ -83,14 +83,14 @@ def test_limit_says_how_many_more_there_are(capsys, run):
 
 @pytest.mark.parametrize("flags", [[], ["--whole"]])
 def test_text_of_a_model_neither_steers_the_terminal_nor_passes_for_a_line_of_the_command(capsys, run, flags):
-    out, _, ids = shown(capsys, run, "--step", "1", *flags)
+    out, _, ids = shown(capsys, run, "--steps", "1", *flags)
     assert ids == ["g0/0", "g0/1", "g0/2"]
     assert not {"\x1b", "\r", "\u202e"} & set(out)
     assert r"\x1b[2Jred" in out and r"\u202eevil" in out
 
 
 def test_whole_texts_have_their_lines(capsys, run):
-    out, _, _ = shown(capsys, run, "--step", "2", "--whole")
+    out, _, _ = shown(capsys, run, "--steps", "2", "--whole")
     assert "    prompt    What is\n              it?\n" in out
     assert f"    response  {'x' * 500}\n" in out
 
@@ -127,8 +127,8 @@ def test_damaged_line_is_left_out_and_told(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--step", "2-1"], "names no steps"),
-        (["--step", "first"], "write one step, such as 12"),
+        (["--steps", "2-1"], "names no steps"),
+        (["--steps", "first"], "write one step, such as 12"),
         (["--verdict", "ok,wrnog"], "unknown verdict `wrnog`"),
         (["--finish_reason", "len"], "did you mean `length`?"),
         (["--sort", "gap"], "unknown value `gap`"),

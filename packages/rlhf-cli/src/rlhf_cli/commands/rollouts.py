@@ -54,7 +54,7 @@ class RolloutsSection(Section, title="rollouts"):
 
     run: str | None = flag(None, "the same as RUN_DIR")
     held_out: bool = flag(False, "show rollouts of evaluations; step 0 is before training")
-    step: Annotated[str, AfterValidator(_steps)] | None = flag(None, "those of one step, or of steps such as 10-20")
+    steps: Annotated[str, AfterValidator(_steps)] | None = flag(None, "those of one step, or of steps such as 10-20")
     min_reward: float | None = flag(None, "those with at least this reward")
     max_reward: float | None = flag(None, "those with at most this reward")
     min_length: int | None = flag(None, "those with at least so many sampled tokens", ge=0)
@@ -132,7 +132,7 @@ def _find(run: Path, *, held_out: bool) -> RolloutFile:
 
 
 def _wanted(section: RolloutsSection) -> Filter:
-    first, _, last = (section.step or "").partition("-")
+    first, _, last = (section.steps or "").partition("-")
     return Filter(
         first_step=int(first) if first else None,
         last_step=int(last or first) if first else None,
