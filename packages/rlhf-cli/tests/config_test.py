@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from rlhf_cli.builtin import RECIPE_FILE
-from rlhf_cli.commands.ppo import lowest_layer
+from rlhf_cli.commands.ppo import COMMAND_LINE, lowest_layer
 from rlhf_cli.config.offline import DpoConfig, KdConfig, KtoConfig, PrmConfig, RmConfig, SftConfig
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.preflight.devices import on_cpu
@@ -58,6 +58,23 @@ def test_parse_flag_beats_file_beats_recipe(tmp_path):
     assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, rollout.generate_max_len) == (16, 8, 32)
     assert parsed.config.training.seed == 7
     assert parsed.given == {"rollout_batch_size", "n_samples_per_prompt", "seed"}
+
+
+def test_to_toml_says_where_a_value_comes_from(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[rollout]\nrollout_batch_size = 64\nn_samples_per_prompt = 8\n")
+    words = ["--preset", "grpo", "--config", str(file), "--rollout_batch_size", "32", "--wandb_group", "# flag"]
+    parsed = COMMAND_LINE.parse(words)
+    lines = to_toml(parsed.config, parsed.origins).splitlines()
+    assert "rollout_batch_size = 32  # flag" in lines
+    assert "n_samples_per_prompt = 8  # file" in lines
+    assert 'wandb_group = "# flag"  # flag' in lines
+    assert any(line.endswith("  # preset") for line in lines)
+    assert "temperature = 1.0" in lines  # a default
+    built_in = ppo()
+    assert 'pretrain = "builtin"  # recipe' in to_toml(built_in.config, built_in.origins).splitlines()
+    file.write_text("\n".join(lines))
+    assert ppo("--config", str(file)).config == parsed.config
 
 
 def test_to_toml_read_back_gives_the_same_configuration(tmp_path):

@@ -139,6 +139,19 @@ def test_an_offline_run_has_curves_and_configuration(tmp_path):
     assert run["config"] == [("model", "bf16", True, "set"), ("other", "unknown", 1, "")]
 
 
+def test_origins_of_values_are_those_that_the_file_says(tmp_path):
+    lines = ["[rollout]", "top_p = 0.9  # flag", "top_k = -1  # preset", 'other = "x  # file"', "temperature = 1.0"]
+    (tmp_path / "config.toml").write_text("\n".join(lines))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "rollout/reward": 1}\n')
+    [run] = data_of(tmp_path)["runs"]
+    assert run["config"] == [
+        ("rollout", "top_p", 0.9, "flag"),
+        ("rollout", "top_k", -1, "preset"),
+        ("rollout", "other", "x  # file", ""),
+        ("rollout", "temperature", 1.0, "default"),
+    ]
+
+
 def test_damaged_lines_are_counted(tmp_path):
     folder = write_run(tmp_path / "a")
     with (folder / "metrics.jsonl").open("a") as file:

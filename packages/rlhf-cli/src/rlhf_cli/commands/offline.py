@@ -372,7 +372,7 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", console: "C
     view = OfflineView(console, command.prefix, command.metrics, logging_steps=output.logging_steps)
     checkpoint = find_checkpoint(job.checkpoints, folder, view)
     kept = resumed_step(job.checkpoints, checkpoint)
-    with Recorder(str(folder), to_toml(config), trackers, view, kept) as recorder:
+    with Recorder(str(folder), to_toml(config, parsed.origins), trackers, view, kept) as recorder:
         final = run_offline(job, view, recorder, checkpoint)
         summary = {"time/total": time.perf_counter() - started}
         recorder.metrics(max(job.num_updates, kept or 0), summary)  # a run that was made shorter may have done more

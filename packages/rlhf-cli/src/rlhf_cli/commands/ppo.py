@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from rlhf_cli.preflight.resume import (
     to_store,
 )
 from rlhf_cli.presets import PRESETS
-from rlhf_data.options.command_line import CommandLine, Parsed
+from rlhf_data.options.command_line import CommandLine, Parsed, to_toml
 from rlhf_train.run.interrupts import Interrupts
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     device_notices = [*cluster_notices(ray_address), *check_device(config, parsed.given, sum(nodes))]
     plan = make_plan(config, nodes)
     job = make_job(config, inputs, plan, folder, ray_address)
+    job = replace(job, config=to_toml(to_store(config), parsed.origins))
     check_trackers(job.trackers)
     console.done()
     changes = changed_options(to_store(config), folder) if config.checkpoint.continues else []

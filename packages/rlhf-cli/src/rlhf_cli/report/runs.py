@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tomllib
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -12,11 +13,14 @@ from typing import Any
 
 from rlhf_cli.paths import CONFIG_FILE, LOG_FILE
 from rlhf_data.errors import DataError
+from rlhf_data.options.command_line import ORIGINS
 from rlhf_data.options.declare import Config, options
 
 METRICS_FILE = "metrics.jsonl"
 MAX_POINTS = 2000  # of a curve in a page; a screen is narrower
 _MAX_LOG_LINES = 200
+# What `to_toml` writes of an origin. A text ends with a quotation mark, so that none looks like this.
+_ORIGIN = re.compile(rf"^(?P<name>\w+) = .*  # (?P<origin>{'|'.join(ORIGINS)})$", re.MULTILINE)
 _LOG_WORDS = ("WARNING", "ERROR", "CRITICAL", "Traceback", "Error:")
 # The command by the first part of its metrics' names.
 _COMMANDS = {"rollout": "ppo", "preference": "dpo", **{name: name for name in ("sft", "rm", "kto", "prm", "kd")}}
@@ -32,8 +36,8 @@ class Run:
     Attributes:
         folder: of the run.
         curves: by name of the metric.
-        config: rows of section, option, value as TOML has it, and whether it is `default` or `set`; the last is empty
-            where the command that ran is not known.
+        config: rows of section, option, value as TOML has it, and its origin: one of `ORIGINS`, `default`, or `set`
+            where the file does not say more; empty where the command that ran is not known either.
         command: such as ppo and sft; empty if the metrics do not tell.
         log: lines of log.txt that look like warnings or errors, the newest last.
         num_log_lines: how many of them there are.
@@ -111,19 +115,20 @@ def _configuration(folder: Path, command: str) -> list[tuple[str, str, Any, str]
     if not path.is_file():
         return []
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         hint = "use the folder as the run wrote it, or remove the file: the report needs it only for the configuration"
         raise DataError(f"{path} is not TOML: {error}", hint=hint) from None
     defaults = _defaults(command)
+    said = {found["name"]: found["origin"] for found in _ORIGIN.finditer(text)}
     rows = []
     for section, table in tables.items():
         values = table if isinstance(table, dict) else {section: table}
         for name, value in values.items():
             known = defaults.get(name, _UNKNOWN)
-            is_default = _same(value, known)
-            origin = "" if known is _UNKNOWN else ("default" if is_default else "set")
-            rows.append((section, name, value, origin))
+            compared = "default" if _same(value, known) else "set"
+            rows.append((section, name, value, said.get(name) or ("" if known is _UNKNOWN else compared)))
     return rows
 
 

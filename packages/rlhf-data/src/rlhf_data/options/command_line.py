@@ -21,6 +21,9 @@ from rlhf_data.safety import MASK, is_utf8, without_secrets
 # The word for "no value" on the command line and in TOML files, because TOML has no null.
 NONE = "None"
 
+# The layers of a configuration above the defaults, the lowest first.
+ORIGINS = ("recipe", "preset", "file", "flag")
+
 _HINT = "\n\nhint: "  # see `with_hint`
 
 
@@ -35,6 +38,7 @@ class Parsed(Generic[AnyConfig]):
         dry_run: only show what a run would do.
         missing: one error per required option that is not set. Empty unless this is a dry run.
         unavailable: one error per flag for a feature that is not available. Empty unless this is a dry run.
+        origins: where the value of an option comes from, by its name: one of `ORIGINS`. Others are at their default.
     """
 
     config: AnyConfig
@@ -43,6 +47,7 @@ class Parsed(Generic[AnyConfig]):
     dry_run: bool
     missing: tuple[ConfigError, ...] = ()
     unavailable: tuple[FeatureError, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +113,7 @@ class CommandLine(Generic[AnyConfig]):
         named = _over(in_file, flags, known)
         values = _over(in_preset, named, known)
         # The recipe comes last, although it is the lowest layer: whether it applies depends on what the others set.
+        layers = [in_preset, in_file, flags]
         if (path := self.recipe(values)) is not None:
             try:
                 recipe = read_toml(path, self.config)
@@ -115,6 +121,7 @@ class CommandLine(Generic[AnyConfig]):
                 message = f"`{self.prog}` cannot take the options of {path.parent}: {error}".partition(_HINT)[0]
                 raise ConfigError(message, hint=f"name the folder of a run of `{self.prog}`") from None
             values = _over(recipe, values, known)
+            layers.insert(0, recipe)
         config = with_trust(_validate(self.config, known, values, self.prog))
         given = frozenset(name for name in named if not _is_default(known[name], config))
         # A flag beside --preset overrides it on purpose. A file may do so unnoticed: the run is then not the paper's.
@@ -128,7 +135,11 @@ class CommandLine(Generic[AnyConfig]):
         notices += config.check(given)
         if words.is_foreign:
             notices += self.compare(config, given)
-        return Parsed(config, tuple(notices), given, dry_run, tuple(missing), words.unavailable)
+        above = ORIGINS[-len(layers) :]
+        origins = {
+            name: origin for origin, layer in zip(above, layers, strict=True) for name in layer if name in values
+        }
+        return Parsed(config, tuple(notices), given, dry_run, tuple(missing), words.unavailable, origins)
 
     def parser(self) -> Parser:
         """Return an argparse parser with one group of flags per section."""
@@ -208,18 +219,22 @@ def _place(name: str, known: Sequence[str], home: Mapping[str, str], one: str, e
     return f"did you mean {one.format(guess)}?" if guess else f"there are {', '.join(map(each.format, known))}"
 
 
-def to_toml(config: Config) -> str:
+def to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
     """Return a configuration as a TOML file for --config. Options that are None by default and now are left out.
 
-    The text may be stored and sent to trackers, so `***` stands for passwords and queries of URLs.
+    The text may be stored and sent to trackers, so `***` stands for passwords and queries of URLs. A comment behind a
+    value gives its origin, if `origins` has it; see `Parsed`.
     """
+    marks = {name: f"  # {origin}" for name, origin in (origins or {}).items()}
     lines = []
     # None is written only where it is not the default: the reader's defaults fill in the others.
     for section, table in config.model_dump(mode="json").items():
         fields = type(getattr(config, section)).model_fields
         said = {name: value for name, value in table.items() if value is not None or fields[name].default is not None}
         values = ((name, NONE if value is None else value) for name, value in said.items())
-        lines += [f"[{section}]", *(f"{name} = {_toml_value(value)}" for name, value in values), ""]
+        lines.append(f"[{section}]")
+        lines += [f"{name} = {_toml_value(value)}{marks.get(name, '')}" for name, value in values]
+        lines.append("")
     return "\n".join(lines)
 
 
