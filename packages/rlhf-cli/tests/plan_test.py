@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli.commands.plan import Planner, PlanSection, describe
-from rlhf_cli.commands.plan_changes import changes
 from rlhf_cli.main import main
+from rlhf_cli.preflight.plan_changes import changes
 from rlhf_cli.preflight.shapes import _SIZES, shape_config
 from rlhf_data.errors import ConfigError
 from rlhf_train.memory import count_parameters
@@ -186,6 +186,13 @@ def test_command_says_which_flags_make_a_run_fit(capsys):
     assert (status, out.splitlines()[-1]) == (0, "the run fits")
 
 
+def test_gpus_that_the_flags_leave_idle_are_told(capsys):
+    _, _, err = run(capsys, *model("qwen2.5-0.5b", 2), "--gpus", "3")
+    assert "notice: the flags use 2 of 3 GPUs; --suggest proposes flags that use all" in err
+    _, _, err = run(capsys, *model("qwen2.5-0.5b", 2), "--gpus", "2")
+    assert "the flags use" not in err
+
+
 def test_command_fails_if_nothing_helps(capsys):
     status, out, _ = run(capsys, *model("llama-3.1-70b", 1), "--gpus", "1", "--gpu_memory_gb", "24")
     assert status == 1
@@ -250,6 +257,8 @@ def test_unknown_models_and_flags_are_errors(capsys):
     assert status == 2
     assert "error: --pretrain: unknown shape `qwen2.5-8b`; known: " in err
     assert "did you mean `qwen2.5-" in err
+    status, _, err = run(capsys, "--pretrain", "nowhere", "--gpus", "1")
+    assert (status, "hint: name a shape, a config.json" in err) == (2, True)
     status, _, err = run(capsys, "--pretrain", "owner/model", "--gpus", "1")
     assert (status, "hint: name its config.json, or a shape" in err) == (2, True)
     status, _, err = run(capsys, "--pretrain", "qwen2.5-7b", "--gpu", "1")

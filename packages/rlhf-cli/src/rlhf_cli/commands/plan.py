@@ -6,10 +6,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_cli.commands.plan_changes import Planned, changes
 from rlhf_cli.commands.ppo import COMMAND_LINE as PPO
 from rlhf_cli.console.exits import SUCCESS, exit_status
 from rlhf_cli.paths import user_path
+from rlhf_cli.preflight.plan_changes import Planned, changes
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.command_line import CommandLine
 from rlhf_data.options.declare import Config, Section, flag, options
@@ -75,6 +75,8 @@ def _run(argv: Sequence[str]) -> int:
             if section.suggest:
                 words = planner.suggested(words)
             planned = planner(words)
+        if (used := planned.job.plan.num_gpus) < (section.gpus or 0):
+            TERMINAL.say(f"notice: the flags use {used} of {section.gpus} GPUs; --suggest proposes flags that use all")
         print(describe(planned, planner.gpu_bytes))
         if planner.gpu_bytes is None or planned.memory is None:
             return SUCCESS

@@ -31,7 +31,8 @@ _NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 def shape_config(name: str) -> Mapping[str, Any]:
     """Return the content of config.json for the name of a shape. Raises ConfigError for an unknown one."""
     if name not in _SIZES:
-        raise ConfigError(unknown("shape", name, _SIZES))
+        others = "name a shape, a config.json, a folder with one, or a model of the hub's cache"
+        raise ConfigError(unknown("shape", name, _SIZES, otherwise=others))
     *sizes, vocab_size, is_tied = _SIZES[name]
     family = "qwen2" if name.startswith("qwen2") else "llama"
     return dict(zip(_NAMES, sizes, strict=True)) | {

@@ -168,7 +168,7 @@ function drawChart(chart) {
   showCursor(chart);
 }
 
-// Shade the steps of warnings that this metric shows, and mark the steps of notices on the axis.
+// Shade the steps of warnings that this metric shows.
 function drawMarks(picture, chart, bounds) {
   const inside = (step) => Math.min(bounds.x1, Math.max(bounds.x0, step));
   RUNS.forEach((run, at) => {
@@ -178,11 +178,6 @@ function drawMarks(picture, chart, bounds) {
       const from = chart.x(inside(finding.steps[0])), to = chart.x(inside(finding.steps[1]));
       picture.prepend(svg("rect", { class: "band", x: from, width: Math.max(2, to - from), y: TOP, height: chart.height - TOP - BOTTOM },
         svg("title", {}, finding.title)));
-    }
-    for (const notice of run.notices || []) {
-      const x = chart.x(inside(notice.step));
-      picture.append(svg("path", { class: `notice ${notice.kind}`, d: `M${x - 3} ${chart.height - BOTTOM + 5}h6l-3 -5z` },
-        svg("title", {}, visible(`step ${notice.step}: ${notice.text}`))));
     }
   });
 }
