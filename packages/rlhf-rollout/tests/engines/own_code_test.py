@@ -22,7 +22,7 @@ def test_vllm_gets_whether_code_may_run(monkeypatch, tmp_path, trust):
     monkeypatch.setattr(arg_utils, "EngineArgs", lambda **given: SimpleNamespace(create_engine_config=lambda: given))
     monkeypatch.setattr(core, "kv_cache_bytes", lambda *_, **__: 1)
     spec = EngineSpec(model=TrustedModel(tmp_path) if trust else str(tmp_path))
-    given = core._engine_config(spec, tmp_path, {}, "transformers", is_eager=True, on_gpu=False)
+    given = core._engine_config(spec, tmp_path, {}, "transformers", {}, is_eager=True, on_gpu=False)
     assert given["trust_remote_code"] is trust
     assert given["model_impl"] == "transformers"
 
