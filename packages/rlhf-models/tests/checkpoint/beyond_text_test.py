@@ -224,7 +224,8 @@ def test_critic_and_the_reward_model_that_it_becomes_read_the_states_of_text(fol
 def test_model_without_a_class_for_text_is_refused_with_the_cause(tmp_path):
     config = Qwen2_5_VLConfig()
     config.save_pretrained(tmp_path / "images")
-    check = "it also reads images, videos or sounds, and has no class for text alone\n\nhint: use a text model"
+    check = "it also reads images, videos or sounds, and has no class for text alone\n\n"
+    check += "hint: `rlhf sft` trains it on rows with images; for text, use a text model"
     for refuse in (
         lambda path: load_actor(path, dtype="float32"),
         lambda path: check_generates(path, load_config(path)),

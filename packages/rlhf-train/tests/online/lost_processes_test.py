@@ -62,8 +62,8 @@ def test_engine_that_never_comes_back_ends_the_run_with_a_checkpoint_and_its_mod
     monkeypatch.setattr(World, "restart", lambda world: world.log.append("restart"))
     report_step = type(run.controller.report).step
 
-    def then_die(report, step):
-        report_step(report, step)
+    def then_die(report, *words):
+        report_step(report, *words)
         run.world.dead = True
 
     monkeypatch.setattr(type(run.controller.report), "step", then_die)

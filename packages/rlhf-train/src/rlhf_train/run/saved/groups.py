@@ -82,7 +82,10 @@ class GroupReader:
             prompt = saved["prompt"]
             messages = prompt["messages"]
             with_arrays = {"token_ids": self._arrays.read(prompt["token_ids"]), "text": self._text(prompt["text"])}
-            known = {"messages": None if messages is None else tuple(messages)}
+            known = {
+                "messages": None if messages is None else tuple(messages),
+                "images": tuple(prompt.get("images", ())),  # older checkpoints have none
+            }
             episodes = tuple(self._episode(episode) for episode in saved["episodes"])
             return RolloutGroup(saved["group_id"], Prompt(**prompt | with_arrays | known), episodes)
         except _UNREADABLE as error:
