@@ -77,24 +77,43 @@ def test_policies_learn_from_the_first_pairs_and_are_judged_on_the_last(bench, m
     monkeypatch.setattr(preferences, "run_ppo_in_turn", run_ppo)
     with gzip.open(tmp_path / "pairs.gz", "wt", encoding="utf-8") as out:
         out.writelines(json.dumps({"chosen": number, "rejected": -number}) + "\n" for number in range(1, 6))
-    inputs = ["--model", "m", "--pairs", str(tmp_path / "pairs.gz"), "--held_out", "2", "--kl", "0.1", "--seed", "4"]
+    inputs = [
+        "--model",
+        "m",
+        "--pairs",
+        str(tmp_path / "pairs.gz"),
+        "--held_out",
+        "2",
+        "--kl",
+        "0.1",
+        "--seeds",
+        "4",
+        "5",
+    ]
     _, report = bench("preferences", *inputs, "--", "--vllm_max_num_seqs", "8")
 
     assert rows == {"--dataset": [1, 2, 3], "--eval_dataset": [4, 5], "--prompt_data": [4, 5]}
-    trained = {
-        Path(flags["--save_path"]).name: (command, flags["--seed"], "/".join(flags["--pretrain"].split("/")[-2:]))
+    trained = [
+        (command, Path(flags["--save_path"]).name, flags["--seed"], "/".join(flags["--pretrain"].split("/")[-3:]))
         for command, flags in commands
         if command != "generate"
-    }
-    assert trained == {
-        "sft": ("sft", "4", "m"),
-        "reward": ("rm", "4", "sft/model"),
-        "judge": ("rm", "104", "sft/model"),
-        "dpo": ("dpo", "4", "sft/model"),
-    }
+    ]
+    assert sorted(trained) == [
+        ("dpo", "dpo", "4", "seed4/sft/model"),
+        ("dpo", "dpo", "5", "seed5/sft/model"),
+        ("rm", "judge", "104", "seed4/sft/model"),
+        ("rm", "judge", "105", "seed5/sft/model"),
+        ("rm", "reward", "4", "seed4/sft/model"),
+        ("rm", "reward", "5", "seed5/sft/model"),
+        ("sft", "sft", "4", "m"),
+        ("sft", "sft", "5", "m"),
+    ]
     assert "--init_kl_coef 0.1" in ppo[0] and "--vllm_max_num_seqs 8" in ppo[0] and ppo[0].count("/reward/model") == 2
-    assert report["accuracy"] == {"reward": 0.8, "judge": 0.7}
-    assert report["curves"] == {"ppo0.1": {"kl/reference": [0.0, 0.25]}}
-    policies = report["policies"]
-    assert {name: (row["reward"], row["judge"]) for name, row in policies.items()} == REWARDS
-    assert all((row["characters"], row["cut"], row["answers"]) == (5, 0.5, 2) for row in policies.values())
+    assert "--seed 4" in ppo[0] and "--seed 5" in ppo[1]
+    assert [found["seed"] for found in report["runs"]] == [4, 5]
+    for found in report["runs"]:
+        assert found["accuracy"] == {"reward": 0.8, "judge": 0.7}
+        assert found["curves"] == {"ppo0.1": {"kl/reference": [0.0, 0.25]}}
+        policies = found["policies"]
+        assert {name: (row["reward"], row["judge"]) for name, row in policies.items()} == REWARDS
+        assert all((row["characters"], row["cut"], row["answers"]) == (5, 0.5, 2) for row in policies.values())

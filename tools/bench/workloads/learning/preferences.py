@@ -59,6 +59,7 @@ def measure(options: Namespace, folder: Path) -> Iterator[dict[str, Any]]:
 def pipeline(options: Namespace, folder: Path, rows: tuple[Path, Path], seed: int) -> Iterator[dict[str, Any]]:
     """Run the pipeline with one seed on rows for training and held-out ones; yield it after each judged policy."""
     train, held_out = rows
+    folder.mkdir()
     data = ["--dataset", str(train), "--eval_dataset", str(held_out)]
     rlhf = partial(run, folder, seed)
     start = rlhf("sft", "sft", [*_SFT.split(), *data, "--pretrain", str(options.model)])

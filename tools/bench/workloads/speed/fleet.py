@@ -157,11 +157,17 @@ class FleetActor(EngineActor):
 
     @ray.method(concurrency_group="requests")
     async def generate(
-        self, token_ids: np.ndarray, sampling: SamplingParams, name: str, drafts: Sequence[Any], timeout_s: float
+        self,
+        token_ids: np.ndarray,
+        sampling: SamplingParams,
+        name: str,
+        drafts: Sequence[Any],
+        timeout_s: float,
+        images: Sequence[str] = (),
     ) -> list[Completion]:
         """See `EngineHost.generate`."""
         paced = [self.part.begin(sampling.max_tokens) for _ in drafts]
-        return await super().generate(token_ids, sampling, name, paced, timeout_s)
+        return await super().generate(token_ids, sampling, name, paced, timeout_s, images)
 
 
 class Scores:
