@@ -345,7 +345,7 @@ def start_of(monkeypatch, **engine):
     monkeypatch.setattr(processes, "start_workers", lambda *words: log.append("trainers started") or [])
     monkeypatch.setattr(processes, "load_models", lambda *words: log.append("trainers load") or loads)
     monkeypatch.setattr(processes, "start_engines", start)
-    return start_processes(job, None), log
+    return start_processes(job, Reserved(None, ())), log
 
 
 def test_engines_on_one_gpu_that_sleep_start_one_after_another_and_before_the_trainers_load(monkeypatch):
