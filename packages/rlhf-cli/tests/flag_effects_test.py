@@ -261,6 +261,7 @@ REACHES = [
     ("save_value_network", "", "", "save_critic", True),
     ("record", "false", "", "record", False),
     ("record_format", "columns", "", "record_format", "columns"),
+    ("timeline", "true", "", "timeline", True),
     ("save_steps", "7", "", "checkpoints.every", 7),
     ("ckpt_path", "/c", "", "checkpoints.folder", "/c"),
     ("max_ckpt_num", "2", "--save_steps 7", "checkpoints.max_num", 2),

@@ -171,7 +171,7 @@ def test_the_browser_filters_sorts_and_links(browse, tmp_path):
 
 @pytest.mark.parametrize("size", ["390,800", "1920,1000"])
 def test_nothing_is_wider_than_the_screen(size, browse, tmp_path):
-    path = report(write_run(tmp_path / "run"), write_run(tmp_path / "other"), path=tmp_path / "report.html")
+    path = report(write_run(tmp_path / "run"), write_run(tmp_path / ("o" * 100)), path=tmp_path / "report.html")
     script = """
         const result = [];
         for (const part of PARTS) { show(part.name); result.push(document.documentElement.scrollWidth - innerWidth); }
