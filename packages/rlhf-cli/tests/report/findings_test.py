@@ -15,6 +15,22 @@ def test_ends_are_means_of_the_first_and_the_last_quarter():
     assert ends(curve(1, None, 3, 4, 5, 7)) == (1.0, 7.0, (6, 6))  # five values
     assert ends(curve(1, 2, 3)) is None
     assert ends(None) is None
+    assert ends(curve(1, 2, 3), least_points=1) == (1.0, 3.0, (3, 3))
+    assert ends(curve(None), least_points=1) is None
+
+
+@pytest.mark.parametrize(
+    ("finding", "metric"),
+    [
+        (findings.many_are_truncated, "rollout/truncated"),
+        (findings.much_is_clipped, "policy/clip_fraction"),
+        (findings.kl_is_large, "kl/reference"),
+    ],
+)
+def test_what_a_single_step_shows_is_told_in_the_first_steps(finding, metric):
+    assert finding({metric: curve(0.9, 1.5)}).steps == (2, 2)
+    assert finding({metric: curve(1.5, 0.01)}) is None
+    assert finding({metric: curve(None)}) is None
 
 
 def test_held_out_result_that_falls_while_the_reward_rises():

@@ -63,12 +63,12 @@ class Ends(NamedTuple):
     steps: tuple[int, int]
 
 
-def ends(curve: Curve | None) -> Ends | None:
-    """Return the ends of a curve; None if it has fewer than `LEAST_POINTS` values."""
+def ends(curve: Curve | None, least_points: int = LEAST_POINTS) -> Ends | None:
+    """Return the ends of a curve; None if it has fewer than `least_points` values, of which it needs one at least."""
     known = [(step, value) for step, value in curve or () if value is not None]
-    if len(known) < LEAST_POINTS:
+    if len(known) < least_points:
         return None
-    size = len(known) // 4
+    size = max(len(known) // 4, 1)
     last = known[-size:]
     return Ends(_mean(known[:size]), _mean(last), (last[0][0], last[-1][0]))
 
@@ -128,7 +128,7 @@ def entropy_collapses(curves: Curves) -> Finding | None:
 def many_are_truncated(curves: Curves) -> Finding | None:
     """The length limit ends many responses."""
     name = "rollout/truncated"
-    found = ends(curves.get(name))
+    found = ends(curves.get(name), least_points=1)
     if found is None or found.last < TRUNCATED_SHARE:
         return None
     text = (
@@ -155,7 +155,7 @@ def gap_grows(curves: Curves) -> Finding | None:
 def much_is_clipped(curves: Curves) -> Finding | None:
     """Many tokens are beyond the clipping of the ratio."""
     name = "policy/clip_fraction"
-    found = ends(curves.get(name))
+    found = ends(curves.get(name), least_points=1)
     if found is None or found.last < CLIP_SHARE:
         return None
     text = f"{found.last:.0%} of the tokens are clipped and teach nothing: a step moves the policy far."
@@ -168,7 +168,7 @@ def kl_is_large(curves: Curves) -> Finding | None:
         ("kl/reference", KL_TO_REFERENCE, "the reference"),
         ("policy/kl_to_old", KL_TO_OLD, "the policy before the step"),
     ):
-        found = ends(curves.get(name))
+        found = ends(curves.get(name), least_points=1)
         if found is not None and found.last >= most:
             text = f"The KL to {other} is {found.last:.3g} nats per token at the end, {found.first:.3g} at first."
             return Finding("kl", f"Far from {other}", text, (name, "kl/coef"), found.steps)
@@ -176,7 +176,7 @@ def kl_is_large(curves: Curves) -> Finding | None:
 
 
 def verdicts_fail(curves: Curves) -> Finding | None:
-    """Rewards fail: those are no answers of the policy, but of the scorer."""
+    """Scoring fails, which says nothing about the answers."""
     first = "rollout/verdict_"
     failing = [name for kind in VerdictKind if kind.failed and (name := f"{first}{kind}") in curves]
     counts: dict[int, list[float]] = {}  # by step: failed ones, all
