@@ -135,6 +135,7 @@ def test_groups_of_equal_rewards():
     assert (found.name, found.steps, found.rollouts) == ("equal", (4, 4), ("s4g0/0",))
     assert "In 50% of the groups all rewards are the same (0% at first)." in found.text
     assert from_counts(counted(GOOD, GOOD, half, GOOD)) == []
+    assert [found.name for found in from_counts(counted(half))] == ["equal"]
     assert from_counts({}) == []
 
 
@@ -142,6 +143,9 @@ def test_answers_that_repeat_each_other():
     same = [[("a", 0.0), ("a", 1.0)], [("c", 0.0), ("c", 1.0)]]  # two of four repeat another one
     [found] = from_counts(counted(GOOD, GOOD, GOOD, same))
     assert (found.name, found.steps, found.rollouts) == ("duplicates", (4, 4), ("s4g0/0", "s4g1/0"))
+    assert found.text.startswith("50% of the answers repeat") and found.text.endswith("(0% at first).")
+    [alone] = from_counts(counted(same))
+    assert alone.steps == (1, 1)
     across = [[("a", 0.0), ("b", 1.0)], [("a", 0.0), ("b", 1.0)]]  # the same words for two prompts
     assert from_counts(counted(GOOD, GOOD, GOOD, across)) == []
 

@@ -287,7 +287,7 @@ def from_counts(counts: Mapping[int, StepCounts]) -> list[Finding]:
 
 def _equal_groups(counts: Mapping[int, StepCounts]) -> Finding | None:
     shares = [(step, count.num_equal / count.num_groups) for step, count in counts.items() if count.num_groups]
-    found = ends(shares)
+    found = ends(shares, least_points=1)
     if found is None or found.last < EQUAL_SHARE:
         return None
     text = (
@@ -299,7 +299,7 @@ def _equal_groups(counts: Mapping[int, StepCounts]) -> Finding | None:
 
 def _duplicates(counts: Mapping[int, StepCounts]) -> Finding | None:
     shares = [(step, count.num_duplicates / count.num_rollouts) for step, count in counts.items()]
-    found = ends(shares)
+    found = ends(shares, least_points=1)
     if found is None or found.last < DUPLICATE_SHARE:
         return None
     text = (
