@@ -25,10 +25,6 @@ memory of each process, GPU and phase: for any number of GPUs, none of which is 
 config.json, or a shape such as qwen2.5-7b; an unknown one is answered with all of them. Prompts and rewards need not be
 there. If the run does not fit, the flags follow that make it fit. The status is 1 if none do."""
 
-_ZERO_3 = (
-    "note: the estimate is low for ZeRO 3 on several GPUs: peaks of runs on two and four GPUs were 1.3 to 1.7 times as"
-    " high"
-)
 _GIB = 1 << 30
 _BAR = 24  # characters
 _GPUS_OF_A_NODE = 8
@@ -204,8 +200,6 @@ def describe(planned: Planned, gpu_bytes: int | None) -> str:
         host = _host_bytes(planned)
         if host:
             blocks.append(f"host memory for what sleeps or is never on a GPU, at most: {host / _GIB:.1f} GiB per node")
-        if any(spec.zero_stage == 3 for spec in job.models.values()) and job.plan.trainers[0].num_ranks > 1:
-            blocks.append(_ZERO_3)
     return "\n\n".join(blocks)
 
 
