@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -207,6 +208,38 @@ def slow_cispo(x: dict[str, torch.Tensor], i: int, t: int) -> tuple[float, float
     return -weight * advantage * float(x["logprobs"][i, t]), -weight * advantage
 
 
+def slow_sapo(x: dict[str, torch.Tensor], i: int, t: int) -> tuple[float, float]:
+    ratio, advantage = math.exp(x["logprobs"][i, t] - x["old"][i, t]), float(x["advantages"][i, t])
+    tau = 2.0 if advantage > 0 else 3.0
+    # The derivative of the gate by the ratio is sech^2 of half its argument.
+    slope = 1 / math.cosh(tau * (ratio - 1) / 2) ** 2
+    return -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1))), -advantage * slope * ratio
+
+
+def slow_dppo(x: dict[str, torch.Tensor], i: int, t: int, *, by_kl: bool) -> tuple[float, float]:
+    new, old = (float(x[name][i, t]) - 1.5 for name in ("logprobs", "old"))
+    p, q, advantage = math.exp(new), math.exp(old), float(x["advantages"][i, t])
+    both = [(q, p), (1 - q, 1 - p)]
+    distance = sum(a * math.log(a / b) for a, b in both) if by_kl else sum(abs(a - b) for a, b in both) / 2
+    limit = (0.01 if by_kl else 0.08) if advantage > 0 else (0.005 if by_kl else 0.04)
+    left = distance > limit and (p > q) == (advantage > 0)
+    return (0.0, 0.0) if left else (-p / q * advantage, -p / q * advantage)
+
+
+def fast_dppo(x: dict[str, torch.Tensor], *rest: Any, by_kl: bool) -> torch.Tensor:
+    """Return the loss for log-probs lower by 1.5 nats, all of them below 0."""
+    low, high = (0.005, 0.01) if by_kl else (0.04, 0.08)
+    x = x | {name: x[name] - 1.5 for name in ("logprobs", "old")}
+    return fast_policy_loss(x, *rest, policy_loss="dppo_kl" if by_kl else "dppo_tv", clip_low=low, clip_high=high)
+
+
+def slow_kimi(x: dict[str, torch.Tensor], i: int, t: int) -> tuple[float, float]:
+    gap, advantage = float(x["logprobs"][i, t] - x["old"][i, t]), float(x["advantages"][i, t])
+    ratio, inside = math.exp(gap), 0.8 <= math.exp(gap) <= 1.3
+    loss = -min(max(ratio, 0.8), 1.3) * advantage + 0.7 * gap**2
+    return loss, (-ratio * advantage if inside else 0.0) + 1.4 * gap
+
+
 def slow_reinforce(x: dict[str, torch.Tensor], i: int, t: int) -> tuple[float, float]:
     advantage = float(x["advantages"][i, t])
     return -advantage * float(x["logprobs"][i, t]), -advantage
@@ -234,6 +267,13 @@ BY_FORMULA = {
     "dual clip": (slow_dual_clip, lambda *args: fast_policy_loss(*args, clip_high=0.3, dual_clip=1.5)),
     "gspo": (slow_gspo, lambda *args: fast_policy_loss(*args, policy_loss="gspo", clip_low=0.03, clip_high=0.04)),
     "cispo": (slow_cispo, lambda *args: fast_policy_loss(*args, policy_loss="cispo", clip_high=0.3)),
+    "sapo": (slow_sapo, lambda *args: fast_policy_loss(*args, policy_loss="sapo", sapo_tau=(2.0, 3.0))),
+    "dppo_tv": (partial(slow_dppo, by_kl=False), partial(fast_dppo, by_kl=False)),
+    "dppo_kl": (partial(slow_dppo, by_kl=True), partial(fast_dppo, by_kl=True)),
+    "kimi": (
+        slow_kimi,
+        lambda *args: fast_policy_loss(*args, policy_loss="kimi", clip_high=0.3, log_ratio_coef=0.7),
+    ),
     "reinforce": (slow_reinforce, lambda *args: fast_policy_loss(*args, policy_loss="reinforce")),
     **{
         f"unbiased {name}": (

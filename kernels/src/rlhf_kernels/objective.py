@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-PolicyLossName = Literal["ppo", "gspo", "cispo", "reinforce"]
+PolicyLossName = Literal["ppo", "gspo", "cispo", "reinforce", "sapo", "dppo_tv", "dppo_kl", "kimi"]
 Reduction = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -19,12 +19,16 @@ class PolicyObjective:
     """The terms of a policy loss and their coefficients. `packed_policy_loss` gives the formulas.
 
     Attributes:
-        policy_loss: ppo, gspo, cispo or reinforce.
+        policy_loss: ppo, gspo, cispo, reinforce, sapo, dppo_tv, dppo_kl or kimi.
         reduction: token_mean, seq_mean_token_mean, seq_mean_token_sum or seq_mean_token_sum_norm. The KL and entropy
             terms are reduced in the same way.
-        clip_low: largest decrease of the ratio below 1, in [0, 1).
-        clip_high: largest increase of the ratio above 1, >= 0.
+        clip_low: largest decrease of the ratio below 1, in [0, 1). With dppo_tv and dppo_kl the largest divergence of a
+            token with a negative advantage.
+        clip_high: largest increase of the ratio above 1, >= 0. With dppo_tv and dppo_kl the largest divergence of a
+            token with a positive advantage.
         dual_clip: with ppo and a negative advantage A, the loss is at most this times |A|. > 1, or None for no bound.
+        sapo_tau: temperatures of sapo for positive and for other advantages, > 0.
+        log_ratio_coef: weight of the squared log ratio in kimi, in reward units, >= 0.
         kl_coef: weight of the KL to the reference as a term of the loss, >= 0.
         kl_estimator: k1, k2 or k3.
         kl_unbiased_gradient: give the KL term the gradient of KL(policy || reference), whatever the estimator.
@@ -39,6 +43,8 @@ class PolicyObjective:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
+    sapo_tau: tuple[float, float] = (1.0, 1.05)
+    log_ratio_coef: float = 1e-3
     kl_coef: float = 0.0
     kl_estimator: KlEstimator = "k1"
     kl_unbiased_gradient: bool = False
@@ -51,6 +57,8 @@ class PolicyObjective:
             ("clip_high", self.clip_high >= 0, ">= 0"),
             ("dual_clip", self.dual_clip is None or self.dual_clip > 1, "> 1, or None"),
             ("dual_clip", self.dual_clip is None or self.policy_loss == "ppo", "None unless policy_loss is ppo"),
+            ("sapo_tau", min(self.sapo_tau) > 0, "two numbers > 0"),
+            ("log_ratio_coef", self.log_ratio_coef >= 0, ">= 0"),
             ("kl_coef", self.kl_coef >= 0, ">= 0"),
             ("entropy_coef", self.entropy_coef >= 0, ">= 0"),
         ):

@@ -4,18 +4,20 @@ import itertools
 import math
 import os
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_linear_policy_loss_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=67)
+        interpret(Path(__file__).resolve(), num_cases=79)
 
 else:
     import torch
 
     from rlhf_kernels import PolicyObjective, PolicyStream
+    from rlhf_kernels.objective import PolicyLossName
     from rlhf_kernels.ops.linear_policy_loss import triton as fused
     from rlhf_kernels.ops.linear_policy_loss.reference import linear_policy_loss_reference
     from rlhf_kernels.ops.linear_token_logprobs import product
@@ -96,7 +98,7 @@ else:
             assert out.dtype == given["hidden"].dtype
             assert (out.double() - want).norm() <= tolerance * want.norm() + 1e-6  # of one token's sure choice it is 0
 
-    @pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "reinforce"])
+    @pytest.mark.parametrize("policy_loss", get_args(PolicyLossName))
     @pytest.mark.parametrize(
         ("form", "entropy_coef"), [("product", 0.0), ("product", 0.2), ("logits", 0.2)], indirect=["form"]
     )

@@ -1,11 +1,13 @@
 """`linear_policy_loss` on the CPU: the plain twin, against which the Triton kernels are tested."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
 from rlhf_kernels import PolicyObjective, PolicyStream, linear_policy_loss, packed_policy_loss, token_logprobs
+from rlhf_kernels.objective import PolicyLossName
 from rlhf_kernels.ops.linear_policy_loss.reference import linear_policy_loss_reference
 
 
@@ -25,7 +27,7 @@ def problem(dtype=torch.float32):
     return hidden, weight, torch.tensor([0, 10, 3, -100, 4, 5]), stream
 
 
-@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("policy_loss", get_args(PolicyLossName))
 def test_linear_policy_loss_equals_its_parts_on_whole_logits(policy_loss):
     hidden, weight, token_ids, stream = problem()
     objective = PolicyObjective(policy_loss=policy_loss, kl_coef=0.1, entropy_coef=0.2)

@@ -13,6 +13,9 @@ OBJECTIVES = {
     "ppo": PolicyObjective(dual_clip=3.0, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01),
     "gspo": PolicyObjective(policy_loss="gspo", reduction="seq_mean_token_mean", clip_low=3e-2, clip_high=4e-2),
     "cispo": PolicyObjective(policy_loss="cispo", kl_coef=0.1, kl_unbiased_gradient=True),
+    "sapo": PolicyObjective(policy_loss="sapo", reduction="seq_mean_token_mean"),
+    "dppo_kl": PolicyObjective(policy_loss="dppo_kl", clip_low=0.05, clip_high=0.05),
+    "kimi": PolicyObjective(policy_loss="kimi", log_ratio_coef=0.1),
     "reinforce": PolicyObjective(policy_loss="reinforce", reduction="seq_mean_token_sum"),
 }
 

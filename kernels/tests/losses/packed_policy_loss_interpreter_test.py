@@ -2,19 +2,22 @@
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_packed_policy_loss_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=45)
+        interpret(Path(__file__).resolve(), num_cases=61)
 
 else:
     import torch
 
     from rlhf_kernels import POLICY_METRICS, PolicyObjective, PolicyStream
+    from rlhf_kernels.objective import PolicyLossName
     from rlhf_kernels.ops.packed_policy_loss import triton as fused
     from rlhf_kernels.ops.packed_policy_loss.reference import packed_policy_loss_reference
 
@@ -79,9 +82,11 @@ else:
     REDUCTIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
     @pytest.mark.parametrize("reduction", REDUCTIONS)
-    @pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "reinforce"])
+    @pytest.mark.parametrize("policy_loss", get_args(PolicyLossName))
     def test_triton_packed_policy_loss_every_loss_and_reduction_equals_float64(policy_loss, reduction):
-        objective = PolicyObjective(policy_loss=policy_loss, reduction=reduction, kl_coef=0.1, entropy_coef=0.01)
+        numbers = {"clip_low": 0.03, "clip_high": 0.06, "sapo_tau": (2.0, 3.0), "log_ratio_coef": 0.3}
+        objective = PolicyObjective(policy_loss=policy_loss, reduction=reduction, **numbers)
+        objective = replace(objective, kl_coef=0.1, entropy_coef=0.01)
         check(objective, columns_of(), ("old", "ref", "weights"))
 
     @pytest.mark.parametrize("unbiased", [False, True])

@@ -6,11 +6,13 @@ Values and gradients by hand; `tests/invariants/twins_test.py` compares every lo
 import itertools
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
 from rlhf_kernels import POLICY_METRICS, PolicyObjective, PolicyStream, packed_policy_loss
+from rlhf_kernels.objective import PolicyLossName
 from rlhf_kernels.ops.packed_policy_loss.reference import (
     is_clipped,
     kl_loss,
@@ -21,7 +23,7 @@ from rlhf_kernels.ops.packed_policy_loss.reference import (
 from rlhf_kernels.ops.packed_policy_loss.terms import MAX_LOG_RATIO, MAX_WEIGHT
 
 LN2 = math.log(2.0)
-EVERY_LOSS = pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "reinforce"])
+EVERY_LOSS = pytest.mark.parametrize("name", get_args(PolicyLossName))
 
 
 def stream_of(advantages, old, bounds=None, mask=None, num_tokens=1, num_sequences=1, dtype=torch.float32, **columns):
@@ -137,7 +139,9 @@ def test_packed_policy_loss_ratio_of_equal_logprobs_is_exactly_one_and_of_far_on
     assert ratio.item() == pytest.approx(math.exp(MAX_LOG_RATIO), rel=1e-5) and far.grad.item() == 0.0
 
 
-@pytest.mark.parametrize(("name", "sign"), itertools.product(("ppo", "gspo", "cispo"), (1, -1)))
+@pytest.mark.parametrize(
+    ("name", "sign"), itertools.product(sorted({*get_args(PolicyLossName)} - {"reinforce"}), (1, -1))
+)
 def test_packed_policy_loss_of_extreme_ratios_stays_finite(name, sign):
     stream = stream_of([-1.0, -1.0], [0.0, 0.0], num_tokens=2)
     loss, grad, _ = loss_and_gradient([sign * 500.0] * 2, stream, PolicyObjective(policy_loss=name))
@@ -329,12 +333,14 @@ def test_packed_policy_loss_gradient_equals_the_numerical_one_in_float64(policy_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy_loss": "dpo"}, "policy_loss is 'dpo'; allowed: ppo, gspo, cispo, reinforce"),
+        ({"policy_loss": "dpo"}, "policy_loss is 'dpo'; allowed: ppo, gspo, cispo, reinforce, sapo"),
         ({"reduction": "mean"}, "reduction is 'mean'"),
         ({"clip_low": 1.0}, r"clip_low is 1.0; allowed: in \[0, 1\)"),
         ({"clip_high": -0.1}, "clip_high is -0.1"),
         ({"dual_clip": 1.0}, "dual_clip is 1.0; allowed: > 1"),
         ({"dual_clip": 3.0, "policy_loss": "gspo"}, "None unless policy_loss is ppo"),
+        ({"sapo_tau": (1.0, 0.0)}, r"sapo_tau is \(1.0, 0.0\); allowed: two numbers > 0"),
+        ({"log_ratio_coef": -1.0}, "log_ratio_coef is -1.0"),
         ({"kl_coef": float("nan")}, "kl_coef is nan"),
         ({"entropy_coef": -1.0}, "entropy_coef is -1.0"),
     ],

@@ -170,6 +170,9 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ("--policy_loss_type gspo --eps_clip 0.2", "--policy_loss_type gspo: the mean ratio of a response"),
         ("--policy_loss_type cispo", "--policy_loss_type cispo: --clip_eps_high is 0.2; its paper tunes it"),
         ("--policy_loss_type cispo --clip_eps_low 0.5", "--policy_loss_type cispo: --clip_eps_high is 0.2"),
+        ("--policy_loss_type sapo --eps_clip 0.1", "--eps_clip has no effect: --policy_loss_type sapo does not clip"),
+        ("--sapo_tau 1 2", "--sapo_tau has no effect: --policy_loss_type ppo has no gate"),
+        ("--log_ratio_coef 1", "--log_ratio_coef has no effect: --policy_loss_type ppo has no squared log ratio"),
         ("--policy_loss_type reinforce --eps_clip 0.1", "--eps_clip has no effect: --policy_loss_type reinf"),
         (
             "--policy_loss_type reinforce",
@@ -302,6 +305,8 @@ def test_check_ppo_what_has_no_effect_is_a_notice(argv, notice):
         "--running_reward_norm --dynamic_filtering",
         "--best_metric_key eval/accuracy --eval_steps 1",
         f"--policy_loss_type reinforce {ONE_UPDATE}",
+        "--policy_loss_type sapo --sapo_tau 1 2",
+        "--policy_loss_type dppo_tv --eps_clip 0.2",
         f"{SKIP} {ONE_UPDATE}",
         "--old_logprobs rollout",
         "--async_train",

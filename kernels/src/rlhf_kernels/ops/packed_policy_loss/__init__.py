@@ -20,6 +20,9 @@ def packed_policy_loss(
         l_t  = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)          ppo; gspo with s_i in place of r_t
         l_t  = -constant(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t logprobs_t   cispo
         l_t  = -A_t logprobs_t                                                    reinforce
+        l_t  = -A_t (4 / tau) sigmoid(tau (r_t - 1))                              sapo, tau by the sign of A_t
+        l_t  = -r_t A_t, or 0 outside of the trust region                         dppo_tv, dppo_kl
+        l_t  = -clip(r_t, 1 - clip_low, 1 + clip_high) A_t + log_ratio_coef (log r_t)^2         kimi
         k_t  = d, d^2 / 2 or min(e^-d - 1 + d, 10);  d = logprobs_t - ref_logprobs_t
         w_t  = the stream's weights, or 1
         R(x) = sum_t x_t / num_tokens                                             token_mean
@@ -30,7 +33,8 @@ def packed_policy_loss(
     Sums run over trained tokens, n_i of them in sequence i. Log ratios and d are clamped to +-20 nats. At its bound of
     10 nats the formula of k3 has no gradient; the unbiased gradient ignores this bound. Gradients flow to `logprobs`
     and `entropy`. On CUDA nothing waits for the device. Sources: PPO arXiv:1707.06347, dual clip
-    arXiv:1912.09729, GSPO arXiv:2507.18071, CISPO arXiv:2506.13585, KL estimators joschu.net/blog/kl-approx.html, their
+    arXiv:1912.09729, GSPO arXiv:2507.18071, CISPO arXiv:2506.13585, SAPO arXiv:2511.20347, DPPO arXiv:2602.04879,
+    Kimi K2.5 arXiv:2602.02276, KL estimators joschu.net/blog/kl-approx.html, their
     gradients arXiv:2506.09477, Dr. GRPO's reduction arXiv:2503.20783.
 
     Args:

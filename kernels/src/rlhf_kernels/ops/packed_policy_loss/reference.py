@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels.objective import PolicyObjective
-from rlhf_kernels.ops.packed_policy_loss.terms import MAX_KL, MAX_LOG_RATIO, MAX_WEIGHT, PolicyStream
+from rlhf_kernels.ops.packed_policy_loss.terms import MAX_KL, MAX_LOG_RATIO, MAX_WEIGHT, MIN_REST, PolicyStream
 
 
 def packed_policy_loss_reference(
@@ -35,7 +35,7 @@ def packed_policy_loss_reference(
         ratio = sequence_ratio(logprobs, old, trained, stream.cu_seqlens)
     else:
         ratio = policy_ratio(logprobs, old)
-    loss, clipped = _policy_term(logprobs, ratio, advantages, objective)
+    loss, clipped = _policy_term(logprobs, old, ratio, advantages, objective)
     kl = torch.zeros_like(logprobs)
     if stream.ref_logprobs is not None:
         reference = wide(stream.ref_logprobs).detach()
@@ -139,6 +139,75 @@ def reinforce_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
     return -advantages * logprobs
 
 
+def sapo_loss(ratio: Tensor, advantages: Tensor, *, tau: tuple[float, float]) -> Tensor:
+    """Return SAPO's loss per token: a soft gate in place of the clip.
+
+        loss_t = -A_t (4 / tau) sigmoid(tau (r_t - 1)),   tau = tau[0] if A_t > 0 else tau[1]
+
+    Its slope is that of REINFORCE at a ratio of 1, and falls smoothly as the ratio leaves 1 to either side.
+
+    Args:
+        ratio: [N] float, from `policy_ratio`, carries the gradient.
+        advantages: [N] float.
+        tau: temperatures, > 0; the higher, the sooner the gradient fades.
+
+    Source: Gao et al. 2025, arXiv:2511.20347, eq. 5 and 6.
+    """
+    temperature = torch.where(advantages > 0, *(advantages.new_tensor(each) for each in tau))
+    return -advantages * torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+
+
+def leaves_trust_region(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, by_kl: bool, low: float, high: float
+) -> Tensor:
+    """Return a mask [N] of the tokens that DPPO leaves out: their probability has moved too far, as A_t favours.
+
+        p_t > q_t and D_t > high where A_t > 0,   p_t < q_t and D_t > low where A_t < 0
+        D_t = |p_t - q_t|                                                    TV
+            = q_t log(q_t / p_t) + (1 - q_t) log((1 - q_t) / (1 - p_t))      KL
+
+    p and q are the probabilities of the token under the current and the old policy. D is the divergence of the two
+    policies when all other tokens count as one, a lower bound of that over the vocabulary.
+
+    Args:
+        logprobs, old_logprobs: [N] float, nats.
+        advantages: [N] float.
+        by_kl: KL in place of TV.
+        low, high: largest divergence, >= 0, in probability or nats.
+
+    Source: Qi et al. 2026, arXiv:2602.04879 (the binary approximation).
+    """
+    probs = logprobs.detach().exp()
+    old_probs = old_logprobs.exp()
+    divergence = (probs - old_probs).abs()
+    if by_kl:
+        rest, old_rest = ((1 - each).clamp(min=MIN_REST) for each in (probs, old_probs))
+        divergence = old_probs * (old_logprobs - logprobs.detach()) + old_rest * (old_rest / rest).log()
+    rises = (advantages > 0) & (probs > old_probs) & (divergence > high)
+    return rises | ((advantages < 0) & (probs < old_probs) & (divergence > low))
+
+
+def kimi_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, coef: float
+) -> Tensor:
+    """Return the loss of Kimi K2.5 per token: a clip that ignores the sign of A, and a squared log ratio.
+
+        loss_t = -clip(r_t, 1 - clip_low, 1 + clip_high) A_t + coef (log r_t)^2
+
+    Outside of the range the second term alone has a gradient, which brings the token back.
+
+    Args:
+        logprobs: [N] float, nats, carries the gradient.
+        old_logprobs, advantages: [N] float.
+        clip_low, clip_high: as in `clipped_policy_loss`.
+        coef: tau in the report, reward units, >= 0.
+
+    Source: Kimi Team 2026, arXiv:2602.02276, eq. 1.
+    """
+    clipped = policy_ratio(logprobs, old_logprobs).clamp(1 - clip_low, 1 + clip_high)
+    return -clipped * advantages + coef * _clamped(logprobs - old_logprobs) ** 2
+
+
 def is_clipped(
     ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
@@ -187,16 +256,25 @@ def kl_loss(
 
 
 def _policy_term(
-    logprobs: Tensor, ratio: Tensor, advantages: Tensor, objective: PolicyObjective
+    logprobs: Tensor, old: Tensor, ratio: Tensor, advantages: Tensor, objective: PolicyObjective
 ) -> tuple[Tensor, Tensor]:
     """Return the policy loss per token, and whether the clip has cut its gradient (for cispo: its weight)."""
+    name = objective.policy_loss
     bounds = {"clip_low": objective.clip_low, "clip_high": objective.clip_high}
-    if objective.policy_loss == "cispo":
-        outside = (ratio < 1 - objective.clip_low) | (ratio > 1 + objective.clip_high)
+    outside = (ratio < 1 - objective.clip_low) | (ratio > 1 + objective.clip_high)
+    if name == "cispo":
         return cispo_loss(logprobs, ratio, advantages, **bounds), outside
+    if name == "kimi":
+        return kimi_loss(logprobs, old, advantages, **bounds, coef=objective.log_ratio_coef), outside
+    if name == "sapo":
+        return sapo_loss(ratio, advantages, tau=objective.sapo_tau), torch.zeros_like(outside)
+    if name.startswith("dppo"):
+        region = {"by_kl": name == "dppo_kl", "low": objective.clip_low, "high": objective.clip_high}
+        left = leaves_trust_region(logprobs, old, advantages, **region)
+        return (-ratio * advantages).masked_fill(left, 0.0), left
     bounds["dual_clip"] = objective.dual_clip
     flat = is_clipped(ratio, advantages, **bounds)
-    if objective.policy_loss == "reinforce":
+    if name == "reinforce":
         return reinforce_loss(logprobs, advantages), flat
     return clipped_policy_loss(ratio, advantages, **bounds), flat
 

@@ -19,6 +19,7 @@ from rlhf_kernels.ops.packed_policy_loss.terms import (
     MAX_KL,
     MAX_LOG_RATIO,
     MAX_WEIGHT,
+    MIN_REST,
     POLICY_METRICS,
     PolicyStream,
 )
@@ -39,6 +40,7 @@ Column = Tensor | None
 _MAX_LOG_RATIO = tl.constexpr(MAX_LOG_RATIO)
 _MAX_KL = tl.constexpr(MAX_KL)
 _MAX_LOG_WEIGHT = tl.constexpr(math.log(MAX_WEIGHT))
+_MIN_REST = tl.constexpr(MIN_REST)
 _NUM_SUMS = tl.constexpr(len(POLICY_METRICS))
 # 2 / n! (-1)^n for n = 10 to 2: the Taylor coefficients of e^-d - 1 + d, divided by d^2 / 2.
 _K3_SERIES = tl.constexpr(tuple(2.0 * (-1) ** n / math.factorial(n) for n in range(10, 1, -1)))
@@ -62,23 +64,56 @@ def _k3(log_ratio):
 
 
 @triton.jit
-def _policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, dual_clip, kind):
-    """Return the policy loss, its derivative with respect to the log-prob, and whether it is clipped."""
+def _divergence(logprob, old, by_kl):
+    """Return by how much a token's probability rose, and DPPO's divergence of the policies."""
+    prob = tl.exp2(logprob * LOG2_E)
+    old_prob = tl.exp2(old * LOG2_E)
+    rise = prob - old_prob
+    if not by_kl:
+        return rise, tl.abs(rise)
+    rest = tl.maximum(1.0 - prob, _MIN_REST)
+    old_rest = tl.maximum(1.0 - old_prob, _MIN_REST)
+    return rise, old_prob * (old - logprob) + old_rest * tl.log(old_rest / rest)
+
+
+@triton.jit
+def _policy_terms(logprob, old, ratio, advantage, low, high, extra, kind):
+    """Return the policy loss, its derivative with respect to the log-prob, and whether it is clipped.
+
+    `low`, `high` and `extra` are the numbers of the loss, from `_numbers`.
+    """
+    log_ratio = logprob - old
     # The derivative of exp is the ratio, and 0 where the log ratio was clamped. GSPO's ratio is a constant of the
     # sequence times a factor of 1 that carries the gradient, so the clamp does not cut it.
     slope = ratio if kind == "gspo" else tl.where(tl.abs(log_ratio) > _MAX_LOG_RATIO, 0.0, ratio)
-    bounded = _clamped(ratio, ratio_low, ratio_high)
+    bounded = _clamped(ratio, low, high)
+    outside = (ratio < low) | (ratio > high)
     # PPO's loss is flat where the ratio has left its range in the direction that the advantage favours.
-    cut = tl.where(advantage > 0, ratio > ratio_high, (ratio < ratio_low) & (advantage < 0))
+    cut = tl.where(advantage > 0, ratio > high, (ratio < low) & (advantage < 0))
     cost = -advantage
     if kind == "reinforce":
         return cost * logprob, cost, cut
     if kind == "cispo":
-        return bounded * cost * logprob, bounded * cost, (ratio < ratio_low) | (ratio > ratio_high)
+        return bounded * cost * logprob, bounded * cost, outside
+    if kind == "sapo":
+        tau = tl.where(advantage > 0, high, low)
+        gate = tl.sigmoid(tau * (ratio - 1.0))
+        # 1 - gate as a sigmoid keeps its digits where the gate is near 1.
+        slope = 4.0 * gate * tl.sigmoid(tau * (1.0 - ratio)) * slope
+        return cost * gate * 4.0 / tau, cost * slope, ratio < 0.0  # nothing is cut
+    if kind == "dppo_tv" or kind == "dppo_kl":
+        rise, divergence = _divergence(logprob, old, kind == "dppo_kl")
+        fell = (rise < 0.0) & (divergence > low) & (advantage < 0)
+        cut = tl.where(advantage > 0, (rise > 0.0) & (divergence > high), fell)
+        return tl.where(cut, 0.0, cost * ratio), tl.where(cut, 0.0, cost * slope), cut
+    if kind == "kimi":
+        d = _clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        pull = tl.where(tl.abs(log_ratio) > _MAX_LOG_RATIO, 0.0, 2.0 * extra * d)
+        return bounded * cost + extra * d * d, tl.where(outside, 0.0, cost * slope) + pull, outside
     loss = tl.maximum(ratio * cost, bounded * cost)  # -min(r A, clip(r) A)
-    if dual_clip is not None:
-        loss = tl.where(cost > 0, tl.minimum(loss, dual_clip * cost), loss)
-        cut = cut | ((cost > 0) & (ratio > dual_clip))
+    if extra is not None:
+        loss = tl.where(cost > 0, tl.minimum(loss, extra * cost), loss)
+        cut = cut | ((cost > 0) & (ratio > extra))
     return loss, tl.where(cut, 0.0, cost * slope), cut
 
 
@@ -151,7 +186,7 @@ def _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, kind, block):
 def _policy_kernel(
     logprobs_ptr, entropy_ptr, old_ptr, advantages_ptr, mask_ptr, bounds_ptr, ref_ptr, weights_ptr,
     grad_logprobs_ptr, grad_entropy_ptr, sums_ptr,
-    num_tokens, inv_denominator, kl_coef, entropy_coef, ratio_low, ratio_high, dual_clip,
+    num_tokens, inv_denominator, kl_coef, entropy_coef, low, high, extra,
     LOSS: tl.constexpr, KL: tl.constexpr, UNBIASED: tl.constexpr,  # noqa: N803
     SEQUENCES: tl.constexpr, MEANS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr  # noqa: N803
 ):  # fmt: skip
@@ -191,7 +226,7 @@ def _policy_kernel(
 
         log_ratio = logprob - old
         ratio = zeros + sequence_ratio if LOSS == "gspo" else _ratio_of(log_ratio)
-        loss, grad, cut = _policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, dual_clip, LOSS)
+        loss, grad, cut = _policy_terms(logprob, old, ratio, advantage, low, high, extra, LOSS)
         loss = loss * weight
         grad = grad * weight
         kl = zeros
@@ -266,8 +301,7 @@ def launch_policy(
     options |= {"OVERLAP": overlap, "launch_pdl": overlap}
     coefs = {"kl_coef": float(objective.kl_coef), "entropy_coef": float(objective.entropy_coef)}
     options |= coefs
-    options |= {"ratio_low": 1 - float(objective.clip_low), "ratio_high": 1 + float(objective.clip_high)}
-    options |= {"dual_clip": None if objective.dual_clip is None else float(objective.dual_clip)}
+    options |= dict(zip(("low", "high", "extra"), _numbers(objective), strict=True))
     options |= {"LOSS": objective.policy_loss, "KL": objective.kl_estimator, "UNBIASED": objective.kl_unbiased_gradient}
     with on_device(sums):
         if programs:
@@ -275,6 +309,17 @@ def launch_policy(
         options = coefs | {"BLOCK": SUMS_BLOCK_SIZE, "OVERLAP": overlap, "launch_pdl": overlap}
         _metrics_kernel[(_NUM_SUMS.value + 1,)](sums, metrics, loss, programs, **options)
     return loss, metrics
+
+
+def _numbers(objective: PolicyObjective) -> tuple[float, float, float | None]:
+    """Return the numbers of the policy loss for `_policy_terms`: low, high and extra."""
+    low, high = float(objective.clip_low), float(objective.clip_high)
+    if objective.policy_loss == "sapo":
+        high, low = map(float, objective.sapo_tau)
+    elif not objective.policy_loss.startswith("dppo"):
+        low, high = 1 - low, 1 + high
+    extra = objective.log_ratio_coef if objective.policy_loss == "kimi" else objective.dual_clip
+    return low, high, None if extra is None else float(extra)
 
 
 def _overlap(tensor: Tensor) -> bool:

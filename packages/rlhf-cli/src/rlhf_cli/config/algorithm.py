@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PositiveFloat
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import without_effect
@@ -38,12 +38,7 @@ _OBJECTIVE = _DEFAULTS.objective
 _CLIP_RANGE = (_OBJECTIVE.clip_low, _OBJECTIVE.clip_high)
 # Clip ranges of losses whose ratio has another scale than PPO's. With PPO's range, they would never be clipped, or
 # nearly always.
-_CLIP_RANGES = {
-    # GSPO clips the geometric mean of a response's token ratios. It averages hundreds of tokens and stays close to 1.
-    "gspo": (3e-4, 4e-4),
-    # CISPO clips a weight, not the objective, and only from above; 1 - 0.999 leaves nearly every small weight alone.
-    "cispo": (0.999, _OBJECTIVE.clip_high),
-}
+_CLIP_RANGES = {row.name: row.clip_range for row in POLICY_LOSSES.values() if row.clip_range not in (None, _CLIP_RANGE)}
 # Truncation only limits large weights: a small one adds little variance. A mask drops tokens on which trainer and
 # engine disagree in either direction.
 _CORRECTION_BOUNDS = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0)}
@@ -117,7 +112,8 @@ class AlgorithmSection(Section, title="algorithm"):
     )
     eps_clip: float | None = flag(
         None,
-        f"clip the policy ratio to [1 - X, 1 + X]; None: {_OBJECTIVE.clip_low:g}"
+        "clip the policy ratio to [1 - X, 1 + X], or, with dppo_tv and dppo_kl, leave tokens out whose divergence is"
+        f" above X; None: {_OBJECTIVE.clip_low:g}"
         + "".join(f", for {loss} {low:g} below and {high:g} above" for loss, (low, high) in _CLIP_RANGES.items()),
         gt=0,
         lt=1,
@@ -136,6 +132,12 @@ class AlgorithmSection(Section, title="algorithm"):
     )
     dual_clip: float | None = flag(
         None, "limit the PPO loss of a token with negative advantage A to X times |A|; None: no limit", gt=1
+    )
+    sapo_tau: tuple[PositiveFloat, PositiveFloat] = flag(
+        _OBJECTIVE.sapo_tau, "POSITIVE NEGATIVE: how soon SAPO's gradient fades with the ratio, by the advantage's sign"
+    )
+    log_ratio_coef: float = flag(
+        _OBJECTIVE.log_ratio_coef, "weight of the squared log ratio in --policy_loss_type kimi", ge=0
     )
     entropy_loss_coef: float = flag(_OBJECTIVE.entropy_coef, "weight of the entropy bonus", ge=0)
     value_clip: float | None = flag_of(
@@ -287,6 +289,9 @@ class AlgorithmSection(Section, title="algorithm"):
             given,
             (skips, (*_CLIP_OPTIONS, "dual_clip"), "with one update per step the policy ratio is 1"),
             (no_ratio, _CLIP_OPTIONS, f"{loss} does not use the policy ratio"),
+            (not no_ratio and spec.loss.clip_range is None, _CLIP_OPTIONS, f"{loss} does not clip"),
+            (self.policy_loss_type != "sapo", ["sapo_tau"], f"{loss} has no gate"),
+            (self.policy_loss_type != "kimi", ["log_ratio_coef"], f"{loss} has no squared log ratio"),
             (not spec.uses_reference, _REFERENCE_OPTIONS, "--init_kl_coef is 0, so there is no reference model"),
             (self.kl_target is None, ["kl_horizon"], "there is no --kl_target"),
             (not spec.uses_teacher, _TEACHER_OPTIONS, "there is no --teacher_model"),

@@ -69,12 +69,13 @@ def _reduction(config: PpoConfig) -> list[str]:
     """Compare how the losses of tokens are averaged. OpenRLHF's default is token_mean; for KL and entropy it has no
     other."""
     algorithm = config.algorithm
-    reduction = algorithm.spec().objective.reduction
+    spec = algorithm.spec()
+    reduction = spec.objective.reduction
     if reduction == "token_mean":
         return []
     has_more_terms = algorithm.use_kl_loss or algorithm.entropy_loss_coef > 0
     terms = "losses, KL and entropy" if has_more_terms else "losses"
-    if algorithm.loss_agg_mode is not None or algorithm.policy_loss_type == "gspo":
+    if algorithm.loss_agg_mode is not None or spec.loss.reduction is not None:
         text = f"{reduction} applies to token {terms}; OpenRLHF uses token_mean for KL and entropy"
         return [text] if has_more_terms else []
     name = algorithm.row.name

@@ -96,6 +96,7 @@ class PolicyLossRow:
         reduction: how the losses of tokens become one number; None for the estimator's.
         uses_ratio: whether it includes the ratio to the old policy, which keeps several updates per batch valid.
         dual_clip: whether `dual_clip` applies.
+        clip_range: `clip_low` and `clip_high` by default; None if the loss has neither.
     """
 
     name: str
@@ -103,15 +104,23 @@ class PolicyLossRow:
     reduction: Reduction | None = None
     uses_ratio: bool = True
     dual_clip: bool = False
+    clip_range: tuple[float, float] | None = (0.2, 0.2)
 
 
 POLICY_LOSSES: Mapping[str, PolicyLossRow] = {
     row.name: row
     for row in (
         PolicyLossRow("ppo", "PPO clip", dual_clip=True),
-        PolicyLossRow("gspo", "GSPO", "seq_mean_token_mean"),
-        PolicyLossRow("cispo", "CISPO", "token_mean"),
-        PolicyLossRow("reinforce", "REINFORCE", uses_ratio=False),
+        # The geometric mean of a response's token ratios averages hundreds of tokens and stays close to 1.
+        PolicyLossRow("gspo", "GSPO", "seq_mean_token_mean", clip_range=(3e-4, 4e-4)),
+        # CISPO clips a weight, and only from above; 1 - 0.999 leaves nearly every small weight alone.
+        PolicyLossRow("cispo", "CISPO", "token_mean", clip_range=(0.999, 0.2)),
+        PolicyLossRow("reinforce", "REINFORCE", uses_ratio=False, clip_range=None),
+        PolicyLossRow("sapo", "SAPO", "seq_mean_token_mean", clip_range=None),
+        # Largest divergences of a token, in probability and in nats, from verl's recipe of the authors.
+        PolicyLossRow("dppo_tv", "DPPO-TV", clip_range=(0.15, 0.15)),
+        PolicyLossRow("dppo_kl", "DPPO-KL", clip_range=(0.05, 0.05)),
+        PolicyLossRow("kimi", "Kimi K2.5", "token_mean"),
     )
 }
 
@@ -388,6 +397,7 @@ def make_algorithm(
         message = f"``dual_clip={numbers['dual_clip']:g}`` belongs to the PPO loss, and the policy loss is {loss.title}"
         raise ConfigError(message, hint="drop ``dual_clip``, or use ``policy_loss=ppo``")
     terms = {item.name: numbers.pop(item.name) for item in fields(PolicyObjective) if item.name in numbers}
+    terms = dict(zip(("clip_low", "clip_high"), loss.clip_range or (), strict=False)) | terms
     terms |= {"policy_loss": policy_loss, "reduction": reduction or loss.reduction or ALGORITHMS[estimator].reduction}
     try:
         objective = PolicyObjective(

@@ -6,6 +6,9 @@
     l_t = -min(r_t A_t, clip(r_t) A_t)        PPO, GRPO, REINFORCE++, RLOO, DAPO; with the ratio of the sequence: GSPO
     l_t = -constant(clip(r_t)) A_t log pi(t)  CISPO
     l_t = -A_t log pi(t)                      REINFORCE
+    l_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t, with tau by the sign of A_t                SAPO
+    l_t = -r_t A_t, and 0 where pi(t) has moved from pi_old(t) too far, as A_t favours      DPPO, by TV or KL
+    l_t = -clip(r_t) A_t + c (log r_t)^2      Kimi K2.5
 
 A_t is the advantage, of `algorithms.group` or `algorithms.gae`. w_t corrects for the gap between trainer and engine, of
 `algorithms.correction`. k_t estimates the KL to the reference, of `algorithms.kl`. H_t is the entropy, and R sums over
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from rlhf_kernels import PolicyObjective
 from rlhf_kernels.objective import Reduction
-from rlhf_kernels.ops.packed_policy_loss.terms import MAX_LOG_RATIO, MAX_WEIGHT
+from rlhf_kernels.ops.packed_policy_loss.terms import MAX_LOG_RATIO, MAX_WEIGHT, MIN_REST
 from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.batching import Denominators
 from rlhf_train.losses.aggregate import sequence_mean, token_mean
@@ -71,6 +74,16 @@ def policy_loss(
         token_loss = -advantages * logprobs
     elif objective.policy_loss == "cispo":
         token_loss = -clipped.detach() * advantages * logprobs
+    elif objective.policy_loss == "sapo":
+        tau = _by_sign(advantages, *objective.sapo_tau)
+        token_loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+    elif objective.policy_loss in ("dppo_tv", "dppo_kl"):
+        limits = _by_sign(advantages, objective.clip_high, objective.clip_low)
+        moved = _divergence(logprobs.detach(), old_logprobs, objective.policy_loss) * advantages.sign()
+        token_loss = -ratio * advantages * (moved <= limits)
+    elif objective.policy_loss == "kimi":
+        log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        token_loss = -clipped * advantages + objective.log_ratio_coef * log_ratio**2
     else:
         token_loss = -torch.minimum(ratio * advantages, clipped * advantages)
         if objective.dual_clip is not None:
@@ -108,6 +121,23 @@ def reduced(token_loss: Tensor, loss_mask: Tensor, reduction: Reduction, denomin
     if reduction == "seq_mean_token_sum_norm":
         sequence_loss = sequence_loss / denominators.max_tokens
     return sequence_mean(sequence_loss, denominators)
+
+
+def _by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
+    return torch.where(advantages > 0, torch.full_like(advantages, positive), torch.full_like(advantages, other))
+
+
+def _divergence(logprobs: Tensor, old_logprobs: Tensor, policy_loss: str) -> Tensor:
+    """Return DPPO's divergence of two policies over a token and all others together, < 0 where the token has lost.
+
+    Source: Qi et al. 2026, arXiv:2602.04879.
+    """
+    new, old = logprobs.exp(), old_logprobs.exp()
+    if policy_loss == "dppo_tv":
+        return new - old
+    others = [(1 - each).clamp(min=MIN_REST) for each in (old, new)]
+    kl = old * (old_logprobs - logprobs) + others[0] * torch.log(others[0] / others[1])
+    return kl * torch.sign(new - old)
 
 
 def _sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
