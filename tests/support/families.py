@@ -20,7 +20,7 @@ from rlhf_data.errors import RlhfError
 from rlhf_models.actor import Actor
 from rlhf_models.attention.packed import check_shares_prompts
 from rlhf_models.batch import TokenBatch
-from rlhf_models.checkpoint.files import quiet_transformers
+from rlhf_models.checkpoint.files import quiet_transformers, without_wrappers
 from rlhf_models.loading import load_actor, load_critic, pin_frequencies
 from rlhf_models.testing import tiny_tokenizer
 from rlhf_models.weights import check_saves, hf_named_weights, save_hf
@@ -232,7 +232,7 @@ def write_tiny(family: str, folder: Path) -> None:
             # Biases and norms are made as zeros and ones, which would hide that one is missing.
             if name.endswith("_bias") or (tensor.dim() == 1 and isinstance(tensor, torch.nn.Parameter)):
                 tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.05)
-    with quiet_transformers():
+    with quiet_transformers(), without_wrappers():
         model.save_pretrained(folder)
     tiny_tokenizer(VOCAB_SIZE).save_pretrained(folder)
 

@@ -60,6 +60,8 @@ def tiny_vision_model_dir(path: Path, family: str) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
+    from rlhf_models.checkpoint.files import without_wrappers
+
     is_smol = family == "smolvlm"
     tokenizer = _tokenizer(is_smol)
     text: dict[str, Any] = _TEXT | {"eos_token_id": tokenizer.eos_token_id}
@@ -79,7 +81,8 @@ def tiny_vision_model_dir(path: Path, family: str) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config)
-    model.save_pretrained(path)
+    with without_wrappers():
+        model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps(_processor(family)))
     return path

@@ -15,9 +15,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "tools/bazel/units.py"
-PACKAGES = ("rlhf-data", "rlhf-models", "rlhf-rollout", "rlhf-train")  # the lowest first
+PACKAGES = ("rlhf-data", "rlhf-models", "rlhf-rollout", "rlhf-train", "rlhf-cli")  # the lowest first
 SUPPORT = "tests/support"
 _MODULE = re.compile(r"\brlhf_\w+(?:\.\w+)+\.?")  # in a string, such as what a new process is to run
+_QUOTED = re.compile(r"`[^`]*(?:`|$)")  # in a message to people
 
 
 @dataclass(frozen=True, order=True)
@@ -87,7 +88,7 @@ class Sources:
             elif isinstance(node, ast.Import):
                 found.update(alias.name for alias in node.names)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
-                for text in _MODULE.findall(node.value):
+                for text in _MODULE.findall(_QUOTED.sub("", node.value)):
                     found.update(self._named(text))
         return (name for name in found if name in self.files or name in self.support)
 

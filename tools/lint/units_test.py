@@ -14,7 +14,7 @@ FILES = {
     "packages/rlhf-low/src/rlhf_low/errors.py": '"""See rlhf_high.run."""\nTEXT = "rlhf_high.run has more"',
     "packages/rlhf-low/src/rlhf_low/read.py": "def read():\n    from rlhf_low import errors",
     "packages/rlhf-high/src/rlhf_high/__init__.py": "",
-    "packages/rlhf-high/src/rlhf_high/run.py": "import rlhf_low.read",
+    "packages/rlhf-high/src/rlhf_high/run.py": "import rlhf_low.read\nHINT = 'try `rlhf_high.main`'",
     "packages/rlhf-high/src/rlhf_high/engines/__init__.py": "",
     "packages/rlhf-high/src/rlhf_high/engines/build.py": "from rlhf_high import run\nimport rlhf_high.engines.one",
     "packages/rlhf-high/src/rlhf_high/engines/one/__init__.py": "",

@@ -1,23 +1,26 @@
 """Libraries name their own fields, as ``field``, in what they tell a user, and the commands name flags for them."""
 
 import ast
-import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import rlhf_data
+import rlhf_models
+import rlhf_rollout
+import rlhf_train
 from rlhf_cli.main import COMMANDS, command_line, main
 from rlhf_data.options.declare import options
 from rlhf_data.options.exits import FLAGS_OF_FIELDS, with_flags
 
 # By library, the modules of its own commands, which may name flags.
 COMMAND_CODE = {
-    "rlhf_data": ["checks", "command_line", "exits", "flags", "inspection", "keys", "main", "options", "sections"],
-    "rlhf_models": ["dequantize"],
-    "rlhf_rollout": ["commands"],
-    "rlhf_train": [],
+    rlhf_data: ["checks", "command_line", "exits", "flags", "inspection", "keys", "main", "options", "sections"],
+    rlhf_models: ["dequantize"],
+    rlhf_rollout: ["commands"],
+    rlhf_train: [],
 }
 OFFLINE = ["sft", "rm", "dpo", "kto", "prm", "kd"]
 OPTIONS = {name: {option.name for option in options(command_line(name).config)} for name in COMMANDS}
@@ -28,7 +31,7 @@ FLAG = re.compile(r"(?<![\w-])--(\w+|\{\})(?![\w-])")
 
 def library_files() -> Iterator[Path]:
     for package, excluded in COMMAND_CODE.items():
-        root = Path(next(iter(importlib.import_module(package).__path__)))
+        root = Path(next(iter(package.__path__)))
         for path in sorted(root.rglob("*.py")):
             if path.relative_to(root).with_suffix("").parts[0] not in excluded:
                 yield path

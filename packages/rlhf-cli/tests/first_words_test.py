@@ -23,15 +23,36 @@ HEAVY = {"datasets", "deepspeed", "fastapi", "peft", "ray", "torch", "transforme
 class Stop:
     def find_spec(self, name, path=None, target=None):
         if name in HEAVY:
-            with open(os.environ["SAID"]) as file:
+            with open(os.environ.get("SAID", os.devnull)) as file:
                 said = any(line.endswith(" ...\\n") for line in file)
-            with open(os.environ["SAID"], "a") as file:
+            with open(os.environ.get("SAID", os.devnull), "a") as file:
                 file.write(f"stopped at {name}\\n")
             os._exit(70 if said else 71)
 
 sys.meta_path.insert(0, Stop())
 """
 SAID, SILENT = 70, 71
+
+# Imports what all commands need before they parse their flags, and runs each in a fork of its own and a folder of its
+# own, as `python -m` would.
+FORKS = """
+import json, os, runpy, sys
+import rlhf_cli.commands.examples, rlhf_cli.commands.ppo, rlhf_rollout.commands.configs
+
+ended = {}
+for case, (module, *words) in json.loads(sys.argv[1]).items():
+    if (child := os.fork()) == 0:
+        os.chdir(case)
+        os.environ |= {"BUILD_WORKING_DIRECTORY": os.getcwd(), "SAID": os.path.abspath("said.txt")}
+        with open("said.txt", "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.argv[1:] = words
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        sys.exit()
+    ended[case] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(json.dumps(ended))
+"""
 
 ROW = {"input": "1+1=", "output": "2", "chosen": "2", "rejected": "3", "label": 1, "prompt": "1+1="}
 REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0] * len(queries)}\n"
@@ -65,51 +86,51 @@ NOTHING_HEAVY = ("doctor", "report", "rollouts")
 CASES = {f"rlhf {name}": ("rlhf_cli.main", name, *FLAGS[name]) for name in COMMANDS if name not in NOTHING_HEAVY}
 CASES |= {f"rlhf-rollout {name}": ("rlhf_rollout.commands.main", name, *FLAGS[name]) for name in ROLLOUT_COMMANDS}
 CASES["rlhf-data inspect"] = ("rlhf_data.main", "inspect", "--dataset", "rows.jsonl", "--tokenizer", MODEL)
+SLOW = {"nothing": ("", SILENT), "other words": ("hello", SILENT), "words": ("loading a model ...", SAID)}
+ALL = CASES | dict.fromkeys(SLOW, ("slow",))
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with a row that suits every command, and a module that stops at heavy imports."""
-    (tmp_path / "stop").mkdir()
-    (tmp_path / "stop/sitecustomize.py").write_text(STOP)
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter/adapter_config.json").write_text("{}")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.toml").write_text(
+def prepare(folder: Path) -> None:
+    """Write a row that suits every command, and what else they read."""
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "adapter").mkdir()
+    (folder / "adapter/adapter_config.json").write_text("{}")
+    (folder / "run").mkdir()
+    (folder / "run/config.toml").write_text(
         '[model]\npretrain = "builtin"\n[data]\nprompt_data = "builtin"\ninput_key = "prompt"\nlabel_key = "answer"\n'
         '[reward]\nremote_rm_url = "rlhf_rollout.rewards.math"\n'
     )
-    (tmp_path / "run/rollouts.jsonl").write_text(
-        '{"step": 1, "num_steps": 1, "kept": true, "num_left": 0, "rest": 0}\n'
-    )
-    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "time/step": 1.0}\n')
-    checkpoints = Checkpoints(tmp_path / "run/checkpoints")
+    (folder / "run/rollouts.jsonl").write_text('{"step": 1, "num_steps": 1, "kept": true, "num_left": 0, "rest": 0}\n')
+    (folder / "run/metrics.jsonl").write_text('{"step": 1, "time/step": 1.0}\n')
+    checkpoints = Checkpoints(folder / "run/checkpoints")
     (checkpoints.begin(1) / "actor-0-of-1.safetensors").write_bytes(b"")
     checkpoints.commit(1, {}, [], None)
-    return tmp_path
 
 
-def run(folder: Path, module: str, *words: str) -> tuple[int, str]:
-    """Run a command until a heavy import; return its exit status, and what the user has seen."""
-    said = folder / "said.txt"
-    variables = {"PYTHONPATH": os.pathsep.join([str(folder / "stop"), str(folder), *sys.path]), "SAID": str(said)}
-    with said.open("w") as output:
-        command = [sys.executable, "-m", module, *words]
-        environment = os.environ | variables | {"BUILD_WORKING_DIRECTORY": str(folder)}
-        done = subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, check=False)
-    return done.returncode, said.read_text()
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[str, tuple[int, str]]:
+    """How each command ended, at a heavy import, and what the user had seen by then."""
+    home = tmp_path_factory.mktemp("home")
+    for case in ALL:
+        prepare(home / case)
+        if case in SLOW:
+            (home / case / "slow.py").write_text(f"print({SLOW[case][0]!r}, flush=True)\nimport torch\n")
+    (home / "sitecustomize.py").write_text(STOP)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(home), *filter(None, sys.path)])}
+    command = [sys.executable, "-c", FORKS, json.dumps(ALL)]
+    done = subprocess.run(command, cwd=home, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return {case: (status, (home / case / "said.txt").read_text()) for case, status in json.loads(done.stdout).items()}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_command_says_what_it_does_before_it_imports_anything_heavy(case, folder):
-    status, said = run(folder, *CASES[case])
+def test_command_says_what_it_does_before_it_imports_anything_heavy(ended, case):
+    status, said = ended[case]
     assert status == SAID, said
 
 
-@pytest.mark.parametrize(("words", "expected"), [("", SILENT), ("hello", SILENT), ("loading a model ...", SAID)])
-def test_import_before_the_first_words_is_noticed(folder, words, expected):
-    (folder / "slow.py").write_text(f"print({words!r}, flush=True)\nimport torch\n")
-    status, said = run(folder, "slow")
-    assert (status, said) == (expected, f"{words}\nstopped at torch\n")
+@pytest.mark.parametrize("case", SLOW)
+def test_import_before_the_first_words_is_noticed(ended, case):
+    words, expected = SLOW[case]
+    assert ended[case] == (expected, f"{words}\nstopped at torch\n")

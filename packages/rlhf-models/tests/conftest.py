@@ -3,10 +3,18 @@
 import numpy as np
 import pytest
 
+from rlhf_models.checkpoint.files import without_wrappers
 from rlhf_models.testing import tiny_model_dir
 
 # Of one token, of two, and of lengths that no block size divides.
 LENGTHS = (7, 1, 12, 30, 2)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_saving():
+    """Spare the tests that write models themselves the import of DeepSpeed."""
+    with without_wrappers():
+        yield
 
 
 @pytest.fixture(scope="session", params=["qwen2", "llama"])

@@ -14,6 +14,7 @@ from transformers import (
     AutoTokenizer,
     Gemma2Config,
     Gemma3TextConfig,
+    modeling_utils,
 )
 from transformers.core_model_loading import WeightRenaming
 
@@ -279,6 +280,12 @@ def test_save_hf_failure_leaves_the_earlier_folder_as_it_was(model_dir, tmp_path
         save_hf(actor, state, None, target)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert same(AutoModelForCausalLM.from_pretrained(target), actor.model)
+
+
+def test_save_hf_does_not_look_for_wrappers_which_would_import_deepspeed(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.modeling_utils.unwrap_model", None)
+    save_hf(load_actor(model_dir, dtype="float32"), None, None, tmp_path / "saved")
+    assert modeling_utils.unwrap_model is None
 
 
 def test_save_hf_critic_state_without_head_is_refused(model_dir, tmp_path):

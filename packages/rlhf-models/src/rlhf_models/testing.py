@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rlhf_data.errors import ConfigError, unknown
-from rlhf_models.checkpoint.files import quiet_transformers
+from rlhf_models.checkpoint.files import quiet_transformers, without_wrappers
 
 PAD_TOKEN = "<|endoftext|>"
 START_TOKEN = "<|im_start|>"
@@ -101,7 +101,7 @@ def _write(
     if task == "CausalLM":
         model.generation_config = transformers.GenerationConfig(**ends)
     tokenizer.save_pretrained(path)
-    with quiet_transformers():
+    with quiet_transformers(), without_wrappers():
         model.to(dtype).save_pretrained(path)
     return path
 

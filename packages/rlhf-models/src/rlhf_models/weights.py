@@ -17,7 +17,7 @@ from rlhf_data.own_code import copy_code, entrust, is_trusted
 from rlhf_data.pretrained import clear_errors
 from rlhf_models.checkpoint.beyond_text import save_left_out
 from rlhf_models.checkpoint.empty import load_empty
-from rlhf_models.checkpoint.files import VALUE_HEAD_FILE, quiet_transformers, write_fields
+from rlhf_models.checkpoint.files import VALUE_HEAD_FILE, quiet_transformers, without_wrappers, write_fields
 from rlhf_models.images import language_model_class
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def _write(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer:
 
     inner, weights, head = _to_save(model, model.state_dict() if state_dict is None else state_dict, tokenizer)
     _make_generation_config_savable(inner)
-    with quiet_transformers(), _naming_end(inner, tokenizer):
+    with quiet_transformers(), without_wrappers(), _naming_end(inner, tokenizer):
         inner.save_pretrained(folder, state_dict=weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

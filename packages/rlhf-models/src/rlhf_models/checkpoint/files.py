@@ -142,3 +142,19 @@ def quiet_transformers() -> Iterator[None]:
         hf_logging.set_verbosity(level)
         if bar:
             hf_logging.enable_progress_bar()
+
+
+@contextmanager
+def without_wrappers() -> Iterator[None]:
+    """Let `save_pretrained` take the model as it is.
+
+    Its search for wrappers imports DeepSpeed, which takes several seconds, and the models that are saved have none.
+    """
+    from transformers import modeling_utils
+
+    unwrap = modeling_utils.unwrap_model
+    modeling_utils.unwrap_model = lambda model, **_: model
+    try:
+        yield
+    finally:
+        modeling_utils.unwrap_model = unwrap

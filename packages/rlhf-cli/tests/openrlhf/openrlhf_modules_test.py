@@ -3,10 +3,11 @@
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
+from pkgutil import iter_modules
 
 import pytest
 
+import rlhf_cli
 from rlhf_cli.openrlhf import modules
 
 COMMANDS = {
@@ -51,7 +52,7 @@ def test_module_runs_its_command_with_the_flags_as_they_are(ran, module, command
 
 
 def test_every_module_can_be_run_by_its_name():
-    assert {name for name in modules.COMMANDS if find_spec(f"rlhf_cli.{name}") is None} == set()
+    assert set(modules.COMMANDS) <= {module.name for module in iter_modules(rlhf_cli.__path__)}
     assert set(modules.COMMANDS) == {*COMMANDS, "batch_inference"}
 
 
