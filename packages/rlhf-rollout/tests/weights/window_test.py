@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -72,8 +73,11 @@ def test_a_slow_engine_holds_up_the_others_only_when_it_is_behind_by_all_buffers
 
     slow = Engine(medium, wait_for_the_other)
     fast = Engine(medium, note)
+    began_s = time.perf_counter()
     report = WeightSource(medium, bucket_bytes=1024, checksum=True).send(iter(WEIGHTS.items()), [slow, fast], 1)
     assert (report.num_buckets, report.failures) == (NUM_BUCKETS, {})
+    assert report.ended_s.keys() == {0, 1}
+    assert all(began_s < ended_s < time.perf_counter() for ended_s in report.ended_s.values())
     check(slow)
     check(fast)
     assert max(behind) == WINDOW - 1  # the buffer of the next bucket is the one that the slow engine still reads

@@ -140,7 +140,7 @@ def run_processes(
         stack.enter_context(recorder)
         timeline.trace.open(recorder.path("timeline"))
         spec = replace(job.reward, sources=()) if job.replay else job.reward
-        reward = make_reward(spec, processes.scorers, recorder.folder / "reward.log")
+        reward = make_reward(spec, processes.scorers, recorder.folder / "reward.log", timeline.trace)
         costs = {role: pass_costs(load_config(m.path), has_head=role != "critic") for role, m in job.models.items()}
         run = assemble(
             job,

@@ -48,6 +48,12 @@ class Nvml:
         self.named.append(name)
         return 0
 
+    def nvmlDeviceGetCount(self):
+        return 2
+
+    def nvmlDeviceGetUUID(self, handle):
+        return ("GPU-8932f937-d72c", "GPU-45c2a8b1-11ee")[handle]
+
     def nvmlDeviceGetName(self, handle):
         return b"NVIDIA H200" if handle else "NVIDIA H100 80GB HBM3"
 
@@ -90,7 +96,9 @@ def test_meter_reads_use_memory_and_power_of_each_gpu_since_the_last_reading(mon
         "power_watts": (1200, 450, 3),
     }
     assert readings[1].samples["utilization"] == pytest.approx((1.2, 0.6, 3))
-    assert [reading.samples for reading in meter.take()[1]] == [{}, {}]
+    # A step without a sample of the thread has one of its end: the fourth look waits, see `Nvml`.
+    del nvml.looks[0], nvml.looks[1]
+    assert [reading.samples["power_watts"] for reading in meter.take()[1]] == [(350, 350, 1)] * 2
 
 
 def test_meter_samples_by_itself():
@@ -102,8 +110,9 @@ def test_meter_samples_by_itself():
 
 def test_gpu_may_be_named_by_its_unique_name_and_tell_no_use():
     nvml = Nvml(broken={"utilization"})
-    [reading] = sampled(nvml, ["MIG-4f2d"]).take()[1]
-    assert nvml.named == ["MIG-4f2d"] and set(reading.samples) == {"memory_bytes", "power_watts"}
+    [part, whole] = sampled(nvml, ["MIG-4f2d", "GPU-45c2"]).take()[1]  # CUDA takes the beginning of a GPU's name
+    assert nvml.named[0] == "MIG-4f2d" and set(part.samples) == {"memory_bytes", "power_watts"}
+    assert (part.name, whole.name) == ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
 
 
 @pytest.mark.parametrize("nvml", [None, SimpleNamespace(), SimpleNamespace(nvmlInit=lambda: 1 / 0)])
@@ -153,7 +162,8 @@ def test_peak_is_that_of_the_products_name():
     assert peak_flops("NVIDIA A100-SXM4-80GB") == peak_flops("NVIDIA A100-PCIE-40GB") == 312e12
     assert peak_flops("NVIDIA L40S") == 362e12 and peak_flops("NVIDIA L4") == 121e12
     assert peak_flops("NVIDIA GeForce RTX 4090") == 165.2e12
-    assert peak_flops("NVIDIA H2000") is None and peak_flops("Tesla T4") is None
+    assert peak_flops("NVIDIA H2000") is None and peak_flops("NVIDIA A100-SXM4-40GB MIG 1g.5gb") is None
+    assert peak_flops("Tesla T4") is None
     # No name hides one below it.
     assert all(peak_flops(f"NVIDIA {name}") == peak for name, peak in PEAK_FLOPS.items())
 

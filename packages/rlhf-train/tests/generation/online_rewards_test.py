@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import ray
 
-from record_testing import make_group
+from record_testing import ManualClock, make_group
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.ray_actors import RayScorer
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
@@ -17,6 +17,9 @@ from rlhf_train.generation.baseline import subtract_baseline
 from rlhf_train.generation.run_spec import DynamicSampling, RewardSpec
 from rlhf_train.generation.scoring import RewardShaper, is_worth_training, make_reward
 from rlhf_train.generation.summaries import scored
+from rlhf_train.run.timeline import Timeline
+from rlhf_train.tracing.trace import Trace
+from trace_events import check
 
 
 def rollout(reward: float | None, *, length: int = 1, truncated: bool = False, score: float | None = None) -> Rollout:
@@ -156,6 +159,32 @@ def test_reward_model_of_a_job_has_its_deadline(monkeypatch, tmp_path):
     assert verdict.kind is VerdictKind.TIMEOUT
     assert "within 0.05 s" in verdict.detail
     assert len(cancelled) == 1
+
+
+def test_batches_of_a_reward_model_are_on_the_timeline_with_their_size_and_waits(tmp_path):
+    clock = ManualClock()
+    trace = Trace(clock)
+    trace.open(tmp_path / "timeline.json")
+
+    class Slow:
+        async def score(self, token_ids):
+            clock.now += 2
+            if len(token_ids) == 1:
+                raise OSError("gone")
+            return [0.5] * len(token_ids)
+
+    source = RewardSource(kind="model", targets=("models/rm",))
+    reward = make_reward(RewardSpec(sources=(source,)), [[Slow()]], tmp_path / "reward.log", trace)
+    timeline = Timeline(clock, trace=trace)
+    with timeline.phase("generate"):
+        asyncio.run(reward.score(Prompt("p", [1], "one"), [rollout(None)] * 3))
+        clock.now += 1
+        asyncio.run(reward.score(Prompt("p", [1], "one"), [rollout(None)]))
+    trace.close()
+    first, wait, *failed = check(tmp_path / "timeline.json").of("reward model rm", "replica 0")
+    assert (first.name, first.begin, first.end, first.args) == ("scores", 0, 2_000_000, {"sequences": 3})
+    assert (wait.name, wait.end, wait.args) == ("wait", 3_000_000, {"waits for": "generate 1.000 s"})
+    assert failed and all(each.args == {"sequences": 1, "failed": "OSError"} for each in failed)
 
 
 def test_reward_models_score_by_turn_if_the_job_says_so_except_those_that_judge_steps(tmp_path, monkeypatch):

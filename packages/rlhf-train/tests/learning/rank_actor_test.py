@@ -95,13 +95,17 @@ def test_weights_go_to_numbered_engines_and_a_rank_without_engines_gathers_them_
 
     def send(weights, *arguments):
         sent.append((list(weights), *arguments))
-        return source.SyncReport(12, 1, {1: "late"})
+        return source.SyncReport(12, 1, {1: "late"}, {0: 5e9, 1: 6e9})
 
     rank = RankActor.__new__(RankActor)
-    rank._worker = SimpleNamespace(engines={"actor": SimpleNamespace(named_weights=named_weights)})
+    rank._worker = SimpleNamespace(rank=2, engines={"actor": SimpleNamespace(named_weights=named_weights)})
     rank._sender = SimpleNamespace(send=send)
     assert rank.send_weights({}, 3) == (0, {})
     assert (sent, gathered) == ([], ["all"])
     one, other = (SimpleNamespace(process=name) for name in ("one", "other"))
     assert rank.send_weights({4: one, 7: other}, 3) == (12, {7: "late"})
     assert sent == [([("w", 1)], [one, other], 3, ["one", "other"])]
+    own, first, second = rank.take_work().spans[-3:]
+    assert own.name == "send_weights of version 3" and own.begin_s <= first.begin_s == second.begin_s <= own.end_s
+    assert (first.track, first.end_s, first.args) == (("engine 4", "weights from rank 2"), 5e9, {"bytes": 12})
+    assert (second.track, second.args) == (("engine 7", "weights from rank 2"), {"bytes": 12, "failed": "late"})

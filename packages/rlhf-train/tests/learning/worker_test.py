@@ -27,6 +27,7 @@ from rlhf_train.learning.rehearsal import (
 )
 from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
+from rlhf_train.tracing.trace import WORK
 from trainer_testing import lone_worker, random_rollouts, tiny_job, whole_shard
 
 VOCAB_SIZE = 512
@@ -80,6 +81,23 @@ def test_old_and_new_logprobs_of_a_step_come_from_the_same_head_path(worker, mon
     worker.assign_advantages(0.0)
     worker.update("actor", max_epochs=1, seed=0)
     assert chosen == [is_large] * (3 + 4)
+
+
+def test_passes_and_steps_of_the_optimizer_are_on_the_timeline_with_their_size(worker):
+    WORK.take()
+    with WORK.doing("call"):
+        worker.run_model("actor")
+        worker.assign_advantages(0.0)
+        worker.update("actor", max_epochs=1, seed=0)
+    *inner, call = WORK.take().spans
+    assert [span.name for span in inner] == ["forward pass"] * 3 + (
+        ["forward and backward pass"] * 2 + ["optimizer step"]
+    ) * 2
+    assert all(span.depth == 1 and call.begin_s <= span.begin_s <= span.end_s <= call.end_s for span in inner)
+    tokens = sum(rollout.num_tokens for rollout in worker.shard)
+    for name in ("forward pass", "forward and backward pass"):
+        sizes = [span.args for span in inner if span.name == name]
+        assert sum(size["rollouts"] for size in sizes) == 8 and sum(size["tokens"] for size in sizes) == tokens
 
 
 def test_entropy_is_the_mean_over_trained_tokens_of_all_forward_passes(worker, path):

@@ -113,6 +113,50 @@ def test_work_of_a_rank_has_its_waits_with_the_phases_meanwhile(clock, trace, ev
     ]  # fmt: skip
 
 
+def test_work_lies_in_what_it_is_part_of_and_may_be_shown_on_other_tracks(clock, trace, events):
+    engine = Track("engine 0", "weights from rank 0")
+    log = WorkLog(lambda: clock.now)
+    with log.doing("update actor"):
+        clock.now += 1
+        with log.doing("forward and backward pass", rollouts=4):
+            clock.now += 2
+        with log.doing("optimizer step"):
+            clock.now += 1
+    for version in (1, 2):
+        clock.now += 1
+        log.add(Span(f"weights of version {version}", clock.now - 1, clock.now, args={"bytes": 8}, track=engine))
+    with log.doing("send_weights"), log.doing("inner"):
+        clock.now += 1
+    trace.work(RANK, log.take(), asked_s=clock.now)
+    # Another machine seems to have begun before the last work ended: what lies in a span stays in it.
+    clock.now += 1
+    spans = [Span("part", 6.25, 7.5, 1), Span("whole", 6.0, 8.0)]
+    trace.work(RANK, Work("other machine", 8.0, spans), asked_s=clock.now)
+    found = events()
+    assert shown(found.of(*RANK)) == [
+        (0, "update actor", 0, 4), (1, "forward and backward pass", 1, 3), (1, "optimizer step", 3, 4),
+        (0, "wait", 4, 6), (0, "send_weights", 6, 7), (1, "inner", 6, 7), (0, "whole", 7, 8), (1, "part", 7, 7.5),
+    ]  # fmt: skip
+    assert found.of(*RANK)[1].args == {"rollouts": 4}
+    assert [(each.name, each.begin / 1e6, each.end / 1e6, each.args) for each in found.of(*engine)] == [
+        ("weights of version 1", 4, 5, {"bytes": 8}), ("weights of version 2", 5, 6, {"bytes": 8}),
+    ]  # fmt: skip
+
+
+def test_wait_within_a_phase_names_it(clock, trace, events):
+    timeline = Timeline(clock, trace=trace)
+    trace.busy(RANK, "works")
+    clock.now += 1
+    trace.busy(RANK, None)
+    with timeline.phase("sync"):
+        clock.now += 1
+        with timeline.phase("wake"):
+            clock.now += 2
+        clock.now += 0.5
+        trace.busy(RANK, "works")
+    assert events().of(*RANK)[-2].args == {"waits for": "wake 2.000 s, sync 1.500 s"}
+
+
 def test_wait_over_several_phases_names_the_longest_first(clock, trace, events):
     timeline = Timeline(clock, trace=trace)
     trace.busy(RANK, "works")

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -28,11 +29,13 @@ class SyncReport(NamedTuple):
         size_bytes: size of all weights.
         num_buckets: number of buckets in which they were sent.
         failures: position of each engine that failed, and why. These engines have no usable weights.
+        ended_s: position of each engine, and when it answered last, by `time.perf_counter`.
     """
 
     size_bytes: int
     num_buckets: int
     failures: Mapping[int, str]
+    ended_s: Mapping[int, float]
 
 
 class WeightSource:
@@ -141,7 +144,7 @@ class WeightSource:
             self._room = None
         else:
             self._loaded_bytes = update.size_bytes
-        return SyncReport(update.size_bytes, update.num_buckets, receivers.failures)
+        return SyncReport(update.size_bytes, update.num_buckets, receivers.failures, receivers.ended_s)
 
     def open(self, size_bytes: int, names: list[str]) -> BucketBuffer:
         """Return a buffer that was kept if it is large enough and the same engines opened it, else a new one."""
@@ -292,7 +295,7 @@ class _Receivers:
     """The engines of one sync. Each gets one call after the other.
 
     Attributes:
-        failures: see `SyncReport`.
+        failures, ended_s: see `SyncReport`.
     """
 
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
@@ -300,6 +303,7 @@ class _Receivers:
         self._last: dict[int, asyncio.Task[None]] = {}  # call of each engine
         self._error: BaseException | None = None
         self.failures: dict[int, str] = {}
+        self.ended_s: dict[int, float] = {}
 
     @property
     def indices(self) -> list[int]:
@@ -339,6 +343,7 @@ class _Receivers:
             return
         try:
             await method(index, engine)
+            self.ended_s[index] = time.perf_counter()
         except WeightSyncError as error:
             self._error = self._error or error
         except Exception as error:

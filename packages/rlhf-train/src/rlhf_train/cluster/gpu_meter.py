@@ -64,8 +64,7 @@ class _Device:
     """A GPU, and what was sampled of it since the last `take`."""
 
     def __init__(self, nvml: Any, gpu: str) -> None:
-        get = nvml.nvmlDeviceGetHandleByIndex if gpu.isdigit() else nvml.nvmlDeviceGetHandleByUUID
-        handle = get(int(gpu) if gpu.isdigit() else gpu)
+        handle = nvml.nvmlDeviceGetHandleByIndex(int(gpu)) if gpu.isdigit() else _named(nvml, gpu)
         name = nvml.nvmlDeviceGetName(handle)
         self._name = name.decode() if isinstance(name, bytes) else name
         self._reads: dict[str, Callable[[], float]] = {
@@ -86,5 +85,16 @@ class _Device:
                 del self._reads[name]
 
     def take(self) -> GpuReading:
+        if not self._samples:  # a step that is shorter than the time between samples
+            self.sample()
         samples, self._samples = self._samples, {}
         return GpuReading(self._name, samples)
+
+
+def _named(nvml: Any, name: str) -> Any:
+    """Return NVML's handle of a GPU by its unique name. CUDA also takes the beginning of the name of a whole GPU."""
+    if name.startswith("GPU-"):
+        for handle in map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount())):
+            if nvml.nvmlDeviceGetUUID(handle).startswith(name):
+                return handle
+    return nvml.nvmlDeviceGetHandleByUUID(name)

@@ -58,7 +58,12 @@ def _metric(name: str, total: float, largest: float, count: int) -> Metric:
 
 
 def peak_flops(name: str) -> float | None:
-    """Return the dense operations per second in bfloat16 of a GPU by NVML's name, or None if it is not known."""
+    """Return the dense operations per second in bfloat16 of a GPU by NVML's name, or None if it is not known.
+
+    That of a part of a GPU, which NVML names like "NVIDIA H200 MIG 1g.18gb", is not.
+    """
+    if re.search(r"\bMIG\b", name):
+        return None
     return next((peak for part, peak in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from rlhf_rollout.rewards.model import ModelReward, ProcessReward, Scorer
 from rlhf_rollout.rewards.shaping import RunningMoments, clip_rewards, overlong_penalty, stop_properly
 from rlhf_train.generation.run_spec import DynamicSampling, RewardSpec
 from rlhf_train.generation.summaries import scored
+from rlhf_train.tracing.trace import Span, Trace, Track, Work, machine
 
 
 class NoReward:
@@ -26,19 +28,47 @@ class NoReward:
         """Do nothing."""
 
 
-def make_reward(spec: RewardSpec, scorers: Sequence[Sequence[Scorer]], log_path: Path) -> RewardFunction:
+class ShownScorer:
+    """A `Scorer` whose batches the file of the timeline shows on `track`, as the process that asks it sees them."""
+
+    def __init__(self, scorer: Scorer, trace: Trace, track: Track) -> None:
+        self._scorer, self._trace, self._track = scorer, trace, track
+
+    async def score(self, token_ids: list[Any]) -> list[Any]:
+        """See `Scorer`."""
+        began_s = self._trace.now()
+        args = {"sequences": len(token_ids)}
+        try:
+            return await self._scorer.score(token_ids)
+        except BaseException as error:
+            args["failed"] = type(error).__name__
+            raise
+        finally:
+            ended_s = self._trace.now()
+            self._trace.work(
+                self._track, Work(machine(), ended_s, [Span("scores", began_s, ended_s, 0, args)]), ended_s
+            )
+
+
+def make_reward(
+    spec: RewardSpec, scorers: Sequence[Sequence[Scorer]], log_path: Path, trace: Trace | None = None
+) -> RewardFunction:
     """Return the function that scores rollouts; without sources it gives each the reward 0.
 
     Args:
         spec: where rewards come from.
         scorers: the replicas of each reward model, in the order of `spec.models`.
         log_path: file for what reward functions print.
+        trace: the file of the timeline; None for none.
     """
     if not spec.sources:
         return NoReward()
     models = []
     for path, replicas in zip(spec.models, scorers, strict=True):
         kind = ProcessReward if path in spec.process_models else partial(ModelReward, by_turn=spec.reward_by_turn)
+        if trace is not None and trace.is_on:
+            tracks = [Track(f"reward model {Path(path).name}", f"replica {number}") for number in range(len(replicas))]
+            replicas = [ShownScorer(replica, trace, track) for replica, track in zip(replicas, tracks, strict=True)]
         models.append(kind(replicas, spec.calls, timeout_s=spec.model_timeout_s))
     return build_reward(spec.sources, spec.calls, log_path=log_path, models=models)
 

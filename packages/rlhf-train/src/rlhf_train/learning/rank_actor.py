@@ -13,7 +13,7 @@ from rlhf_rollout.ray_actors import RayEngine, node_address, prepare_process
 from rlhf_train.cluster.ray_session import DeviceMemoryError
 from rlhf_train.run.watch import stacks_written
 from rlhf_train.specs import ModelSpec
-from rlhf_train.tracing.trace import Work, WorkLog
+from rlhf_train.tracing.trace import WORK, Span, Track, Work
 
 if TYPE_CHECKING:
     from rlhf_train.batching import RankPlan
@@ -45,14 +45,12 @@ def _out_of_memory_told(hint: str, what: str = "") -> Iterator[None]:
 class RankActor:
     """Hosts a `TrainWorker` in a process of its own, and sends its weights to engines."""
 
-    _work_log = WorkLog()  # of this process, which has no other rank
-
     def __init__(self, gpus: Sequence[str] = ()) -> None:
         prepare_process(gpus)
 
     def take_work(self) -> Work:
         """Return what this rank has done since the last call."""
-        return self._work_log.take()
+        return WORK.take()
 
     def master_address(self) -> tuple[str, int]:
         """Return the host and port where the ranks of this rank set meet."""
@@ -78,7 +76,7 @@ class RankActor:
         from rlhf_train.learning.rehearsal import limited_memory, rehearse, share_beside_engines
         from rlhf_train.learning.worker import TrainWorker
 
-        with self._work_log.doing("load"), compiled_ahead(models, job, rank):
+        with WORK.doing("load"), compiled_ahead(models, job, rank):
             started = time.perf_counter()
             # On CPUs the ranks of a set compute at the same time and split the cores, with the engines if these
             # generate meanwhile. Other sets mostly compute while this set waits, so they are not counted.
@@ -123,7 +121,7 @@ class RankActor:
         """Call a method of the `TrainWorker` and return its result."""
         name = f"{method} {args[0]}" if method in ("run_model", "update") else method
         told = _out_of_memory_told(_SMALLER_PASSES) if method in _PASSES else nullcontext()
-        with self._work_log.doing(name), stacks_written(), told:
+        with WORK.doing(name), stacks_written(), told:
             return getattr(self._worker, method)(*args, **kwargs)
 
     @stacks_written()
@@ -144,7 +142,7 @@ class RankActor:
         started = time.perf_counter()
         worker = copy(self._worker)  # the same models, with a shard of its own
         worker.load_rollouts(columns, plan)
-        with self._work_log.doing(f"run_block {' '.join(roles)}"):
+        with WORK.doing(f"run_block {' '.join(roles)}"):
             metrics = [worker.run_model(role) for role in roles]
         return worker.export_columns(names), (metrics, time.perf_counter() - started)
 
@@ -155,13 +153,21 @@ class RankActor:
         Returns the weights' size in bytes, 0 without engines, and why engines failed, by number. A rank without engines
         only takes part in gathering the weights.
         """
-        with self._work_log.doing(f"send_weights of version {policy_version}"):
+        with WORK.doing(f"send_weights of version {policy_version}"):
             weights = self._worker.engines["actor"].named_weights()
             if not engines:
                 for _ in weights:
                     pass
                 return 0, {}
             names = [engine.process for engine in engines.values()]
+            began_s = time.perf_counter()
             report = self._sender.send(weights, list(engines.values()), policy_version, names)
         numbers = list(engines)
+        for index, ended_s in report.ended_s.items():
+            size = {
+                "bytes": report.size_bytes,
+                **({"failed": report.failures[index]} if index in report.failures else {}),
+            }
+            track = Track(f"engine {numbers[index]}", f"weights from rank {self._worker.rank}")
+            WORK.add(Span(f"weights of version {policy_version}", began_s, ended_s, args=size, track=track))
         return report.size_bytes, {numbers[index]: reason for index, reason in report.failures.items()}

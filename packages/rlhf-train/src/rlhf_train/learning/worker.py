@@ -42,6 +42,7 @@ from rlhf_train.run.metrics import METRIC_PREFIXES, Mean, Metric, merge_metrics,
 from rlhf_train.run.models import load_model, own_base, without_dropout, write_model
 from rlhf_train.run.rank_state import StateWriter
 from rlhf_train.specs import ModelSpec
+from rlhf_train.tracing.trace import WORK
 
 
 class TrainWorker:
@@ -147,7 +148,8 @@ class TrainWorker:
         entropy = Mean(0.0, 0.0)
         with awake(self._frozen.get(role)):
             for rows in self._plan.forward_batches:
-                outputs, mask = self._forward(role, rows)
+                with WORK.doing("forward pass", **self._size(rows)):
+                    outputs, mask = self._forward(role, rows)
                 if not rows:
                     continue
                 values = outputs["values" if role == "critic" else "logprobs"]
@@ -257,18 +259,14 @@ class TrainWorker:
         if balance is not None:
             balance.count([(partial(self._run_layers, role, rows), bool(rows)) for rows in passes])
         for index, rows in enumerate(passes):
-            if role == "critic":
-                outputs, mask = self._forward(role, rows)
-                columns = self._experience.columns
-                inputs = {name: self._cut(columns[name], rows, mask.shape[1]) for name in ("values", "returns")}
-                loss, metrics = critic_loss(outputs["values"], mask, inputs, self._algorithm, mini_batch.denominators)
-            else:
-                loss, metrics = self._actor_loss(rows, mini_batch.denominators, objective, is_first)
-            if balance is not None:
-                loss, metrics[f"{METRIC_PREFIXES[role]}/aux_loss"] = balance.add_to(loss, has_rows=bool(rows))
-            engine.backward(loss, is_last=index == len(passes) - 1)
+            with WORK.doing("forward and backward pass", **self._size(rows)):
+                loss, metrics = self._loss(role, rows, mini_batch.denominators, objective, is_first)
+                if balance is not None:
+                    loss, metrics[f"{METRIC_PREFIXES[role]}/aux_loss"] = balance.add_to(loss, has_rows=bool(rows))
+                engine.backward(loss, is_last=index == len(passes) - 1)
             parts.append(metrics)
-        stats = engine.step()
+        with WORK.doing("optimizer step"):
+            stats = engine.step()
         if not math.isfinite(stats.grad_norm):
             hint = f"lower the {role}'s learning rate; rollouts.jsonl has what it was trained on"
             raise EngineError(f"the gradient of the {role} is not finite ({stats.grad_norm})", hint=hint)
@@ -277,10 +275,26 @@ class TrainWorker:
         num_rollouts = sum(map(len, mini_batch.micro_batches))
         return update_metrics(role, parts, stats, num_rollouts=num_rollouts, num_shards=self._num_shards)
 
+    def _loss(
+        self,
+        role: str,
+        rows: Sequence[int],
+        denominators: Denominators,
+        objective: PolicyObjective,
+        is_first: bool,
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """Run a model on rows of the shard; return this micro-batch's share of the update's loss, and metrics."""
+        if role == "actor":
+            return self._actor_loss(rows, denominators, objective, is_first)
+        outputs, mask = self._forward(role, rows)
+        columns = self._experience.columns
+        inputs = {name: self._cut(columns[name], rows, mask.shape[1]) for name in ("values", "returns")}
+        return critic_loss(outputs["values"], mask, inputs, self._algorithm, denominators)
+
     def _actor_loss(
         self, rows: Sequence[int], denominators: Denominators, objective: PolicyObjective, is_first: bool
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """Run the actor on rows of the shard; return this micro-batch's share of the update's loss, and metrics."""
+        """Do what `_loss` does for the actor."""
         spec = self._algorithm
         experience = self._experience
         batch = self._batch("actor", rows)
@@ -339,6 +353,10 @@ class TrainWorker:
     def _batch(self, role: str, rows: Sequence[int]) -> TokenBatch:
         """Return rows of the shard as a batch, packed or padded as `role` needs. Only the actor replays routes."""
         return token_batch(self._experience, rows, self._device, self._specs[role], with_routes=role == "actor")
+
+    def _size(self, rows: Sequence[int]) -> dict[str, int]:
+        """Return what the timeline shows of a pass."""
+        return {"rollouts": len(rows), "tokens": sum(len(self._experience.token_ids[row]) for row in rows)}
 
     def _cut(self, column: Tensor, rows: Sequence[int], width: int) -> Tensor:
         """Return rows of a [B, T] tensor on the device, cut to `width` columns; without rows, one row of zeros."""

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 LIMIT_BYTES = 256 << 20  # viewers hold a whole file in memory, several times as large
 _FLUSH_BYTES = 1 << 16
 _KEPT_PHASES = 1024
-_KEPT_WORK = 1024  # of a run without a timeline, where nobody takes it
+_KEPT_WORK = 1 << 14  # of a run without a timeline, where nobody takes it
 _SHORTEST_WAIT_S = 0.001
 _GROUPS = "prompts"  # the process of the viewer that shows rollout groups
 
@@ -35,11 +36,22 @@ PARTS = Track("controller", "steps")
 
 
 class Span(NamedTuple):
-    """What has ended: its name, and its begin and end in seconds."""
+    """What has ended.
+
+    Attributes:
+        name: what it was.
+        begin_s, end_s: seconds of a clock.
+        depth: how many spans it lies in.
+        args: more about it.
+        track: where it is shown; None for the track of its process.
+    """
 
     name: str
     begin_s: float
     end_s: float
+    depth: int = 0
+    args: Mapping[str, Any] = MappingProxyType({})
+    track: Track | None = None
 
 
 class Work(NamedTuple):
@@ -48,7 +60,7 @@ class Work(NamedTuple):
     Attributes:
         machine: see `machine`.
         now_s: what the process's clock shows, in seconds.
-        spans: by the same clock, in their order.
+        spans: by the same clock.
     """
 
     machine: str
@@ -57,26 +69,37 @@ class Work(NamedTuple):
 
 
 class WorkLog:
-    """Notes what this process does, one thing at a time, for `Trace.work` of another process."""
+    """Notes what this process does, one thing within another, for `Trace.work` of another process."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._spans: deque[Span] = deque(maxlen=_KEPT_WORK)
+        self._depth = 0
 
     @contextmanager
-    def doing(self, name: str) -> Iterator[None]:
-        """Note the time of a `with` block as `name`."""
+    def doing(self, name: str, **args: Any) -> Iterator[None]:
+        """Note the time of a `with` block as `name`, with `args`."""
         begin_s = self._clock()
+        self._depth += 1
         try:
             yield
         finally:
-            self._spans.append(Span(name, begin_s, self._clock()))
+            self._depth -= 1
+            self.add(Span(name, begin_s, self._clock(), self._depth, args))
+
+    def add(self, span: Span) -> None:
+        """Note what has ended, by `time.perf_counter`."""
+        self._spans.append(span)
 
     def take(self) -> Work:
         """Return what was done since the last call."""
         spans = list(self._spans)
         self._spans.clear()
         return Work(machine(), self._clock(), spans)
+
+
+WORK = WorkLog()
+"""What this process does, if it is a rank."""
 
 
 class Trace:
@@ -117,6 +140,7 @@ class Trace:
         self._open: dict[Track, list[str]] = {}  # names of what has begun, the innermost last
         self._items: dict[str, str] = {}  # rollout groups by id, with what happens to them
         self._phases: deque[Span] = deque(maxlen=_KEPT_PHASES)
+        self._phase_from = 0.0  # since when the open phase counts
         self._busy_to: dict[Track, float] = {}  # the end of the last work on a track
         self._shifts: dict[str, tuple[float, float]] = {}  # by machine: seconds of the quickest answer, and the shift
 
@@ -145,6 +169,7 @@ class Trace:
             self._open.setdefault(track, []).append(name)
             self._event("B", name, track, at_s, **_args(args))
         if track.process == CONTROLLER.process:
+            self._phase_from = self.now() if at_s is None else at_s
             self.flush()  # after a kill, the file says in what
 
     def end(self, track: Track, at_s: float | None = None) -> None:
@@ -193,6 +218,7 @@ class Trace:
         """Note for `work` what the run did between two times of the clock."""
         if self.is_on:
             self._phases.append(Span(name, begin_s, end_s))
+            self._phase_from = end_s
 
     def busy(self, track: Track, doing: str | None) -> None:
         """Begin what a process does, or end it with None. A wait between is added with the phases of the run then."""
@@ -202,7 +228,7 @@ class Trace:
         self._busy_to[track] = self._clock()  # after what ends, so that a wait begins later
 
     def work(self, track: Track, work: "Work", asked_s: float) -> None:
-        """Add what another process did, in its order, and the waits between.
+        """Add what another process did, and the waits between.
 
         Args:
             track: of the process.
@@ -216,11 +242,18 @@ class Trace:
             found = answered_s - asked_s, (answered_s + asked_s) / 2 - work.now_s
             self._shifts[work.machine] = min(found, self._shifts.get(work.machine, found))
             shift = self._shifts[work.machine][1]
-        for name, begin_s, end_s in work.spans:
-            begin_s = max(begin_s + shift, self._busy_to.get(track, self._start))
-            self._wait(track, begin_s)
-            self.slice(track, name, begin_s, end_s + shift)
-            self._busy_to[track] = max(end_s + shift, begin_s)
+        floors: dict[Track, float] = {}  # by track, when the last of its outermost spans may begin
+        for span in sorted(work.spans, key=lambda span: (span.begin_s, span.depth)):
+            shown_on = span.track or track
+            if not span.depth or shown_on not in floors:
+                floors[shown_on] = self._busy_to.get(shown_on, self._start)
+            begin_s = max(span.begin_s + shift, floors[shown_on])
+            end_s = max(span.end_s + shift, begin_s)
+            if not span.depth:
+                if span.track is None:
+                    self._wait(track, begin_s)
+                self._busy_to[shown_on] = end_s
+            self.slice(shown_on, span.name, begin_s, end_s, **span.args)
 
     def _wait(self, track: Track, until_s: float) -> None:
         """Add the wait from the last work on a track, if it was long enough to see."""
@@ -230,7 +263,9 @@ class Trace:
 
     def _waited_for(self, begin_s: float, end_s: float) -> dict[str, str]:
         seconds: Counter[str] = Counter()
-        for phase in reversed(self._phases):
+        phases = self._phases.copy()  # at once: the thread of the run goes on
+        phases.extend(Span(name, self._phase_from, end_s) for name in self._open.get(CONTROLLER, [])[-1:])
+        for phase in reversed(phases):
             if phase.end_s <= begin_s:
                 break
             if (common := min(phase.end_s, end_s) - max(phase.begin_s, begin_s)) > 0:
