@@ -56,7 +56,9 @@ def random_group(rng, number):
         return Span(SpanSource.POLICY, ids, np.where(rng.random(len(ids)) < 0.2, odd, logprobs), int(rng.integers(9)))
 
     messages = ({"role": "user", "content": "a\nb"},) if rng.random() < 0.5 else None
-    prompt = Prompt(f"p{number}", tokens(), "2+2=\u00e9", None if rng.random() < 0.3 else "4", "sums", messages)
+    images = ("a b.png", "/\u00e9.png")[: number % 3]
+    label = None if rng.random() < 0.3 else "4"
+    prompt = Prompt(f"p{number}", tokens(), "2+2=\u00e9", label, "sums", messages, images=images)
     episodes = []
     for index in range(3):
         rollouts = []
@@ -70,7 +72,8 @@ def random_group(rng, number):
             routes = None
             if rng.random() < 0.5:
                 routes = rng.integers(0, rng.choice([4, 256, 257]), (rng.integers(rollout.num_tokens + 1), 3, 2))
-            rollouts.append(dataclasses.replace(rollout, verdict=random_verdict(rng, rollout), routes=routes))
+            found = {"verdict": random_verdict(rng, rollout), "routes": routes, "images": images}
+            rollouts.append(dataclasses.replace(rollout, **found))
         episodes.append(Episode(f"{group_id}/e{index}", group_id, tuple(rollouts)))
     return RolloutGroup(group_id, prompt, tuple(episodes))
 

@@ -1,5 +1,7 @@
 """Models that read images, against plain transformers."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -47,8 +49,8 @@ def examples(vision):
 def test_logprobs_of_a_padded_batch_are_those_of_plain_transformers(vision):
     path, encoder = vision
     items = examples(vision)
-    images = [read_image(ref, "r") for item in items for ref in item.images]
-    batch = TokenBatch.padded([item.token_ids for item in items], 0).with_images(encoder.reader.arrays(images))
+    refs = [ref for item in items for ref in item.images]
+    batch = TokenBatch.padded([item.token_ids for item in items], 0).with_images(encoder.reader.arrays(refs))
     actor = load_actor(path, dtype="float32", images="trained").eval()
     logprobs = actor(batch).logprobs
     plain = AutoModelForImageTextToText.from_pretrained(path)
@@ -56,15 +58,20 @@ def test_logprobs_of_a_padded_batch_are_those_of_plain_transformers(vision):
         ids = torch.tensor(item.token_ids.astype(np.int64))[None]
         more = {}
         if item.images:
-            arrays = encoder.reader.arrays([read_image(ref, "r") for ref in item.images])
-            more = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            made = encoder.reader.processed([read_image(ref, "r") for ref in item.images])
+            more = {name: torch.from_numpy(made[name]) for name in made if name not in ("rows", "cols")}
             if encoder.reader.family != "smolvlm":
                 more["mm_token_type_ids"] = (ids == plain.config.image_token_id).int()
         with torch.no_grad():
             logits = plain(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits
         own = logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
         torch.testing.assert_close(logprobs[row, 1 : ids.shape[1]], own, atol=1e-5, rtol=0)
-    other = batch.with_images(encoder.reader.arrays([image.rotate(180) for image in images]))
+    turned = []
+    for ref in refs:
+        file = io.BytesIO()
+        read_image(ref, "r").rotate(180).save(file, "PNG")
+        turned.append(file.getvalue())
+    other = batch.with_images(encoder.reader.arrays(turned))
     assert not torch.allclose(actor(other).logprobs[:2], logprobs[:2], atol=1e-4)
 
 
@@ -107,6 +114,11 @@ def test_weights_that_read_images_are_trained_or_kept(vision, images):
     eyes = {name for name, _ in actor.named_parameters() if any(part in name for part in ("vis", "connector"))}
     assert eyes
     assert frozen == (eyes if images == "frozen" else set())
+    # Without images in a batch, the same weights have gradients as with some: ranks add them up together.
+    actor(TokenBatch.padded([[1, 2, 3]], 0)).logprobs.sum().backward()
+    gradients = {name: weight.grad for name, weight in actor.named_parameters() if weight.requires_grad}
+    assert all(gradient is not None for gradient in gradients.values())
+    assert {name for name, gradient in gradients.items() if not gradient.any()} & eyes == eyes - frozen
 
 
 def test_places_without_images_and_packing_are_refused(vision):
@@ -114,6 +126,6 @@ def test_places_without_images_and_packing_are_refused(vision):
     with pytest.raises(DataError, match=r"r:1: the chat template wrote 1 places for 0 images"):
         encoder.reader.expand(np.array([encoder.reader.image_id], np.int32), np.array([True]), (), "r:1")
     with pytest.raises(DataError, match=r"cannot be packed\n\nhint: "):
-        TokenBatch.packed([[1, 2]]).with_images({})
-    with pytest.raises(ConfigError, match="`rlhf sft` trains it on rows with images"):
+        TokenBatch.packed([[1, 2]]).with_images({"pixel_values": np.zeros(1)})
+    with pytest.raises(ConfigError, match="`rlhf sft` and `rlhf ppo` train it on rows with images"):
         load_actor(path, dtype="float32")

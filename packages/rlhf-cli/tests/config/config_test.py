@@ -18,6 +18,9 @@ from rlhf_train.algorithms.table import ALGORITHMS
 GIVEN = "--pretrain m --prompt_data p.jsonl --remote_rm_url r.py"
 
 
+IMAGES = "--image_key i --apply_chat_template"
+
+
 def ppo(*argv: str) -> Parsed[PpoConfig]:
     return CommandLine(config=PpoConfig, prog="rlhf ppo", recipe=lowest_layer).parse(argv)
 
@@ -212,6 +215,13 @@ def test_parse_flag_that_resembles_no_other_gets_no_guess(flag):
         ("--stop END ''", "--stop: a text that ends responses must not be empty"),
         ("--stop END --agent_func_path a.py", "--stop ends responses of single turns, and an agent says"),
         ("--eps_clip_low_high 1.5 0.2", "--eps_clip_low_high is 1.5; it must be below 1"),
+        ("--image_key i --apply_chat_template false", "--image_key needs a chat template"),
+        (f"{IMAGES} --agent_func_path a.py", "--image_key needs single turns"),
+        (f"{IMAGES} --reward_pretrain m", "--image_key needs rewards that read text"),
+        (f"{IMAGES} --teacher_model m", "--image_key needs rewards: a teacher"),
+        (f"{IMAGES} --packing_samples", "a model that reads images is trained in padded batches"),
+        (f"{IMAGES} --lora_rank 2", "a model that reads images is trained in padded batches"),
+        (f"{IMAGES} --zero_stage 3", "a model that reads images is trained in padded batches"),
     ],
 )
 def test_parse_impossible_value_says_what_is_allowed(argv, message):

@@ -225,6 +225,7 @@ class Rollout:
         verdict: the result of scoring; None before it.
         routes: [R, layers, top_k] of the smallest unsigned type: the experts that the engine sent the first R tokens
             through, R <= L, by layers of the model. Layers without experts have zeros. None if the engine did not say.
+        images: the paths of the images whose tokens it has, in order.
     """
 
     rollout_id: str
@@ -234,6 +235,7 @@ class Rollout:
     text: str = ""
     verdict: Verdict | None = None
     routes: np.ndarray | None = None
+    images: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         freeze_routes(self)

@@ -21,7 +21,7 @@ from rlhf_models.attention.sequence_parallel import SequenceGroup, SequencePart,
 from rlhf_models.attention.shared_prompts import SharedPrompts, bounds_arguments
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.pack_graph import PackGraph, can_be_replayed
-from rlhf_models.images import image_arguments
+from rlhf_models.images import image_arguments, reaching_images
 
 # Families whose packed log-probs `tests/families` compares with those of each sequence alone.
 _EXAMINED = """
@@ -187,4 +187,6 @@ def run_backbone(model: nn.Module, batch: TokenBatch, sequence_group: SequenceGr
         output = model(input_ids=part.input_ids, position_ids=position_ids, use_cache=False, **arguments)
     if watch is not None:
         watch.see(getattr(output, "router_logits", None), part)
+    if hasattr(base, "image_weights"):
+        output.last_hidden_state = reaching_images(base, batch, output.last_hidden_state)
     return output

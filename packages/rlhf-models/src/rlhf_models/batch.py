@@ -120,7 +120,9 @@ class TokenBatch:
         return replace(self, routes=to_device(rows, self.input_ids.device))
 
     def with_images(self, arrays: Mapping[str, np.ndarray]) -> "TokenBatch":
-        """Return the batch with the images of its sequences, in order. Raises DataError if it is packed."""
+        """Return the batch with the images of its sequences, in order, if any. Raises DataError if it is packed."""
+        if not arrays:
+            return self
         if self.is_packed:
             raise DataError("sequences with images cannot be packed", hint="turn packing off")
         device = self.input_ids.device

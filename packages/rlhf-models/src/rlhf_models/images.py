@@ -23,6 +23,17 @@ def language_model_class(config: Any) -> Any:
     return AutoModelForImageTextToText if has_other else AutoModelForCausalLM
 
 
+def reaching_images(base: Any, batch: TokenBatch, hidden: Tensor) -> Tensor:
+    """Return the hidden states of a pass, through which all trained weights that read images get a gradient.
+
+    It is 0 in a batch without images. Ranks reduce the gradients of the same weights, whatever is in their batches.
+    """
+    weights = getattr(base, "image_weights", ())
+    if batch.images is not None or not weights or not hidden.requires_grad:
+        return hidden
+    return hidden + 0 * sum(weight.flatten()[0] for weight in weights)
+
+
 def image_arguments(base: Any, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the positions of a batch with images, and the other arguments of a forward pass.
 

@@ -15,7 +15,7 @@ from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, locate
 from rlhf_models.actor import Actor
 from rlhf_models.attention.packed import PACKED_ATTENTIONS, UNPACKED, choose_attention, packed_attention_here
 from rlhf_models.backbone import check_packs
-from rlhf_models.checkpoint.beyond_text import freeze_beyond_text, note_left_out
+from rlhf_models.checkpoint.beyond_text import freeze_beyond_text, note_left_out, weights_beyond_text
 from rlhf_models.checkpoint.empty import load_empty, stored_tensors
 from rlhf_models.checkpoint.files import check_weights, quiet_transformers, tensor_files
 from rlhf_models.checkpoint.heads import check_no_head, load_head, require_head
@@ -110,7 +110,7 @@ def check_generates(path: str | Path, config: Any, *, images: bool = False) -> N
         raise ConfigError(message, hint="use a model of a family that generates text, such as those in docs/models.md")
     hint = "use a text model of the same family, or a family with images from docs/models.md, such as gemma3 or qwen3_5"
     if config.model_type in IMAGE_FAMILIES:
-        hint = f"`rlhf sft` trains it on rows with images; for text, {hint}"
+        hint = f"`rlhf sft` and `rlhf ppo` train it on rows with images, ``image_key``; for text, {hint}"
     raise ConfigError(f"{message}: it also reads images, videos or sounds, and has no class for text alone", hint=hint)
 
 
@@ -347,7 +347,9 @@ def _load_model(
     if needs_head:
         check_no_head(path, config, report["unexpected_keys"])
     note_left_out(model, path, config, report["unexpected_keys"])
-    if images != "trained":
+    if images == "trained":
+        model.base_model.image_weights = tuple(weights_beyond_text(model))
+    else:
         freeze_beyond_text(model)
     if model.base_model is model and hasattr(model, "model"):
         _leave_larger_model(model, path)

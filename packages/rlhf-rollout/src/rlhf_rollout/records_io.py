@@ -48,7 +48,8 @@ def rollout_record(
     bytes in Base64. `prompt_token_ids` is null where they are the tokens of the first span. `turn_rewards` and
     `earned_elsewhere` add up to `reward`. `token_rewards` holds pairs of a place in `token_ids` and a reward. `reward`,
     `score`, `verdict` and `score_seconds` are null for a rollout that was not scored. `prompt_extra` is there if the
-    prompt has extra cells. Without `has_tokens`, `token_ids` and `logprobs` are null.
+    prompt has extra cells, `images` with the paths of its images if it has any. Without `has_tokens`, `token_ids` and
+    `logprobs` are null.
     """
     prompt = group.prompt
     is_first_span = np.array_equal(prompt.token_ids, rollout.spans[0].token_ids)
@@ -64,6 +65,7 @@ def rollout_record(
         "messages": None if prompt.messages is None else [dict(message) for message in prompt.messages],
         "label": prompt.label,
         **({"prompt_extra": dict(prompt.extra)} if prompt.extra else {}),
+        **({"images": list(rollout.images)} if rollout.images else {}),
         "text": rollout.text,
         "token_ids": rollout.token_ids.tolist() if has_tokens else None,
         "logprobs": _numbers(rollout.rollout_logprobs) if has_tokens else None,
@@ -272,7 +274,7 @@ def _group(lines: Sequence[_Parsed], fields: Mapping[str, Any]) -> RolloutGroup:
         messages = None if first["messages"] is None else tuple(first["messages"])
         token_ids = first["prompt_token_ids"] or rollout.spans[0].token_ids
         known = (first["prompt"], first["label"], first["source"], messages, first.get("prompt_extra", {}))
-        prompt = Prompt(first["prompt_id"], token_ids, *known)
+        prompt = Prompt(first["prompt_id"], token_ids, *known, rollout.images)
     except _UNREADABLE as error:
         raise _unreadable(where, error) from None
     group = RolloutGroup(rollout.group_id, prompt, tuple(episodes))
@@ -320,7 +322,9 @@ def _rollout(record: Mapping[str, Any], tokens: tuple[np.ndarray, np.ndarray] | 
         )
     reason = FinishReason(record["finish_reason"])
     routes = unpack_array(record["routes"])
-    return Rollout(record["rollout_id"], record["group_id"], tuple(spans), reason, record["text"], verdict, routes)
+    images = tuple(record.get("images", ()))
+    names = (record["rollout_id"], record["group_id"])
+    return Rollout(*names, tuple(spans), reason, record["text"], verdict, routes, images)
 
 
 def pack_array(array: np.ndarray | None) -> dict[str, Any] | None:

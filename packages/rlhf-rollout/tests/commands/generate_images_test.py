@@ -1,8 +1,10 @@
 """`generate --image_key`: responses to prompts with images, rows whose images are bad, and what is refused."""
 
+import base64
 import json
 import struct
 import zlib
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -46,7 +48,8 @@ def bomb(path):
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
 
 
-def test_generate_answers_prompts_with_images_and_counts_rows_whose_images_are_bad(folder, capsys):
+def test_generate_answers_prompts_with_images_and_counts_rows_whose_images_are_bad(folder, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     (folder / "torn.png").write_bytes((folder / "pictures" / "1-0.png").read_bytes()[:60])
     bomb(folder / "bomb.png")
     Image.new("I;16", (40, 40)).save(folder / "deep.png")
@@ -54,6 +57,8 @@ def test_generate_answers_prompts_with_images_and_counts_rows_whose_images_are_b
     for name in ("torn.png", "bomb.png", "deep.png", "none.png"):
         rows.append({"input": "colour?", "images": name})
     rows.append({"input": "colour?", "images": "data:image/png;base64,AAAA"})
+    held = (folder / "pictures" / "1-0.png").read_bytes()
+    rows += [{"input": "count?", "images": "data:image/png;base64," + base64.b64encode(held).decode()}] * 2
     write(folder, rows)
     # More than one row of a hundred is bad, which is an error that shows the first of them.
     assert main(words()) != 0
@@ -63,12 +68,14 @@ def test_generate_answers_prompts_with_images_and_counts_rows_whose_images_are_b
     assert not (folder / "out.jsonl").exists()
     assert main(words("--skip_bad_rows")) == 0
     told = capsys.readouterr().err
-    assert "3 prompts" in told
+    assert "5 prompts" in told
     assert "5 " in told
     records = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
-    assert [record["images"] for record in sorted(records, key=lambda record: record["prompt_id"])] == [
-        [str(folder / "pictures" / f"1-{number}.png")] for number in range(3)
-    ]
+    records.sort(key=lambda record: int(record["prompt_id"].rpartition(":")[2]))
+    *files, [one], [other] = [record["images"] for record in records]
+    assert files == [[str(folder / "pictures" / f"1-{number}.png")] for number in range(3)]
+    assert one == other
+    assert (folder / "cache" in Path(one).parents, Path(one).read_bytes()) == (True, held)
 
 
 def test_engines_sample_no_token_that_stands_for_an_image(folder):
@@ -87,10 +94,10 @@ def test_engines_sample_no_token_that_stands_for_an_image(folder):
     ("more", "says"),
     [
         (["--engine", "fake"], "use --engine transformers or vllm"),
-        (["--agent_func_path", "agent.py"], "use no --agent_func_path"),
-        (["--post_processor", "plain"], "use no --post_processor"),
+        (["--agent_func_path", "agent.py"], "drop --agent_func_path"),
+        (["--post_processor", "plain"], "drop --post_processor"),
         (["--image_key", "picture"], "no row of --prompt_data has images"),
-        (["--apply_chat_template", "false"], "use --apply_chat_template"),
+        (["--apply_chat_template", "false"], "add --apply_chat_template"),
     ],
 )
 def test_what_does_not_work_with_images_is_refused(folder, capsys, more, says):

@@ -10,7 +10,6 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from rlhf_data.errors import ConfigError, EngineError
-from rlhf_data.images.files import read_image
 from rlhf_data.images.reader import open_image_reader
 from rlhf_data.prompts import load_prompts
 from rlhf_data.rows.sources import open_sources
@@ -56,7 +55,7 @@ def expected(path, reader, prompt, token_ids):
     ids = torch.tensor(np.concatenate([prompt.token_ids, token_ids]).astype(np.int64))[None]
     more = {}
     if prompt.images:
-        arrays = reader.arrays([read_image(ref, "r") for ref in prompt.images])
+        arrays = reader.arrays(prompt.images)
         more = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if reader.family != "smolvlm":
             more["mm_token_type_ids"] = (ids == reader.image_id).int()

@@ -54,6 +54,9 @@ class Core:
         self.called(method)
         return self.answers.get(method, [[]])
 
+    def reset_encoder_cache(self) -> None:
+        self.called("reset_encoder_cache")
+
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         self.called("reset_prefix_cache")
         return True
@@ -322,9 +325,11 @@ def test_time_limits_of_requests_and_of_calls_that_drain_are_on_doing_nothing(
     ]
 
 
-@pytest.mark.parametrize("keep_kv", [False, True])
-def test_kept_request_goes_on_at_the_end_of_the_update_and_not_amid_it(engine: Any, core: Core, keep_kv: bool) -> None:
-    engine._spec = dataclasses.replace(engine._spec, keep_kv=keep_kv)
+@pytest.mark.parametrize(("keep_kv", "images"), [(False, False), (True, True)])
+def test_kept_request_goes_on_at_the_end_of_the_update_and_not_amid_it(
+    engine: Any, core: Core, keep_kv: bool, images: bool
+) -> None:
+    engine._spec = dataclasses.replace(engine._spec, keep_kv=keep_kv, images=images)
 
     async def scenario() -> None:
         core.may_step.clear()
@@ -344,6 +349,7 @@ def test_kept_request_goes_on_at_the_end_of_the_update_and_not_amid_it(engine: A
         await engine.finish_weight_update()
         assert await running == "answered"
         assert core.calls.count("reset_prefix_cache") == (not keep_kv)
+        assert core.calls.count("reset_encoder_cache") == images
 
     asyncio.run(scenario())
 

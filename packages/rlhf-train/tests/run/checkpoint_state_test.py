@@ -36,7 +36,7 @@ def waiting_group(name: str) -> RolloutGroup:
     logprobs = np.array(BITS, np.uint32).view(np.float32)
     spans = (Span(SpanSource.PROMPT, [1, 2]), Span(SpanSource.POLICY, [2**31 - 1, 0, 7], logprobs, 3))
     verdict = Verdict(VerdictKind.OK, 0.1, seconds=1 / 3)
-    rollout = Rollout(f"{name}/0", name, spans, FinishReason.STOP, "\ud800 \u00e9", verdict)
+    rollout = Rollout(f"{name}/0", name, spans, FinishReason.STOP, "\ud800 \u00e9", verdict, images=("a b.png",))
     prompt = Prompt("p", [1, 2], "2+2=\udfff", extra={"n": [1, {"deep": None}]}, images=("a b.png",))
     return RolloutGroup(name, prompt, (Episode(f"{name}/e", name, (rollout,)),))
 
@@ -82,7 +82,7 @@ def test_groups_of_a_state_are_in_a_file_of_their_own(tmp_path):
     for name, group in {"a": read["dropped"][0], "b": read["tickets"][1][1]}.items():
         [rollout] = group.rollouts
         assert (group.group_id, rollout.text, group.prompt.text) == (name, "\ud800 \u00e9", "2+2=\udfff")
-        assert group.prompt.images == ("a b.png",)
+        assert group.prompt.images == rollout.images == ("a b.png",)
         assert (group.prompt.extra, rollout.verdict.seconds) == ({"n": [1, {"deep": None}]}, 1 / 3)
         prompt, answer = rollout.spans
         assert (prompt.token_ids.tolist(), answer.token_ids.tolist()) == ([1, 2], [2**31 - 1, 0, 7])

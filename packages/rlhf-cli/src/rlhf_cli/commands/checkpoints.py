@@ -203,7 +203,8 @@ def _model_spec(options: dict[str, Any], checkpoint: Checkpoint, role: str, may_
     if base is None:
         raise ConfigError(f"the run's {CONFIG_FILE} names no model", hint="put the one of the run into its folder")
     spec = section.spec(model_path(trusted(base, may_run)), {"zero_stage": 0})
-    return replace(spec, lora=lora, chat_template=checkpoint.state().get("run", {}).get("chat_template"))
+    images = "trained" if options.get("data", {}).get("image_key") else ""
+    return replace(spec, lora=lora, images=images, chat_template=checkpoint.state().get("run", {}).get("chat_template"))
 
 
 def _check_model(spec: ModelSpec, checkpoint: Checkpoint, role: str) -> None:

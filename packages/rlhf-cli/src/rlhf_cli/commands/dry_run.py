@@ -100,7 +100,7 @@ def _look(parsed: Parsed[PpoConfig], folder: Path, absent: Absent) -> tuple[Inpu
 
 def _check_model(config: PpoConfig, name: str) -> None:
     """Raise ConfigError for a model that cannot be run as the flags say."""
-    model_config, _ = load_model_files(model_path(name))
+    model_config, _ = load_model_files(model_path(name), images=bool(config.images))
     check_attention(config.model, model_config)
     check_experts(config.model, model_config)
     check_engine(model_config)

@@ -34,7 +34,7 @@ from rlhf_cli.preflight.resume import (
     steps_of_ended_run,
     to_store,
 )
-from rlhf_data.errors import ConfigError, DataError, unknown
+from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.options.command_line import CommandLine, Parsed, to_toml
 from rlhf_data.options.declare import matching
 from rlhf_data.pretrained import set_chat_template
@@ -195,6 +195,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     from rlhf_cli.preflight.models import check_context, check_trained, load_model_files
     from rlhf_data.images.reader import load_image_reader
     from rlhf_data.keys import unread_tools
+    from rlhf_data.prompts import check_has_images
     from rlhf_models.loading import check_tokenizer_fits
     from rlhf_rollout.host import free_port
     from rlhf_train.offline.epochs import OfflineSchedule
@@ -220,9 +221,8 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         flag: _load(config, flag, rows, encoder, num_ids, console, process.rank) for flag, rows in sources.items()
     }
     train = loaded["--dataset"].examples
-    if config.images and not any(example.images for example in train):
-        message = f"no row of --dataset has images, neither under `{config.data.image_key}` nor in its messages"
-        raise DataError(message, hint="name their key with --image_key, or drop it to train on text")
+    if config.images:
+        check_has_images(train, "--dataset", config.data.image_key)
     for held in loaded.values():
         objective.items(held.examples[:2])  # refuses, before the run, examples that are too few
     schedule = OfflineSchedule(**matching(OfflineSchedule, training))

@@ -132,7 +132,8 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
         logging_steps=config.output.logging_steps,
     )
     summary = run_online(job, view)
-    show_results(console, summary.save_path, summary.artifacts, summary.metrics)
+    loader = {"loader": "AutoModelForImageTextToText.from_pretrained"} if config.images else {}
+    show_results(console, summary.save_path, summary.artifacts, summary.metrics, **loader)
 
 
 if __name__ == "__main__":

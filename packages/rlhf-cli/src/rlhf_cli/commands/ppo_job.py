@@ -271,6 +271,7 @@ def _make_engine(config: PpoConfig, inputs: Inputs, plan: PlacementPlan, samplin
         tokenizer=inputs.model,
         expected_sampling=sampling,
         masked_ids=inputs.masked_ids.get(inputs.model, ()),
+        images=bool(config.images),
         dtype=config.model.dtype,
         enable_sleep=engine.vllm_enable_sleep and plan.shares_gpus,
         seed=config.training.seed,
@@ -299,4 +300,4 @@ def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int, num_frozen
     for role in models.keys() - {"critic"}:
         models[role] = replace(models[role], masked_ids=inputs.masked_ids.get(models[role].path, ()))
     longest = longest_sequence(config)[0]
-    return {role: replace(spec, max_length=longest) for role, spec in models.items()}
+    return {role: replace(spec, max_length=longest, images=config.images) for role, spec in models.items()}

@@ -16,7 +16,7 @@ from rlhf_data.options.sections import (
 from rlhf_rollout.commands.sections import PromptSection as RolloutPromptSection
 
 
-class PromptSection(RolloutPromptSection):
+class PromptSection(ImageSection, RolloutPromptSection):
     """Prompts with reference answers, for training and for evaluation."""
 
     eval_data: str | None = flag(

@@ -107,7 +107,21 @@ class FrozenSection(Section, title="model"):
     )
 
 
-class PpoModelSection(ModelSection, FrozenSection):
+class ImageModelSection(ModelSection):
+    """Adds what is trained of a model that reads images."""
+
+    freeze_visual_encoder: bool = flag(
+        False, "with --image_key: train only the weights that text reaches, not those that read images"
+    )
+
+    def reads_images(self, image_key: str | None) -> str:
+        """Return how the trained model reads images; see `ModelSpec`."""
+        if image_key is None:
+            return ""
+        return "frozen" if self.freeze_visual_encoder else "trained"
+
+
+class PpoModelSection(ImageModelSection, FrozenSection):
     """Adds the critic, prompts that are stored once, and what a model takes over from its rollouts."""
 
     share_prompts: bool = flag(
@@ -148,12 +162,8 @@ class OfflineModelSection(ModelSection):
     lora_dropout: float = flag(0.0, "dropout probability of an adapter's input", ge=0, lt=1)
 
 
-class ImageModelSection(OfflineModelSection):
-    """Adds what is trained of a model that reads images."""
-
-    freeze_visual_encoder: bool = flag(
-        False, "with --image_key: train only the weights that text reaches, not those that read images"
-    )
+class SftModelSection(ImageModelSection, OfflineModelSection):
+    """Options of both."""
 
 
 class ComparedModelSection(OfflineModelSection, FrozenSection):

@@ -14,7 +14,7 @@ from rlhf_cli.config.data import (
     VerdictSection,
 )
 from rlhf_cli.config.evaluation import EvaluationSection
-from rlhf_cli.config.model import ComparedModelSection, ImageModelSection, OfflineModelSection, TaughtModelSection
+from rlhf_cli.config.model import ComparedModelSection, OfflineModelSection, SftModelSection, TaughtModelSection
 from rlhf_cli.config.output import OutputSection
 from rlhf_cli.config.training import (
     CautiousTrainingSection,
@@ -83,25 +83,19 @@ class OfflineConfig(Config):
 class SftConfig(OfflineConfig):
     """All options of `sft`."""
 
-    model: ImageModelSection = ImageModelSection()
+    model: SftModelSection = SftModelSection()
     data: ImageDemonstrationSection = ImageDemonstrationSection()
 
     @property
     def images(self) -> str:
         """How the model reads images; see `ModelSpec`."""
-        if self.data.image_key is None:
-            return ""
-        return "frozen" if self.model.freeze_visual_encoder else "trained"
+        return self.model.reads_images(self.data.image_key)
 
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`."""
         has_images = self.data.image_key is not None
-        if has_images and not self.data.apply_chat_template:
-            message = "--image_key needs the chat template, which writes the tokens around an image"
-            raise ConfigError(message, hint="add --apply_chat_template")
-        if has_images and self.data.data_cache is not None:
-            message = "--data_cache does not see whether the files of images have changed, and --image_key names some"
-            raise ConfigError(message, hint="drop --data_cache")
+        cached = "no cache, which does not see whether the files of images have changed"
+        self.data.check_images((self.data.data_cache is not None, cached, "drop --data_cache"))
         unused = (not has_images, ["freeze_visual_encoder"], "there is no --image_key")
         return super().check(given) + without_effect(given, unused)
 

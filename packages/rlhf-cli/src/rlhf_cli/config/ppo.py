@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 
 from rlhf_cli.config.algorithm import AlgorithmSection
 from rlhf_cli.config.asynchrony import AsyncSection
@@ -18,7 +19,7 @@ from rlhf_cli.paths import run_folder_notices
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import check_has_metric, missing, once, without_effect
 from rlhf_data.options.declare import Config, matching
-from rlhf_rollout.commands.sections import SHARE_ALONE, AgentSection
+from rlhf_rollout.commands.sections import SHARE_ALONE, AgentSection, without_images
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import BatchSizes
@@ -70,7 +71,13 @@ class PpoConfig(Config):
     def planned_model(self) -> ModelSpec:
         """How the trained model is computed, without its path. Raises ConfigError for options that contradict."""
         training = self.training
-        return self.model.spec("", training.sharding, training.optimizer(training.actor_learning_rate, num_updates=0))
+        spec = self.model.spec("", training.sharding, training.optimizer(training.actor_learning_rate, num_updates=0))
+        return replace(spec, images=self.images)
+
+    @property
+    def images(self) -> str:
+        """How all models read images; see `ModelSpec`."""
+        return self.model.reads_images(self.data.image_key)
 
     @property
     def batch(self) -> BatchSizes:
@@ -103,6 +110,7 @@ class PpoConfig(Config):
         self.engine.spec("", 1, SHARE_ALONE, dtype=self.model.dtype).check_kind("vllm")
         notices = run_folder_notices(self) + self.model.check(given)
         notices += self.reward.check_training(self.agent.beside(given), self.rollout)
+        notices += _check_images(self, given)
         notices += self.agent.check(given, "reward_by_turn", "turn_gamma", "group_by")
         notices += self.data.check_chat(given, has_agent=self.agent.agent_func_path is not None)
         self.objective.check_steps(
@@ -172,6 +180,15 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
         (rescales and shapes == (None,) * 3, ["running_reward_norm"], anyway),
         (not training.enable_ema, ["ema_beta"], "--enable_ema is off"),
     )
+
+
+def _check_images(config: PpoConfig, given: Collection[str]) -> list[str]:
+    """Check what is used beside images."""
+    has_teacher = config.algorithm.teacher_model is not None
+    teacher = (has_teacher, "rewards: a teacher gets no images", "drop --teacher_model")
+    config.data.check_images(*without_images(config.agent, config.reward), teacher)
+    unused = (config.data.image_key is None, ["freeze_visual_encoder"], "there is no --image_key")
+    return without_effect(given, unused)
 
 
 def _check_passes(config: PpoConfig, given: Collection[str]) -> list[str]:
@@ -263,8 +280,8 @@ def _check_replay(config: PpoConfig, given: Collection[str]) -> list[str]:
         name
         for part in (config.data, config.agent, config.evaluation, config.engine, config.asynchrony)
         for name in type(part).model_fields
-        # Where the recorded log-probs come from, and which rollouts share a forward pass.
-        if name not in ("vllm_quantization", "early_forwards")
+        # Where the recorded log-probs come from, which rollouts share a forward pass, and which model it is.
+        if name not in ("vllm_quantization", "early_forwards", "image_key")
     ]
     return without_effect(
         given, (True, unused, "--replay trains on recorded rollouts: nothing is generated or evaluated")

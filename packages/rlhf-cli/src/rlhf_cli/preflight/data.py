@@ -11,8 +11,9 @@ from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import data_path, source_names, user_folder
 from rlhf_data import keys
 from rlhf_data.errors import ConfigError, DataError, missing_file, unknown
+from rlhf_data.images.reader import ImageReader
 from rlhf_data.options.declare import matching
-from rlhf_data.prompts import PromptSet, load_prompts
+from rlhf_data.prompts import PromptSet, check_has_images, load_prompts
 from rlhf_data.records import Prompt
 from rlhf_data.rows.row import Counts
 from rlhf_data.rows.sources import SUFFIXES, Rows, open_sources, parse_probs, split_sources
@@ -56,11 +57,16 @@ def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
 
 
 def load_all(
-    config: PpoConfig, rows: Rows, held_out_rows: Mapping[str, Rows], tokenizer: Any, num_ids: int | None = None
+    config: PpoConfig,
+    rows: Rows,
+    held_out_rows: Mapping[str, Rows],
+    tokenizer: Any,
+    num_ids: int | None = None,
+    reader: ImageReader | None = None,
 ) -> tuple[PromptSet, PromptSet | None]:
     """Return the training prompts and the held-out prompts. A held-out prompt's source is the one its metrics name.
 
-    See `load_prompts` for `num_ids`.
+    See `load_prompts` for `num_ids` and `reader`.
 
     Raises:
         DataError: too many rows that cannot be used.
@@ -69,10 +75,12 @@ def load_all(
         load_prompts,
         tokenizer=tokenizer,
         num_ids=num_ids,
+        reader=reader,
         extra_keys=config.reward.extra_names,
         **matching(load_prompts, config.data),
     )
     prompts = load(rows, source="train", source_key=None)
+    check_has_images(prompts, "--prompt_data", config.data.image_key)
     sets = [load(part, source=name) for name, part in held_out_rows.items()]
     if not sets:
         return prompts, None

@@ -28,6 +28,7 @@ from rlhf_cli.preflight.rewards import (
     try_agent,
     try_rewards,
 )
+from rlhf_data.images.reader import load_image_reader
 from rlhf_data.keys import unread_tools
 from rlhf_data.pretrained import set_chat_template
 from rlhf_data.prompts import PromptSet
@@ -85,7 +86,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     sources = named_sources(config)
     agent = named_agent(config)
     model = model_path(config.model.pretrain)
-    model_config, tokenizer = load_model_files(model)
+    model_config, tokenizer = load_model_files(model, images=bool(config.images))
     set_chat_template(tokenizer, variables=config.data.chat_template_kwargs)
     clock = keep_clock(tokenizer, config.checkpoint, folder)
     check_trained(config.model, model_config, model)
@@ -97,7 +98,11 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     critic, notices = choose_critic(config, model, model_paths(sources), tokenizer)
     teacher = check_teacher(config, tokenizer)
     masked, mask_notices = masked_ids((model, teacher), tokenizer)
-    prompts, held_out = load_all(config, rows, held_out_rows, tokenizer, check_tokenizer_fits(model_config, tokenizer))
+    reader = load_image_reader(model, model_config, tokenizer) if config.images else None
+    if reader is not None:
+        masked[model] = reader.masked_ids(masked[model])
+    num_ids = check_tokenizer_fits(model_config, tokenizer)
+    prompts, held_out = load_all(config, rows, held_out_rows, tokenizer, num_ids, reader)
     check_best_metric(config, held_out or (), logs_numbers=any(source.kind != "model" for source in sources))
     notices = [*adapter_notices, *notices, *reward_notices, *mask_notices]
     notices += unread_tools((rows, *held_out_rows.values()), config.data)
@@ -128,12 +133,15 @@ def _check_replay(config: PpoConfig) -> Inputs:
     notices += [recording.notice] if recording.notice else []
     sources = config.reward.sources()
     model = model_path(config.model.pretrain)
-    model_config, tokenizer = load_model_files(model)
+    model_config, tokenizer = load_model_files(model, images=bool(config.images))
     check_trained(config.model, model_config, model)
     notices += check_adapters(config.model, model_config)
     critic, more = choose_critic(config, model, [model_path(path) for path in model_paths(sources)], tokenizer)
     teacher = check_teacher(config, tokenizer)
     masked, mask_notices = masked_ids((model, teacher), tokenizer)
+    reader = load_image_reader(model, model_config, tokenizer) if config.images else None
+    if reader is not None:
+        masked[model] = reader.masked_ids(masked[model])
     notices += [*more, *mask_notices]
     return Inputs(
         model=model,

@@ -121,7 +121,7 @@ def check_engine_on_device(config: PpoConfig, num_gpus: int) -> None:
     from rlhf_rollout.engines.vllm.own_classes import check_on_cpu, check_on_gpu
 
     if config.rollout.replay is None and config.model.pretrain is not None:
-        model_config, _ = load_model_files(model_path(config.model.pretrain))
+        model_config, _ = load_model_files(model_path(config.model.pretrain), images=bool(config.images))
         text = model_config.get_text_config().to_dict()
         text |= {"architectures": model_config.architectures}
         if num_gpus:

@@ -2,7 +2,10 @@
 
 import base64
 import binascii
+import hashlib
 import io
+import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,6 +58,25 @@ def image_ref(value: Any, origin: str, folder: Path) -> ImageRef:
         if (place / path).is_file():
             return str((place / path).absolute())
     raise DataError(f"{origin}: there is no image {path}", hint=f"relative paths are those in {folder.absolute()}")
+
+
+def stored_image(content: bytes) -> str:
+    """Return the path of a file with this content, in the user's cache; it is written if there is none.
+
+    Raises ConfigError if it cannot be written.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(cache, "rlhf", "images", hashlib.sha256(content).hexdigest())
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as draft:
+                draft.write(content)
+            Path(draft.name).replace(path)
+    except OSError as error:
+        hint = "set XDG_CACHE_HOME to a folder with room, or give the paths of files"
+        raise ConfigError(f"an image in a row cannot be written to {path}: {error}", hint=hint) from None
+    return str(path)
 
 
 def read_image(ref: ImageRef, origin: str) -> Any:

@@ -6,6 +6,7 @@ of a model is loaded here, and the tokens are written as the processors of these
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def _parts(text: str) -> list[dict[str, str]]:
     return parts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ImageReader:
     """Reads images for a model. Picklable, for worker processes.
 
@@ -73,9 +74,14 @@ class ImageReader:
     image_id: int
     tokens_per_tile: int = 0
 
-    def arrays(self, images: Sequence[Any]) -> dict[str, np.ndarray]:
-        """Return what the model reads of images of Pillow, one or more, by the names of its arguments."""
-        return {name: array for name, array in self._processed(images).items() if name not in ("rows", "cols")}
+    def arrays(self, refs: Sequence[ImageRef]) -> dict[str, np.ndarray]:
+        """Return what the model reads of images, by the names of its arguments; nothing without images.
+
+        Raises DataError for an image that cannot be read.
+        """
+        found = [_arrays(self, ref) for ref in refs]
+        axis = 0 if self.family in _GRIDS else 1  # the other families' arrays have a row per sequence
+        return {name: np.concatenate([each[name] for each in found], axis) for name in (found[0] if found else ())}
 
     def masked_ids(self, others: Sequence[range] = ()) -> tuple[range, ...]:
         """Return ids that must not be sampled: `others`, and the token of an image, in ascending order."""
@@ -90,7 +96,8 @@ class ImageReader:
         num_tiles = arrays["pixel_values"].shape[1]
         return num_tiles * self.tokens_per_tile, num_tiles
 
-    def _processed(self, images: Sequence[Any]) -> dict[str, Any]:
+    def processed(self, images: Sequence[Any]) -> dict[str, Any]:
+        """Return what the processor makes of images of Pillow, one or more."""
         if self.family in _GRIDS:
             return {**self.processor(images=list(images), return_tensors="np")}
         # All images as those of one row: rows of different numbers of tiles would be filled up with empty tiles.
@@ -117,7 +124,7 @@ class ImageReader:
             raise DataError(message, hint=hint)
         if not refs:
             return token_ids, loss_mask
-        arrays = self._processed([read_image(ref, origin) for ref in refs])
+        arrays = self.processed([read_image(ref, origin) for ref in refs])
         runs = [np.asarray(self._tokens(arrays, index), np.int32) for index in range(len(refs))]
         lengths = np.ones(len(token_ids), int)
         lengths[places] = [len(run) for run in runs]
@@ -146,6 +153,12 @@ class ImageReader:
         )
         text += "\n" if rows else ""
         return list(self.tokenizer(f"{text}{fake}<global-img>{tile}{fake}", add_special_tokens=False)["input_ids"])
+
+
+@lru_cache(maxsize=16)  # the samples of a prompt follow each other, and an image may take 50 MB
+def _arrays(reader: ImageReader, ref: ImageRef) -> dict[str, np.ndarray]:
+    arrays = reader.processed([read_image(ref, "a sequence")])
+    return {name: array for name, array in arrays.items() if name not in ("rows", "cols")}
 
 
 def check_reads_images(path: str | Path, config: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import DataError
-from rlhf_data.images.files import ImageRef, image_ref
+from rlhf_data.images.files import ImageRef, image_ref, stored_image
 from rlhf_data.rows.row import Row
 
 IMAGE_MARK = "<image>"  # stands for an image in the text of a message
@@ -48,16 +48,12 @@ def take_images(row: Row, input_key: str, image_key: str) -> tuple[Row, tuple[Im
 
 
 def take_image_files(row: Row, input_key: str, image_key: str) -> tuple[Row, tuple[str, ...]]:
-    """Return what `take_images` does, for images that are files: prompts travel with their paths.
+    """Return what `take_images` does, with all images as files, because prompts travel with their paths.
 
-    Raises DataError also for an image that the row itself holds.
+    Raises ConfigError also if there is no place for the file of an image that the row itself holds; see `stored_image`.
     """
     marked, refs = take_images(row, input_key, image_key)
-    paths = tuple(ref for ref in refs if isinstance(ref, str))
-    if len(paths) < len(refs):
-        message = f"{row.origin}: an image is in the row itself, and prompts travel with the paths of theirs"
-        raise DataError(message, hint="write the image to a file, and give its path")
-    return marked, paths
+    return marked, tuple(ref if isinstance(ref, str) else stored_image(ref) for ref in refs)
 
 
 def _marked(messages: list[Any], named: list[Any]) -> Iterator[Any]:

@@ -131,14 +131,25 @@ class InputSection(ChatSection):
     input_key: str = flag("input", "key of the prompt in a row: text, or a list of messages")
 
 
-class ImageSection(Section, title="data"):
-    """The images of prompts."""
+class ImageSection(ChatSection):
+    """Adds the images of prompts."""
 
     image_key: str | None = flag(
         None,
         "key of the images of a row, for a model that reads images: a path, a file or data URL, bytes, or a list of"
         " them, at `<image>` in the text, at parts of type `image`, or else before the text; None: text alone",
     )
+
+    def check_images(self, *others: tuple[bool, str, str]) -> None:
+        """Raise ConfigError for images without a chat template, or with what else does not work with them.
+
+        Each of `others` says whether that is used, what images need instead, and what to do.
+        """
+        template = "a chat template, which writes the tokens around an image"
+        needs = ((not self.apply_chat_template, template, "add --apply_chat_template"), *others)
+        for is_wrong, reason, hint in needs if self.image_key is not None else ():
+            if is_wrong:
+                raise ConfigError(f"--image_key needs {reason}", hint=hint)
 
 
 class CompletionSection(InputSection):

@@ -44,10 +44,14 @@ class LeftOut:
 
 def freeze_beyond_text(model: Any) -> None:
     """Freeze the weights that text does not reach. Their gradients are zero, and weight decay would change them."""
+    for weight in weights_beyond_text(model):
+        weight.requires_grad_(False)
+
+
+def weights_beyond_text(model: Any) -> list[nn.Parameter]:
+    """Return the weights that text does not reach."""
     text = set(_text_weights(model))
-    for weight in model.parameters():
-        if weight not in text:
-            weight.requires_grad_(False)
+    return [weight for weight in model.parameters() if weight not in text]
 
 
 def linear_layers_beyond_text(model: Any) -> list[str]:

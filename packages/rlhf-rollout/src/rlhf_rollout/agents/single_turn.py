@@ -37,7 +37,8 @@ class SingleTurn:
             name = f"{group_id}/{index}"
             text = before_stop(self.decode(completion.token_ids), sampling.stop)
             spans = (asked, *completion.spans)
-            rollout = Rollout(name, group_id, spans, completion.finish_reason, text, routes=completion.routes)
+            known = {"routes": completion.routes, "images": prompt.images}
+            rollout = Rollout(name, group_id, spans, completion.finish_reason, text, **known)
             episodes.append(Episode(name, group_id, (rollout,)))
         return tuple(episodes)
 

@@ -33,6 +33,7 @@ from rlhf_rollout.commands.sections import (
     RewardSection,
     SamplingSection,
     TokenizerSection,
+    without_images,
 )
 from rlhf_rollout.engines import ENGINE_KINDS
 from rlhf_rollout.engines.places import EnginePlaces, place_engines
@@ -253,8 +254,7 @@ class GenerateConfig(Config):
             message = f"--post_processor {kind} makes rows of one prompt and one answer, and episodes of an agent have"
             raise ConfigError(f"{message} several turns", hint="drop --post_processor, or --agent_func_path")
         self.output.check_template(kind)
-        if self.data.image_key is not None:
-            self._check_images()
+        self._check_images()
         if self.output.overwrite and self.output.resume:
             message = "--overwrite and --resume: a file is either replaced or continued"
             raise ConfigError(message, hint="give one of them")
@@ -273,23 +273,11 @@ class GenerateConfig(Config):
     def _check_images(self) -> None:
         kind = self.output.post_processor
         kinds = " or ".join(WITH_MODEL)
-        for is_wrong, reason, hint in (
-            (
-                not self.data.apply_chat_template,
-                "a chat template, which says where an image is",
-                "--apply_chat_template",
-            ),
-            (self.engine.engine not in WITH_MODEL, "an engine that reads images", f"--engine {kinds}"),
-            (self.agent.agent_func_path is not None, "single turns: agents get no images", "no --agent_func_path"),
-            (
-                self.reward.reward_pretrain is not None,
-                "rewards that read text: reward models get no images",
-                "no --reward_pretrain",
-            ),
-            (kind != "rollouts", "the record of rollouts: training data has no images", "no --post_processor"),
-        ):
-            if is_wrong:
-                raise ConfigError(f"--image_key needs {reason}", hint=f"use {hint}")
+        self.data.check_images(
+            (self.engine.engine not in WITH_MODEL, "an engine that reads images", f"use --engine {kinds}"),
+            *without_images(self.agent, self.reward),
+            (kind != "rollouts", "the record of rollouts: training data has no images", "drop --post_processor"),
+        )
 
 
 class AnswerSection(PairKeySection, AnswerKeySection, ReferenceSection, InputSection, ExampleSection):

@@ -19,7 +19,7 @@ from rlhf_data.chat.template import template_clock
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.images.reader import ImageReader, open_image_reader
 from rlhf_data.options.declare import matching
-from rlhf_data.prompts import PromptSet, load_prompts
+from rlhf_data.prompts import PromptSet, check_has_images, load_prompts
 from rlhf_data.records import FinishReason
 from rlhf_data.rows.row import RowErrors
 from rlhf_rollout.agents import AgentSpec, check_agent, make_workflow
@@ -164,24 +164,21 @@ def _prepare(config: GenerateConfig) -> _Task:
 def _load_prompts(
     config: GenerateConfig, tokenizer: Any, reader: ImageReader | None
 ) -> tuple[PromptSet, list[dict[str, Any]]]:
-    """Return the prompts, and for each the cells that it was made from: `input`, text or messages, `tools`,
-    and the paths of its `images`."""
+    """Return the prompts, and for each the cells that it was made from: `input`, text or messages, and
+    `tools`."""
     data = config.data
     extra_keys = config.reward.extra_names
     rows = replace(open_prompts(data, config.rollout.seed or 0, extra_keys), skip_samples=data.skip_samples)
     options = matching(load_prompts, data)
     prompts = load_prompts(rows, tokenizer, extra_keys=extra_keys, reader=reader, **options)
-    if reader is not None and not any(prompt.images for prompt in prompts):
-        message = f"no row of --prompt_data has images, neither under `{data.image_key}` nor in its messages"
-        raise DataError(message, hint="name their key with --image_key, or drop it")
+    check_has_images(prompts, "--prompt_data", data.image_key)
     # A second pass gives the same rows in the same order; rows that made no prompt are skipped.
     again = iter(rows.read(RowErrors()))
     keys = {"input": data.input_key} | ({} if data.tools_key is None else {"tools": data.tools_key})
     cells = []
     for prompt in prompts:
         row = next(row for row in again if row.row_id == prompt.prompt_id)
-        more = {"images": list(prompt.images)} if prompt.images else {}
-        cells.append({name: row.cell(key) for name, key in keys.items()} | more)
+        cells.append({name: row.cell(key) for name, key in keys.items()})
     return prompts, cells
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError, installs
-from rlhf_data.images.files import read_image
 from rlhf_data.images.reader import open_image_reader
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.pretrained import clear_errors
@@ -71,7 +70,7 @@ class TransformersEngine(GatedEngine):
         arrays = {}
         if images:
             assert self._images is not None  # `check_images` has passed
-            arrays = self._images.arrays([read_image(path, "a request") for path in images])
+            arrays = self._images.arrays(images)
         with self._lock:
             seed = sampling.seed if sampling.seed is not None else int(self._seeds.integers(1 << 62))
             seeds = sample_seeds(seed, sampling.num_samples)

@@ -27,6 +27,7 @@ class RolloutColumns:
         truncated: [B] bool, whether the length limit ended the rollout.
         num_routed: [B] int64, R_i tokens at the beginning of each rollout whose experts are given.
         routes: [sum of R_i, layers, top_k] unsigned, the experts of those tokens; None if none are given.
+        images: per rollout, the paths of its images.
     """
 
     rollout_ids: tuple[str, ...]
@@ -40,6 +41,7 @@ class RolloutColumns:
     truncated: np.ndarray
     num_routed: np.ndarray
     routes: np.ndarray | None = None
+    images: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def of(
@@ -91,6 +93,7 @@ class RolloutColumns:
             truncated=np.array([rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts], bool),
             num_routed=np.array([with_routes * rollout.num_routed for rollout in rollouts], np.int64),
             routes=np.concatenate(routes) if routes else None,
+            images=tuple(rollout.images for rollout in rollouts),
         )
 
 

@@ -41,6 +41,7 @@ class Experience:
         truncated: [B] bool, whether the length limit ended the rollout.
         prompt_lengths: tokens of each rollout before its first trained one, at least 1; all if none is trained.
         routes: B arrays [R_i, layers, top_k], the experts of the first R_i tokens; None if no rollout has any.
+        images: per rollout, the paths of its images.
         columns: name to [B, T] float32, filled in as models run; 0.0 where the mask is False. `last_values` holds the
             value of the state after a truncated rollout, at its last trained token. `trained` is 1.0 where the loss
             mask is True. `weights` multiply the policy loss.
@@ -66,6 +67,7 @@ class Experience:
         self.token_rewards = padded(columns.token_rewards)
         self.truncated = torch.from_numpy(columns.truncated.copy())
         self.routes = None if columns.routes is None else np.split(columns.routes, columns.num_routed.cumsum())[:-1]
+        self.images = columns.images
         first = self.loss_mask.int().argmax(dim=1).clamp(min=1)
         is_trained = self.loss_mask.any(dim=1)
         self.prompt_lengths = torch.where(is_trained, first, torch.from_numpy(lengths)).tolist()

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_data.images.reader import ImageReader
 from rlhf_kernels import PolicyStream
 from rlhf_models.batch import TokenBatch, to_device
 from rlhf_train.algorithms.table import AlgorithmSpec
@@ -21,11 +22,17 @@ IDLE_TOKENS = np.zeros(2, np.int32)
 
 
 def token_batch(
-    experience: Experience, rows: Sequence[int], device: torch.device | str, spec: ModelSpec, *, with_routes: bool
+    experience: Experience,
+    rows: Sequence[int],
+    device: torch.device | str,
+    spec: ModelSpec,
+    *,
+    with_routes: bool,
+    reader: ImageReader | None = None,
 ) -> TokenBatch:
     """Return rows of a shard as a batch on the device, laid out for a model; `IDLE_TOKENS` if there are no rows.
 
-    `with_routes` adds the experts of the tokens, if the experience has them.
+    `with_routes` adds the experts of the tokens, if the experience has them. `reader` adds the images of the rows.
     """
     tokens = [experience.token_ids[row] for row in rows] or [IDLE_TOKENS]
     if spec.packing:
@@ -33,6 +40,8 @@ def token_batch(
         batch = TokenBatch.packed(tokens, device, prompt_lengths=prompts if spec.share_prompts else None)
     else:
         batch = TokenBatch.padded(tokens, pad_id=0, device=device)
+    if reader is not None:
+        batch = batch.with_images(reader.arrays([path for row in rows for path in experience.images[row]]))
     if not (rows and with_routes) or experience.routes is None:
         return batch
     return batch.routed([experience.routes[row] for row in rows])

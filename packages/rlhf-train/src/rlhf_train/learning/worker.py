@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_data.errors import EngineError
+from rlhf_data.images.reader import open_image_reader
 from rlhf_kernels import PolicyObjective
 from rlhf_models.batch import TokenBatch, to_device
 from rlhf_models.host_states import awake
@@ -96,6 +97,7 @@ class TrainWorker:
         self._leads_group = rank % spec.ranks_per_batch == 0
         self._algorithm, self._temperature = algorithm, temperature
         self._specs = dict(models)
+        self._reader = open_image_reader(spec.path) if spec.images else None
         self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self._frozen: dict[str, Callable] = {}
         self.engines: dict[str, DeepSpeedEngine] = {}
@@ -352,7 +354,8 @@ class TrainWorker:
 
     def _batch(self, role: str, rows: Sequence[int]) -> TokenBatch:
         """Return rows of the shard as a batch, packed or padded as `role` needs. Only the actor replays routes."""
-        return token_batch(self._experience, rows, self._device, self._specs[role], with_routes=role == "actor")
+        more = {"with_routes": role == "actor", "reader": self._reader}
+        return token_batch(self._experience, rows, self._device, self._specs[role], **more)
 
     def _size(self, rows: Sequence[int]) -> dict[str, int]:
         """Return what the timeline shows of a pass."""

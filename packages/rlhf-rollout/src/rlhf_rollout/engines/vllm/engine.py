@@ -267,6 +267,8 @@ class VllmEngine:
         """End a weight update and let requests go on; they are refused if `incomplete` tells what is wrong."""
         self._updating = None
         try:
+            if self._spec.images:
+                core.reset_encoder_cache()  # what the old weights have read of images
             caches = self._spec.enable_prefix_caching
             # Frozen sequences are prefilled again when they go on.
             forgotten = self._spec.keep_kv or core.reset_prefix_cache(self._loop.num_running > 0) or not caches

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.images.files import read_image
 from rlhf_data.images.reader import ImageReader
 
 
@@ -65,7 +64,7 @@ def features(reader: ImageReader, token_ids: np.ndarray, images: Sequence[str]) 
     places = np.flatnonzero(np.asarray(token_ids) == reader.image_id)
     found = []
     for path in images:
-        arrays = reader.arrays([read_image(path, "a request")])
+        arrays = reader.arrays([path])
         num_tokens, num_parts = reader.sizes(arrays)
         own, places = places[:num_tokens], places[num_tokens:]
         fields = {name: MultiModalFieldConfig.flat_from_sizes("image", torch.tensor([num_parts])) for name in arrays}

@@ -76,6 +76,7 @@ ROUTES_ON_CPU: Mapping[str, tuple[str, ...]] = {  # unless `routers_tell_on_cpu`
 }
 IMAGES: Mapping[str, tuple[str, ...]] = {  # of engines that take images
     "vllm.multimodal": ("MULTIMODAL_REGISTRY",),
+    "vllm.v1.engine.core_client:EngineCoreClient": ("reset_encoder_cache",),
     "vllm.multimodal.inputs": (
         "MultiModalFeatureSpec",
         "MultiModalFieldConfig",

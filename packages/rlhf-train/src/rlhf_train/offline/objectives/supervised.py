@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from rlhf_data.examples.sft import SftExample
-from rlhf_data.images.files import read_image
 from rlhf_data.images.reader import ImageReader
 from rlhf_models.batch import to_device
 from rlhf_train.batching import Denominators
@@ -31,16 +28,10 @@ class SupervisedObjective(Objective[SftExample]):
     def loss(self, engine: TrainEngine, items: Sequence[SftExample], denominators: Denominators) -> LossShare:
         """See `Objective`. Metrics: `sft/loss` and `sft/entropy`, in nats per trained token."""
         batch = lay_out([item.token_ids for item in items], packing=self.packing, device=engine.device)
-        if self.reader is not None and (arrays := self._pixels(items)):
-            batch = batch.with_images(arrays)
+        if self.reader is not None:
+            batch = batch.with_images(self.reader.arrays([ref for item in items for ref in item.images]))
         mask = trained_mask(batch, items)
         output = engine.forward(batch, logits_mask=mask)
         # The model returns 0.0 for both at masked tokens, so plain sums count trained tokens only.
         metrics = mean_metrics("sft", int(mask.sum()), loss=-output.logprobs.sum(), entropy=output.entropy.sum())
         return token_mean(-output.logprobs, to_device(mask, engine.device), denominators), metrics
-
-    def _pixels(self, items: Sequence[SftExample]) -> dict[str, np.ndarray]:
-        """Return what the model reads of the items' images; nothing if there are none."""
-        assert self.reader is not None
-        images = [read_image(ref, item.example_id) for item in items for ref in item.images]
-        return self.reader.arrays(images) if images else {}

@@ -84,7 +84,7 @@ class GroupReader:
             with_arrays = {"token_ids": self._arrays.read(prompt["token_ids"]), "text": self._text(prompt["text"])}
             known = {
                 "messages": None if messages is None else tuple(messages),
-                "images": tuple(prompt.get("images", ())),  # older checkpoints have none
+                "images": tuple(prompt.get("images", ())),  # older checkpoints have none, nor have their rollouts
             }
             episodes = tuple(self._episode(episode) for episode in saved["episodes"])
             return RolloutGroup(saved["group_id"], Prompt(**prompt | with_arrays | known), episodes)
@@ -105,6 +105,7 @@ class GroupReader:
             self._text(saved["text"]),
             None if verdict is None else _verdict(verdict),
             self._array(saved["routes"]),
+            tuple(saved.get("images", ())),
         )
 
     def _span(self, saved: Mapping[str, Any]) -> Span:
