@@ -1,16 +1,18 @@
 """The data of a report: what is read of a run's folder, chosen of its rollouts and written into the page."""
 
 import json
+import os
 import re
 
 import pytest
 
-from report_testing import write_run
+from report_testing import write_run, write_timeline
 from rlhf_cli.commands.report import main
 from rlhf_cli.report.page import html, report_data
 from rlhf_cli.report.rollouts import Row
 from rlhf_cli.report.runs import read_run, thinned
 from rlhf_cli.report.samples import choose, recorded, spread
+from rlhf_cli.report.timeline import timeline_data
 from rlhf_data.errors import DataError
 
 
@@ -57,6 +59,29 @@ def test_the_data_of_a_run(suffix, tmp_path):
     )
     assert (right["shared"], right["tokens"], right["logprobs"]) == (5, [ord("4"), 0], [-1.0, -1.0])
     assert (wrong["detail"], wrong["spans"]) == ("no 4", [["prompt", 5, None], ["policy", 3, 2]])
+
+
+def test_the_picture_of_a_timeline_has_the_longest_bars_of_the_newest_file(tmp_path):
+    folder = write_run(tmp_path / "a")
+    assert data_of(folder)["runs"][0]["timeline"] is None
+    os.utime(write_timeline(folder, num_passes=1), (1, 1))
+    write_timeline(folder, "timeline.2.json")
+    found = data_of(folder)["runs"][0]["timeline"]
+    assert (found["file"], found["left_out"]) == ("timeline.2.json", 0)
+    assert found["tracks"] == [["controller", "steps"], ["actor: rank 0", "calls"]]
+    shown = [
+        (track, begin, size, *(found["words"][at] for at in words), depth)
+        for track, begin, size, *words, depth in found["bars"]
+    ]
+    assert shown == [
+        (0, 0, 10e6, "step 1", "", 0),
+        (1, 0, 2e6, "wait", "waits for: generate 2.000 s", 0),
+        (1, 2e6, 6e6, "update actor", "", 0),
+        *((1, at * 1e6, 1e6, "pass", "tokens: 7", 1) for at in (2, 3, 4)),
+        (1, 9e6, 0.5e6, "<b>open</b>", "ended: no", 0),  # when the run was killed
+    ]
+    longest = timeline_data(folder, 3)
+    assert [bar[2] for bar in longest["bars"]] == [10e6, 2e6, 6e6] and longest["left_out"] == 4
 
 
 def test_nothing_in_the_data_ends_its_element(tmp_path):

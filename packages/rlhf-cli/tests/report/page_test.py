@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from record_testing import write_jsonl
-from report_testing import write_run
+from report_testing import write_run, write_timeline
 from rlhf_cli.commands.report import main
 from rlhf_cli.report.server import Report, open_server
 
@@ -75,6 +75,7 @@ def report(*folders, path):
 
 def test_all_parts_of_two_runs_are_drawn(browse, tmp_path):
     one = write_run(tmp_path / "one", 5)
+    write_timeline(one)
     two = write_run(tmp_path / "two", 4, learning_rate=2e-3, suffix=".columns")
     path = report(one, two, path=tmp_path / "report.html")
     found = browse(
@@ -88,6 +89,15 @@ def test_all_parts_of_two_runs_are_drawn(browse, tmp_path):
           show(name);
           result[name] = document.getElementById("part-" + name).innerText;
         }
+        show("timeline");
+        const bars = () => [...document.querySelectorAll("#part-timeline g title")].map((each) => each.textContent);
+        result.whole = bars();
+        const pick = document.querySelector("#part-timeline select");
+        pick.value = "0";
+        pick.dispatchEvent(new Event("change"));
+        result.step = document.querySelectorAll("#part-timeline rect").length;
+        const [step, wait] = document.querySelectorAll("#part-timeline rect");
+        result.share = wait.getAttribute("width") / step.getAttribute("width");
         result.title = document.title;
         """,
     )
@@ -102,6 +112,9 @@ def test_all_parts_of_two_runs_are_drawn(browse, tmp_path):
     assert "0.002" in found["config"]
     assert "pretrain" not in found["config"]  # the same in both
     assert "log.txt has no line" in found["log"]
+    assert found["whole"][:3] == ["step 1, 10 s", "wait, 2 s, waits for: generate 2.000 s", "update actor, 6 s"]
+    assert found["whole"][3:] == ["pass, 1 s, tokens: 7"] * 3 + ["<b>open</b>, 0.5 s, ended: no"]
+    assert (found["step"], found["share"]) == (7, pytest.approx(0.2))
 
 
 def test_texts_are_shown_as_texts(browse, tmp_path):
@@ -171,7 +184,9 @@ def test_the_browser_filters_sorts_and_links(browse, tmp_path):
 
 @pytest.mark.parametrize("size", ["390,800", "1920,1000"])
 def test_nothing_is_wider_than_the_screen(size, browse, tmp_path):
-    path = report(write_run(tmp_path / "run"), write_run(tmp_path / ("o" * 100)), path=tmp_path / "report.html")
+    run = write_run(tmp_path / "run")
+    write_timeline(run)
+    path = report(run, write_run(tmp_path / ("o" * 100)), path=tmp_path / "report.html")
     script = """
         const result = [];
         for (const part of PARTS) { show(part.name); result.push(document.documentElement.scrollWidth - innerWidth); }

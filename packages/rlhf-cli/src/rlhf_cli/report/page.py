@@ -10,6 +10,7 @@ import numpy as np
 from rlhf_cli.report.findings import FROM_CURVES, Finding, from_counts
 from rlhf_cli.report.runs import MAX_POINTS, Run, thinned
 from rlhf_cli.report.samples import Recorded, choose, groups_of, record_fields
+from rlhf_cli.report.timeline import timeline_data
 from rlhf_cli.report.tokens import Texts
 from rlhf_data.records import SpanSource
 
@@ -81,7 +82,7 @@ def _run_data(
         chosen = choose(recorded.rows, *limits[recorded], wanted)
         groups += group_data(recorded, chosen, texts)
     rollouts = {"tokenizer": texts.path, "groups": groups, "vocabulary": texts.seen}
-    return _summary(name, run, files, found) | rollouts
+    return _summary(name, run, files, found) | rollouts | {"timeline": timeline_data(run.folder)}
 
 
 def _summary(name: str, run: Run, files: Sequence[Recorded], found: Sequence[Finding]) -> dict[str, Any]:
@@ -190,7 +191,10 @@ def html(data: Mapping[str, Any]) -> str:
             f"<title>rlhf report</title>\n<style>\n{_part('report.css')}</style>\n</head>\n<body>\n",
             _part("report.html"),
             f'<script type="application/json" id="data">{text}</script>\n',
-            *(f"<script>\n{_part(name)}</script>\n" for name in ("common.js", "curves.js", "rollouts.js", "report.js")),
+            *(
+                f"<script>\n{_part(name)}</script>\n"
+                for name in ("common.js", "curves.js", "rollouts.js", "timeline.js", "report.js")
+            ),
             "</body>\n</html>\n",
         ]
     )
