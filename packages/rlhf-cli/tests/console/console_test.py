@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -57,6 +58,18 @@ def test_step_table_writes_a_header_and_one_aligned_line_a_step(streams):
     assert "1.2e+05" in last  # too wide for its column
     assert len(header) == len(first) == len(last)
     assert err.getvalue() == ""
+
+
+@pytest.mark.parametrize(("width", "last_column"), [(80, "time/reward"), (75, "time/reward"), (74, "time/generate")])
+def test_step_table_leaves_out_what_a_terminal_is_too_narrow_for(streams, monkeypatch, width, last_column):
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = Terminal()
+    StepTable(Console(out, streams[1]), PPO_COLUMNS).step(1, 10, METRICS)
+    names = [column.metric for column in PPO_COLUMNS]
+    shown = PPO_COLUMNS[: names.index(last_column) + 1]
+    header, line = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
+    assert header.split() == ["step", *(column.title for column in shown)]
+    assert len(header) == len(line) <= width
 
 
 def test_tables_have_all_columns_in_their_widths_and_decimals_and_others_none_that_they_need_not(streams):

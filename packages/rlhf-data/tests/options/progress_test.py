@@ -1,7 +1,12 @@
 """The live line against a clock that the tests set by hand, on a terminal and in a pipe."""
 
+import fcntl
 import io
+import os
+import pty
 import re
+import struct
+import termios
 import time
 
 import pytest
@@ -186,6 +191,20 @@ def test_a_line_fits_the_terminal(terminal):
     progress.show("x" * 200)
     assert len(stream.getvalue().split("\r\x1b[2K")[-1]) == 59
     progress.clear()
+
+
+def test_a_line_fits_the_terminal_that_it_is_written_to(clock, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")  # what standard output may say
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 31, 0, 0))
+    with open(writer, "w", encoding="utf-8") as stream:
+        progress = Progress(stream, clock=clock)
+        progress.show("x" * 200)
+        drawn = os.read(reader, 4096)
+        progress.clear()
+    os.close(reader)
+    assert drawn == b"\r\x1b[2K/ " + b"x" * 28
 
 
 def test_a_dumb_terminal_is_a_pipe(clock, monkeypatch):

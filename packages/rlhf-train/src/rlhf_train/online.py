@@ -122,10 +122,12 @@ def run_processes(
         reserved = stack.enter_context(placed_bundles(job.plan))
         watch.starting("engines and trainers")
         timeline.trace.state(_START, "engines and trainers")
+        started_s = timeline.trace.now()
         watch.details = [unanswered]
         environs = daemons.enter_context(mps_daemons(job.plan, reserved, is_on=job.engine_mps))
         processes = start_processes(job, reserved, environs)
         timeline.trace.state(_START, None)
+        timeline.trace.phase("start of engines and trainers", started_s, timeline.trace.now())
         kept = resumed_step(job.checkpoints, checkpoint)
         is_recorded = checkpoint is None or checkpoint.state()["is_recorded"]
         recorder = Recorder(

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -133,6 +133,11 @@ class Console:
         """Whether stderr is a terminal."""
         return self._err.is_terminal
 
+    @property
+    def width(self) -> float:
+        """Characters of a line that fit on stdout; no limit where it is no terminal."""
+        return self._out.width if self._out.is_terminal else math.inf
+
     def row(self, cells: Sequence[tuple[str, str]]) -> None:
         """Write a line of (text, style) cells to stdout."""
         self.done()
@@ -144,7 +149,8 @@ class StepTable:
     """A table with one line per step or update. The header is repeated every 20 lines.
 
     It shows every step whose number is a multiple of `every`, at most one per `min_interval_s`, and the last step. The
-    first column has the title `noun`; the others show metrics.
+    first column has the title `noun`; the others show metrics. Columns at the end for which a terminal is too narrow
+    are left out.
     """
 
     console: Console
@@ -163,12 +169,14 @@ class StepTable:
             return
         self._shown_at = now
         width = max(2 * len(str(num_steps)) + 2, len(self.noun) + 1)
+        ends = list(accumulate((column.width for column in self.columns), initial=width))[1:]
+        columns = [column for column, end in zip(self.columns, ends, strict=True) if end <= self.console.width]
         if self._num_lines % _HEADER_EVERY == 0:
-            titles = [(self.noun.rjust(width), "bold"), *((c.title.rjust(c.width), "bold") for c in self.columns)]
+            titles = [(self.noun.rjust(width), "bold"), *((c.title.rjust(c.width), "bold") for c in columns)]
             self.console.row(titles)
         self._num_lines += 1
         cells = [(f"{step}/{num_steps}".rjust(width), "cyan")]
-        self.console.row([*cells, *((_cell(metrics.get(c.metric), c), c.style) for c in self.columns)])
+        self.console.row([*cells, *((_cell(metrics.get(c.metric), c), c.style) for c in columns)])
 
 
 class View:

@@ -156,7 +156,7 @@ class Progress:
         self._num_frames += 1
         frame = _FRAMES[self._num_frames % len(_FRAMES)]
         line = f"{frame} {self._work.text}  {self._state(self._work)}"
-        size = shutil.get_terminal_size()
+        size = self._size()
         above = self._work.above if len(self._work.above) < size.lines - 1 else ()
         erased = self._erase()
         drawn = "\n".join(text[: size.columns - 1] for text in (*above, line))  # a full line would wrap and stay
@@ -164,6 +164,13 @@ class Progress:
         self._stream.write(erased + drawn.encode(encoding, "replace").decode(encoding))
         self._stream.flush()
         self._num_above = len(above)
+
+    def _size(self) -> os.terminal_size:
+        """Return the size of the stream's terminal: standard output may be a file, or another one."""
+        try:
+            return os.get_terminal_size(self._stream.fileno())
+        except (OSError, ValueError):  # a stream without a file
+            return shutil.get_terminal_size()
 
     def _erase(self) -> str:
         """Return what removes that which is drawn."""
