@@ -1,6 +1,8 @@
 """`rlhf plan`: memory by hand, flags that make a run fit, and plans for GPUs and models that are not here."""
 
+import dataclasses
 import json
+import math
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from rlhf_cli.commands.plan import Planner, PlanSection, describe
 from rlhf_cli.main import main
 from rlhf_cli.preflight.plan_changes import changes
+from rlhf_cli.preflight.seconds import Rates, step_seconds
 from rlhf_cli.preflight.shapes import _SIZES, shape_config
 from rlhf_data.errors import ConfigError
 from rlhf_train.memory import count_parameters
@@ -111,6 +114,51 @@ def test_phases_add_up_what_is_awake(planner):
     assert "nothing sleeps, so all of it stays in every phase" in describe(awake, None)
 
 
+def seconds(planned, *, mean=None, **rates):
+    """The seconds of a plan on a device with these rates, for which all else takes no time."""
+    free = {field.name: 0.0 if field.name.endswith("_s") else math.inf for field in dataclasses.fields(Rates)}
+    return step_seconds(planned.job, Rates(**(free | rates)), mean)
+
+
+def test_seconds_of_passes_are_operations_over_rate(planner):
+    """64 rollouts of 1,024 + 1,024 tokens, each in the layers of 357,826,560 matrix weights and in 24 layers of causal
+    attention of 14 heads of 64, and the response in the head of 151,936 x 896."""
+    words = model("qwen2.5-0.5b", 1, "--init_kl_coef", "0.1", "--rollout_batch_size", "16", "--train_batch_size", "32")
+    words += ["--generate_max_len", "1024"]
+    of_forward = 64 * (2 * 357_826_560 * 2048 + 24 * 4 * 14 * 64 * 2048 * 2049 / 2 + 2 * 151_936 * 896 * 1024)
+    found = seconds(planner(1)(words), flops=1e12)
+    assert found["reference"] == pytest.approx(of_forward / 1e12)
+    assert found["policy training"] == pytest.approx(3 * of_forward / 1e12)
+    saving = seconds(planner(1, 1.0)([*words, "--gradient_checkpointing"]), flops=1e12)
+    assert saving["policy training"] == pytest.approx(4 * of_forward / 1e12)
+    two = seconds(planner(2)([*words, "--actor_num_gpus_per_node", "2", "--vllm_num_engines", "2"]), flops=1e12)
+    assert two["policy training"] == pytest.approx(1.5 * of_forward / 1e12)
+    # 2 updates, each of 32 rollouts in passes of 8, forward and backward.
+    assert seconds(planner(1, 2.0)(words), pass_s=1.0)["policy training"] == 2 * 4 * 2
+
+
+def test_seconds_of_decode_steps(planner):
+    """64 rollouts at once, for 1,024 steps that read weights, and 12,288 bytes of keys and values per token before."""
+    words = model("qwen2.5-0.5b", 1, "--rollout_batch_size", "16", "--train_batch_size", "64")
+    plan = planner(1)([*words, "--generate_max_len", "1024"])
+    assert seconds(plan, decode_step_s=1.0)["generation"] == 1024
+    assert seconds(plan, decode_row_s=1.0)["generation"] == 64 * 1024
+    read = 2 * WEIGHTS["qwen2.5-0.5b"] + 64 * 12_288 * (1024 + 512)
+    assert seconds(plan, read_bytes=1e12)["generation"] == pytest.approx(1024 * read / 1e12)
+    # 100 tokens on average: the longest of 64 has about 100 (ln 64 + 0.577).
+    assert seconds(plan, mean=100.0, decode_step_s=1.0)["generation"] == pytest.approx(473.6, abs=0.1)
+    assert seconds(plan, mean=100.0, decode_row_s=1.0)["generation"] == 6400
+
+
+def test_sides_that_work_at_the_same_time_take_as_long_as_the_longer_one(planner):
+    words = ["--pretrain", "qwen2.5-0.5b", *GROUP, "--train_batch_size", "128"]
+    rates = {"decode_step_s": 1.0, "flops": 1e13}
+    in_turn = seconds(planner(2)(words), **rates)
+    assert in_turn["step"] == pytest.approx(sum(in_turn.values()) - in_turn["step"])
+    beside = seconds(planner(2, 1.0)([*words, "--async_train", "--old_logprobs", "rollout"]), **rates)
+    assert beside["step"] == max(beside["generation"], beside["policy training"])
+
+
 def test_picture_has_a_line_per_range_of_equal_gpus(planner):
     words = model("llama-3.1-70b", 64, *SLEEP, "--zero_stage", "3", "--train_batch_size", "512")
     text = describe(planner(64, 80.0)(words), 80 * GIB)
@@ -184,6 +232,19 @@ def test_command_says_which_flags_make_a_run_fit(capsys):
     assert float(added[2]) * 1.1 <= 140
     status, out, _ = run(capsys, *words, *added[1].split(), "--gpus", "1", "--gpu_memory_gb=140")
     assert (status, out.splitlines()[-1]) == (0, "the run fits")
+
+
+def test_seconds_are_those_of_the_kind_of_gpu_and_the_lengths(capsys):
+    def step(*more: str) -> float:
+        _, out, _ = run(capsys, *model("qwen2.5-7b", 2), "--gpus", "2", *more)
+        seconds, speed = re.search(r"\n  step +([\d.]+)\n  response tokens/s +([\d,]+)\n", out).groups()
+        tokens = 4096 * (100 if "--mean_response_tokens" in more else 1024)
+        assert int(speed.replace(",", "")) == pytest.approx(tokens / float(seconds), rel=0.01)
+        return float(seconds)
+
+    assert step("--gpu_kind", "h200") == step()
+    assert step("--gpu_kind", "h100") > 1.05 * step()
+    assert step("--mean_response_tokens", "100") < 0.5 * step()
 
 
 def test_gpus_that_the_flags_leave_idle_are_told(capsys):

