@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_cli.commands.plan import Planner, PlanSection, describe
 from rlhf_cli.main import main
-from rlhf_cli.preflight.plan_changes import changes
+from rlhf_cli.preflight.plan_changes import adapters, changes
 from rlhf_cli.preflight.seconds import Rates, step_seconds
 from rlhf_cli.preflight.shapes import _SIZES, shape_config
 from rlhf_data.errors import ConfigError
@@ -245,6 +245,33 @@ def test_seconds_are_those_of_the_kind_of_gpu_and_the_lengths(capsys):
     assert step("--gpu_kind", "h200") == step()
     assert step("--gpu_kind", "h100") > 1.05 * step()
     assert step("--mean_response_tokens", "100") < 0.5 * step()
+
+
+def test_adapters_are_suggested_where_all_weights_cannot_be_trained(capsys, planner):
+    """7 billion weights in bfloat16 are 14.2 GiB, and adapters of rank 64 add 64 (inputs + outputs) of 7 matrices."""
+    own = ["--gpus", "1", "--gpu_memory_gb", "80"]
+    start = ["--pretrain", "qwen2.5-7b", *GROUP]
+    status, out, _ = run(capsys, "--suggest", *start, *own)
+    assert (status, out.splitlines()[-1]) == (0, "the run fits")
+    flags = out.splitlines()[1].split()
+    assert flags[flags.index("--lora_rank") + 1] == "64"
+    told = re.search(r"all weights cannot be trained on these GPUs; LoRA adapters can, in ([\d.]+) GiB", out)
+    assert float(told[1]) == float(re.search(r"fullest GPU +([\d.]+) of 80.0, fits", out)[1]) < 80 / 1.1
+    found = planner(1, 80.0)([*start, *flags])
+    outputs = 3584 + 3584 + 2 * (3584 + 512) + 3584 + 3584 + 3 * (3584 + 18_944)
+    weights = 2 * (WEIGHTS["qwen2.5-7b"] + 28 * 64 * outputs)
+    assert found.memory.needs["train"].items["weights"] == weights
+    status, out, _ = run(capsys, *model("qwen2.5-7b", 1), *own)
+    assert status == 0
+    assert re.search(r"\nall weights cannot .*\nadd --lora_rank 64.*: it then needs [\d.]+ GiB", out)
+
+
+def test_adapters_are_for_the_critic_too_and_only_where_there_are_none(planner):
+    words = ["--pretrain", "qwen2.5-7b", "--advantage_estimator", "gae", *GROUP[2:], "--colocate_all_models"]
+    plan = planner(1, 80.0)
+    assert adapters(words, plan, 80 * GIB)[:4] == ["--lora_rank", "64", "--critic_lora_rank", "64"]
+    given = ["--lora_rank", "8", "--critic_lora_rank", "8"]
+    assert adapters([*words, *given], plan, 80 * GIB) is None
 
 
 def test_gpus_that_the_flags_leave_idle_are_told(capsys):

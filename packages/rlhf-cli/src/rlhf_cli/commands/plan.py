@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from rlhf_cli.commands.ppo import COMMAND_LINE as PPO
 from rlhf_cli.console.exits import SUCCESS, exit_status
 from rlhf_cli.paths import user_path
-from rlhf_cli.preflight.plan_changes import Planned, changes
+from rlhf_cli.preflight.plan_changes import Planned, adapters, changes
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.command_line import CommandLine
 from rlhf_data.options.declare import Config, Section, flag, options
@@ -171,10 +171,20 @@ class Planner:
         names = {word.partition("=")[0].removeprefix("--") for word in words}
         added = [word for name, value in found.items() if name not in names for word in (f"--{name}", value)]
         words = [*words, *added]
-        planned = self(words)
-        more = changes(words, self, self.gpu_bytes) or [] if planned.lacks(self.gpu_bytes) else []
-        print(f"suggested flags\n  {' '.join([*added, *more])}\n")
+        more, said = self.fitting(words) if self(words).lacks(self.gpu_bytes) else ([], "")
+        print(f"suggested flags\n  {' '.join([*added, *more])}\n{said}")
         return [*words, *more]
+
+    def fitting(self, words: Sequence[str]) -> tuple[list[str], str]:
+        """Return flags that make a run fit, and what they cost beside time; neither if none do."""
+        found = changes(words, self, self.gpu_bytes)
+        if found is not None:
+            return found, ""
+        found = adapters(words, self, self.gpu_bytes)
+        if found is None:
+            return [], ""
+        peak = self([*words, *found]).peak / _GIB
+        return found, f"all weights cannot be trained on these GPUs; LoRA adapters can, in {peak:.1f} GiB\n"
 
     def _parsed(self, words: Sequence[str]) -> "PpoConfig":
         """Return the configuration of flags, with rows and a reward if they name none."""
@@ -259,8 +269,8 @@ def advise(words: Sequence[str], planned: Planned, planner: Planner) -> tuple[st
     lack = planned.lacks(planner.gpu_bytes)
     if not lack:
         return "\nthe run fits", SUCCESS
-    found = changes(words, planner, planner.gpu_bytes)
-    if found is None:
+    found, said = planner.fitting(words)
+    if not found:
         return f"\nthe run does not fit: {lack}; use more GPUs, or larger ones", FAILURE
     peak = planner([*words, *found]).peak / _GIB
-    return f"\nthe run does not fit: {lack}\nadd {' '.join(found)}: it then needs {peak:.1f} GiB", SUCCESS
+    return f"\nthe run does not fit: {lack}\n{said}add {' '.join(found)}: it then needs {peak:.1f} GiB", SUCCESS

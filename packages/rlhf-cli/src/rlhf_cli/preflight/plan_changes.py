@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from rlhf_train.online_job import OnlineJob
     from rlhf_train.run_memory import CardMemory, RunMemory
 
+_RANK = "64"  # of adapters
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -84,6 +86,23 @@ def changes(words: Sequence[str], plan: Callable[[Sequence[str]], Planned], gpu_
             added = rest
     last = {change[0]: change for change in added}  # a flag that was lowered twice
     return [word for change in last.values() for word in change]
+
+
+def adapters(words: Sequence[str], plan: Callable[[Sequence[str]], Planned], gpu_bytes: int) -> list[str] | None:
+    """Return flags that make a run fit by LoRA adapters, trained instead of all weights; None if no flags do.
+
+    Args:
+        words, plan, gpu_bytes: see `changes`.
+    """
+    models = plan(words).job.models
+    flags = {"actor": "--lora_rank", "critic": "--critic_lora_rank"}
+    added = [word for role, flag in flags.items() if role in models and not models[role].lora for word in (flag, _RANK)]
+    try:
+        is_enough = not plan([*words, *added]).lacks(gpu_bytes)
+    except ConfigError:
+        return None
+    more = [] if is_enough else changes([*words, *added], plan, gpu_bytes)
+    return [*added, *more] if added and more is not None else None
 
 
 def _list(job: "OnlineJob") -> Iterator[list[str]]:
