@@ -5,17 +5,17 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from rlhf_cli.report.metrics import tables
+
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/metrics.md"
 LOGGING = ROOT / "packages/rlhf-train/src"
 _EVALUATED = ("rollout", "sft", "rm", "preference", "kto", "prm", "kd")
 _NAME = re.compile(r"[a-z]+/[a-z_]+")
 
 
 def explained() -> list[str]:
-    """Return the names in the first columns of the page's tables. `<name>` in one stands for any word."""
-    cells = (line.split(" | ")[0] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `"))
-    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    """Return the names that are declared. `<name>` in one stands for any word."""
+    return [name for rows in tables() for row in rows for name in row["names"]]
 
 
 def is_explained(name: str) -> bool:

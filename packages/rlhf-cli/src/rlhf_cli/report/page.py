@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_cli.report.findings import FROM_CURVES, Finding, from_counts
+from rlhf_cli.report.metrics import meanings
 from rlhf_cli.report.runs import MAX_POINTS, Run, thinned
 from rlhf_cli.report.samples import Recorded, choose, groups_of, record_fields
 from rlhf_cli.report.timeline import timeline_data
@@ -43,6 +44,7 @@ def report_data(
     names = _names([run.folder for run, _ in runs])
     return {
         "served": served,
+        "meanings": meanings(sorted({name for run, _ in runs for name in run.curves})),
         "runs": [_run_data(name, run, files, limits) for name, (run, files) in zip(names, runs, strict=True)],
     }
 

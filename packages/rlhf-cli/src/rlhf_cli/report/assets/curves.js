@@ -73,7 +73,7 @@ function chartOf(name, height) {
   const values = el("span", { class: "values" });
   const box = el("div", { class: "plot" });
   const figure = el("figure", { class: "chart", tabindex: 0, "aria-label": name },
-    el("figcaption", {}, el("b", {}, name), values), box);
+    el("figcaption", {}, el("b", { title: DATA.meanings[name] }, name), values), box);
   const chart = { name, height, figure, values, box };
   charts.push(chart);
   figure.addEventListener("pointermove", (event) => moveCursor(stepAt(chart, event)));
