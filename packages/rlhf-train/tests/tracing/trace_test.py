@@ -123,7 +123,7 @@ def test_work_lies_in_what_it_is_part_of_and_may_be_shown_on_other_tracks(clock,
         with log.doing("optimizer step"):
             clock.now += 1
     for version in (1, 2):
-        clock.now += 1
+        clock.now += 2
         log.add(Span(f"weights of version {version}", clock.now - 1, clock.now, args={"bytes": 8}, track=engine))
     with log.doing("send_weights"), log.doing("inner"):
         clock.now += 1
@@ -135,11 +135,11 @@ def test_work_lies_in_what_it_is_part_of_and_may_be_shown_on_other_tracks(clock,
     found = events()
     assert shown(found.of(*RANK)) == [
         (0, "update actor", 0, 4), (1, "forward and backward pass", 1, 3), (1, "optimizer step", 3, 4),
-        (0, "wait", 4, 6), (0, "send_weights", 6, 7), (1, "inner", 6, 7), (0, "whole", 7, 8), (1, "part", 7, 7.5),
+        (0, "wait", 4, 8), (0, "send_weights", 8, 9), (1, "inner", 8, 9), (0, "whole", 9, 10), (1, "part", 9, 9.5),
     ]  # fmt: skip
     assert found.of(*RANK)[1].args == {"rollouts": 4}
     assert [(each.name, each.begin / 1e6, each.end / 1e6, each.args) for each in found.of(*engine)] == [
-        ("weights of version 1", 4, 5, {"bytes": 8}), ("weights of version 2", 5, 6, {"bytes": 8}),
+        ("weights of version 1", 5, 6, {"bytes": 8}), ("weights of version 2", 7, 8, {"bytes": 8}),
     ]  # fmt: skip
 
 
