@@ -91,15 +91,19 @@ def test_time_left_comes_from_the_parts_that_are_done(pipe, clock):
     ]
 
 
-def test_time_left_that_the_caller_knows_runs_down_to_zero(pipe, clock):
+def test_time_left_that_the_caller_knows_counts_until_it_is_over(pipe, clock):
     stream, progress = pipe
     progress.show("step 2/3: training", ends_in_s=30)
     for _ in range(2):
         clock.now += 20
         progress.beat()
+    progress.show("step 2/3: training", done=1, total=3, ends_in_s=-10)
+    clock.now += 20
+    progress.beat()
     assert stream.getvalue().splitlines()[1:] == [
         "step 2/3: training: 20 s, about 10 s left",
-        "step 2/3: training: 40 s, about 0 s left",
+        "step 2/3: training: 40 s",
+        "step 2/3: training: 1/3, 1 min 0 s, about 2 min 0 s left",
     ]
 
 

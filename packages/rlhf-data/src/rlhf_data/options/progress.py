@@ -145,6 +145,8 @@ class Progress:
         if work.total is not None:
             parts.insert(0, f"{work.done or 0}/{work.total}")
         left = None if work.ends_at is None else work.ends_at - self._clock()
+        if left is not None and left < 0:
+            left = None  # that estimate was wrong
         if left is None and work.total is not None and work.done:
             left = elapsed / work.done * (work.total - work.done)
         if left is not None:
