@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import Gemma2Config
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
@@ -151,16 +151,29 @@ def test_flex_attention_is_given_what_each_sequence_computes_by_itself(
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
-def test_mask_of_blocks_is_that_of_the_sequences():
-    bounds = torch.tensor([0, 100, 300, 301, 520], dtype=torch.int32)
-    for window in (None, 50):
-        mask = scored._block_mask(bounds, 520, window)
-        seen = mask.mask_mod(0, 0, torch.arange(520)[:, None], torch.arange(520)[None])
-        expected = block_diagonal(bounds.tolist(), window)[0, 0] == 0
-        assert torch.equal(seen, expected)
-        blocks = [[expected[i : i + 128, j : j + 128].any() for j in range(0, 520, 128)] for i in range(0, 520, 128)]
-        assert torch.equal(mask.to_dense()[0, 0].bool(), torch.tensor(blocks))
-        assert scored._block_mask(bounds, 520, window) is mask  # of all layers of a pass
+@pytest.mark.parametrize("window", [None, 1, 50, 200, 1000])
+@pytest.mark.parametrize("ends", [(100, 300, 301, 520), (512,), (130, 1024), (1, 128, 256, 257, 640), (5,)])
+def test_mask_of_blocks_is_that_of_torch_from_all_pairs_of_tokens(ends, window):
+    bounds = torch.tensor([0, *ends], dtype=torch.int32)
+    dense = block_diagonal(bounds.tolist(), window)[0, 0] == 0
+    expected = create_block_mask(lambda b, h, at, seen: dense[at, seen], None, None, *dense.shape, device="cpu")
+    mask = scored._block_mask(bounds, ends[-1], window)
+    assert mask.seq_lengths == expected.seq_lengths
+    tokens = torch.arange(ends[-1])
+    assert torch.equal(mask.mask_mod(0, 0, tokens[:, None], tokens), dense)
+    for part in ("kv", "q", "full_kv", "full_q"):
+        counts = getattr(expected, f"{part}_num_blocks")
+        assert torch.equal(getattr(mask, f"{part}_num_blocks"), counts)
+        for row, count in enumerate(counts[0, 0]):  # what lies behind the count is not read
+            listed = [getattr(each, f"{part}_indices")[0, 0, row, :count] for each in (mask, expected)]
+            assert torch.equal(*listed)
+    assert scored._block_mask(bounds, ends[-1], window) is mask  # of all layers of a pass
+
+
+def test_mask_of_very_long_packs_has_no_entry_per_pair_of_tokens():
+    bounds = torch.tensor([0, 1 << 17, 1 << 18], dtype=torch.int32)  # with one, 64 GiB
+    mask = scored._block_mask(bounds, 1 << 18, None)
+    assert mask.full_kv_num_blocks[0, 0].tolist() == [*range(1024)] * 2
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from rlhf_models.compiler import configure_compiler
 
 SCORED_ATTENTION = "rlhf_packed_scored"
 UNPACKED = "turn packing off, with ``packing=false``"  # a hint
+_BLOCK = 128  # tokens per block of flex attention's masks
 # Masks by window, for each tensor of bounds: all layers of a pass get the same tensor.
 _block_masks = WeakIdKeyDictionary()
 
@@ -166,16 +167,44 @@ def _compiled_flex() -> Any:
 
 def _block_mask(bounds: Tensor, num_tokens: int, window: int | None) -> Any:
     """Return flex attention's mask of packed sequences. Layers of one pass share it."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     masks = _block_masks.setdefault(bounds, {})
     if window not in masks:
-        tokens = torch.arange(num_tokens, device=bounds.device, dtype=bounds.dtype)
-        sequence_of = torch.bucketize(tokens, bounds[1:], right=True)
-
-        def sees(_batch: Tensor, _head: Tensor, at: Tensor, seen: Tensor) -> Tensor:
-            within = (sequence_of[at] == sequence_of[seen]) & (at >= seen)
-            return within & (at - seen < window) if window else within
-
-        masks[window] = create_block_mask(sees, None, None, num_tokens, num_tokens, device=str(bounds.device))
+        masks[window] = _new_block_mask(bounds, num_tokens, window)
     return masks[window]
+
+
+def _new_block_mask(bounds: Tensor, num_tokens: int, window: int | None) -> Any:
+    """Return the mask without comparing all pairs of tokens, as torch's `create_block_mask` does in 3 T^2 bytes.
+
+    Token t sees the tokens from first[t] to t, and first[t] never falls. Hence the tokens of a block see those from
+    its first one's first to its last one, and all of its tokens see those from its last one's first to its first one.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    tokens = torch.arange(num_tokens, device=bounds.device, dtype=bounds.dtype)
+    first = bounds[torch.bucketize(tokens, bounds[1:], right=True)]
+    if window:
+        first = torch.maximum(first, tokens - window + 1)
+    starts = tokens[::_BLOCK]
+    ends = (starts + _BLOCK - 1).clamp(max=num_tokens - 1)
+    sees_some = (ends >= first[starts, None]) & (starts <= ends[:, None])
+    # Positions beyond the last token see none, so a block that has some is never whole.
+    is_whole = (ends - starts == _BLOCK - 1)[:, None]
+    sees_all = is_whole & (starts >= first[ends, None]) & (ends <= starts[:, None])
+
+    def sees(_batch: Tensor, _head: Tensor, at: Tensor, seen: Tensor) -> Tensor:
+        return (at >= seen) & (seen >= first[at])
+
+    return BlockMask.from_kv_blocks(
+        *_in_order(sees_some & ~sees_all),
+        *_in_order(sees_all),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=sees,
+        seq_lengths=(num_tokens, num_tokens),
+    )
+
+
+def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of True blocks in each row of [N, N], as [1, 1, N], and the blocks of each row, True first."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
