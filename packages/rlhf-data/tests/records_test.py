@@ -1,7 +1,9 @@
 """Records: views over spans, validation where they are made, pickling."""
 
 import dataclasses
+import math
 import pickle
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -99,6 +101,23 @@ def test_verdict_score_is_the_reward_unless_given():
     assert Verdict(VerdictKind.TIMEOUT).score is None
     with pytest.raises(DataError, match="the reward is nan"):
         Verdict(VerdictKind.OK, float("nan"))
+
+
+@pytest.mark.parametrize("value", [{1}, np.float32(1), np.arange(3), b"1", object()])
+def test_values_that_a_checkpoint_cannot_hold_are_refused_with_a_hint(value):
+    for make in (
+        lambda: Prompt("p", [1], "", label=value),
+        lambda: Prompt("p", [1], "", messages=({"role": "user", "content": value},)),
+        lambda: Prompt("p", [1], "", extra={"a": [value]}),
+        lambda: Verdict(VerdictKind.OK, 1.0, extra={"a": value}),
+    ):
+        with pytest.raises(DataError, match=f"is no JSON value: it has a {type(value).__name__}\\n\\nhint: give texts"):
+            make()
+
+
+def test_values_that_a_checkpoint_can_hold_are_kept():
+    extra = MappingProxyType({"a": [1, 2.5, None, True, "b", (1,), {"c": math.nan}], "d": MappingProxyType({})})
+    assert Prompt("p", [1], "", extra=extra).extra is extra
 
 
 def test_prompt_without_tokens_is_refused():

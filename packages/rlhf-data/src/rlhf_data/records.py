@@ -3,6 +3,7 @@
 A rollout is made only of token spans; text is a view of it and never its source.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -82,6 +83,28 @@ def freeze_routes(record: Any) -> None:
     object.__setattr__(record, "routes", routes)
 
 
+def check_json(record: Any, *names: str) -> None:
+    """Raise DataError unless fields of a record are JSON values: checkpoints and records of rollouts have them as such.
+
+    Mappings of any kind are objects, and tuples are lists.
+    """
+    for name in names:
+        value = getattr(record, name)
+        try:
+            if value is not None and not isinstance(value, str):
+                json.dumps(value, default=_object)
+        except (TypeError, ValueError, RecursionError) as error:
+            message = f"{type(record).__name__}.{name} is no JSON value: {error}"
+            hint = "give texts, numbers of Python, True, False, None, lists and dicts"
+            raise DataError(message, hint=hint) from error
+
+
+def _object(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"it has a {type(value).__name__}")
+    return dict(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What the policy is asked.
@@ -108,6 +131,7 @@ class Prompt:
 
     def __post_init__(self) -> None:
         freeze_arrays(self, token_ids=np.int32)
+        check_json(self, "label", "messages", "extra")
         if not len(self.token_ids):
             raise DataError(f"prompt {self.prompt_id!r} has no tokens")
 
@@ -186,6 +210,7 @@ class Verdict:
             object.__setattr__(self, "score", self.reward)
         if not 0 <= self.seconds < np.inf:
             raise DataError(f"scoring took {self.seconds} seconds; it must be at least 0 and finite")
+        check_json(self, "extra")
         if self.turn_rewards:
             self._check_turn_rewards()
         if self.token_rewards:

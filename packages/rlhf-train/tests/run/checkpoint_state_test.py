@@ -102,7 +102,7 @@ def test_what_no_json_has_is_refused_with_its_type(tmp_path):
     with pytest.raises(TypeError, match="set in the state of a run is no JSON value"):
         write_state(tmp_path, {"step": {1}})
     group = waiting_group("a")
-    group = replace(group, prompt=replace(group.prompt, extra={"n": {1}}))
+    group.prompt.extra["n"] = {1}
     with pytest.raises(TypeError, match="set in a rollout group is no JSON value"):
         write_state(tmp_path, {"group": group})
 
