@@ -41,7 +41,7 @@ class Recorder:
         self,
         fail_at: str | None = None,
         gate: asyncio.Barrier | None = None,
-        error: type[Exception] = WeightSyncError,
+        error: type[BaseException] = WeightSyncError,
     ) -> None:
         self._error = error
         self.events: list[str] = []

@@ -33,6 +33,16 @@ def test_results_and_errors_come_back(loop):
         loop.run(fail())
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_in_a_task_ends_the_task_alone(loop, kind):
+    async def stop():
+        raise kind
+
+    with pytest.raises(kind):
+        loop.start(stop()).result(60)
+    assert loop.call(lambda: 3) == 3
+
+
 def test_tasks_go_on_between_two_calls(loop):
     seen = []
 

@@ -25,8 +25,15 @@ class EventLoopThread:
     def __init__(self, name: str) -> None:
         self._reports: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        """Run the loop until `close` stops it: an interrupt of a task, which has it as its result, ends only a turn."""
+        while True:
+            with suppress(KeyboardInterrupt, SystemExit):
+                self._loop.run_forever()
+                return
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Return the result of a coroutine. When this call is interrupted, the coroutine is cancelled."""

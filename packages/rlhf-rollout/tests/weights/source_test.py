@@ -76,11 +76,12 @@ def test_send_hands_a_bucket_to_all_engines_at_once() -> None:
     assert engines[0].events == engines[1].events == ["begin 1", "receive", "finish"]
 
 
+@pytest.mark.parametrize("error", [WeightSyncError, KeyboardInterrupt])
 @pytest.mark.parametrize("fail_at", ["begin", "receive", "finish"])
-def test_send_failing_engine_raises_and_frees_the_segment(fail_at: str) -> None:
+def test_send_failing_engine_raises_and_frees_the_segment(fail_at: str, error: type[BaseException]) -> None:
     weights = iter(WEIGHTS.items())
-    with pytest.raises(WeightSyncError, match=f"told to fail at {fail_at}"):
-        WeightSource("shared_memory", bucket_bytes=400).send(weights, [Recorder(), Recorder(fail_at)], 1)
+    with pytest.raises(error, match=f"told to fail at {fail_at}"):
+        WeightSource("shared_memory", bucket_bytes=400).send(weights, [Recorder(), Recorder(fail_at, error=error)], 1)
     assert segments() == set()
     # Ranks that gather along must not wait for this one: the weights were taken to their end.
     assert next(weights, None) is None

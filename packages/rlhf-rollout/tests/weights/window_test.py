@@ -1,6 +1,7 @@
 """Engines read buckets at their own pace, no further apart than the sender has buffers. Events decide who is slow."""
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -134,6 +135,25 @@ def test_weights_that_do_not_fit_a_slow_engine_end_the_update_for_all() -> None:
     assert slow.events == ["begin", "receive 0"]
     assert fast.events == ["begin", *[f"receive {number}" for number in range(WINDOW)]]
     fast.reader.close()
+    assert segments() == set()
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2])
+def test_an_update_uses_as_many_buffers_as_there_is_memory_for(num_buffers, monkeypatch) -> None:
+    reserve = os.posix_fallocate
+    reserved: set[int] = set()
+
+    def full(descriptor: int, offset: int, length: int) -> None:
+        if descriptor not in reserved and len(reserved) == num_buffers:
+            raise OSError(12, "Cannot allocate memory")
+        reserved.add(descriptor)
+        reserve(descriptor, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    engine = Engine("shared_memory")
+    source = WeightSource("shared_memory", bucket_bytes=1024, checksum=True)
+    assert source.send(iter(WEIGHTS.items()), [engine], 1).failures == {}
+    check(engine)
     assert segments() == set()
 
 

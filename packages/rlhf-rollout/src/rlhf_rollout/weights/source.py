@@ -1,6 +1,7 @@
 """Sends weights: packs them into buckets, and has all engines read each bucket."""
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import deque
@@ -20,6 +21,8 @@ from rlhf_rollout.weights.bucket import TensorSlot, WeightBucket, aligned, bucke
 from rlhf_rollout.weights.buffer import BucketBuffer, buffer_class
 
 DEFAULT_BUCKET_BYTES = 256 << 20
+
+logger = logging.getLogger(__name__)
 
 
 class SyncReport(NamedTuple):
@@ -180,6 +183,7 @@ class _Update:
 
     def __init__(self, source: WeightSource, bucket_bytes: int, receivers: "_Receivers") -> None:
         self._source = source
+        self._window = source.window
         self._bucket_bytes = bucket_bytes
         self._receivers = receivers
         self._thread = EventLoopThread("weights")
@@ -231,10 +235,20 @@ class _Update:
     def _take_buffer(self, size_bytes: int) -> None:
         """Go on to the next buffer, for a weight of `size_bytes`, once engines have read what it held."""
         size_bytes = max(self._bucket_bytes, size_bytes)
-        self._at = (self._at + 1) % self._source.window
+        self._at = (self._at + 1) % self._window
         if self._at == len(self._buffers):
-            self._buffers.append(self._source.open(size_bytes, self._names))
-            return
+            buffer = self._source.open(size_bytes, self._names)
+            try:
+                if self._at:  # the first is reserved as it is filled: without it there is no update
+                    buffer.reserve(size_bytes)
+            except WeightSyncError as error:
+                buffer.close()
+                logger.info("weights are sent through %d buffer(s): %s", self._at, error)
+                self._window = self._at
+                self._at = 0
+            else:
+                self._buffers.append(buffer)
+                return
         buffer = self._buffers[self._at]
         is_small = buffer.data.numel() < size_bytes
         if is_small or not buffer.holds_two:
