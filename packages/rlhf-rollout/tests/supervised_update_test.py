@@ -182,6 +182,20 @@ async def test_engine_that_dies_in_an_update_has_its_requests_answered_elsewhere
     assert fleet.said[-1] == "engine 1 is back, with weights of version 2"
 
 
+@simulated
+async def test_engine_that_dies_in_an_update_is_restarted_at_its_end_and_not_at_the_next_check():
+    fleet = Fleet(send_s=1.0)
+
+    async with fleet:
+        await asyncio.sleep(0.5)
+        updating = asyncio.create_task(fleet.synchronize())
+        await asyncio.sleep(0.5)
+        fleet.engines[1].kill()
+        await updating
+        await asyncio.sleep(6.5)  # it starts in 5 s, and has its weights after 1
+        assert fleet.states == ["ready", "ready"]
+
+
 @pytest.mark.parametrize(("method", "mode"), [("resume", "keep"), ("pause", "keep"), ("resume", "drain")])
 @simulated
 async def test_engine_that_never_answers_pause_or_resume_is_restarted(method, mode):

@@ -57,7 +57,7 @@ class _Place:
     num_deaths: int = 0  # since its last success
     is_back: bool = True  # since its last death, as `warn` was told
     num_paused: int = 0  # sequences that the last pause for an update found
-    alarm: asyncio.Event = field(default_factory=asyncio.Event)
+    alarm: asyncio.Event = field(default_factory=asyncio.Event)  # ends the wait for the next check
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by who takes it to another state
 
 
@@ -316,6 +316,7 @@ class EngineSupervisor:
     def _bury(self, place: _Place, reason: object) -> None:
         """Count the death of an engine, and give the engine up if it has died too often."""
         self.router.suspend(place.engine)
+        place.alarm.set()  # if it died in an update, `_keep` waits for its next check
         place.num_deaths += 1
         place.is_back = False
         text = f"engine {place.number} failed: {reason}"
