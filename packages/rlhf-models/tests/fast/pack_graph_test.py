@@ -7,7 +7,7 @@ import torch
 from rlhf_models.backbone import last_hidden_state, replay_full_packs, run_backbone
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast import pack_graph
-from rlhf_models.fast.pack_graph import _NUM_SEEN, PackGraph, PackShape
+from rlhf_models.fast.pack_graph import _NUM_EAGER, PackGraph, PackShape
 from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
 
@@ -24,12 +24,12 @@ def packed(*lengths):
     return TokenBatch.packed([rng.integers(5, 60, length) for length in lengths])
 
 
-def graphed(folder):
-    """A backbone whose passes have learned their shape from packs of two or three, and the sums of its gradients."""
+def graphed(folder, num_tokens=NUM_TOKENS):
+    """A backbone that has run packs of two or three, and captures a shape at the next; the sums of its gradients."""
     backbone = load_actor(folder, dtype="float32", packing=True).model.base_model
     sums = {weight: torch.zeros_like(weight) for weight in backbone.parameters()}
-    backbone.pack_graph = PackGraph(backbone, NUM_TOKENS, sums, uses_graphs=False)
-    for index in range(_NUM_SEEN):
+    backbone.pack_graph = PackGraph(backbone, num_tokens, sums, uses_graphs=False)
+    for index in range(_NUM_EAGER - 1):
         assert backbone.pack_graph(packed(30, 31) if index % 2 else packed(20, 10, 33)) is None
     return backbone, sums
 
@@ -113,7 +113,7 @@ def test_filled_packs_leave_frozen_weights(folder):
     assert all(total.any() for total in sums.values())
 
 
-@pytest.mark.parametrize("lengths", [(31,), (65,), (60, 5), (2,) * 28])
+@pytest.mark.parametrize("lengths", [(31,), (65,), (60, 5)])
 def test_packs_that_do_not_fit_are_run_as_they_come(folder, lengths):
     backbone, sums = graphed(folder)
     assert backbone.pack_graph(packed(*lengths)) is None
@@ -121,43 +121,50 @@ def test_packs_that_do_not_fit_are_run_as_they_come(folder, lengths):
     assert not flat(sums.values()).any()
 
 
-def sizes(backbone):
-    return [shape.num_tokens for shape in backbone.pack_graph._passes]
+def shape_run(backbone, *lengths):
+    """The shape that runs a pack: tokens and longest sequence; None without one."""
+    hidden = backbone.pack_graph(packed(*lengths))
+    if hidden is None:
+        return None
+    [shape] = [shape for shape, passes in backbone.pack_graph._passes.items() if passes.awaits_backward]
+    return shape.num_tokens, shape.longest
 
 
-def test_first_graph_takes_packs_of_all_sizes_and_the_last_is_kept_for_a_longer_sequence(folder, monkeypatch):
-    monkeypatch.setattr(pack_graph, "_LONGEST_STEP", 16)
-    monkeypatch.setattr(pack_graph, "_MAX_GRAPHS", 8)
+FULL = (NUM_TOKENS, 48)  # the longest sequence of `graphed` has 33 tokens
+SMALL = (20, 24)  # it needs fillers of 20 tokens
+
+
+# A capture costs as much as the fillers of three packs, which are 192 tokens, unless `limits` say otherwise.
+@pytest.mark.parametrize(
+    ("limits", "packs", "shapes"),
+    [
+        ({}, [SMALL] * 12, [FULL] * 9 + [(44, 32)] * 3),
+        ({"_CAPTURE_FLOP": 6 * 100}, [SMALL] * 16, [FULL] * 14 + [(44, 32)] * 2),  # 100 tokens more
+        ({}, [(33, 8)] * 8 + [(20, 12)] * 3, [FULL] * 8 + [(32, 32)] * 3),  # 8 x 23 + 32
+        ({}, [(n, 20) for n in range(20, 36)], [FULL] * 9 + [(49, 32)] + [FULL] * 6),  # 24 + 23 + ... + 15
+        ({}, [(49, 1)] * 16 + [(50, 2), SMALL], [None] * 15 + [(64, 64)] * 2 + [FULL]),  # too long for the first
+        ({}, [(2,) * 30] * 17, [None] * 15 + [FULL] * 2),  # too many for the first
+        ({"_IDLE_SHARE": 0.5}, [(16,) * 4] * 4, [FULL] * 2 + [(64, 16)] * 2),  # (6 x 48 - 7 x 16) / 2 each
+        ({"_MAX_GRAPHS": 2}, [SMALL] * 12 + [(49, 1)] * 17, [FULL] * 12 + [(64, 64)] * 17),
+        ({"_MAX_GRAPHS": 1}, [SMALL] * 12 + [(49, 1)] * 17, [FULL] * 12 + [None] * 17),
+    ],
+)
+def test_shapes_are_captured_when_they_would_have_spared_what_a_capture_costs(
+    folder, monkeypatch, limits, packs, shapes
+):
     backbone, _ = graphed(folder)
-    for total in range(40, 50):
-        learn(backbone, packed(20, total - 20))
-    shapes = list(backbone.pack_graph._passes)
-    assert [(shape.num_tokens, shape.longest) for shape in shapes] == [
-        (NUM_TOKENS, 48),
-        *((total, 32) for total in range(41, 47)),
-    ]
-    learn(backbone, packed(50))
-    assert [(shape.num_tokens, shape.longest) for shape in backbone.pack_graph._passes][-1] == (NUM_TOKENS, 64)
-    for lengths, number in (((20, 19), 1), ((40, 2), 0), ((20, 40), 0), ((1, 60), -1)):
-        hidden = last_hidden_state(backbone, packed(*lengths))
-        assert list(backbone.pack_graph._passes.values())[number].awaits_backward
-        hidden.sum().backward()
-    assert len(backbone.pack_graph._passes) == 8
-
-
-def test_packs_with_longer_sequences_have_a_graph_of_their_own(folder, monkeypatch):
+    num_weights = sum(weight.numel() for weight in backbone.parameters())
     monkeypatch.setattr(pack_graph, "_LONGEST_STEP", 16)
-    plain = load_actor(folder, dtype="float32", packing=True).model.base_model
-    backbone, _ = graphed(folder)
-    for lengths in ((30, 34), (30, 30), (10, 50), (31, 29), (20, 20, 20)):
-        torch.testing.assert_close(
-            learn(backbone, packed(*lengths)), learn(plain, packed(*lengths)), atol=2e-5, rtol=1e-4
-        )
-    assert [(shape.num_tokens, shape.longest) for shape in backbone.pack_graph._passes] == [
-        (64, 48),
-        (60, 32),
-        (60, 64),
-    ]
+    for name, value in ({"_IDLE_SHARE": 0, "_CAPTURE_FLOP": 0} | limits).items():
+        monkeypatch.setattr(pack_graph, name, value * num_weights if name == "_CAPTURE_FLOP" else value)
+    assert [shape_run(backbone, *lengths) for lengths in [(30, 33), *packs]] == [FULL, *shapes]
+
+
+def test_packs_far_below_the_budget_have_shapes_of_their_own_size(folder):
+    backbone, _ = graphed(folder, 1280)
+    shapes = [shape_run(backbone, *lengths) for lengths in ((30, 33), (40, 30), (36,), (1200,), (36,))]
+    # 63 tokens and 7 more, in steps of 10; 36 are less than half of 1200.
+    assert shapes == [(70, 128), (70, 128), (70, 128), None, None]
 
 
 def test_padding_token_gets_no_gradient_where_the_embedding_leaves_it_out(folder):
@@ -251,13 +258,13 @@ def test_passes_whose_graphs_cannot_be_captured_are_run_as_they_come(folder, cap
 def test_graphs_beside_which_a_plain_pass_does_not_fit_are_given_up(folder, caplog, monkeypatch):
     # Each takes 10 MiB: three times 10 are within 50 of 1.5 times what is left, four are not.
     monkeypatch.setattr(pack_graph, "capture", lambda warm_up, passes, pool: (10 << 20, 50 << 20))
+    monkeypatch.setattr(pack_graph, "_CAPTURE_FLOP", 0)
+    monkeypatch.setattr(pack_graph, "_CAPTURE_PASSES", 1e-3)
     backbone, _ = graphed(folder)
     backbone.pack_graph.uses_graphs = True
-    for total in (60, 40, 44, 48, 52):
-        learn(backbone, packed(total))
-    assert sizes(backbone) == [NUM_TOKENS, 40, 44]
+    found = [shape_run(backbone, total)[0] for total in (60, 48, 44, 40, 36)]
+    assert found == [NUM_TOKENS, 48, 44, 44, 44]
     assert caplog.text.count("they take 40 MiB, 50 MiB are left") == 1
-    assert backbone.pack_graph(packed(46)) is not None
 
 
 @pytest.mark.parametrize(
