@@ -42,7 +42,6 @@ TESTS = {
     "config/config_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing", "rlhf-train/algorithms"],
     "config/differences_test.py": ["rlhf-cli/commands", "rlhf-models/testing"],
     "config/flag_effects_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/preflight", "rlhf-data/options", "rlhf-data/prompts", "rlhf-data/records", "rlhf-data/rows", "rlhf-models/testing", "rlhf-train/algorithms", "rlhf-train/generation"],
-    "config/kl_loss_notice_test.py": ["rlhf-cli/config", "rlhf-models/testing"],
     "config/offline_flag_effects_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/console", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-data/own_code", "rlhf-models/testing"],
     "config/output_section_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/console", "rlhf-cli/paths", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing", "rlhf-train/run"],
     "config/presets_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/presets", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing"],

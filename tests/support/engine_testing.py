@@ -89,7 +89,7 @@ def wait_until_up(url: str, process: subprocess.Popen) -> None:
             time.sleep(0.05)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from rlhf_models.testing import tiny_model_dir
 
@@ -101,7 +101,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["fake", "served", "process", "transformers", "vllm"])
+@pytest.fixture(scope="session", params=["fake", "served", "process", "transformers", "vllm"])
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     kind = request.param
     spec = EngineSpec(

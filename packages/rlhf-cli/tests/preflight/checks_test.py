@@ -273,6 +273,7 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ("--advantage_estimator group_norm --critic_learning_rate 1", "--critic_learning_rate has no effect"),
         ("--advantage_estimator rloo --no_advantage_std_norm", "--no_advantage_std_norm has no effect: RLOO"),
         ("--init_kl_coef 0 --kl_estimator k2", "--kl_estimator has no effect: --init_kl_coef is 0"),
+        ("--use_kl_loss", "--use_kl_loss with --kl_estimator k1: the gradient of k1 averages to 0"),
         ("--overlap_comm", "--overlap_comm has no effect: --zero_stage is 2"),
         ("--lr_scheduler linear --min_lr_ratio 0", "--min_lr_ratio has no effect: --lr_scheduler is linear"),
         (
@@ -314,6 +315,8 @@ def test_check_ppo_what_has_no_effect_is_a_notice(argv, notice):
         "--async_train --is_correction_level token",
         "--async_train --max_staleness 0",
         "--use_kl_loss --kl_unbiased_gradient",
+        "--use_kl_loss --kl_estimator k2",
+        "--use_kl_loss --kl_estimator k3",
         "--kl_target 0.1 --kl_horizon 500",
         "--is_correction_level sequence --is_correction_mode mask --is_correction_threshold 0.5 2",
         "--overlong_buffer_len 32 --overlong_penalty_factor 2",

@@ -399,11 +399,3 @@ def test_control_call_that_waits_for_requests_has_the_deadline_of_both(call: str
         task.cancel()
 
     run(scenario())
-
-
-def test_close_refuses_further_requests(subject: Subject) -> None:
-    run(subject.engine.close())
-    with pytest.raises(EngineError, match="closed"):
-        generate(subject)
-    with pytest.raises(EngineError, match="closed"):
-        run(subject.engine.health())

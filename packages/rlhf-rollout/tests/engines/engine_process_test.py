@@ -18,7 +18,7 @@ from engine_processes import started_by
 from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_models.testing import tiny_model_dir
-from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.engines.process import ProcessEngine, packed, start_engine, unpacked
 from rlhf_rollout.engines.process_host import _Host
@@ -77,16 +77,14 @@ async def test_what_a_killed_process_wrote_is_known(tmp_path):
         await engine.close()
 
 
-async def test_engine_that_does_not_start_tells_why_as_in_this_process(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 4}')
-    (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<none>"}')
+async def test_engine_that_does_not_start_tells_why_as_in_this_process():
+    spec = EngineSpec(model="fake", images=True)
+    engine = ProcessEngine("fake", spec)
     with pytest.raises(ConfigError) as there:
-        await start_engine("transformers", EngineSpec(model=str(tmp_path)))
-    from rlhf_rollout.engines.transformers import TransformersEngine
-
+        await engine.ready()
+    await engine.close()
     with pytest.raises(ConfigError) as here:
-        TransformersEngine(EngineSpec(model=str(tmp_path)))
+        build_engine("fake", spec)
     assert str(there.value) == str(here.value) and "hint: " in str(here.value)
     assert not started_by(os.getpid())
 

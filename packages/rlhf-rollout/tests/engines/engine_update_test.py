@@ -378,3 +378,12 @@ def test_weights_of_a_model_take_effect_behind_a_server(model_dir: Path, tmp_pat
             run(update(subject, 2, _without_last(dict(weights))))
         with pytest.raises(EngineError, match="weights are incomplete"):
             run(answers(subject.engine))
+
+
+def test_close_refuses_further_requests(subject: Subject) -> None:
+    """The last test of these engines."""
+    run(subject.engine.close())
+    with pytest.raises(EngineError, match="closed"):
+        generate(subject)
+    with pytest.raises(EngineError, match="closed"):
+        run(subject.engine.health())

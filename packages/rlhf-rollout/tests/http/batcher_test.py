@@ -139,34 +139,24 @@ def test_batcher_other_number_of_results_is_an_error(results):
     ] * 2
 
 
-def test_batcher_caller_that_gives_up_is_left_out():
-    call = Doubler()
-
-    async def run():
-        batcher = Batcher(call, max_batch=10)
-        leaving = asyncio.create_task(batcher.submit(1))
-        staying = asyncio.create_task(batcher.submit(2))
-        await asyncio.sleep(0)
-        leaving.cancel()
-        return await staying
-
-    assert asyncio.run(run()) == 4
-    assert call.batches == [[2]]
-
-
-def test_batcher_caller_that_gives_up_on_the_way_takes_no_one_along():
+@pytest.mark.parametrize(
+    ("max_batch", "wait_s", "batches"),
+    [(10, 0, [[2]]), (2, 0.01, [[1, 2]])],
+    ids=["is left out", "on the way takes no one along"],
+)
+def test_batcher_caller_that_gives_up(max_batch, wait_s, batches):
     call = Doubler(seconds=0.05)
 
     async def run():
-        batcher = Batcher(call, max_batch=2)
+        batcher = Batcher(call, max_batch=max_batch)
         leaving = asyncio.create_task(batcher.submit(1))
         staying = asyncio.create_task(batcher.submit(2))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(wait_s)
         leaving.cancel()
         return await staying
 
     assert asyncio.run(run()) == 4
-    assert call.batches == [[1, 2]]
+    assert call.batches == batches
 
 
 def test_batcher_outlives_an_event_loop():

@@ -112,10 +112,7 @@ CUT = "is cut off, or belongs to another checkpoint"
 DAMAGE = {
     "missing": (lambda path, other: path.unlink(), "is missing"),
     "empty": (lambda path, other: path.write_bytes(b""), "is empty"),
-    "cut": (
-        lambda path, other: path.write_bytes(path.read_bytes()[:-1]),
-        "is cut off, or belongs to another checkpoint",
-    ),
+    "cut": (lambda path, other: path.write_bytes(path.read_bytes()[:-1]), CUT),
     "short": (lambda path, other: path.write_bytes(b"ab"), CUT),
     "of another step": (lambda path, other: shutil.copy(other, path), CUT),
 }

@@ -159,55 +159,39 @@ def settle(recorder: Recorder) -> None:
 FULL = r"rollouts\.jsonl cannot be written: .*No space left.*\n\nhint: free space there, or use another ``save_path``"
 
 
-def test_a_full_disk_is_an_error_at_the_next_call_and_at_the_end(tmp_path):
-    recorder = Recorder(str(tmp_path), "")
-    fill_disk(recorder)
-    recorder.rollouts("rollouts", 1, [group("a")])
+def next_call(recorder: Recorder) -> None:
     settle(recorder)
     with pytest.raises(RlhfError, match=FULL):
         recorder.rollouts("rollouts", 2, [group("b")])
-    with pytest.raises(RlhfError, match=FULL):
-        recorder.close()
+    recorder.close()
 
 
-def test_a_full_disk_in_the_last_step_is_an_error_at_the_end(tmp_path):
-    def run():
-        with Recorder(str(tmp_path), "") as recorder:
-            fill_disk(recorder)
-            recorder.rollouts("rollouts", 1, [group("a")])
-
-    with pytest.raises(RlhfError, match=FULL):
-        run()
+def other_error(recorder: Recorder) -> None:
+    raise KeyError("engine")
 
 
-def test_a_full_disk_beside_another_error_is_said_and_the_other_error_stays(tmp_path):
+@pytest.mark.parametrize(
+    ("then", "error", "says", "warnings"),
+    [
+        (next_call, RlhfError, FULL, []),
+        (lambda recorder: None, RlhfError, FULL, []),
+        (other_error, KeyError, "engine", ["No space left"]),
+    ],
+    ids=["at the next call", "at the end", "beside another error, which stays"],
+)
+def test_a_full_disk_is_said_once(tmp_path, then, error, says, warnings):
     listener = Listener()
 
     def run():
         with Recorder(str(tmp_path), "", observer=listener) as recorder:
             fill_disk(recorder)
             recorder.rollouts("rollouts", 1, [group("a")])
-            raise KeyError("engine")
+            then(recorder)
 
-    with pytest.raises(KeyError, match="engine"):
+    with pytest.raises(error, match=says):
         run()
-    [warning] = listener.warnings
-    assert "No space left" in warning
-
-
-def test_a_full_disk_that_ended_the_run_is_said_once(tmp_path):
-    listener = Listener()
-
-    def run():
-        with Recorder(str(tmp_path), "", observer=listener) as recorder:
-            fill_disk(recorder)
-            recorder.rollouts("rollouts", 1, [group("a")])
-            settle(recorder)
-            recorder.rollouts("rollouts", 2, [group("b")])
-
-    with pytest.raises(RlhfError, match=FULL):
-        run()
-    assert listener.warnings == []
+    assert len(listener.warnings) == len(warnings)
+    assert all(text in warning for text, warning in zip(warnings, listener.warnings, strict=True))
 
 
 def test_metrics_on_a_full_disk_are_an_error_at_once(tmp_path):
