@@ -20,6 +20,7 @@ from rlhf_train.run.metrics import Mean, Sum
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.rank_state import file_name
 from rlhf_train.run.recorder import Recorder
+from rlhf_train.tracing.token_values import COLUMNS, TokenValues
 from rlhf_train.tracing.trace import WorkLog
 
 
@@ -125,7 +126,7 @@ class World:
     def start(self, method, *arguments, **options):
         time.sleep(self.delay_s)
         name = method.__name__
-        if name not in ("peak_memory_bytes", "finish_state", "take_work"):
+        if name not in ("peak_memory_bytes", "finish_state", "take_work", "token_values"):
             self.log.append(" ".join([name, *[part for part in arguments if isinstance(part, str)]]))
         with self.work.doing(name) if name != "take_work" else nullcontext():
             return [getattr(self, f"on_{name}", lambda *_, **__: {})(*arguments, **options)]
@@ -152,6 +153,11 @@ class World:
         passes = len(self.rollouts[-1]) * max_epochs - self.lost.get(role, 0)
         name = {"actor": "policy", "critic": "value"}[role]
         return {f"{name}/rollout_passes": Sum(passes), f"{name}/loss": Mean(0.5, 1)}
+
+    def on_token_values(self):
+        ids = [rollout.rollout_id for rollout in self.rollouts[-1]]
+        counts = np.array([(rollout.policy_versions >= 0).sum() for rollout in self.rollouts[-1]])
+        return TokenValues(ids, counts, dict.fromkeys(COLUMNS, np.full(counts.sum(), len(self.rollouts), np.float16)))
 
     def on_save_state(self, folder):
         self.saved = folder

@@ -4,9 +4,12 @@ import contextlib
 import json
 from pathlib import Path
 
+import numpy as np
+
 from record_testing import make_group, make_prompt, make_rollout, write_jsonl
 from rlhf_data.records import Verdict, VerdictKind
 from rlhf_rollout.records_io import RolloutWriter
+from rlhf_train.tracing.token_values import TokenValues, halves, write_values
 
 
 def write_run(
@@ -74,3 +77,22 @@ def write_timeline(folder: Path, name: str = "timeline.json", *, num_passes: int
     path = folder / name
     path.write_text(f'[\n{text},\n{{"name": "cut o', encoding="utf-8")
     return path
+
+
+def write_token_values(folder: Path, step: int) -> None:
+    """Add what a trainer computed for the right answer of two bytes of a step of `write_run`, whose last token it left
+    out; and numbers for another one that has more tokens than it was recorded with."""
+    columns = {
+        "gap": [0.5, -0.25, np.nan],
+        "log_ratio": [np.log(2), 0.0, np.nan],
+        "advantage": [-1.5] * 3,
+        "entropy": [2.0**-20, 3.5, np.nan],
+        "kl": [np.nan] * 3,
+    }
+    right = TokenValues([f"step{step}/0/0"], np.array([3]), {name: halves(np.array(v)) for name, v in columns.items()})
+    wrong = TokenValues([f"step{step}/0/1"], np.array([9]), dict.fromkeys(columns, halves(np.ones(9))))
+    write_values(
+        folder / "token_values",
+        step,
+        [right, wrong._replace(columns=wrong.columns | {"kl": halves(np.full(9, np.nan))})],
+    )

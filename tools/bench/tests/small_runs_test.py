@@ -123,6 +123,13 @@ def test_formats_of_rollouts_are_measured_on_all_of_their_tokens(bench):
     assert all(saved[name]["seconds"] > 0 and saved[name]["memory_mib"] >= 0 for name in ("unfinished", "waiting"))
 
 
+def test_the_report_of_a_large_run_is_measured(bench):
+    _, report = bench("large_report", "--steps", "3", "--groups", "2", "--response_tokens", "40")
+    assert (report["num_rollouts"], report["num_tokens"]) == (48, 1920)
+    assert report["size_bytes"] > 1920 * 10  # 10 bytes of values per token
+    assert report["page_bytes"] > 1920 * 8 and report["peak_mib"] > 20 and report["seconds"] > 0
+
+
 def test_fleet_tells_what_a_controller_needs_while_all_answers_are_written(bench):
     shape = ["--engines", "4", "--actors", "2", "--prompts", "40", "--answer_tokens", "200", "--batch", "8"]
     _, report = bench("fleet", *shape, "--tokens_per_s", "400", "--fill_s", "4", "--seconds", "10")

@@ -265,6 +265,7 @@ REACHES = [
     ("deepspeed_enable_sleep", "", COLOCATED, "trainer_sleep", True),
     ("save_value_network", "", "", "save_critic", True),
     ("record", "false", "", "record", False),
+    ("record_token_values", "false", "", "record_token_values", False),
     ("record_format", "columns", "", "record_format", "columns"),
     ("timeline", "true", "", "timeline", True),
     ("save_steps", "7", "", "checkpoints.every", 7),

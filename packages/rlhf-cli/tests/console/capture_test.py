@@ -1,14 +1,18 @@
 """What libraries write stays off the terminal."""
 
+import json
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from rlhf_cli.builtin import BUILTIN
 from rlhf_cli.console.capture import captured
+from rlhf_cli.console.views import Console
 from rlhf_data.errors import ConfigError
 
 # Noisy when a heavy library is imported: as C code that writes to the descriptors, and as Python's own ways.
@@ -93,14 +97,17 @@ def test_an_unexpected_error_shows_its_traceback_and_leaves_the_log(tmp_path):
     done = run_script(tmp_path / "run", "unexpected")
     assert "Traceback" in done.stderr
     assert done.stderr.endswith("KeyError: 'unexpected'\n")
-    assert "C err" in (tmp_path / "run/log.txt").read_text()
+    log = (tmp_path / "run/log.txt").read_text()
+    assert "C err" in log and "error: KeyError('unexpected')\n" in log
 
 
 def test_replaced_streams_are_written_to_as_they_are(tmp_path, capsys):
     with captured(tmp_path / "run") as (out, err):
         print("result", file=out)
         print("progress", file=err)
-    assert capsys.readouterr() == ("result\n", "progress\n")
+        Console(out, err).notice("``kl_coef``\nis \x1b high")
+        assert (tmp_path / "run/log.txt").read_text() == "notice: --init_kl_coef is \\x1b high\n"
+    assert capsys.readouterr() == ("result\n", "progress\nnotice: --init_kl_coef\nis \\x1b high\n")
     with pytest.raises(ConfigError), captured(tmp_path / "run"):
         raise ConfigError("refused")
     assert not (tmp_path / "run").exists()
@@ -124,3 +131,6 @@ def test_a_short_run_shows_no_word_of_a_library(tmp_path):
     for way in ("C on stdout", "C on stderr", "print", "a warning"):
         assert f"NOISE from {way}" in log
     assert done.stderr.count("log.txt") == 1
+    [said] = re.findall(r"^environment: (.*)$", log, re.MULTILINE)
+    assert json.loads(said)["torch"] == version("torch")
+    assert log.splitlines()[-1] == "update 2 of 2 ended"

@@ -1,12 +1,14 @@
 """The data of a report: what is read of a run's folder, chosen of its rollouts and written into the page."""
 
+import base64
 import json
 import os
 import re
+import struct
 
 import pytest
 
-from report_testing import write_run, write_timeline
+from report_testing import write_run, write_timeline, write_token_values
 from rlhf_cli.commands.report import main
 from rlhf_cli.report.page import html, report_data
 from rlhf_cli.report.rollouts import Row
@@ -84,6 +86,19 @@ def test_the_picture_of_a_timeline_has_the_longest_bars_of_the_newest_file(tmp_p
     assert [bar[2] for bar in longest["bars"]] == [10e6, 2e6, 6e6] and longest["left_out"] == 4
 
 
+def test_token_values_are_those_of_the_step_where_they_fit(tmp_path):
+    folder = write_run(tmp_path / "a", answer="42")
+    write_token_values(folder, 2)
+    [run] = data_of(folder)["runs"]
+    one, [right, wrong], _ = [group["rollouts"] for group in run["groups"]]
+    assert all("values" not in rollout and "gap" not in rollout for rollout in (*one, wrong))
+    assert right["gap"] == 0.375
+    assert right["values"].keys() == {"gap", "log_ratio", "advantage", "entropy"}
+    assert right["values"]["advantage"] == -1.5
+    gap = struct.unpack("<3e", base64.b64decode(right["values"]["gap"]))
+    assert gap[:2] == (0.5, -0.25) and gap[2] != gap[2]
+
+
 def test_nothing_in_the_data_ends_its_element(tmp_path):
     hostile = "</script><script>alert(1)</script><!--\u202e\x1b[31m\ud800"
     data = data_of(write_run(tmp_path / "a", answer=hostile.replace("\ud800", "")))
@@ -118,7 +133,8 @@ def test_rows_that_fit_are_all_chosen():
     assert choose(listed, 3, 15) == listed
     assert [row.step for row in choose(listed, 2, 15)] == [1, 1]
     assert [row.step for row in choose(listed, 3, 9)] == [2]  # the group of ten tokens does not fit
-    assert choose(listed, 0, 15) == []
+    assert [row.step for row in choose(listed, 3, 10)] == [1, 1]
+    assert choose(listed, 3, 4) == choose(listed, 0, 15) == []
 
 
 def test_chosen_groups_are_spread_over_the_steps():
@@ -129,6 +145,8 @@ def test_chosen_groups_are_spread_over_the_steps():
     assert {row.group_id[2:] for row in every} == {"0", "3"}
     wanted = choose(listed, 2, 99, ["4/2/14", "nothing"])
     assert [row.group_id for row in wanted] == ["1/0", "4/2"]
+    assert [row.group_id for row in choose(listed, 1, 99, ["8/0/28", "4/2/14"])] == ["4/2"]  # the earlier one
+    assert [row.group_id for row in choose(listed, 9, 2, ["8/0/28", "4/2/14"])] == ["4/2", "8/0"]
 
 
 @pytest.mark.parametrize("size", [*range(12), 100, 257])
@@ -185,11 +203,16 @@ def test_damaged_lines_are_counted(tmp_path):
     assert (run.num_damaged, run.last_step) == (4, 3)
 
 
-def test_the_log_gives_its_last_warnings(tmp_path):
+def test_the_log_gives_its_last_warnings_with_their_steps_and_the_environment(tmp_path):
     folder = write_run(tmp_path / "a")
-    (folder / "log.txt").write_text("INFO fine\nWARNING hot\n" + "ERROR bad\n" * 250)
+    lines = ["INFO fine", "WARNING hot", 'environment: {"torch": "1"}', *["ERROR bad"] * 250, "step 1 of 3 ended"]
+    lines += ["notice: all is well", "a step 2 of 3 ended", 'environment: {"torch": "2", "CPU": "2 x"}']
+    lines += ["environment: nothing", "step 3 of 3 ended", "error: it ends"]
+    (folder / "log.txt").write_text("\n".join([*lines, ""]))
     run = read_run(folder)
-    assert (run.num_log_lines, len(run.log), run.log[-1]) == (251, 200, "ERROR bad")
+    assert (run.num_log_lines, len(run.log)) == (253, 200)
+    assert run.log[-3:] == [(0, "ERROR bad"), (1, "notice: all is well"), (3, "error: it ends")]
+    assert run.environment == {"torch": "2", "CPU": "2 x"}
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):

@@ -146,6 +146,10 @@ def test_answers_that_repeat_each_other():
     assert found.text.startswith("50% of the answers repeat") and found.text.endswith("(0% at first).")
     [alone] = from_counts(counted(same))
     assert alone.steps == (1, 1)
+    many = [[(word, 0.0), (word, 1.0)] for word in "abcd"]
+    [found] = from_counts(counted(*[GOOD] * 6, *[many] * 6))
+    # At most three of a step, and six in all, from the last steps.
+    assert found.rollouts == tuple(f"s{step}g{number}/0" for step in (12, 11) for number in range(3))
     across = [[("a", 0.0), ("b", 1.0)], [("a", 0.0), ("b", 1.0)]]  # the same words for two prompts
     assert from_counts(counted(GOOD, GOOD, GOOD, across)) == []
 

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from record_testing import write_jsonl
-from report_testing import write_run, write_timeline
+from report_testing import write_run, write_timeline, write_token_values
 from rlhf_cli.commands.report import main
 from rlhf_cli.report.server import Report, open_server
 
@@ -30,7 +30,15 @@ BEGIN = """<body><script>
       const box = document.createElement("output");
       box.textContent = JSON.stringify({value, failures});
       document.body.append(box);
+      if (parent !== window) parent.postMessage(box.textContent, "*");
     }</script>"""
+# A page in a frame, because no window of Chromium is narrower than 500 pixels.
+FRAME = """<!doctype html><body><iframe src="{}" style="width: {}px; height: {}px; border: 0"></iframe><script>
+    addEventListener("message", (event) => {{
+      const box = document.createElement("output");
+      box.textContent = event.data;
+      document.body.append(box);
+    }});</script></body>"""
 
 
 def with_script(page, script, after_ms=100):
@@ -63,7 +71,13 @@ def browse(tmp_path, visit):
     def browse(path, script, part="", size="1400,900"):
         page = tmp_path / "page.html"
         page.write_text(with_script(path.read_text(encoding="utf-8"), script), encoding="utf-8")
-        return visit(f"file://{page}{part}", size)
+        address = f"file://{page}{part}"
+        width, height = size.split(",")
+        if int(width) < 500:
+            frame = tmp_path / "frame.html"
+            frame.write_text(FRAME.format(address, width, height), encoding="utf-8")
+            address = f"file://{frame}"
+        return visit(address, size)
 
     return browse
 
@@ -77,6 +91,8 @@ def test_all_parts_of_two_runs_are_drawn(browse, tmp_path):
     one = write_run(tmp_path / "one", 5)
     write_timeline(one)
     two = write_run(tmp_path / "two", 4, learning_rate=2e-3, suffix=".columns")
+    log = ["WARNING hot", 'environment: {"torch": "2.11"}', "step 1 of 5 ended", "notice: a", "step 3 of 5 ended"]
+    (one / "log.txt").write_text("\n".join([*log, "error: it ends", ""]))
     path = report(one, two, path=tmp_path / "report.html")
     found = browse(
         path,
@@ -85,6 +101,10 @@ def test_all_parts_of_two_runs_are_drawn(browse, tmp_path):
         result.lines = document.querySelectorAll("#part-curves .chart path.line").length;
         const charts = [...document.querySelectorAll("#part-curves .chart figcaption")];
         result.charts = charts.map((each) => each.innerText.replace(/\\s+/g, " "));
+        const marks = [...document.querySelectorAll("#part-curves .mark")];
+        result.marks = marks.map((mark) => mark.classList[1]);
+        result.mark = marks.at(-1).textContent;
+        result.places = marks.map((mark) => Math.round(mark.getBBox().x));
         for (const name of ["rollouts", "warnings", "config", "log"]) {
           show(name);
           result[name] = document.getElementById("part-" + name).innerText;
@@ -111,7 +131,12 @@ def test_all_parts_of_two_runs_are_drawn(browse, tmp_path):
     assert "actor_learning_rate" in found["config"]
     assert "0.002" in found["config"]
     assert "pretrain" not in found["config"]  # the same in both
-    assert "log.txt has no line" in found["log"]
+    assert "0: WARNING hot\n1: notice: a\n3: error: it ends" in found["log"]
+    # In each of two charts at the steps 1 (of the curve, which begins there), 1 and 3; only one run has a log.
+    assert found["marks"] == ["warning", "notice", "error"] * 2
+    assert found["mark"] == "after 3: error: it ends"
+    assert found["places"][0] == found["places"][1] < found["places"][2]
+    assert "torch\t2.11" in found["config"]
     assert found["whole"][:3] == ["step 1, 10 s", "wait, 2 s, waits for: generate 2.000 s", "update actor, 6 s"]
     assert found["whole"][3:] == ["pass, 1 s, tokens: 7"] * 3 + ["<b>open</b>, 0.5 s, ended: no"]
     assert (found["step"], found["share"]) == (7, pytest.approx(0.2))
@@ -148,7 +173,7 @@ def test_texts_are_shown_as_texts(browse, tmp_path):
     assert found["prompt"] == found["plain"] == found["token"] == SHOWN
     assert found["values"].startswith("token 60 · ")
     assert found["values"].endswith("policy · log-prob -1 · probability 0.3679 · version 0")
-    assert found["log"] == f"ERROR {SHOWN}"
+    assert found["log"] == f"0: ERROR {SHOWN}"
 
 
 def test_the_browser_filters_sorts_and_links(browse, tmp_path):
@@ -182,16 +207,65 @@ def test_the_browser_filters_sorts_and_links(browse, tmp_path):
     assert found["hash"] == "#rollouts/0~training~12~step12/0/0"
 
 
+def test_tokens_have_the_trainers_values_and_a_legend(browse, tmp_path):
+    folder = write_run(tmp_path / "run", 2, answer="42")
+    write_token_values(folder, 2)
+    found = browse(
+        report(folder, path=tmp_path / "report.html"),
+        """
+        const all = (selector, of) => [...document.querySelectorAll(selector)].map(of);
+        const colour = (token) => token.style.background.match(/--[a-z0-9-]+\\) \\d+/)?.[0] ?? "";
+        const result = {tokens: all(".t", (token) => token.values), legends: {}, colours: {}};
+        const select = () => document.getElementById("colour");
+        for (const name of Object.keys(VALUES)) {
+          if ([...select().options].find((each) => each.value === name).disabled) continue;
+          select().value = name;
+          select().dispatchEvent(new Event("change"));
+          result.legends[name] = all(".legend .key", (key) => key.innerText);
+          result.colours[name] = all(".t", colour);
+        }
+        document.getElementById("f-gap0").value = "0.3"; applyFilters();
+        result.shown = browser.shown.map((item) => item.rollout.id);
+        """,
+        part="#rollouts/0~training~2~step2%2F0%2F0",
+    )
+    values = [token.split(" · version 0 · ")[1] for token in found["tokens"]]
+    assert values == [
+        "gap to the engine 0.5 · ratio 2 · advantage -1.5 · entropy 9.54e-7",
+        "gap to the engine -0.25 · ratio 1 · advantage -1.5 · entropy 3.5",
+        "gap to the engine none, left out of the loss · ratio none, left out of the loss · advantage -1.5"
+        " · entropy none, left out of the loss",
+    ]
+    assert found["legends"] == {
+        "gap": ["≤ -1", "-0.5", "0", "0.5", "≥ 1"],
+        "log_ratio": ["≤ 0.5", "0.7071", "1", "1.414", "≥ 2"],
+        "advantage": ["-1.5", "-0.75", "0", "0.75", "1.5"],
+        "entropy": ["0", "0.75", "1.5", "2.25", "≥ 3"],
+    }
+    assert found["colours"] == {
+        "gap": ["--heat) 50", "--run-0) 25", ""],
+        "log_ratio": ["--heat) 100", "", ""],
+        "advantage": ["--run-0) 100"] * 3,
+        "entropy": ["", "--heat) 100", ""],
+    }
+    assert found["shown"] == ["step2/0/0"]
+
+
 @pytest.mark.parametrize("size", ["390,800", "1920,1000"])
 def test_nothing_is_wider_than_the_screen(size, browse, tmp_path):
     run = write_run(tmp_path / "run")
     write_timeline(run)
     path = report(run, write_run(tmp_path / ("o" * 100)), path=tmp_path / "report.html")
     script = """
-        const result = [];
-        for (const part of PARTS) { show(part.name); result.push(document.documentElement.scrollWidth - innerWidth); }
+        const result = {width: innerWidth, over: []};
+        for (const part of PARTS) {
+          show(part.name);
+          result.over.push(document.documentElement.scrollWidth - innerWidth);
+        }
     """
-    assert max(browse(path, script, size=size)) <= 0
+    found = browse(path, script, size=size)
+    assert found["width"] == int(size.partition(",")[0])
+    assert max(found["over"]) <= 0
 
 
 def test_ten_thousand_rollouts_open(browse, tmp_path):

@@ -122,6 +122,7 @@ class Controller:
         with self.timeline.phase("train"):
             metrics, num_trained = self.learner.update(step)
         self.report.add(metrics)
+        self.report.token_values(step, self.learner.token_values)
         self.ledger.add(trained=num_trained)
         self._check_ledger()
         self.checkpointer.remember(step)

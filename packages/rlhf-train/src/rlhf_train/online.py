@@ -223,7 +223,8 @@ def assemble(
         trainers_sleep=job.trainer_sleep,
         engines_asleep=job.engine.enable_sleep and job.plan.shares_gpus,
     )
-    report = Report(recorder, observer, timeline, job.num_steps, record=job.record, gpus=gpus)
+    values = job.record and job.record_token_values
+    report = Report(recorder, observer, timeline, job.num_steps, job.record, values, gpus)
     best = BestModel(job.best_metric, recorder.path("best model")) if job.best_metric else None
     every = job.eval_steps if job.eval_prompts else None
     evaluator = Evaluator(every, rollouts, learner, turns, report, timeline, best)

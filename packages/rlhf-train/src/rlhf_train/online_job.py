@@ -29,6 +29,7 @@ class OnlineJob(LearningSpec, GenerationSpec):
         replay: record of the rollouts of another run, on which this one trains, so that it needs no engine and no
             reward; "" for a run that generates.
         record: write the rollouts that are trained on; without them no step can be replayed.
+        record_token_values: with the rollouts, write what was computed for each of their tokens.
         record_format: see `Recorder`.
         timeline: write the timeline, a file for Perfetto.
         saves_models: save the final models.
@@ -49,6 +50,7 @@ class OnlineJob(LearningSpec, GenerationSpec):
     checkpoints: CheckpointSpec = field(default_factory=CheckpointSpec)
     replay: str = ""
     record: bool = True
+    record_token_values: bool = True
     record_format: RecordFormat = "jsonl"
     timeline: bool = False
     saves_models: bool = True

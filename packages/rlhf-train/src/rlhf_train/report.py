@@ -1,6 +1,6 @@
 """The output of an online run: to the files of its folder, to the terminal, and as the final summary."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from rlhf_train.online_job import RunSummary
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.recorder import ARTIFACTS, Recorder
 from rlhf_train.run.timeline import STEP, Timeline
+from rlhf_train.tracing.token_values import TokenValues
 
 NUM_SHOWN = 3  # sample rollouts shown on the terminal before and after training
 LARGE_GAP = 0.3  # nats per token; rounding in bfloat16 gives below 0.1
@@ -28,6 +29,7 @@ class Report:
         timeline: splits the wall-clock time of each step into phases; made at the start of the run.
         num_steps: largest number of steps.
         record: write the rollouts that are trained on.
+        record_token_values: write what was computed for each of their tokens.
         gpus: measures the GPUs of the run; None without any.
     """
 
@@ -36,6 +38,7 @@ class Report:
     timeline: Timeline
     num_steps: int
     record: bool = True
+    record_token_values: bool = True
     gpus: GpuWatch | None = None
     _metrics: dict[str, float] = field(default_factory=dict)
     _num_tokens: int = 0
@@ -88,6 +91,12 @@ class Report:
                     self.recorder.rollouts(
                         "rollouts", step, groups, num_later=num_later, num_steps=self.num_steps, kept=kept
                     )
+
+    def token_values(self, step: int, take: Callable[[], Sequence[TokenValues]]) -> None:
+        """Take what the trainer computed for the step's tokens and hand it to its writer, if that is recorded."""
+        if self.record_token_values:
+            with self.timeline.phase("write"):
+                self.recorder.token_values(step, take())
 
     def evaluation(self, step: int, groups: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
         """Write and show an evaluation."""

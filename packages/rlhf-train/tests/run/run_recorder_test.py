@@ -20,6 +20,7 @@ from rlhf_train.run.observer import Observer
 from rlhf_train.run.recorder import Recorder, RemoteTracker
 from rlhf_train.run.trackers.jsonl import JsonlTracker
 from rlhf_train.run.trackers.spec import TrackerSpec
+from rlhf_train.tracing.token_values import COLUMNS, TokenValues, halves, read_values
 
 
 class Listener(Observer):
@@ -361,6 +362,7 @@ def test_run_that_continues_keeps_the_records_up_to_its_checkpoint(tmp_path, is_
             recorder.metrics(step, {"eval/reward": 0.5})
             recorder.rollouts("held-out rollouts", step, [group("g/0")])
             if step:
+                recorder.token_values(step, [values_of("g/0/0", step)])
                 recorder.rollouts("rollouts", step, [group("g/0")])
                 recorder.step(step, {"policy/loss": 0.1})
     assert (tmp_path / f"rollouts.{record_format}").is_file() and (
@@ -368,6 +370,8 @@ def test_run_that_continues_keeps_the_records_up_to_its_checkpoint(tmp_path, is_
     ).is_file()
     options = {"resumed_step": 2, "is_recorded": is_recorded, "record_format": record_format}
     with Recorder(str(tmp_path), "", **options) as recorder:
+        assert read_values(recorder.path("token values"), 3) == {}
+        recorder.token_values(3, [values_of("again/0", 3), values_of("again/1", 4)])
         recorder.rollouts("rollouts", 3, [group("again")])
     whole = list(range(kept + 1))
     for name, steps in {"metrics": whole, "rollouts": [1, 2, 3], "held-out rollouts": whole}.items():
@@ -375,6 +379,20 @@ def test_run_that_continues_keeps_the_records_up_to_its_checkpoint(tmp_path, is_
         assert sorted({json.loads(line)["step"] for line in lines}) == steps, name
     ids = [batch.groups[0].group_id for batch in read_batches(recorder.path("rollouts"))]
     assert ids == ["g/0", "g/0", "again"]
+    written = {step: read_values(recorder.path("token values"), step) for step in (1, 2, 3)}
+    assert [list(found) for found in written.values()] == [["g/0/0"], ["g/0/0"], ["again/0", "again/1"]]
+    again = written[3]["again/1"]
+    assert again.keys() == set(COLUMNS) - {"kl"} and again["gap"].tolist() == [4.0, 4.0, 4.0]
+    assert again["advantage"].tolist() == [65504.0, -65504.0, 4.0]  # of float16
+    (recorder.path("token values") / "step-2.safetensors").write_bytes(b"cut off")
+    assert read_values(recorder.path("token values"), 2) == {}
+
+
+def values_of(rollout_id, value):
+    """Three tokens, whose values are all the same but for the advantages; there is no reference."""
+    columns = {name: halves(np.full(3, value)) for name in COLUMNS}
+    columns |= {"kl": halves(np.full(3, np.nan)), "advantage": halves(np.array([1e9, -np.inf, value]))}
+    return TokenValues([rollout_id], np.array([3]), columns)
 
 
 @pytest.mark.parametrize("began", ["jsonl", "columns"])

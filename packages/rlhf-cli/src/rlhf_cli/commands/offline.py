@@ -19,6 +19,7 @@ from rlhf_cli.config.offline import OfflineConfig
 from rlhf_cli.console.capture import captured
 from rlhf_cli.console.exits import SUCCESS, exit_status
 from rlhf_cli.console.secrets import restart_without_key
+from rlhf_cli.doctor.environment import keep_environment
 from rlhf_cli.openrlhf.flags import adapt, flags_of
 from rlhf_cli.paths import LOG_FILE, model_path, source_names, user_path, with_full_paths
 from rlhf_cli.preflight.devices import on_cpu
@@ -122,6 +123,8 @@ class Command:
         with nullcontext((None, None)) if parsed.dry_run else captured(folder) as (out, err):
             console = Console(out, err)
             notice = console.notice if is_first else lambda text: None
+            if is_first and not parsed.dry_run:
+                keep_environment()
             try:
                 with saying_how_to_resume(self.name, saving, folder, notice):
                     self._carry_out(parsed, folder, console, is_first)

@@ -13,6 +13,7 @@ from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.console.capture import captured
 from rlhf_cli.console.exits import SUCCESS, exit_status
 from rlhf_cli.console.secrets import restart_without_key
+from rlhf_cli.doctor.environment import keep_environment
 from rlhf_cli.openrlhf.flags import adapt, flags_of
 from rlhf_cli.paths import LOG_FILE, user_path
 from rlhf_cli.preflight.resume import (
@@ -80,6 +81,7 @@ def _run(argv: Sequence[str]) -> int:
     check_can_continue(config.checkpoint, folder)
     with captured(folder) as (out, err):
         console = Console(out, err)
+        keep_environment()
         try:
             with saying_how_to_resume("ppo", config.checkpoint, folder, console.notice):
                 _train(parsed, folder, console)

@@ -164,6 +164,7 @@ def make_job(
         num_busy_engines=config.engine.vllm_num_engines if config.asynchrony.overlaps else 0,
         replay=str(inputs.recording.path) if inputs.recording else "",
         record=config.output.record,
+        record_token_values=config.output.record_token_values,
         record_format=config.output.record_format,
         timeline=config.output.timeline,
     )

@@ -80,8 +80,18 @@ class PpoOutputSection(OutputSection):
     record: bool = flag(
         True, "write rollouts.jsonl, all rollouts that are trained on, which --replay and `rlhf replay` need"
     )
+    record_token_values: bool = flag(
+        True,
+        "write token_values/, what was computed for each token: the gap between trainer and engine, ratio, advantage,"
+        " entropy, and log-ratio to the reference, about 10 bytes per token, which `rlhf report` shows",
+    )
     record_format: RecordFormat = flag(
         "jsonl",
         "of rollouts.jsonl and eval_rollouts.jsonl; columns: binary files rollouts.columns and eval_rollouts.columns, a"
         " quarter of the size, which `python -m rlhf_rollout.records_io FILE` prints as JSON lines",
     )
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """See `OutputSection.check`."""
+        unused = without_effect(given, (not self.record, ["record_token_values"], "--record is off"))
+        return super().check(given) + unused

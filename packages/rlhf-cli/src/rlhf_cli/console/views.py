@@ -14,6 +14,7 @@ from typing import NamedTuple, TextIO
 from rich.console import Console as RichConsole
 from rich.text import Text
 
+from rlhf_data.options.capture import keep
 from rlhf_data.options.checks import once
 from rlhf_data.options.exits import with_flags
 from rlhf_data.options.progress import Progress, duration
@@ -112,8 +113,13 @@ class Console:
         self._err.print(Text(with_flags(visible(text)), style))
 
     def notice(self, text: str) -> None:
-        """Write a notice to stderr."""
-        self.log(f"notice: {text}", "yellow")
+        """Write a notice to stderr and to the log."""
+        self.flagged(f"notice: {text}")
+
+    def flagged(self, text: str) -> None:
+        """Write a line that begins with its kind, such as "warning: ", to stderr and to the log."""
+        self.log(text, "yellow")
+        keep(with_flags(visible(text)))
 
     def notices(self, *found: Iterable[str]) -> None:
         """Show notices, but none of an option whose other notice is shown already; see `once`."""
@@ -125,6 +131,7 @@ class Console:
 
     def aside(self, text: str) -> None:
         """Write a line to stderr above the live line, which stays. Other threads may call it."""
+        keep(with_flags(visible(f"notice: {text}")))
         with self._progress.paused():
             self._err.print(Text(with_flags(visible(text)), "yellow"))
 
@@ -168,6 +175,7 @@ class StepTable:
         if not is_due and step != num_steps:
             return
         self._shown_at = now
+        keep(f"{self.noun} {step} of {num_steps} ended")
         width = max(2 * len(str(num_steps)) + 2, len(self.noun) + 1)
         ends = list(accumulate((column.width for column in self.columns), initial=width))[1:]
         columns = [column for column, end in zip(self.columns, ends, strict=True) if end <= self.console.width]
@@ -203,7 +211,7 @@ class View:
 
     def warning(self, text: str) -> None:
         """See `Observer`."""
-        self._console.log(f"warning: {text}", "yellow")
+        self._console.flagged(f"warning: {text}")
 
 
 class OfflineView(View):

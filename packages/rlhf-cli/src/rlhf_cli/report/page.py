@@ -1,5 +1,6 @@
 """The report as data, and the page that shows it: one file without links to anything else."""
 
+import base64
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from rlhf_cli.report.samples import Recorded, choose, groups_of, record_fields
 from rlhf_cli.report.timeline import timeline_data
 from rlhf_cli.report.tokens import Texts
 from rlhf_data.records import SpanSource
+from rlhf_train.run.recorder import artifact_path
+from rlhf_train.tracing.token_values import read_values
 
 FIRST_LINE = "<!doctype html>\n"
 _MARK = '<meta name="generator" content="rlhf report">'
@@ -98,6 +101,7 @@ def _summary(name: str, run: Run, files: Sequence[Recorded], found: Sequence[Fin
         "config": run.config,
         "log": run.log,
         "num_log_lines": run.num_log_lines,
+        "environment": run.environment,
         "num_damaged": run.num_damaged,
         "findings": [finding._asdict() for finding in found],
         "files": [_file_data(recorded) for recorded in files],
@@ -133,8 +137,12 @@ def group_data(recorded: Recorded, rows: Sequence[Any], texts: Texts) -> list[di
     """Return groups of rollouts with their tokens; each has its prompt once."""
     groups = []
     records = recorded.file.records(rows)
+    folder = artifact_path(recorded.file.path.parent, "token values")
+    read: tuple[int, dict] = (0, {})  # step, and its values
     for members in groups_of(rows):
         group: dict[str, Any] = {}
+        if recorded.kind == "training" and members[0].step != read[0]:
+            read = (members[0].step, read_values(folder, members[0].step))
         for row, record in zip(members, records, strict=False):
             prompt = _prompt_tokens(record)
             if not group:
@@ -148,7 +156,8 @@ def group_data(recorded: Recorded, rows: Sequence[Any], texts: Texts) -> list[di
                     **record_fields(record, ("prompt_id", "source", "prompt", "label")),
                 }
             same = len(prompt) if prompt == group["prompt_tokens"] else 0
-            group["rollouts"].append(_rollout_data(record, row.num_tokens, same, texts))
+            rollout = _rollout_data(record, row.num_tokens, same, texts)
+            group["rollouts"].append(rollout | _value_data(read[1].get(row.rollout_id, {}), row.num_tokens))
         groups.append(group)
     return groups
 
@@ -173,6 +182,23 @@ def _rollout_data(record: Mapping[str, Any], num_tokens: int, num_shared: int, t
         "spans": [[span["source"], span["num_tokens"], span["policy_version"]] for span in record["spans"]],
         **record_fields(record, _FIELDS),
     }
+
+
+def _value_data(values: Mapping[str, np.ndarray], num_tokens: int) -> dict[str, Any]:
+    """Return what the trainer computed for a rollout: the columns, and the mean size of the gap to the engine."""
+    if any(len(column) != num_tokens for column in values.values()):
+        return {}
+    data: dict[str, Any] = {"values": {name: _packed(column) for name, column in values.items()}} if values else {}
+    gap = np.abs(values.get("gap", np.zeros(0)).astype(np.float64))
+    known = gap[~np.isnan(gap)]
+    return data | ({"gap": float(f"{known.mean():.4g}")} if len(known) else {})
+
+
+def _packed(values: np.ndarray) -> str | float:
+    """Return float16 numbers in Base64, little-endian; or one number if all are the same."""
+    if len(values) and (values == values[0]).all():
+        return float(values[0])
+    return base64.b64encode(values.astype("<f2").tobytes()).decode()
 
 
 def _finite(value: Any) -> float:

@@ -6,11 +6,12 @@ import re
 import tomllib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli.doctor.environment import MARK
 from rlhf_cli.paths import CONFIG_FILE, LOG_FILE
 from rlhf_data.errors import DataError
 from rlhf_data.options.command_line import ORIGINS
@@ -21,7 +22,8 @@ MAX_POINTS = 2000  # of a curve in a page; a screen is narrower
 _MAX_LOG_LINES = 200
 # What `to_toml` writes of an origin. A text ends with a quotation mark, so that none looks like this.
 _ORIGIN = re.compile(rf"^(?P<name>\w+) = .*  # (?P<origin>{'|'.join(ORIGINS)})$", re.MULTILINE)
-_LOG_WORDS = ("WARNING", "ERROR", "CRITICAL", "Traceback", "Error:")
+_ENDED = re.compile(r"(?:step|update) (\d+) of \d+ ended\n")  # what a run writes to its log after a step
+_LOG_WORDS = ("notice: ", "warning: ", "error: ", "WARNING", "ERROR", "CRITICAL", "Traceback", "Error:")
 # The command by the first part of its metrics' names.
 _COMMANDS = {"rollout": "ppo", "preference": "dpo", **{name: name for name in ("sft", "rm", "kto", "prm", "kd")}}
 
@@ -39,8 +41,9 @@ class Run:
         config: rows of section, option, value as TOML has it, and its origin: one of `ORIGINS`, `default`, or `set`
             where the file does not say more; empty where the command that ran is not known either.
         command: such as ppo and sft; empty if the metrics do not tell.
-        log: lines of log.txt that look like warnings or errors, the newest last.
+        log: notices, warnings and errors in log.txt, the newest last, each with the step that had ended before it.
         num_log_lines: how many of them there are.
+        environment: versions and hardware by name, of the process that ran last.
         num_damaged: lines of metrics.jsonl that are no metrics.
     """
 
@@ -48,8 +51,9 @@ class Run:
     curves: Mapping[str, Curve]
     config: Sequence[tuple[str, str, Any, str]]
     command: str
-    log: Sequence[str]
+    log: Sequence[tuple[int, str]]
     num_log_lines: int
+    environment: Mapping[str, str]
     num_damaged: int
 
     @property
@@ -67,7 +71,7 @@ def read_run(folder: Path) -> Run:
         raise DataError(f"there is no run in {folder}: it {what}", hint=hint)
     curves, num_damaged = _metrics(path)
     command = _command(curves)
-    log, num_log_lines = _log(folder / LOG_FILE)
+    log, num_log_lines, environment = _log(folder / LOG_FILE)
     return Run(
         folder=folder,
         curves=curves,
@@ -75,6 +79,7 @@ def read_run(folder: Path) -> Run:
         command=command,
         log=log,
         num_log_lines=num_log_lines,
+        environment=environment,
         num_damaged=num_damaged,
     )
 
@@ -156,16 +161,23 @@ def _defaults(command: str) -> dict[str, Any]:
     return {option.name: option.info.get_default() for option in options(classes[command])} if command else {}
 
 
-def _log(path: Path) -> tuple[list[str], int]:
-    """Return the last lines of a log that look like warnings or errors, and the number of all of them."""
-    found: deque[str] = deque(maxlen=_MAX_LOG_LINES)
+def _log(path: Path) -> tuple[list[tuple[int, str]], int, dict[str, str]]:
+    """Return the last of `Run.log`, the number of all of them, and `Run.environment`."""
+    found: deque[tuple[int, str]] = deque(maxlen=_MAX_LOG_LINES)
     number = 0
+    step = 0
+    environment: dict[str, str] = {}
     with path.open(encoding="utf-8", errors="replace") if path.is_file() else nullcontext(()) as lines:
         for line in lines:
-            if any(word in line for word in _LOG_WORDS):
+            if ended := _ENDED.fullmatch(line):
+                step = int(ended[1])
+            elif line.startswith(MARK):
+                with suppress(ValueError, AttributeError):
+                    environment = {str(name): str(value) for name, value in json.loads(line[len(MARK) :]).items()}
+            elif any(word in line for word in _LOG_WORDS):
                 number += 1
-                found.append(line.rstrip("\n"))
-    return list(found), number
+                found.append((step, line.rstrip("\n")))
+    return list(found), number, environment
 
 
 def thinned(curve: Curve, max_points: int = MAX_POINTS) -> Curve:

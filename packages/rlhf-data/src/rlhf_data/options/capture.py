@@ -8,6 +8,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from rlhf_data.errors import RlhfError
+
+_logs: list[int] = []  # descriptors of the logs of the `captured` blocks in which this process is
+
+
+def keep(text: str) -> None:
+    """Append what the user is told, as one line, to the log of the `captured` block around; to none without a block."""
+    if _logs:
+        os.write(_logs[-1], (" ".join(text.split()) + "\n").encode("utf-8", "backslashreplace"))
+
 
 @contextmanager
 def captured(log: Path) -> Iterator[tuple[TextIO, TextIO]]:
@@ -24,7 +34,13 @@ def captured(log: Path) -> Iterator[tuple[TextIO, TextIO]]:
         out = stack.enter_context(_redirected(sys.stdout, 1, file.fileno()))
         err = stack.enter_context(_redirected(sys.stderr, 2, file.fileno()))
         stack.enter_context(_warnings_shown(err))
-        yield out, err
+        _logs.append(file.fileno())
+        stack.callback(_logs.pop)
+        try:
+            yield out, err
+        except Exception as error:
+            keep(f"error: {error if isinstance(error, RlhfError) else repr(error)}")
+            raise
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
 from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.run.metrics import METRIC_PREFIXES, Metric, merge_metrics, results
+from rlhf_train.tracing.token_values import TokenValues
 from rlhf_train.tracing.trace import Trace, Track
 
 # Steps whose first weights' version is kept. More than `max_staleness`, which a replay may set to another number.
@@ -207,6 +208,10 @@ class Learner:
                 self.policy_version += job.batch.num_mini_batches(num_trained) * job.batch.max_epochs
                 self._adapt_kl(metrics.get("kl/reference", self._kl), int(num_trained))
         return metrics, num_trained
+
+    def token_values(self) -> list[TokenValues]:
+        """Return what the actor's ranks have computed for the tokens of the step's rollouts."""
+        return wait(self._set_of["actor"].start(TrainWorker.token_values)[:: self._ranks_per_batch])
 
     def _fill(self, plans: Sequence[RankPlan], rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return how full the actor's packed passes are, where `micro_batch_tokens` would fill them."""

@@ -1,7 +1,8 @@
-"""Which tokens of a shard are trained, and with which weight: stale ones, and those whose log-probs differ."""
+"""Which tokens of a shard are trained, and with which weight; and what is recorded about each."""
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.learning.experience import MODEL_COLUMNS, Experience
 from rlhf_train.learning.loss_metrics import masked_mean
 from rlhf_train.run.metrics import Max, Metric, Sum
+from rlhf_train.tracing.token_values import COLUMNS, TokenValues, halves
 
 # Bounds of a token's importance weight for the metric mismatch/out_of_bounds, when no correction sets bounds.
 MISMATCH_BOUNDS = (0.5, 2.0)
@@ -113,3 +115,49 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -
         "mismatch/kl": masked_mean(kl_estimate(rollout_logprobs, logprobs, "k3"), mask),
         "mismatch/out_of_bounds": masked_mean(outside, mask),
     }
+
+
+# A micro-batch that was trained: its rows of the shard, which tokens of its layout [b, t] are trained, and their
+# log-probs and entropies in this layout.
+Pass = tuple[Sequence[int], Tensor, Tensor, Tensor]
+
+
+def token_values(experience: Experience, computed: Tensor | None) -> TokenValues:
+    """Return what was computed for the tokens of a shard; see `rlhf_train.tracing.token_values`.
+
+    Args:
+        experience: the shard, with its advantages.
+        computed: of the last passes over its rows, see `by_rollout`; None if the policy was not updated.
+    """
+    columns = experience.columns
+    logprobs, entropy = torch.full((2, *experience.loss_mask.shape), torch.nan) if computed is None else computed
+    trainer = columns.get("trainer_logprobs", logprobs)
+    old = columns.get("old_logprobs", logprobs)
+    none = torch.full_like(logprobs, torch.nan)
+    kl = trainer - columns["ref_logprobs"] if "ref_logprobs" in columns else none
+    left_out = ~experience.loss_mask
+    by_loss_mask = [
+        values.masked_fill(left_out, torch.nan)
+        for values in (trainer - experience.rollout_logprobs, columns["advantages"], kl)
+    ]
+    named = dict(zip(("gap", "advantage", "kl"), by_loss_mask, strict=True))
+    named |= {"log_ratio": logprobs - old, "entropy": entropy}
+    own = experience.policy_versions >= 0
+    return TokenValues(
+        rollout_ids=experience.rollout_ids,
+        num_tokens=own.sum(dim=1).numpy().astype(np.int32),
+        columns={name: halves(named[name][own].numpy()) for name in COLUMNS},
+    )
+
+
+def by_rollout(experience: Experience, passes: Sequence[Pass]) -> Tensor:
+    """Return log-probs and entropies of passes as [2, B, T] float32 in host memory, NaN where no pass has them."""
+    mask = experience.policy_mask
+    values = torch.full((2, *mask.shape), torch.nan)
+    # All passes in one copy: the host would wait for the device at each.
+    results = torch.stack([torch.cat([part[of].flatten() for part in passes]) for of in (2, 3)])
+    wanted = torch.cat([part[1].flatten() for part in passes])
+    order = torch.tensor([row for rows, *_ in passes for row in rows], dtype=torch.int64)
+    row, token = mask[order].nonzero(as_tuple=True)
+    values[:, order[row], token] = results.float().cpu()[:, wanted]
+    return values

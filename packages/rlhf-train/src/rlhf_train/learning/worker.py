@@ -36,13 +36,22 @@ from rlhf_train.learning.loss_metrics import (
     update_metrics,
 )
 from rlhf_train.learning.micro_batches import lay_out, policy_stream, recounted, token_batch
-from rlhf_train.learning.trained_tokens import correct_mismatch, drop_nonfinite, limit_staleness, mismatch_metrics
+from rlhf_train.learning.trained_tokens import (
+    Pass,
+    by_rollout,
+    correct_mismatch,
+    drop_nonfinite,
+    limit_staleness,
+    mismatch_metrics,
+    token_values,
+)
 from rlhf_train.run.ema import WeightAverage
 from rlhf_train.run.load_balance import LoadBalance, load_balance
 from rlhf_train.run.metrics import METRIC_PREFIXES, Mean, Metric, merge_metrics, on_host
 from rlhf_train.run.models import load_model, own_base, without_dropout, write_model
 from rlhf_train.run.rank_state import StateWriter
 from rlhf_train.specs import ModelSpec
+from rlhf_train.tracing.token_values import TokenValues
 from rlhf_train.tracing.trace import WORK
 
 
@@ -111,6 +120,8 @@ class TrainWorker:
         self._experience = Experience(RolloutColumns.of([], []))
         self._plan = RankPlan((), (), ())
         self._step_versions: Sequence[int] = (0,)
+        self._passes: list[Pass] = []  # of the actor in the epoch that is under way
+        self._computed: Tensor | None = None  # see `by_rollout`; None before the actor is updated
 
     def _load(self, role: str, spec: ModelSpec, device: str, **options: Any) -> None:
         if role == "reference" and spec.is_base_of(self._specs.get("actor")):
@@ -137,6 +148,7 @@ class TrainWorker:
             self.engines["actor"].module.model.base_model.router_replay.check(columns.routes)
         self._experience = Experience(columns)
         self._plan, self._step_versions = plan, step_versions
+        self._computed = None
 
     @torch.no_grad()
     def run_model(self, role: str) -> dict[str, Metric]:
@@ -193,6 +205,7 @@ class TrainWorker:
         experience.set_column("trained", mask.float())
         if spec.runs_actor:
             metrics |= correct_mismatch(experience, spec)
+            experience.set_column("trainer_logprobs", columns["old_logprobs"])
         if spec.old_logprobs == "rollout":
             experience.set_column("old_logprobs", experience.rollout_logprobs)
         advantages, returns, kl_metrics = advantages_and_returns(
@@ -232,13 +245,21 @@ class TrainWorker:
         mini_batches = recounted(self._plan.mini_batches, counted, self._device)
         parts: list[Mapping[str, Metric]] = []
         for epoch in range(max_epochs):
+            self._passes = []
             order = np.random.default_rng((seed, epoch)).permutation(len(mini_batches))
             # Only the step's first update measures the gap to the engine: later ones have moved the weights.
             parts += [
                 self._update_once(role, mini_batches[index], objective, is_first=not epoch and not position)
                 for position, index in enumerate(order)
             ]
+        if self._passes:
+            self._computed = by_rollout(self._experience, self._passes)
+            self._passes = []  # which have memory of the device
         return self._reported(merge_metrics(parts))
+
+    def token_values(self) -> TokenValues:
+        """Return what this rank has computed for the tokens of its shard in this step."""
+        return token_values(self._experience, self._computed)
 
     def _reported(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return the metrics of this shard in host memory, or none if another rank reports them."""
@@ -310,6 +331,7 @@ class TrainWorker:
             stream=stream,
             objective=objective,
         )
+        self._passes.append((rows, wanted, output.logprobs, output.entropy))
         metrics = policy_metrics(output.metrics, spec)
         if is_first and not spec.runs_actor:
             # This pass is the first to know the gap to the engine, of the tokens that the stream holds.

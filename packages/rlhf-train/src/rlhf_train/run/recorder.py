@@ -19,6 +19,7 @@ from rlhf_train.run.observer import Observer
 from rlhf_train.run.trackers.jsonl import JsonlTracker
 from rlhf_train.run.trackers.spec import Tracker, TrackerSpec
 from rlhf_train.run.trackers.start import open_remote, open_tensorboard
+from rlhf_train.tracing.token_values import TokenValues, cut_values, write_values
 
 _STEP = re.compile(rb'\{"step": (-?\d+)[,}]')  # the beginning of a record
 GROUPS_LEFT = "groups_left"  # of a record: how many groups of its step follow that of the record
@@ -33,6 +34,7 @@ ARTIFACTS: Mapping[str, str] = {
     "config": "config.toml",
     "rollouts": "rollouts.jsonl",
     "held-out rollouts": "eval_rollouts.jsonl",
+    "token values": "token_values",
     "final model": "model",
     "best model": "best_model",
     "averaged model": "ema_model",
@@ -114,6 +116,7 @@ class Recorder:
             recorded_step = resumed_step if is_recorded else resumed_step - 1
             for name in _RECORDS:
                 cut_records(self.path(name), resumed_step if name == "rollouts" else recorded_step)
+            cut_values(self.path("token values"), resumed_step)
             file = self.path("rollouts")
             if (file.suffix == COLUMNS) != (record_format == "columns"):
                 self._observer.notice(f"``record_format={record_format}`` has no effect: the run goes on in {file}")
@@ -128,6 +131,7 @@ class Recorder:
         for name, tracker in remote.items():
             self._observer.notice(f"{name}: {tracker.where}")
         self._rollouts: dict[str, tuple[RolloutWriter, BackgroundWriter]] = {}
+        self._values = BackgroundWriter(partial(cannot_write, self.path("token values")))
 
     def path(self, artifact: str) -> Path:
         """Return the path of an artifact, which need not exist yet."""
@@ -173,9 +177,13 @@ class Recorder:
 
         background.submit(write)
 
+    def token_values(self, step: int, parts: Sequence[TokenValues]) -> None:
+        """Write what was computed for the tokens of a step, from all ranks; returns like `rollouts`."""
+        self._values.submit(partial(write_values, self.path("token values"), step, parts))
+
     def written(self) -> Callable[[], None]:
         """Return a function that waits until all records so far are on the disk. Other threads may call it."""
-        waiting = [background.written() for _, background in self._rollouts.values()]
+        waiting = [each.written() for each in (self._values, *(each for _, each in self._rollouts.values()))]
         paths = [path for name in _RECORDS if (path := self.path(name)).exists()]
 
         def wait() -> None:
@@ -189,6 +197,7 @@ class Recorder:
     def close(self) -> None:
         """Finish all waiting writes and close all files. Raises RlhfError when a write failed."""
         with ExitStack() as stack:  # closes all of them even if one fails
+            stack.callback(self._values.close, lambda: None)
             for writer, background in self._rollouts.values():
                 stack.callback(background.close, writer.close)
             for tracker in (*self._trackers, self._metrics):

@@ -168,7 +168,7 @@ function drawChart(chart) {
   showCursor(chart);
 }
 
-// Shade the steps of warnings that this metric shows.
+// Shade the steps of warnings that this metric shows, and mark the steps after which the log has notices or errors.
 function drawMarks(picture, chart, bounds) {
   const inside = (step) => Math.min(bounds.x1, Math.max(bounds.x0, step));
   RUNS.forEach((run, at) => {
@@ -179,7 +179,19 @@ function drawMarks(picture, chart, bounds) {
       picture.prepend(svg("rect", { class: "band", x: from, width: Math.max(2, to - from), y: TOP, height: chart.height - TOP - BOTTOM },
         svg("title", {}, finding.title)));
     }
+    for (const [step, lines] of Map.groupBy(run.log, ([step]) => step)) {
+      const kinds = lines.map(([, line]) => kindOf(line));
+      const kind = ["error", "warning", "notice"].find((each) => kinds.includes(each));
+      const text = lines.slice(0, 5).map(([, line]) => visible(line).slice(0, 300)).join("\n") + (lines.length > 5 ? `\nand ${lines.length - 5} more` : "");
+      const x = chart.x(inside(step)), y = chart.height - BOTTOM;
+      picture.append(svg("path", { class: `mark ${kind}`, d: `M${x - 4} ${y}h8l-4 -7z` }, svg("title", {}, `after ${step}: ${text}`)));
+    }
   });
+}
+
+function kindOf(line) {
+  const said = /^(notice|warning|error): /.exec(line);
+  return said ? said[1] : /warning/i.test(line) ? "warning" : "error";
 }
 
 function pathOf(steps, values, x, y, isShown) {

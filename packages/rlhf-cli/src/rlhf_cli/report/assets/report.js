@@ -45,9 +45,20 @@ function drawConfig(section) {
       : el("p", { class: "quiet" }, "No options are like this."));
   }
   section.replaceChildren(el("div", { class: "bar" }, only, find), holder,
-    el("p", { class: "quiet" }, "An empty cell stands for an option that is not in the run's config.toml: it is at its default, or the command does not have it. ",
-      "Versions and hardware are not recorded in the folder of a run."));
+    el("p", { class: "quiet" }, "An empty cell stands for an option that is not in the run's config.toml: it is at its default, or the command does not have it."),
+    ...[environments()].flat());
   draw();
+}
+
+// Return a table of versions and hardware, as the logs of the runs have them.
+function environments() {
+  const names = [...new Set(RUNS.flatMap((run) => Object.keys(run.environment)))];
+  if (!names.length) return el("p", { class: "quiet" }, "The log of the run does not say versions and hardware.");
+  const rows = names.map((name) => {
+    const values = RUNS.map((run) => run.environment[name] ?? "");
+    return el("tr", { class: new Set(values).size > 1 ? "differs" : "" }, el("th", { scope: "row" }, visible(name)), values.map((value) => el("td", { class: "text" }, visible(value))));
+  });
+  return [el("h2", {}, "Versions and hardware"), el("div", { class: "scroll" }, el("table", { id: "environment" }, el("tbody", {}, rows)))];
 }
 
 const differs = (row) => new Set(row.cells.map((cell) => JSON.stringify(cell && cell.value))).size > 1;
@@ -62,8 +73,8 @@ function drawLog(section) {
   section.replaceChildren(...RUNS.map((run, at) => el("article", {},
     el("h2", {}, RUNS.length > 1 ? swatch(at) : "", visible(run.folder)),
     run.num_damaged ? el("p", { class: "note" }, `${count(run.num_damaged, "line")} of metrics.jsonl are damaged and left out.`) : "",
-    el("p", { class: "quiet" }, run.num_log_lines ? `Lines of log.txt with a warning or an error: ${run.num_log_lines}${run.num_log_lines > run.log.length ? `, the last ${run.log.length}` : ""}.` : "log.txt has no line with a warning or an error."),
-    run.log.length ? el("pre", { class: "text log" }, visible(run.log.join("\n"))) : "")));
+    el("p", { class: "quiet" }, run.num_log_lines ? `Notices, warnings and errors in log.txt: ${run.num_log_lines}${run.num_log_lines > run.log.length ? `, the last ${run.log.length}` : ""}. Each has the step that had ended before; the curves show them there.` : "log.txt has no notice, warning or error."),
+    run.log.length ? el("pre", { class: "text log" }, run.log.map(([step, line]) => `${step}: ${visible(line)}`).join("\n")) : "")));
 }
 
 // Following runs, where a server answers

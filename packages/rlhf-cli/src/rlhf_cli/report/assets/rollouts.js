@@ -4,11 +4,17 @@
 const ROW_HEIGHT = 30;
 const LOWEST = -5;  // nats: log-probs from here down have the strongest colour
 const COLOURINGS = [
-  ["logprob", "log-prob (engine)"], ["reward", "reward of tokens"], ["version", "policy version"], ["source", "who wrote it"], ["none", "nothing"],
+  ["logprob", "log-prob (engine)"], ["gap", "log-prob gap, trainer − engine"], ["log_ratio", "ratio to the old policy"], ["advantage", "advantage"],
+  ["entropy", "entropy"], ["kl", "log-ratio to the reference (KL)"], ["reward", "reward of tokens"], ["version", "policy version"],
+  ["source", "who wrote it, and the loss mask"], ["none", "nothing"],
 ];
-const NOT_RECORDED = ["log-prob gap to the engine", "ratio", "advantage", "entropy", "KL to the reference"];
+// What the trainer computed: short name, unit, and the size from which on a colour is the strongest; null: the largest shown.
+const VALUES = {
+  gap: ["gap to the engine", "nats", 1], log_ratio: ["ratio", "", Math.log(2)], advantage: ["advantage", "", null],
+  entropy: ["entropy", "nats", 3], kl: ["log-ratio to the reference", "nats", 2],
+};
 const COLUMNS = [
-  ["step", "Step"], ["verdict", "Verdict"], ["reward", "Reward"], ["length", "Tokens"], ["finish", "End"], ["text", "Response"],
+  ["step", "Step"], ["verdict", "Verdict"], ["reward", "Reward"], ["length", "Tokens"], ["gap", "Gap"], ["finish", "End"], ["text", "Response"],
 ];
 const FAILED = new Set(["timeout", "crash"]);
 const browser = { items: [], shown: [], byKey: new Map(), byPrompt: new Map(), sort: "step", down: false, key: null, other: null, colour: "logprob" };
@@ -108,6 +114,7 @@ function filters() {
     el("span", { class: "range" }, "Step ", number("f-step0", "from"), number("f-step1", "to")),
     el("span", { class: "range" }, "Reward ", number("f-reward0", "from"), number("f-reward1", "to")),
     el("span", { class: "range" }, "Tokens ", number("f-length0", "from"), number("f-length1", "to")),
+    el("span", { class: "range", title: "mean size of the gap between the log-probs of trainer and engine, nats" }, "Gap ", number("f-gap0", "from"), number("f-gap1", "to")),
     browser.number, DATA.served ? el("button", { type: "button", id: "all", onclick: searchAll }, "Search all recorded rollouts") : "");
 }
 
@@ -145,7 +152,7 @@ function readFilters() {
   const range = (name) => [bound(`f-${name}0`, -Infinity), bound(`f-${name}1`, Infinity)];
   return {
     text: value("f-text").toLowerCase(), run: value("f-run"), kind: value("f-kind"), verdict: value("f-verdict"), finish: value("f-finish"),
-    step: range("step"), reward: range("reward"), length: range("length"),
+    step: range("step"), reward: range("reward"), length: range("length"), gap: range("gap"),
   };
 }
 
@@ -154,13 +161,13 @@ function isWanted(item, wanted) {
   const within = (value, [low, high]) => (low === -Infinity && high === Infinity) || (value !== undefined && value >= low && value <= high);
   return (!wanted.run || item.runAt === Number(wanted.run)) && (!wanted.kind || group.kind === wanted.kind)
     && (!wanted.verdict || verdictOf(rollout) === wanted.verdict) && (!wanted.finish || rollout.finish === wanted.finish)
-    && within(group.step, wanted.step) && within(rollout.reward, wanted.reward) && within(rollout.length, wanted.length)
+    && within(group.step, wanted.step) && within(rollout.reward, wanted.reward) && within(rollout.length, wanted.length) && within(rollout.gap, wanted.gap)
     && (!wanted.text || [rollout.text, group.prompt, group.label].some((text) => (text ?? "").toLowerCase().includes(wanted.text)));
 }
 
 const SORT_VALUES = {
   step: (item) => item.group.step, verdict: (item) => verdictOf(item.rollout), reward: (item) => item.rollout.reward,
-  length: (item) => item.rollout.length, finish: (item) => item.rollout.finish, text: (item) => item.rollout.text,
+  length: (item) => item.rollout.length, gap: (item) => item.rollout.gap, finish: (item) => item.rollout.finish, text: (item) => item.rollout.text,
 };
 
 function applyFilters() {
@@ -184,7 +191,7 @@ function applyFilters() {
 }
 
 function sortBy(name) {
-  browser.down = browser.sort === name ? !browser.down : name === "reward" || name === "length";
+  browser.down = browser.sort === name ? !browser.down : ["reward", "length", "gap"].includes(name);
   browser.sort = name;
   browser.list.scrollTop = 0;
   applyFilters();
@@ -206,7 +213,7 @@ function rowOf(item, at) {
   return el("div", { class: "row", role: "option", "data-at": at, "aria-selected": String(isOpen), css: { top: `${at * ROW_HEIGHT}px` } },
     el("span", { class: "c-step" }, RUNS.length > 1 ? swatch(item.runAt) : "", fmt(group.step), group.kind === "training" ? "" : el("i", { title: "held-out" }, "h")),
     el("span", { class: "c-verdict" }, verdictMark(rollout)), el("span", { class: "c-reward" }, fmt(rollout.reward)),
-    el("span", { class: "c-length" }, fmt(rollout.length)), el("span", { class: "c-finish" }, visible(rollout.finish)),
+    el("span", { class: "c-length" }, fmt(rollout.length)), el("span", { class: "c-gap" }, fmt(rollout.gap)), el("span", { class: "c-finish" }, visible(rollout.finish)),
     el("span", { class: "c-text" }, visible(rollout.text.slice(0, 160).replace(/\s+/g, " "))));
 }
 
@@ -254,6 +261,7 @@ function drawDetail() {
   const other = browser.other ? browser.byKey.get(browser.other) : null;
   const shared = other && other.group === item.group;
   const columns = other && other !== item ? [other, item] : [item];
+  if (browser.colour in VALUES) browser.most = mostOf(browser.colour, columns);
   browser.detail.replaceChildren(
     shared || !other ? promptOf(item) : "",
     colourBar(columns),
@@ -298,7 +306,7 @@ function factsOf(item) {
     ["Verdict", verdictMark(rollout)], ["Reward", fmt(rollout.reward)],
     ["Above the group's mean", rollout.reward === undefined || group.mean === null ? null : fmt(Number((rollout.reward - group.mean).toPrecision(6)))],
     ["Score", rollout.score === rollout.reward ? null : fmt(rollout.score)],
-    ["Length", count(rollout.length, "token")], ["Ended by", visible(rollout.finish)],
+    ["Length", count(rollout.length, "token")], ["Mean gap to the engine", rollout.gap === undefined ? null : `${fmt(rollout.gap)} nats`], ["Ended by", visible(rollout.finish)],
     ["Policy version", versions.length > 1 ? `${versions[0]} to ${last(versions)}` : fmt(versions[0])],
     ["Reward by source", rollout.source_rewards && list(rollout.source_rewards)], ["Reward by turn", rollout.turn_rewards && list(rollout.turn_rewards)],
     ...Object.entries(rollout.extra || {}).map(([name, value]) => [visible(name), fmt(value)]),
@@ -317,12 +325,39 @@ function factsOf(item) {
 }
 
 function colourBar(items) {
+  const lacks = (name) => name in VALUES && !items.some((item) => valuesOf(item.rollout)[name]);
   const select = el("select", { id: "colour", onchange: (event) => { browser.colour = event.target.value; drawDetail(); } },
-    COLOURINGS.map(([name, title]) => el("option", { value: name, selected: name === browser.colour }, title)),
-    el("optgroup", { label: "not recorded by runs" }, NOT_RECORDED.map((title) => el("option", { disabled: true }, title))));
+    COLOURINGS.map(([name, title]) => el("option", { value: name, selected: name === browser.colour, disabled: lacks(name) }, title)));
+  const missing = Object.keys(VALUES).filter(lacks).map((name) => VALUES[name][0]);
   return el("div", { class: "bar colours" }, el("label", {}, "Tokens coloured by ", select), legendOf(items),
-    el("small", {}, `Not recorded for single tokens: ${NOT_RECORDED.join(", ")}. The curves have their means.`));
+    missing.length ? el("small", {}, `Not recorded for these tokens: ${missing.join(", ")}.`) : "");
 }
+
+// Return what the trainer computed for the policy's tokens of a rollout: columns of numbers by name.
+function valuesOf(rollout) {
+  rollout.columns ??= Object.fromEntries(Object.entries(rollout.values || {}).map(([name, packed]) =>
+    [name, typeof packed === "number" ? Array(rollout.length).fill(packed) : halves(packed)]));
+  return rollout.columns;
+}
+
+// Return the numbers of a text in Base64, which are float16, little-endian.
+function halves(packed) {
+  const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
+  const view = new DataView(bytes.buffer);
+  return Array.from({ length: bytes.length / 2 }, (_, at) => {
+    const bits = view.getUint16(2 * at, true), exponent = bits >> 10 & 31, fraction = bits & 1023;
+    if (exponent === 31) return fraction ? NaN : bits >> 15 ? -Infinity : Infinity;
+    return (bits >> 15 ? -1 : 1) * (exponent ? (1024 + fraction) * 2 ** (exponent - 25) : fraction * 2 ** -24);
+  });
+}
+
+// Return the size of a value from which on its colour is the strongest.
+function mostOf(name, items) {
+  const sizes = () => items.flatMap((item) => valuesOf(item.rollout)[name] || []).filter(Number.isFinite).map(Math.abs);
+  return VALUES[name][2] ?? (sizes().reduce((most, size) => Math.max(most, size), 0) || 1);
+}
+
+const shownValue = (name, value) => Number.isNaN(value) ? "none, left out of the loss" : fmt(name === "log_ratio" ? Math.exp(value) : value);
 
 function legendOf(items) {
   const box = (css, text) => el("span", { class: "key" }, el("i", { css: { background: css } }), text);
@@ -331,7 +366,12 @@ function legendOf(items) {
     const versions = new Set(items.flatMap((item) => item.rollout.spans.filter((span) => span[0] === "policy").map((span) => span[2])));
     return el("span", { class: "legend" }, [...versions].map((version) => box(versionColour(version), `version ${version}`)));
   }
-  if (browser.colour === "source") return el("span", { class: "legend" }, box("var(--policy)", "policy: trained"), box("var(--environment)", "environment: not trained"), box("var(--prompt)", "prompt"));
+  if (browser.colour in VALUES) {
+    const shares = browser.colour === "entropy" ? [0, 0.25, 0.5, 0.75, 1] : [-1, -0.5, 0, 0.5, 1];
+    const sign = (share) => VALUES[browser.colour][2] === null || Math.abs(share) < 1 ? "" : share < 0 ? "≤ " : "≥ ";
+    return el("span", { class: "legend" }, shares.map((share) => box(signed(share), sign(share) + shownValue(browser.colour, share * browser.most))), VALUES[browser.colour][1]);
+  }
+  if (browser.colour === "source") return el("span", { class: "legend" }, box("var(--policy)", "policy: trained"), box("var(--bad-soft)", "policy: left out of the loss"), box("var(--environment)", "environment: not trained"), box("var(--prompt)", "prompt"));
   if (browser.colour === "reward") {
     const any = items.some((item) => item.rollout.token_rewards);
     return el("span", { class: "legend" }, any ? [box("var(--bad-soft)", "below 0"), box("var(--good-soft)", "above 0")] : "these rollouts have no rewards of single tokens");
@@ -340,6 +380,7 @@ function legendOf(items) {
 }
 
 const heat = (share) => share > 0.004 ? `color-mix(in oklab, var(--heat) ${Math.round(100 * Math.min(1, share))}%, transparent)` : "transparent";
+const signed = (share) => share < 0 ? heat(-share).replace("--heat", "--run-0") : heat(share);
 const versionColour = (version) => `color-mix(in oklab, var(--run-${version % 6}) 30%, transparent)`;
 
 function tokensOf(item) {
@@ -347,7 +388,8 @@ function tokensOf(item) {
   const vocabulary = RUNS[item.runAt].vocabulary;
   const rewards = new Map(rollout.token_rewards || []);
   const blocks = [];
-  let at = 0, turn = 0, block = null, before = null;
+  const columns = Object.entries(valuesOf(rollout));
+  let at = 0, turn = 0, block = null, before = null, number = -1;  // the last: of the policy's tokens
   for (const [source, size, version] of rollout.spans) {
     if (at >= rollout.shared) {
       if (source !== before || !block) {
@@ -364,10 +406,13 @@ function tokensOf(item) {
     const id = rollout.tokens[place - rollout.shared], logprob = rollout.logprobs[place - rollout.shared];
     const text = id in vocabulary ? vocabulary[id] : `⟨${id}⟩`;
     const isOwn = source === "policy";
+    if (isOwn) number += 1;
+    const own = isOwn ? Object.fromEntries(columns.map(([name, column]) => [name, column[number]])) : {};
     const values = [`token ${id}`, JSON.stringify(visible(text)), `place ${place}`, source];
     if (isOwn) values.push(`log-prob ${logprob === null ? "not finite" : fmt(logprob)}`, `probability ${logprob === null ? "–" : fmt(Math.exp(logprob))}`, `version ${version}`);
     if (rewards.has(place)) values.push(`reward ${fmt(rewards.get(place))}`);
-    const token = el("span", { class: "t", css: { background: colourOf(isOwn, source, logprob, version, rewards.get(place)) } }, shownToken(text));
+    for (const [name, value] of Object.entries(own)) values.push(`${VALUES[name][0]} ${shownValue(name, value)}`);
+    const token = el("span", { class: "t", css: { background: colourOf(isOwn, source, logprob, version, rewards.get(place), own) } }, shownToken(text));
     token.values = values.join(" · ");
     return token;
   }
@@ -381,10 +426,12 @@ function tokensOf(item) {
 
 const shownToken = (text) => visible(text).replace(/\n/g, "↵\n").replace(/\t/g, "⇥\t");
 
-function colourOf(isOwn, source, logprob, version, reward) {
+function colourOf(isOwn, source, logprob, version, reward, own) {
+  if (browser.colour === "source" && Number.isNaN(own.log_ratio)) return "var(--bad-soft)";
   if (browser.colour === "source") return `var(--${source === "policy" || source === "prompt" ? source : "environment"})`;
   if (browser.colour === "reward") return reward ? (reward > 0 ? "var(--good-soft)" : "var(--bad-soft)") : "transparent";
   if (!isOwn || browser.colour === "none") return "transparent";
   if (browser.colour === "version") return versionColour(version);
+  if (browser.colour in VALUES) return Number.isFinite(own[browser.colour]) ? signed(own[browser.colour] / browser.most) : "transparent";
   return logprob === null ? "var(--bad-soft)" : heat(logprob / LOWEST);
 }
