@@ -19,7 +19,7 @@ from rlhf_cli.paths import run_folder_notices
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import check_has_metric, missing, once, without_effect
 from rlhf_data.options.declare import Config, matching
-from rlhf_rollout.commands.sections import SHARE_ALONE, AgentSection, without_images
+from rlhf_rollout.commands.sections import SHARE_ALONE, AgentSection
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import BatchSizes
@@ -184,9 +184,9 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
 
 def _check_images(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Check what is used beside images."""
-    has_teacher = config.algorithm.teacher_model is not None
-    teacher = (has_teacher, "rewards: a teacher gets no images", "drop --teacher_model")
-    config.data.check_images(*without_images(config.agent, config.reward), teacher)
+    teacher = (config.algorithm.teacher_model, "rewards: a teacher gets no images", "drop --teacher_model")
+    agent = config.agent.agent_func_path
+    config.data.check_images(teacher, agent=agent, model=config.reward.reward_pretrain)
     unused = (config.data.image_key is None, ["freeze_visual_encoder"], "there is no --image_key")
     return without_effect(given, unused)
 

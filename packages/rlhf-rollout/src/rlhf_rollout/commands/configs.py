@@ -33,7 +33,6 @@ from rlhf_rollout.commands.sections import (
     RewardSection,
     SamplingSection,
     TokenizerSection,
-    without_images,
 )
 from rlhf_rollout.engines import ENGINE_KINDS
 from rlhf_rollout.engines.places import EnginePlaces, place_engines
@@ -275,8 +274,9 @@ class GenerateConfig(Config):
         kinds = " or ".join(WITH_MODEL)
         self.data.check_images(
             (self.engine.engine not in WITH_MODEL, "an engine that reads images", f"use --engine {kinds}"),
-            *without_images(self.agent, self.reward),
             (kind != "rollouts", "the record of rollouts: training data has no images", "drop --post_processor"),
+            agent=self.agent.agent_func_path,
+            model=self.reward.reward_pretrain,
         )
 
 

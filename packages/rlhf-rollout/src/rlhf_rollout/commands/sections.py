@@ -380,15 +380,6 @@ class RewardSection(Section, title="reward"):
         )
 
 
-def without_images(agent: "AgentSection", reward: RewardSection) -> tuple[tuple[bool, str, str], ...]:
-    """Return what gets no images, for `ImageSection.check_images`."""
-    has_model = reward.reward_pretrain is not None
-    return (
-        (agent.agent_func_path is not None, "single turns: agents get no images", "drop --agent_func_path"),
-        (has_model, "rewards that read text: reward models get no images", "drop --reward_pretrain"),
-    )
-
-
 class AgentSection(Section, title="agent"):
     """Episodes of several turns, run by the user's agent."""
 
