@@ -48,6 +48,7 @@ TESTS = {
     "console/console_test.py": ["rlhf-cli/console", "rlhf-data/errors", "rlhf-data/options", "rlhf-data/own_code", "rlhf-data/records", "rlhf-models/loading", "rlhf-models/testing", "rlhf-train/run"],
     "doctor/doctor_command_test.py": ["rlhf-cli/commands", "rlhf-models/testing"],
     "doctor/doctor_test.py": ["rlhf-cli/commands", "rlhf-data/errors", "rlhf-models/testing"],
+    "doctor/finding_test.py": ["rlhf-cli/commands", "rlhf-data/errors", "rlhf-models/testing"],
     "fields_test.py": ["rlhf-cli/commands", "rlhf-data", "rlhf-data/options", "rlhf-models", "rlhf-models/testing", "rlhf-rollout", "rlhf-train"],
     "first_words_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-data/main", "rlhf-models/testing", "rlhf-rollout/commands", "rlhf-rollout/rewards", "rlhf-train/run"],
     "help_test.py": ["rlhf-cli/commands", "rlhf-models/testing"],

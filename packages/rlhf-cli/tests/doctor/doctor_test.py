@@ -9,68 +9,16 @@ from email.utils import formatdate
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from rlhf_cli.commands import doctor
 from rlhf_cli.doctor import libraries, machine
-from rlhf_cli.doctor.finding import Finding, of_error, public
+from rlhf_cli.doctor.finding import Finding
 from rlhf_cli.doctor.trial import trial_run
 from rlhf_cli.main import main
 from rlhf_data.errors import ConfigError
 
 GIB = 1 << 30
-
-
-# -- what may be shown -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("http://ann:hunter22@proxy:3128", "http://***@proxy:3128"),
-        ("ann:hunter22@proxy:3128", "***@proxy:3128"),
-        ("socks5://proxy:3128", "socks5://proxy:3128"),
-        ("the key is hf_abcdefgh, it says", "the key is ***, it says"),
-        ("abc123 and abc12 in the log", "*** and abc12 in the log"),
-        ("/home/ann/runs and /home/ann2/x", "~/runs and /home/ann2/x"),
-        ("/home/ann", "~"),
-        ("a token is asked for", "a token is asked for"),
-        ("a\x1b[2Jb", "a\\x1b[2Jb"),
-        ("127.0.0.1:8000 is free", "127.0.0.1:8000 is free"),
-    ],
-)
-def test_secrets_and_home_are_not_shown(text, shown):
-    environ = {"HOME": "/home/ann/", "HF_TOKEN": "hf_abcdefgh", "RAY_AUTH_MODE": "token", "api_key": "abc123"}
-    assert public(text, environ) == shown
-
-
-def test_report_has_no_password_of_a_proxy_and_no_variable_of_a_secret():
-    environ = {
-        "HOME": "/home/ann",
-        "HTTPS_PROXY": "http://ann:hunter22@proxy:3128",
-        "HF_TOKEN": "hf_abcdefgh",
-        "HF_HOME": "/home/ann/hub",
-        "WANDB_API_KEY": "0123456789",
-        "OTHER": "nobody's business",
-    }
-    text = doctor.report(
-        [Finding("disk", "fault", "/home/ann/x: 0123456789", "", "export HF_TOKEN=hf_abcdefgh")], environ
-    )
-    for secret in ("hunter22", "ann", "hf_abcdefgh", "0123456789", "business", "WANDB"):
-        assert secret not in text
-    told = json.loads(text)
-    assert told["machine"]["environment"] == {"HF_HOME": "~/hub", "HTTPS_PROXY": "http://***@proxy:3128"}
-    expected = {"check": "disk", "level": "fault", "found": "~/x: ***", "costs": "", "hint": "export HF_TOKEN=***"}
-    assert told["findings"] == [expected]
-    assert told["machine"]["memory_gib"] == pytest.approx(psutil.virtual_memory().total / GIB, abs=0.1)
-    assert told["machine"]["python"] == ".".join(map(str, sys.version_info[:3]))
-
-
-def test_error_becomes_a_finding_with_its_hint_and_flags():
-    error = ConfigError("``num_engines`` is\nwrong", hint="lower ``num_engines``")
-    expected = Finding("x", "notice", "--vllm_num_engines is wrong", "much", "lower --vllm_num_engines")
-    assert of_error("x", error, "much", "notice") == expected
 
 
 def test_check_that_raises_is_a_fault_and_ends_no_other():
@@ -99,9 +47,11 @@ def needs(name):
     }.get(name, [])
 
 
-def test_versions_within_their_ranges_are_ok():
+def test_versions_within_their_ranges_are_ok_and_optional_libraries_may_be_absent():
     [finding] = libraries.versions(needs, installed({"torch": "2.13.0+cpu"}))
     assert finding == Finding("versions", "ok", "2 requirements of 6 packages are met")
+    findings = libraries.versions(needs, installed({}))
+    assert [finding.found.partition(";")[0] for finding in findings] == ["torch is not installed"] * 2
 
 
 def test_wrong_version_names_the_range_and_the_command():
@@ -116,33 +66,21 @@ def test_wrong_version_names_the_range_and_the_command():
     assert all(finding.costs for finding in findings)
 
 
-def test_library_that_is_not_installed_is_a_fault_unless_it_is_optional():
-    findings = libraries.versions(needs, installed({}))
-    assert [finding.found.partition(";")[0] for finding in findings] == ["torch is not installed"] * 2
-
-
 def test_package_that_runs_from_its_sources_is_a_notice():
-    def unknown(name):
-        raise PackageNotFoundError(name)
-
-    findings = libraries.versions(unknown, installed({}))
+    findings = libraries.versions(installed({}), installed({}))
     assert {finding.level for finding in findings} == {"notice"}
     assert findings[4].found == "rlhf-train is not installed"
     assert "uv sync" in findings[4].hint
 
 
-BROKEN = {
-    "import": (
-        "raise ImportError('libcudart.so.13: cannot open shared object file')",
-        "ImportError: libcudart.so.13: ",
-    ),
-    "killed": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal SIGSEGV: it wrote nothing"),
-}
-
-
-@pytest.mark.parametrize("kind", BROKEN)
-def test_library_that_fails_to_import_is_a_fault_and_no_traceback(kind, tmp_path, monkeypatch, capfd):
-    source, said = BROKEN[kind]
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("raise ImportError('libcudart.so.13: cannot open shared object file')", "ImportError: libcudart.so.13: "),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal SIGSEGV: it wrote nothing"),
+    ],
+)
+def test_library_that_fails_to_import_is_a_fault_and_no_traceback(source, said, tmp_path, monkeypatch, capfd):
     (tmp_path / "torch.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     finding = libraries.library("torch")
@@ -272,11 +210,6 @@ def test_driver_that_does_not_answer_is_a_fault(text):
     assert (finding.level, finding.costs) == ("fault", "no GPU can be used")
     assert finding.found.startswith("1 visible, and nvidia-smi fails: ")
 
-    def absent(*_, **__):
-        raise FileNotFoundError("nvidia-smi")
-
-    assert machine.gpus(lambda: 1, absent).level == "fault"
-
 
 @pytest.mark.parametrize(
     ("free", "memory", "level", "hint"),
@@ -323,22 +256,6 @@ def test_full_disk_is_found(tmp_path, monkeypatch):
     assert "--save_path" in finding.hint
 
 
-def test_limit_of_64_open_files_is_a_fault():
-    code = """
-import resource
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from rlhf_cli.doctor.machine import open_files
-found = open_files()
-print(found.level, found.found, found.costs, found.hint, sep="|")
-"""
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=True)
-    level, found, costs, hint = done.stdout.strip().split("|")
-    assert (level, found) == ("fault", "at most 64, which a process may raise to 64")
-    assert costs == "Ray and engines end with `Too many open files`"
-    assert hint.startswith("ulimit -n 65536")
-
-
 @pytest.mark.parametrize(
     ("soft", "hard", "level"),
     [(1024, resource.RLIM_INFINITY, "ok"), (1024, 4096, "ok"), (1024, 4095, "notice"), (64, 1023, "fault")],
@@ -347,6 +264,10 @@ def test_hard_limit_of_open_files_counts(soft, hard, level):
     finding = machine.open_files(lambda kind: (soft, hard))
     assert finding.level == level
     assert ("any number" in finding.found) == (hard < 0)
+    if level == "fault":
+        assert finding.found == "at most 64, which a process may raise to 1023"
+        assert finding.costs == "Ray and engines end with `Too many open files`"
+        assert finding.hint.startswith("ulimit -n 65536")
 
 
 def test_ports_answer_and_a_taken_one_is_a_fault():
@@ -403,11 +324,8 @@ def test_clock_is_compared_with_the_hub_and_the_disk(tmp_path):
     assert machine.clock(tmp_path, 2.0) == Finding("clock", "ok", "it agrees with the hub's and the disk's")
     assert machine.clock(tmp_path / "new", None).found == "it agrees with the disk's"
     ahead = machine.clock(tmp_path, 7200.0)
-    assert (ahead.level, ahead.found, ahead.hint) == (
-        "fault",
-        "it is +7200 s from the hub's",
-        "timedatectl set-ntp true",
-    )
+    assert (ahead.level, ahead.found) == ("fault", "it is +7200 s from the hub's")
+    assert ahead.hint == "timedatectl set-ntp true"
     assert machine.clock(machine.Path("/proc/run"), None) == Finding("clock", "ok", "no other clock is at hand")
     behind = machine.clock(tmp_path, None, lambda: machine.time.time() - 3600)
     assert behind.found == "it is -3600 s from the disk's"
@@ -444,7 +362,7 @@ def test_trial_run_that_loses_samples_or_syncs_nothing_is_a_fault(metrics):
     assert finding.hint.startswith("rlhf ppo --train_steps 1 ")
 
 
-def test_trial_run_that_fails_passes_on_what_it_said():
+def test_trial_run_that_fails_or_has_no_end_passes_on_what_it_said():
     said = "starting Ray ...\nerror: Ray did not start in 3 attempts\n\nhint: end other programs\n"
     finding = trial_run(run_that(1, said))
     expected = ("fault", "Ray did not start in 3 attempts", "end other programs")
@@ -453,8 +371,6 @@ def test_trial_run_that_fails_passes_on_what_it_said():
     assert finding.found == "it ended with status -9"
     assert finding.hint.startswith("rlhf ppo ")
 
-
-def test_trial_run_without_an_end_is_a_fault():
     def start(command, *, timeout, **_):
         raise subprocess.TimeoutExpired(command, timeout)
 

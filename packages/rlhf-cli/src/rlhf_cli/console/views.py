@@ -313,7 +313,9 @@ class RunView(View):
             values += [metrics[f"rollout/{name}"]] if f"rollout/{name}" in metrics else []
         self._ends_at = time.monotonic() + sum(self._step_seconds) / len(self._step_seconds) * (num_steps - step)
         self._place = f"step {min(step + 1, num_steps)}/{num_steps}: "
-        self._table.step(step, num_steps, {**metrics, **_rest(metrics)})
+        shown = sum(metrics.get(column.metric, 0.0) for column in PPO_COLUMNS if column.metric.startswith("time/"))
+        rest = {"time/rest": metrics["time/step"] - shown} if "time/step" in metrics else {}
+        self._table.step(step, num_steps, {**metrics, **rest})
         if failed := int(metrics.get("samples/failed", 0)):
             self._console.notice(f"step {step}: {failed} samples have no reward and were not trained on")
         if (fill := metrics.get("throughput/pass_fill", 1.0)) < 0.5 and len(self._step_seconds) == 1:
@@ -430,16 +432,8 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     shown = values[-width:]
     known = [value for value in shown if math.isfinite(value)]
     low = min(known, default=0.0)
-    span = max(known, default=0.0) - low
-    heights = [round((value - low) / span * 7) if span and math.isfinite(value) else 0 for value in shown]
-    bars = [_BARS[height] if math.isfinite(value) else " " for height, value in zip(heights, shown, strict=True)]
-    return "".join(bars)
-
-
-def _rest(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of a step that are in none of the columns."""
-    shown = sum(metrics.get(column.metric, 0.0) for column in PPO_COLUMNS if column.metric.startswith("time/"))
-    return {"time/rest": metrics["time/step"] - shown} if "time/step" in metrics else {}
+    span = max(known, default=0.0) - low or 1.0
+    return "".join(_BARS[round((value - low) / span * 7)] if math.isfinite(value) else " " for value in shown)
 
 
 def _widest_pass(prefix: str, metrics: Mapping[str, float]) -> str | None:
