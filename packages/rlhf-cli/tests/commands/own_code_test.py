@@ -15,7 +15,7 @@ os.environ.setdefault("HF_MODULES_CACHE", tempfile.mkdtemp())
 import rlhf_data.own_code
 import rlhf_models.loading
 from own_code_testing import own_code_model_dir
-from rlhf_cli.console.views import loading_line
+from rlhf_cli.console.results import loading_line
 from rlhf_cli.main import COMMANDS, command_line, main
 from rlhf_data.main import main as data_main
 from rlhf_data.options.declare import options

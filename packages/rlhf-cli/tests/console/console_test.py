@@ -8,7 +8,8 @@ import re
 import numpy as np
 import pytest
 
-from rlhf_cli.console.views import DOING, PPO_COLUMNS, Console, OfflineView, RunView, StepTable, show_results, sparkline
+from rlhf_cli.console.results import show_results
+from rlhf_cli.console.views import DOING, PPO_COLUMNS, Console, OfflineView, RunView, StepTable, sparkline
 from rlhf_data.errors import EngineError
 from rlhf_data.options.progress import Progress
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind

@@ -353,7 +353,8 @@ def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
 
 def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", console: "Console") -> None:
     """Run the job. Rank 0 records and shows it; the other ranks only take part in training."""
-    from rlhf_cli.console.views import OfflineView, show_results
+    from rlhf_cli.console.results import show_results
+    from rlhf_cli.console.views import OfflineView
     from rlhf_train.engine.process_group import leave_process_group
     from rlhf_train.offline.job import run_offline
     from rlhf_train.run.checkpointing import find_checkpoint, resumed_step

@@ -93,7 +93,8 @@ def _run(argv: Sequence[str]) -> int:
 def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     """Check everything, show the plan, and run. Nothing is started before all checks have passed."""
     from rlhf_cli.commands.ppo_job import describe_batches, make_job, make_plan
-    from rlhf_cli.console.views import RunView, show_results
+    from rlhf_cli.console.results import show_results
+    from rlhf_cli.console.views import RunView
     from rlhf_cli.preflight.devices import check_device, cluster_notices, find_gpus
     from rlhf_cli.preflight.inputs import check_inputs
     from rlhf_cli.preflight.memory import gpu_memory_bytes, sleep_notices
