@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from email.utils import formatdate
@@ -412,3 +413,18 @@ def test_dry_run_looks_at_nothing(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "findings", lambda folder, *, with_run: pytest.fail("it looked"))
     assert main(["doctor", "--quick", "--dry_run"]) == 0
     assert "quick = true" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_findings_until_a_signal_are_told(number, status, monkeypatch, capsys):
+    def findings(folder, *, with_run):
+        yield Finding("disk", "ok", "there is room")
+        os.kill(os.getpid(), number)
+        pytest.fail("the signal did nothing")
+
+    monkeypatch.setattr(doctor, "findings", findings)
+    assert main(["doctor", "--json"]) == status
+    told = json.loads(capsys.readouterr().out)["findings"]
+    assert [(row["check"], row["level"]) for row in told] == [("disk", "ok"), ("doctor", "fault")]
+    assert told[1]["found"] == f"{number.name} ended it"
+    assert "--quick" in told[1]["hint"]

@@ -5,6 +5,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rlhf_data.options.command_line import CommandLine, show_parsed
 from rlhf_data.options.declare import Config, Section, flag
 from rlhf_data.options.exits import FAILURE
 from rlhf_rollout.commands.terminal import TERMINAL
+from rlhf_train.run.interrupts import Interrupts
 
 DESCRIPTION = """`rlhf doctor` looks at this machine and its libraries. Each finding is ok, a notice (something costs
 time, or cannot be used) or a fault (runs end), with what it costs and what to type. At last the built-in model
@@ -63,17 +65,30 @@ def _run(argv: Sequence[str]) -> int:
         return SUCCESS
     section = parsed.config.doctor
     folder = user_folder() / "rlhf-output" if section.save_path is None else user_path(section.save_path)
-    found = []
-    for finding in findings(folder, with_run=not section.quick):
+    found: list[Finding] = []
+    ended = None
+
+    def tell(finding: Finding) -> None:
         found.append(finding)
         if not section.as_json:
             TERMINAL.progress.clear()
             print(describe(finding), flush=True)
+
+    try:
+        with Interrupts():
+            for finding in findings(folder, with_run=not section.quick):
+                tell(finding)
+    except KeyboardInterrupt as interrupt:
+        ended = interrupt
+        hint = "give it more time, or --quick, without the run of the built-in model"
+        tell(Finding("doctor", FAULT, f"{interrupt} ended it", "what follows was not looked at", hint))
     if section.as_json:
-        print(report(found))
+        print(report(found), flush=True)
     else:
         levels = [finding.level for finding in found]
         print(f"\n{levels.count('fault')} fault(s), {levels.count('notice')} notice(s), {levels.count('ok')} ok")
+    if ended is not None:
+        raise ended
     return FAILURE if any(finding.level == FAULT for finding in found) else SUCCESS
 
 
@@ -89,7 +104,9 @@ def findings(folder: Path, *, with_run: bool) -> Iterator[Finding]:
         return finding
 
     # Libraries take seconds to import, each in a process of its own: two at a time.
-    with ThreadPoolExecutor(2) as pool, TERMINAL.progress.doing("looking at libraries and this machine"):
+    pool = ThreadPoolExecutor(2)
+    with ExitStack() as at_end, TERMINAL.progress.doing("looking at libraries and this machine"):
+        at_end.callback(pool.shutdown, wait=False, cancel_futures=True)  # a signal waits for none of them
         waiting = [pool.submit(partial(checked, name, partial(libraries.library, name))) for name in _LIBRARIES]
         yield from checked("versions", libraries.versions)
         for name, check in {
