@@ -94,6 +94,7 @@ def run_worker(
             [rollout.group_id for rollout in rollouts],
             spec.row.baseline,
             divide_by_std=spec.whiten_std,
+            weights=np.array([rollout.loss_mask.sum() for rollout in rollouts]) if recipe.estimator == "opo" else None,
         )
         plan = plans_of(rollouts, num_ranks)[rank]
         shard = [rollouts[row] for row in plan.rows]

@@ -91,6 +91,16 @@ CASES = {
         estimator="rloo", policy_loss="reinforce", kl_coef=0.1, kl_estimator="k1", use_kl_loss=True,
         kl_unbiased_gradient=True, old_logprobs="skip", entropy_coef=0.01,
     ), max_epochs=1),
+    "lite_ppo, SAPO": Case(Recipe(estimator="lite_ppo", policy_loss="sapo", old_logprobs="rollout"), packing=True),
+    "maxrl, DPPO-TV": Case(Recipe(
+        estimator="maxrl", policy_loss="dppo_tv", clip_low=1e-4, clip_high=2e-4, old_logprobs="rollout",
+    )),
+    "opo, DPPO-KL": Case(Recipe(
+        estimator="opo", policy_loss="dppo_kl", clip_low=1e-5, clip_high=2e-5, old_logprobs="rollout",
+    )),
+    "max_at_k, Kimi": Case(Recipe(
+        estimator="max_at_k", policy_loss="kimi", clip_low=0.02, clip_high=0.02, old_logprobs="rollout",
+    )),
     # The engine's log-probs are the ratio's denominator, and the trainer's decide what is masked.
     "gae, engine's log-probs, masked": Case(Recipe(
         estimator="gae", gamma=0.95, lambd=0.9, kl_coef=0.05, clip_low=0.1, clip_high=0.1, old_logprobs="rollout",
@@ -147,5 +157,7 @@ FEATURES = {
     "counts without what is masked": ("rloo, engine's log-probs, masked", {"correction": ("token", "mask", 0.9, 1.1)}),
     "bound on staleness": ("rloo, engine's log-probs, masked", {"mask_stale": 2}),
     "mask of stale tokens": ("gae, stale", {"mask_stale": None}),
+    "trust region": ("maxrl, DPPO-TV", {"clip_low": 0.15, "clip_high": 0.15}),
+    "trust region by KL": ("opo, DPPO-KL", {"clip_low": 0.05, "clip_high": 0.05}),
     "batch's deviation": ("gae, centred, CISPO", {"whiten_std": True}),
 }

@@ -25,8 +25,14 @@ ESTIMATORS = {
     "group_norm": ("mean and deviation", "seq_mean_token_mean", False, False),
     "dr_grpo": ("mean", "seq_mean_token_sum_norm", False, False),
     "rloo": ("mean of the others", "seq_mean_token_sum", False, False),
+    "lite_ppo": ("mean and deviation of all", "token_mean", False, False),
+    "maxrl": ("mean, over itself", "seq_mean_token_sum", False, False),
+    "opo": ("mean by tokens", "seq_mean_token_sum", False, False),
+    "max_at_k": ("best of the others", "seq_mean_token_sum", False, False),
 }
-LOSS_REDUCTIONS = {"gspo": "seq_mean_token_mean", "cispo": "token_mean"}
+LOSS_REDUCTIONS = {
+    "gspo": "seq_mean_token_mean", "sapo": "seq_mean_token_mean", "cispo": "token_mean", "kimi": "token_mean",
+}  # fmt: skip
 MAX_K3 = 10.0  # nats per token; the bound of verl and OpenRLHF
 
 
@@ -141,6 +147,19 @@ class Oracle:
             elif self.baseline == "mean of the others":
                 others = (sum(group) - sample.reward) / (len(group) - 1) if len(group) > 1 else sample.reward
                 results.append(sample.reward - others)
+            elif self.baseline == "mean and deviation of all":
+                results.append((sample.reward - mean) / (np.std([s.reward for s in self.samples]) + 1e-6))
+            elif self.baseline == "mean, over itself":
+                results.append((sample.reward - mean) / (mean + 1e-6) if mean > 0 else 0.0)
+            elif self.baseline == "mean by tokens":
+                tokens = {id(s): sum(s.is_policy) for s in self.samples if s.group == sample.group}
+                weighed = sum(tokens[id(s)] * s.reward for s in self.samples if s.group == sample.group)
+                results.append(sample.reward - weighed / sum(tokens.values()))
+            elif self.baseline == "best of the others":
+                without = [
+                    other.reward for other in self.samples if other.group == sample.group and other is not sample
+                ]
+                results.append(max(group) - max(without, default=max(group)))
             elif self.baseline == "mean and deviation" and self.recipe.whiten_std:
                 results.append((sample.reward - mean) / (deviation + 1e-6) if deviation > 1e-12 else 0.0)
             else:
@@ -286,7 +305,20 @@ class Oracle:
             return -advantage * logprob, -advantage
         if recipe.policy_loss == "cispo":
             return -bounded * advantage * logprob, -bounded * advantage
+        if recipe.policy_loss == "sapo":
+            tau = 1.0 if advantage > 0 else 1.05
+            gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+            return -4 / tau * gate * advantage, -4 * gate * (1 - gate) * ratio * advantage
+        if recipe.policy_loss == "kimi":
+            slope = 0.0 if bounded != ratio else -ratio * advantage
+            return -bounded * advantage + 1e-3 * math.log(ratio) ** 2, slope + 2e-3 * math.log(ratio)
         loss, slope = -ratio * advantage, -ratio * advantage
+        if recipe.policy_loss.startswith("dppo"):
+            p, q = math.exp(logprob), math.exp(logprob) / ratio
+            kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+            distance = abs(p - q) if recipe.policy_loss == "dppo_tv" else kl
+            limit = recipe.clip_high if advantage > 0 else recipe.clip_low
+            return (0.0, 0.0) if distance > limit and (p > q) == (advantage > 0) else (loss, slope)
         if bounded * advantage < ratio * advantage:
             loss, slope = -bounded * advantage, 0.0
         if recipe.dual_clip is not None and advantage < 0 and loss > -recipe.dual_clip * advantage:

@@ -169,12 +169,12 @@ def test_parse_alias_sets_the_same_field():
         ("stray", "`stray` belongs to no flag", "write its flag before it"),
         (
             "--advantage_estimator gea",
-            "unknown value `gea`; known: dr_grpo, gae, group_norm, reinforce, reinforce_baseline, rloo",
+            "unknown value `gea`; known: dr_grpo, gae, group_norm, lite_ppo, max_at_k, maxrl, opo, reinforce",
             "did you mean `gae`?",
         ),
         (
             "--advantage_estimator grpo",
-            "unknown value `grpo`; known: dr_grpo, gae, group_norm, reinforce, reinforce_baseline, rloo",
+            "unknown value `grpo`; known: dr_grpo, gae, group_norm, lite_ppo, max_at_k, maxrl, opo, reinforce",
             "GRPO is `group_norm` here",
         ),
         ("--kl_estimator k4", "--kl_estimator: unknown value `k4`; known: k1, k2, k3", ""),

@@ -15,6 +15,7 @@ from rlhf_train.algorithms.gae import (
     whiten,
 )
 from rlhf_train.algorithms.group import (
+    best_gain,
     group_normalized,
     leave_one_out,
     relative_rewards,
@@ -216,10 +217,40 @@ def test_leave_one_out_equal_rewards_and_single_samples_are_exactly_zero():
         ("group_mean", [-1.0, 1.0]),
         ("group_mean_std", [-1 / 1.000001, 1 / 1.000001]),  # the deviation of 1 and 3 is 1
         ("leave_one_out", [-2.0, 2.0]),
+        ("group_mean_batch_std", [-1 / 1.000001, 1 / 1.000001]),
+        ("group_mean_ratio", [-1 / 2.000001, 1 / 2.000001]),
+        ("group_max", [0.0, 2.0]),
     ],
 )
 def test_relative_rewards_match_hand_values(baseline, expected):
     assert relative_rewards(np.array([1.0, 3.0]), ["a", "a"], baseline).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_baselines_of_several_groups_match_hand_values():
+    # Groups a: 0, 4, 1; b: 6, 6; c: 5 alone; d: -1, -3. All: mean 2.25, mean square 15.5, variance 10.4375.
+    rewards, ids = np.array([0.0, 6.0, 4.0, 5.0, 1.0, 6.0, -1.0, -3.0]), [*"abacabdd"]
+    mean = 5 / 3
+    centred = np.array([-mean, 0, 4 - mean, 0, 1 - mean, 0, 1, -1])
+    expected = {
+        "group_mean_batch_std": centred / (10.4375**0.5 + 1e-6),
+        "group_mean_ratio": [*centred[:6] / (mean + 1e-6), 0.0, 0.0],  # d has no mean above 0
+        "group_max": [0, 0, 3, 0, 0, 0, 2, 0],
+    }
+    for baseline, values in expected.items():
+        found = relative_rewards(rewards, ids, baseline)
+        np.testing.assert_allclose(found, values, rtol=1e-12, atol=1e-12, err_msg=baseline)
+        moved = relative_rewards(rewards[::-1], ids[::-1], baseline)[::-1]
+        np.testing.assert_allclose(moved, found, rtol=1e-12, atol=1e-12)
+    by_length = relative_rewards(rewards[[0, 2, 4]], ["a"] * 3, "group_mean_by_length", weights=np.array([2, 1, 5]))
+    np.testing.assert_allclose(by_length, np.array([0, 4, 1]) - 9 / 8, rtol=1e-12)
+    undivided = relative_rewards(rewards, ids, "group_mean_batch_std", divide_by_std=False)
+    np.testing.assert_allclose(undivided, centred, rtol=1e-12, atol=1e-12)
+
+
+def test_best_gain_counts_the_rollouts_of_an_episode_as_one():
+    # Episode x has the mean reward 3, y 5 and z 1: y gains 2, for both of its rollouts.
+    gains = best_gain(np.array([2.0, 4.0, 4.0, 6.0, 1.0]), ["g"] * 5, ["x", "x", "y", "y", "z"])
+    assert gains.tolist() == [0.0, 0.0, 2.0, 2.0, 0.0]
 
 
 def test_relative_rewards_divide_only_where_the_baseline_says_so():

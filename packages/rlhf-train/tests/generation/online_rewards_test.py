@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from record_testing import ManualClock, make_group
+from rlhf_data.errors import ConfigError
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.ray_actors import RayScorer
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
@@ -146,6 +147,15 @@ def test_source_that_abstains_is_no_part_of_rewards_that_are_compared_one_by_one
     found = subtract_baseline(rollouts, np.ones(4), algorithm, spec)
     assert found.earned == [[]] * 4
     assert found.rewards == pytest.approx([-1.0, 1.0, 1.0, -1.0], abs=1e-5)
+
+
+def test_baseline_by_length_weighs_rewards_by_the_tokens_of_the_policy():
+    rollouts = [rollout(0.0, length=3), rollout(4.0, length=1)]
+    spec, algorithm = RewardSpec(sources=()), make_algorithm("opo", kl_coef=0.0)
+    assert subtract_baseline(rollouts, np.array([0.0, 4.0]), algorithm, spec).rewards == [-1.0, 3.0]
+    step = replace(rollouts[0], verdict=replace(rollouts[0].verdict, token_rewards=((2, 1.0),)))
+    with pytest.raises(ConfigError, match=r"OPO \(opo\) compares whole responses, and a reward source scores"):
+        subtract_baseline([step], np.zeros(1), algorithm, spec)
 
 
 def test_reward_model_of_a_job_has_its_deadline(monkeypatch, tmp_path):

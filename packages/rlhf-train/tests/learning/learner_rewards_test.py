@@ -203,3 +203,12 @@ def test_turns_are_compared_by_algorithms_with_a_group_only(estimator):
         make_algorithm(estimator, group_by="turn")
     with pytest.raises(ConfigError, match=r"discounts by token\n\nhint: discount by turn with ``turn_gamma``"):
         make_algorithm("rloo", group_by="turn", gamma=0.9)
+    with pytest.raises(ConfigError, match=r"compares turns, and max@k \(max_at_k\) compares whole responses\n\nhint"):
+        make_algorithm("max_at_k", group_by="turn")
+
+
+@pytest.mark.parametrize("estimator", ["maxrl", "opo", "max_at_k"])
+def test_estimators_that_compare_rewards_in_their_own_way_refuse_another(estimator):
+    make_algorithm(estimator).check_rewards("together")
+    with pytest.raises(ConfigError, match=r"each`` divides .* in place of what .* does\n\nhint: drop it"):
+        make_algorithm(estimator).check_rewards("each")

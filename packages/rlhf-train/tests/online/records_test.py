@@ -45,6 +45,10 @@ SINGLES = BatchSizes(
         ("group_norm", "GRPO", "group_mean_std", "seq_mean_token_mean", False, False),
         ("dr_grpo", "Dr. GRPO", "group_mean", "seq_mean_token_sum_norm", False, False),
         ("rloo", "RLOO", "leave_one_out", "seq_mean_token_sum", False, False),
+        ("lite_ppo", "Lite PPO", "group_mean_batch_std", "token_mean", False, False),
+        ("maxrl", "MaxRL", "group_mean_ratio", "seq_mean_token_sum", False, False),
+        ("opo", "OPO", "group_mean_by_length", "seq_mean_token_sum", False, False),
+        ("max_at_k", "max@k", "group_max", "seq_mean_token_sum", False, False),
     ],
 )
 def test_algorithm_of_an_estimator_has_what_its_paper_says(estimator, title, baseline, reduction, whiten, uses_critic):

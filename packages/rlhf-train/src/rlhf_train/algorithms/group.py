@@ -28,19 +28,28 @@ def relative_rewards(
     """Return the rewards relative to a baseline.
 
     Args:
-        baseline: "none" returns the rewards unchanged, "group_mean" and "group_mean_std" call `group_normalized`,
-            "leave_one_out" calls `leave_one_out`.
-        divide_by_std: whether "group_mean_std" divides by the deviation; the other baselines never do.
-        weights: [B] float, how much each reward counts; None for 1 / n.
+        baseline: "none" returns the rewards unchanged, "group_mean", "group_mean_std" and "group_mean_by_length" call
+            `group_normalized`, and the others `batch_normalized`, `mean_ratio`, `leave_one_out` and `best_gain`.
+        divide_by_std: whether "group_mean_std" and "group_mean_batch_std" divide by the deviation; the other baselines
+            never do.
+        weights: [B] float, how much each reward counts; None for 1 / n. The numbers of tokens for
+            "group_mean_by_length" (Hao et al. 2025, arXiv:2505.23585: the variance of a response's gradient grows with
+            its length, and the mean weighted by it is the baseline of least variance).
     """
     if baseline == "none":
         return np.asarray(rewards, np.float64)
     if baseline == "leave_one_out":
         return leave_one_out(rewards, group_ids, episode_ids, weights)
-    if baseline in ("group_mean", "group_mean_std"):
+    if baseline == "group_max":
+        return best_gain(rewards, group_ids, episode_ids)
+    weights = _shares(rewards, episode_ids)[1] if weights is None else weights
+    if baseline in ("group_mean", "group_mean_std", "group_mean_by_length"):
         divides = divide_by_std and baseline == "group_mean_std"
-        weights = _shares(rewards, episode_ids)[1] if weights is None else weights
         return group_normalized(rewards, group_ids, divide_by_std=divides, weights=weights)
+    if baseline == "group_mean_batch_std":
+        return batch_normalized(rewards, group_ids, weights, divide_by_std=divide_by_std)
+    if baseline == "group_mean_ratio":
+        return mean_ratio(rewards, group_ids, weights)
     raise ValueError(unknown("baseline", baseline, BASELINES))
 
 
@@ -193,6 +202,66 @@ def leave_one_out(
     others = np.bincount(group, weights)[group] - np.bincount(episode, weights)[episode]
     own = np.bincount(episode, weights * centred)[episode]
     return np.where(has_others, centred + own / np.where(has_others, others, 1.0), 0.0)
+
+
+def batch_normalized(
+    rewards: np.ndarray, group_ids: Sequence[str], weights: np.ndarray, *, divide_by_std: bool = True
+) -> np.ndarray:
+    """Return each reward minus the mean of its group, divided by the deviation of all rewards of the batch.
+
+        A_i = (R_i - mean(R_group)) / (std(R) + 1e-6)        std over the batch, of the population
+
+    Args:
+        weights: [B] float, how much each reward counts in mean and deviation.
+        divide_by_std: False leaves the division out.
+
+    Source: Liu et al. 2025 (Lite PPO), arXiv:2508.08221.
+    """
+    centred = group_normalized(rewards, group_ids, divide_by_std=False, weights=weights)
+    if not divide_by_std or not len(centred):
+        return centred
+    deviation = np.average((rewards - np.average(rewards, weights=weights)) ** 2, weights=weights) ** 0.5
+    return centred / (deviation + MIN_STD)
+
+
+def mean_ratio(rewards: np.ndarray, group_ids: Sequence[str], weights: np.ndarray) -> np.ndarray:
+    """Return each reward minus the mean of its group, divided by that mean.
+
+        A_i = (R_i - mean(R_group)) / (mean(R_group) + 1e-6),   0.0 where the mean is not above 0
+
+    With rewards of 1 and 0 the mean is the share of successes, and the gradient is that of the likelihood of a success,
+    up to an order that grows with the size of the group. Rewards must be >= 0: of others the mean is no scale.
+
+    Args:
+        weights: [B] float, how much each reward counts in the mean.
+
+    Source: Tajwar et al. 2026 (MaxRL), arXiv:2602.02710.
+    """
+    centred = group_normalized(rewards, group_ids, divide_by_std=False, weights=weights)
+    mean = rewards - centred
+    return np.where(mean > 0, centred / (np.maximum(mean, 0.0) + MIN_STD), 0.0)
+
+
+def best_gain(rewards: np.ndarray, group_ids: Sequence[str], episode_ids: Sequence[str] | None = None) -> np.ndarray:
+    """Return by how much each reward raises the best of its group: the leave-one-out advantages of max@k.
+
+        A_i = max_j R_j - max_{j != i} R_j        that is R_best - R_second for the best one, and 0.0 for the others
+
+    k is the size of the group; with rewards of 1 and 0 this is pass@k. The reward R_j of an episode of several rollouts
+    is the mean of theirs. The result is 0.0 for groups of one episode, and where two are the best.
+
+    Source: Tang et al. 2025, arXiv:2503.19595.
+    """
+    episode, shares = _shares(rewards, episode_ids)
+    of_episode = np.bincount(episode, shares * rewards)
+    gains = np.zeros_like(of_episode)
+    groups = np.asarray(group_ids)
+    for group in np.unique(groups):
+        members = np.unique(episode[groups == group])
+        *_, second, best = [None, *members[np.argsort(of_episode[members])]]
+        if second is not None:
+            gains[best] = of_episode[best] - of_episode[second]
+    return gains[episode]
 
 
 def _shares(rewards: Sequence[object], episode_ids: Sequence[str] | None) -> tuple[np.ndarray, np.ndarray]:

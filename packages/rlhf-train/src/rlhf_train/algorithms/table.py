@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 
 KL_ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
-Baseline = Literal["none", "group_mean", "group_mean_std", "leave_one_out"]
+Baseline = Literal[
+    "none",
+    "group_mean",
+    "group_mean_std",
+    "leave_one_out",
+    "group_mean_batch_std",
+    "group_mean_ratio",
+    "group_mean_by_length",
+    "group_max",
+]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 GROUP_BY = ("episode", "turn")
 OLD_LOGPROBS = ("recompute", "rollout", "skip")
@@ -65,7 +74,12 @@ class AlgorithmRow:
     @property
     def divides_by_std(self) -> bool:
         """Whether advantages are divided by a standard deviation, of the batch or of the group."""
-        return self.whiten or self.baseline == "group_mean_std"
+        return self.whiten or self.baseline.endswith("_std")
+
+    @property
+    def compares_responses(self) -> bool:
+        """Whether the baseline says something of whole responses alone, and not of their turns and steps."""
+        return self.baseline in ("group_mean_by_length", "group_max")
 
 
 ALGORITHMS: Mapping[str, AlgorithmRow] = {
@@ -82,6 +96,14 @@ ALGORITHMS: Mapping[str, AlgorithmRow] = {
         AlgorithmRow("dr_grpo", "Dr. GRPO", "group_mean", "seq_mean_token_sum_norm"),
         # Ahmadian et al. 2024, arXiv:2402.14740
         AlgorithmRow("rloo", "RLOO", "leave_one_out", "seq_mean_token_sum"),
+        # Liu et al. 2025, arXiv:2508.08221
+        AlgorithmRow("lite_ppo", "Lite PPO", "group_mean_batch_std", "token_mean"),
+        # Tajwar et al. 2026, arXiv:2602.02710
+        AlgorithmRow("maxrl", "MaxRL", "group_mean_ratio", "seq_mean_token_sum"),
+        # Hao et al. 2025, arXiv:2505.23585
+        AlgorithmRow("opo", "OPO", "group_mean_by_length", "seq_mean_token_sum"),
+        # Tang et al. 2025, arXiv:2503.19595
+        AlgorithmRow("max_at_k", "max@k", "group_max", "seq_mean_token_sum"),
     )
 }
 
@@ -223,6 +245,9 @@ class AlgorithmSpec:
                 f"``group_by=turn`` compares turns within a group, and {self.row.title} has no baseline of a group"
             )
             raise ConfigError(message, hint="use ``estimator=group_norm``, dr_grpo, rloo or reinforce_baseline")
+        if self.group_by == "turn" and self.row.compares_responses:
+            message = f"``group_by=turn`` compares turns, and {self.row.full_name} compares whole responses"
+            raise ConfigError(message, hint="drop ``group_by``, or use ``estimator=group_norm``")
         if self.group_by == "turn" and self.gamma != 1:
             message = (
                 f"``group_by=turn`` compares what whole turns lead to, and ``gamma={self.gamma:g}`` discounts by token"
@@ -303,6 +328,9 @@ class AlgorithmSpec:
         if normalize == "each" and not self.whiten_std:
             message = f"{compares} divides rewards by their deviation, and ``whiten_std=False`` forbids it"
             raise ConfigError(message, hint="drop one of them")
+        if normalize == "each" and (self.row.compares_responses or self.row.baseline == "group_mean_ratio"):
+            message = f"{compares} divides each reward by its group's deviation, in place of what {self.row.title} does"
+            raise ConfigError(message, hint="drop it, or use ``estimator=group_norm``")
         if self.group_by == "turn" and normalize != "together":
             what = "compares none" if normalize == "none" else "compares those of whole responses"
             message = f"``group_by=turn`` compares rewards turn by turn, and {compares} {what}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlhf_data.errors import ConfigError
 from rlhf_data.records import Rollout
 from rlhf_train.algorithms.group import (
     decoupled_rewards,
@@ -68,6 +69,11 @@ def subtract_baseline(
     before = np.array([verdict.earned_elsewhere[0] for verdict in verdicts])
     rest = shaped - _sums(steps)
 
+    if algorithm.row.compares_responses and any(map(len, steps)):
+        message = f"{algorithm.row.full_name} compares whole responses, and a reward source scores reasoning steps"
+        raise ConfigError(message, hint="use ``estimator=group_norm`` with rewards of steps")
+    lengths = np.array([max(int(np.sum(rollout.loss_mask)), 1) for rollout in rollouts], np.float64)
+    weights = lengths if baseline == "group_mean_by_length" else None
     steps = relative_token_rewards(steps, group_ids, baseline, divide_by_std=divide_by_std, episode_ids=episode_ids)
     if algorithm.group_by == "turn":
         turns = relative_turn_rewards(
@@ -80,7 +86,9 @@ def subtract_baseline(
         )
         whole = _sums(turns)
     else:
-        relative = relative_rewards(rest, group_ids, baseline, divide_by_std=divide_by_std, episode_ids=episode_ids)
+        relative = relative_rewards(
+            rest, group_ids, baseline, divide_by_std=divide_by_std, episode_ids=episode_ids, weights=weights
+        )
         whole = relative - before
     earned = [_by_token(*each) for each in zip(rollouts, turns, steps, strict=True)]
     return RelativeRewards((whole + _sums(steps)).tolist(), earned)
