@@ -202,6 +202,31 @@ def slow_gspo(x: dict[str, torch.Tensor], i: int, t: int) -> tuple[float, float]
     return -min(ratio * advantage, min(max(ratio, 0.97), 1.04) * advantage), 0.0 if flat else -ratio * advantage
 
 
+def gaps_of(x: dict[str, torch.Tensor], i: int) -> dict[int, float]:
+    return {t: float(x["logprobs"][i, t] - x["old"][i, t]) for t in range(NUM_COLUMNS) if x["mask"][i, t]}
+
+
+def slow_gmpo(x: dict[str, torch.Tensor], i: int, t: int) -> tuple[float, float]:
+    def is_cut(k: int, gap: float) -> bool:
+        return math.exp(gap) > 1.3 if x["advantages"][i, k] > 0 else math.exp(gap) < 0.8
+
+    gaps = gaps_of(x, i)
+    limits = {k: math.log(1.3 if x["advantages"][i, k] > 0 else 0.8) for k in gaps}
+    ratios = [math.exp(limits[k] if is_cut(k, gap) else gap) for k, gap in gaps.items()]
+    loss = -float(x["advantages"][i, t]) * math.prod(ratios) ** (1 / len(ratios))
+    return loss, 0.0 if is_cut(t, gaps[t]) else loss
+
+
+def slow_weighted(x: dict[str, torch.Tensor], i: int, t: int, *, name: str) -> tuple[float, float]:
+    gaps, advantage = [*gaps_of(x, i).values()], float(x["advantages"][i, t])
+    whole = math.prod(map(math.exp, gaps))
+    c1, c2 = (2, 3) if advantage > 0 else (3, 2)
+    weight = whole**c1 * math.exp(c2 - c2 * whole)
+    if name == "topr":
+        weight = 1.0 if advantage > 0 else min(whole ** (1 / len(gaps)), 1.0)
+    return -weight * advantage * float(x["logprobs"][i, t]), -weight * advantage
+
+
 def slow_cispo(x: dict[str, torch.Tensor], i: int, t: int) -> tuple[float, float]:
     ratio, advantage = math.exp(x["logprobs"][i, t] - x["old"][i, t]), float(x["advantages"][i, t])
     weight = min(max(ratio, 0.8), 1.3)
@@ -266,6 +291,9 @@ def slow_shares(mask: torch.Tensor, reduction: str) -> dict[tuple[int, int], flo
 BY_FORMULA = {
     "dual clip": (slow_dual_clip, lambda *args: fast_policy_loss(*args, clip_high=0.3, dual_clip=1.5)),
     "gspo": (slow_gspo, lambda *args: fast_policy_loss(*args, policy_loss="gspo", clip_low=0.03, clip_high=0.04)),
+    "gmpo": (slow_gmpo, lambda *args: fast_policy_loss(*args, policy_loss="gmpo", clip_high=0.3)),
+    "topr": (partial(slow_weighted, name="topr"), lambda *args: fast_policy_loss(*args, policy_loss="topr")),
+    "vespo": (partial(slow_weighted, name="vespo"), lambda *args: fast_policy_loss(*args, policy_loss="vespo")),
     "cispo": (slow_cispo, lambda *args: fast_policy_loss(*args, policy_loss="cispo", clip_high=0.3)),
     "sapo": (slow_sapo, lambda *args: fast_policy_loss(*args, policy_loss="sapo", sapo_tau=(2.0, 3.0))),
     "dppo_tv": (partial(slow_dppo, by_kl=False), partial(fast_dppo, by_kl=False)),

@@ -94,13 +94,19 @@ CASES = {
     "lite_ppo, SAPO": Case(Recipe(estimator="lite_ppo", policy_loss="sapo", old_logprobs="rollout"), packing=True),
     "maxrl, DPPO-TV": Case(Recipe(
         estimator="maxrl", policy_loss="dppo_tv", clip_low=1e-4, clip_high=2e-4, old_logprobs="rollout",
-    )),
+        reduction="token_mean",
+    ), CLIPPED_ADAM),
     "opo, DPPO-KL": Case(Recipe(
         estimator="opo", policy_loss="dppo_kl", clip_low=1e-5, clip_high=2e-5, old_logprobs="rollout",
     )),
     "max_at_k, Kimi": Case(Recipe(
         estimator="max_at_k", policy_loss="kimi", clip_low=0.02, clip_high=0.02, old_logprobs="rollout",
     )),
+    "group_norm, GMPO": Case(Recipe(
+        estimator="group_norm", policy_loss="gmpo", clip_low=0.02, clip_high=0.02, old_logprobs="rollout",
+    ), packing=True),
+    "reinforce, TOPR": Case(Recipe(estimator="reinforce", policy_loss="topr", old_logprobs="rollout")),
+    "rloo, VESPO": Case(Recipe(estimator="rloo", policy_loss="vespo", old_logprobs="rollout"), packing=True),
     # The engine's log-probs are the ratio's denominator, and the trainer's decide what is masked.
     "gae, engine's log-probs, masked": Case(Recipe(
         estimator="gae", gamma=0.95, lambd=0.9, kl_coef=0.05, clip_low=0.1, clip_high=0.1, old_logprobs="rollout",

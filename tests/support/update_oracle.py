@@ -32,6 +32,7 @@ ESTIMATORS = {
 }
 LOSS_REDUCTIONS = {
     "gspo": "seq_mean_token_mean", "sapo": "seq_mean_token_mean", "cispo": "token_mean", "kimi": "token_mean",
+    "gmpo": "seq_mean_token_mean", "topr": "seq_mean_token_mean", "vespo": "seq_mean_token_sum",
 }  # fmt: skip
 MAX_K3 = 10.0  # nats per token; the bound of verl and OpenRLHF
 
@@ -325,6 +326,23 @@ class Oracle:
             loss, slope = -recipe.dual_clip * advantage, 0.0
         return loss, slope
 
+    def _sequence_term(
+        self, logprob: float, gap: float, advantage: float, gaps: list[float], advantages: list[float]
+    ) -> tuple[float, float]:
+        """Return the same for losses of a whole response with these log ratios and advantages."""
+        name, low, high = self.recipe.policy_loss, 1 - self.recipe.clip_low, 1 + self.recipe.clip_high
+        if name == "gmpo":
+            pairs = zip(gaps, advantages, strict=True)
+            ratios = [min(math.exp(g), high) if a > 0 else max(math.exp(g), low) for g, a in pairs]
+            loss = -advantage * math.prod(ratios) ** (1 / len(ratios))
+            return loss, 0.0 if (math.exp(gap) > high if advantage > 0 else math.exp(gap) < low) else loss
+        if name == "topr":
+            weight = 1.0 if advantage >= 0 else min(math.exp(sum(gaps) / len(gaps)), 1.0)
+        else:
+            whole, (c1, c2) = math.exp(sum(gaps)), (2, 3) if advantage > 0 else (3, 2)
+            weight = whole**c1 * math.exp(c2 * (1 - whole))
+        return -weight * advantage * logprob, -weight * advantage
+
     def _actor_loss(self, members: Sequence[int]) -> tuple[Tensor, float]:
         """Return a number with the gradient of the actor's loss, and the value of its policy term."""
         recipe, columns = self.recipe, self.columns
@@ -344,8 +362,13 @@ class Oracle:
                     "seq_mean_token_sum": 1 / len(rows),
                     "seq_mean_token_sum_norm": 1 / len(rows) / self.max_tokens,
                 }[self.reduction]
-                ratio = math.exp(sum(gaps) / len(gaps) if recipe.policy_loss == "gspo" else gap)
-                loss, slope = self._policy_term(now[row, t], ratio, columns["advantages"][i, t])
+                advantage = columns["advantages"][i, t]
+                if recipe.policy_loss in ("gmpo", "topr", "vespo"):
+                    others = [columns["advantages"][i, k] for k in places]
+                    loss, slope = self._sequence_term(now[row, t], gap, advantage, gaps, others)
+                else:
+                    ratio = math.exp(sum(gaps) / len(gaps) if recipe.policy_loss == "gspo" else gap)
+                    loss, slope = self._policy_term(now[row, t], ratio, advantage)
                 weight = columns["weights"][i, t] if "weights" in columns else 1.0
                 total += share * weight * loss
                 slope *= weight

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-PolicyLossName = Literal["ppo", "gspo", "cispo", "reinforce", "sapo", "dppo_tv", "dppo_kl", "kimi"]
+PolicyLossName = Literal[
+    "ppo", "gspo", "cispo", "reinforce", "sapo", "dppo_tv", "dppo_kl", "kimi", "gmpo", "topr", "vespo"
+]
 Reduction = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -19,7 +21,7 @@ class PolicyObjective:
     """The terms of a policy loss and their coefficients. `packed_policy_loss` gives the formulas.
 
     Attributes:
-        policy_loss: ppo, gspo, cispo, reinforce, sapo, dppo_tv, dppo_kl or kimi.
+        policy_loss: ppo, gspo, cispo, reinforce, sapo, dppo_tv, dppo_kl, kimi, gmpo, topr or vespo.
         reduction: token_mean, seq_mean_token_mean, seq_mean_token_sum or seq_mean_token_sum_norm. The KL and entropy
             terms are reduced in the same way.
         clip_low: largest decrease of the ratio below 1, in [0, 1). With dppo_tv and dppo_kl the largest divergence of a
@@ -68,4 +70,9 @@ class PolicyObjective:
     @property
     def needs_sequences(self) -> bool:
         """Whether a token's loss depends on other tokens of its sequence."""
-        return self.policy_loss == "gspo" or self.reduction == "seq_mean_token_mean"
+        return self.uses_sequence_ratio or self.reduction == "seq_mean_token_mean"
+
+    @property
+    def uses_sequence_ratio(self) -> bool:
+        """Whether all tokens of a sequence share a ratio."""
+        return self.policy_loss in ("gspo", "gmpo", "topr", "vespo")

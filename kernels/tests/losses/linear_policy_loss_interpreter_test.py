@@ -11,7 +11,7 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_linear_policy_loss_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=79)
+        interpret(Path(__file__).resolve(), num_cases=88)
 
 else:
     import torch

@@ -15,6 +15,8 @@ OBJECTIVES = {
     "cispo": PolicyObjective(policy_loss="cispo", kl_coef=0.1, kl_unbiased_gradient=True),
     "sapo": PolicyObjective(policy_loss="sapo", reduction="seq_mean_token_mean"),
     "dppo_kl": PolicyObjective(policy_loss="dppo_kl", clip_low=0.05, clip_high=0.05),
+    "gmpo": PolicyObjective(policy_loss="gmpo", clip_low=0.1, clip_high=0.2),
+    "vespo": PolicyObjective(policy_loss="vespo", reduction="seq_mean_token_sum"),
     "kimi": PolicyObjective(policy_loss="kimi", log_ratio_coef=0.1),
     "reinforce": PolicyObjective(policy_loss="reinforce", reduction="seq_mean_token_sum"),
 }

@@ -11,7 +11,7 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_packed_policy_loss_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=61)
+        interpret(Path(__file__).resolve(), num_cases=73)
 
 else:
     import torch

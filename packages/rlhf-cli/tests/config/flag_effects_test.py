@@ -378,6 +378,7 @@ def test_make_job_without_critic_saves_none():
         ([], 0.2, 0.2),
         (["--policy_loss_type", "gspo"], 3e-4, 4e-4),
         (["--policy_loss_type", "gspo", "--eps_clip", "0.1"], 0.1, 0.1),
+        (["--policy_loss_type", "gmpo"], 0.33, 0.492),
         (["--policy_loss_type", "dppo_kl", "--clip_eps_low", "0.1"], 0.1, 0.05),
         (["--policy_loss_type", "gspo", "--clip_eps_high", "0.1"], 3e-4, 0.1),
         (["--clip_eps_low", "0.1", "--clip_eps_high", "0.3"], 0.1, 0.3),

@@ -129,8 +129,8 @@ class _LinearPolicyLoss(torch.autograd.Function):
                 add_sums(logits, None, token_ids[chunk], sums[:, chunk], temperature)
             return rows, logits
 
-        if objective.policy_loss == "gspo" and wants_any:
-            for chunk in chunks:  # GSPO's gradient needs the log-probs of whole sequences, which may span chunks
+        if objective.uses_sequence_ratio and wants_any:
+            for chunk in chunks:  # the gradient needs the log-probs of whole sequences, which may span chunks
                 fill_in(chunk, gradient=False)
         grad_hidden = empty(*hidden.shape, dtype=hidden.dtype) if wants_hidden else None
         grad_weight = empty(*weight.shape, dtype=weight_grad_dtype or weight.dtype) if wants_weight else None

@@ -23,6 +23,9 @@ def packed_policy_loss(
         l_t  = -A_t (4 / tau) sigmoid(tau (r_t - 1))                              sapo, tau by the sign of A_t
         l_t  = -r_t A_t, or 0 outside of the trust region                         dppo_tv, dppo_kl
         l_t  = -clip(r_t, 1 - clip_low, 1 + clip_high) A_t + log_ratio_coef (log r_t)^2         kimi
+        l_t  = -s_i A_t, s_i with log r_t clipped as A_t favours                  gmpo
+        l_t  = -A_t logprobs_t, times constant(min(s_i, 1)) where A_t < 0         topr
+        l_t  = -constant(W_i^c1 exp(c2 (1 - W_i))) A_t logprobs_t,  W_i = prod over sequence i of r_t     vespo
         k_t  = d, d^2 / 2 or min(e^-d - 1 + d, 10);  d = logprobs_t - ref_logprobs_t
         w_t  = the stream's weights, or 1
         R(x) = sum_t x_t / num_tokens                                             token_mean
@@ -34,8 +37,8 @@ def packed_policy_loss(
     10 nats the formula of k3 has no gradient; the unbiased gradient ignores this bound. Gradients flow to `logprobs`
     and `entropy`. On CUDA nothing waits for the device. Sources: PPO arXiv:1707.06347, dual clip
     arXiv:1912.09729, GSPO arXiv:2507.18071, CISPO arXiv:2506.13585, SAPO arXiv:2511.20347, DPPO arXiv:2602.04879,
-    Kimi K2.5 arXiv:2602.02276, KL estimators joschu.net/blog/kl-approx.html, their
-    gradients arXiv:2506.09477, Dr. GRPO's reduction arXiv:2503.20783.
+    Kimi K2.5 arXiv:2602.02276, GMPO arXiv:2507.20673, TOPR arXiv:2503.14286, VESPO arXiv:2602.10693, KL estimators
+    joschu.net/blog/kl-approx.html, their gradients arXiv:2506.09477, Dr. GRPO's reduction arXiv:2503.20783.
 
     Args:
         logprobs: [N] bfloat16, float16 or float32, nats.

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels.objective import PolicyObjective
-from rlhf_kernels.ops.packed_policy_loss.terms import MAX_KL, MAX_LOG_RATIO, MAX_WEIGHT, MIN_REST, PolicyStream
+from rlhf_kernels.ops.packed_policy_loss.terms import (
+    MAX_KL,
+    MAX_LOG_RATIO,
+    MAX_WEIGHT,
+    MIN_REST,
+    VESPO_EXPONENTS,
+    PolicyStream,
+)
 
 
 def packed_policy_loss_reference(
@@ -31,8 +38,12 @@ def packed_policy_loss_reference(
     advantages = wide(stream.advantages).detach()
     bonus = wide(entropy)
 
-    if objective.policy_loss == "gspo":
-        ratio = sequence_ratio(logprobs, old, trained, stream.cu_seqlens)
+    if objective.uses_sequence_ratio:
+        forms = {
+            "gmpo": {"clipped_by": (advantages, objective.clip_low, objective.clip_high)},
+            "vespo": {"is_mean": False},
+        }
+        ratio = sequence_ratio(logprobs, old, trained, stream.cu_seqlens, **forms.get(objective.policy_loss, {}))
     else:
         ratio = policy_ratio(logprobs, old)
     loss, clipped = _policy_term(logprobs, old, ratio, advantages, objective)
@@ -63,7 +74,15 @@ def policy_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     return torch.exp(_clamped(logprobs - old_logprobs))
 
 
-def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+def sequence_ratio(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    clipped_by: tuple[Tensor, float, float] | None = None,
+    is_mean: bool = True,
+) -> Tensor:
     """Return for every token the geometric mean of the ratios of its sequence, with the gradient of that token alone.
 
         s_i = exp(mean_t(logprobs_t - old_logprobs_t)),   s_it = sg(s_i) exp(logprobs_t - sg(logprobs_t))
@@ -74,15 +93,23 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor, cu
         logprobs, old_logprobs: [N] float.
         loss_mask: [N] bool, the tokens over which the mean is taken.
         cu_seqlens: [S + 1] integers, bounds of the sequences.
+        clipped_by: advantages [N], clip_low and clip_high. Clips the ratio of a token in the direction that its
+            advantage favours before the mean is taken (GMPO).
+        is_mean: False multiplies the ratios (VESPO).
 
     Returns:
         [N] float, the same for all tokens of a sequence. Exactly 1 where both policies agree or nothing is trained.
 
-    Source: Zheng et al. 2025, arXiv:2507.18071, eq. 7 and 14.
+    Source: Zheng et al. 2025, arXiv:2507.18071, eq. 7 and 14; GMPO: Zhao et al. 2025, arXiv:2507.20673.
     """
     gap = (logprobs.detach() - old_logprobs).masked_fill(~loss_mask, 0.0)
-    mean = _totals(gap, cu_seqlens) / _totals(loss_mask.to(gap), cu_seqlens).clamp(min=1)
-    return torch.exp(_clamped(mean)) * torch.exp(logprobs - logprobs.detach())
+    if clipped_by is not None:
+        advantages, low, high = clipped_by
+        gap = torch.where(advantages > 0, gap.clamp(max=math.log1p(high)), gap.clamp(min=math.log1p(-low)))
+    total = _totals(gap, cu_seqlens)
+    if is_mean:
+        total = total / _totals(loss_mask.to(gap), cu_seqlens).clamp(min=1)
+    return torch.exp(_clamped(total)) * torch.exp(logprobs - logprobs.detach())
 
 
 def clipped_policy_loss(
@@ -208,6 +235,40 @@ def kimi_loss(
     return -clipped * advantages + coef * _clamped(logprobs - old_logprobs) ** 2
 
 
+def topr_loss(logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Return TOPR's loss per token: REINFORCE whose negative part fades as the policy leaves the response.
+
+        loss_t = -sg(w_i) A_t logprobs_t,   w_i = min(s_i, 1) where A_t < 0, else 1
+
+    Only the gradient is meaningful.
+
+    Args:
+        logprobs, advantages: [N] float.
+        ratio: [N] float, from `sequence_ratio`.
+
+    Source: Le Roux et al. 2025, arXiv:2503.14286; the mean over the response as in verl's `topr`.
+    """
+    return -torch.where(advantages < 0, ratio.detach().clamp(max=1), 1) * advantages * logprobs
+
+
+def vespo_loss(logprobs: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Return VESPO's loss per token: REINFORCE with a soft weight of the whole response.
+
+        loss_t = -sg(W_i^c1 exp(c2 (1 - W_i))) A_t logprobs_t,   W_i = prod over the response of r_t
+
+    c1 and c2 are `VESPO_EXPONENTS`, by the sign of A_t. Only the gradient is meaningful.
+
+    Args:
+        logprobs, advantages: [N] float.
+        ratio: [N] float, W, from `sequence_ratio` with `is_mean=False`.
+
+    Source: Shen et al. 2026, arXiv:2602.10693, eq. 20 and sec. 4.1.
+    """
+    weight = ratio.detach()
+    positive, other = (torch.exp(c1 * weight.log() + c2 * (1 - weight)) for c1, c2 in VESPO_EXPONENTS)
+    return -torch.where(advantages > 0, positive, other) * advantages * logprobs
+
+
 def is_clipped(
     ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
@@ -266,6 +327,13 @@ def _policy_term(
         return cispo_loss(logprobs, ratio, advantages, **bounds), outside
     if name == "kimi":
         return kimi_loss(logprobs, old, advantages, **bounds, coef=objective.log_ratio_coef), outside
+    if name == "gmpo":
+        flat = is_clipped(policy_ratio(logprobs, old).detach(), advantages, **bounds)
+        return -torch.where(flat, ratio.detach(), ratio) * advantages, flat
+    if name == "topr":
+        return topr_loss(logprobs, ratio, advantages), (ratio > 1) & (advantages < 0)
+    if name == "vespo":
+        return vespo_loss(logprobs, ratio, advantages), torch.zeros_like(outside)
     if name == "sapo":
         return sapo_loss(ratio, advantages, tau=objective.sapo_tau), torch.zeros_like(outside)
     if name.startswith("dppo"):

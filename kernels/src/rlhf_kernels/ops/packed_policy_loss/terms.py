@@ -11,6 +11,8 @@ from rlhf_kernels.objective import PolicyObjective
 MAX_LOG_RATIO = 20.0  # nats; every log ratio is clamped to +-20, so that exp cannot overflow
 MAX_KL = 10.0  # nats; bound on the k3 estimate per token, which could reach exp(20), as in verl and OpenRLHF
 MAX_WEIGHT = 10.0  # bound on the importance weight in the unbiased KL gradient, which limits its variance
+# VESPO's exponents c1 and c2 for positive and for other advantages.
+VESPO_EXPONENTS = ((2.0, 3.0), (3.0, 2.0))
 MIN_REST = 1e-8  # smallest probability of all other tokens in DPPO's KL, whose logarithm it keeps finite
 
 # The first three are shares of the reduced loss, without their coefficients. The others are sums over trained tokens,

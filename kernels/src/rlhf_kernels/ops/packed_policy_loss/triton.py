@@ -21,6 +21,7 @@ from rlhf_kernels.ops.packed_policy_loss.terms import (
     MAX_WEIGHT,
     MIN_REST,
     POLICY_METRICS,
+    VESPO_EXPONENTS,
     PolicyStream,
 )
 from rlhf_kernels.ops.token_logprobs.triton import LOG2_E
@@ -41,6 +42,7 @@ _MAX_LOG_RATIO = tl.constexpr(MAX_LOG_RATIO)
 _MAX_KL = tl.constexpr(MAX_KL)
 _MAX_LOG_WEIGHT = tl.constexpr(math.log(MAX_WEIGHT))
 _MIN_REST = tl.constexpr(MIN_REST)
+_VESPO = tl.constexpr((*VESPO_EXPONENTS[0], *VESPO_EXPONENTS[1]))
 _NUM_SUMS = tl.constexpr(len(POLICY_METRICS))
 # 2 / n! (-1)^n for n = 10 to 2: the Taylor coefficients of e^-d - 1 + d, divided by d^2 / 2.
 _K3_SERIES = tl.constexpr(tuple(2.0 * (-1) ** n / math.factorial(n) for n in range(10, 1, -1)))
@@ -83,6 +85,10 @@ def _policy_terms(logprob, old, ratio, advantage, low, high, extra, kind):
     `low`, `high` and `extra` are the numbers of the loss, from `_numbers`.
     """
     log_ratio = logprob - old
+    if kind == "gmpo":
+        # The ratio of the sequence is made of clipped ratios of tokens: a clipped one has no gradient.
+        cut = tl.where(advantage > 0, log_ratio > high, (log_ratio < low) & (advantage < 0))
+        return ratio * -advantage, tl.where(cut, 0.0, ratio * -advantage), cut
     # The derivative of exp is the ratio, and 0 where the log ratio was clamped. GSPO's ratio is a constant of the
     # sequence times a factor of 1 that carries the gradient, so the clamp does not cut it.
     slope = ratio if kind == "gspo" else tl.where(tl.abs(log_ratio) > _MAX_LOG_RATIO, 0.0, ratio)
@@ -95,6 +101,14 @@ def _policy_terms(logprob, old, ratio, advantage, low, high, extra, kind):
         return cost * logprob, cost, cut
     if kind == "cispo":
         return bounded * cost * logprob, bounded * cost, outside
+    if kind == "topr":
+        cost = cost * tl.where(advantage < 0, tl.minimum(ratio, 1.0), 1.0)
+        return cost * logprob, cost, (ratio > 1.0) & (advantage < 0)
+    if kind == "vespo":
+        c1 = tl.where(advantage > 0, _VESPO[0], _VESPO[2])
+        c2 = tl.where(advantage > 0, _VESPO[1], _VESPO[3])
+        cost = cost * tl.exp(c1 * tl.log(ratio) + c2 * (1.0 - ratio))
+        return cost * logprob, cost, ratio < 0.0  # nothing is cut
     if kind == "sapo":
         tau = tl.where(advantage > 0, high, low)
         gate = tl.sigmoid(tau * (ratio - 1.0))
@@ -163,8 +177,8 @@ def _by_thread(x, trained, apart):
 
 
 @triton.jit
-def _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, kind, block):
-    """Return the number of trained tokens of a sequence (at least 1) and its GSPO ratio.
+def _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, advantages_ptr, low, high, kind, whole, block):
+    """Return the number of trained tokens of a sequence (at least 1) and its ratio, if the loss uses it.
 
     The tokens are read here and again for the loss, the second time from the cache unless the sequence is very long.
     """
@@ -174,12 +188,16 @@ def _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, kind, block):
         index = start + tl.arange(0, block)
         valid = index < last
         trained = tl.load(mask_ptr + index, mask=valid, other=0) != 0
-        if kind == "gspo" and old_ptr is not None:
+        if whole and old_ptr is not None:
             gap = _load(logprobs_ptr, index, valid) - _load(old_ptr, index, valid)
+            if kind == "gmpo":
+                rises = _load(advantages_ptr, index, valid) > 0
+                gap = tl.where(rises, tl.minimum(gap, high), tl.maximum(gap, low))
             log_ratio += tl.where(trained, gap, 0.0)
         count += tl.where(trained, 1.0, 0.0)
     num_trained = tl.maximum(tl.sum(count, axis=0), 1.0)
-    return num_trained, _ratio_of(tl.sum(log_ratio, axis=0) / num_trained)
+    total = tl.sum(log_ratio, axis=0)
+    return num_trained, _ratio_of(total if kind == "vespo" else total / num_trained)
 
 
 @triton.jit
@@ -187,7 +205,7 @@ def _policy_kernel(
     logprobs_ptr, entropy_ptr, old_ptr, advantages_ptr, mask_ptr, bounds_ptr, ref_ptr, weights_ptr,
     grad_logprobs_ptr, grad_entropy_ptr, sums_ptr,
     num_tokens, inv_denominator, kl_coef, entropy_coef, low, high, extra,
-    LOSS: tl.constexpr, KL: tl.constexpr, UNBIASED: tl.constexpr,  # noqa: N803
+    LOSS: tl.constexpr, WHOLE: tl.constexpr, KL: tl.constexpr, UNBIASED: tl.constexpr,  # noqa: N803
     SEQUENCES: tl.constexpr, MEANS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr  # noqa: N803
 ):  # fmt: skip
     """Compute gradients and partial metrics of one sequence, or of every `num_programs`-th block, per program."""
@@ -205,7 +223,9 @@ def _policy_kernel(
         first = tl.load(bounds_ptr + program).to(tl.int64)
         last = tl.load(bounds_ptr + program + 1).to(tl.int64)
         step = BLOCK
-        num_trained, sequence_ratio = _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, LOSS, BLOCK)
+        num_trained, sequence_ratio = _over_sequence(
+            first, last, logprobs_ptr, old_ptr, mask_ptr, advantages_ptr, low, high, LOSS, WHOLE, BLOCK
+        )
         share = inv_denominator / num_trained if MEANS else inv_denominator
 
     zeros = tl.zeros([BLOCK], tl.float32)
@@ -225,7 +245,7 @@ def _policy_kernel(
         weight = zeros + 1.0 if weights_ptr is None else _load(weights_ptr, index, valid)
 
         log_ratio = logprob - old
-        ratio = zeros + sequence_ratio if LOSS == "gspo" else _ratio_of(log_ratio)
+        ratio = zeros + sequence_ratio if WHOLE else _ratio_of(log_ratio)
         loss, grad, cut = _policy_terms(logprob, old, ratio, advantage, low, high, extra, LOSS)
         loss = loss * weight
         grad = grad * weight
@@ -302,7 +322,8 @@ def launch_policy(
     coefs = {"kl_coef": float(objective.kl_coef), "entropy_coef": float(objective.entropy_coef)}
     options |= coefs
     options |= dict(zip(("low", "high", "extra"), _numbers(objective), strict=True))
-    options |= {"LOSS": objective.policy_loss, "KL": objective.kl_estimator, "UNBIASED": objective.kl_unbiased_gradient}
+    options |= {"LOSS": objective.policy_loss, "WHOLE": objective.uses_sequence_ratio}
+    options |= {"KL": objective.kl_estimator, "UNBIASED": objective.kl_unbiased_gradient}
     with on_device(sums):
         if programs:
             _policy_kernel[(programs,)](*columns, sums, size, 1.0 / stream.denominator(objective), **options)
@@ -316,6 +337,8 @@ def _numbers(objective: PolicyObjective) -> tuple[float, float, float | None]:
     low, high = float(objective.clip_low), float(objective.clip_high)
     if objective.policy_loss == "sapo":
         high, low = map(float, objective.sapo_tau)
+    elif objective.policy_loss == "gmpo":
+        low, high = math.log1p(-low), math.log1p(high)
     elif not objective.policy_loss.startswith("dppo"):
         low, high = 1 - low, 1 + high
     extra = objective.log_ratio_coef if objective.policy_loss == "kimi" else objective.dual_clip

@@ -143,6 +143,10 @@ POLICY_LOSSES: Mapping[str, PolicyLossRow] = {
         PolicyLossRow("dppo_tv", "DPPO-TV", clip_range=(0.15, 0.15)),
         PolicyLossRow("dppo_kl", "DPPO-KL", clip_range=(0.05, 0.05)),
         PolicyLossRow("kimi", "Kimi K2.5", "token_mean"),
+        # e^-0.4 to e^0.4
+        PolicyLossRow("gmpo", "GMPO", "seq_mean_token_mean", clip_range=(0.33, 0.492)),
+        PolicyLossRow("topr", "TOPR", "seq_mean_token_mean", clip_range=None),
+        PolicyLossRow("vespo", "VESPO", "seq_mean_token_sum", clip_range=None),
     )
 }
 

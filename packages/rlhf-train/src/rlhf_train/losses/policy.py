@@ -9,6 +9,9 @@
     l_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t, with tau by the sign of A_t                SAPO
     l_t = -r_t A_t, and 0 where pi(t) has moved from pi_old(t) too far, as A_t favours      DPPO, by TV or KL
     l_t = -clip(r_t) A_t + c (log r_t)^2      Kimi K2.5
+    l_t = -s_i A_t                            GMPO, s_i the geometric mean of ratios, each clipped as its A_t favours
+    l_t = -constant(w_i) A_t log pi(t)        TOPR: w_i = min(s_i, 1) where A_t < 0, else 1
+                                              VESPO: w_i = W_i^c1 exp(c2 (1 - W_i)), W_i the product of the ratios
 
 A_t is the advantage, of `algorithms.group` or `algorithms.gae`. w_t corrects for the gap between trainer and engine, of
 `algorithms.correction`. k_t estimates the KL to the reference, of `algorithms.kl`. H_t is the entropy, and R sums over
@@ -25,7 +28,7 @@ from torch import Tensor
 
 from rlhf_kernels import PolicyObjective
 from rlhf_kernels.objective import Reduction
-from rlhf_kernels.ops.packed_policy_loss.terms import MAX_LOG_RATIO, MAX_WEIGHT, MIN_REST
+from rlhf_kernels.ops.packed_policy_loss.terms import MAX_LOG_RATIO, MAX_WEIGHT, MIN_REST, VESPO_EXPONENTS
 from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.batching import Denominators
 from rlhf_train.losses.aggregate import sequence_mean, token_mean
@@ -64,8 +67,17 @@ def policy_loss(
     logprobs = trained(logprobs)
     old_logprobs = trained(old_logprobs)
     advantages = trained(advantages)
-    if objective.policy_loss == "gspo":
-        ratio = _sequence_ratio(logprobs, old_logprobs, loss_mask)
+    log_ratio = (logprobs - old_logprobs).detach()
+    highest = log_ratio > math.log1p(objective.clip_high)
+    lowest = log_ratio < math.log1p(-objective.clip_low)
+    is_cut = torch.where(advantages > 0, highest, lowest)
+    if objective.policy_loss in ("gspo", "topr"):
+        ratio = _sequence_ratio(logprobs, log_ratio, loss_mask)
+    elif objective.policy_loss == "gmpo":
+        bound = _by_sign(advantages, math.log1p(objective.clip_high), math.log1p(-objective.clip_low))
+        ratio = _sequence_ratio(logprobs, torch.where(is_cut, bound, log_ratio), loss_mask)
+    elif objective.policy_loss == "vespo":
+        ratio = _sequence_ratio(logprobs, log_ratio * loss_mask.sum(dim=1, keepdim=True), loss_mask)
     else:
         ratio = torch.exp((logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
@@ -74,6 +86,15 @@ def policy_loss(
         token_loss = -advantages * logprobs
     elif objective.policy_loss == "cispo":
         token_loss = -clipped.detach() * advantages * logprobs
+    elif objective.policy_loss == "gmpo":
+        token_loss = -torch.where(is_cut, ratio.detach(), ratio) * advantages
+    elif objective.policy_loss == "topr":
+        token_loss = -torch.where(advantages < 0, ratio.detach().clamp(max=1), 1) * advantages * logprobs
+    elif objective.policy_loss == "vespo":
+        (c1, c2), (c1_other, c2_other) = VESPO_EXPONENTS
+        c1, c2 = _by_sign(advantages, c1, c1_other), _by_sign(advantages, c2, c2_other)
+        weight = torch.exp(c1 * ratio.log() + c2 * (1 - ratio)).detach()
+        token_loss = -weight * advantages * logprobs
     elif objective.policy_loss == "sapo":
         tau = _by_sign(advantages, *objective.sapo_tau)
         token_loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
@@ -82,8 +103,8 @@ def policy_loss(
         moved = _divergence(logprobs.detach(), old_logprobs, objective.policy_loss) * advantages.sign()
         token_loss = -ratio * advantages * (moved <= limits)
     elif objective.policy_loss == "kimi":
-        log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        token_loss = -clipped * advantages + objective.log_ratio_coef * log_ratio**2
+        difference = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        token_loss = -clipped * advantages + objective.log_ratio_coef * difference**2
     else:
         token_loss = -torch.minimum(ratio * advantages, clipped * advantages)
         if objective.dual_clip is not None:
@@ -140,13 +161,14 @@ def _divergence(logprobs: Tensor, old_logprobs: Tensor, policy_loss: str) -> Ten
     return kl * torch.sign(new - old)
 
 
-def _sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+def _sequence_ratio(logprobs: Tensor, log_ratio: Tensor, loss_mask: Tensor) -> Tensor:
     """Return the geometric mean of the ratios of each token's sequence, [B, T], with the gradient of that token alone.
+
+    `log_ratio` [B, T] is 0.0 where the mask is False.
 
     Source: Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 7 and 14.
     """
-    total = (logprobs.detach() - old_logprobs).sum(dim=1, keepdim=True)  # 0.0 where the mask is False
-    mean = total / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
+    mean = log_ratio.sum(dim=1, keepdim=True) / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
     return torch.exp(mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) * torch.exp(logprobs - logprobs.detach())
 
 
