@@ -398,7 +398,8 @@ def test_bounded_fractions_count_the_tokens_whose_kl_is_at_its_bound():
 
 
 @pytest.mark.parametrize(
-    ("options", "fraction"), [({}, 1 / 4), ({"dual_clip": 2.0}, 2 / 4), ({"policy_loss": "cispo"}, 3 / 4)]
+    ("options", "fraction"),
+    [({}, 1 / 4), ({"dual_clip": 2.0}, 2 / 4), ({"policy_loss": "cispo", "clip_low": 0.2}, 3 / 4)],
 )
 def test_clip_fraction_counts_what_each_loss_cuts(options, fraction):
     # Ratios 1.5, 0.5, 1.1 and 3 at advantages 1, 2, 3 and -4: PPO cuts the first; a dual clip the last, too; CISPO
