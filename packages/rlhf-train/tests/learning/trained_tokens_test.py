@@ -17,7 +17,12 @@ from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import Experience
 from rlhf_train.learning.loss_metrics import critic_loss, policy_metrics, reference_kl_metrics
 from rlhf_train.learning.micro_batches import policy_stream, recounted
-from rlhf_train.learning.trained_tokens import correct_mismatch, drop_nonfinite, limit_staleness
+from rlhf_train.learning.trained_tokens import (
+    correct_mismatch,
+    drop_nonfinite,
+    leave_truncated_out,
+    limit_staleness,
+)
 from rlhf_train.run.metrics import Metric, Sum, results
 
 NUMBERS = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "rollout_logprobs", "values", "last_values")
@@ -39,6 +44,14 @@ def experience_of(old: Tensor, rollout: Tensor, **columns: Tensor) -> Experience
     experience.rollout_logprobs = rollout.clone()
     experience.columns = {"old_logprobs": old.clone(), **columns}
     return experience
+
+
+def test_leave_truncated_out_masks_cut_rollouts_for_the_policy_alone():
+    experience = experience_of(torch.zeros(2, 4), torch.zeros(2, 4))
+    experience.truncated = torch.tensor([True, False])
+    assert results(leave_truncated_out(experience)) == {"samples/truncated_tokens": 3.0}
+    assert experience.policy_mask.tolist() == [[False] * 4, MASK[1].tolist()]
+    assert torch.equal(experience.loss_mask, MASK)
 
 
 @pytest.mark.parametrize("number", [NAN, INF, -INF])

@@ -197,6 +197,9 @@ class AlgorithmSection(Section, title="algorithm"):
         AlgorithmSpec.mask_stale,
         "leave tokens out of the policy loss that were sampled more than N training steps before; None: train on all",
     )
+    mask_truncated: bool = flag(
+        False, "leave responses that --generate_max_len cut out of the policy loss (overlong filtering)"
+    )
 
     @property
     def clip_spellings(self) -> tuple[str, ...]:

@@ -216,6 +216,7 @@ class AlgorithmSpec:
             the ratio does the weighing; see `weighs`.
         mask_stale: leave tokens out of the actor's loss that are stale by more training steps than this, >= 0; None
             trains on all. Steps in which the actor is frozen do not count.
+        mask_truncated: leave rollouts that the length limit ended out of the actor's loss.
         whiten_std: False subtracts the mean without dividing by the deviation: of the batch where the estimator
             whitens, of the group where it does not.
     """
@@ -235,6 +236,7 @@ class AlgorithmSpec:
     old_logprobs: str = "recompute"
     correction: CorrectionSpec = CorrectionSpec()
     mask_stale: int | None = bounded(None, ge=0)
+    mask_truncated: bool = False
     whiten_std: bool = True
 
     def __post_init__(self) -> None:

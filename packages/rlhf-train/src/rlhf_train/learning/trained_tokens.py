@@ -66,6 +66,19 @@ def limit_staleness(
     return metrics
 
 
+def leave_truncated_out(experience: Experience) -> dict[str, Metric]:
+    """Leave rollouts that the length limit ended out of the policy mask; return the number of their tokens.
+
+    Their rewards still count in the baselines of their groups, and the critic learns from them.
+
+    Source: Yu et al. 2025 (overlong filtering), arXiv:2503.14476, sec. 3.4.
+    """
+    truncated = experience.truncated[:, None]
+    left_out = Sum(float((experience.policy_mask & truncated).sum()))
+    experience.policy_mask &= ~truncated
+    return {"samples/truncated_tokens": left_out}
+
+
 def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, Metric]:
     """Measure the gap between the trainer's and the engine's log-probs, and correct for it as `spec` says.
 

@@ -41,6 +41,7 @@ from rlhf_train.learning.trained_tokens import (
     by_rollout,
     correct_mismatch,
     drop_nonfinite,
+    leave_truncated_out,
     limit_staleness,
     mismatch_metrics,
     token_values,
@@ -201,6 +202,8 @@ class TrainWorker:
         # Read before tokens are dropped, which clears them. Those that are not finite belong to dropped rollouts.
         last_values = columns["last_values"].sum(dim=1).nan_to_num(0.0, 0.0, 0.0) if "last_values" in columns else None
         metrics = drop_nonfinite(experience) | limit_staleness(experience, self._step_versions, spec.mask_stale)
+        if spec.mask_truncated:
+            metrics |= leave_truncated_out(experience)
         mask = experience.loss_mask
         experience.set_column("trained", mask.float())
         if spec.runs_actor:
