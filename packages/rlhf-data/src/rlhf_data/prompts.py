@@ -20,7 +20,7 @@ def check_has_images(found: Sequence[Any], flag: str, image_key: str | None) -> 
     """Raise DataError if none of the prompts or examples of a flag has images, though there is an `image_key`."""
     if image_key is not None and not any(one.images for one in found):
         message = f"no row of {flag} has images, neither under `{image_key}` nor in its messages"
-        raise DataError(message, hint="name their key with --image_key, or drop it")
+        raise DataError(message, hint="name their key with ``image_key``, or drop it")
 
 
 @dataclass(frozen=True, slots=True)
