@@ -135,7 +135,7 @@ def test_every_engine_gets_every_weight_of_every_update(medium, keep_buffer) -> 
     engines = [Engine(medium), Engine(medium)]
     for version in (1, 2, 3):
         report = send(source, engines, version, ["a", "b"])
-        assert report == (384 + 14 + 512, 2, {})
+        assert report[:3] == (384 + 14 + 512, 2, {})
         check_weights(engines, weights_of(version))
     assert [engine.finished for engine in engines] == [3, 3]
     is_kept = keep_buffer and medium == "shared_memory"  # the others' memory is read anew in any case
@@ -154,7 +154,7 @@ def test_odd_sizes_in_more_buckets_than_buffers_arrive_whole_and_in_order(medium
         # Weights 1 and 2 share a bucket, as do 8 and the empty 9; each of the others has one of its own, but 10 where a
         # single buffer has grown for weight 6.
         num_buckets = 7 if medium == "nccl" else 8
-        assert report == (sum(tensor.nbytes for tensor in ODD.values()), num_buckets, {})
+        assert report[:3] == (sum(tensor.nbytes for tensor in ODD.values()), num_buckets, {})
         check_weights(engines, ODD)
 
 
