@@ -43,6 +43,7 @@ ended = {}
 for case, (module, *words) in json.loads(sys.argv[1]).items():
     if (child := os.fork()) == 0:
         os.chdir(case)
+        sys.path.insert(0, os.getcwd())
         os.environ |= {"BUILD_WORKING_DIRECTORY": os.getcwd(), "SAID": os.path.abspath("said.txt")}
         with open("said.txt", "w") as file:
             os.dup2(file.fileno(), 1)

@@ -20,7 +20,11 @@ def captured(folder: Path) -> Iterator[tuple[TextIO, TextIO]]:
     is_new = not folder.exists()
     try:
         with capture.captured(folder / LOG_FILE) as streams:
-            yield streams
+            try:
+                yield streams
+            except Exception as error:
+                capture.keep(f"error: {error if isinstance(error, RlhfError) else repr(error)}")
+                raise
     except (RlhfError, KeyboardInterrupt):
         _remove_unused(folder, is_new)
         raise

@@ -8,8 +8,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from rlhf_data.errors import RlhfError
-
 _logs: list[int] = []  # descriptors of the logs of the `captured` blocks in which this process is
 
 
@@ -36,11 +34,7 @@ def captured(log: Path) -> Iterator[tuple[TextIO, TextIO]]:
         stack.enter_context(_warnings_shown(err))
         _logs.append(file.fileno())
         stack.callback(_logs.pop)
-        try:
-            yield out, err
-        except Exception as error:
-            keep(f"error: {error if isinstance(error, RlhfError) else repr(error)}")
-            raise
+        yield out, err
 
 
 @contextmanager
