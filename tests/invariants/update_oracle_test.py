@@ -105,7 +105,8 @@ def run_worker(
             worker.update(role, max_epochs=case.max_epochs, seed=SEED, kl_coef=recipe.kl_coef)
             for role in reversed(trained)
         ]
-        names = [name for name in worker._experience.columns if name not in ("trained", "last_values")]
+        left_out = ("trained", "last_values", "trainer_logprobs")  # the last is the record's, worker_token_values_test
+        names = [name for name in worker._experience.columns if name not in left_out]
         outcomes[name] = {
             "columns": worker.export_columns(names),
             "weights": {
