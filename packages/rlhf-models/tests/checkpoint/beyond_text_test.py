@@ -225,7 +225,7 @@ def test_model_without_a_class_for_text_is_refused_with_the_cause(tmp_path):
     config = Qwen2_5_VLConfig()
     config.save_pretrained(tmp_path / "images")
     check = "it also reads images, videos or sounds, and has no class for text alone\n\n"
-    check += "hint: `rlhf sft` trains it on rows with images; for text, use a text model"
+    check += "hint: `rlhf sft` and `rlhf ppo` train it on rows with images, ``image_key``; for text, use a text model"
     for refuse in (
         lambda path: load_actor(path, dtype="float32"),
         lambda path: check_generates(path, load_config(path)),
