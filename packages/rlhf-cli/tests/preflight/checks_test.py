@@ -404,50 +404,6 @@ def test_check_ppo_option_without_effect_for_two_reasons_is_one_notice():
     assert notice == "--colocate_actor_ref has no effect: --init_kl_coef is 0, so there is no reference model"
 
 
-def test_cispo_has_no_lower_bound_unless_it_is_given():
-    assert ppo("--policy_loss_type", "cispo").config.algorithm.clip_range == (0.999, 0.2)
-    assert ppo("--policy_loss_type", "cispo", "--eps_clip", "0.1").config.algorithm.clip_range == (0.1, 0.1)
-
-
-def test_parse_clip_range_of_a_flag_stands_instead_of_that_of_a_file(tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text("[algorithm]\neps_clip_low_high = [0.1, 0.3]\n")
-    assert ppo("--config", str(file)).config.algorithm.clip_range == (0.1, 0.3)
-    assert ppo("--config", str(file), "--eps_clip", "0.1").config.algorithm.clip_range == (0.1, 0.1)
-    file.write_text("[algorithm]\neps_clip_low_high = [0.5, 0.4]\n")
-    for flag, clip_range in (("--clip_eps_low", (0.1, 0.2)), ("--clip_eps_high", (0.2, 0.1))):
-        assert ppo("--config", str(file), flag, "0.1").config.algorithm.clip_range == clip_range
-    file.write_text("[algorithm]\nclip_eps_low = 0.1\n")
-    assert ppo("--config", str(file), "--clip_eps_high", "0.3").config.algorithm.clip_range == (0.1, 0.3)
-    file.write_text("[algorithm]\neps_clip = 0.1\nclip_eps_low = 0.1\n")
-    with pytest.raises(ConfigError, match="set the same clip range"):
-        ppo("--config", str(file))
-
-
-def test_parse_none_unsets_a_pair_of_a_file(tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text("[reward]\nreward_clip_range = 5.0\n")
-    assert ppo("--config", str(file)).config.reward.reward_clip_range == (-5.0, 5.0)
-    assert ppo("--config", str(file), "--reward_clip_range", "None").config.reward.reward_clip_range is None
-
-
-def test_sources_are_functions_one_server_and_models_with_a_weight_each():
-    urls = "a.py, http://one/get_reward, math:grade, https://two/get_reward"
-    argv = ["--remote_rm_url", urls, "--reward_pretrain", "m, owner/name", "--reward_weights", "1,0.5,2,-1,3"]
-    found = [(source.kind, source.targets, source.weight) for source in ppo(*argv).config.reward.sources()]
-    assert found == [
-        ("function", ("a.py",), 1.0),
-        ("server", ("http://one/get_reward", "https://two/get_reward"), 0.5),
-        ("function", ("math:grade",), 2.0),
-        ("model", ("m",), -1.0),
-        ("model", ("owner/name",), 3.0),
-    ]
-
-
-def test_sources_weights_may_be_negative():
-    assert ppo("--reward_weights=-1").config.reward.sources()[0].weight == -1.0
-
-
 def test_on_cpu_colocation_of_reward_models_has_no_effect():
     assert on_cpu({"colocate_critic_reward"}) == [
         "--colocate_critic_reward has no effect: there is no GPU, everything shares the CPU"

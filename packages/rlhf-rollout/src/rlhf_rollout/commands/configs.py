@@ -2,10 +2,9 @@
 
 from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
 
 from rlhf_data.errors import ConfigError
-from rlhf_data.options.checks import lacking, missing, without_effect
+from rlhf_data.options.checks import missing, without_effect
 from rlhf_data.options.declare import Config, Section, flag, one_of, with_defaults
 from rlhf_data.options.sections import (
     AnswerKeySection,
@@ -14,12 +13,11 @@ from rlhf_data.options.sections import (
     InputSection,
     PairKeySection,
     TemplateSection,
-    TemplateText,
     TemplateVariableSection,
 )
 from rlhf_data.rows.sources import parse_probs
 from rlhf_rollout.agents import AgentSpec
-from rlhf_rollout.commands.post_process import POST_PROCESSORS, SELECTORS
+from rlhf_rollout.commands.outputs import GenerateFileSection, ScoreFileSection
 from rlhf_rollout.commands.sections import (
     SHARE_ALONE,
     AgentSection,
@@ -42,8 +40,6 @@ from rlhf_rollout.protocols import SamplingParams
 
 EngineKind = one_of(ENGINE_KINDS)
 WITH_MODEL = ("transformers", "vllm")  # kinds of engines that load a model
-PostProcessor = one_of(POST_PROCESSORS)
-Selector = one_of(SELECTORS)
 
 # What only vLLM reads, and what only rewards do.
 _VLLM_OPTIONS = [name for name in EngineSection.model_fields if name not in ("vllm_max_num_seqs", "engine_timeout_s")]
@@ -144,63 +140,6 @@ class SeveralEnginesSection(OneEngineSection):
             message = "--vllm_use_mps is for engines that share a GPU, and none do"
             raise ConfigError(message, hint="use more --vllm_num_engines, or drop it")
         return [*notices, self.places.describe()] if number > 1 else notices
-
-
-class FileSection(Section, title="output"):
-    """The file that a command writes."""
-
-    output_path: str | None = flag(None, "FILE.jsonl to write")
-    overwrite: bool = flag(False, "replace the file if it exists")
-
-    @property
-    def path(self) -> Path:
-        """The output file, which must be named."""
-        assert self.output_path is not None
-        return Path(self.output_path)
-
-    def missing(self) -> list[ConfigError]:
-        """Return an error when no output file is named."""
-        return lacking(self, "output_path", "the rows must be written somewhere", "add --output_path FILE.jsonl")
-
-
-class SelectedFileSection(FileSection):
-    """Adds which answers become training data, and how."""
-
-    min_reward: float | None = flag(
-        None, "lowest reward that `rs` accepts; None: `rs` accepts responses with the verdict ok"
-    )
-    reward_template: TemplateText = flag(
-        "{input} <rm_score>: {reward} ",
-        r"the input of a row of `csft`, with {input} and {reward} in it; \n as in --input_template",
-    )
-
-    def check_template(self, kind: str) -> None:
-        """Raise ConfigError if rows of `kind` need the reward template and it cannot be filled in."""
-        template = self.reward_template
-        if kind == "csft" and not all(template.count(part) == 1 for part in ("{input}", "{reward}")):
-            raise ConfigError(f"--reward_template must hold {{input}} and {{reward}} once, got {template!r}")
-
-
-class GenerateFileSection(SelectedFileSection):
-    """Adds what is written: rollouts, or training data made from them."""
-
-    resume: bool = flag(False, "continue a run that was stopped: prompts whose rollouts are in the file are skipped")
-    post_processor: PostProcessor = flag(
-        "rollouts", "; ".join(f"{name}: {text}" for name, text in POST_PROCESSORS.items())
-    )
-
-    @property
-    def rollouts_path(self) -> Path:
-        """The file of rollouts: the file of results itself, or one beside it."""
-        return self.path if self.post_processor == "rollouts" else self.path.with_suffix(".rollouts.jsonl")
-
-
-class ScoreFileSection(SelectedFileSection):
-    """Adds what is written: all rows, or training data made from them."""
-
-    post_processor: Selector = flag(
-        "rows", "rows with one input are compared; " + "; ".join(f"{name}: {text}" for name, text in SELECTORS.items())
-    )
 
 
 class GenerateConfig(Config):
