@@ -72,7 +72,7 @@ def test_states_that_sleep_take_12_bytes_per_weight_of_host_memory(planner):
     weights = WEIGHTS["qwen2.5-7b"]
     asleep = planner(8)(model("qwen2.5-7b", 8, *SLEEP))
     [need] = [asleep.memory.needs[kind.name] for kind in asleep.job.plan.trainers]
-    assert 8 * need.host == pytest.approx(12 * weights, rel=1e-6)
+    assert 8 * need.host == 8 * need.moved == pytest.approx(12 * weights, rel=1e-6)
     assert f"at most: {12 * weights / GIB:.1f} GiB per node" in describe(asleep, None)
     awake = planner(16)(model("qwen2.5-7b", 16))
     assert {awake.memory.needs[kind.name].host for kind in awake.job.plan.trainers} == {0}
@@ -80,20 +80,27 @@ def test_states_that_sleep_take_12_bytes_per_weight_of_host_memory(planner):
 
 
 @pytest.mark.parametrize(
-    ("more", "bytes_per_weight"),
+    ("more", "bytes_per_weight", "moved"),
     [
-        (["--adam_offload"], 12),
-        (["--adam_offload", "--bf16_moments"], 8),
-        (["--adam_offload", "--adam_offload_path", "disk"], 0),
-        (["--init_kl_coef", "0.1", "--ref_reward_offload"], 2),
-        (["--init_kl_coef", "0.1", "--ref_reward_offload", "--adam_offload"], 14),
-        (["--init_kl_coef", "0.1", *SLEEP], 14),
+        (["--adam_offload"], 12, 0),
+        (["--adam_offload", "--bf16_moments"], 8, 0),
+        (["--adam_offload", "--adam_offload_path", "disk"], 0, 0),
+        (["--init_kl_coef", "0.1", "--ref_reward_offload"], 2, 0),
+        (["--init_kl_coef", "0.1", "--ref_reward_offload", "--adam_offload"], 14, 0),
+        (["--init_kl_coef", "0.1", *SLEEP], 14, 14),
+        (["--init_kl_coef", "0.1", "--adam_offload", *SLEEP], 14, 2),
     ],
 )
-def test_what_is_kept_in_host_memory_is_counted(more, bytes_per_weight, planner):
+def test_what_is_kept_in_host_memory_is_counted_and_what_is_copied_there_in_turns(
+    more, bytes_per_weight, moved, planner
+):
     found = planner(1)(model("qwen2.5-1.5b", 1, *more))
     [kind] = found.job.plan.trainers
-    assert found.memory.needs[kind.name].host == bytes_per_weight * WEIGHTS["qwen2.5-1.5b"]
+    need = found.memory.needs[kind.name]
+    weights = WEIGHTS["qwen2.5-1.5b"]
+    assert (need.host, need.moved) == (bytes_per_weight * weights, moved * weights)
+    copying = seconds(found, moved=need.moved, copied_bytes=1e12).get("sleep and waking", 0.0)
+    assert copying == pytest.approx(2 * moved * weights / 1e12)
 
 
 def test_phases_add_up_what_is_awake(planner):
@@ -114,10 +121,10 @@ def test_phases_add_up_what_is_awake(planner):
     assert "nothing sleeps, so all of it stays in every phase" in describe(awake, None)
 
 
-def seconds(planned, *, mean=None, **rates):
+def seconds(planned, *, mean=None, moved=0, **rates):
     """The seconds of a plan on a device with these rates, for which all else takes no time."""
     free = {field.name: 0.0 if field.name.endswith("_s") else math.inf for field in dataclasses.fields(Rates)}
-    return step_seconds(planned.job, Rates(**(free | rates)), mean)
+    return step_seconds(planned.job, Rates(**(free | rates)), mean, moved)
 
 
 def test_seconds_of_passes_are_operations_over_rate(planner):
@@ -125,7 +132,8 @@ def test_seconds_of_passes_are_operations_over_rate(planner):
     attention of 14 heads of 64, and the response in the head of 151,936 x 896."""
     words = model("qwen2.5-0.5b", 1, "--init_kl_coef", "0.1", "--rollout_batch_size", "16", "--train_batch_size", "32")
     words += ["--generate_max_len", "1024"]
-    of_forward = 64 * (2 * 357_826_560 * 2048 + 24 * 4 * 14 * 64 * 2048 * 2049 / 2 + 2 * 151_936 * 896 * 1024)
+    of_attention = 64 * 24 * 4 * 14 * 64 * 2048 * 2049 / 2
+    of_forward = 64 * (2 * 357_826_560 * 2048 + 2 * 151_936 * 896 * 1024) + of_attention
     found = seconds(planner(1)(words), flops=1e12)
     assert found["reference"] == pytest.approx(of_forward / 1e12)
     assert found["policy training"] == pytest.approx(3 * of_forward / 1e12)
@@ -133,8 +141,37 @@ def test_seconds_of_passes_are_operations_over_rate(planner):
     assert saving["policy training"] == pytest.approx(4 * of_forward / 1e12)
     two = seconds(planner(2)([*words, "--actor_num_gpus_per_node", "2", "--vllm_num_engines", "2"]), flops=1e12)
     assert two["policy training"] == pytest.approx(1.5 * of_forward / 1e12)
+    padded = seconds(planner(1, 3.0)([*words, "--packing_samples", "false"]), flops=1e12)  # with all of the square
+    assert padded["reference"] == pytest.approx((of_forward + of_attention) / 1e12)
     # 2 updates, each of 32 rollouts in passes of 8, forward and backward.
     assert seconds(planner(1, 2.0)(words), pass_s=1.0)["policy training"] == 2 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("more", "rows", "of_hidden", "of_parts"),
+    [
+        ([], 32, 8 * 896, 4 * 64 * 16 + 6 * 4864),
+        # Layers that are not compiled have norms with a float32 copy and a result, and another factor in the MLP.
+        (["--packing_samples", "false"], 32, 20 * 896, 4 * 64 * 16 + 8 * 4864),
+        (["--ds_tensor_parallel_size", "2"], 64, 20 * 896, (4 * 64 * 16 + 8 * 4864) / 2),
+        (["--sequence_parallel_size", "2"], 64, 10 * 896, (4 * 64 * 16 + 8 * 4864) / 2),
+    ],
+)
+def test_seconds_of_what_layers_move(more, rows, of_hidden, of_parts, planner):
+    """Three passes over 64 rollouts of 2,048 tokens, of which each of two ranks has one half, or half of each layer."""
+    words = model("qwen2.5-0.5b", 2, "--rollout_batch_size", "16", "--train_batch_size", "64", *more)
+    found = seconds(planner(2)([*words, "--generate_max_len", "1024"]), moved_bytes=1e12)
+    assert found["policy training"] == pytest.approx(3 * rows * 2048 * 24 * (of_hidden + of_parts) / 1e12)
+
+
+def test_seconds_of_gathering_weights_that_are_divided(planner):
+    """A sync gathers the weights of 24 layers once, and 2 passes with gradients three times each."""
+    words = model("qwen2.5-0.5b", 2, "--rollout_batch_size", "8", "--train_batch_size", "32", "--zero_stage", "3")
+    plan = planner(2)(words)
+    found = seconds(plan, zero3_layer_s=3.0)
+    assert (found["weight sync"], found["policy training"]) == (24, 2 * 3 * 24)
+    assert seconds(plan, link_bytes=1e12)["weight sync"] == pytest.approx(2 * WEIGHTS["qwen2.5-0.5b"] / 1e12)
+    assert "weight sync" not in seconds(planner(2, 1.0)([*words, "--zero_stage", "2"]), zero3_layer_s=3.0)
 
 
 def test_seconds_of_decode_steps(planner):
@@ -148,6 +185,8 @@ def test_seconds_of_decode_steps(planner):
     # 100 tokens on average: the longest of 64 has about 100 (ln 64 + 0.577).
     assert seconds(plan, mean=100.0, decode_step_s=1.0)["generation"] == pytest.approx(473.6, abs=0.1)
     assert seconds(plan, mean=100.0, decode_row_s=1.0)["generation"] == 6400
+    two = planner(2)([*words, "--generate_max_len", "1024", "--vllm_num_engines", "2"])  # wait for the longest of both
+    assert seconds(two, mean=100.0, decode_step_s=1.0)["generation"] == pytest.approx(473.6, abs=0.1)
 
 
 def test_sides_that_work_at_the_same_time_take_as_long_as_the_longer_one(planner):

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.vllm.memory import FIXED_BYTES, ITEM_BYTES, gpu_work_bytes
-from rlhf_train.costs import Mlp, Sizes, mlps_of, sizes_of
+from rlhf_train.costs import Mlp, mlps_of, sizes_of
 from rlhf_train.specs import ModelSpec
 
 SPARE = 0.1
@@ -59,12 +59,14 @@ class Need:
         asleep: bytes that stay while it sleeps.
         forward: bytes at the peak of passes without gradients, while its optimizer states sleep.
         host: bytes of host memory that it takes, at most: what sleeps there, and what is never on the GPU.
+        moved: the part of `host` that it copies there when it goes to sleep, and back.
     """
 
     items: Mapping[str, int]
     asleep: int = 0
     forward: int = 0
     host: int = 0
+    moved: int = 0
 
     @property
     def total(self) -> int:
@@ -243,8 +245,9 @@ def trainer_memory(
         moments = [moment for model in (*trained, *frozen) for moment in (*model.moments, model.forward)]
         peak = _sum(stays, at_rest, *states, _largest(moments))
     items = {name: size for name, size in peak.items() if size}
-    host = sum(model.kept for model in (*trained, *frozen) if in_turn or model.stays)
-    return Need(items, sum(stays.values()), sum(forward.values()), host)
+    always = sum(model.kept for model in (*trained, *frozen) if model.stays)
+    moved = sum(model.kept for model in (*trained, *frozen) if in_turn and not model.stays)
+    return Need(items, sum(stays.values()), sum(forward.values()), always + moved, moved)
 
 
 def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
@@ -348,7 +351,7 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
     sizes = sizes_of(config)
     layers: Counter[int] = Counter()  # by their bytes
     for mlp, count in mlps_of(config).items():
-        layers[num_tokens * _layer_bytes(config, spec, sizes, mlp)] += count
+        layers[num_tokens * layer_bytes(config, spec, mlp)] += count
     kept = sum(size * count for size, count in layers.items())
     if spec.gradient_checkpointing:
         kept = num_tokens * item * sizes.hidden * sizes.num_layers + max(layers)
@@ -371,8 +374,9 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
     }
 
 
-def _layer_bytes(config: Any, spec: ModelSpec, sizes: Sizes, mlp: Mlp) -> int:
+def layer_bytes(config: Any, spec: ModelSpec, mlp: Mlp) -> int:
     """Return the bytes per token that a layer keeps for its backward pass."""
+    sizes = sizes_of(config)
     hidden = sizes.hidden
     item = ITEM_BYTES[spec.dtype]
     width = mlp.per_token * mlp.width + mlp.shared

@@ -222,8 +222,8 @@ def _seconds(planned: Planned, section: PlanSection) -> str:
     from rlhf_cli.preflight.seconds import describe_seconds
 
     kind = section.gpu_kind if planned.job.plan.device == "cuda" else "cpu"
-    kept = max((need.host for need in planned.memory.needs.values()), default=0) if planned.memory else 0
-    return describe_seconds(planned.job, kind, section.mean_response_tokens, kept)
+    moved = max((need.moved for need in planned.memory.needs.values()), default=0) if planned.memory else 0
+    return describe_seconds(planned.job, kind, section.mean_response_tokens, moved)
 
 
 def _picture(planned: Planned, gpu_bytes: int | None) -> str:

@@ -26,7 +26,7 @@ class ReportSection(Section, title="report"):
     max_rollouts: int = flag(
         10_000, "rollouts in the file; of more, some groups of every step are taken, and the page says so", ge=0
     )
-    max_tokens: int = flag(1_000_000, "tokens in the file, about 20 bytes each; see --max_rollouts", ge=0)
+    max_tokens: int = flag(1_000_000, "tokens in the file, about 30 bytes each; see --max_rollouts", ge=0)
     serve: bool = flag(
         False, "write no file, but show the page at an address of this machine, follow runs and search all rollouts"
     )

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from rlhf_train.costs import mlps_of, pass_costs, sizes_of
-from rlhf_train.memory import ITEM_BYTES, count_parameters
+from rlhf_train.memory import ITEM_BYTES, count_parameters, layer_bytes
 from rlhf_train.online_job import OnlineJob
 from rlhf_train.specs import ModelSpec
 
@@ -40,7 +40,7 @@ class Rates:
         decode_step_s, decode_row_s: of a decode step on the host, and of each sequence in it.
         pass_s: of a forward pass, besides its operations; backward likewise.
         column_s: of a column of log-probs or values, besides its passes.
-        zero3_layer_s: the least for a layer in a pass with gradients at ZeRO 3, a third of it without gradients.
+        zero3_layer_s: the least for a layer in a pass with gradients at ZeRO 3, a third of it without and in a sync.
         sync_s: of a weight sync, besides `synced_bytes`.
         turn_s: in which engines go to sleep and wake up.
     """
@@ -114,7 +114,7 @@ class _Lengths:
 
 
 def step_seconds(
-    job: OnlineJob, rates: Rates, mean_response_tokens: float | None = None, kept_bytes: int = 0
+    job: OnlineJob, rates: Rates, mean_response_tokens: float | None = None, moved_bytes: int = 0
 ) -> dict[str, float]:
     """Return the seconds of each phase of a step, and of the whole step as "step".
 
@@ -125,7 +125,7 @@ def step_seconds(
         job: what runs.
         rates: of its devices.
         mean_response_tokens: length of a response on average; None if all are as long as they may be.
-        kept_bytes: what a training process copies to host memory when it goes to sleep.
+        moved_bytes: what a training process copies to host memory when it goes to sleep.
     """
     most = job.sampling.max_tokens if job.agent is None else job.engine.max_model_len - 1
     lengths = _Lengths(job.engine.max_model_len - most, min(mean_response_tokens or most, most), most)
@@ -147,19 +147,21 @@ def step_seconds(
     if job.plan.engines.places:
         size = ITEM_BYTES[actor.dtype] * count_parameters(_config(actor.path)).total
         phases["weight sync"] = rates.sync_s + size / rates.synced_bytes
+        if _is_divided(actor, job.plan.trainers_of("actor").num_ranks):
+            phases["weight sync"] += size / rates.link_bytes + _gathering(actor, rates)
     made = phases["generation"] + phases["rewards"]
     learned = max(learning)
     if job.takes_turns:
-        phases["sleep and waking"] = rates.turn_s + 2 * kept_bytes / rates.copied_bytes
+        phases["sleep and waking"] = rates.turn_s + 2 * moved_bytes / rates.copied_bytes
     are_beside = job.max_staleness and not job.plan.shares_gpus
     step = max(made, learned) if are_beside else made + learned
     step += phases.get("weight sync", 0.0) + phases.get("sleep and waking", 0.0)
     return {name: seconds for name, seconds in phases.items() if seconds} | {"step": step}
 
 
-def describe_seconds(job: OnlineJob, kind: str, mean_response_tokens: float | None, kept_bytes: int) -> str:
+def describe_seconds(job: OnlineJob, kind: str, mean_response_tokens: float | None, moved_bytes: int) -> str:
     """Return a table of `step_seconds` on devices of a `kind` of `RATES`, and the tokens per second."""
-    found = step_seconds(job, RATES[kind], mean_response_tokens, kept_bytes)
+    found = step_seconds(job, RATES[kind], mean_response_tokens, moved_bytes)
     most = job.sampling.max_tokens
     tokens = job.batch.num_rollouts * min(mean_response_tokens or most, most)
     rows = (f"  {name:<24}{seconds:8.2f}" for name, seconds in found.items())
@@ -182,7 +184,8 @@ def _generation(job: OnlineJob, rates: Rates, lengths: _Lengths) -> float:
     item = ITEM_BYTES[engine.dtype]
     rows = job.batch.num_rollouts / job.plan.engines.num_ranks
     active = min(rows, engine.max_num_seqs)
-    last = 0.0 if job.max_staleness else lengths.longest_of(active) - lengths.mean  # others have ended meanwhile
+    longest = lengths.longest_of(active * job.plan.engines.num_ranks)  # engines wait for each other
+    last = 0.0 if job.max_staleness else longest - lengths.mean  # others have ended meanwhile
     steps = rows * lengths.mean / active + last
     cards = job.plan.engines.cards
     neighbours = max((cards.count(card) for card in cards), default=1)
@@ -228,14 +231,13 @@ def _passes(job: OnlineJob, role: str, rates: Rates, lengths: _Lengths, *, is_tr
     passes = updates * math.ceil(rows / updates / per_pass)
     times = 3 + spec.gradient_checkpointing if is_trained else 1
     targets = lengths.mean * (role != "critic")
-    seconds = times * _computing(spec, rates, lengths, rows, tokens, targets) / spec.ranks_per_batch
+    seconds = times * _computing(spec, rates, lengths, rows, tokens, targets)
     counts = count_parameters(_config(spec.path), has_head=role != "critic")
     item = ITEM_BYTES[spec.dtype]
-    is_divided = spec.zero_stage == 3 and num_ranks > 1
+    is_divided = _is_divided(spec, num_ranks)
     if is_divided:
         seconds += passes * (2 * item + 4 if is_trained else item) * counts.total / rates.link_bytes
-        least = passes * rates.zero3_layer_s * sizes_of(_config(spec.path)).num_layers
-        seconds = max(seconds, least if is_trained else least / 3)
+        seconds = max(seconds, passes * (3 if is_trained else 1) * _gathering(spec, rates))
     seconds += passes * rates.pass_s * (1 + is_trained)
     if spec.offload:
         seconds += item * counts.total / (num_ranks if is_divided else 1) / rates.copied_bytes
@@ -247,20 +249,34 @@ def _passes(job: OnlineJob, role: str, rates: Rates, lengths: _Lengths, *, is_tr
     return seconds
 
 
-def _computing(spec: ModelSpec, rates: Rates, lengths: _Lengths, rows: float, tokens: float, targets: float) -> float:
-    """Return the seconds of forward passes of `rows` rollouts with `tokens` in layers, of which the head has `targets`.
+def _is_divided(spec: ModelSpec, num_ranks: int) -> bool:
+    """Return whether ranks have a part of each weight."""
+    return spec.zero_stage == 3 and num_ranks > 1
 
-    Attention is that of a prompt with a response of mean length.
+
+def _gathering(spec: ModelSpec, rates: Rates) -> float:
+    """Return the least seconds in which ranks gather all weights once."""
+    return rates.zero3_layer_s / 3 * sizes_of(_config(spec.path)).num_layers
+
+
+def _computing(spec: ModelSpec, rates: Rates, lengths: _Lengths, rows: float, tokens: float, targets: float) -> float:
+    """Return the seconds of forward passes of `rows` rollouts with `tokens` in layers, of which the head has `targets`,
+    if the ranks of a sequence or tensor group share them.
+
+    Attention in a pack is that of a prompt with a response of mean length. In rows that are padded it has the whole
+    square of their scores.
     """
     config = _config(spec.path)
     costs = pass_costs(config)
     context = math.ceil(lengths.prompt + lengths.mean)
-    flops = costs.of(context) + costs.token_flops * (tokens - context) + costs.target_flops * targets
-    sizes = sizes_of(config)
-    width = sum(count * (mlp.per_token * mlp.width + mlp.shared) for mlp, count in mlps_of(config).items())
-    kept = 4 * sizes.hidden + 2 * sizes.head_dim * (sizes.num_heads + sizes.num_kv_heads)
-    moved = ITEM_BYTES[spec.dtype] * (sizes.num_layers * kept + 3 * width)
-    return rows * (flops / rates.flops + tokens * moved / rates.moved_bytes)
+    if spec.packing:
+        flops = costs.of(context) + costs.token_flops * (tokens - context)
+    else:
+        flops = 2 * costs.of(math.ceil(tokens)) - costs.token_flops * tokens
+    flops += costs.target_flops * targets
+    moved = sum(count * layer_bytes(config, spec, mlp) for mlp, count in mlps_of(config).items())
+    moved *= tokens / spec.sequence_parallel_size
+    return rows * (flops / spec.ranks_per_batch / rates.flops + moved / rates.moved_bytes)
 
 
 @cache
