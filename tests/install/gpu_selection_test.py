@@ -34,7 +34,8 @@ def selected() -> list[str]:
             tests = build_file.parent / folder
             assert "folder" not in arguments
             files += tests.glob("**/*_gpu_test.py")
-            files += [tests / name for name in ast.literal_eval(arguments.get("also_on_gpu", ast.List([])))]
+            also = arguments.get("also_on_gpu", ast.Dict([]))
+            files += [tests / ast.literal_eval(name) for name in also.keys]
     return sorted(str(path.relative_to(ROOT)) for path in files)
 
 

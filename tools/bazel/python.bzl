@@ -22,6 +22,23 @@ LONG = HEAVY | {"timeout": "eternal"}
 # Attributes of a test that waits for most of its time, for deadlines and small processes. It runs beside any others.
 WAITING = {"tags": ["resources:cpu:0.2"]}
 
+def on_gpu(gb = 4, cores = 1.5, memory = 4000, alone = False, **kwargs):
+    """Attributes of a test on a GPU, so that tests run side by side as far as the GPU and the host have room.
+
+    Args:
+      gb: the most memory of the GPU that the test takes.
+      cores: of the host, on average.
+      memory: of the host, in MB.
+      alone: whether no other test may run meanwhile, as one that measures the free memory of the GPU needs.
+      **kwargs: further attributes.
+
+    Returns:
+      the attributes.
+    """
+    needs = [("cpu", cores), ("memory", memory), ("gpu_gb", gb)]
+    tags = ["gpu"] + ["resources:{}:{}".format(*need) for need in needs] + (["exclusive"] if alone else [])
+    return {"size": "large", "tags": tags} | kwargs
+
 def py_library(name, **kwargs):
     """A py_library whose sources live under `src/`."""
     kwargs.setdefault("imports", ["src"])
@@ -62,7 +79,7 @@ def pytest_test(name, srcs, deps = [], data = [], args = [], tags = [], **kwargs
       deps: libraries the tests import.
       data: files the tests read.
       args: further arguments of pytest.
-      tags: Bazel tags. "gpu" also makes the test exclusive, because tests share one GPU, and makes it fail without a GPU.
+      tags: Bazel tags. "gpu" also makes the test fail without a GPU.
       **kwargs: passed to py_test.
     """
     modules = [src for src in srcs if src.endswith("_test.py")]
@@ -74,11 +91,11 @@ def pytest_test(name, srcs, deps = [], data = [], args = [], tags = [], **kwargs
         data = data + ["//:pyproject.toml"],  # pytest's settings
         legacy_create_init = 0,
         deps = deps + ["@pypi//coverage", "@pypi//pytest"],
-        tags = tags + (["exclusive"] if "gpu" in tags else []),
+        tags = tags,
         **kwargs
     )
 
-def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [], together = "", common = {}, imports = {}, shared = []):
+def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = {}, together = "", common = {}, imports = {}, shared = []):
     """Tests of the `*_test.py` under `folder`: a target per file, named after it, or one of several files.
 
     `--config=gpu` runs the targets named `*_gpu_test`, which have the tag gpu, and other builds run the rest.
@@ -87,8 +104,10 @@ def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [],
       deps: libraries the tests import.
       folder: where the tests are; other files there (conftest.py, helpers, data) go with each of them.
       data: further files the tests read.
-      overrides: file in `folder` to attributes of its test, such as HEAVY or `{"shard_count": 4}`.
-      also_on_gpu: files in `folder` that use a GPU if there is one: `x_test.py` also becomes the target `x_gpu_test`.
+      overrides: file in `folder` to attributes of its test, such as HEAVY. Those of a file named `*_gpu_test.py` are
+        `on_gpu()` unless given.
+      also_on_gpu: files in `folder` that use a GPU if there is one, to attributes of that test: `x_test.py` also becomes
+        the target `x_gpu_test`.
       together: name of one target for all files without overrides that need no GPU, which run in one process. A process
         takes longer to import PyTorch than most files to run. `--test_filter=x_test` runs one file of them.
       common: attributes of that target.
@@ -100,22 +119,22 @@ def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [],
     tests = native.glob([inside + "*_test.py"], allow_empty = True)
     shared = shared + native.glob([inside + "*.py"], exclude = [inside + "*_test.py"], allow_empty = True)
     files = native.glob([prefix + "**"], exclude = [prefix + "**/*.py", "**/*.pyc", "BUILD.bazel"], allow_empty = True)
-    for file in list(overrides) + also_on_gpu:
+    for file in list(overrides) + list(also_on_gpu):
         if prefix + file not in tests:
             fail("{} is not a test in {}/{}".format(file, native.package_name(), folder))
     grouped = []
     for test in tests:
         file = test.removeprefix(prefix)
         name = test.split("/")[-1].removesuffix(".py")
-        attributes = dict(overrides.get(file, {}))
+        is_on_gpu = name.endswith("_gpu_test")
+        attributes = dict(overrides.get(file, on_gpu() if is_on_gpu else {}))
+        if is_on_gpu and "gpu" not in attributes.get("tags", []):
+            fail("the attributes of {} are not those of on_gpu()".format(file))
         attributes.setdefault("size", "medium")
         parts = dict(srcs = [test] + shared, data = data + files, deps = _union(deps, imports.get(file, [])))
         if file in also_on_gpu:
-            on_gpu = attributes | {"tags": ["gpu"]}
-            pytest_test(name = name.removesuffix("_test") + "_gpu_test", **(parts | on_gpu))
-        if name.endswith("_gpu_test"):
-            attributes["tags"] = attributes.get("tags", []) + ["gpu"]
-        elif together and file not in overrides:
+            pytest_test(name = name.removesuffix("_test") + "_gpu_test", **(parts | also_on_gpu[file]))
+        if together and not is_on_gpu and file not in overrides:
             grouped.append(test)
             continue
         pytest_test(name = name, **(parts | attributes))
@@ -128,6 +147,10 @@ def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [],
 def _union(*lists):
     """Return the entries of lists, each once."""
     return {entry: None for entries in lists for entry in entries}.keys()
+
+def _inside(folder, files):
+    """Return the entries of files that lie right in a folder, by the rest of their paths."""
+    return {file.removeprefix(folder + "/"): parts for file, parts in files.items() if file.rpartition("/")[0] == folder}
 
 def _labels(words):
     """Return the targets that the words of a units.bzl stand for: a unit, a package, or a file of the tests' support."""
@@ -149,7 +172,7 @@ def python_package(
         test_deps = [],
         test_data = [],
         tests = {},
-        also_on_gpu = [],
+        also_on_gpu = {},
         package_test = {}):
     """An installable package: its library, its tests, `:wheel`, and `:sources` and `:pages` for checks.
 
@@ -165,7 +188,7 @@ def python_package(
       test_deps: what only the tests need.
       test_data: files that the tests read besides those in `tests/`.
       tests: attributes of files in `tests/` that are targets of their own, as in `pytest_tests`.
-      also_on_gpu: files in `tests/` that use a GPU if there is one, as in `pytest_tests`.
+      also_on_gpu: attributes of files in `tests/` that use a GPU if there is one, as in `pytest_tests`.
       package_test: attributes of the tests of a folder, such as WAITING.
     """
     junk = ["**/__pycache__/**"]
@@ -194,8 +217,8 @@ def python_package(
             folder = "tests/" + folder if folder else "tests",
             data = test_data,
             deps = own_deps + test_deps + ([] if imports else [":" + name]),
-            overrides = {test.removeprefix(prefix): parts for test, parts in tests.items() if test.rpartition("/")[0] == folder},
-            also_on_gpu = [test.removeprefix(prefix) for test in also_on_gpu if test.rpartition("/")[0] == folder],
+            overrides = _inside(folder, tests) if imports else tests,
+            also_on_gpu = _inside(folder, also_on_gpu),
             together = folder.replace("/", "_") + "_test" if folder else "package_test",
             common = package_test,
             imports = {test.removeprefix(prefix): _labels(words) for test, words in files.items()},

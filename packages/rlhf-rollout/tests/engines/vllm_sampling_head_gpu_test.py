@@ -101,7 +101,7 @@ def start(path: Path, **options: Any) -> Any:
         max_model_len=128,
         max_num_seqs=64,
         kv_cache_memory_bytes=256 << 20,
-        gpu_memory_utilization=0.2,
+        gpu_memory_utilization=0.05,
         masked_ids=(MASKED,),
         seed=0,
         **{"dtype": "bfloat16"} | options,

@@ -63,7 +63,7 @@ class Pair:
 
 def start(path: Path, **options: Any) -> Any:
     limits = {"max_model_len": 160, "max_num_seqs": 16, "max_num_batched_tokens": 512}
-    memory = {"kv_cache_memory_bytes": 64 << 20, "gpu_memory_utilization": 0.2}
+    memory = {"kv_cache_memory_bytes": 64 << 20, "gpu_memory_utilization": 0.05}
     spec = EngineSpec(model=str(path), dtype="bfloat16", quantization="fp8", **limits, **memory, **options)
     return build_engine("vllm", spec)
 
