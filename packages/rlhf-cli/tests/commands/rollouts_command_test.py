@@ -3,6 +3,7 @@
 import contextlib
 import io
 
+import numpy as np
 import pytest
 
 from record_testing import make_group, make_prompt, make_rollout
@@ -10,6 +11,7 @@ from rlhf_cli.console.views import Console
 from rlhf_cli.main import main
 from rlhf_data.records import Verdict, VerdictKind
 from rlhf_rollout.records_io import RolloutWriter
+from rlhf_train.tracing.token_values import COLUMNS, TokenValues, write_values
 
 OK, WRONG, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.TIMEOUT
 # What would clear the screen, write over the line, turn the direction of text, and pass for a line of the command.
@@ -35,6 +37,8 @@ def run(request, tmp_path):
     with contextlib.closing(RolloutWriter(tmp_path / request.param)) as writer:
         writer.write(make_group("g0", first, answers), step=1, kept=True)
         writer.write(make_group("g1", second, others), step=2, kept=False)
+    columns = dict.fromkeys(COLUMNS, np.full(8, np.nan)) | {"gap": np.array([0.5] * 5 + [-0.25, np.nan] + [9])}
+    write_values(tmp_path / "token_values", 1, [TokenValues(["g0/0", "g0/1", "g0/2"], np.array([5, 2, 1]), columns)])
     return tmp_path
 
 
@@ -66,6 +70,9 @@ def test_rollouts_are_shown_with_their_prompt_once(capsys, run):
         (["--min_reward", "0", "--max_reward", "0.5"], ["g0/0"]),
         (["--min_length", "10", "--max_length", "13"], ["g1/1"]),
         (["--text", "FOUR"], ["g0/0", "g1/1"]),
+        (["--min_gap", "0.3"], ["g0/0"]),
+        (["--min_gap", "0", "--max_gap", "0.25"], ["g0/1"]),
+        (["--sort", "gap"], ["g0/1", "g0/0", "g0/2", "g1/0", "g1/1"]),
         (["--prompt_id", "p-2+2=", "--sort", "reward"], ["g0/2", "g0/0", "g0/1"]),
         (["--sort", "reward", "--descending"], ["g0/1", "g0/0", "g0/2", "g1/0", "g1/1"]),
         (["--finish_reason", "length"], []),
@@ -131,7 +138,7 @@ def test_damaged_line_is_left_out_and_told(capsys, tmp_path):
         (["--steps", "first"], "write one step, such as 12"),
         (["--verdict", "ok,wrnog"], "unknown verdict `wrnog`"),
         (["--finish_reason", "len"], "did you mean `length`?"),
-        (["--sort", "gap"], "unknown value `gap`"),
+        (["--sort", "age"], "unknown value `age`"),
         (["--limit", "0"], "--limit"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import os
 import re
 import struct
@@ -67,7 +68,11 @@ def test_the_picture_of_a_timeline_has_the_longest_bars_of_the_newest_file(tmp_p
     folder = write_run(tmp_path / "a")
     assert data_of(folder)["runs"][0]["timeline"] is None
     os.utime(write_timeline(folder, num_passes=1), (1, 1))
-    write_timeline(folder, "timeline.2.json")
+    with write_timeline(folder, "timeline.2.json").open("a") as file:
+        for change in ({"ts": math.nan}, {"dur": math.inf}, {"args": [7]}, {"tid": None}, {"dur": 10**400}):
+            event = {"name": "bad", "ph": "X", "pid": 1, "tid": 1, "ts": 0, "dur": 99_000_000} | change
+            file.write(f"\n{json.dumps(event)},")
+    html(data_of(folder))
     found = data_of(folder)["runs"][0]["timeline"]
     assert (found["file"], found["left_out"]) == ("timeline.2.json", 0)
     assert found["tracks"] == [["controller", "steps"], ["actor: rank 0", "calls"]]
@@ -198,9 +203,9 @@ def test_origins_of_values_are_those_that_the_file_says(tmp_path):
 def test_damaged_lines_are_counted(tmp_path):
     folder = write_run(tmp_path / "a")
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('nothing\n{"step": "x"}\n[1]\n{"step": 9, "a": "text"}\n{"step": 9, "unfini')
+        file.write('nothing\n{"step": "x"}\n[1]\n{"step": 9, "a": "text"}\n{"step": 1e999}\n{"step": 9, "unfini')
     run = read_run(folder)
-    assert (run.num_damaged, run.last_step) == (4, 3)
+    assert (run.num_damaged, run.last_step) == (5, 3)
 
 
 def test_the_log_gives_its_last_warnings_with_their_steps_and_the_environment(tmp_path):

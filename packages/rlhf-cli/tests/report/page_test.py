@@ -118,6 +118,8 @@ def test_all_parts_of_two_runs_are_drawn(browse, tmp_path):
         result.step = document.querySelectorAll("#part-timeline rect").length;
         const [step, wait] = document.querySelectorAll("#part-timeline rect");
         result.share = wait.getAttribute("width") / step.getAttribute("width");
+        document.querySelector("#part-timeline svg").dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
+        result.read = document.querySelector("#part-timeline [aria-live]").textContent;
         result.title = document.title;
         """,
     )
@@ -140,6 +142,7 @@ def test_all_parts_of_two_runs_are_drawn(browse, tmp_path):
     assert found["whole"][:3] == ["step 1, 10 s", "wait, 2 s, waits for: generate 2.000 s", "update actor, 6 s"]
     assert found["whole"][3:] == ["pass, 1 s, tokens: 7"] * 3 + ["<b>open</b>, 0.5 s, ended: no"]
     assert (found["step"], found["share"]) == (7, pytest.approx(0.2))
+    assert found["read"] == "step 1, 10 s"
 
 
 def test_texts_are_shown_as_texts(browse, tmp_path):
@@ -215,7 +218,11 @@ def test_tokens_have_the_trainers_values_and_a_legend(browse, tmp_path):
         """
         const all = (selector, of) => [...document.querySelectorAll(selector)].map(of);
         const colour = (token) => token.style.background.match(/--[a-z0-9-]+\\) \\d+/)?.[0] ?? "";
-        const result = {tokens: all(".t", (token) => token.values), legends: {}, colours: {}};
+        const result = {tokens: all(".t", (token) => token.values), legends: {}, colours: {}, read: []};
+        for (const key of ["ArrowRight", "End", "ArrowRight", "ArrowLeft"]) {
+          document.querySelector(".response").dispatchEvent(new KeyboardEvent("keydown", {key}));
+          result.read.push(document.getElementById("reading").textContent);
+        }
         const select = () => document.getElementById("colour");
         for (const name of Object.keys(VALUES)) {
           if ([...select().options].find((each) => each.value === name).disabled) continue;
@@ -248,6 +255,7 @@ def test_tokens_have_the_trainers_values_and_a_legend(browse, tmp_path):
         "advantage": ["--run-0) 100"] * 3,
         "entropy": ["", "--heat) 100", ""],
     }
+    assert found["read"] == [found["tokens"][at] for at in (0, 2, 2, 1)]
     assert found["shown"] == ["step2/0/0"]
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 
 import pytest
 
@@ -135,11 +136,13 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path):
     path = write(tmp_path / "rollouts.jsonl")
     first, *others = path.read_bytes().splitlines(keepends=True)
     no_spans = json.dumps({**json.loads(first), "spans": None}).encode() + b"\n"
-    path.write_bytes(b"".join([b"not JSON\n", first, b"[]\n", no_spans, b"\n", *others, b'{"step": 3']))
+    changes = ({"reward": math.nan}, {"extra": {"a": math.inf}}, {"score": 10**400}, {"step": math.inf})
+    bad = [json.dumps({**json.loads(first), **change}).encode() + b"\n" for change in changes]
+    path.write_bytes(b"".join([b"not JSON\n", first, b"[]\n", no_spans, b"\n", *bad, *others, b'{"step": 3']))
     file = RolloutFile(path)
     rows = [row for row, _ in file.rows()]
     assert [row.rollout_id for row in rows] == ["g0/0", "g0/1", "g0/2", "g1/0"]
-    assert (file.num_damaged, file.is_cut) == (4, True)
+    assert (file.num_damaged, file.is_cut) == (8, True)
     assert [record["rollout_id"] for record in file.records(rows)] == [row.rollout_id for row in rows]
 
 

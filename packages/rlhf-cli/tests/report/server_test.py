@@ -9,7 +9,7 @@ from urllib.parse import urlencode, urlsplit
 
 import pytest
 
-from report_testing import write_run
+from report_testing import write_run, write_token_values
 from rlhf_cli.commands.report import main
 from rlhf_cli.report.server import Report, open_server
 from rlhf_data.errors import ConfigError, DataError
@@ -67,7 +67,7 @@ def test_a_run_that_goes_on_is_followed(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".columns"])
 def test_rollouts_that_the_page_lacks_are_found(suffix, tmp_path):
-    folder = write_run(tmp_path / "run", 9, suffix=suffix)
+    folder = write_run(tmp_path / "run", 9, answer="42", suffix=suffix)
     with served(folder, limits=(2, 100)) as get:
         [run] = page_data(get("")[1])["runs"]
         assert [group["step"] for group in run["groups"]] == [1]
@@ -81,10 +81,12 @@ def test_rollouts_that_the_page_lacks_are_found(suffix, tmp_path):
         assert find(first_step=4, last_step=5) == (4, [4, 5])
         assert find(min_reward=8) == (2, [8, 9])
         assert find(verdicts="wrong", last_step=2) == (2, [1, 2])
-        assert find(text="4!", first_step=9, kind="training") == (1, [9])
-        assert find(text="nowhere") == (0, [])
+        assert find(text="42!", first_step=9, kind="training") == (1, [9])
+        write_token_values(folder, 4)
+        assert find(max_gap=0.5) == find(min_gap=0) == (1, [4])
+        assert find(text="nowhere") == find(min_gap=0.4, max_gap=0.5) == (0, [])
         assert find(kind="held-out") == (0, [])
-        assert find(min_tokens=3, max_tokens=3, first_step=9, finish_reasons="stop", text="") == (1, [9])
+        assert find(min_tokens=4, max_tokens=4, first_step=9, finish_reasons="stop", text="") == (1, [9])
 
 
 def test_wrong_questions_are_refused(tmp_path):

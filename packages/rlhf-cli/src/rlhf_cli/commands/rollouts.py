@@ -9,7 +9,7 @@ from pydantic import AfterValidator
 
 from rlhf_cli.console.exits import SUCCESS, exit_status
 from rlhf_cli.paths import user_path
-from rlhf_cli.report.rollouts import SORTS, Filter, RolloutFile, Row, sort_rows
+from rlhf_cli.report.rollouts import SORTS, Filter, RolloutFile, Row, sort_rows, with_gaps
 from rlhf_data.errors import ConfigError, DataError, unknown, with_hint
 from rlhf_data.options.checks import lacking
 from rlhf_data.options.command_line import CommandLine, show_parsed
@@ -59,6 +59,8 @@ class RolloutsSection(Section, title="rollouts"):
     max_reward: float | None = flag(None, "those with at most this reward")
     min_length: int | None = flag(None, "those with at least so many sampled tokens", ge=0)
     max_length: int | None = flag(None, "those with at most so many sampled tokens", ge=0)
+    min_gap: float | None = flag(None, "those with at least this mean gap of trainer and engine, in nats", ge=0)
+    max_gap: float | None = flag(None, "those with at most this mean gap of trainer and engine, in nats", ge=0)
     verdict: _of("verdict", list(VerdictKind)) | None = flag(None, "those with this verdict, or one of ok,wrong")
     finish_reason: _of("reason", list(FinishReason)) | None = flag(None, "those that ended so, such as length")
     prompt_id: str | None = flag(None, "those of the prompt with this id, over all steps")
@@ -104,6 +106,9 @@ def _run(argv: Sequence[str]) -> int:
     console = Console(sys.stdout, sys.stderr)
     file = _find(user_path(section.run), held_out=section.held_out)
     rows = [row for row, _ in file.rows(_wanted(section))]
+    if section.sort == "gap" or section.min_gap is not None or section.max_gap is not None:
+        folder = artifact_path(user_path(section.run), "token values")
+        rows = list(with_gaps(rows, folder, section.min_gap, section.max_gap))
     rows = sort_rows(rows, section.sort, descending=section.descending)
     shown = rows[: section.limit]
     group = ""
@@ -161,6 +166,7 @@ def _show(console: "Console", row: Row, record: Mapping[str, Any], *, whole: boo
         f"step {row.step}",
         *([] if row.reward is None else [f"reward {row.reward:g}"]),
         *([] if row.score in (None, row.reward) else [f"score {row.score:g}"]),
+        *([] if row.gap is None else [f"gap {row.gap:.3g}"]),
         f"{row.num_tokens} tokens",
         *([f"{row.num_turns} turns"] if row.num_turns > 1 else []),
         row.finish_reason,

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlhf_cli.report.findings import FROM_CURVES, Finding, from_counts
 from rlhf_cli.report.metrics import meanings
+from rlhf_cli.report.rollouts import mean_gap
 from rlhf_cli.report.runs import MAX_POINTS, Run, thinned
 from rlhf_cli.report.samples import Recorded, choose, groups_of, record_fields
 from rlhf_cli.report.timeline import timeline_data
@@ -189,9 +190,8 @@ def _value_data(values: Mapping[str, np.ndarray], num_tokens: int) -> dict[str, 
     if any(len(column) != num_tokens for column in values.values()):
         return {}
     data: dict[str, Any] = {"values": {name: _packed(column) for name, column in values.items()}} if values else {}
-    gap = np.abs(values.get("gap", np.zeros(0)).astype(np.float64))
-    known = gap[~np.isnan(gap)]
-    return data | ({"gap": float(f"{known.mean():.4g}")} if len(known) else {})
+    gap = mean_gap(values, num_tokens)
+    return data if gap is None else data | {"gap": float(f"{gap:.4g}")}
 
 
 def _packed(values: np.ndarray) -> str | float:

@@ -3,14 +3,19 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from rlhf_cli.report.runs import finite
 from rlhf_data.errors import DataError
 from rlhf_data.records import SpanSource
 from rlhf_rollout.record_columns import Line
 from rlhf_rollout.records_io import json_lines, read_lines
+from rlhf_train.tracing.token_values import read_values
 
 # Tokens are most of a line of JSON. In texts, quotes have backslashes, so that this matches none of them.
 _TOKENS = re.compile(rb'"token_ids": \[[^\[\]]*\], "logprobs": \[[^\[\]]*\], "spans": ')
@@ -33,6 +38,7 @@ class Row:
         kept: whether it was trained; None where that is not recorded, as in an evaluation.
         start: byte at which its line, or the chunk that holds it, begins in the file.
         place: its number in that chunk, from 0; 0 in a file of lines.
+        gap: mean size of the gap between the log-probs of trainer and engine, in nats; None without `with_gaps`.
     """
 
     step: int
@@ -50,6 +56,7 @@ class Row:
     kept: bool | None
     start: int
     place: int
+    gap: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +113,7 @@ SORTS: Mapping[str, Callable[[Row], Any]] = {
     "score": lambda row: row.score,
     "length": lambda row: row.num_tokens,
     "turns": lambda row: row.num_turns,
+    "gap": lambda row: row.gap,
     "verdict": lambda row: row.verdict,
 }
 
@@ -116,6 +124,23 @@ def sort_rows(rows: Iterable[Row], by: str, *, descending: bool = False) -> list
     listed = list(rows)
     known = sorted((row for row in listed if key(row) is not None), key=key, reverse=descending)
     return [*known, *(row for row in listed if key(row) is None)]
+
+
+def with_gaps(rows: Iterable[Row], folder: Path, low: float | None = None, high: float | None = None) -> Iterator[Row]:
+    """Yield rows with their gaps, from the folder of token values of their run: those within bounds, both included."""
+    for step, members in groupby(rows, key=lambda row: row.step):
+        values = read_values(folder, step)
+        for row in members:
+            gap = mean_gap(values.get(row.rollout_id, {}), row.num_tokens)
+            if _within(gap, low, high):
+                yield replace(row, gap=gap)
+
+
+def mean_gap(values: Mapping[str, np.ndarray], num_tokens: int) -> float | None:
+    """Return the mean size of the gaps among the values of a rollout, where they are known; None if they are not."""
+    gap = np.abs(values.get("gap", np.zeros(0)).astype(np.float64))
+    known = gap[~np.isnan(gap)]
+    return float(known.mean()) if len(known) and len(gap) == num_tokens else None
 
 
 class RolloutFile:
@@ -146,9 +171,10 @@ class RolloutFile:
                 return
             self.end = line.end
             try:
-                record = json.loads(_TOKENS.sub(_NO_TOKENS, line.text))
+                text = _TOKENS.sub(_NO_TOKENS, line.text)
+                record = json.loads(text, parse_float=finite, parse_constant=finite)
                 row = _row(record, start, place)
-            except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+            except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
                 self.num_damaged += 1
             else:
                 if wanted is None or wanted.accepts(row, record):

@@ -95,12 +95,20 @@ def _metrics(path: Path) -> tuple[dict[str, Curve], int]:
             record = json.loads(line)
             step = int(record.pop("step"))
             values = {name: _value(value) for name, value in record.items()}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
             num_damaged += 1
             continue
         for name, value in values.items():
             curves.setdefault(name, []).append((step, value))
     return curves, num_damaged
+
+
+def finite(value: Any) -> float:
+    """Return a number, or that of a text. Raises ValueError for one that is not finite."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is not finite")
+    return number
 
 
 def _value(value: Any) -> float | None:

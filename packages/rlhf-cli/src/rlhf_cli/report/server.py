@@ -11,11 +11,12 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from rlhf_cli.report.page import follow_data, group_data, html, report_data
-from rlhf_cli.report.rollouts import Filter, RolloutFile, Row
+from rlhf_cli.report.rollouts import Filter, RolloutFile, Row, with_gaps
 from rlhf_cli.report.runs import read_run
 from rlhf_cli.report.samples import Recorded, choose, recorded
 from rlhf_cli.report.tokens import Texts
 from rlhf_data.errors import ConfigError, DataError
+from rlhf_train.run.recorder import artifact_path
 
 HOST = "127.0.0.1"
 MAX_FOUND = 2000  # rollouts in an answer to a search
@@ -62,6 +63,7 @@ class Report:
             ValueError, IndexError: a value that is none of those.
         """
         wanted = _filter(query)
+        gaps = [float(query[name]) if query.get(name) else None for name in ("min_gap", "max_gap")]
         run = read_run(self._folders[int(query["run"])])
         texts = Texts(run)
         groups = []
@@ -71,6 +73,8 @@ class Report:
             files = [file for file in files if query.get("kind", file.kind) == file.kind]
             for file in files:
                 found = _matching(file, wanted)
+                if gaps != [None, None]:
+                    found = list(with_gaps(found, artifact_path(run.folder, "token values"), *gaps))
                 num_found += len(found)
                 names = {(row.step, row.group_id) for row in found}
                 rows = [row for row in file.rows if (row.step, row.group_id) in names]

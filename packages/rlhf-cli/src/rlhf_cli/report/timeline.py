@@ -8,6 +8,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf_cli.report.runs import finite
+
 MAX_BARS = 8000  # in a page, about 60 bytes each
 
 _Track = tuple[int, int]  # process and thread
@@ -62,18 +64,19 @@ def _bars(path: Path, names: dict[Any, str]) -> Iterator[_Bar]:
         for line in lines:
             try:
                 event = json.loads(line.strip().rstrip(","))
-                kind, at, args = event["ph"], float(event["ts"]), event.get("args", {})
-                track = event["pid"], event["tid"]
+                kind, name, at = event["ph"], str(event["name"]), finite(event["ts"])
+                args = dict(event.get("args", {}))
+                track = int(event["pid"]), int(event["tid"])
                 if kind == "M" and "name" in args:
-                    names[track[0] if event["name"] == "process_name" else track] = args["name"]
+                    names[track[0] if name == "process_name" else track] = str(args["name"])
                 elif kind == "X":
-                    yield _Bar(float(event["dur"]), next(order), track, event["name"], at, args)
+                    yield _Bar(finite(event["dur"]), next(order), track, name, at, args)
                 elif kind == "B":
-                    begun[track].append((at, event["name"], args))
+                    begun[track].append((at, name, args))
                 elif kind == "E":
                     began, name, args = begun[track].pop()
                     yield _Bar(at - began, next(order), track, name, began, args)
-            except (ValueError, TypeError, LookupError, AttributeError):
+            except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
                 continue  # a bracket, or a line that was being written when the run was killed
             last = max(last, at)
     for track, open_ones in begun.items():

@@ -63,3 +63,19 @@ function soon(action) {
     requestAnimationFrame(() => { waits = false; action(); });
   };
 }
+
+// Let the keys ← and →, Home and End go through the parts of a box that can be selected, and `read` the one they reach.
+function walk(box, selector, read) {
+  let at = -1;
+  box.addEventListener("keydown", (event) => {
+    const way = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
+    const parts = [...box.querySelectorAll(selector)];
+    if (way === undefined || !parts.length || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    parts[at]?.classList.remove("at");
+    at = Math.min(parts.length - 1, Math.max(0, at + way));
+    parts[at].classList.add("at");
+    parts[at].scrollIntoView({ block: "nearest" });
+    read(parts[at]);
+  });
+}

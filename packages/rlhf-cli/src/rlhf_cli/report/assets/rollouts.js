@@ -132,6 +132,7 @@ async function searchAll() {
         run: at, text: wanted.text, verdicts: wanted.verdict, finish_reasons: wanted.finish, ...(wanted.kind ? { kind: wanted.kind } : {}),
         first_step: finite(wanted.step[0]), last_step: finite(wanted.step[1]), min_reward: finite(wanted.reward[0]), max_reward: finite(wanted.reward[1]),
         min_tokens: finite(wanted.length[0]), max_tokens: finite(wanted.length[1]),
+        min_gap: finite(wanted.gap[0]), max_gap: finite(wanted.gap[1]),
       });
       const answer = await ask("rollouts?" + query);
       Object.assign(RUNS[at].vocabulary, answer.vocabulary);
@@ -267,7 +268,7 @@ function drawDetail() {
     colourBar(columns),
     el("div", { class: columns.length > 1 ? "pair" : "" }, columns.map((each) => el("article", {},
       columns.length > 1 && !shared ? promptOf(each) : "", membersOf(each), factsOf(each), tokensOf(each)))),
-    el("p", { class: "reading", id: "reading", role: "status" }, "Point at a token to read its values."));
+    el("p", { class: "reading", id: "reading", role: "status" }, "Point at a token, or select the tokens and use the arrow keys, to read values."));
 }
 
 function promptOf(item) {
@@ -416,10 +417,10 @@ function tokensOf(item) {
     token.values = values.join(" · ");
     return token;
   }
-  const box = el("div", { class: "response" }, blocks);
-  box.addEventListener("pointerover", (event) => {
-    if (event.target.values) document.getElementById("reading").textContent = event.target.values;
-  });
+  const read = (token) => { document.getElementById("reading").textContent = token.values; };
+  const box = el("div", { class: "response", tabindex: 0, role: "group", "aria-label": "Tokens: the arrow keys read their values" }, blocks);
+  box.addEventListener("pointerover", (event) => { if (event.target.values) read(event.target); });
+  walk(box, ".t", read);
   const plain = el("details", {}, el("summary", {}, "As plain text"), el("pre", { class: "text" }, visible(rollout.text)));
   return [box, plain];
 }

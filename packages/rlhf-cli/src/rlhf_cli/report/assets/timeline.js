@@ -12,7 +12,7 @@ function drawTimeline(section) {
     const end = Math.max(1, ...bars.map((bar) => bar[1] + bar[2]));
     const steps = bars.filter(([track]) => tracks[track].join() === "controller,steps").sort((one, other) => one[1] - other[1]);
     const holder = el("div", { class: "plot" });
-    const shown = el("p", { class: "quiet", "aria-live": "polite" }, "Point at a bar.");
+    const shown = el("p", { class: "quiet", "aria-live": "polite" }, "Point at a bar, or select the picture and use the arrow keys.");
     const pick = el("select", { "aria-label": "Part of the run", onchange: draw }, el("option", { value: "" }, "whole run"),
       steps.map((step, at) => el("option", { value: at }, words[step[3]])));
     function draw() {
@@ -23,7 +23,7 @@ function drawTimeline(section) {
       const tops = depths.map((_, at) => depths.slice(0, at).reduce((sum, depth) => sum + (depth ? depth * ROW + 5 : 0), 20));
       const height = 24 + depths.reduce((sum, depth) => sum + (depth ? depth * ROW + 5 : 0), 0);
       const seconds = (micros) => `${fmt(micros / 1e6)} s`;
-      holder.replaceChildren(svg("svg", { width, height, role: "img", "aria-label": `Timeline of ${visible(run.name)}` },
+      holder.replaceChildren(svg("svg", { width, height, role: "img", tabindex: 0, "aria-label": `Timeline of ${visible(run.name)}` },
         [0, 0.25, 0.5, 0.75].map((part) => [svg("line", { class: "tick", x1: NAMED + part * (width - NAMED), x2: NAMED + part * (width - NAMED), y1: 14, y2: height }),
           svg("text", { x: NAMED + part * (width - NAMED) + 3, y: 11 }, seconds(from + part * (to - from)))]),
         tracks.map(([process, thread], at) => depths[at] ? svg("text", { x: 0, y: tops[at] + 11 }, clipped(`${process} · ${thread}`, 32), svg("title", {}, visible(`${process}, ${thread}`))) : ""),
@@ -35,6 +35,7 @@ function drawTimeline(section) {
             wide > 40 ? svg("text", { class: words[name] === "wait" ? "" : "in", x: NAMED + (left - from) * scale + 3, y: tops[track] + depth * ROW + 10 }, clipped(words[name], Math.floor(wide / 6.5))) : "",
             svg("title", {}, said));
         })));
+      walk(holder.firstChild, "g", (bar) => { shown.textContent = bar.querySelector("title").textContent; });
     }
     draws.push(draw);
     return el("article", {}, el("h2", {}, RUNS.length > 1 ? swatch(RUNS.indexOf(run)) : "", visible(run.folder)),
