@@ -327,12 +327,15 @@ def test_command_fails_if_nothing_helps(capsys):
 
 
 def test_suggestion_uses_all_gpus_and_is_a_plan_that_fits(capsys):
-    own = ["--gpus", "8", "--gpu_memory_gb", "80"]
-    start = ["--pretrain", "qwen2.5-7b", *GROUP[:-1], "--generate_max_len", "4096"]
+    own = ["--gpus", "8", "--gpu_memory_gb", "40"]
+    start = ["--pretrain", "qwen2.5-32b", *GROUP[:-1], "--generate_max_len", "4096"]
     status, out, _ = run(capsys, "--suggest", *start, *own)
     assert (status, out.splitlines()[-1]) == (0, "the run fits")
     flags = out.splitlines()[1].split()
     assert flags[flags.index("--actor_num_gpus_per_node") + 1] == "8"
+    assert int(flags[flags.index("--vllm_num_engines") + 1]) < 8  # instead of the one per GPU that did not fit
+    names = [flag for flag in flags if flag.startswith("--")]
+    assert len(names) == len(set(names))
     status, again, _ = run(capsys, *start, *flags, *own)
     assert again == out.partition("\n\n")[2]
     assert "prompt 1024 + response 4096 = at most 5120" in again

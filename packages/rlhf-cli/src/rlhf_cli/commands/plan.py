@@ -169,11 +169,12 @@ class Planner:
             "vllm_num_engines": str(gpus),
         }
         names = {word.partition("=")[0].removeprefix("--") for word in words}
-        added = [word for name, value in found.items() if name not in names for word in (f"--{name}", value)]
-        words = [*words, *added]
-        more, said = self.fitting(words) if self(words).lacks(self.gpu_bytes) else ([], "")
-        print(f"suggested flags\n  {' '.join([*added, *more])}\n{said}")
-        return [*words, *more]
+        own = {f"--{name}": value for name, value in found.items() if name not in names}
+        first = [*words, *(word for pair in own.items() for word in pair)]
+        more, said = self.fitting(first) if self(first).lacks(self.gpu_bytes) else ([], "")
+        added = [word for pair in own.items() if pair[0] not in more for word in pair] + more
+        print(f"suggested flags\n  {' '.join(added)}\n{said}")
+        return [*words, *added]
 
     def fitting(self, words: Sequence[str]) -> tuple[list[str], str]:
         """Return flags that make a run fit, and what they cost beside time; neither if none do."""
