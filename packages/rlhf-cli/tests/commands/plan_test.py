@@ -182,11 +182,27 @@ def test_seconds_of_decode_steps(planner):
     assert seconds(plan, decode_row_s=1.0)["generation"] == 64 * 1024
     read = 2 * WEIGHTS["qwen2.5-0.5b"] + 64 * 12_288 * (1024 + 512)
     assert seconds(plan, read_bytes=1e12)["generation"] == pytest.approx(1024 * read / 1e12)
+    rounded = planner(1, 1.0)([*words, "--generate_max_len", "1024", "--vllm_quantization", "fp8"])
+    assert seconds(rounded, read_bytes=1e12)["generation"] == pytest.approx(1024 * (read - 357_826_560) / 1e12)
     # 100 tokens on average: the longest of 64 has about 100 (ln 64 + 0.577).
     assert seconds(plan, mean=100.0, decode_step_s=1.0)["generation"] == pytest.approx(473.6, abs=0.1)
     assert seconds(plan, mean=100.0, decode_row_s=1.0)["generation"] == 6400
     two = planner(2)([*words, "--generate_max_len", "1024", "--vllm_num_engines", "2"])  # wait for the longest of both
     assert seconds(two, mean=100.0, decode_step_s=1.0)["generation"] == pytest.approx(473.6, abs=0.1)
+
+
+def test_seconds_of_a_reward_model(planner):
+    """64 rollouts of 2,048 tokens in 4 calls, and a head of one output; --ref_reward_offload loads it each time."""
+    words = model(
+        "qwen2.5-0.5b", 1, "--rollout_batch_size", "16", "--train_batch_size", "64", "--remote_rm_url", "None"
+    )
+    words += ["--generate_max_len", "1024", "--reward_pretrain", "qwen2.5-0.5b", "--reward_batch_size", "16"]
+    plan = planner(1)(words)
+    of_layers = 64 * (2 * 357_826_560 * 2048 + 24 * 4 * 14 * 64 * 2048 * 2049 / 2)
+    assert seconds(plan, flops=1e12)["rewards"] == pytest.approx(of_layers / 1e12)
+    assert seconds(plan, pass_s=1.0)["rewards"] == 4
+    away = planner(1, 1.0)([*words, "--ref_reward_offload"])
+    assert seconds(away, copied_bytes=1e12)["rewards"] == pytest.approx(4 * 2 * WEIGHTS["qwen2.5-0.5b"] / 1e12)
 
 
 def test_sides_that_work_at_the_same_time_take_as_long_as_the_longer_one(planner):
