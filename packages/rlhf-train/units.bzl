@@ -8,7 +8,7 @@ UNITS = {
     "cluster": (["cluster/"], ["rlhf-data/errors", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/ray_actors", "rlhf-rollout/ray_internals", "rlhf-train/run"]),
     "controller": (["controller"], ["rlhf-data/records", "rlhf-train/evaluation", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/report", "rlhf-train/run"]),
     "costs": (["costs"], []),
-    "engine": (["engine/"], ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/backbone", "rlhf-models/fast", "rlhf-models/host_states", "rlhf-models/loading", "rlhf-models/lora", "rlhf-models/weights", "rlhf-rollout/host", "rlhf-rollout/private_names", "rlhf-train/specs"]),
+    "engine": (["engine/"], ["rlhf-data/errors", "rlhf-data/safety", "rlhf-models/attention", "rlhf-models/backbone", "rlhf-models/fast", "rlhf-models/host_states", "rlhf-models/loading", "rlhf-models/lora", "rlhf-models/weights", "rlhf-rollout/host", "rlhf-rollout/private_names", "rlhf-train/specs"]),
     "evaluation": (["evaluation"], ["rlhf-data/records", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/report", "rlhf-train/run"]),
     "generation": (["generation/"], ["rlhf-data/bounds", "rlhf-data/chat", "rlhf-data/errors", "rlhf-data/options", "rlhf-data/pretrained", "rlhf-data/records", "rlhf-data/sampler", "rlhf-models/attention", "rlhf-models/host_states", "rlhf-models/loading", "rlhf-models/reward", "rlhf-rollout/agents", "rlhf-rollout/engines", "rlhf-rollout/event_loop", "rlhf-rollout/generator", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/ray_actors", "rlhf-rollout/records_io", "rlhf-rollout/rewards", "rlhf-rollout/router", "rlhf-rollout/supervisor", "rlhf-train/algorithms", "rlhf-train/batching", "rlhf-train/cluster", "rlhf-train/engine", "rlhf-train/run", "rlhf-train/specs", "rlhf-train/tracing"]),
     "learning": (["learning/"], ["rlhf-data/errors", "rlhf-data/images", "rlhf-data/own_code", "rlhf-data/pretrained", "rlhf-data/records", "rlhf-models/attention", "rlhf-models/backbone", "rlhf-models/fast", "rlhf-models/host_states", "rlhf-models/loading", "rlhf-rollout/engines", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/ray_actors", "rlhf-train/algorithms", "rlhf-train/batching", "rlhf-train/cluster", "rlhf-train/costs", "rlhf-train/engine", "rlhf-train/generation", "rlhf-train/losses", "rlhf-train/run", "rlhf-train/specs", "rlhf-train/tracing"]),
@@ -25,11 +25,11 @@ UNITS = {
     "run_memory": (["run_memory"], ["rlhf-models/loading", "rlhf-models/reward", "rlhf-train/cluster", "rlhf-train/memory", "rlhf-train/online_job", "rlhf-train/specs"]),
     "shapes": (["shapes"], []),
     "specs": (["specs"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-models/lora"]),
-    "tracing": (["tracing/"], []),
+    "tracing": (["tracing/"], ["rlhf-data/safety"]),
 }
 
 TESTS = {
-    "algorithms/advantages_test.py": ["rlhf-train/algorithms"],
+    "algorithms/advantages_test.py": ["rlhf-data/errors", "rlhf-train/algorithms"],
     "algorithms/corrections_test.py": ["rlhf-train/algorithms"],
     "algorithms/decoupled_rewards_test.py": ["rlhf-train/algorithms"],
     "algorithms/episode_baselines_test.py": ["rlhf-train/algorithms"],

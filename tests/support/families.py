@@ -18,10 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from rlhf_data.errors import RlhfError
 from rlhf_models.actor import Actor
+from rlhf_models.attention.frequencies import pin_frequencies
 from rlhf_models.attention.packed import check_shares_prompts
 from rlhf_models.batch import TokenBatch
 from rlhf_models.checkpoint.files import quiet_transformers, without_wrappers
-from rlhf_models.loading import load_actor, load_critic, pin_frequencies
+from rlhf_models.loading import load_actor, load_critic
 from rlhf_models.testing import tiny_tokenizer
 from rlhf_models.weights import check_saves, hf_named_weights, save_hf
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exact_adam import Adam
 from tiny_qwen2 import TinyQwen2
 
 # estimator: (baseline within the group, reduction, whitened over the batch, uses a critic)
@@ -62,21 +63,6 @@ class Recipe:
     correction: tuple[Any, ...] | None = None  # level, mode, low, high, and whether masked tokens are not counted
     mask_stale: int | None = None
     whiten_std: bool = True
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Adam:
-    """AdamW with decay of matrices only, clipping by the global norm, and a schedule."""
-
-    learning_rate: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-4
-    weight_decay: float = 0.0
-    max_norm: float = 0.0
-    scheduler: str = "constant"
-    warmup_steps: int = 0
-    total_steps: int = 1
-    min_lr_ratio: float = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -422,31 +408,10 @@ class Oracle:
             gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
             norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients.values()))
             factor = min(1.0, self.adam.max_norm / norm) if self.adam.max_norm else 1.0
-            rate = self._rate(step)
+            rate = self.adam.rate(step)
             with torch.no_grad():
                 for name, weight in weights.items():
-                    self._step(weight, gradients[name] * factor, moments[name], rate, step + 1)
+                    self.adam.step(weight, gradients[name] * factor, moments[name], rate, step + 1)
             values.append(value)
             norms.append(norm)
         self.metrics |= {f"{metric}/loss": float(np.mean(values)), f"{metric}/grad_norm": float(np.mean(norms))}
-
-    def _step(self, weight: Tensor, gradient: Tensor, moments: list[Tensor], rate: float, count: int) -> None:
-        beta1, beta2 = self.adam.betas
-        moments[0] = beta1 * moments[0] + (1 - beta1) * gradient
-        moments[1] = beta2 * moments[1] + (1 - beta2) * gradient**2
-        mean, square = moments[0] / (1 - beta1**count), moments[1] / (1 - beta2**count)
-        decay = self.adam.weight_decay if weight.ndim > 1 else 0.0
-        weight -= rate * (decay * weight + mean / (square.sqrt() + self.adam.eps))
-
-    def _rate(self, step: int) -> float:
-        adam = self.adam
-        if step < adam.warmup_steps:
-            return adam.learning_rate * (step + 1) / (adam.warmup_steps + 1)
-        done = min((step - adam.warmup_steps) / max(adam.total_steps - adam.warmup_steps, 1), 1.0)
-        floor = adam.min_lr_ratio
-        share = {
-            "constant": 1.0,
-            "linear": 1 - done,
-            "cosine_with_min_lr": floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)),
-        }[adam.scheduler]
-        return adam.learning_rate * share

@@ -103,20 +103,31 @@ def test_verdict_score_is_the_reward_unless_given():
         Verdict(VerdictKind.OK, float("nan"))
 
 
-@pytest.mark.parametrize("value", [{1}, np.float32(1), np.arange(3), b"1", object()])
-def test_values_that_a_checkpoint_cannot_hold_are_refused_with_a_hint(value):
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({1}, "it has a set"),
+        (np.float32(1), "it has a float32"),
+        (np.arange(3), "it has a ndarray"),
+        (b"1", "it has a bytes"),
+        (object(), "it has a object"),
+        (math.nan, "Out of range float values are not JSON compliant.*"),
+        (-math.inf, "Out of range float values are not JSON compliant.*"),
+    ],
+)
+def test_values_that_no_file_can_hold_are_refused_with_a_hint(value, named):
     for make in (
         lambda: Prompt("p", [1], "", label=value),
         lambda: Prompt("p", [1], "", messages=({"role": "user", "content": value},)),
         lambda: Prompt("p", [1], "", extra={"a": [value]}),
         lambda: Verdict(VerdictKind.OK, 1.0, extra={"a": value}),
     ):
-        with pytest.raises(DataError, match=f"is no JSON value: it has a {type(value).__name__}\\n\\nhint: give texts"):
+        with pytest.raises(DataError, match=f"is no JSON value: {named}\\n\\nhint: give texts"):
             make()
 
 
-def test_values_that_a_checkpoint_can_hold_are_kept():
-    extra = MappingProxyType({"a": [1, 2.5, None, True, "b", (1,), {"c": math.nan}], "d": MappingProxyType({})})
+def test_values_that_files_can_hold_are_kept():
+    extra = MappingProxyType({"a": [1, 2.5, None, True, "b", (1,), {"c": 1e300}], "d": MappingProxyType({})})
     assert Prompt("p", [1], "", extra=extra).extra is extra
 
 

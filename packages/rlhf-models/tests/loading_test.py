@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from rlhf_data.errors import ConfigError
+from rlhf_models.attention.frequencies import pin_frequencies
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import (
     check_critic,
@@ -28,7 +29,6 @@ from rlhf_models.loading import (
     load_critic,
     load_reference,
     load_tokenizer,
-    pin_frequencies,
     resolve_dtype,
 )
 from rlhf_models.testing import tiny_model_dir

@@ -21,6 +21,7 @@ from transformers.core_model_loading import WeightRenaming
 from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_models import weights
 from rlhf_models.loading import load_actor, load_critic, load_reward_model, load_tokenizer
+from rlhf_models.lora import LoraSpec, add_lora, save_adapter
 from rlhf_models.reward import moments_fields, score_sequences
 from rlhf_models.testing import tiny_model_dir
 from rlhf_models.weights import check_saves, hf_named_weights, save_hf
@@ -250,15 +251,18 @@ def test_saved_model_stops_where_its_training_data_ended(tmp_path):
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
-def test_save_hf_files_have_the_permissions_that_the_umask_leaves(model_dir, tmp_path, umask, mode):
+def test_files_of_models_have_the_permissions_that_the_umask_leaves(model_dir, tmp_path, umask, mode):
     critic = load_critic(model_dir, dtype="float32")
+    adapted = load_critic(model_dir, dtype="float32")
+    add_lora(adapted, LoraSpec(rank=2))
     before = os.umask(umask)
     try:
         folder = save_hf(critic, None, load_tokenizer(model_dir), tmp_path / "critic")
+        adapter = save_adapter(adapted, adapted.state_dict(), tmp_path / "adapter")
     finally:
         os.umask(before)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
-    assert {"config.json", "model.safetensors"} <= set(modes)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (*folder.iterdir(), *adapter.iterdir())}
+    assert {"config.json", "model.safetensors", "adapter_model.safetensors", "value_head.safetensors"} <= set(modes)
     assert set(modes.values()) == {mode}
 
 

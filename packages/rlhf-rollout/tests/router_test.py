@@ -140,7 +140,7 @@ async def test_router_numbers_of_engines_are_not_used_again():
 
 
 async def test_router_requests_wait_while_all_engines_are_suspended():
-    first, second = Engine(), Engine()
+    first, second, third = Engine(), Engine(), Engine()
     router = EngineRouter([first, second])
     router.suspend(first)
     await ask(router, 2)
@@ -151,16 +151,18 @@ async def test_router_requests_wait_while_all_engines_are_suspended():
         await asyncio.sleep(0.02)
         assert not request.done()
         change()
-        return await request
+        return await asyncio.wait_for(request, 5)
 
     def lose_all():
-        router.detach(first)
-        router.detach(second)
+        for engine in (first, second, third):
+            router.detach(engine)
 
     router.suspend(second)
     await waits_for(lambda: router.restore(first))
-    assert (first.num_asked, second.num_asked) == (1, 2)
     router.suspend(first)
+    await waits_for(lambda: router.attach(third))
+    assert (first.num_asked, second.num_asked, third.num_asked) == (1, 2, 1)
+    router.suspend(third)
     with pytest.raises(EngineError, match="no engine is attached"):
         await waits_for(lose_all)
     for method in (router.suspend, router.restore):

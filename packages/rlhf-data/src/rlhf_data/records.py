@@ -86,16 +86,16 @@ def freeze_routes(record: Any) -> None:
 def check_json(record: Any, *names: str) -> None:
     """Raise DataError unless fields of a record are JSON values: checkpoints and records of rollouts have them as such.
 
-    Mappings of any kind are objects, and tuples are lists.
+    Mappings of any kind are objects, and tuples are lists. NaN and infinite numbers are none.
     """
     for name in names:
         value = getattr(record, name)
         try:
             if value is not None and not isinstance(value, str):
-                json.dumps(value, default=_object)
+                json.dumps(value, default=_object, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             message = f"{type(record).__name__}.{name} is no JSON value: {error}"
-            hint = "give texts, numbers of Python, True, False, None, lists and dicts"
+            hint = "give texts, finite numbers of Python, True, False, None, lists and dicts"
             raise DataError(message, hint=hint) from error
 
 

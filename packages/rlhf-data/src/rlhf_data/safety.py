@@ -3,6 +3,7 @@
 import ipaddress
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 # Stands in written text for a secret.
 MASK = "***"
@@ -25,6 +26,11 @@ def visible(text: str) -> str:
 def without_secrets(text: str) -> str:
     """Return `text` with `***` in place of the user, password and query of each URL in it."""
     return _QUERY.sub(rf"\g<1>{MASK}", _USER.sub(f"{MASK}@", text)) if "://" in text else text
+
+
+def open_to_others(path: Path) -> None:
+    """Let whoever may read a file's folder read the file: safetensors creates files for the owner alone."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def is_utf8(text: str) -> bool:

@@ -29,9 +29,12 @@ def text_of(example):
     return TOKENIZER.decode(example.token_ids)
 
 
-def test_tools_with_half_of_a_surrogate_pair_are_refused():
-    row = Row({"tools": [{"function": {"name": "\ud800"}}]}, "x", 7)
-    with pytest.raises(DataError, match="x:7: `tools` holds half of a surrogate pair"):
+@pytest.mark.parametrize(
+    ("value", "says"), [("\ud800", "holds half of a surrogate pair"), (float("inf"), "cannot be written as JSON")]
+)
+def test_tools_that_no_file_can_hold_are_refused(value, says):
+    row = Row({"tools": [{"function": {"name": value}}]}, "x", 7)
+    with pytest.raises(DataError, match=f"x:7: `tools` {says}"):
         row_tools(row, "tools")
 
 

@@ -76,6 +76,7 @@ def test_row_messages_results_of_tools_are_named_observations_by_some():
             {"role": "assistant", "tool_calls": [{"function": {"name": "\udfff", "arguments": {}}}]},
             "`q` holds half of a surrogate pair",
         ),
+        ({"role": "user", "content": "x", "cost": float("nan")}, "`q` cannot be written as JSON"),
         ({"role": "user", "content": ["x"]}, "message 1 of `q` needs a text `role` and a text `content`"),
     ],
 )

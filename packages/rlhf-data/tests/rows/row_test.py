@@ -38,8 +38,14 @@ def test_row_text_converts_numbers_and_refuses_the_rest(tmp_path):
 def test_row_label_with_half_of_a_surrogate_pair_is_refused(label):
     with pytest.raises(DataError, match="x:7: `a` holds half of a surrogate pair"):
         Row({"a": label}, "x", 7).label("a")
-    with pytest.raises(DataError, match="x:7: `a` cannot be written as JSON"):
+    with pytest.raises(DataError, match="x:7: `a` holds half of a surrogate pair"):
         Row({"a": label}, "x", 7).plain("a")
+
+
+@pytest.mark.parametrize("value", [float("nan"), [float("inf")], {"b": -float("inf")}])
+def test_row_with_a_number_that_json_lacks_is_refused(value):
+    with pytest.raises(DataError, match=r"x:7: `a` cannot be written as JSON: .*\n\nhint: JSON has texts"):
+        Row({"a": value}, "x", 7).plain("a")
 
 
 def test_row_label_writes_structures_as_json_and_refuses_null(tmp_path):

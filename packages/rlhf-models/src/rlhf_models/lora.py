@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rlhf_data.errors import ConfigError, installs
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.pretrained import clear_errors, load_tokenizer
+from rlhf_data.safety import open_to_others
 from rlhf_models.actor import Actor
 from rlhf_models.checkpoint.beyond_text import linear_layers_beyond_text
 from rlhf_models.checkpoint.files import CONFIG_FIELDS_FILE, VALUE_HEAD_FILE, quiet_transformers
@@ -191,6 +192,8 @@ def save_adapter(
         head = {name.removeprefix(HEAD_PREFIX): state_dict[name] for name in state_dict if name.startswith(HEAD_PREFIX)}
         if head:
             save_file({name: tensor.contiguous() for name, tensor in head.items()}, path / VALUE_HEAD_FILE)
+        for file in path.glob("*.safetensors"):
+            open_to_others(file)
         if tokenizer is not None:
             tokenizer.save_pretrained(path)
         if fields:

@@ -1,7 +1,6 @@
 """Export of weights: under the names of the Hugging Face checkpoint, or as a folder."""
 
 import logging
-import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_data.own_code import copy_code, entrust, is_trusted
 from rlhf_data.pretrained import clear_errors
+from rlhf_data.safety import open_to_others
 from rlhf_models.checkpoint.beyond_text import save_left_out
 from rlhf_models.checkpoint.empty import load_empty
 from rlhf_models.checkpoint.files import VALUE_HEAD_FILE, quiet_transformers, without_wrappers, write_fields
@@ -131,10 +131,8 @@ def _write(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer:
             save_left_out(inner, folder)
     if head:
         save_file({name: tensor.contiguous() for name, tensor in head.items()}, folder / VALUE_HEAD_FILE)
-    # safetensors creates files that only the owner can read. Give them the mode of the config, which follows the umask.
-    mode = stat.S_IMODE((folder / "config.json").stat().st_mode)
     for file in folder.glob("*.safetensors"):
-        file.chmod(mode)
+        open_to_others(file)
 
 
 def _to_save(

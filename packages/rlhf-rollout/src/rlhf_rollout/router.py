@@ -56,7 +56,7 @@ class EngineRouter:
         self._places: list[_Place] = []
         self._conversations: OrderedDict[str, _Place] = OrderedDict()
         self._num_attached = 0
-        self._change = asyncio.Event()  # an engine can be used again, or is gone for good
+        self._change = asyncio.Event()  # an engine can be used, or is gone for good
         self.num_retries = 0
         self.unfinished = UnfinishedGroups()
         self.prompt_tokens = np.zeros(2, np.int64)
@@ -94,6 +94,7 @@ class EngineRouter:
             raise ConfigError("the engine is attached already")
         self._places.append(_Place(engine, self._num_attached))
         self._num_attached += 1
+        self._change.set()
 
     def detach(self, engine: RolloutEngine) -> None:
         """Send no more requests to `engine`; those in flight still return. Raises ConfigError if it is not attached."""

@@ -138,22 +138,40 @@ def test_weights_that_do_not_fit_a_slow_engine_end_the_update_for_all() -> None:
     assert segments() == set()
 
 
-@pytest.mark.parametrize("num_buffers", [1, 2])
-def test_an_update_uses_as_many_buffers_as_there_is_memory_for(num_buffers, monkeypatch) -> None:
-    reserve = os.posix_fallocate
-    reserved: set[int] = set()
+@pytest.mark.parametrize("num_buffers", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("medium", "call"),
+    [
+        ("shared_memory", (os, "posix_fallocate", OSError(12, "Cannot allocate memory"))),
+        ("shared_memory", (torch, "from_file", RuntimeError("unable to mmap"))),
+        ("tcp", (torch, "empty", RuntimeError("can't allocate memory"))),
+    ],
+    ids=["no pages", "no mapping", "no heap"],
+)
+def test_an_update_uses_as_many_buffers_as_there_is_memory_for(medium, call, num_buffers, monkeypatch) -> None:
+    owner, name, error = call
+    allocate = getattr(owner, name)
+    owned: set[object] = set()
 
-    def full(descriptor: int, offset: int, length: int) -> None:
-        if descriptor not in reserved and len(reserved) == num_buffers:
-            raise OSError(12, "Cannot allocate memory")
-        reserved.add(descriptor)
-        reserve(descriptor, offset, length)
+    def full(place: object, *arguments: object, **options: object) -> object:
+        """Refuse memory for further buffers. `place` is a descriptor or its path; on the heap each call is another."""
+        buffer = len(owned) if medium == "tcp" else place
+        if threading.current_thread() is sender and buffer not in owned:
+            if len(owned) == num_buffers:
+                raise error
+            owned.add(buffer)
+        return allocate(place, *arguments, **options)
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    engine = Engine("shared_memory")
-    source = WeightSource("shared_memory", bucket_bytes=1024, checksum=True)
-    assert source.send(iter(WEIGHTS.items()), [engine], 1).failures == {}
-    check(engine)
+    engine = Engine(medium)
+    sender = threading.current_thread()
+    monkeypatch.setattr(owner, name, full)
+    source = WeightSource(medium, bucket_bytes=1024, checksum=True)
+    if not num_buffers:
+        with pytest.raises(WeightSyncError, match=r"the host has no memory for \d+ bytes of weights: .*\n\nhint: end"):
+            source.send(iter(WEIGHTS.items()), [engine], 1)
+    else:
+        assert source.send(iter(WEIGHTS.items()), [engine], 1).failures == {}
+        check(engine)
     assert segments() == set()
 
 

@@ -79,7 +79,7 @@ class ModelSpec:
         routing_replay: whether tokens of rollouts go through the experts that the engine chose. Only for the actor.
         masked_ids: ids of a language model's vocabulary that get the probability 0, as in the engines that sample
             (`EngineSpec.masked_ids`). Offline runs mask none.
-        max_length: tokens of the longest sequence of the run; see `rlhf_models.loading.pin_frequencies`.
+        max_length: tokens of the longest sequence of the run; see `rlhf_models.attention.frequencies.pin_frequencies`.
         chat_template: Jinja text that is saved with the model; None for that of its own tokenizer.
         images: "", "frozen" or "trained"; see `rlhf_models.loading.LoadOptions`.
     """

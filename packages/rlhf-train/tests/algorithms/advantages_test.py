@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_data.errors import DataError
 from rlhf_train.algorithms.gae import (
     distilled_advantages,
     generalized_advantages,
@@ -233,7 +234,6 @@ def test_baselines_of_several_groups_match_hand_values():
     centred = np.array([-mean, 0, 4 - mean, 0, 1 - mean, 0, 1, -1])
     expected = {
         "group_mean_batch_std": centred / (10.4375**0.5 + 1e-6),
-        "group_mean_ratio": [*centred[:6] / (mean + 1e-6), 0.0, 0.0],  # d has no mean above 0
         "group_max": [0, 0, 3, 0, 0, 0, 2, 0],
     }
     for baseline, values in expected.items():
@@ -241,6 +241,10 @@ def test_baselines_of_several_groups_match_hand_values():
         np.testing.assert_allclose(found, values, rtol=1e-12, atol=1e-12, err_msg=baseline)
         moved = relative_rewards(rewards[::-1], ids[::-1], baseline)[::-1]
         np.testing.assert_allclose(moved, found, rtol=1e-12, atol=1e-12)
+    by_ratio = relative_rewards(np.array([*rewards[:6], 0.0, 0.0]), ids, "group_mean_ratio")
+    np.testing.assert_allclose(by_ratio, [*centred[:6] / (mean + 1e-6), 0.0, 0.0], rtol=1e-12, atol=1e-12)
+    with pytest.raises(DataError, match=r"a reward is -3, which is below 0\n\nhint: use rewards >= 0"):
+        relative_rewards(rewards, ids, "group_mean_ratio")
     by_length = relative_rewards(rewards[[0, 2, 4]], ["a"] * 3, "group_mean_by_length", weights=np.array([2, 1, 5]))
     np.testing.assert_allclose(by_length, np.array([0, 4, 1]) - 9 / 8, rtol=1e-12)
     undivided = relative_rewards(rewards, ids, "group_mean_batch_std", divide_by_std=False)

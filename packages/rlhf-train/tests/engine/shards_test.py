@@ -188,11 +188,15 @@ def two_files(folder: Path) -> list[Path]:
 
 
 def test_reader_puts_parts_together(tmp_path):
-    reader = ShardReader(two_files(tmp_path))
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    reader = ShardReader(two_files(folder))
     for start in range(10):
         for size in range(1, 11 - start):
             assert reader.read("weight/w", start, size).tolist() == list(range(start, start + size))
     assert "weight/w" in reader
+    (folder / "new").touch()
+    assert {path.stat().st_mode for path in folder.iterdir()} == {(folder / "new").stat().st_mode}
     assert "exp_avg/w" not in reader
     assert reader.numbers == {"num_updates": 3}
 

@@ -15,8 +15,7 @@ from rlhf_data.examples.preference import PreferenceExample, ProcessExample, Unp
 from rlhf_data.examples.sft import SftExample
 from rlhf_models.batch import TokenBatch
 from rlhf_train.batching import Denominators
-from rlhf_train.offline.epochs import MicroBatch
-from rlhf_train.offline.job import score_moments
+from rlhf_train.offline.epochs import MicroBatch, score_moments
 from rlhf_train.offline.objectives.distillation import DistillationObjective
 from rlhf_train.offline.objectives.dpo import PreferenceObjective
 from rlhf_train.offline.objectives.kto import KtoObjective

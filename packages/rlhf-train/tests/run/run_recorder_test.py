@@ -384,7 +384,9 @@ def test_run_that_continues_keeps_the_records_up_to_its_checkpoint(tmp_path, is_
     again = written[3]["again/1"]
     assert again.keys() == set(COLUMNS) - {"kl"} and again["gap"].tolist() == [4.0, 4.0, 4.0]
     assert again["advantage"].tolist() == [65504.0, -65504.0, 4.0]  # of float16
-    (recorder.path("token values") / "step-2.safetensors").write_bytes(b"cut off")
+    file = recorder.path("token values") / "step-2.safetensors"
+    assert file.stat().st_mode == recorder.path("metrics").stat().st_mode  # of any new file
+    file.write_bytes(b"cut off")
     assert read_values(recorder.path("token values"), 2) == {}
 
 

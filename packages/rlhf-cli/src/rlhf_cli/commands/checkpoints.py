@@ -242,7 +242,7 @@ def _reader(checkpoint: Checkpoint, role: str) -> "ShardReader":
 def _write_model(spec: ModelSpec, checkpoint: Checkpoint, role: str, out: Path) -> None:
     from rlhf_models.reward import moments_fields
     from rlhf_train.engine.shards import load_weights
-    from rlhf_train.offline.job import score_moments
+    from rlhf_train.offline.epochs import score_moments
     from rlhf_train.run.models import load_model, write_model
 
     model = load_model(role, spec)

@@ -40,7 +40,7 @@ def row_messages(row: Row, key: str) -> Messages:
                 'a message looks like {"role": "user", "content": "..."}; beside `tool_calls` the content may be null'
             )
             raise DataError(problem, hint=hint)
-        row.checked(key, json.dumps(message, ensure_ascii=False))
+        row.check_json(key, message)
         if message["role"] not in _ROLES:
             raise DataError(f"{place}: {unknown('role', message['role'], _ROLES)}")
     return messages
@@ -75,7 +75,7 @@ def row_tools(row: Row, key: str | None) -> list[dict[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         problem = f"{row.origin}: `{key}` must be a list of tools, or its JSON text, got {kind_of(tools)}"
         raise DataError(problem, hint='a tool looks like {"type": "function", "function": {"name": ..., ...}}')
-    row.checked(str(key), json.dumps(tools, ensure_ascii=False))
+    row.check_json(str(key), tools)
     is_table = not row.has_lines and isinstance(row.cell(str(key)), list)
     return [_without_nulls(tool) for tool in tools] if is_table else tools
 

@@ -103,13 +103,18 @@ class Row:
     def plain(self, key: str) -> Any:
         """Return the value of `key`, which may be null. Raises DataError unless it can be written as JSON."""
         value = self.cell(key)
-        try:
-            is_plain = is_utf8(json.dumps(value, ensure_ascii=False))
-        except (TypeError, ValueError, RecursionError):
-            is_plain = False
-        if not is_plain:
-            raise DataError(f"{self.origin}: `{key}` cannot be written as JSON: {kind_of(value)}")
+        self.check_json(key, value)
         return value
+
+    def check_json(self, key: str, value: Any) -> None:
+        """Raise DataError unless a part of the cell `key` can be written as JSON, which has no NaN."""
+        try:
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            message = f"{self.origin}: `{key}` cannot be written as JSON: {kind_of(value)}"
+            hint = "JSON has texts, finite numbers, true, false, null, lists and objects"
+            raise DataError(message, hint=hint) from None
+        self.checked(key, text)
 
     def label(self, key: str) -> str:
         """Return the value of `key` as reward functions receive it: text, or JSON for a boolean, list or object.

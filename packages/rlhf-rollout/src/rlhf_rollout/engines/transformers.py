@@ -28,8 +28,9 @@ class TransformersEngine(GatedEngine):
 
     def __init__(self, spec: EngineSpec) -> None:
         try:
+            from rlhf_models.attention.frequencies import pin_frequencies
             from rlhf_models.images import language_model_class
-            from rlhf_models.loading import load_config, pin_frequencies
+            from rlhf_models.loading import load_config
         except ImportError as error:
             raise EngineError("transformers is not installed", hint=installs("rlhf-rollout[models]")) from error
         if spec.weight_transfer == "ipc" and not torch.cuda.is_available():

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rlhf_data.errors import WeightSyncError
 from rlhf_rollout.weights import Medium
 
 if TYPE_CHECKING:
@@ -63,6 +64,12 @@ class BucketBuffer:
 
     def close(self) -> None:
         """Free the memory. Never raises."""
+
+
+def no_memory(size_bytes: int, reason: object) -> WeightSyncError:
+    """Return the error of a host that has no memory for a buffer."""
+    message = f"the host has no memory for {size_bytes} bytes of weights: {reason}"
+    return WeightSyncError(message, hint="end other programs, or use a smaller model")
 
 
 def buffer_class(medium: Medium) -> type[BucketBuffer]:

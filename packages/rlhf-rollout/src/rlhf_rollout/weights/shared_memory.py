@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_rollout.weights.buffer import HOST_WINDOW, BucketBuffer
+from rlhf_rollout.weights.buffer import HOST_WINDOW, BucketBuffer, no_memory
 
 if TYPE_CHECKING:
     import torch
@@ -42,9 +42,9 @@ class Buffer(BucketBuffer):
         try:
             os.ftruncate(self._descriptor, size_bytes)
             self.data = torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8)
-        except BaseException:
+        except (OSError, RuntimeError) as error:
             self.close()
-            raise
+            raise no_memory(size_bytes, error) from error
 
     def reserve(self, end_bytes: int) -> None:
         """See `BucketBuffer`. Raises WeightSyncError when the host has no memory left.
@@ -57,8 +57,7 @@ class Buffer(BucketBuffer):
         try:
             os.posix_fallocate(self._descriptor, self._reserved_bytes, end_bytes - self._reserved_bytes)
         except OSError as error:
-            message = f"the host has no memory for {end_bytes} bytes of weights: {error.strerror}"
-            raise WeightSyncError(message, hint="end other programs, or use a smaller model") from error
+            raise no_memory(end_bytes, error.strerror) from error
         self._reserved_bytes = end_bytes
 
     # It need not publish anything: a copy from a GPU to pageable memory returns when it is complete.

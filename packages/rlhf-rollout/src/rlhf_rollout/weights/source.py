@@ -237,18 +237,15 @@ class _Update:
         size_bytes = max(self._bucket_bytes, size_bytes)
         self._at = (self._at + 1) % self._window
         if self._at == len(self._buffers):
-            buffer = self._source.open(size_bytes, self._names)
             try:
-                if self._at:  # the first is reserved as it is filled: without it there is no update
-                    buffer.reserve(size_bytes)
+                self._buffers.append(self._open_reserved(size_bytes))
+                return
             except WeightSyncError as error:
-                buffer.close()
+                if not self._at:  # without the first one there is no update
+                    raise
                 logger.info("weights are sent through %d buffer(s): %s", self._at, error)
                 self._window = self._at
                 self._at = 0
-            else:
-                self._buffers.append(buffer)
-                return
         buffer = self._buffers[self._at]
         is_small = buffer.data.numel() < size_bytes
         if is_small or not buffer.holds_two:
@@ -256,6 +253,17 @@ class _Update:
         if is_small:
             buffer.close()
             self._buffers[self._at] = self._source.open(size_bytes, self._names)
+
+    def _open_reserved(self, size_bytes: int) -> BucketBuffer:
+        """Return a buffer of memory that is there. The first one is reserved as it is filled."""
+        buffer = self._source.open(size_bytes, self._names)
+        try:
+            if self._at:
+                buffer.reserve(size_bytes)
+        except WeightSyncError:
+            buffer.close()
+            raise
+        return buffer
 
     def _hand_over(self) -> None:
         """Have the engines read the buffer, each when it has read the buckets before."""

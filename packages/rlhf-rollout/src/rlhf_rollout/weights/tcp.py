@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rlhf_data.errors import EngineError
-from rlhf_rollout.weights.buffer import HOST_WINDOW, BucketBuffer, OpenBuffer
+from rlhf_rollout.weights.buffer import HOST_WINDOW, BucketBuffer, OpenBuffer, no_memory
 
 _TOKEN_BYTES = 32
 _TIMEOUT_S = 60.0  # without any progress
@@ -32,7 +32,10 @@ class Buffer(BucketBuffer):
     may_read_again = True
 
     def __init__(self, size_bytes: int, engines: Sequence[str], host: str) -> None:
-        self.data = torch.empty(size_bytes, dtype=torch.uint8)
+        try:
+            self.data = torch.empty(size_bytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise no_memory(size_bytes, error) from error
         self._num_engines = len(engines)
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._num_filled = 0

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from rlhf_data.errors import unknown
+from rlhf_data.errors import DataError, unknown
 from rlhf_train.algorithms.table import BASELINES
 
 MIN_STD = 1e-6  # reward units; added to a group's deviation, so that rewards that differ by noise get advantages near 0
@@ -227,19 +227,26 @@ def batch_normalized(
 def mean_ratio(rewards: np.ndarray, group_ids: Sequence[str], weights: np.ndarray) -> np.ndarray:
     """Return each reward minus the mean of its group, divided by that mean.
 
-        A_i = (R_i - mean(R_group)) / (mean(R_group) + 1e-6),   0.0 where the mean is not above 0
+        A_i = (R_i - mean(R_group)) / (mean(R_group) + 1e-6),   0.0 where all are 0
 
     With rewards of 1 and 0 the mean is the share of successes, and the gradient is that of the likelihood of a success,
-    up to an order that grows with the size of the group. Rewards must be >= 0: of others the mean is no scale.
+    up to an order that grows with the size of the group.
 
     Args:
         weights: [B] float, how much each reward counts in the mean.
 
+    Raises:
+        DataError: a reward is below 0. The mean is then no scale: it may be 0 or negative where rewards differ.
+
     Source: Tajwar et al. 2026 (MaxRL), arXiv:2602.02710.
     """
+    lowest = min(rewards, default=0.0)
+    if lowest < -MIN_STD:
+        message = f"MaxRL divides rewards by the mean of their group, and a reward is {lowest:g}, which is below 0"
+        hint = "use rewards >= 0, without penalties of length and normalization, or ``estimator=dr_grpo``"
+        raise DataError(message, hint=hint)
     centred = group_normalized(rewards, group_ids, divide_by_std=False, weights=weights)
-    mean = rewards - centred
-    return np.where(mean > 0, centred / (np.maximum(mean, 0.0) + MIN_STD), 0.0)
+    return centred / (np.maximum(rewards - centred, 0.0) + MIN_STD)
 
 
 def best_gain(rewards: np.ndarray, group_ids: Sequence[str], episode_ids: Sequence[str] | None = None) -> np.ndarray:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_data.errors import CheckpointError
+from rlhf_data.safety import open_to_others
 
 # Names of tensors; see `Shards`.
 WEIGHT, MOMENTUM = "weight", "momentum_buffer"
@@ -56,6 +57,7 @@ class Shards:
     def write(self, path: Path) -> None:
         """Write a safetensors file. Raises OSError or SafetensorError, for example for a full disk."""
         save_file(self.tensors, path, {"starts": json.dumps(self.starts), "numbers": json.dumps(self.numbers)})
+        open_to_others(path)
 
 
 class ShardReader:

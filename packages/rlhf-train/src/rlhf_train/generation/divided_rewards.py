@@ -35,7 +35,7 @@ class RewardRank:
         path: a folder or hub name, see `rlhf_models.load_reward_model`.
         dtype: "float32" or "bfloat16".
         attn_implementation: "auto", or a name that transformers knows.
-        max_length: tokens of the longest sequence of the run; see `rlhf_models.loading.pin_frequencies`.
+        max_length: tokens of the longest sequence of the run; see `rlhf_models.attention.frequencies.pin_frequencies`.
         device: "cuda" or "cpu".
         normalize: shift and scale scores by the moments that the model's config holds, if any.
         offload: keep the weights in host memory, pinned, between calls. Without effect on a CPU.

@@ -270,3 +270,9 @@ def this_ranks_part(
 def _over_ranks(parts: Sequence[Mapping[str, Metric]], objective: Objective[Item]) -> dict[str, float]:
     gathered = of_all_ranks(on_host(merge_metrics(parts)))
     return results(merge_metrics(gathered[:: objective.ranks_per_batch]))
+
+
+def score_moments(metrics: Mapping[str, float]) -> tuple[float, float]:
+    """Return the mean and the standard deviation of a reward model's scores in an evaluation's `metrics`."""
+    mean = metrics["eval/score"]
+    return mean, math.sqrt(max(metrics["eval/squared_score"] - mean**2, 0.0))

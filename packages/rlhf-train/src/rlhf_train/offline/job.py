@@ -16,7 +16,7 @@ from rlhf_train.costs import pass_costs
 from rlhf_train.engine.accelerate import join_groups, start_engine, start_frozen
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.offline.collectives import SharedCheckpoints, check_shared, of_all_ranks
-from rlhf_train.offline.epochs import Objective, OfflineSchedule, evaluate, train_offline
+from rlhf_train.offline.epochs import Objective, OfflineSchedule, evaluate, score_moments, train_offline
 from rlhf_train.offline.sequences import with_reference
 from rlhf_train.run.best_model import BestModel
 from rlhf_train.run.checkpoint import Checkpoint, CheckpointSpec, check_rows, read_checkpoint
@@ -445,9 +445,3 @@ class _Run:
         self.items = with_reference(self.engine, objective, self.items, job.schedule)
         if self._eval_items:
             self._eval_items = with_reference(self.engine, objective, self._eval_items, job.schedule)
-
-
-def score_moments(metrics: Mapping[str, float]) -> tuple[float, float]:
-    """Return the mean and the standard deviation of a reward model's scores in an evaluation's `metrics`."""
-    mean = metrics["eval/score"]
-    return mean, math.sqrt(max(metrics["eval/squared_score"] - mean**2, 0.0))

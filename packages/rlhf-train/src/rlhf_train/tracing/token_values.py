@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlhf_data.safety import open_to_others
+
 # gap        the trainer's log-prob minus the engine's, nats
 # log_ratio  the log-prob in the token's last pass of the step minus the old one of the ratio, nats
 # advantage  by which the policy loss multiplies the ratio
@@ -55,6 +57,7 @@ def write_values(folder: Path, step: int, parts: Sequence[TokenValues]) -> None:
     path = _path(folder, step)
     unfinished = path.with_suffix(".partial")
     save_file(tensors, unfinished, {"rollout_ids": json.dumps(ids)})
+    open_to_others(unfinished)
     os.replace(unfinished, path)
 
 
