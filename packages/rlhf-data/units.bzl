@@ -7,7 +7,7 @@ UNITS = {
     "errors": (["errors"], []),
     "examples": (["examples/"], ["rlhf-data/chat", "rlhf-data/errors", "rlhf-data/images", "rlhf-data/options", "rlhf-data/records", "rlhf-data/rows"]),
     "hub_names": (["hub_names"], []),
-    "images": (["images/"], ["rlhf-data/chat", "rlhf-data/errors", "rlhf-data/pretrained", "rlhf-data/rows", "rlhf-data/safety"]),
+    "images": (["images/"], ["rlhf-data/chat", "rlhf-data/errors", "rlhf-data/pretrained", "rlhf-data/rows"]),
     "keys": (["keys"], ["rlhf-data/errors", "rlhf-data/options", "rlhf-data/rows"]),
     "main": (["main"], ["rlhf-data/chat", "rlhf-data/errors", "rlhf-data/examples", "rlhf-data/keys", "rlhf-data/options", "rlhf-data/pretrained", "rlhf-data/rows", "rlhf-data/safety"]),
     "options": (["options/"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/own_code", "rlhf-data/rows", "rlhf-data/safety"]),

@@ -90,7 +90,7 @@ def run_worker(
             models, spec, temperature=TEMPERATURE, rank=rank, num_ranks=num_ranks, master=master, device="cpu", seed=0
         )
         rewards = relative_rewards(
-            np.array([rollout.verdict.reward for rollout in rollouts]),
+            np.array([reward_of(rollout, recipe) for rollout in rollouts]),
             [rollout.group_id for rollout in rollouts],
             spec.row.baseline,
             divide_by_std=spec.whiten_std,
@@ -130,7 +130,12 @@ def with_versions(rollout: Rollout, versions: Sequence[int]) -> Rollout:
     return dataclasses.replace(rollout, spans=(prompt, *parts, *rest))
 
 
-def sample_of(rollout: Rollout) -> Sample:
+def reward_of(rollout: Rollout, recipe: Recipe) -> float:
+    """Return a rollout's reward. MaxRL takes none below 0."""
+    return abs(rollout.verdict.reward) if recipe.estimator == "maxrl" else rollout.verdict.reward
+
+
+def sample_of(rollout: Rollout, recipe: Recipe) -> Sample:
     return Sample(
         tokens=rollout.token_ids.tolist(),
         is_policy=rollout.loss_mask.tolist(),
@@ -138,7 +143,7 @@ def sample_of(rollout: Rollout) -> Sample:
         versions=[
             -1 if span.policy_version is None else span.policy_version for span in rollout.spans for _ in span.token_ids
         ],
-        reward=rollout.verdict.reward,
+        reward=reward_of(rollout, recipe),
         group=rollout.group_id,
         truncated=rollout.finish_reason is FinishReason.LENGTH,
     )
@@ -150,7 +155,7 @@ def run_oracle(case: Case, paths: dict[str, str], batches: dict[str, Any]) -> Ou
     members = [
         [plan.rows[row] for micro_batch in batch.micro_batches for row in micro_batch] for batch in plan.mini_batches
     ]
-    samples = [sample_of(rollout) for rollout in rollouts]
+    samples = [sample_of(rollout, case.recipe) for rollout in rollouts]
     oracle = Oracle(
         case.recipe,
         case.adam,

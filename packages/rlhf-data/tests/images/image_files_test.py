@@ -2,10 +2,7 @@
 
 import base64
 import io
-import os
-import stat
 import struct
-import time
 import zlib
 from pathlib import Path
 
@@ -14,7 +11,7 @@ import pytest
 from PIL import Image
 
 from rlhf_data.errors import DataError
-from rlhf_data.images.files import image_ref, read_image, stored_image
+from rlhf_data.images.files import image_ref, read_image
 
 RED = Image.new("RGB", (3, 2), (255, 0, 0))
 
@@ -53,23 +50,6 @@ def test_every_form_of_an_image_gives_its_pixels(tmp_path, form):
     image = read_image(image_ref(value, "r:1", tmp_path), "r:1")
     assert (image.mode, image.size) == ("RGB", (3, 2))
     assert (np.asarray(image) == [255, 0, 0]).all()
-
-
-def test_stored_images_are_readable_files_that_go_when_nothing_uses_them(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "rlhf" / "images"
-    folder.mkdir(parents=True)
-    now = time.time()
-    for name, read_days, written_days in (("old", 91, 91), ("read", 89, 400), ("loaded", 400, 89), ("draft", 400, 400)):
-        (folder / name).write_bytes(b"x")
-        os.utime(folder / name, (now - read_days * 86400, now - written_days * 86400))
-    path = Path(stored_image(encoded(RED)))
-    assert {file.name for file in folder.iterdir()} == {"read", "loaded", path.name}
-    assert read_image(str(path), "r:1").size == (3, 2)
-    assert stat.S_IMODE(path.stat().st_mode) == folder.stat().st_mode & 0o666 != 0o600
-    os.utime(path, (0, 0))
-    assert stored_image(encoded(RED)) == str(path)
-    assert path.stat().st_mtime >= now
 
 
 @pytest.mark.parametrize(

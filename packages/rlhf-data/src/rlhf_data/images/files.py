@@ -6,21 +6,16 @@ import hashlib
 import io
 import os
 import tempfile
-import time
 from collections.abc import Mapping
-from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from rlhf_data.errors import ConfigError, DataError, first_line
 from rlhf_data.rows.row import kind_of
-from rlhf_data.safety import open_to_others
 
 MAX_PIXELS = 1 << 26  # 67 megapixels, which take 200 MB when they are decoded
 MAX_BYTES = 1 << 28  # of a file or of bytes in a row
-KEPT_DAYS = 90  # longer than a run goes between two looks at the same image
 # Pillow's other decoders are rarely used, and one starts another program (EPS).
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
@@ -68,35 +63,20 @@ def image_ref(value: Any, origin: str, folder: Path) -> ImageRef:
 def stored_image(content: bytes) -> str:
     """Return the path of a file with this content, in the user's cache; it is written if there is none.
 
-    Files that nothing has loaded or read for `KEPT_DAYS` are removed. Raises ConfigError if it cannot be written.
+    Raises ConfigError if it cannot be written.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(home, "rlhf", "images", hashlib.sha256(content).hexdigest())
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(cache, "rlhf", "images", hashlib.sha256(content).hexdigest())
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_unused(path.parent)
-        if path.exists():
-            path.touch()
-        else:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as draft:
                 draft.write(content)
-            open_to_others(Path(draft.name))
             Path(draft.name).replace(path)
     except OSError as error:
         hint = "set XDG_CACHE_HOME to a folder with room, or give the paths of files"
         raise ConfigError(f"an image in a row cannot be written to {path}: {error}", hint=hint) from None
     return str(path)
-
-
-@cache
-def _remove_unused(folder: Path) -> None:
-    """Remove the old files of a folder, once per process."""
-    oldest = time.time() - KEPT_DAYS * 24 * 3600
-    for file in folder.iterdir():
-        with suppress(OSError):  # another process may have removed it
-            used = file.stat()
-            if max(used.st_atime, used.st_mtime) < oldest:
-                file.unlink()
 
 
 def read_image(ref: ImageRef, origin: str) -> Any:
