@@ -43,35 +43,35 @@ def write_timeline(folder: Path, name: str = "timeline.json", *, num_passes: int
     events = [
         {"name": "process_name", "ph": "M", "pid": 1, "tid": 1, "ts": 0, "args": {"name": "controller"}},
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": 1, "ts": 0, "args": {"name": "steps"}},
-        {"name": "process_name", "ph": "M", "pid": 2, "tid": 2, "ts": 0, "args": {"name": "actor: rank 0"}},
-        {"name": "thread_name", "ph": "M", "pid": 2, "tid": 2, "ts": 0, "args": {"name": "calls"}},
+        {"name": "process_name", "ph": "M", "pid": 2, "tid": 3, "ts": 0, "args": {"name": "actor: rank 0"}},
+        {"name": "thread_name", "ph": "M", "pid": 2, "tid": 3, "ts": 0, "args": {"name": "calls"}},
         {"name": "step 1", "ph": "X", "pid": 1, "tid": 1, "ts": 0, "dur": 10_000_000},
         {
             "name": "wait",
             "ph": "X",
             "pid": 2,
-            "tid": 2,
+            "tid": 3,
             "ts": 0,
             "dur": 2_000_000,
             "args": {"waits for": "generate 2.000 s"},
         },
-        {"name": "update actor", "ph": "B", "pid": 2, "tid": 2, "ts": 2_000_000},
+        {"name": "update actor", "ph": "B", "pid": 2, "tid": 3, "ts": 2_000_000},
         *(
             {
                 "name": "pass",
                 "ph": "X",
                 "pid": 2,
-                "tid": 2,
+                "tid": 3,
                 "ts": (2 + at) * 1_000_000,
                 "dur": 1_000_000,
                 "args": {"tokens": 7},
             }
             for at in range(num_passes)
         ),
-        {"name": "update actor", "ph": "E", "pid": 2, "tid": 2, "ts": 8_000_000},
-        {"name": "prompt", "ph": "b", "cat": "prompt", "id": "a", "pid": 2, "tid": 2, "ts": 8_500_000},
-        {"name": "<b>open</b>", "ph": "B", "pid": 2, "tid": 2, "ts": 9_000_000},
-        {"name": "size", "ph": "C", "pid": 2, "tid": 2, "ts": 9_500_000, "args": {"value": 1}},
+        {"name": "update actor", "ph": "E", "pid": 2, "tid": 3, "ts": 8_000_000},
+        {"name": "prompt", "ph": "b", "cat": "prompt", "id": "a", "pid": 2, "tid": 3, "ts": 8_500_000},
+        {"name": "<b>open</b>", "ph": "B", "pid": 2, "tid": 3, "ts": 9_000_000},
+        {"name": "size", "ph": "C", "pid": 2, "tid": 3, "ts": 9_500_000, "args": {"value": 1}},
     ]
     text = ",\n".join(json.dumps(event) for event in events)
     path = folder / name

@@ -130,6 +130,13 @@ def test_the_report_of_a_large_run_is_measured(bench):
     assert report["page_bytes"] > 1920 * 8 and report["peak_mib"] > 20 and report["seconds"] > 0
 
 
+@pytest.mark.parametrize("steps", ["1", "4"])
+def test_steps_with_a_timeline_need_a_neighbour_without_one(steps, bench, capsys):
+    with pytest.raises(SystemExit):
+        bench("timeline_cost", "--steps", steps)
+    assert "--steps must be odd and at least 3" in capsys.readouterr().err
+
+
 def test_fleet_tells_what_a_controller_needs_while_all_answers_are_written(bench):
     shape = ["--engines", "4", "--actors", "2", "--prompts", "40", "--answer_tokens", "200", "--batch", "8"]
     _, report = bench("fleet", *shape, "--tokens_per_s", "400", "--fill_s", "4", "--seconds", "10")

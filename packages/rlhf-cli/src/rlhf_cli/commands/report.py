@@ -79,7 +79,7 @@ def _serve(folders: Sequence[Path], section: ReportSection) -> int:
 
     report = Report(folders, (section.max_rollouts, section.max_tokens))
     server, address = open_server(report, section.port)
-    print(f"report at {address}, for this machine only; Ctrl-C ends it", flush=True)
+    print(f"report for this machine only, until Ctrl-C: {address}", flush=True)
     with server, suppress(KeyboardInterrupt):
         server.serve_forever()
     return SUCCESS
@@ -133,6 +133,6 @@ def _notices(run: dict) -> list[str]:
         if shown < file["num_rollouts"]:
             found.append(
                 f"{shown} of the {file['num_rollouts']} rollouts in {file['name']} are in the page, in whole groups "
-                "of every step; --max_rollouts and --max_tokens take more"
+                "spread evenly over the steps; --max_rollouts and --max_tokens take more"
             )
     return found
