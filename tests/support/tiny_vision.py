@@ -20,6 +20,12 @@ _SMOL_TEMPLATE = (
 )
 _QWEN_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
 _QWEN_TOKENS += ["<|image_pad|>", "<|video_pad|>"]
+_INTERN_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}{% if c.type == 'image' %}"
+    "<IMG_CONTEXT>\n{% else %}{{ c.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_INTERN_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>"]
 _SMOL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<end_of_utterance>", "<image>", "<fake_token_around_image>"]
 _SMOL_TOKENS += ["<global-img>"]
 _SMOL_TOKENS += [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
@@ -51,7 +57,14 @@ _EYES: dict[str, dict[str, Any]] = {
         "patch_size": 4,
     },
 }
+_EYES["idefics3"] = _EYES["smolvlm"]
+_EYES["internvl"] = _EYES["smolvlm"] | {"image_size": [32, 32], "patch_size": [4, 4], "use_qk_norm": True}
 VISION_FAMILIES = tuple(_EYES)
+# By family, what its tokenizer has: special tokens, the chat template, the end token, the token of an image.
+_SMOL = (_SMOL_TOKENS, _SMOL_TEMPLATE, "<end_of_utterance>", "<image>")
+_TEXTS = {"smolvlm": _SMOL, "idefics3": _SMOL}
+_TEXTS["internvl"] = (_INTERN_TOKENS, _INTERN_TEMPLATE, "<|im_end|>", "<IMG_CONTEXT>")
+_QWEN = (_QWEN_TOKENS, _QWEN_TEMPLATE, "<|im_end|>", "<|image_pad|>")
 COLOURS = {"red": (220, 30, 30), "green": (30, 180, 30), "blue": (30, 30, 220)}
 
 
@@ -62,11 +75,13 @@ def tiny_vision_model_dir(path: Path, family: str) -> Path:
 
     from rlhf_models.checkpoint.files import without_wrappers
 
-    is_smol = family == "smolvlm"
-    tokenizer = _tokenizer(is_smol)
+    tokenizer = _tokenizer(family)
     text: dict[str, Any] = _TEXT | {"eos_token_id": tokenizer.eos_token_id}
-    ids = {"image_token_id": tokenizer.convert_tokens_to_ids("<image>" if is_smol else "<|image_pad|>")}
-    if is_smol:
+    ids: dict[str, Any] = {"image_token_id": tokenizer.convert_tokens_to_ids(_TEXTS.get(family, _QWEN)[3])}
+    if family == "internvl":
+        text["model_type"] = "qwen2"
+        ids |= {"image_seq_length": 16, "downsample_ratio": 0.5}
+    elif family in _TEXTS:
         text["model_type"] = "llama"
         ids |= {"scale_factor": 2, "pad_token_id": 0}
     else:
@@ -90,15 +105,19 @@ def tiny_vision_model_dir(path: Path, family: str) -> Path:
 
 def _processor(family: str) -> dict[str, Any]:
     common = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    if family == "smolvlm":
+    if family == "internvl":
+        sizes = {"size": {"height": 32, "width": 32}, "max_patches": 4}
+        return common | sizes | {"image_processor_type": "GotOcr2ImageProcessor"}
+    if family in _TEXTS:
+        name = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}[family]
         sizes = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
-        return common | sizes | {"image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": True}
+        return common | sizes | {"image_processor_type": f"{name}ImageProcessor", "do_image_splitting": True}
     sizes = {"size": {"shortest_edge": 64, "longest_edge": 4096}}
     patches = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
     return common | sizes | patches | {"image_processor_type": "Qwen2VLImageProcessor"}
 
 
-def _tokenizer(is_smol: bool) -> Any:
+def _tokenizer(family: str) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -106,12 +125,13 @@ def _tokenizer(is_smol: bool) -> Any:
     backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(_SMOL_TOKENS if is_smol else _QWEN_TOKENS)
+    tokens, template, end, _ = _TEXTS.get(family, _QWEN)
+    backend.add_special_tokens(tokens)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        eos_token="<end_of_utterance>" if is_smol else "<|im_end|>",
+        eos_token=end,
         pad_token="<|endoftext|>",
-        chat_template=_SMOL_TEMPLATE if is_smol else _QWEN_TEMPLATE,
+        chat_template=template,
     )
 
 

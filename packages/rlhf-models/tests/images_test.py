@@ -1,6 +1,7 @@
 """Models that read images, against plain transformers."""
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.examples.sft import ImageSftEncoder
+from rlhf_data.examples.preference import PreferenceEncoder
+from rlhf_data.examples.sft import SftEncoder, SftExample
+from rlhf_data.examples.with_images import ImageEncoder
 from rlhf_data.images.files import read_image
-from rlhf_data.images.reader import PartsTokenizer, load_image_reader
+from rlhf_data.images.reader import load_image_reader
 from rlhf_data.pretrained import load_tokenizer
 from rlhf_data.rows.row import Row
 from rlhf_models.batch import TokenBatch
@@ -20,6 +23,7 @@ from rlhf_models.loading import load_actor, load_config
 from rlhf_models.weights import check_saves
 from tiny_vision import VISION_FAMILIES, tiny_vision_model_dir
 
+EYES = ("vis", "connector", "projector")  # parts of names of weights that read images
 PARTS = [{"type": "image"}, {"type": "text", "text": " and "}, {"type": "image"}, {"type": "text", "text": "same?"}]
 ROWS = [
     {"input": "what?", "output": "red", "images": "a.png"},
@@ -38,7 +42,7 @@ def vision(request, tmp_path_factory):
     path = tiny_vision_model_dir(folder / "model", request.param)
     tokenizer = load_tokenizer(path)
     reader = load_image_reader(path, load_config(path), tokenizer)
-    return path, ImageSftEncoder(tokenizer=PartsTokenizer(tokenizer), apply_chat_template=True, reader=reader)
+    return path, ImageEncoder(encoder=SftEncoder(tokenizer=tokenizer, apply_chat_template=True), reader=reader)
 
 
 def examples(vision):
@@ -46,43 +50,71 @@ def examples(vision):
     return [encoder(Row(row, str(path.parent / "rows.jsonl"), index)) for index, row in enumerate(ROWS)]
 
 
-def test_logprobs_of_a_padded_batch_are_those_of_plain_transformers(vision):
-    path, encoder = vision
+def laid_out(vision, packing):
+    """The rows as a batch, which has sequences of text alone too."""
     items = examples(vision)
+    ids = [item.token_ids for item in items]
+    batch = TokenBatch.packed(ids) if packing else TokenBatch.padded(ids, 0)
     refs = [ref for item in items for ref in item.images]
-    batch = TokenBatch.padded([item.token_ids for item in items], 0).with_images(encoder.reader.arrays(refs))
-    actor = load_actor(path, dtype="float32", images="trained").eval()
+    return items, refs, batch.with_images(vision[1].reader.arrays(refs))
+
+
+def plain_logprobs(model, item, reader):
+    """Log-probs of plain transformers, with the positions that it gives a sequence alone."""
+    ids = torch.tensor(item.token_ids.astype(np.int64))[None]
+    more = {}
+    if item.images:
+        made = reader.processed([read_image(ref, "r") for ref in item.images])
+        more = {name: torch.from_numpy(made[name]) for name in made if name not in ("rows", "cols", "num_patches")}
+        if reader.family.startswith("qwen"):
+            more["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits
+    return logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_logprobs_and_gradients_are_those_of_plain_transformers(vision, packing):
+    path, encoder = vision
+    items, refs, batch = laid_out(vision, packing)
+    actor = load_actor(path, dtype="float32", images="trained", packing=packing).eval()
     logprobs = actor(batch).logprobs
     plain = AutoModelForImageTextToText.from_pretrained(path)
-    for row, item in enumerate(items):
-        ids = torch.tensor(item.token_ids.astype(np.int64))[None]
-        more = {}
-        if item.images:
-            made = encoder.reader.processed([read_image(ref, "r") for ref in item.images])
-            more = {name: torch.from_numpy(made[name]) for name in made if name not in ("rows", "cols")}
-            if encoder.reader.family != "smolvlm":
-                more["mm_token_type_ids"] = (ids == plain.config.image_token_id).int()
-        with torch.no_grad():
-            logits = plain(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits
-        own = logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
-        torch.testing.assert_close(logprobs[row, 1 : ids.shape[1]], own, atol=1e-5, rtol=0)
+    total = 0
+    for item, own in zip(items, batch.split(logprobs), strict=True):
+        expected = plain_logprobs(plain, item, encoder.reader)
+        torch.testing.assert_close(own[1:], expected, atol=1e-5, rtol=0)
+        total = total + expected.sum()
+    total.backward()
+    logprobs.sum().backward()
+    theirs = {name: weight.grad for name, weight in plain.named_parameters() if weight.grad is not None}
+    assert any("vis" in name for name in theirs)
+    for name, gradient in theirs.items():
+        own = actor.model.get_parameter(name).grad
+        # Some weights of random models have gradients of 0 but for rounding.
+        assert (own - gradient).norm() < 1e-4 * gradient.norm() + 1e-4, name
     turned = []
     for ref in refs:
         file = io.BytesIO()
         read_image(ref, "r").rotate(180).save(file, "PNG")
         turned.append(file.getvalue())
-    other = batch.with_images(encoder.reader.arrays(turned))
-    assert not torch.allclose(actor(other).logprobs[:2], logprobs[:2], atol=1e-4)
+    other = actor(batch.with_images(encoder.reader.arrays(turned))).logprobs
+    for before, after in list(zip(batch.split(logprobs), batch.split(other), strict=True))[:2]:
+        assert not torch.allclose(before, after, atol=1e-4)
 
 
 def test_tokens_of_images_are_those_of_the_processor_and_not_trained(vision):
     _, encoder = vision
     one, two, alone = examples(vision)
     tokenizer = encoder.tokenizer.inner
-    if encoder.reader.family == "smolvlm":
+    if encoder.reader.family in ("smolvlm", "idefics3"):
         names = ("<fake_token_around_image>", "<image>", "<global-img>")
         told = get_image_prompt_string(2, 2, 16, *names)
         head, tail = "<|im_start|>User:", "what?<end_of_utterance>\nAssistant: red<end_of_utterance>"
+    elif encoder.reader.family == "internvl":
+        # Two crops beside each other, and the whole image.
+        told = "<img>" + "<IMG_CONTEXT>" * 16 * 3 + "</img>"
+        head = "<|im_start|>user\n"
+        tail = "\nwhat?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>"
     else:
         # 30 x 50 pixels become 32 x 48, in squares of 8.
         told = "<|image_pad|>" * 24
@@ -93,16 +125,10 @@ def test_tokens_of_images_are_those_of_the_processor_and_not_trained(vision):
     assert one.loss_mask.sum() <= 5
     assert [len(item.images) for item in (one, two, alone)] == [1, 2, 0]
     # Tokens of images are not trained, even where all others are.
-    [everything] = examples((_, _with(encoder, pretrain=True)))[:1]
+    [everything] = examples((_, replace(encoder, encoder=replace(encoder.encoder, pretrain=True))))[:1]
     image = everything.token_ids == encoder.reader.image_id
     assert not everything.loss_mask[image].any()
     assert everything.loss_mask[~image][1:].any()
-
-
-def _with(encoder, **changes):
-    from dataclasses import replace
-
-    return replace(encoder, **changes)
 
 
 @pytest.mark.parametrize("images", ["frozen", "trained"])
@@ -111,21 +137,67 @@ def test_weights_that_read_images_are_trained_or_kept(vision, images):
     actor = load_actor(path, dtype="float32", images=images)
     check_saves(actor)
     frozen = {name for name, weight in actor.named_parameters() if not weight.requires_grad}
-    eyes = {name for name, _ in actor.named_parameters() if any(part in name for part in ("vis", "connector"))}
+    eyes = {
+        name for name, _ in actor.named_parameters() if any(part in name for part in ("vis", "connector", "projector"))
+    }
     assert eyes
     assert frozen == (eyes if images == "frozen" else set())
-    # Without images in a batch, the same weights have gradients as with some: ranks add them up together.
-    actor(TokenBatch.padded([[1, 2, 3]], 0)).logprobs.sum().backward()
-    gradients = {name: weight.grad for name, weight in actor.named_parameters() if weight.requires_grad}
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_a_batch_of_text_alone_runs_what_reads_images_and_has_the_logprobs_of_text(vision, packing):
+    path, encoder = vision
+    actor = load_actor(path, dtype="float32", images="trained", packing=packing).eval()
+    sequences = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    batch = TokenBatch.packed(sequences) if packing else TokenBatch.padded(sequences, 0)
+    output = actor(batch)
+    plain = AutoModelForImageTextToText.from_pretrained(path)
+    for own, ids in zip(batch.split(output.logprobs), sequences, strict=True):
+        item = SftExample("r", np.array(ids), np.ones(len(ids), bool))
+        torch.testing.assert_close(own[1:], plain_logprobs(plain, item, encoder.reader), atol=1e-5, rtol=0)
+    # The same weights have gradients as in a batch with images, of 0: ranks add them up together.
+    output.logprobs.sum().backward()
+    gradients = {name: weight.grad for name, weight in actor.named_parameters()}
     assert all(gradient is not None for gradient in gradients.values())
-    assert {name for name, gradient in gradients.items() if not gradient.any()} & eyes == eyes - frozen
+    eyes = {name for name in gradients if any(part in name for part in EYES)}
+    assert {name for name, gradient in gradients.items() if not gradient.any()} & eyes == eyes
 
 
-def test_places_without_images_and_packing_are_refused(vision):
+def test_an_image_of_a_shape_that_the_model_refuses_is_an_error_of_its_row(vision):
+    path, encoder = vision
+    Image.new("RGB", (3000, 1)).save(path.parent / "long.png")
+    row = Row({"input": "what?", "output": "red", "images": "long.png"}, str(path.parent / "rows.jsonl"), 0)
+    if not encoder.reader.family.startswith("qwen"):  # others scale it
+        assert encoder(row).num_tokens > 48
+        return
+    with pytest.raises(DataError, match=r"rows.jsonl:0: the model takes no images of 3000 x 1 pixels(.|\n)*hint: "):
+        encoder(row)
+
+
+def test_places_without_images_are_refused(vision):
     path, encoder = vision
     with pytest.raises(DataError, match=r"r:1: the chat template wrote 1 places for 0 images"):
         encoder.reader.expand(np.array([encoder.reader.image_id], np.int32), np.array([True]), (), "r:1")
-    with pytest.raises(DataError, match=r"cannot be packed\n\nhint: "):
-        TokenBatch.packed([[1, 2]]).with_images({"pixel_values": np.zeros(1)})
     with pytest.raises(ConfigError, match="`rlhf sft` and `rlhf ppo` train it on rows with images"):
         load_actor(path, dtype="float32")
+
+
+@pytest.mark.parametrize("has_prompt", [True, False], ids=["prompt", "dialogues"])
+def test_both_answers_of_a_pair_have_the_images_of_their_prompt(vision, has_prompt):
+    path, encoder = vision
+    question = [{"role": "user", "content": PARTS}]
+    answers = {key: [{"role": "assistant", "content": key}] for key in ("chosen", "rejected")}
+    row = {"prompt": question, **answers, "images": ["a.png", "b.png"]}
+    if not has_prompt:
+        row |= {key: question + answer for key, answer in answers.items()}
+    pairs = PreferenceEncoder(
+        tokenizer=encoder.reader.tokenizer, apply_chat_template=True, prompt_key="prompt" if has_prompt else None
+    )
+    pair = replace(encoder, encoder=pairs)(Row(row, str(path.parent / "rows.jsonl"), 0))
+    for key in ("chosen", "rejected"):
+        alone = encoder(Row({**row, "input": question, "output": key}, str(path.parent / "rows.jsonl"), 0))
+        one = getattr(pair, key)
+        assert one.token_ids.tolist() == alone.token_ids.tolist()
+        assert one.loss_mask.tolist() == alone.loss_mask.tolist()
+        assert one.images == alone.images
+    assert len(pair.chosen.images) == 2

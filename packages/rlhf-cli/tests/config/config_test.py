@@ -218,10 +218,8 @@ def test_parse_flag_that_resembles_no_other_gets_no_guess(flag):
         ("--image_key i --apply_chat_template false", "--image_key needs a chat template"),
         (f"{IMAGES} --agent_func_path a.py", "--image_key needs single turns"),
         (f"{IMAGES} --reward_pretrain m", "--image_key needs rewards that read text"),
-        (f"{IMAGES} --teacher_model m", "--image_key needs rewards: a teacher"),
-        (f"{IMAGES} --packing_samples", "a model that reads images is trained in padded batches"),
-        (f"{IMAGES} --lora_rank 2", "a model that reads images is trained in padded batches"),
-        (f"{IMAGES} --zero_stage 3", "a model that reads images is trained in padded batches"),
+        (f"{IMAGES} --packing_samples --share_prompts", "a model that reads images is trained on whole"),
+        (f"{IMAGES} --ds_tensor_parallel_size 2", "a model that reads images is trained on whole"),
     ],
 )
 def test_parse_impossible_value_says_what_is_allowed(argv, message):

@@ -266,7 +266,7 @@ def test_model_whose_heads_processes_cannot_divide_is_refused(folder, monkeypatc
 
 def test_every_flag_of_every_command_is_tested():
     trackers = {name for name in OutputSection.model_fields if name != "save_path"}  # see output_section_test.py
-    of_images = {"image_key", "freeze_visual_encoder"}  # see sft_images_test.py
+    of_images = {"image_key", "freeze_visual_encoder"}  # see offline_images_test.py
     tested = {row[1] for row in REACHES} | trackers | of_images
     for command in COMMANDS:
         config = COMMANDS[command].config

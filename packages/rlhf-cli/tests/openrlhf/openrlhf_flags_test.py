@@ -187,7 +187,7 @@ def test_flag_with_nothing_left_to_choose_is_one_notice(command, argv):
     ("command", "argv", "feature"),
     [
         ("ppo", "--vllm_generate_batch_size 2048", "generating more prompts than a step trains"),
-        ("dpo", "--data.image_key images", "models that read images"),
+        ("prm", "--data.image_key images", "models that read images"),
         ("ppo", "--algo.advantage.estimator flash_reinforce", "FlashREINFORCE"),
         ("ppo", "--vllm_is_correction_type seq-mask-tis", "masking responses by their geometric mean"),
         ("ppo", "--algo.advantage.is_correction_level seq", "masking responses by their geometric mean"),

@@ -1,6 +1,7 @@
 """The data of a report: what is read of a run's folder, chosen of its rollouts and written into the page."""
 
 import base64
+import io
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import re
 import struct
 
 import pytest
+from PIL import Image
 
 from report_testing import write_run, write_timeline, write_token_values
 from rlhf_cli.commands.report import main
@@ -89,6 +91,21 @@ def test_the_picture_of_a_timeline_has_the_longest_bars_of_the_newest_file(tmp_p
     ]
     longest = timeline_data(folder, 3)
     assert [bar[2] for bar in longest["bars"]] == [10e6, 2e6, 6e6] and longest["left_out"] == 4
+
+
+def test_a_prompt_with_images_has_small_copies_of_them(tmp_path):
+    folder = write_run(tmp_path / "a")
+    Image.new("RGB", (900, 300), "red").save(tmp_path / "red.png")
+    file = folder / "rollouts.jsonl"
+    images = {"images": [str(tmp_path / "red.png"), "gone.png", "/dev/zero"]}
+    file.write_text("".join(json.dumps(json.loads(line) | images) + "\n" for line in file.read_text().splitlines()))
+    [run] = data_of(folder)["runs"]
+    shown, *others = run["groups"][0]["images"]
+    assert others == [{"path": "gone.png"}, {"path": "/dev/zero"}]
+    kind, _, content = shown["src"].partition(",")
+    copy = Image.open(io.BytesIO(base64.b64decode(content)))
+    assert (kind, copy.format, copy.size) == ("data:image/jpeg;base64", "JPEG", (128, 43))
+    assert copy.getpixel((64, 20))[0] > 240 > 20 > copy.getpixel((64, 20))[1]
 
 
 def test_token_values_are_those_of_the_step_where_they_fit(tmp_path):

@@ -2,7 +2,9 @@
 
 import base64
 import io
+import os
 import struct
+import time
 import zlib
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import pytest
 from PIL import Image
 
 from rlhf_data.errors import DataError
-from rlhf_data.images.files import image_ref, read_image
+from rlhf_data.images import files
+from rlhf_data.images.files import image_ref, read_image, stored_image
 
 RED = Image.new("RGB", (3, 2), (255, 0, 0))
 
@@ -120,3 +123,19 @@ def test_moving_picture_gives_its_first_frame(tmp_path):
     file = Path(tmp_path, "a.gif")
     RED.save(file, save_all=True, append_images=[Image.new("RGB", (3, 2), (0, 0, 255))])
     assert read_image(str(file), "r").getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_stored_images_are_removed_when_none_has_used_them_for_30_days(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    images = {name: encoded(Image.new("RGB", (1, 1), name)) for name in ("red", "green", "blue", "white")}
+    paths = {name: Path(stored_image(content)) for name, content in images.items()}
+    assert {path.parent for path in paths.values()} == {tmp_path / "rlhf" / "images"}
+    assert {name: path.read_bytes() for name, path in paths.items()} == images
+    for path in paths.values():
+        os.utime(path, (0, time.time() - 31 * 86400))
+    os.utime(paths["white"], (0, time.time() - 29 * 86400))
+    read_image(str(paths["red"]), "r")
+    files._remove_unused.cache_clear()  # as in a new process
+    stored_image(images["green"])  # which writes it again
+    assert {name for name, path in paths.items() if path.exists()} == {"red", "green", "white"}
+    assert paths["green"].stat().st_mtime > time.time() - 60

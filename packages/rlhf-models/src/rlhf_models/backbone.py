@@ -21,7 +21,7 @@ from rlhf_models.attention.sequence_parallel import SequenceGroup, SequencePart,
 from rlhf_models.attention.shared_prompts import SharedPrompts, bounds_arguments
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.pack_graph import PackGraph, can_be_replayed
-from rlhf_models.images import image_arguments, reaching_images
+from rlhf_models.images import image_arguments
 
 # Families whose packed log-probs `tests/families` compares with those of each sequence alone.
 _EXAMINED = """
@@ -166,6 +166,15 @@ def run_backbone(model: nn.Module, batch: TokenBatch, sequence_group: SequenceGr
 
     No padding mask is passed: padding is on the right, where causal attention never looks.
     """
+    base = getattr(model, "base_model", model)
+    if batch.images is None and hasattr(base, "blank_image"):
+        # Ranks gather weights, and reduce gradients, of the same layers, whatever is in their batches. The blank image
+        # is in a sequence of its own, whose output is left out.
+        output = run_backbone(model, batch.with_last(*base.blank_image), sequence_group)
+        num_rows, num_tokens = batch.input_ids.shape
+        for name in {"last_hidden_state", "logits"} & output.keys():
+            output[name] = output[name][:num_rows, :num_tokens]
+        return output
     part: TokenBatch | SequencePart | SharedPrompts = batch if batch.shared is None else batch.shared
     if sequence_group is None:
         arguments = packed_arguments(batch, model.config._attn_implementation)
@@ -173,7 +182,6 @@ def run_backbone(model: nn.Module, batch: TokenBatch, sequence_group: SequenceGr
         part = sequence_group.part_of(batch)
         arguments = {"attention_mask": NO_MASK, "sequence_group": sequence_group}
         arguments |= bounds_arguments(part.cu_seqlens, part.longest)
-    base = getattr(model, "base_model", model)
     position_ids = part.position_ids
     if batch.images is not None:
         position_ids, more = image_arguments(base, batch)
@@ -187,6 +195,4 @@ def run_backbone(model: nn.Module, batch: TokenBatch, sequence_group: SequenceGr
         output = model(input_ids=part.input_ids, position_ids=position_ids, use_cache=False, **arguments)
     if watch is not None:
         watch.see(getattr(output, "router_logits", None), part)
-    if hasattr(base, "image_weights"):
-        output.last_hidden_state = reaching_images(base, batch, output.last_hidden_state)
     return output

@@ -29,7 +29,7 @@ class TokenBatch:
         routes: [B, T, layers, top_k] int16, the experts that tokens go through, for models with `replay_routes`; -1
             where the router chooses. None if it chooses for all of them.
         images: what a model reads of the images of the sequences, in order, by the names of its arguments; None for
-            text alone. Padded batches only.
+            text alone.
     """
 
     input_ids: Tensor
@@ -120,15 +120,20 @@ class TokenBatch:
         return replace(self, routes=to_device(rows, self.input_ids.device))
 
     def with_images(self, arrays: Mapping[str, np.ndarray]) -> "TokenBatch":
-        """Return the batch with the images of its sequences, in order, if any. Raises DataError if it is packed."""
+        """Return the batch with the images of its sequences, in order, if any."""
         if not arrays:
             return self
-        if self.is_packed:
-            raise DataError("sequences with images cannot be packed", hint="turn packing off")
         device = self.input_ids.device
         return replace(
             self, images={name: to_device(torch.from_numpy(array), device) for name, array in arrays.items()}
         )
+
+    def with_last(self, token_ids: Sequence[int], arrays: Mapping[str, np.ndarray]) -> "TokenBatch":
+        """Return the batch with one more sequence at its end, which has all images that the batch reads."""
+        device = self.input_ids.device
+        sequences = [*(part.tolist() for part in self.split(self.input_ids)), token_ids]
+        more = TokenBatch.packed(sequences, device) if self.is_packed else TokenBatch.padded(sequences, 0, device)
+        return more.with_images(arrays)
 
     @property
     def is_packed(self) -> bool:

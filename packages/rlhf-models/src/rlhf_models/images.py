@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_models.batch import TokenBatch
 
@@ -23,36 +25,33 @@ def language_model_class(config: Any) -> Any:
     return AutoModelForImageTextToText if has_other else AutoModelForCausalLM
 
 
-def reaching_images(base: Any, batch: TokenBatch, hidden: Tensor) -> Tensor:
-    """Return the hidden states of a pass, through which all trained weights that read images get a gradient.
-
-    It is 0 in a batch without images. Ranks reduce the gradients of the same weights, whatever is in their batches.
-    """
-    weights = getattr(base, "image_weights", ())
-    if batch.images is not None or not weights or not hidden.requires_grad:
-        return hidden
-    return hidden + 0 * sum(weight.flatten()[0] for weight in weights)
-
-
 def image_arguments(base: Any, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the positions of a batch with images, and the other arguments of a forward pass.
 
     Args:
         base: a model of transformers without its LM head.
-        batch: padded, with images.
+        batch: with images.
 
     Returns:
-        Positions [B, T] int64; for the families of Qwen-VL [3, B, T], by time, row and column of an image. And the
-        arrays of the images, by the names of the model's arguments.
+        Positions [B, T] int64; for the families of Qwen-VL [3, B, T], by time, row and column of an image, or if packed
+        [4, 1, T], with those in the sequence before. And the arrays of the images, by the names of the model's
+        arguments.
     """
     images = dict(batch.images or {})
     if not hasattr(base, "get_rope_index"):
         return batch.position_ids, images
-    kinds = (batch.input_ids == base.config.image_token_id).int()
+    ids = batch.input_ids
+    mask = batch.padding_mask
+    if batch.is_packed:
+        ids = pad_sequence(batch.split(ids), batch_first=True)
+        lengths = torch.tensor(batch.lengths, device=ids.device)
+        mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
     positions, _ = base.get_rope_index(
-        input_ids=batch.input_ids,
-        mm_token_type_ids=kinds,
+        input_ids=ids,
+        mm_token_type_ids=(ids == base.config.image_token_id).int(),
         image_grid_thw=images["image_grid_thw"],
-        attention_mask=batch.padding_mask,
+        attention_mask=mask,
     )
+    if batch.is_packed:
+        positions = torch.cat([batch.position_ids[None], positions[:, mask][:, None]])
     return positions, images

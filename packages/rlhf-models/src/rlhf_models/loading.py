@@ -8,14 +8,14 @@ from typing import Any, Required, TypedDict, Unpack
 import torch
 
 from rlhf_data.errors import ConfigError, unknown
-from rlhf_data.images.reader import IMAGE_FAMILIES, check_reads_images
+from rlhf_data.images.reader import IMAGE_FAMILIES, check_reads_images, open_image_reader
 from rlhf_data.own_code import admit_code, entrust, is_trusted
 from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located_model
 from rlhf_models.actor import Actor
 from rlhf_models.attention.frequencies import pin_frequencies
 from rlhf_models.attention.packed import PACKED_ATTENTIONS, UNPACKED, choose_attention, packed_attention_here
 from rlhf_models.backbone import check_packs
-from rlhf_models.checkpoint.beyond_text import freeze_beyond_text, note_left_out, weights_beyond_text
+from rlhf_models.checkpoint.beyond_text import freeze_beyond_text, note_left_out
 from rlhf_models.checkpoint.empty import load_empty, stored_tensors
 from rlhf_models.checkpoint.files import check_weights, quiet_transformers, tensor_files
 from rlhf_models.checkpoint.heads import check_no_head, load_head, require_head
@@ -347,9 +347,9 @@ def _load_model(
     if needs_head:
         check_no_head(path, config, report["unexpected_keys"])
     note_left_out(model, path, config, report["unexpected_keys"])
-    if images == "trained":
-        model.base_model.image_weights = tuple(weights_beyond_text(model))
-    else:
+    if images:
+        model.base_model.blank_image = open_image_reader(path).blank()
+    if images != "trained":
         freeze_beyond_text(model)
     if model.base_model is model and hasattr(model, "model"):
         _leave_larger_model(model, path)

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError, installs
+from rlhf_data.images.reader import IMAGE_FAMILIES
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.pretrained import clear_errors, load_tokenizer
 from rlhf_data.safety import open_to_others
 from rlhf_models.actor import Actor
 from rlhf_models.checkpoint.beyond_text import linear_layers_beyond_text
 from rlhf_models.checkpoint.files import CONFIG_FIELDS_FILE, VALUE_HEAD_FILE, quiet_transformers
-from rlhf_models.loading import load_actor, load_critic
+from rlhf_models.images import language_model_class
+from rlhf_models.loading import load_actor, load_config, load_critic
 from rlhf_models.weights import HEAD_PREFIX, save_hf, written
 
 _PREFIX = "model."  # name of the transformers model inside an `Actor`, `Critic` or `RewardModel`
@@ -106,10 +108,9 @@ def check_lora(config: Any, spec: LoraSpec) -> float:
     Raises:
         ConfigError: as in `add_lora`.
     """
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"), quiet_transformers():
-        actor = Actor(AutoModelForCausalLM.from_config(config, trust_remote_code=is_trusted(config.name_or_path)))
+        made = language_model_class(config).from_config(config, trust_remote_code=is_trusted(config.name_or_path))
+        actor = Actor(made)
         num_weights = sum(weight.numel() for weight in actor.parameters())
         add_lora(actor, spec)
     return sum(weight.numel() for weight in actor.parameters() if weight.requires_grad) / num_weights
@@ -231,7 +232,9 @@ def merge_adapter(
         hint = "an adapter folder holds adapter_config.json and adapter_model.safetensors"
         raise ConfigError(f"there is no adapter in {adapter}", hint=hint)
     head = adapter / VALUE_HEAD_FILE
-    model: Any = load_critic(base, dtype=dtype) if head.is_file() else load_actor(base, dtype=dtype)
+    load: Any = load_critic if head.is_file() else load_actor
+    is_for_images = load_config(base).model_type in IMAGE_FAMILIES
+    model = load(base, dtype=dtype, images="frozen" if is_for_images else "")
     with clear_errors("adapter", adapter):
         model.model = _merged(peft.PeftModel.from_pretrained(model.model, str(adapter)), report)
         if head.is_file():

@@ -127,8 +127,8 @@ def _write(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         copy_code(inner.config, folder)
-        if not head:  # a critic or reward model writes no text, and its file has the backbone's names
-            save_left_out(inner, folder)
+        # A critic or reward model writes no text, and its file has the backbone's names.
+        save_left_out(inner, folder, has_weights=not head)
     if head:
         save_file({name: tensor.contiguous() for name, tensor in head.items()}, folder / VALUE_HEAD_FILE)
     for file in folder.glob("*.safetensors"):

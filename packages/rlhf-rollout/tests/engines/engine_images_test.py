@@ -57,7 +57,7 @@ def expected(path, reader, prompt, token_ids):
     if prompt.images:
         arrays = reader.arrays(prompt.images)
         more = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        if reader.family != "smolvlm":
+        if reader.family.startswith("qwen"):
             more["mm_token_type_ids"] = (ids == reader.image_id).int()
     with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits
@@ -70,6 +70,8 @@ def expected(path, reader, prompt, token_ids):
         ("transformers", "qwen2_5_vl"),
         ("transformers", "smolvlm"),
         ("vllm", "smolvlm"),
+        ("vllm", "idefics3"),
+        pytest.param("vllm", "internvl", marks=NEEDS_TORCHVISION),
         pytest.param("vllm", "qwen2_vl", marks=NEEDS_TORCHVISION),
         pytest.param("vllm", "qwen2_5_vl", marks=NEEDS_TORCHVISION),
     ],

@@ -386,7 +386,7 @@ def layer_bytes(config: Any, spec: ModelSpec, mlp: Mlp) -> int:
     )
     size += item * 2 * hidden * mlp.per_token * (mlp.num_experts > 0)
     is_inside = spec.zero_stage == 3 and not _whole_layer(config, spec)
-    cannot = is_inside or spec.ranks_per_batch > 1 or spec.aux_loss_coef or spec.routing_replay
+    cannot = is_inside or spec.ranks_per_batch > 1 or spec.aux_loss_coef or spec.routing_replay or spec.images
     is_compiled = not cannot and (spec.torch_compile == "on" or (spec.torch_compile == "auto" and spec.packing))
     rest = 2 * hidden * (4 + item) + _share(item * width, spec.tensor_parallel_size)
     return size if is_compiled else size + rest

@@ -134,14 +134,14 @@ class ModelSpec:
 
     def _check_images(self) -> None:
         for is_wrong, reason, hint in (
-            (self.packing, "``packing`` puts sequences end to end", "use ``packing=false``"),
+            (self.share_prompts, "``share_prompts`` stores prompts once", "drop it"),
+            (self.sequence_parallel_size > 1, "``sequence_parallel_size`` divides sequences", "drop it"),
             (self.tensor_parallel_size > 1, "``tensor_parallel_size`` divides the layers", "drop it"),
-            (self.zero_stage == 3, "ZeRO stage 3 needs images in every pass of every process", "use ``zero_stage=2``"),
-            (self.lora is not None, "LoRA adapters are merged as a model for text", "train all weights"),
             (self.torch_compile == "on", "``torch_compile`` is on", "leave ``torch_compile`` at auto"),
         ):
             if self.images and is_wrong:
-                raise ConfigError(f"a model that reads images is trained in padded batches: {reason}", hint=hint)
+                message = "a model that reads images is trained on whole sequences with whole layers, not compiled"
+                raise ConfigError(f"{message}: {reason}", hint=hint)
 
     def check_passes(self, max_tokens: int | None) -> None:
         """Raise ConfigError for passes of at most `max_tokens` tokens, unless this is None or samples are packed."""
@@ -201,7 +201,7 @@ class ModelSpec:
 
         At ZeRO stage 3 the first step compiles them, because passes need DeepSpeed's engine.
         """
-        return self.torch_compile != "off" and self.zero_stage < 3 and self.ranks_per_batch == 1
+        return self.torch_compile != "off" and self.zero_stage < 3 and self.ranks_per_batch == 1 and not self.images
 
     @property
     def ranks_per_batch(self) -> int:

@@ -12,15 +12,14 @@ def encoder_of(kind: str, config: OfflineConfig, tokenizer: Any, reader: Any = N
     from rlhf_data.examples.load import make_encoder  # imported here, so that --help does not wait for numpy
 
     data = config.data
-    if reader is not None:
-        from rlhf_data.examples.sft import ImageSftEncoder
-        from rlhf_data.images.reader import PartsTokenizer
-
-        options = matching(ImageSftEncoder, data) | {"pretrain": data.pretrain_mode}
-        return ImageSftEncoder(tokenizer=PartsTokenizer(tokenizer), reader=reader, **options)
     if kind == "preference" and not getattr(config.objective, "margin_loss", False):
         data = data.model_copy(update={"margin_key": None})
-    return make_encoder(kind, data, tokenizer)
+    encoder = make_encoder(kind, data, tokenizer)
+    if reader is None:
+        return encoder
+    from rlhf_data.examples.with_images import ImageEncoder
+
+    return ImageEncoder(encoder=encoder, image_key=data.image_key, reader=reader)
 
 
 def objective_of(config: OfflineConfig, tokenizer: Any, reader: Any = None) -> Any:
@@ -44,10 +43,12 @@ def objective_of(config: OfflineConfig, tokenizer: Any, reader: Any = None) -> A
         loss = config.objective.name
         given = matching(PreferenceObjective, config.objective) | {"loss_type": loss}
         used = {name: value for name, value in given.items() if loss in LOSSES_WITH.get(name, [loss])}
-        return PreferenceObjective(**used)
+        return PreferenceObjective(reader=reader, **used)
     kinds = {RmConfig: RewardModelObjective, KtoConfig: KtoObjective, KdConfig: DistillationObjective}
     kind = kinds.get(type(config))
-    return SupervisedObjective(reader=reader) if kind is None else kind(**matching(kind, config.objective))
+    if kind is None:
+        return SupervisedObjective(reader=reader)
+    return kind(reader=reader, **matching(kind, config.objective))
 
 
 def _verdict_ids(config: PrmConfig, tokenizer: Any) -> tuple[int, ...]:

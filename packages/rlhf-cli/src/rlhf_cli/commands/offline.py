@@ -44,6 +44,7 @@ from rlhf_rollout.host import local_gpus
 if TYPE_CHECKING:
     from rlhf_cli.console.views import Console
     from rlhf_data.examples.load import ExampleSet
+    from rlhf_data.images.reader import ImageReader
     from rlhf_data.rows.sources import Rows
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.specs import ModelSpec
@@ -51,8 +52,9 @@ if TYPE_CHECKING:
 # By kind of model, the function that loads the final model, for the last line of the output.
 _LOADERS = {
     "actor": "AutoModelForCausalLM.from_pretrained",
-    "images": "AutoModelForImageTextToText.from_pretrained",
+    "images actor": "AutoModelForImageTextToText.from_pretrained",
     "reward": "AutoModelForSequenceClassification.from_pretrained",
+    "images reward": "AutoModel.from_pretrained",
 }
 
 
@@ -217,7 +219,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     # All models are checked before the data is tokenized, which may take minutes.
     check_trained(model, model_config, path, has_values=objective.model_kind == "reward")
     check_context(model_config, config.data.max_len, "--max_len")
-    reference = _reference(config, tokenizer)
+    reference = _reference(config, tokenizer, reader)
     encoder = encoder_of(command.kind, config, tokenizer, reader)
     num_ids = check_tokenizer_fits(model_config, tokenizer)
     loaded = {
@@ -339,15 +341,19 @@ def _load(
     return examples
 
 
-def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
-    """Return the model of --ref_pretrain or --teacher_model, or None. Raises ConfigError if its tokenizer differs."""
+def _reference(config: OfflineConfig, tokenizer: Any, reader: "ImageReader | None") -> "ModelSpec | None":
+    """Return the model of --ref_pretrain or --teacher_model, or None.
+
+    Raises ConfigError if its tokenizer differs, or it reads images in another way than `reader` does.
+    """
     from rlhf_cli.preflight.models import check_companion
 
     for flag in ("ref_pretrain", "teacher_model"):
         if (name := getattr(config.model, flag, None)) is not None:
             path = model_path(name)
-            check_companion(flag, config.model, path, tokenizer)
-            return replace(config.model.spec(path, config.training.sharding), max_length=config.data.max_len)
+            check_companion(flag, config.model, path, tokenizer, reader)
+            spec = config.model.spec(path, config.training.sharding)
+            return replace(spec, max_length=config.data.max_len, images=config.images)
     return None
 
 
@@ -389,7 +395,7 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", console: "C
         str(folder),
         artifacts,
         final,
-        loader=_LOADERS["images" if job.model.images else job.objective.model_kind],
+        loader=_LOADERS[("images " if job.model.images else "") + job.objective.model_kind],
     )
 
 

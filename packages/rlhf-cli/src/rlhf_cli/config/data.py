@@ -5,7 +5,6 @@ from rlhf_data.options.declare import flag
 from rlhf_data.options.sections import (
     SOURCES,
     AnswerKeySection,
-    ChatSection,
     ChatTemplateSection,
     ChosenKeySection,
     CompletionSection,
@@ -46,15 +45,11 @@ class ExampleSection(sections.ExampleSection):
     )
 
 
-class DemonstrationSection(CompletionSection, ChatTemplateSection, ExampleSection):
+class DemonstrationSection(ImageSection, CompletionSection, ChatTemplateSection, ExampleSection):
     """Prompts with completions."""
 
 
-class ImageDemonstrationSection(ImageSection, DemonstrationSection):
-    """Adds the images of prompts."""
-
-
-class PairSection(ChosenKeySection, ChatSection, ChatTemplateSection, ExampleSection):
+class PairSection(ImageSection, ChosenKeySection, ChatTemplateSection, ExampleSection):
     """Two answers to a prompt."""
 
 
@@ -64,7 +59,7 @@ class MarginPairSection(PairSection):
     margin_key: str = flag("margin", "with --margin_loss: key of the margin, how much better the preferred answer is")
 
 
-class VerdictSection(AnswerKeySection, InputSection, ChatTemplateSection, ExampleSection):
+class VerdictSection(ImageSection, AnswerKeySection, InputSection, ChatTemplateSection, ExampleSection):
     """Answers that were judged one by one."""
 
     label_key: str = flag("label", "key of the verdict in a row: true or false, 1 or 0")

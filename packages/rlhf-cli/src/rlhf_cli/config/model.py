@@ -162,11 +162,11 @@ class OfflineModelSection(ModelSection):
     lora_dropout: float = flag(0.0, "dropout probability of an adapter's input", ge=0, lt=1)
 
 
-class SftModelSection(ImageModelSection, OfflineModelSection):
+class ImageOfflineModelSection(ImageModelSection, OfflineModelSection):
     """Options of both."""
 
 
-class ComparedModelSection(OfflineModelSection, FrozenSection):
+class ComparedModelSection(ImageOfflineModelSection, FrozenSection):
     """Adds the reference."""
 
     ref_pretrain: str | None = flag(None, "the reference model; None: a frozen copy of --pretrain", names_model=True)
@@ -185,7 +185,7 @@ class ComparedModelSection(OfflineModelSection, FrozenSection):
         )
 
 
-class TaughtModelSection(OfflineModelSection, FrozenSection):
+class TaughtModelSection(ImageOfflineModelSection, FrozenSection):
     """Adds the teacher."""
 
     teacher_model: str | None = flag(

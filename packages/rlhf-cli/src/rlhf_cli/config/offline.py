@@ -7,14 +7,18 @@ from rlhf_cli.config.checkpoint import CheckpointSection
 from rlhf_cli.config.data import (
     DemonstrationSection,
     ExampleSection,
-    ImageDemonstrationSection,
     MarginPairSection,
     PairSection,
     StepSection,
     VerdictSection,
 )
 from rlhf_cli.config.evaluation import EvaluationSection
-from rlhf_cli.config.model import ComparedModelSection, OfflineModelSection, SftModelSection, TaughtModelSection
+from rlhf_cli.config.model import (
+    ComparedModelSection,
+    ImageOfflineModelSection,
+    OfflineModelSection,
+    TaughtModelSection,
+)
 from rlhf_cli.config.output import OutputSection
 from rlhf_cli.config.training import (
     CautiousTrainingSection,
@@ -25,6 +29,7 @@ from rlhf_cli.paths import run_folder_notices
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import check_has_metric, lacking, once, without_effect
 from rlhf_data.options.declare import Config, Section, flag, one_of
+from rlhf_data.options.sections import ImageSection
 from rlhf_data.rows.sources import parse_probs
 from rlhf_train.specs import ModelSpec
 
@@ -51,8 +56,8 @@ class OfflineConfig(Config):
 
     @property
     def images(self) -> str:
-        """How the trained model reads images; see `ModelSpec`. Most commands have none."""
-        return ""
+        """How the trained model reads images; see `ModelSpec`."""
+        return self.model.reads_images(self.data.image_key) if isinstance(self.data, ImageSection) else ""
 
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
@@ -72,9 +77,13 @@ class OfflineConfig(Config):
         notices += check_has_metric("eval_dataset", held_out, best, evaluation.eval_steps)
         notices += self.checkpoint.check(given, self.output.save_path)
         notices += self.output.check(given)
+        if isinstance(data, ImageSection):
+            cached = "no cache, which does not see whether the files of images have changed"
+            data.check_images((data.data_cache is not None, cached, "drop --data_cache"))
         has_template = getattr(data, "apply_chat_template", True)
         return notices + without_effect(
             given,
+            (not self.images, ["freeze_visual_encoder"], "there is no --image_key"),
             (held_out is None, ["eval_steps", "eval_split"], "there is no --eval_dataset"),
             (not has_template, ["tokenizer_chat_template", "chat_template_kwargs"], "--apply_chat_template is off"),
         )
@@ -83,21 +92,8 @@ class OfflineConfig(Config):
 class SftConfig(OfflineConfig):
     """All options of `sft`."""
 
-    model: SftModelSection = SftModelSection()
-    data: ImageDemonstrationSection = ImageDemonstrationSection()
-
-    @property
-    def images(self) -> str:
-        """How the model reads images; see `ModelSpec`."""
-        return self.model.reads_images(self.data.image_key)
-
-    def check(self, given: Collection[str]) -> list[str]:
-        """See `Config`."""
-        has_images = self.data.image_key is not None
-        cached = "no cache, which does not see whether the files of images have changed"
-        self.data.check_images((self.data.data_cache is not None, cached, "drop --data_cache"))
-        unused = (not has_images, ["freeze_visual_encoder"], "there is no --image_key")
-        return super().check(given) + without_effect(given, unused)
+    model: ImageOfflineModelSection = ImageOfflineModelSection()
+    data: DemonstrationSection = DemonstrationSection()
 
 
 class DistillationSection(Section, title="objective"):
@@ -131,6 +127,7 @@ class RewardLossSection(Section, title="objective"):
 class RmConfig(OfflineConfig):
     """All options of `rm`."""
 
+    model: ImageOfflineModelSection = ImageOfflineModelSection()
     data: MarginPairSection = MarginPairSection()
     training: RewardTrainingSection = RewardTrainingSection()
     objective: RewardLossSection = RewardLossSection()

@@ -95,12 +95,10 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     adapter_notices = check_adapters(config.model, model_config)
     process_models = tuple(filter(judges_steps, model_paths(sources)))
     reward_notices = check_reward_models(config, sources, process_models, tokenizer)
-    critic, notices = choose_critic(config, model, model_paths(sources), tokenizer)
-    teacher = check_teacher(config, tokenizer)
-    masked, mask_notices = masked_ids((model, teacher), tokenizer)
     reader = load_image_reader(model, model_config, tokenizer) if config.images else None
-    if reader is not None:
-        masked[model] = reader.masked_ids(masked[model])
+    critic, notices = choose_critic(config, model, model_paths(sources), tokenizer, reader)
+    teacher = check_teacher(config, tokenizer, reader)
+    masked, mask_notices = masked_ids((model, teacher), tokenizer, reader)
     num_ids = check_tokenizer_fits(model_config, tokenizer)
     prompts, held_out = load_all(config, rows, held_out_rows, tokenizer, num_ids, reader)
     check_best_metric(config, held_out or (), logs_numbers=any(source.kind != "model" for source in sources))
@@ -136,12 +134,11 @@ def _check_replay(config: PpoConfig) -> Inputs:
     model_config, tokenizer = load_model_files(model, images=bool(config.images))
     check_trained(config.model, model_config, model)
     notices += check_adapters(config.model, model_config)
-    critic, more = choose_critic(config, model, [model_path(path) for path in model_paths(sources)], tokenizer)
-    teacher = check_teacher(config, tokenizer)
-    masked, mask_notices = masked_ids((model, teacher), tokenizer)
     reader = load_image_reader(model, model_config, tokenizer) if config.images else None
-    if reader is not None:
-        masked[model] = reader.masked_ids(masked[model])
+    scorers = [model_path(path) for path in model_paths(sources)]
+    critic, more = choose_critic(config, model, scorers, tokenizer, reader)
+    teacher = check_teacher(config, tokenizer, reader)
+    masked, mask_notices = masked_ids((model, teacher), tokenizer, reader)
     notices += [*more, *mask_notices]
     return Inputs(
         model=model,

@@ -45,15 +45,22 @@ def check_trained(section: ModelSection, model_config: Any, path: str, *, has_va
     check_files("pretrain", section, path, has_values=has_values)
 
 
-def masked_ids(paths: Sequence[str | None], tokenizer: Any) -> tuple[dict[str, tuple[range, ...]], list[str]]:
+def masked_ids(
+    paths: Sequence[str | None], tokenizer: Any, reader: Any = None
+) -> tuple[dict[str, tuple[range, ...]], list[str]]:
     """Return the ids of each model's vocabulary that the policy's tokenizer has no token for, by the model's folder or
-    hub name, and a notice if the first model, the policy, has any. None stands for a model that is not used."""
+    hub name, and a notice if the first model, the policy, has any. None stands for a model that is not used.
+
+    With a `reader` of images the token of an image is among them.
+    """
     from rlhf_models.loading import load_config
 
     sizes = {path: load_config(path).get_text_config().vocab_size for path in paths if path is not None}
     masked = {path: ids_without_token(tokenizer, size) for path, size in sizes.items()}
     policy = next(iter(sizes))
     notice = masked_ids_notice(masked[policy], sizes[policy])
+    if reader is not None:
+        masked = {path: reader.masked_ids(ids) for path, ids in masked.items()}
     return masked, [notice] if notice else []
 
 
@@ -144,15 +151,17 @@ def longest_sequence(config: PpoConfig) -> tuple[int, str]:
     return config.agent.max_len(config.data.prompt_max_len, config.rollout.generate_max_len)
 
 
-def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], tokenizer: Any) -> tuple[str, list[str]]:
+def choose_critic(
+    config: PpoConfig, model: str, reward_models: Sequence[str], tokenizer: Any, reader: Any = None
+) -> tuple[str, list[str]]:
     """Return the model from which the critic starts, and notices on it.
 
     It is --critic_pretrain, else the first of the `reward_models`, which were checked before, else the policy's
     `model`.
 
     Raises:
-        ConfigError: a critic that cannot be run or cannot have its adapters, or whose tokenizer differs from the
-            policy's `tokenizer`.
+        ConfigError: a critic that cannot be run or cannot have its adapters, whose tokenizer differs from the
+            policy's `tokenizer`, or that does not read images as `reader` does, if there is one.
     """
     if not config.algorithm.spec().row.uses_critic:
         return model, []
@@ -166,7 +175,7 @@ def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], t
         critic = reward_models[0]
         notices.append(f"the critic starts from the reward model {critic}; use --critic_pretrain for another model")
     if critic != model:
-        check_companion("critic_pretrain", config.model, critic, tokenizer)
+        check_companion("critic_pretrain", config.model, critic, tokenizer, reader)
     unnamed = "reward_pretrain" if reward_models else "pretrain"
     flag = unnamed if named is None else "critic_pretrain"
     check_files(flag, config.model, critic, has_values=True)
@@ -180,18 +189,18 @@ def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], t
     return critic, notices
 
 
-def check_teacher(config: PpoConfig, tokenizer: Any) -> str | None:
+def check_teacher(config: PpoConfig, tokenizer: Any, reader: Any = None) -> str | None:
     """Return the folder or hub name of --teacher_model, or None without one.
 
     Raises:
         ConfigError: a teacher that cannot be run, or is too short of context for the longest rollouts, or whose
-            tokenizer differs from the policy's `tokenizer`.
+            tokenizer differs from the policy's `tokenizer`, or that does not read images as `reader` does.
     """
     name = config.algorithm.teacher_model
     if name is None:
         return None
     teacher = model_path(name)
-    model_config = check_companion("teacher_model", config.model, teacher, tokenizer)
+    model_config = check_companion("teacher_model", config.model, teacher, tokenizer, reader)
     num_tokens, flags = longest_sequence(config)
     check_context(model_config, num_tokens, f"--teacher_model: {flags}")
     return teacher
@@ -210,10 +219,10 @@ def check_files(flag: str, section: ModelSection, path: str, *, has_values: bool
         check_trained_copy(path, section.dtype, has_values=has_values)
 
 
-def check_companion(flag: str, section: ModelSection, path: str, tokenizer: Any) -> Any:
+def check_companion(flag: str, section: ModelSection, path: str, tokenizer: Any, reader: Any = None) -> Any:
     """Return the config of a model that runs beside the trained one.
 
-    Raises ConfigError unless it can run and has the same tokenizer.
+    Raises ConfigError unless it can run and has the same tokenizer, and reads images as `reader`, if there is one.
     """
     from rlhf_models.loading import check_same_tokenizer, check_tokenizer_fits, check_weights, load_config
 
@@ -223,4 +232,6 @@ def check_companion(flag: str, section: ModelSection, path: str, tokenizer: Any)
         check_same_tokenizer(path, tokenizer)
         check_weights(path)
         check_attention(section, model_config)
+        if reader is not None:
+            reader.check_same(path, model_config)
     return model_config

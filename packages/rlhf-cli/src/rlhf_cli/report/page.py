@@ -13,6 +13,7 @@ from rlhf_cli.report.metrics import meanings
 from rlhf_cli.report.rollouts import mean_gap
 from rlhf_cli.report.runs import MAX_POINTS, Run, thinned
 from rlhf_cli.report.samples import Recorded, choose, groups_of, record_fields
+from rlhf_cli.report.thumbnails import thumbnail
 from rlhf_cli.report.timeline import timeline_data
 from rlhf_cli.report.tokens import Texts
 from rlhf_data.records import SpanSource
@@ -156,6 +157,8 @@ def group_data(recorded: Recorded, rows: Sequence[Any], texts: Texts) -> list[di
                     "rollouts": [],
                     **record_fields(record, ("prompt_id", "source", "prompt", "label")),
                 }
+                if images := record.get("images"):
+                    group["images"] = [thumbnail(str(path)) for path in images]
             same = len(prompt) if prompt == group["prompt_tokens"] else 0
             rollout = _rollout_data(record, row.num_tokens, same, texts)
             group["rollouts"].append(rollout | _value_data(read[1].get(row.rollout_id, {}), row.num_tokens))

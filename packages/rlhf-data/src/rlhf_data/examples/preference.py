@@ -11,6 +11,7 @@ from rlhf_data.chat.messages import answer_messages, joined_messages, row_messag
 from rlhf_data.chat.tokens import Tokenizer, encode_continuation, encode_prompts
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.examples.sft import SftEncoder, SftExample, completed
+from rlhf_data.images.files import ImageRef
 from rlhf_data.records import freeze_arrays
 from rlhf_data.rows.row import Row, kind_of
 
@@ -46,6 +47,11 @@ class PreferenceExample:
     def num_tokens(self) -> int:
         """Tokens of both sequences."""
         return self.chosen.num_tokens + self.rejected.num_tokens
+
+    @property
+    def images(self) -> tuple[ImageRef, ...]:
+        """The images of the prompt."""
+        return self.chosen.images
 
 
 @dataclass(frozen=True, slots=True)

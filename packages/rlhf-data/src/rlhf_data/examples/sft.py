@@ -1,6 +1,6 @@
 """Examples for supervised fine-tuning: a token sequence with the mask of trained tokens."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -10,8 +10,6 @@ from rlhf_data.chat.messages import answer_messages, row_messages, row_tools
 from rlhf_data.chat.tokens import Tokenizer, encode_completion, encode_prompts
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.images.files import ImageRef
-from rlhf_data.images.reader import ImageReader
-from rlhf_data.images.rows import take_images
 from rlhf_data.records import freeze_arrays
 from rlhf_data.rows.row import Row
 
@@ -105,36 +103,6 @@ class SftEncoder(InputTemplate):
         if self.pretrain:
             mask = np.arange(len(ids)) > 0
         return SftExample(row.row_id, ids, mask)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageSftEncoder(SftEncoder):
-    """Turns a row with images into an example. The tokens of images are not trained.
-
-    Attributes, in addition to those of `SftEncoder`, whose `tokenizer` is a `PartsTokenizer`:
-        image_key: the key of the images; see `rlhf_data.images.rows.take_images`.
-        reader: of the model.
-
-    Raises:
-        ConfigError: as `SftEncoder`, or no chat template, which says where a model expects an image.
-        DataError: as `SftEncoder`, or images that cannot be read or have no place.
-    """
-
-    image_key: str = "images"
-    reader: ImageReader = field(repr=False)
-
-    def __post_init__(self) -> None:
-        SftEncoder.__post_init__(self)
-        if not self.apply_chat_template:
-            message = "``image_key`` needs the chat template, which writes the tokens around an image"
-            raise ConfigError(message, hint="add ``apply_chat_template``")
-
-    def __call__(self, row: Row) -> SftExample:
-        """Return the example of a row."""
-        marked, refs = take_images(row, self.input_key, self.image_key)
-        example = SftEncoder.__call__(self, marked)
-        ids, mask = self.reader.expand(example.token_ids, example.loss_mask, refs, row.origin)
-        return replace(example, token_ids=ids, loss_mask=mask, images=refs)
 
 
 def completed(row: Row, prompt: str, answer: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:

@@ -2,11 +2,14 @@
 
 import base64
 import binascii
+import functools
 import hashlib
 import io
 import os
 import tempfile
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -19,6 +22,7 @@ MAX_BYTES = 1 << 28  # of a file or of bytes in a row
 # Pillow's other decoders are rarely used, and one starts another program (EPS).
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+_KEPT_DAYS = 30
 _FORMS = "a path, a file:// URL, a data:image/...;base64, URL, bytes, or an object with `bytes` or `path`"
 
 ImageRef = str | bytes  # the absolute path of an image's file, or what the file holds
@@ -63,13 +67,16 @@ def image_ref(value: Any, origin: str, folder: Path) -> ImageRef:
 def stored_image(content: bytes) -> str:
     """Return the path of a file with this content, in the user's cache; it is written if there is none.
 
-    Raises ConfigError if it cannot be written.
+    Each process that stores images removes those that none has stored or read for `_KEPT_DAYS` days.
+    Raises ConfigError if the file cannot be written.
     """
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(cache, "rlhf", "images", hashlib.sha256(content).hexdigest())
+    path = _cache() / hashlib.sha256(content).hexdigest()
     try:
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_unused(path.parent)
+        if path.exists():
+            os.utime(path)
+        else:
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as draft:
                 draft.write(content)
             Path(draft.name).replace(path)
@@ -77,6 +84,20 @@ def stored_image(content: bytes) -> str:
         hint = "set XDG_CACHE_HOME to a folder with room, or give the paths of files"
         raise ConfigError(f"an image in a row cannot be written to {path}: {error}", hint=hint) from None
     return str(path)
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rlhf", "images")
+
+
+@functools.cache
+def _remove_unused(folder: Path) -> None:
+    """Remove files that were not used for `_KEPT_DAYS` days, once per process."""
+    oldest = time.time() - _KEPT_DAYS * 86400
+    for file in folder.iterdir():
+        with suppress(FileNotFoundError):  # another process may do the same
+            if file.stat().st_mtime < oldest:
+                file.unlink()
 
 
 def read_image(ref: ImageRef, origin: str) -> Any:
@@ -94,6 +115,9 @@ def read_image(ref: ImageRef, origin: str) -> Any:
     name = ref if isinstance(ref, str) else f"of {len(ref)} bytes"
     place = f"{origin}: the image {name}"
     try:
+        if isinstance(ref, str) and Path(ref).parent == _cache():
+            with suppress(OSError):
+                os.utime(ref)  # a long run keeps its images
         num_bytes = Path(ref).stat().st_size if isinstance(ref, str) else len(ref)
         _check(num_bytes <= MAX_BYTES, f"{place} has {num_bytes} bytes, more than {MAX_BYTES}")
         with Image.open(ref if isinstance(ref, str) else io.BytesIO(ref), formats=_FORMATS) as image:

@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 
 from rlhf_data.chat.tokens import Tokenizer
-from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.errors import ConfigError, DataError, first_line
 from rlhf_data.images.files import ImageRef, read_image
 from rlhf_data.images.rows import IMAGE_MARK
 from rlhf_data.pretrained import clear_errors, load_tokenizer, located_model
 
 _GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-_TILES = ("smolvlm",)
-IMAGE_FAMILIES = (*_GRIDS, *_TILES)
+_TILES = ("smolvlm", "idefics3")
+_CROPS = ("internvl",)
+IMAGE_FAMILIES = (*_GRIDS, *_TILES, *_CROPS)
+_COUNTS = ("rows", "cols", "num_patches")  # what processors return beside the model's arguments
 
 
 class PartsTokenizer:
@@ -80,8 +82,29 @@ class ImageReader:
         Raises DataError for an image that cannot be read.
         """
         found = [_arrays(self, ref) for ref in refs]
-        axis = 0 if self.family in _GRIDS else 1  # the other families' arrays have a row per sequence
+        axis = 1 if self.has_rows else 0
         return {name: np.concatenate([each[name] for each in found], axis) for name in (found[0] if found else ())}
+
+    def blank(self) -> tuple[list[int], dict[str, np.ndarray]]:
+        """Return the tokens and the arrays of a small image, for passes that must read one."""
+        from PIL import Image
+
+        arrays = _read(self, Image.new("RGB", (28, 28)))
+        if self.has_rows:  # the first tile; zeros would stand for no tile
+            arrays = {name: np.ones_like(array[:, :1]) for name, array in arrays.items()}
+        return [self.image_id] * self.sizes(arrays)[0], arrays
+
+    def check_same(self, path: str | Path, config: Any) -> None:
+        """Raise ConfigError unless a model with this config has the same tokens and arrays of images."""
+        other = load_image_reader(path, config, self.tokenizer)
+        if _settings(other) != _settings(self):
+            message = f"the model {path} reads images in another way than the trained model"
+            raise ConfigError(message, hint="use a model of the same family with the same preprocessor_config.json")
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the arrays have a row per sequence. The images of all sequences are in the first."""
+        return self.family in _TILES
 
     def masked_ids(self, others: Sequence[range] = ()) -> tuple[range, ...]:
         """Return ids that must not be sampled: `others`, and the token of an image, in ascending order."""
@@ -93,13 +116,15 @@ class ImageReader:
         if self.family in _GRIDS:
             num_patches = int(np.prod(arrays["image_grid_thw"]))
             return num_patches // self.processor.merge_size**2, num_patches
-        num_tiles = arrays["pixel_values"].shape[1]
+        num_tiles = arrays["pixel_values"].shape[int(self.has_rows)]
         return num_tiles * self.tokens_per_tile, num_tiles
 
     def processed(self, images: Sequence[Any]) -> dict[str, Any]:
         """Return what the processor makes of images of Pillow, one or more."""
         if self.family in _GRIDS:
             return {**self.processor(images=list(images), return_tensors="np")}
+        if self.family in _CROPS:
+            return {**self.processor(images=list(images), return_tensors="np", crop_to_patches=True)}
         # All images as those of one row: rows of different numbers of tiles would be filled up with empty tiles.
         return {**self.processor(images=[list(images)], return_tensors="np", return_row_col_info=True)}
 
@@ -124,7 +149,13 @@ class ImageReader:
             raise DataError(message, hint=hint)
         if not refs:
             return token_ids, loss_mask
-        arrays = self.processed([read_image(ref, origin) for ref in refs])
+        images = [read_image(ref, origin) for ref in refs]
+        try:
+            arrays = self.processed(images)
+        except ValueError as error:  # a shape that the family refuses, such as one side 200 times the other
+            sizes = ", ".join("{} x {}".format(*image.size) for image in images)
+            message = f"{origin}: the model takes no images of {sizes} pixels: {first_line(error)}"
+            raise DataError(message, hint="cut or scale the image, or leave the row out") from None
         runs = [np.asarray(self._tokens(arrays, index), np.int32) for index in range(len(refs))]
         lengths = np.ones(len(token_ids), int)
         lengths[places] = [len(run) for run in runs]
@@ -144,6 +175,9 @@ class ImageReader:
     def _tokens(self, arrays: Mapping[str, Any], index: int) -> list[int]:
         if self.family in _GRIDS:
             return [self.image_id] * int(np.prod(arrays["image_grid_thw"][index]) // self.processor.merge_size**2)
+        if self.family in _CROPS:
+            start, end = self.tokenizer("<img></img>", add_special_tokens=False)["input_ids"]
+            return [start, *[self.image_id] * (self.tokens_per_tile * int(arrays["num_patches"][index])), end]
         tile = "<image>" * self.tokens_per_tile
         fake = "<fake_token_around_image>"
         rows, columns = arrays["rows"][0][index], arrays["cols"][0][index]
@@ -155,10 +189,18 @@ class ImageReader:
         return list(self.tokenizer(f"{text}{fake}<global-img>{tile}{fake}", add_special_tokens=False)["input_ids"])
 
 
+def _settings(reader: ImageReader) -> tuple[Any, ...]:
+    return reader.family, reader.image_id, reader.tokens_per_tile, reader.processor.to_dict()
+
+
 @lru_cache(maxsize=16)  # the samples of a prompt follow each other, and an image may take 50 MB
 def _arrays(reader: ImageReader, ref: ImageRef) -> dict[str, np.ndarray]:
-    arrays = reader.processed([read_image(ref, "a sequence")])
-    return {name: array for name, array in arrays.items() if name not in ("rows", "cols")}
+    return _read(reader, read_image(ref, "a sequence"))
+
+
+def _read(reader: ImageReader, image: Any) -> dict[str, np.ndarray]:
+    arrays = reader.processed([image])
+    return {name: array for name, array in arrays.items() if name not in _COUNTS}
 
 
 def check_reads_images(path: str | Path, config: Any) -> None:
@@ -181,7 +223,7 @@ def load_image_reader(path: str | Path, config: Any, tokenizer: Any) -> ImageRea
     with clear_errors("image processor", path):
         # Pillow's variant, which needs no torchvision and gives the same pixels on every machine.
         processor = AutoImageProcessor.from_pretrained(name, local_files_only=is_local, backend="pil")
-    tokens_per_tile = 0
+    tokens_per_tile = getattr(config, "image_seq_length", 0)
     if config.model_type in _TILES:
         eye = config.vision_config
         tokens_per_tile = (eye.image_size // eye.patch_size) ** 2 // config.scale_factor**2

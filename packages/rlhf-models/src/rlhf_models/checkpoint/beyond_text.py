@@ -91,16 +91,17 @@ def note_left_out(model: Any, path: str | Path, config: Any, unexpected: Collect
     model.left_out = LeftOut(path, config, files)
 
 
-def save_left_out(model: Any, folder: Path) -> None:
+def save_left_out(model: Any, folder: Path, *, has_weights: bool = True) -> None:
     """Add to a folder that holds a saved model what the model left in the folder that it was loaded from.
 
-    If that has gone, the folder is left as it is, and a warning says so.
+    These are the files of its processor, and unless `has_weights` is off its other weights. If the original folder has
+    gone, the new one is left as it is, and a warning says so.
     """
     left: LeftOut | None = getattr(model, "left_out", None)
     if left is None:
         return
     saved = tensor_files(folder)
-    names = [name for name in left.files if name not in saved]
+    names = [name for name in left.files if has_weights and name not in saved]
     try:
         for name in _PROCESSOR_FILES if left.config.get_text_config() is not left.config else ():
             if file := model_file(left.path, name):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf_data.bounds import bounded, check_bounds
+from rlhf_data.images.reader import ImageReader
 from rlhf_data.sampler import EpochSampler
 from rlhf_train.batching import Denominators, plan_batches
 from rlhf_train.costs import PassCosts
@@ -43,6 +44,7 @@ class Objective(ABC, Generic[Item]):
         costs: of the trained model, by which ranks get equal work; set by the run. Without them they get equal numbers
             of tokens.
         reference: forward pass of the reference or teacher model, if the loss needs one; set by the run.
+        reader: of the images of sequences, for all models of the loss; None for text alone.
     """
 
     model_kind: ClassVar[str] = "actor"
@@ -54,6 +56,7 @@ class Objective(ABC, Generic[Item]):
     ranks_per_batch: int = 1
     costs: PassCosts | None = None
     reference: Callable[..., Any] | None = None
+    reader: ImageReader | None = None
 
     def items(self, examples: Sequence[Any]) -> Sequence[Item]:
         """Return one item per example, in the form that `loss` takes. Called once for a whole data set."""

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,9 +46,13 @@ def num_ordered(chosen: Tensor, rejected: Tensor) -> Tensor:
     return (chosen > rejected).sum() + (chosen == rejected).sum() / 2
 
 
-def lay_out(token_ids: Sequence[np.ndarray], *, packing: bool, device: torch.device) -> TokenBatch:
-    """Return the sequences as one batch, packed or padded."""
-    return TokenBatch.packed(token_ids, device) if packing else TokenBatch.padded(token_ids, 0, device)
+def lay_out(objective: Objective[Any], sequences: Sequence[Any], device: torch.device) -> TokenBatch:
+    """Return sequences with `token_ids` as one batch, packed or padded, with `images` if the objective reads any."""
+    token_ids = [sequence.token_ids for sequence in sequences]
+    batch = TokenBatch.packed(token_ids, device) if objective.packing else TokenBatch.padded(token_ids, 0, device)
+    if objective.reader is None:
+        return batch
+    return batch.with_images(objective.reader.arrays([ref for sequence in sequences for ref in sequence.images]))
 
 
 def trained_mask(batch: TokenBatch, sequences: Sequence[SftExample]) -> Tensor:
@@ -59,20 +62,20 @@ def trained_mask(batch: TokenBatch, sequences: Sequence[SftExample]) -> Tensor:
 
 
 def answer_logprobs(
-    forward: Callable[..., Any], sequences: Sequence[SftExample], *, packing: bool, device: torch.device
+    objective: Objective[Any], forward: Callable[..., Any], sequences: Sequence[SftExample], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probs of the answers in S sequences, and the answers' lengths.
 
     Args:
+        objective: decides about the layout.
         forward: of an `Actor`, or of a reference.
         sequences: S sequences; the loss mask marks the answer.
-        packing: concatenate the sequences instead of padding them.
         device: of the model.
 
     Returns:
         Sums of log-probs over each answer's tokens, [S] float32, nats; and the number of these tokens, [S] int64.
     """
-    batch = lay_out([sequence.token_ids for sequence in sequences], packing=packing, device=device)
+    batch = lay_out(objective, sequences, device)
     mask = trained_mask(batch, sequences)
     logprobs = forward(batch, logits_mask=mask).logprobs
     sums = torch.stack([part.sum() for part in batch.split(logprobs)])
@@ -95,7 +98,7 @@ def reference_logprobs(
         return torch.tensor([item.ref_logprobs[index] for index in which for item in items], device=device)
     sequences = [item.sequences[index] for index in which for item in items]
     with torch.no_grad():
-        return answer_logprobs(objective.reference, sequences, packing=objective.packing, device=device)[0]
+        return answer_logprobs(objective, objective.reference, sequences, device)[0]
 
 
 def with_reference(

@@ -280,6 +280,7 @@ function promptOf(item) {
     el("h2", {}, RUNS.length > 1 ? [swatch(item.runAt), visible(RUNS[item.runAt].name), ", "] : "", `${group.kind}, step ${fmt(group.step)}`,
       el("span", { class: "quiet" }, [` ${visible(group.id)}`, group.kept === false ? ", not trained" : ""].join(""))),
     prompt.length > 1200 ? el("details", {}, el("summary", {}, `Prompt, ${count(prompt.length, "character")}`), body) : body,
+    (group.images ?? []).map(({ path, src }) => el("img", { src, alt: visible(path), title: visible(path) })),
     el("p", { class: "quiet" }, group.label === undefined ? "" : ["Label ", el("b", { class: "text" }, visible(group.label).slice(-300)), " · "],
       "Prompt ", visible(group.prompt_id ?? "without id"), group.source ? ` of ${visible(group.source)}` : ""),
     same.length ? el("label", { class: "same" }, `The same prompt elsewhere (${same.length}) `, el("select", {

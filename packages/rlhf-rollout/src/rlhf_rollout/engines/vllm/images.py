@@ -71,9 +71,15 @@ def features(reader: ImageReader, token_ids: np.ndarray, images: Sequence[str]) 
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if "image_grid_thw" in arrays:
             fields["image_grid_thw"] = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
-        else:  # the model's arrays have a row per sequence
-            tensors = {name: tensor[0] for name, tensor in tensors.items()} | {"num_patches": torch.tensor([num_parts])}
-            fields["num_patches"] = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
+        else:
+            if reader.has_rows:
+                tensors = {name: tensor[0] for name, tensor in tensors.items()}
+            counts = {"num_patches": num_parts}
+            if reader.family == "internvl":
+                counts = {"image_num_patches": num_parts, "image_token_id": reader.image_id}
+            for count, value in counts.items():
+                tensors[count] = torch.tensor([value])
+                fields[count] = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
         [item] = MultiModalKwargsItems.from_hf_inputs(tensors, fields)["image"]
         # vLLM keeps prefixes of images by this name.
         name = hashlib.sha256(b"".join(array.tobytes() for array in arrays.values())).hexdigest()

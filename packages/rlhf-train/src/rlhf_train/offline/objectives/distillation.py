@@ -39,7 +39,7 @@ class DistillationObjective(Objective[SftExample]):
 
     def loss(self, engine: TrainEngine, items: Sequence[SftExample], denominators: Denominators) -> LossShare:
         """See `Objective`. Metrics: `kd/loss`, `kd/nll` and `kd/distillation`, in nats per trained token."""
-        batch = lay_out([item.token_ids for item in items], packing=self.packing, device=engine.device)
+        batch = lay_out(self, items, engine.device)
         index = to_device(trained_mask(batch, items).flatten().nonzero()[:, 0], engine.device)
         with torch.no_grad():
             teacher = self.reference(batch, logits_after=index - 1)

@@ -72,7 +72,7 @@ class PreferenceObjective(Objective[Compared]):
         tie counts one half), and the implicit rewards `chosen_reward`, `rejected_reward` and their `margin`, which are
         beta times the quantities that the loss compares."""
         sequences = [item.sequences[index] for index in (0, 1) for item in items]
-        sums, counts = answer_logprobs(engine.forward, sequences, packing=self.packing, device=engine.device)
+        sums, counts = answer_logprobs(self, engine.forward, sequences, engine.device)
         means = sums / counts.clamp(min=1)
         compared = means if self.length_average or not self.needs_reference else sums
         if self.needs_reference:

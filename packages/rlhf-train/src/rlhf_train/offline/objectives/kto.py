@@ -103,13 +103,13 @@ class KtoObjective(Objective[Compared]):
 
     def _ratios(self, engine: TrainEngine, items: Sequence[Compared], which: int) -> Tensor:
         sequences = [item.sequences[which] for item in items]
-        sums, _ = answer_logprobs(engine.forward, sequences, packing=self.packing, device=engine.device)
+        sums, _ = answer_logprobs(self, engine.forward, sequences, engine.device)
         return sums - reference_logprobs(self, items, (which,), engine.device)
 
 
 def _mismatched(example: UnpairedExample, other: UnpairedExample, longest: int) -> SftExample:
-    """Return the prompt of `example` followed by the answer of `other`, cut to `longest` tokens."""
+    """Return the prompt of `example`, with its images, and the answer of `other`, cut to `longest` tokens."""
     prompt, answer = (int(np.argmax(sequence.loss_mask)) for sequence in (example, other))
     tokens = np.concatenate([example.token_ids[:prompt], other.token_ids[answer:]])
     mask = np.concatenate([np.zeros(prompt, np.bool_), other.loss_mask[answer:]])
-    return SftExample(example.example_id, tokens[:longest], mask[:longest])
+    return SftExample(example.example_id, tokens[:longest], mask[:longest], images=example.images)

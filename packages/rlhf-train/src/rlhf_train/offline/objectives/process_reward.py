@@ -47,7 +47,7 @@ class ProcessRewardObjective(Objective[ProcessExample]):
         Metrics: `prm/loss`, and `prm/accuracy`, the share of steps whose predicted probability is on the same side of
         one half as the label.
         """
-        batch = lay_out([item.token_ids for item in items], packing=self.packing, device=engine.device)
+        batch = lay_out(self, items, engine.device)
         starts = batch.last_index.cpu() + 1 - torch.tensor(batch.lengths)
         index = torch.cat([start + torch.tensor(item.positions) for start, item in zip(starts, items, strict=True)])
         logits = engine.forward(batch, logits_after=index.to(engine.device))[:, list(self.reward_tokens)]

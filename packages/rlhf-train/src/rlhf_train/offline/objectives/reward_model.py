@@ -49,8 +49,8 @@ class RewardModelObjective(Objective[PreferenceExample]):
         Metrics: `rm/loss`, `rm/accuracy` (a tie counts one half), `rm/margin` (chosen minus rejected score), and the
         means of all scores and of their squares, `rm/score` and `rm/squared_score`.
         """
-        tokens = [item.chosen.token_ids for item in items] + [item.rejected.token_ids for item in items]
-        scores = engine.forward(lay_out(tokens, packing=self.packing, device=engine.device))
+        answers = [item.chosen for item in items] + [item.rejected for item in items]
+        scores = engine.forward(lay_out(self, answers, engine.device))
         chosen, rejected = scores.chunk(2)
         margins = None
         if self.margin_loss:

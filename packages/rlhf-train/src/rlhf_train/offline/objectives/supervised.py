@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_data.examples.sft import SftExample
-from rlhf_data.images.reader import ImageReader
 from rlhf_models.batch import to_device
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
@@ -18,18 +17,11 @@ class SupervisedObjective(Objective[SftExample]):
     """Negative log-likelihood of the completions, averaged over trained tokens.
 
     loss = - sum_i sum_t [mask_it] log p(token_it | tokens before it) / num_tokens
-
-    Attributes, in addition to those of `Objective`:
-        reader: of the images of examples; None for examples of text alone.
     """
-
-    reader: ImageReader | None = None
 
     def loss(self, engine: TrainEngine, items: Sequence[SftExample], denominators: Denominators) -> LossShare:
         """See `Objective`. Metrics: `sft/loss` and `sft/entropy`, in nats per trained token."""
-        batch = lay_out([item.token_ids for item in items], packing=self.packing, device=engine.device)
-        if self.reader is not None:
-            batch = batch.with_images(self.reader.arrays([ref for item in items for ref in item.images]))
+        batch = lay_out(self, items, engine.device)
         mask = trained_mask(batch, items)
         output = engine.forward(batch, logits_mask=mask)
         # The model returns 0.0 for both at masked tokens, so plain sums count trained tokens only.
