@@ -34,6 +34,7 @@ from rlhf_rollout.record_columns import COLUMNS, HEADER, Line, chunk, column_lin
 NUM_LEFT = "num_left"  # of a record: how many records of its batch follow; it comes after the batch's own fields
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _POWERS_OF_TEN = np.array([float(f"1e{power}") for power in range(13)])
+_DIGITS = np.arange(6, 10)  # nine always give a float32 again
 _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
@@ -68,7 +69,7 @@ def rollout_record(
         **({"images": list(rollout.images)} if rollout.images else {}),
         "text": rollout.text,
         "token_ids": rollout.token_ids.tolist() if has_tokens else None,
-        "logprobs": _numbers(rollout.rollout_logprobs) if has_tokens else None,
+        "logprobs": _logprobs(rollout) if has_tokens else None,
         "spans": [
             {"source": str(span.source), "num_tokens": len(span.token_ids), "policy_version": span.policy_version}
             for span in rollout.spans
@@ -188,7 +189,7 @@ def json_lines(lines: Iterable[Line]) -> Iterator[bytes]:
             yield line.text
         else:
             rollout = parsed.rollout
-            tokens = {"token_ids": rollout.token_ids.tolist(), "logprobs": _numbers(rollout.rollout_logprobs)}
+            tokens = {"token_ids": rollout.token_ids.tolist(), "logprobs": _logprobs(rollout)}
             yield _line(parsed.record | tokens)
 
 
@@ -343,6 +344,13 @@ def unpack_array(packed: Mapping[str, Any] | None) -> np.ndarray | None:
     return np.frombuffer(base64.b64decode(packed["data"], validate=True), dtype).reshape(packed["shape"])
 
 
+def _logprobs(rollout: Rollout) -> list[float | str | None]:
+    numbers: list[float | str | None] = []
+    for span in rollout.spans:
+        numbers += [0.0] * len(span.token_ids) if span.logprobs is None else _numbers(span.logprobs)
+    return numbers
+
+
 def _numbers(values: np.ndarray) -> list[float | str | None]:
     """Return `_number` of each of the float32 `values` [n], at a fraction of its time for usual sizes."""
     exact = values.astype(np.float64)
@@ -350,12 +358,15 @@ def _numbers(values: np.ndarray) -> list[float | str | None]:
     # Within these bounds, scaling by a power of ten below is exact, so that rounding finds the nearest decimal.
     is_usual = (size >= 1e-4) & (size < 1e5)
     exponent = np.floor(np.log10(size, where=is_usual, out=np.zeros_like(size))).astype(np.int64)
-    found = np.where(size == 0.0, exact, np.nan)
-    for digits in (9, 8, 7, 6):  # nine digits always give the number again; fewer ones replace them if they do, too
-        scale = _POWERS_OF_TEN[digits - 1 - exponent]
-        rounded = np.round(exact * scale) / scale
-        found = np.where(is_usual & (rounded.astype(np.float32) == values), rounded, found)
-    return [_number(values[at]) if number != number else number for at, number in enumerate(found.tolist())]
+    scale = _POWERS_OF_TEN[_DIGITS[:, None] - 1 - exponent]
+    rounded = np.round(exact * scale) / scale
+    fits = rounded.astype(np.float32) == values  # of the fits, that with the fewest digits comes first
+    shortest = rounded[fits.argmax(axis=0), np.arange(len(values))]
+    found = np.where(is_usual & fits.any(axis=0), shortest, np.where(size == 0.0, exact, np.nan))
+    numbers = found.tolist()
+    for at in np.flatnonzero(np.isnan(found)):
+        numbers[at] = _number(values[at])
+    return numbers
 
 
 def _number(value: np.float32) -> float | str | None:

@@ -145,7 +145,7 @@ class ProcessEngine(EngineClient):
         try:
             if method == "ready":
                 await self._process.start()
-            if not self._process.alive:
+            if self._process.has_failed:
                 ending = await asyncio.to_thread(self._process.ending)
                 raise CallError(f"{_CODE.process} {ending}", is_fatal=True)
             answer = await self._process.call(Call({"method": method, "arguments": packed(arguments)}), math.inf)

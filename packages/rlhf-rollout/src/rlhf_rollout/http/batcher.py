@@ -22,13 +22,14 @@ Result = TypeVar("Result")
 class Batcher(Generic[Item, Result]):
     """Gathers the items of concurrent `submit` calls into batches, in the order of their arrival.
 
-    A batch goes out when it is full, or `MAX_WAIT_S` after its first item. While `max_running` batches are in flight,
+    A batch goes out when it is full, or some time after its first item. While `max_running` batches are in flight,
     items wait for one of them to return, and go out together. Use it from one event loop at a time.
 
     Args:
         call: takes the items of a batch and returns one result per item, in order.
         max_batch: items per batch at most.
         max_running: batches in flight at most; None for any number.
+        max_wait_s: seconds after which a batch goes out that is not full; None for `MAX_WAIT_S`.
     """
 
     def __init__(
@@ -37,10 +38,12 @@ class Batcher(Generic[Item, Result]):
         *,
         max_batch: int,
         max_running: int | None = None,
+        max_wait_s: float | None = None,
     ) -> None:
         self._call = call
         self._max_batch = max_batch
         self._max_running = max_running
+        self._max_wait_s = MAX_WAIT_S if max_wait_s is None else max_wait_s
         self._waiting: dict[asyncio.Future[Result], Item] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._running: set[asyncio.Task[None]] = set()
@@ -62,6 +65,17 @@ class Batcher(Generic[Item, Result]):
             if not self._waiting:
                 self._stop_timer()
 
+    def fail(self, error: Exception) -> None:
+        """Raise an error for the items that wait for a batch."""
+        for result in self._waiting:
+            if not result.done():
+                result.set_exception(error)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no item waits, and no batch is in flight but that of the caller, whose item has its result."""
+        return not self._waiting and len(self._running) <= 1
+
     async def close(self) -> None:
         """Cancel waiting items and batches in flight."""
         for result in self._waiting:
@@ -77,7 +91,7 @@ class Batcher(Generic[Item, Result]):
         if len(self._waiting) >= self._max_batch:
             self._send_all()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(MAX_WAIT_S, self._send_all)
+            self._timer = asyncio.get_running_loop().call_later(self._max_wait_s, self._send_all)
 
     def _send_all(self) -> None:
         self._stop_timer()
@@ -119,6 +133,18 @@ class Batcher(Generic[Item, Result]):
                 waiter.set_result(result)
 
 
+def by_group(
+    call: Callable[[list[Sample]], Awaitable[list[Verdict]]],
+) -> Callable[[list[list[Sample]]], Awaitable[list[list[Verdict]]]]:
+    """Return a function that takes groups and gives the verdicts of each; `call` takes the samples of all of them."""
+
+    async def judge(groups: list[list[Sample]]) -> list[list[Verdict]]:
+        verdicts = iter(await call([sample for group in groups for sample in group]))
+        return [[next(verdicts) for _ in group] for group in groups]
+
+    return judge
+
+
 class GroupBatcher(Batcher[list[Sample], list[Verdict]]):
     """Gathers groups, the samples of one prompt each, into batches of as many groups as are complete.
 
@@ -131,8 +157,7 @@ class GroupBatcher(Batcher[list[Sample], list[Verdict]]):
     """
 
     def __init__(self, call: Callable[[list[Sample]], Awaitable[list[Verdict]]], *, max_batch: int) -> None:
-        super().__init__(self._judge, max_batch=max_batch)
-        self._call_scorer = call
+        super().__init__(by_group(call), max_batch=max_batch)
         self._expected: set[str] = set()
         self._pause: asyncio.Task[None] | None = None
 
@@ -147,12 +172,6 @@ class GroupBatcher(Batcher[list[Sample], list[Verdict]]):
         """Note that a group has come, or will not come."""
         self._expected.discard(group_id)
         self._consider()
-
-    def fail(self, error: Exception) -> None:
-        """Raise an error for the groups that wait for a batch."""
-        for result in self._waiting:
-            if not result.done():
-                result.set_exception(error)
 
     @property
     def is_idle(self) -> bool:
@@ -194,7 +213,3 @@ class GroupBatcher(Batcher[list[Sample], list[Verdict]]):
             chosen.append(result)
             count += len(group)
         return chosen
-
-    async def _judge(self, groups: list[list[Sample]]) -> list[list[Verdict]]:
-        verdicts = iter(await self._call_scorer([sample for group in groups for sample in group]))
-        return [[next(verdicts) for _ in group] for group in groups]

@@ -13,7 +13,7 @@ from typing import Any
 from rlhf_data.errors import RewardError, nearest
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.event_loop import EventLoopThread
-from rlhf_rollout.http.batcher import GroupBatcher, Sample
+from rlhf_rollout.http.batcher import Batcher, GroupBatcher, Sample, by_group
 from rlhf_rollout.http.breaker import Breaker
 from rlhf_rollout.rewards.outcomes import Failure, judge
 from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions
@@ -42,8 +42,8 @@ class FunctionReward:
         reward: `FILE.py` (its `reward_func`), `FILE.py:function`, `module` or `module:function`.
         calls: how it is called. `timeout_s` is the time limit for one rollout, from the moment that a worker has it. A
             call for several gets more time by the longest time per rollout that a successful call has taken so far.
-            Each worker runs one call at a time; further calls wait. A built-in reward compares nothing and is called
-            for each prompt by itself.
+            Each worker runs one call at a time; further calls wait. A built-in reward compares nothing, so that a call
+            waits for no prompt and holds those that have come while all workers were busy.
         log_path: file for what the function prints, at most 10 MiB; None for this process's standard error, at most
             16 KiB per worker.
 
@@ -60,9 +60,9 @@ class FunctionReward:
         self._calls = calls
         self._breaker = Breaker(MAX_FAILURES)
         self._compares = not is_builtin(reward)
-        self._batch_size = num_prompts * num_samples if self._compares else 1
+        self._call_shape = num_prompts, num_samples
         # By event loop, and by what is scored together.
-        self._batchers: dict[tuple[asyncio.AbstractEventLoop, str], GroupBatcher] = {}
+        self._batchers: dict[tuple[asyncio.AbstractEventLoop, str], Batcher[list[Sample], list[Verdict]]] = {}
         self._pools: dict[str, str] = {}  # by group that is expected
         self._pace_s = 0.0  # the longest time per rollout of a successful call
         self._turns = asyncio.Semaphore(calls.num_workers)
@@ -89,7 +89,8 @@ class FunctionReward:
         group_id = rollouts[0].group_id
         key = asyncio.get_running_loop(), self._pools.pop(group_id, "")
         batcher = self._batcher(key)
-        batcher.forget(group_id)
+        if isinstance(batcher, GroupBatcher):
+            batcher.forget(group_id)
         try:
             return await batcher.submit([(prompt, rollout) for rollout in rollouts])
         finally:
@@ -97,6 +98,8 @@ class FunctionReward:
 
     def expect(self, group_id: str, pool: str | None) -> None:
         """See `expect_group`."""
+        if not self._compares:
+            return
         if pool is not None and not self._closed:
             self._pools[group_id] = pool
             self._batcher((asyncio.get_running_loop(), pool)).expect(group_id)
@@ -116,12 +119,17 @@ class FunctionReward:
         if loop is not None:
             await asyncio.to_thread(self._shut_down, loop)
 
-    def _batcher(self, key: tuple[asyncio.AbstractEventLoop, str]) -> GroupBatcher:
+    def _batcher(self, key: tuple[asyncio.AbstractEventLoop, str]) -> Any:
         if key not in self._batchers:
-            self._batchers[key] = GroupBatcher(self._judge, max_batch=self._batch_size)
+            num_prompts, num_samples = self._call_shape
+            if self._compares:
+                self._batchers[key] = GroupBatcher(self._judge, max_batch=num_prompts * num_samples)
+            else:
+                limits = {"max_batch": num_prompts, "max_running": self._calls.num_workers, "max_wait_s": 0.0}
+                self._batchers[key] = Batcher(by_group(self._judge), **limits)
         return self._batchers[key]
 
-    def _drop_if_idle(self, key: tuple[asyncio.AbstractEventLoop, str], batcher: GroupBatcher) -> None:
+    def _drop_if_idle(self, key: tuple[asyncio.AbstractEventLoop, str], batcher: Any) -> None:
         # Another one may have taken the place of a batcher that was left when all of its calls were under way.
         if batcher.is_idle and self._batchers.get(key) is batcher:
             del self._batchers[key]

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import time
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -186,6 +187,11 @@ class WorkerProcess(GuardedProcess):
         """Whether the process runs and takes calls: one that is being killed takes none."""
         return super().alive and not self._failure
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it takes no calls any more; its end, at which `alive` looks, fails the calls under way."""
+        return bool(self._failure)
+
     async def start(self) -> None:
         """Have the process import the code.
 
@@ -215,6 +221,8 @@ class WorkerProcess(GuardedProcess):
         try:
             call.activity.since = time.monotonic()
             self._send({"call": number, "timeout_s": timeout_s, **call.begin(self._ready or {})})
+            if timeout_s == math.inf:
+                await asyncio.wait([running.done])
             while not running.done.done():
                 await self._wait_for_sign(running)
             return running.done.result()
