@@ -8,6 +8,7 @@ pytest.importorskip("vllm")
 
 import numpy as np
 import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -19,6 +20,7 @@ from vllm.v1.request import Request
 from rlhf_rollout.engines.vllm.patches.bulk_admission import patch as start_together
 from rlhf_rollout.engines.vllm.patches.idle_slots import patch as skip_idle_slots
 from rlhf_rollout.engines.vllm.patches.list_logprobs import patch as list_logprobs
+from rlhf_rollout.engines.vllm.patches.shared_hashes import patch as share_hashes
 
 BLOCK_SIZE = 4
 
@@ -71,6 +73,38 @@ def test_blocks_and_cached_prefixes_are_those_of_vllm(num_prompt_tokens, lag, mo
     assert decode(shortened, num_prompt_tokens, 17, lag=lag) == expected
     assert expected[-1] >= 5  # blocks of generated tokens are cached, too
     assert len(calls) < 12  # of 18
+
+
+def test_samples_of_a_prompt_share_its_hashes_which_are_those_of_vllm():
+    init_none_hash(sha256)
+    own = get_request_block_hasher(BLOCK_SIZE, sha256)
+    hashed = []
+    core = SimpleNamespace(request_block_hasher=lambda request: hashed.append(request.request_id) or own(request))
+    share_hashes(core)
+
+    def hashes(name, prompt, hasher, **more):
+        request = Request(name, prompt, SamplingParams(max_tokens=64), None, block_hasher=hasher, **more)
+        yield list(request.block_hashes)
+        request.append_output_token_ids(list(range(ord(name), ord(name) + 9)))
+        yield request.block_hashes
+
+    prompt, other = list(range(10)), list(range(1, 11))
+    image = MultiModalFeatureSpec(None, "image", "hash of it", PlaceholderRange(offset=1, length=2))
+    counts = {}
+    samples = {"a": prompt, "b": prompt, "c": other, "d": prompt[:6], "e": other, "i": other, "s": [5]}
+    for name, tokens in samples.items():
+        more = {"mm_features": [image]} if name == "i" else {}
+        found = list(hashes(name, tokens, core.request_block_hasher, **more))
+        assert found == list(hashes(name, list(tokens), own, **more)), name
+        counts[name] = len(found[0]), len(found[1])
+    assert counts["a"] == counts["b"] == (2, 4) and counts["s"] == (0, 2)
+    assert "".join(hashed) == "aabccddeeiiss"  # "b" alone begins with the list of the sample before it
+
+
+def test_engine_that_caches_no_prefix_hashes_nothing():
+    core = SimpleNamespace(request_block_hasher=None)
+    share_hashes(core)
+    assert core.request_block_hasher is None
 
 
 @pytest.mark.parametrize("case", ["window", "speculative", "connector"])

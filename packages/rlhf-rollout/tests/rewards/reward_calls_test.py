@@ -238,6 +238,35 @@ def test_sums_of_rewards_gather_the_same_calls(calls, write):
     assert Counter(calls) == {5: 1, 1: 5}  # `math` compares nothing: its calls go out as groups become complete
 
 
+def test_built_in_reward_takes_at_once_what_came_while_its_workers_were_busy(monkeypatch):
+    sizes = []
+
+    async def ask(reward, samples, failure):
+        sizes.append(len(samples))
+        await asyncio.sleep(1)
+        rewards = [float(rollout.text) for _, rollout in samples]
+        return Scored(rewards, rewards, {}, [None] * len(rewards))
+
+    monkeypatch.setattr(FunctionReward, "_ask", ask)
+
+    async def run():
+        reward = FunctionReward("math", CallOptions(batch_size=6, num_samples=2, num_workers=2))
+        reward.expect("never comes", "")  # a call waits for no prompt
+        scored = []
+        for number in range(6):
+            prompt = make_prompt(prompt_id=str(number))
+            rollouts = [make_rollout(prompt, f"{number}.{sample}", group_id=str(number)) for sample in range(2)]
+            scored.append(asyncio.create_task(reward.score(prompt, rollouts)))
+            await asyncio.sleep(0.1)
+        found = await asyncio.gather(*scored)
+        assert not reward._batchers  # nothing of the event loop is kept
+        return found
+
+    found = simulate(run())
+    assert sizes == [2, 2, 6, 2]  # one prompt for each worker, then three, as many as a call may hold, and the last
+    assert [[verdict.reward for verdict in group] for group in found] == [[n, n + 0.1] for n in range(6)]
+
+
 def test_calls_of_a_run_hold_the_samples_of_its_prompts(calls, write):
     source = RewardSource(kind="function", targets=(write('def reward_func(q, p, l): return {"rewards": []}'),))
     reward = build_reward([source], CallOptions(batch_size=8, step_prompts=4, num_samples=2))

@@ -19,6 +19,7 @@ VLLM_PATCHES = (
     "list_logprobs",
     "multi_step",
     "bulk_admission",
+    "shared_hashes",
     "recorded_copies",
     "sampling_head",
 )

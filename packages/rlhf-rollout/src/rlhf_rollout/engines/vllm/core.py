@@ -91,7 +91,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
 
-    from rlhf_rollout.engines.vllm.patches import patch_scheduler
+    from rlhf_rollout.engines.vllm.patches import patch_core, patch_scheduler
 
     if spec.quantization and on_gpu and not current_platform.has_device_capability(_FP8_CAPABILITY):
         message = f"quantization {spec.quantization} needs a GPU that multiplies FP8 (compute capability 8.9 or more)"
@@ -123,6 +123,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         log_stats=False,
     )
     check_core(core)
+    patch_core(core.engine_core, spec.skip_patches)
     patch_scheduler(core.engine_core.scheduler, spec.skip_patches, uses_graphs=not is_eager)
     return core
 

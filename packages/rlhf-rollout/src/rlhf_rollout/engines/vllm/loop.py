@@ -358,20 +358,22 @@ class StepLoop:
             if draft.finish_reason is not None:  # the job was restarted, or another engine began it
                 continue
             num_written = len(draft.token_ids)
-            rest = rest_of(sampling, num_written, seed)
-            is_shared = seed is None and not num_written  # whole samples without a seed share one object
-            params = shared if is_shared else None
-            if params is None:
+            is_shared = seed is None and not num_written  # whole samples without a seed share these
+            if is_shared and shared is not None:
+                rest, params = shared
+            else:
+                rest = rest_of(sampling, num_written, seed)
                 stops = [*self._end_token_ids, *sampling.stop_token_ids]
                 params = sampler_params(rest, seed=rest.seed, stop_token_ids=stops)
             if is_shared:
-                shared = params
+                shared = rest, params
             request_id = str(next(self._numbers))
             job.request_ids.append(request_id)
             draft.go_on(self.policy_version)
             watch = StopWatch(rest, job.decode, draft.token_ids) if job.decode is not None else None
             self._samples[request_id] = Sample(job, draft, sum(map(len, draft.routes)), watch)
-            token_ids = job.prompt + draft.token_ids.tolist()
+            # Samples share the list: see the patch `shared_hashes`.
+            token_ids = job.prompt + draft.token_ids.tolist() if num_written else job.prompt
             self._core.add_request(core_request(request_id, token_ids, params, job.features))
 
     def _take_outputs(self, outputs: Any) -> None:
