@@ -11,7 +11,7 @@ from rlhf_rollout.host import local_gpus
 
 NUM_PAIRS = local_gpus() // 2
 
-FLAGS = ["--bf16", "--colocate_all_models", "--vllm_gpu_memory_utilization", "0.1"]  # other tests run beside it
+FLAGS = ["--bf16", "--colocate_all_models"]
 IN_TURN = ["--vllm_enable_sleep", "--deepspeed_enable_sleep"]
 WITH_GRAPHS = ["--packing_samples", "--micro_batch_tokens", "1024"]
 # As in OpenRLHF's main example: sharded models, and engines that divide weights over two GPUs.

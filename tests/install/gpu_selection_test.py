@@ -63,20 +63,24 @@ def test_no_build_file_tags_a_gpu_test_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "required", "code", "said"),
+    ("name", "required", "has_gpu", "code", "said"),
     [
-        ("x_gpu_test.py", "0", 0, "2 skipped"),
-        ("x_test.py", "0", 0, "2 passed"),
-        ("x_gpu_test.py", "1", 4, "RLHF_REQUIRE_GPU is 1 and PyTorch finds no GPU"),
-        ("x_test.py", "1", 4, "RLHF_REQUIRE_GPU is 1 and PyTorch finds no GPU"),
+        ("x_gpu_test.py", "0", False, 0, "2 skipped"),
+        ("x_test.py", "0", False, 0, "2 passed"),
+        ("x_gpu_test.py", "1", False, 4, "RLHF_REQUIRE_GPU is 1 and PyTorch finds no GPU"),
+        ("x_test.py", "1", False, 4, "RLHF_REQUIRE_GPU is 1 and PyTorch finds no GPU"),
+        ("x_gpu_test.py", "0", True, 0, "2 passed"),
+        ("x_gpu_test.py", "1", True, 0, "2 passed"),
     ],
 )
 def test_gpu_tests_without_a_gpu_are_skipped_unless_one_is_required(
-    tmp_path: Path, name: str, required: str, code: int, said: str
+    tmp_path: Path, name: str, required: str, has_gpu: bool, code: int, said: str
 ) -> None:
+    stand_in = f"class cuda:\n    is_available = staticmethod(lambda: {has_gpu})\n"
+    (tmp_path / "torch.py").write_text(stand_in, encoding="utf-8")  # PyTorch itself takes seconds to import
     (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / name).write_text("def test_a(): pass\ndef test_b(): pass\n", encoding="utf-8")
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "RLHF_REQUIRE_GPU": required}
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "RLHF_REQUIRE_GPU": required}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", "."]
     done = subprocess.run([*command, name], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr

@@ -14,8 +14,8 @@ from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.host import local_gpus
 
 ON_GPU = local_gpus() > 0
-# Other tests run beside these on a GPU.
-SHARED = "--bf16 --colocate_all_models --vllm_enable_sleep --deepspeed_enable_sleep --vllm_gpu_memory_utilization 0.1"
+# Other tests run beside these on a GPU: an engine that can sleep would measure what they do.
+SHARED = "--bf16 --colocate_all_models --deepspeed_enable_sleep --vllm_gpu_memory_utilization 0.1"
 DEVICE_FLAGS = SHARED.split() if ON_GPU else []
 
 REWARD = """

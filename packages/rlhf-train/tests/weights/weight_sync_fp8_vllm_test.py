@@ -80,8 +80,18 @@ def assert_same(completions: list[Completion], expected: list[Completion]) -> No
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
+@pytest.fixture(scope="module")
+def own_memory() -> Iterator[None]:
+    """Have vLLM not see what other tests take of a GPU meanwhile: it compares the free memory around a sleep."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if ON_GPU:
+            total = torch.cuda.get_device_properties(0).total_memory
+            monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda *_: (total, total))
+        yield
+
+
 @pytest.fixture(scope="module", params=["qwen2", "qwen3_moe"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, own_memory: None) -> Iterator[Pair]:
     pytest.importorskip("vllm")
     from transformers import AutoModelForCausalLM
 
