@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from families import FAMILIES, MAX_LENGTH, SEQUENCES, write_tiny
+from families import FAMILIES, MAX_LENGTH, PROMPT_LENGTHS, SEQUENCES, write_tiny
 from rlhf_data.errors import ConfigError
 from rlhf_models.attention.packed import PACKED_ATTENTIONS, check_shares_prompts
 from rlhf_models.backbone import can_be_replayed, changes_logits, replay_full_packs
@@ -21,7 +21,6 @@ from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
 from rlhf_models.loading import load_actor
 from rlhf_train.run.models import without_dropout
 
-PROMPT_LENGTHS = [9, 9]
 # Fields of configs that count the experts of a token, and of all those that there are to choose from.
 CHOSEN_EXPERTS = {
     "num_experts_per_tok": ("num_experts", "num_local_experts", "n_routed_experts"),

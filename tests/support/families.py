@@ -48,7 +48,8 @@ _ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 # The sizes that vLLM's kernels for latent attention take.
 _LATENT = {"kv_lora_rank": 512, "q_lora_rank": 32, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _LATENT |= {"head_dim": 64, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
-_INDEXED = _LATENT | {"index_n_heads": 2, "index_head_dim": 128, "index_topk": VOCAB_SIZE}
+_ONE_DENSE = {"first_k_dense_replace": 1}  # experts begin after so many layers
+_INDEXED = _LATENT | _ONE_DENSE | {"index_n_heads": 2, "index_head_dim": 128, "index_topk": VOCAB_SIZE}
 _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64}
 _LINEAR |= {"linear_value_head_dim": 64, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 16}
@@ -85,7 +86,7 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("afmoe", {"route_scale": 2.5, "mup_enabled": True}),
     "bamba": ("bamba", _MAMBA | {"attn_layer_indices": [1], "mamba_d_head": 64}),
     "deepseek_v2": ("deepseek_v2", _LATENT | _ROUTED | {"num_experts_per_tok": 2}),
-    "deepseek_v3": ("deepseek_v3", _LATENT),
+    "deepseek_v3": ("deepseek_v3", _LATENT | _ONE_DENSE),
     "deepseek_v32": ("deepseek_v32", _INDEXED),
     "dots1": (
         "dots1",
@@ -181,7 +182,7 @@ def _sequences() -> list[list[int]]:
 
 SEQUENCES = _sequences()
 MAX_LENGTH = max(map(len, SEQUENCES))
-_PROMPT_LENGTHS = [9, 9]
+PROMPT_LENGTHS = [9, 9]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,14 +246,14 @@ def examine(family: str) -> Findings:
         write_tiny(family, folder)
         expected = logprobs_of(plain_model(folder)[0], SEQUENCES)
         checks: dict[str, Callable[[], str]] = {
-            "padded": lambda: _worst([_word(partial(_padded, folder, expected)), _word(partial(_valued, folder))]),
+            "padded": lambda: worst([word(partial(_padded, folder, expected)), word(partial(_valued, folder))]),
             "packed": lambda: _packed(folder, expected, "auto"),
-            "named": lambda: _worst([_word(partial(_packed, folder, expected, name)) for name in ("sdpa", "eager")]),
+            "named": lambda: worst([word(partial(_packed, folder, expected, name)) for name in ("sdpa", "eager")]),
             "shared": lambda: _shared(folder, expected[:2]),
             "saved": lambda: _saved(folder),
             "sent": lambda: _sent(folder),
         }
-        return Findings(**{field.name: _word(checks[field.name]) for field in fields(Findings)})
+        return Findings(**{field.name: word(checks[field.name]) for field in fields(Findings)})
 
 
 def plain_model(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
@@ -286,7 +287,8 @@ def distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
-def _word(check: Callable[[], str]) -> str:
+def word(check: Callable[[], str]) -> str:
+    """Return what a check found: its word, "refused" for an error with a hint, or the first line of another error."""
     try:
         return check()
     except RlhfError:
@@ -295,13 +297,14 @@ def _word(check: Callable[[], str]) -> str:
         return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _worst(words: Sequence[str]) -> str:
+def worst(words: Sequence[str]) -> str:
     """Return the first word that tells of something wrong, else "refused" if one is."""
     wrong = [word for word in words if word not in ("equal", "refused")]
     return next(iter(wrong), "refused" if "refused" in words else "equal")
 
 
-def _load(folder: Path, **options: Any) -> Actor:
+def load(folder: Path, **options: Any) -> Actor:
+    """Return the actor of a folder in float32 and eval mode."""
     return load_actor(folder, dtype="float32", max_length=MAX_LENGTH, **options).eval()
 
 
@@ -313,10 +316,10 @@ def _compared(actor: Actor, batch: TokenBatch, expected: Sequence[Tensor]) -> st
 
 
 def _padded(folder: Path, expected: Sequence[Tensor]) -> str:
-    actor = _load(folder)
+    actor = load(folder)
     # The others of a batch may not matter, nor those of the batch before.
     parts = (SEQUENCES[-1:], SEQUENCES, SEQUENCES[-1:])
-    return _worst([_compared(actor, TokenBatch.padded(part, 0), expected[-len(part) :]) for part in parts])
+    return worst([_compared(actor, TokenBatch.padded(part, 0), expected[-len(part) :]) for part in parts])
 
 
 @torch.no_grad()
@@ -335,14 +338,14 @@ def _valued(folder: Path) -> str:
 
 
 def _packed(folder: Path, expected: Sequence[Tensor], attention: str) -> str:
-    actor = _load(folder, packing=True, attn_implementation=attention)
+    actor = load(folder, packing=True, attn_implementation=attention)
     return _compared(actor, TokenBatch.packed(SEQUENCES), expected)
 
 
 def _shared(folder: Path, expected: Sequence[Tensor]) -> str:
-    actor = _load(folder, packing=True)
+    actor = load(folder, packing=True)
     check_shares_prompts(actor.model.config, actor.model.config._attn_implementation)
-    return _compared(actor, TokenBatch.packed(SEQUENCES[:2], prompt_lengths=_PROMPT_LENGTHS), expected)
+    return _compared(actor, TokenBatch.packed(SEQUENCES[:2], prompt_lengths=PROMPT_LENGTHS), expected)
 
 
 def _saved(folder: Path) -> str:
@@ -382,7 +385,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _sent(folder: Path) -> str:
-    actor = _load(folder)
+    actor = load(folder)
     sent = {name for name, _ in hf_named_weights(actor)}
     left_out = getattr(actor.model, "left_out", None)
     names = _names(folder) - set(left_out.files if left_out else ())

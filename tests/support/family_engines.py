@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from families import logprobs_of, plain_model, write_tiny
-from rlhf_models.loading import load_actor
-from rlhf_models.weights import hf_named_weights
+from rlhf_models.loading import load_actor, load_tokenizer
+from rlhf_models.weights import hf_named_weights, save_hf
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.vllm.own_classes import shortest_prompt
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
@@ -48,15 +48,19 @@ class Gap:
     own_mean: float
 
 
-def gaps(family: str, dtype: str = "float32") -> list[Gap]:
+def gaps(family: str, dtype: str = "float32", *, saved: bool = False) -> list[Gap]:
     """Return the differences at the start, after the same weights and after others.
 
+    With `saved`, the model is one that was loaded, changed and saved as a trained one is.
     Engine and model run on a GPU if there is one.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        write_tiny(family, folder)
-        _widen_chunks(folder / "config.json")
+        made = Path(scratch, "made")
+        write_tiny(family, made)
+        _widen_chunks(made / "config.json")
+        actor = load_actor(made, dtype=dtype)
+        _change(actor.model, 0.02)
+        folder = save_hf(actor, None, load_tokenizer(made), Path(scratch, "saved")) if saved else made
         answers = _answers(folder, dtype)
         # In a process of its own, because vLLM may change the classes of transformers in this one.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as others:
@@ -140,8 +144,9 @@ def main() -> None:
     line = argparse.ArgumentParser(description=__doc__)
     line.add_argument("family")
     line.add_argument("--dtype", default="float32")
+    line.add_argument("--saved", action="store_true", help="start vLLM with a saved folder")
     args = line.parse_args()
-    found = gaps(args.family, args.dtype)
+    found = gaps(args.family, args.dtype, saved=args.saved)
     print("gaps:", *(f"{gap.largest:.0e}" for gap in found))
     if args.dtype != "float32":
         names = ("mean", "own_largest", "own_mean")

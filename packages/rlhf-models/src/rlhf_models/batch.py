@@ -93,11 +93,11 @@ class TokenBatch:
         if self.shared is None:
             return states.flatten(0, 1).index_select(0, index)
         # Several positions may be stored once. Indexing adds up their gradients in a fixed order, index_select in any.
-        return states[0][self.shared.stored_at[index]]
+        return states[0][self.shared.copies.stored_at[index]]
 
     def at_every_token(self, values: Tensor) -> Tensor:
         """Return values [B, T] of all tokens, from those of the tokens that a model stores."""
-        return values if self.shared is None else values[:, self.shared.stored_at]
+        return values if self.shared is None else values[:, self.shared.copies.stored_at]
 
     def routed(self, routes: Sequence[np.ndarray]) -> "TokenBatch":
         """Return the batch with the experts of its tokens.

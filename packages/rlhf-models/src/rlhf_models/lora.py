@@ -35,7 +35,8 @@ class LoraSpec:
         alpha: > 0; the adapter's output is scaled by alpha / rank.
         dropout: probability, applied to the input of A, in [0, 1).
         target_modules: names of the linear layers that get an adapter; "all-linear" means all except the LM head. The
-            experts of a mixture are no linear layers, and layers that text does not reach get none.
+            experts of a mixture and their routers are no linear layers, and layers that text does not reach get none,
+            nor do those of Mamba whose weight a kernel reads, which would pass an adapter by.
 
     Raises:
         ConfigError: an attribute out of its range.
@@ -58,8 +59,7 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
     """Add adapters to an actor, critic or reward model and freeze all other weights except its value head.
 
     Raises:
-        ConfigError: peft is not installed, a target matches no layer, or one is the embedding or tied to it, or the
-            experts of a mixture, which are no linear layers.
+        ConfigError: peft is not installed, a target matches no linear layer, or one is the embedding or tied to it.
     """
     peft = _import_peft()
     hint = "``target_modules`` takes all-linear, or names of layers such as q_proj,v_proj"
@@ -74,17 +74,15 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
         bias="none",
     )
     try:
-        model.model.add_adapter(config)
+        with _names_meant_as_they_are():
+            model.model.add_adapter(config)
     except ValueError as error:
         raise ConfigError(f"LoRA: {error}", hint=hint) from None
     layers = {name: layer for name, layer in model.model.named_modules() if hasattr(layer, "lora_A")}
-    if others := [name for name, layer in layers.items() if not hasattr(layer.base_layer, "weight")]:
-        # peft wraps all experts of a layer in one adapter, which neither merging nor the weight sync knows.
-        message = f"LoRA: ``target_modules`` names the experts of a mixture ({others[0]}), which cannot have adapters"
-        raise ConfigError(message, hint=f"{hint}; all-linear leaves experts out")
     for target in [] if isinstance(targets, str) else targets:
         if not any(f".{name}".endswith(f".{target}") for name in layers):
-            raise ConfigError(f"LoRA: no linear layer is named {target}", hint=hint)
+            message = f"LoRA: no linear layer is named {target}; the experts of a mixture are none"
+            raise ConfigError(message, hint=hint)
     if model.model.get_input_embeddings().weight in _adapted(model):
         # Merging would change the rows that the model looks up, which the adapter of a tied LM head does not.
         raise ConfigError("LoRA: ``target_modules`` names the embedding, or an LM head with the same weight", hint=hint)
@@ -94,12 +92,41 @@ def _targets(model: Any, spec: LoraSpec, excluded: Collection[str]) -> str | lis
     """Return the layers that get an adapter, as peft takes them."""
     if spec.target_modules != "all-linear":
         return spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules)
-    if not any("experts" in name.split(".") for name, _ in model.named_parameters()):
-        return "all-linear"
-    # By "all-linear", peft means the experts of a mixture, too.
     head = model.get_output_embeddings()
-    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    return [name for name, layer in layers if layer is not head and name not in excluded]
+    modules = dict(model.named_modules())
+    every = [name for name, layer in modules.items() if isinstance(layer, nn.Linear) and layer is not head]
+    # A subclass with a forward pass of its own may return more than a product, as routers do.
+    chosen = [name for name in every if type(modules[name]).forward is nn.Linear.forward]
+    chosen = [name for name in chosen if not _is_read_by_kernel(modules, name)]
+    # What an indexer selects has no gradient.
+    chosen = [name for name in chosen if "indexer" not in name.split(".")]
+    return "all-linear" if chosen == every else [name for name in chosen if name not in excluded]
+
+
+def _is_read_by_kernel(modules: Mapping[str, Any], name: str) -> bool:
+    """Return whether a layer of Mamba is not called: a kernel, or the code in its place, reads its weight."""
+    owner, _, own = name.rpartition(".")
+    return own in ("dt_proj", "out_proj") and hasattr(modules[owner], "A_log") and hasattr(modules[owner], "D")
+
+
+@contextmanager
+def _names_meant_as_they_are() -> Iterator[None]:
+    """Within a `with` block, have peft not take names such as gate_proj, in a family with experts, for their weights.
+
+    It does, because they were linear layers of these names in transformers 4. Dense layers and shared experts, which
+    have the same names, would get no adapters.
+    """
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+    except ImportError:  # an older version of peft
+        yield
+        return
+    before = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = before
 
 
 def check_lora(config: Any, spec: LoraSpec) -> float:
@@ -235,7 +262,7 @@ def merge_adapter(
     load: Any = load_critic if head.is_file() else load_actor
     is_for_images = load_config(base).model_type in IMAGE_FAMILIES
     model = load(base, dtype=dtype, images="frozen" if is_for_images else "")
-    with clear_errors("adapter", adapter):
+    with clear_errors("adapter", adapter), _names_meant_as_they_are():
         model.model = _merged(peft.PeftModel.from_pretrained(model.model, str(adapter)), report)
         if head.is_file():
             model.value_head.take(load_file(head))

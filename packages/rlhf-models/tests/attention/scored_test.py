@@ -14,8 +14,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.attention import scored
-from rlhf_models.attention.packed import check_shares_prompts
-from rlhf_models.attention.scored import SCORED_ATTENTION, Scores, attend, scored_attention
+from rlhf_models.attention.scored import Scores, attend, scored_attention
 
 BOUNDS = (0, 5, 6, 13)
 LOWEST = torch.finfo(torch.float32).min
@@ -112,11 +111,6 @@ def test_dropout_drops_weights_of_packed_sequences():
     whole, _ = scored_attention(nn.Module(), query, key, value, None, cu_seq_lens_q=bounds)
     first = dropped[0, 0] / whole[0, 0]  # the first token sees itself with weight 1: dropped, or doubled
     assert {round(ratio.item(), 3) for ratio in first.flatten()} == {0.0, 2.0}
-
-
-def test_prompts_are_not_shared_with_soft_caps():
-    with pytest.raises(ConfigError, match=r"a gemma2 model have a soft cap or sinks.*\n\nhint: drop ``share_prompts``"):
-        check_shares_prompts(Gemma2Config(), SCORED_ATTENTION)
 
 
 def test_layer_whose_config_has_a_window_must_pass_it_on():

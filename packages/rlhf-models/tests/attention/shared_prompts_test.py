@@ -14,6 +14,7 @@ from rlhf_data.errors import ConfigError, DataError
 from rlhf_models.attention import flash
 from rlhf_models.attention import packed as attention
 from rlhf_models.attention.packed import PACKED_ATTENTION, check_shares_prompts, packed_attention
+from rlhf_models.attention.scored import SCORED_ATTENTION, scored_attention
 from rlhf_models.attention.shared_prompts import SharedPrompts, attend, attend_group_by_group
 from rlhf_models.batch import TokenBatch
 from rlhf_models.critic import Critic
@@ -33,7 +34,8 @@ def test_each_prompt_is_stored_once_and_before_all_responses():
     assert shared.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 3, 4, 3, 3, 4, 2, 3, 4, 1, 2, 3, 4]]
     a, c, b = [0, 1, 2], [3, 4], [5]
     places = [[*a, 6, 7], c, [*a, 8], [*b, 14, 15, 16, 17], [*c, 11, 12, 13], [*a, 9, 10]]
-    assert shared.stored_at.tolist() == [at for own in places for at in own]
+    assert shared.copies.stored_at.tolist() == [at for own in places for at in own]
+    assert shared.copies.bounds.tolist() == [0, 5, 7, 11, 16, 21, 26] and shared.copies.longest == 5
     assert shared.layout.bounds.tolist() == [0, 3, 5, 6, 8, 9, 11, 11, 14, 18]
     assert shared.layout.prompt_bounds.tolist() == [0, 3, 5, 6]
     assert shared.layout.group_bounds.tolist() == [0, 5, 8, 12]
@@ -278,17 +280,33 @@ def test_values_and_gradients_of_a_critic_are_those_without_sharing(folder):
         torch.testing.assert_close(own, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_window_or_another_attention_cannot_share():
+@pytest.mark.parametrize(("attention", "options"), [(packed_attention, {}), (scored_attention, {"softcap": 2.0})])
+def test_a_window_sees_the_last_tokens_of_the_prompt(attention, options):
+    shared = SharedPrompts.of(TOKENS, PROMPT_LENGTHS)
+    stored = tensors()
+    found, _ = attention(torch.nn.Module(), *stored, None, sliding_window=3, **options, **shared.arguments())
+    gradients = torch.autograd.grad(found.square().sum(), stored)
+    expected = torch.empty_like(found)
+    each = tensors()
+    for at in shared.copies.stored_at.split([len(row) for row in TOKENS]):  # a sequence alone, by hand
+        query, key, value = (tensor[:, :, at] for tensor in each)
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+        scores = query @ key.mT * query.shape[-1] ** -0.5
+        scores = 2.0 * torch.tanh(scores / 2.0) if options else scores
+        seen = torch.ones(len(at), len(at), dtype=torch.bool).tril() & torch.ones(len(at), len(at)).triu(-2).bool()
+        expected[:, at] = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+    for one, other in zip(
+        [found, *gradients], [expected, *torch.autograd.grad(expected.square().sum(), each)], strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)  # one of them takes the softmax in float32
+
+
+def test_dropout_or_another_attention_cannot_share():
     shared = SharedPrompts.of(TOKENS, PROMPT_LENGTHS)
     inputs = [tensor.detach() for tensor in tensors()]
-    for options in ({"sliding_window": 4}, {"dropout": 0.1}):
-        with pytest.raises(ConfigError, match=r"cannot share prompts[\s\S]*hint: drop ``share_prompts``"):
-            packed_attention(torch.nn.Module(), *inputs, None, **shared.arguments(), **options)
-    mixed = Qwen2Config(use_sliding_window=True, max_window_layers=1, num_hidden_layers=2)
-    for windowed in (mixed, MistralConfig(sliding_window=4096)):
-        with pytest.raises(ConfigError, match=f"{windowed.model_type} model has attention with a sliding window"):
-            check_shares_prompts(windowed, PACKED_ATTENTION)
+    with pytest.raises(ConfigError, match=r"cannot share prompts[\s\S]*hint: drop ``share_prompts``"):
+        packed_attention(torch.nn.Module(), *inputs, None, dropout=0.1, **shared.arguments())
     with pytest.raises(ConfigError, match=r"not by sdpa[\s\S]*hint: leave ``attn_implementation`` at auto"):
         check_shares_prompts(Qwen2Config(), "sdpa")
-    check_shares_prompts(Qwen2Config(), PACKED_ATTENTION)
-    check_shares_prompts(MistralConfig(sliding_window=None), PACKED_ATTENTION)
+    for name in (PACKED_ATTENTION, SCORED_ATTENTION):
+        check_shares_prompts(MistralConfig(sliding_window=4096), name)

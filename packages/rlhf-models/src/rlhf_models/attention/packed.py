@@ -21,7 +21,7 @@ from rlhf_data.errors import ConfigError
 from rlhf_models.attention.flash import flash_4_is_faster, flash_4_unavailable_reason
 from rlhf_models.attention.scored import SCORED_ATTENTION, UNPACKED, check_window, scored_attention
 from rlhf_models.attention.sequence_parallel import SequenceGroup, layer_configs
-from rlhf_models.attention.shared_prompts import Layout, attend, attend_group_by_group, bounds_arguments
+from rlhf_models.attention.shared_prompts import Copies, Layout, attend, attend_group_by_group, bounds_arguments
 from rlhf_models.batch import TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -122,18 +122,9 @@ def head_sizes(config: Any) -> tuple[int, int]:
 
 def check_shares_prompts(config: Any, attention: str) -> None:
     """Raise ConfigError unless the attention of a transformers model can share the prompts of packed sequences."""
-    if attention == SCORED_ATTENTION:
-        message = f"scores of a {config.model_type} model have a soft cap or sinks, which share no prompts"
-        raise ConfigError(message, hint="drop ``share_prompts``")
-    if attention not in PACKED_ATTENTIONS:
+    if attention not in (*PACKED_ATTENTIONS, SCORED_ATTENTION):
         message = f"prompts are shared by the attention {PACKED_ATTENTION}, not by {attention}"
         raise ConfigError(message, hint="leave ``attn_implementation`` at auto, or drop ``share_prompts``")
-    text = config.get_text_config()
-    layers = getattr(text, "layer_types", None)
-    # Without kinds of layers, all of them have the window, if there is one.
-    if "sliding_attention" in layers if layers else getattr(text, "sliding_window", None):
-        message = f"this {config.model_type} model has attention with a sliding window, which cannot share prompts"
-        raise ConfigError(message, hint="drop ``share_prompts``")
 
 
 @functools.cache
@@ -191,6 +182,7 @@ def packed_attention(
     max_length_q: int | None = None,
     sequence_group: SequenceGroup | None = None,
     prompt_bounds: Tensor | None = None,
+    prompt_copies: Copies | None = None,
     version: int = 2,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -209,7 +201,7 @@ def packed_attention(
         max_length_q: length of the longest sequence.
         sequence_group: the ranks that divide the T tokens of the batch; `query`, `key`, `value` and the output are then
             those of this rank's tokens. None if it has all of them.
-        prompt_bounds: see `SharedPrompts`; None if each sequence has its own prompt.
+        prompt_bounds, prompt_copies: see `SharedPrompts`; None if each sequence has its own prompt.
         version: FlashAttention's version, 2 or 4. Layers with a sliding window take 2.
         kwargs: further arguments of transformers, and of `shared_prompts.attend`.
 
@@ -227,6 +219,9 @@ def packed_attention(
             raise ConfigError(f"attention with {what} cannot be packed", hint=UNPACKED)
     check_window(module, sliding_window)
     how = _Scores(scaling, dropout, sliding_window, version)
+    if prompt_copies is not None and sliding_window:
+        output = _attend(prompt_copies.of(query, key, value), prompt_copies.bounds, prompt_copies.longest, how)
+        return output[:, prompt_copies.kept], None
     if prompt_bounds is not None:
         own = {"bounds": cu_seq_lens_q, "longest": max_length_q, "prompt_bounds": prompt_bounds}
         layout = Layout(**own, **{name: kwargs[name] for name in Layout._fields if name not in own})
@@ -261,9 +256,8 @@ def _attend(tensors: Heads, cu_seqlens: Tensor, longest: int | None, how: _Score
 
 def _attend_shared(tensors: Heads, layout: Layout, how: _Scores) -> Tensor:
     """Do as `_attend` for sequences that share prompts."""
-    if how.sliding_window or how.dropout:
-        what = "a sliding window" if how.sliding_window else "dropout"
-        raise ConfigError(f"attention with {what} cannot share prompts", hint="drop ``share_prompts``")
+    if how.dropout:
+        raise ConfigError("attention with dropout cannot share prompts", hint="drop ``share_prompts``")
     if not _has_kernel(tensors, how.dropout):
         return attend_group_by_group(*tensors, layout, scale=how.scaling)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors)

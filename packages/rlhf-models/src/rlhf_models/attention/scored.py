@@ -14,6 +14,7 @@ from torch.nn.functional import dropout as drop
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rlhf_data.errors import ConfigError
+from rlhf_models.attention.shared_prompts import Copies
 from rlhf_models.compiler import configure_compiler
 
 SCORED_ATTENTION = "rlhf_packed_scored"
@@ -54,6 +55,7 @@ def scored_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    prompt_copies: Copies | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend within each packed sequence; the signature is that of transformers' attention functions.
@@ -66,6 +68,7 @@ def scored_attention(
         attention_mask: [B, 1, T, T'] added to the scores of a batch that is not packed; ignored for packed ones.
         scaling, dropout, sliding_window, softcap, s_aux: see `Scores`. A mask has the window already.
         cu_seq_lens_q: [S + 1] int32, the bounds; None for a batch that is not packed.
+        prompt_copies: of the prompts that packed sequences share; None if each has its own.
 
     Returns:
         The output [B, T, H, D'], and None in place of the attention weights.
@@ -77,12 +80,20 @@ def scored_attention(
     if cu_seq_lens_q is None:
         return attend(query, key, value, scores, attention_mask).transpose(1, 2).contiguous(), None
     check_window(module, sliding_window)
-    if _has_kernel(query, value, dropout):
-        return _flex(query, key, value, cu_seq_lens_q, scores).transpose(1, 2).contiguous(), None
-    lengths = cu_seq_lens_q.diff().tolist()
+    if prompt_copies is not None:
+        output = _packed(*prompt_copies.of(query, key, value), prompt_copies.bounds, scores)
+        return output[:, prompt_copies.kept], None
+    return _packed(query, key, value, cu_seq_lens_q, scores), None
+
+
+def _packed(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scores: Scores) -> Tensor:
+    """Return the output [1, T, H, D'] of packed sequences with these bounds."""
+    if _has_kernel(query, value, scores.dropout):
+        return _flex(query, key, value, bounds, scores).transpose(1, 2).contiguous()
+    lengths = bounds.diff().tolist()
     sequences = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
     outputs = [attend(q, k, v, scores, _causal(q, scores.window)).transpose(1, 2) for q, k, v in sequences]
-    return torch.cat(outputs, dim=1), None
+    return torch.cat(outputs, dim=1)
 
 
 def check_window(module: nn.Module, sliding_window: int | None) -> None:

@@ -6,6 +6,9 @@ itself causally and to its whole prompt; `merge_attention_` makes one attention 
 
 Gradients of keys and values of a prompt add up over its responses, so that outputs and gradients are those of sequences
 that each have a copy of their prompt, up to rounding.
+
+Attention with a sliding window, a soft cap or sinks takes `Copies` of the prompts: all else of a layer runs once for
+each stored token.
 """
 
 from bisect import bisect_right
@@ -47,19 +50,39 @@ class Layout(NamedTuple):
     longest_group: int
 
 
+class Copies(NamedTuple):
+    """How the U stored tokens become the T tokens of S sequences that each have their prompt, and back.
+
+    Attributes:
+        stored_at: [T] int64, the index among stored tokens of each token of the batch.
+        kept: [U] int64, the index among all tokens of one copy of each stored token.
+        bounds: [S + 1] int32, of the sequences.
+        longest: tokens of the longest sequence.
+    """
+
+    stored_at: Tensor
+    kept: Tensor
+    bounds: Tensor
+    longest: int
+
+    def of(self, *heads: Tensor) -> tuple[Tensor, ...]:
+        """Return tensors [1, H, T, D] of [1, H, U, D]."""
+        return tuple(tensor[:, :, self.stored_at] for tensor in heads)
+
+
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
     """How a packed batch of S sequences with G different prompts is stored in U tokens.
 
     Attributes:
         input_ids, position_ids: [1, U] int64, of the stored tokens. The positions of a response go on from its prompt.
-        stored_at: [T] int64, the index among stored tokens of each token of the batch.
+        copies: where each of the T tokens of the batch is stored.
         layout: where the U tokens lie.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    stored_at: Tensor
+    copies: Copies
     layout: Layout
 
     @classmethod
@@ -86,12 +109,21 @@ class SharedPrompts:
             for row in members:
                 own = next(starts) + np.arange(len(rows[row]) - prompt_lengths[row])
                 places[row] = np.concatenate([start + np.arange(prompt_lengths[row]), own])
+        stored_at = np.concatenate([places[row] for row in range(len(rows))])
+        kept = np.empty(bounds[-1], np.int64)
+        kept[stored_at] = np.arange(len(stored_at))
+        lengths = [len(row) for row in rows]
         positions = [np.arange(len(prompt)) for prompt in prompts]
         positions += [np.arange(prompt_lengths[row], len(rows[row])) for row in order]
         return cls(
             input_ids=torch.from_numpy(np.concatenate([*prompts, *responses])[None]),
             position_ids=torch.from_numpy(np.concatenate(positions).reshape(1, -1)),
-            stored_at=torch.from_numpy(np.concatenate([places[row] for row in range(len(rows))])),
+            copies=Copies(
+                stored_at=torch.from_numpy(stored_at),
+                kept=torch.from_numpy(kept),
+                bounds=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+                longest=max(lengths),
+            ),
             layout=Layout(
                 bounds=torch.tensor(bounds, dtype=torch.int32),
                 prompt_bounds=torch.tensor(prompt_bounds, dtype=torch.int32),
@@ -105,14 +137,17 @@ class SharedPrompts:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "SharedPrompts":
         """Return a copy with all tensors moved by `move`."""
-        layout = Layout(*(move(part) if torch.is_tensor(part) else part for part in self.layout))
-        return SharedPrompts(move(self.input_ids), move(self.position_ids), move(self.stored_at), layout)
+        copies, layout = (
+            type(parts)(*(move(part) if torch.is_tensor(part) else part for part in parts))
+            for parts in (self.copies, self.layout)
+        )
+        return SharedPrompts(move(self.input_ids), move(self.position_ids), copies, layout)
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments by which attention gets the layout: see `packed_attention`."""
         layout = self.layout._asdict()
         bounds, longest = layout.pop("bounds"), layout.pop("longest")
-        return layout | bounds_arguments(bounds, longest)
+        return layout | bounds_arguments(bounds, longest) | {"prompt_copies": self.copies}
 
 
 def bounds_arguments(cu_seqlens: Tensor, longest: int) -> dict[str, Any]:

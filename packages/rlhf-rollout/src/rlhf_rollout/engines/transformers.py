@@ -107,10 +107,14 @@ class TransformersEngine(GatedEngine):
             draft.go_on(self.policy_version)
         for number in range(sampling.max_tokens):
             output = self._model(input_ids=step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **more)
-            cache = output.past_key_values
-            if more:  # an image takes fewer positions than it has tokens
+            cache = getattr(
+                output, "past_key_values", None
+            )  # Mamba's has another name: each pass reads all tokens then
+            if arrays:  # an image takes fewer positions than it has tokens
                 last = more["position_ids"]
                 more = {"position_ids": (last.amax() + 1).expand_as(last[..., -1:])}
+            elif cache is not None:  # one whose first layer is no attention does not know how many tokens it has
+                more = {"position_ids": seen_ids.new_full((len(seen_ids), 1), seen_ids.shape[1])}
             logits = output.logits[:, -1].float()
             for ids in self._spec.masked_ids:
                 logits[:, ids.start : ids.stop] = -torch.inf
@@ -128,7 +132,7 @@ class TransformersEngine(GatedEngine):
                     draft.finish_reason = FinishReason.STOP if is_end or has_stopped else None
             if all(draft.finish_reason for draft in drafts):
                 return
-            step_ids = chosen[:, None]
+            step_ids = seen_ids if cache is None else chosen[:, None]
         for draft in drafts:
             draft.finish_reason = draft.finish_reason or FinishReason.LENGTH
 
