@@ -160,6 +160,8 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scores: Sco
         scale=scores.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True),
+        # For fewer than 128 tokens, another kernel would be taken, which some versions of torch cannot make.
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
     if scores.sinks is None:
         return output
