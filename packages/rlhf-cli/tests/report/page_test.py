@@ -179,6 +179,31 @@ def test_texts_are_shown_as_texts(browse, tmp_path):
     assert found["log"] == f"0: ERROR {SHOWN}"
 
 
+@pytest.mark.parametrize(
+    ("answer", "calls"),
+    [
+        ("a<tool_call>{}</tool_call>b<tool_call>{}", ["<tool_call>{}</tool_call>", "<tool_call>{}"]),
+        ("a[TOOL_CALLS]f{}", ["[TOOL_CALLS]f{}"]),
+        ("<tool call>", []),
+    ],
+)
+def test_calls_of_tools_are_marked(answer, calls, browse, tmp_path):
+    found = browse(
+        report(write_run(tmp_path / "run", 1, answer=answer), path=tmp_path / "report.html"),
+        """
+        const { tokens } = browser.items[0].rollout;
+        RUNS[0].vocabulary = Object.fromEntries(tokens.map((id) => [id, String.fromCharCode(id)]));
+        drawDetail();
+        const marked = [...document.querySelectorAll(".t.call")].map((token) => token.textContent).join("");
+        const result = [marked, document.querySelector(".turn small").textContent];
+        """,
+        part="#rollouts",
+    )
+    assert found[0].rstrip("\x00␀") == "".join(calls)
+    said = ["", ", 1 tool call", ", 2 tool calls"][len(calls)]
+    assert found[1] == f"policy, turn 1{said}"
+
+
 def test_the_browser_filters_sorts_and_links(browse, tmp_path):
     path = report(write_run(tmp_path / "run", 12), path=tmp_path / "report.html")
     found = browse(

