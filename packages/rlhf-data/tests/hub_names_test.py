@@ -6,12 +6,15 @@ from hub_stand_in import TOKEN, Repository, answers, commit_of, running_hub
 from rlhf_data.hub_names import HubName, hub_name, hub_problem
 
 ASK = """
-import json, sys
+import json, os, sys
 from rlhf_data.errors import RlhfError
 from rlhf_data.pretrained import load_tokenizer
 from rlhf_data.rows.sources import open_sources
 
 for name in json.loads(sys.argv[1]):
+    if name.startswith("token:"):
+        os.environ["HF_TOKEN"] = name[6:]
+        continue
     try:
         if name.startswith("data:"):
             said = [row.values["prompt"] for row in open_sources(name[5:])]
@@ -77,15 +80,15 @@ def hub(tmp_path_factory):
 
 
 def test_names_are_loaded_in_their_revisions_and_then_without_a_network(hub, tmp_path):
-    names = ["org/open", "org/open@v1", f"org/open@{FIRST}", "org/open@main", "data:org/rows"]
-    loaded = ["second", "first", "first", "second", ["a", "b"]]
+    names = ["org/open", "org/open@v1", f"org/open@{FIRST}", "org/open@main", "org/slow@main", "data:org/rows"]
+    loaded = ["second", "first", "first", "second", "second", ["a", "b"]]
     assert answers(hub, tmp_path, ASK, names) == loaded
     num_asked = len(hub.asked)
     said = answers(hub, tmp_path, ASK, [*names, "org/other", "org/open@v2", "data:org/none"], HF_HUB_OFFLINE="1")
-    assert said[:5] == loaded
+    assert said[:6] == loaded
     assert len(hub.asked) == num_asked
     for text, name, command in zip(
-        said[5:],
+        said[6:],
         ("org/other", "org/open@v2", "org/none"),
         ("org/other`", "org/open --revision v2`", "org/none"),
         strict=True,
@@ -93,7 +96,7 @@ def test_names_are_loaded_in_their_revisions_and_then_without_a_network(hub, tmp
         assert f"{name} is not in this machine's cache of the hub, and HF_HUB_OFFLINE forbids" in text, text
         assert "hint: unset HF_HUB_OFFLINE, or, to stay offline, load it where" in text
         assert f"`hf download {command}" in text
-    assert said[7].endswith("`hf download org/none --repo-type dataset`")
+    assert said[8].endswith("`hf download org/none --repo-type dataset`")
 
 
 WEIGHTS = """
@@ -120,8 +123,15 @@ def test_weights_are_loaded_once_and_only_when_they_are_wanted(hub, tmp_path):
     ]
 
 
-def test_what_the_hub_refuses_a_stranger_is_told_with_what_to_do(hub, tmp_path):
-    said = answers(hub, tmp_path, ASK, ["org/none", "org/gated", "org/gated@main", "org/open@v9", "data:org/none"])
+@pytest.fixture(scope="module")
+def said(hub, tmp_path_factory):
+    """What one process is told: without a token, with that of a user who was not admitted, and with another one's."""
+    names = ["org/none", "org/gated", "org/gated@main", "org/open@v9", "data:org/none"]
+    names += ["token:hf_stranger", "org/gated", "org/none", f"token:{TOKEN}", "org/gated", f"org/gated@{FIRST}"]
+    return answers(hub, tmp_path_factory.mktemp("home"), ASK, names)
+
+
+def test_what_the_hub_refuses_a_stranger_is_told_with_what_to_do(said):
     unknown = "the hub has no model org/none that this user may see"
     log_in = "hint: check the name; for a private one, type `hf auth login`, or set HF_TOKEN"
     assert said[0] == f"ConfigError: cannot load the tokenizer org/none: {unknown}\n\n{log_in}"
@@ -134,12 +144,7 @@ def test_what_the_hub_refuses_a_stranger_is_told_with_what_to_do(hub, tmp_path):
     )
 
 
-def test_a_token_opens_a_gated_model_only_if_its_user_was_admitted(hub, tmp_path):
-    refused = answers(hub, tmp_path, ASK, ["org/gated", "org/none"], HF_TOKEN="hf_stranger")
-    assert "the hub gives org/gated only to users whom its owner admits" in refused[0]
-    assert "the hub has no model org/none" in refused[1]
-    assert answers(hub, tmp_path, ASK, ["org/gated", f"org/gated@{FIRST}"], HF_TOKEN=TOKEN) == ["second", "first"]
-
-
-def test_slow_hub_is_waited_for(hub, tmp_path):
-    assert answers(hub, tmp_path, ASK, ["org/slow@main"]) == ["second"]
+def test_a_token_opens_a_gated_model_only_if_its_user_was_admitted(said):
+    assert "the hub gives org/gated only to users whom its owner admits" in said[5]
+    assert "the hub has no model org/none" in said[6]
+    assert said[7:] == ["second", "first"]

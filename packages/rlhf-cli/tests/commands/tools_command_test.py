@@ -17,11 +17,11 @@ from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 BATCH = TokenBatch.padded([np.arange(5, 12)], 0, "cpu")
 
 
-@pytest.mark.parametrize("flag", [["--pretrain", BUILTIN], [f"--pretrain={BUILTIN}"]])
-def test_generate_writes_data_for_sft_with_the_model_that_ships(tmp_path, capsys, flag):
+def test_generate_writes_data_for_sft_with_the_model_that_ships(tmp_path, capsys):
     out = tmp_path / "out.jsonl"
-    words = ["generate", "--engine", "transformers", *flag, "--prompt_data", BUILTIN, "--input_key", "prompt"]
-    more = ["--max_samples", "2", "--generate_max_len", "4", "--post_processor", "plain", "--output_path", str(out)]
+    words = ["generate", "--engine", "transformers", f"--pretrain={BUILTIN}", "--prompt_data", BUILTIN]
+    more = ["--input_key", "prompt", "--max_samples", "2", "--generate_max_len", "4", "--output_path", str(out)]
+    more += ["--post_processor", "plain"]
     assert main([*words, *more]) == 0, capsys.readouterr().err
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) <= 2
