@@ -20,6 +20,7 @@ from rlhf_data.pretrained import load_tokenizer
 from rlhf_data.rows.row import Row
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor, load_config
+from rlhf_models.lora import LoraSpec, add_lora, check_lora, merge_adapter, save_adapter
 from rlhf_models.weights import check_saves
 from tiny_vision import VISION_FAMILIES, tiny_vision_model_dir
 
@@ -201,3 +202,28 @@ def test_both_answers_of_a_pair_have_the_images_of_their_prompt(vision, has_prom
         assert one.loss_mask.tolist() == alone.loss_mask.tolist()
         assert one.images == alone.images
     assert len(pair.chosen.images) == 2
+
+
+def test_merged_adapters_give_the_logprobs_of_the_trained_model_and_leave_what_reads_images(vision, tmp_path):
+    path, encoder = vision
+    items, _, batch = laid_out(vision, packing=True)
+    actor = load_actor(path, dtype="float32", images="trained", packing=True).eval()
+    before = actor(batch).logprobs
+    share = check_lora(load_config(path), LoraSpec(rank=2))
+    add_lora(actor, LoraSpec(rank=2))
+    trained = [name for name, weight in actor.named_parameters() if weight.requires_grad]
+    sizes = [
+        sum(weight.numel() for weight in actor.parameters() if weight.requires_grad is kind) for kind in (False, True)
+    ]
+    assert share == pytest.approx(sizes[1] / (sum(sizes) - sizes[1]))
+    assert trained and not [name for name in trained if any(part in name for part in EYES)]
+    with torch.no_grad():
+        for name in trained:
+            torch.nn.init.normal_(actor.get_parameter(name), std=0.1)
+    logprobs = actor(batch).logprobs
+    assert not torch.allclose(logprobs, before, atol=1e-3)
+    save_adapter(actor, actor.state_dict(), tmp_path / "adapter")
+    merge_adapter(path, tmp_path / "adapter", tmp_path / "merged", dtype="float32")
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    for item, own in zip(items, batch.split(logprobs), strict=True):
+        torch.testing.assert_close(own[1:], plain_logprobs(plain, item, encoder.reader), atol=2e-5, rtol=0)
