@@ -197,18 +197,19 @@ def test_a_line_fits_the_terminal(terminal):
     progress.clear()
 
 
-def test_a_line_fits_the_terminal_that_it_is_written_to(clock, monkeypatch):
+@pytest.mark.parametrize(("columns", "shown"), [(31, 28), (0, 57)])  # one that does not say its size has COLUMNS
+def test_a_line_fits_the_terminal_that_it_is_written_to(columns, shown, clock, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "60")  # what standard output may say
     reader, writer = pty.openpty()
-    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 31, 0, 0))
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with open(writer, "w", encoding="utf-8") as stream:
         progress = Progress(stream, clock=clock)
         progress.show("x" * 200)
         drawn = os.read(reader, 4096)
         progress.clear()
     os.close(reader)
-    assert drawn == b"\r\x1b[2K/ " + b"x" * 28
+    assert drawn == b"\r\x1b[2K/ " + b"x" * shown
 
 
 def test_a_dumb_terminal_is_a_pipe(clock, monkeypatch):

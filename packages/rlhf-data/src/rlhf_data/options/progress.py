@@ -170,9 +170,10 @@ class Progress:
     def _size(self) -> os.terminal_size:
         """Return the size of the stream's terminal: standard output may be a file, or another one."""
         try:
-            return os.get_terminal_size(self._stream.fileno())
+            size = os.get_terminal_size(self._stream.fileno())
         except (OSError, ValueError):  # a stream without a file
-            return shutil.get_terminal_size()
+            size = os.terminal_size((0, 0))
+        return size if min(size) else shutil.get_terminal_size()  # some terminals of containers do not say theirs
 
     def _erase(self) -> str:
         """Return what removes that which is drawn."""
