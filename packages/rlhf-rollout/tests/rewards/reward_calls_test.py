@@ -248,9 +248,10 @@ def test_built_in_reward_takes_at_once_what_came_while_its_workers_were_busy(mon
         return Scored(rewards, rewards, {}, [None] * len(rewards))
 
     monkeypatch.setattr(FunctionReward, "_ask", ask)
+    monkeypatch.setattr("rlhf_rollout.rewards.function.MOST_AT_ONCE", 6)
 
     async def run():
-        reward = FunctionReward("math", CallOptions(batch_size=6, num_samples=2, num_workers=2))
+        reward = FunctionReward("math", CallOptions(num_samples=2, num_workers=2))
         reward.expect("never comes", "")  # a call waits for no prompt
         scored = []
         for number in range(6):

@@ -25,6 +25,7 @@ from rlhf_rollout.workers.user_code import Target
 
 _LOGGER = logging.getLogger(__name__)
 MAX_FAILURES = 8  # costly failures in a row after which a function is held back; at most half for one prompt
+MOST_AT_ONCE = 64  # rollouts in a call of a built-in reward
 NUM_TRIED = 4  # prompts in the trial of a source whose calls need not be as large as those of the run
 _CLOSED = "the reward function's workers have been shut down"
 
@@ -60,7 +61,7 @@ class FunctionReward:
         self._calls = calls
         self._breaker = Breaker(MAX_FAILURES)
         self._compares = not is_builtin(reward)
-        self._call_shape = num_prompts, num_samples
+        self._batch_size = num_prompts * num_samples
         # By event loop, and by what is scored together.
         self._batchers: dict[tuple[asyncio.AbstractEventLoop, str], Batcher[list[Sample], list[Verdict]]] = {}
         self._pools: dict[str, str] = {}  # by group that is expected
@@ -121,11 +122,11 @@ class FunctionReward:
 
     def _batcher(self, key: tuple[asyncio.AbstractEventLoop, str]) -> Any:
         if key not in self._batchers:
-            num_prompts, num_samples = self._call_shape
             if self._compares:
-                self._batchers[key] = GroupBatcher(self._judge, max_batch=num_prompts * num_samples)
+                self._batchers[key] = GroupBatcher(self._judge, max_batch=self._batch_size)
             else:
-                limits = {"max_batch": num_prompts, "max_running": self._calls.num_workers, "max_wait_s": 0.0}
+                most = max(MOST_AT_ONCE // self._calls.num_samples, 1)
+                limits = {"max_batch": most, "max_running": self._calls.num_workers, "max_wait_s": 0.0}
                 self._batchers[key] = Batcher(by_group(self._judge), **limits)
         return self._batchers[key]
 
