@@ -25,11 +25,26 @@ def missing(names: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def missing_paths(owner: Any, paths: Iterable[str]) -> list[str]:
-    """Return which of `paths`, such as "scheduler.running", do not lead from `owner` to anything."""
-    lost = []
-    for path in paths:
+    """Return which of `paths`, such as "scheduler.running" or "new|old", do not lead from `owner` to anything."""
+    return [path for path in paths if not _known_name(owner, path)]
+
+
+def known_name(owner: Any, names: str) -> str:
+    """Return the first of several names of one thing, such as "new|old", that `owner` has.
+
+    Raises:
+        AttributeError: it has none.
+    """
+    if name := _known_name(owner, names):
+        return name
+    raise AttributeError(f"{type(owner).__name__} has no {names}")
+
+
+def _known_name(owner: Any, names: str) -> str:
+    for name in names.split("|"):
         try:
-            attrgetter(path)(owner)
+            attrgetter(name)(owner)
         except AttributeError:
-            lost.append(path)
-    return lost
+            continue
+        return name
+    return ""

@@ -21,6 +21,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.core import build_core, prepare_environment
 from rlhf_rollout.engines.vllm.patches.bulk_decoding import patch as decode_in_bulk
+from rlhf_rollout.private_names import known_name
 from vllm_scheduling import BLOCK_SIZE, MAX_LENGTH, Engine, make_scheduler
 
 CHANGED = ("schedule", "update_from_output", "_make_cached_request_data", "_update_after_schedule", "_preempt_request")
@@ -159,7 +160,7 @@ def test_an_idle_engine_keeps_no_request_in_memory(model, kind):
         {"lora_config": object()},
         {"max_num_encoder_input_tokens": 8},
         {"log_stats": True},
-        {"enable_return_routed_experts": True},
+        {"aux_output_connector|enable_return_routed_experts": object()},
         {"defer_block_free": True},
         {"hash_block_size": 2},
     ],
@@ -167,7 +168,7 @@ def test_an_idle_engine_keeps_no_request_in_memory(model, kind):
 )
 def test_an_engine_that_does_more_is_left_to_vllm(model, change):
     scheduler = make_scheduler(model, AsyncScheduler)
-    vars(scheduler).update(change)
+    vars(scheduler).update({known_name(scheduler, name): value for name, value in change.items()})
     decode_in_bulk(scheduler)
     assert not set(CHANGED) & vars(scheduler).keys()
 

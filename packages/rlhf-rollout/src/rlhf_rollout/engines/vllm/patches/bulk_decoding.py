@@ -9,12 +9,19 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
+from rlhf_rollout.engines.vllm.patches.bulk_admission import SLOTS, WAITING_FIRST
 from rlhf_rollout.engines.vllm.patches.idle_slots import PLAIN, is_plain_attention
+from rlhf_rollout.private_names import known_name
 
-# Where a request counts tokens in flight that it has lost to a preemption: the name depends on vLLM's version.
+# The names depend on vLLM's version.
+_ROUTES = "aux_output_connector|enable_return_routed_experts"
+# Where a request counts tokens in flight that it has lost to a preemption.
 _LOST = ("num_stale_output_tokens", "async_tokens_to_discard")
 NEEDS = (
     *PLAIN,
+    SLOTS,
+    WAITING_FIRST,
+    _ROUTES,
     "_make_cached_request_data",
     "_pause_state.value",
     "_preempt_request",
@@ -22,14 +29,12 @@ NEEDS = (
     "block_size",
     "defer_block_free",
     "ec_connector",
-    "enable_return_routed_experts",
     "hash_block_size",
     "kv_cache_manager.cache_blocks",
     "log_stats",
     "lora_config",
     "max_model_len",
     "max_num_encoder_input_tokens",
-    "max_num_running_reqs",
     "max_num_scheduled_tokens",
     "num_sampled_tokens_per_step",
     "num_spec_tokens",
@@ -39,7 +44,6 @@ NEEDS = (
     "running",
     "schedule",
     "scheduler_config.max_num_seqs",
-    "skipped_waiting",
     "update_from_output",
     "use_v2_model_runner",
     "waiting",
@@ -77,6 +81,8 @@ _EXTRAS = (
     "kv_connector_output",
     "ec_connector_output",
     "num_nans_in_logits",
+    "aux_output_connector_output",
+    "prompt_token_id_logprobs_dict",
     "routed_experts",
     "sampling_masks",
 )
@@ -91,7 +97,7 @@ def patch(scheduler: Any) -> None:
     adapters, pipeline parallelism, statistics, or the routes of experts.
 
     Args:
-        scheduler: vLLM's, of version 0.26 to 0.28.
+        scheduler: vLLM's.
     """
     if is_plain(scheduler):
         _BulkDecoding(scheduler)
@@ -111,7 +117,7 @@ def is_plain(scheduler: Any) -> bool:
         and scheduler.parallel_config.pipeline_parallel_size == 1
         and not scheduler.max_num_encoder_input_tokens
         and not scheduler.log_stats
-        and not scheduler.enable_return_routed_experts
+        and not getattr(scheduler, known_name(scheduler, _ROUTES))
         and not scheduler.defer_block_free
     )
 
@@ -151,6 +157,8 @@ class _BulkDecoding:
         self._manager = scheduler.kv_cache_manager
         self._block_size = scheduler.block_size
         self._is_async = isinstance(scheduler, AsyncScheduler)
+        self._slots = known_name(scheduler, SLOTS)
+        self._waiting_first = known_name(scheduler, WAITING_FIRST)
         self._steps_left = 0  # for which `_others` need not be found again
         self._others: set[Any] = set()  # the running sequences that vLLM itself must look at
         self._split: _Split | None = None  # while vLLM schedules a part
@@ -182,9 +190,9 @@ class _BulkDecoding:
             self._last_step = self._schedule(*args, **options)
             return self._last_step
         self._split = _Split(whole, part)
-        most_running = scheduler.max_num_running_reqs
+        most_running = getattr(scheduler, self._slots)
         scheduler.running = part
-        scheduler.max_num_running_reqs = len(part)  # all slots are taken, or nothing waits for one
+        setattr(scheduler, self._slots, len(part))  # all slots are taken, or nothing waits for one
         num_part = len(part)
         try:
             self._last_step = self._schedule(*args, **options)
@@ -192,18 +200,18 @@ class _BulkDecoding:
             return self._last_step
         finally:
             scheduler.running = whole
-            scheduler.max_num_running_reqs = most_running
+            setattr(scheduler, self._slots, most_running)
             self._split = None
 
     def _part_for_vllm(self, whole: list[Any]) -> list[Any] | None:
         """Return the running sequences that vLLM must look at in this step; None if it must look at everything."""
         scheduler = self._scheduler
-        waits = scheduler.waiting or scheduler.skipped_waiting
+        waits = scheduler.waiting or getattr(scheduler, self._waiting_first)
         if (
             not whole
             or bool(self._num_in_flight) != self._is_async
             or scheduler._pause_state.value
-            or (waits and len(whole) + scheduler.num_waiting_for_streaming_input < scheduler.max_num_running_reqs)
+            or (waits and len(whole) + scheduler.num_waiting_for_streaming_input < getattr(scheduler, self._slots))
             or len(whole) > scheduler.max_num_scheduled_tokens
         ):
             return None
