@@ -49,6 +49,9 @@ def test_package_that_vllms_class_of_a_model_needs_is_named(monkeypatch: pytest.
         register_architectures(["Unknown", "Seeing"])
 
 
+_WINDOWS = {"use_sliding_window": True, "num_hidden_layers": 3}
+
+
 @pytest.mark.parametrize(
     ("architecture", "fields", "impl"),
     [
@@ -57,6 +60,9 @@ def test_package_that_vllms_class_of_a_model_needs_is_named(monkeypatch: pytest.
         ("OlmoeForCausalLM", {}, "auto"),
         ("Qwen2MoeForCausalLM", {"use_sliding_window": True}, "transformers"),
         ("Qwen2MoeForCausalLM", {"use_sliding_window": False}, "auto"),
+        ("Qwen2ForCausalLM", _WINDOWS | {"max_window_layers": 1}, "transformers"),
+        ("Qwen2ForCausalLM", _WINDOWS | {"max_window_layers": 0}, "auto"),
+        ("Qwen2ForCausalLM", _WINDOWS | {"max_window_layers": 1, "use_sliding_window": False}, "auto"),
         ("Gemma3nForCausalLM", {}, "transformers"),
         ("Gemma3nForCausalLM", {"text_config": {}}, "auto"),
         ("Ministral3ForCausalLM", {}, "transformers"),

@@ -28,11 +28,16 @@ def _has_windows(config: Mapping[str, Any]) -> bool:
     return bool(config.get("use_sliding_window"))
 
 
+def _has_windows_in_some_layers(config: Mapping[str, Any]) -> bool:
+    return _has_windows(config) and 0 < config.get("max_window_layers", 0) < config.get("num_hidden_layers", 0)
+
+
 # By architecture, whether vLLM's class leaves out something that a model with this config has.
 _LEAVES_OUT: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "Gemma3nForCausalLM": _always,  # the embedding that each token has in each layer
     "Ministral3ForCausalLM": _always,  # the scale of queries by position, and `mscale` of YaRN
     "OlmoeForCausalLM": _clips,  # the bound on queries, keys and values
+    "Qwen2ForCausalLM": _has_windows_in_some_layers,
     "Qwen2MoeForCausalLM": _has_windows,
 }
 # By transformers' name of an architecture, vLLM's.
