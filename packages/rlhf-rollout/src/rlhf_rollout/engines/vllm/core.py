@@ -231,8 +231,9 @@ def register_architectures(architectures: list[str]) -> list[type]:
             ModelRegistry.register_model(name, kind)
             classes.append(kind)
         except ModuleNotFoundError as error:
-            message = f"vLLM's class {name} needs the package {error.name}, which is not installed"
-            raise ConfigError(message, hint=_installs_beside_torch(error.name)) from error
+            lost = error.name or getattr(error.__cause__, "name", None)  # transformers' own error has no name
+            message = f"vLLM's class {name} needs the package {lost}, which is not installed"
+            raise ConfigError(message, hint=_installs_beside_torch(lost)) from error
         except Exception:
             logger.debug("vLLM itself reports this when it loads the model", exc_info=True)
     return classes
