@@ -90,7 +90,7 @@ def gradients_by_hand(path: str) -> dict[str, np.ndarray]:
     return {name: weight.grad.numpy() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
 def test_an_update_is_the_gradient_of_plain_transformers_on_two_ranks(tmp_path, family):
     path = str(tiny_vision_model_dir(tmp_path / "model", family))
     found = run_ranks(changes, 2, path, str(tmp_path / "two"))[0]
