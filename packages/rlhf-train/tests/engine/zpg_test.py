@@ -3,6 +3,7 @@ nothing else changes."""
 
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ def trained(rank: int, num_ranks: int, folder: str, dtype: torch.dtype, zpg: int
     found["output"] = engine.forward(rows_of(9, rank, dtype)).detach()
     shards = Shards()
     engine.save_shards(shards)
-    path = f"{folder}/{zpg}-{rank}.safetensors"
+    path = Path(folder, f"{zpg}-{rank}.safetensors")
     shards.write(path)
     torch.distributed.barrier()
     resumed = new_engine()
