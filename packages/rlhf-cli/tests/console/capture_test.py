@@ -83,9 +83,9 @@ def test_everything_but_ours_is_in_the_log(tmp_path):
 
 
 def test_a_command_that_is_refused_leaves_no_folder(tmp_path):
-    done = run_script(tmp_path / "run", "refused")
+    done = run_script(tmp_path / "new/run", "refused")
     assert done.stderr.endswith("error: refused\n")
-    assert not (tmp_path / "run").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_was_there_stays(tmp_path):

@@ -260,11 +260,10 @@ def _gathering(spec: ModelSpec, rates: Rates) -> float:
 
 
 def _computing(spec: ModelSpec, rates: Rates, lengths: _Lengths, rows: float, tokens: float, targets: float) -> float:
-    """Return the seconds of forward passes of `rows` rollouts with `tokens` in layers, of which the head has `targets`,
-    if the ranks of a sequence or tensor group share them.
+    """Return the seconds that a rank computes in forward passes of `rows` rollouts.
 
-    Attention in a pack is that of a prompt with a response of mean length. In rows that are padded it has the whole
-    square of their scores.
+    A rollout has `tokens` in the layers and `targets` in the head. The ranks of a sequence or tensor group share them.
+    Packed attention scores a prompt with a response of mean length, padded attention all pairs of tokens in a row.
     """
     config = _config(spec.path)
     costs = pass_costs(config)

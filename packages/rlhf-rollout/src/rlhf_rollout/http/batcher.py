@@ -73,7 +73,7 @@ class Batcher(Generic[Item, Result]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no item waits, and no batch is in flight but that of the caller, whose item has its result."""
+        """Whether no item waits and no batch but the caller's own is in flight."""
         return not self._waiting and len(self._running) <= 1
 
     async def close(self) -> None:

@@ -189,7 +189,7 @@ class WorkerProcess(GuardedProcess):
 
     @property
     def has_failed(self) -> bool:
-        """Whether it takes no calls any more; its end, at which `alive` looks, fails the calls under way."""
+        """Whether it takes no more calls. Calls under way fail when the process ends, which `alive` finds."""
         return bool(self._failure)
 
     async def start(self) -> None:

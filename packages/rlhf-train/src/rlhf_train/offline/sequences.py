@@ -67,7 +67,7 @@ def answer_logprobs(
     """Return the log-probs of the answers in S sequences, and the answers' lengths.
 
     Args:
-        objective: decides about the layout.
+        objective: whose `packing` and `reader` give the layout and the images.
         forward: of an `Actor`, or of a reference.
         sequences: S sequences; the loss mask marks the answer.
         device: of the model.
