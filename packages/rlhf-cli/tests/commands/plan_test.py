@@ -15,7 +15,8 @@ from rlhf_cli.preflight.plan_changes import adapters, changes
 from rlhf_cli.preflight.seconds import Rates, step_seconds
 from rlhf_cli.preflight.shapes import _SIZES, shape_config
 from rlhf_data.errors import ConfigError
-from rlhf_train.memory import count_parameters
+from rlhf_train.memory import Passes, count_parameters
+from rlhf_train.run_memory import largest_passes
 
 GIB = 1 << 30
 # As their owners publish them.
@@ -33,6 +34,7 @@ WEIGHTS = {
 }
 GROUP = ["--advantage_estimator", "group_norm", "--n_samples_per_prompt", "4", "--init_kl_coef", "0", "--bf16"]
 SHARED = [*GROUP, "--colocate_all_models", "--packing_samples"]
+APART = ["--colocate_all_models", "false", "--actor_num_gpus_per_node", "1", "--vllm_num_engines", "1"]
 SLEEP = ["--vllm_enable_sleep", "--deepspeed_enable_sleep"]
 
 
@@ -267,6 +269,33 @@ def test_engine_whose_share_is_too_small_is_found(planner):
     )
 
 
+def test_expected_passes_have_the_longest_of_geometric_lengths(planner):
+    """The longest of n has mean (log n + 0.577) tokens, the k-th longest mean / (k - 1) less than the one before."""
+    words = model(
+        "qwen2.5-1.5b", 2, "--rollout_batch_size", "16", "--prompt_max_len", "100", "--generate_max_len", "9000"
+    )
+
+    plan = planner(2)
+
+    def passes(mean: float | None, num_rows: int, *more: str, num_shards: int = 2) -> Passes:
+        rows = ["--micro_train_batch_size", str(num_rows), "--train_batch_size", "64"]
+        return largest_passes(plan([*words, *rows, *more]).job, num_shards, mean)
+
+    def longest(count: int, num_rows: int) -> float:
+        return 100 * sum(
+            math.log(count) + 0.577 - sum(1 / k for k in range(1, number)) for number in range(1, num_rows + 1)
+        )
+
+    most = longest(10 * 64, 1)
+    assert passes(100.0, 1).train == pytest.approx((100 + most, most), rel=0.06)
+    # The longest four of one step and rank are fewer tokens than those of ten steps and both ranks.
+    assert longest(32, 4) < passes(100.0, 4).train[1] < longest(10 * 64, 4)
+    assert passes(100.0, 4, "--share_prompts").train[1] < 0.9 * passes(100.0, 4).train[1]
+    assert passes(1e9, 4) == passes(None, 4)
+    held = passes(100.0, 4, "--async_train", "--max_staleness", "9", *APART, num_shards=1).train[1]
+    assert held == pytest.approx(longest(10 * 64, 4), rel=0.06)  # of one batch that may get all that are under way
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -300,6 +329,14 @@ def test_seconds_are_those_of_the_kind_of_gpu_and_the_lengths(capsys):
     assert step("--gpu_kind", "h200") == step()
     assert step("--gpu_kind", "h100") > 1.05 * step()
     assert step("--mean_response_tokens", "100") < 0.5 * step()
+    own = ["--gpus", "2", "--mean_response_tokens", "100"]
+    _, out, _ = run(capsys, *model("qwen2.5-7b", 2), *own)
+    told = re.search(
+        r"have 100 tokens on average: ([\d.]+) GiB for a training process, ([\d.]+) GiB on the fullest", out
+    )
+    trainer, fullest = (float(re.search(rf"\n  {name} +(\d+\.\d)", out)[1]) for name in ("train", "fullest GPU"))
+    assert float(told[1]) < trainer
+    assert float(told[2]) - fullest == pytest.approx(float(told[1]) - trainer, abs=0.11)
 
 
 def test_adapters_are_suggested_where_all_weights_cannot_be_trained(capsys, planner):

@@ -422,7 +422,14 @@ def test_findings_until_a_signal_are_told(number, status, monkeypatch, capsys):
         os.kill(os.getpid(), number)
         pytest.fail("the signal did nothing")
 
+    report = doctor.report
+
+    def report_and_signal(found):
+        os.kill(os.getpid(), number)  # the second signal of `timeout`
+        return report(found)
+
     monkeypatch.setattr(doctor, "findings", findings)
+    monkeypatch.setattr(doctor, "report", report_and_signal)
     assert main(["doctor", "--json"]) == status
     told = json.loads(capsys.readouterr().out)["findings"]
     assert [(row["check"], row["level"]) for row in told] == [("disk", "ok"), ("doctor", "fault")]

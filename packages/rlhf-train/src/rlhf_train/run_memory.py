@@ -9,10 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rlhf_train.cluster.places import ProcessPlan
 from rlhf_train.memory import ITEM_BYTES, Model, Need, Passes, count_parameters, engine_memory, trainer_memory
 from rlhf_train.online_job import OnlineJob
 from rlhf_train.specs import ModelSpec
+
+STEPS = 10  # whose longest responses are expected
+_DRAWS = 20  # of so many steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +59,14 @@ class RunMemory:
     cards: tuple[CardMemory, ...]
 
 
-def run_memory(job: OnlineJob, gpu_bytes: int | None = None) -> RunMemory:
-    """Return what the processes of a run need on GPUs, of `gpu_bytes` each if that is known."""
-    at_once = {placed.name: _trainer(job, placed, in_turn=False) for placed in job.plan.trainers}
-    in_turn = {placed.name: _trainer(job, placed, in_turn=True) for placed in job.plan.trainers}
+def run_memory(job: OnlineJob, gpu_bytes: int | None = None, mean_response_tokens: float | None = None) -> RunMemory:
+    """Return what the processes of a run need on GPUs, of `gpu_bytes` each if that is known.
+
+    With `mean_response_tokens`, it is what they are expected to need within `STEPS` steps; see `largest_passes`.
+    """
+    trainers = job.plan.trainers
+    at_once = {placed.name: _trainer(job, placed, mean_response_tokens, in_turn=False) for placed in trainers}
+    in_turn = {placed.name: _trainer(job, placed, mean_response_tokens, in_turn=True) for placed in trainers}
     engine = engine_memory(_config(job.models["actor"].path), job.engine, gpu_bytes)
     others: dict[str, Need] = {}
     if job.plan.engines.places:
@@ -89,8 +98,8 @@ def run_memory(job: OnlineJob, gpu_bytes: int | None = None) -> RunMemory:
     return RunMemory(trainers | others, fullest.together, most_in_turn, fullest.others, tuple(found))
 
 
-def _trainer(job: OnlineJob, placed: ProcessPlan, *, in_turn: bool) -> Need:
-    """Return what a process of a rank set needs; see `trainer_memory` for `in_turn`."""
+def _trainer(job: OnlineJob, placed: ProcessPlan, mean_response_tokens: float | None, *, in_turn: bool) -> Need:
+    """Return what a process of a rank set needs; see `run_memory`, and `trainer_memory` for `in_turn`."""
     actor = job.models["actor"]
     models = []
     for role in placed.roles:
@@ -99,35 +108,60 @@ def _trainer(job: OnlineJob, placed: ProcessPlan, *, in_turn: bool) -> Need:
         runs_forward = role != "actor" or job.algorithm.runs_actor
         config = _config(spec.path)
         models.append(Model(config, spec, role != "critic", is_adapted, runs_forward))
-    passes = largest_passes(job, placed.num_ranks // actor.ranks_per_batch)
+    passes = largest_passes(job, placed.num_ranks // actor.ranks_per_batch, mean_response_tokens)
     copies = {"ipc": 1, "nccl": 2}.get(job.engine.weight_transfer, 0) if "actor" in placed.roles else 0
     copies = copies if job.plan.engines.places else 0
     return trainer_memory(models, passes, placed.num_ranks, copies, in_turn=in_turn)
 
 
-def largest_passes(job: OnlineJob, num_shards: int) -> Passes:
-    """Return the largest passes of a rank, if every prompt and response is as long as it may be."""
+def largest_passes(job: OnlineJob, num_shards: int, mean_response_tokens: float | None = None) -> Passes:
+    """Return the largest passes of a rank, if every prompt and response is as long as it may be.
+
+    With `mean_response_tokens`, lengths of responses are geometric with this mean. Passes are then those expected
+    within `STEPS` steps: a rank sorts its rollouts by length, so that its first pass has the longest ones.
+    """
     batch = job.batch
     longest = job.engine.max_model_len
     response = job.sampling.max_tokens if job.agent is None else longest - 1
     prompt = longest - response
+    together = batch.n_samples_per_prompt if job.models["actor"].share_prompts else 1
+
+    def tokens_of(num_rows: int, num_rollouts: int, num_shards: int, unit: int) -> int:
+        if mean_response_tokens is None or batch.micro_batch_tokens:
+            return num_rows * response
+        return _longest(num_rows, num_rollouts, num_shards, unit, mean_response_tokens, response, job.max_staleness)
 
     def of(num_rows: int, num_rollouts: int) -> tuple[int, int]:
         num_rows = num_rows if batch.micro_batch_tokens is None else num_rollouts
         num_rows = min(num_rows, math.ceil(num_rollouts / num_shards))
-        num_prompts = num_rows
-        if job.models["actor"].share_prompts:
-            num_prompts = math.ceil(num_rows / batch.n_samples_per_prompt)
+        num_prompts = math.ceil(num_rows / together)
+        num_tokens = tokens_of(num_rows, num_rollouts, num_shards, min(together, num_rows))
         most = batch.micro_batch_tokens or math.inf
-        return min(num_rows * response + num_prompts * prompt, most), min(num_rows * response, most)
+        return min(num_tokens + num_prompts * prompt, most), min(num_tokens, most)
 
     most = max(batch.micro_train_batch_size, batch.micro_rollout_batch_size)
     num_rows = batch.num_rollouts if batch.micro_batch_tokens else min(most, batch.num_rollouts)
     return Passes(
         train=of(batch.micro_train_batch_size, batch.train_batch_size),
         forward=of(batch.micro_rollout_batch_size, batch.num_rollouts),
-        most_targets=min(num_rows * response, batch.micro_batch_tokens or math.inf),
+        most_targets=min(tokens_of(num_rows, batch.num_rollouts, 1, 1), batch.micro_batch_tokens or math.inf),
     )
+
+
+def _longest(
+    num_rows: int, num_rollouts: int, num_shards: int, unit: int, mean: float, most: int, max_staleness: int
+) -> int:
+    """Return the tokens of the `num_rows` longest responses of a rank, as expected within `STEPS` steps.
+
+    `unit` responses stay together. With staleness, short responses are trained before long ones that began earlier, so
+    that one batch may get the long ones of all batches that are under way.
+    """
+    under_way = 1 + max_staleness
+    num_units = max(num_rollouts // num_shards * under_way // unit, 1)
+    shape = _DRAWS, math.ceil(STEPS / under_way) * num_shards, num_units, unit
+    lengths = np.minimum(np.random.default_rng(0).geometric(1 / mean, shape), most).sum(axis=3)
+    longest = np.sort(lengths, axis=2)[:, :, -(num_rows // unit) :].sum(axis=2)
+    return int(longest.max(axis=1).mean())
 
 
 def _scorers(job: OnlineJob) -> Need:

@@ -5,7 +5,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -74,21 +74,22 @@ def _run(argv: Sequence[str]) -> int:
             TERMINAL.progress.clear()
             print(describe(finding), flush=True)
 
-    try:
-        with Interrupts():
-            for finding in findings(folder, with_run=not section.quick):
-                tell(finding)
-    except KeyboardInterrupt as interrupt:
-        ended = interrupt
-        hint = "give it more time, or --quick, without the run of the built-in model"
-        tell(Finding("doctor", FAULT, f"{interrupt} ended it", "what follows was not looked at", hint))
-    if section.as_json:
-        print(report(found), flush=True)
-    else:
-        levels = [finding.level for finding in found]
-        print(f"\n{levels.count('fault')} fault(s), {levels.count('notice')} notice(s), {levels.count('ok')} ok")
-    if ended is not None:
-        raise ended
+    with Interrupts() as interrupts:
+        try:
+            with closing(interrupts):  # `timeout` sends its signal twice: the second one must not keep back the report
+                for finding in findings(folder, with_run=not section.quick):
+                    tell(finding)
+        except KeyboardInterrupt as interrupt:
+            ended = interrupt
+            hint = "give it more time, or --quick, without the run of the built-in model"
+            tell(Finding("doctor", FAULT, f"{interrupt} ended it", "what follows was not looked at", hint))
+        if section.as_json:
+            print(report(found), flush=True)
+        else:
+            levels = [finding.level for finding in found]
+            print(f"\n{levels.count('fault')} fault(s), {levels.count('notice')} notice(s), {levels.count('ok')} ok")
+        if ended is not None:
+            raise ended
     return FAILURE if any(finding.level == FAULT for finding in found) else SUCCESS
 
 

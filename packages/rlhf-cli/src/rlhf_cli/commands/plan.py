@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -43,7 +44,7 @@ class PlanSection(Section, title="plan"):
     gpu_memory_gb: float | None = flag(None, "GiB of memory of a GPU, such as 80; None: nothing is compared", gt=0)
     gpu_kind: Literal["h100", "h200"] = flag("h200", "GPUs for which seconds are told: those that were measured")
     mean_response_tokens: float | None = flag(
-        None, "tokens of a response on average, for the seconds; None: all are as long as they may be", gt=0
+        None, "tokens of a response on average, for seconds and expected memory; None: all as long as they may be", gt=0
     )
     suggest: bool = flag(False, "propose flags with which the model fits and all GPUs are used; needs both others")
 
@@ -78,6 +79,8 @@ def _run(argv: Sequence[str]) -> int:
         if (used := planned.job.plan.num_gpus) < (section.gpus or 0):
             TERMINAL.say(f"notice: the flags use {used} of {section.gpus} GPUs; --suggest proposes flags that use all")
         print(describe(planned, planner.gpu_bytes))
+        if planned.memory is not None and section.mean_response_tokens:
+            print(f"\n{_expected(planned, planner.gpu_bytes, section.mean_response_tokens)}")
         print(f"\n{_seconds(planned, section)}")
         if planner.gpu_bytes is None or planned.memory is None:
             return SUCCESS
@@ -217,6 +220,18 @@ def describe(planned: Planned, gpu_bytes: int | None) -> str:
         if host:
             blocks.append(f"host memory for what sleeps or is never on a GPU, at most: {host / _GIB:.1f} GiB per node")
     return "\n\n".join(blocks)
+
+
+def _expected(planned: Planned, gpu_bytes: int | None, mean_response_tokens: float) -> str:
+    from rlhf_train.run_memory import STEPS, run_memory
+
+    memory = run_memory(planned.job, gpu_bytes, mean_response_tokens)
+    peak = replace(planned, memory=memory).peak / _GIB
+    trainer = max(memory.needs[kind.name].total for kind in planned.job.plan.trainers) / _GIB
+    return (
+        f"expected within {STEPS} steps, if responses have {mean_response_tokens:g} tokens on average:"
+        f" {trainer:.1f} GiB for a training process, {peak:.1f} GiB on the fullest GPU"
+    )
 
 
 def _seconds(planned: Planned, section: PlanSection) -> str:
