@@ -1,6 +1,7 @@
 """Losses of pairs, single verdicts, teachers and judged steps at extreme values, and bad input."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,14 +10,23 @@ from rlhf_train.batching import Denominators
 from rlhf_train.losses.aggregate import sequence_mean
 from rlhf_train.losses.preference import (
     MIN_NLL,
+    apo_down_loss,
+    apo_zero_loss,
+    bco_pair_loss,
+    discopop_loss,
     distillation_loss,
     dpo_loss,
+    exo_pair_loss,
+    hinge_loss,
     ipo_loss,
     kto_loss,
+    nca_pair_loss,
     orpo_loss,
     process_reward_loss,
     reward_model_loss,
+    robust_loss,
     simpo_loss,
+    sppo_hard_loss,
 )
 
 
@@ -29,6 +39,22 @@ def test_pair_losses_of_huge_differences_neither_overflow_nor_lose_their_gradien
         assert loss.isfinite().all()
         assert gradient.isfinite().all()
         assert gradient[0] < -0.7  # the wrong one is still pushed
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),  # of differences of -3e4 and of 3e4
+    [
+        (partial(discopop_loss, beta=1.0, tau=0.05), (3e4, 0.0)),
+        (partial(exo_pair_loss, beta=1.0, label_smoothing=0.1), (-math.log(0.1), -math.log(0.9))),
+        (partial(robust_loss, beta=1.0, label_smoothing=0.1), (0.9 / 0.8 * 3e4, -0.1 / 0.8 * 3e4)),
+        (partial(nca_pair_loss, beta=1.0), (3e4 + math.log(2) / 2, 1.5e4 + math.log(2) / 2)),
+    ],
+)
+def test_pair_losses_of_huge_ratios_are_the_limits_of_their_formulas(loss, expected):
+    chosen = torch.tensor([-3e4, 3e4], requires_grad=True)
+    found = loss(chosen, torch.zeros(2))
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
+    assert torch.autograd.grad(found.sum(), chosen)[0].isfinite().all()
 
 
 def test_orpo_of_certain_answers_is_finite_and_still():
@@ -59,7 +85,16 @@ def test_sequence_mean_shares_add_up_to_the_mean_of_the_whole():
         reward_model_loss,
         lambda a, b: reward_model_loss(a, a, b),
         lambda a, b: dpo_loss(a, b, beta=1.0),
-        lambda a, b: ipo_loss(a, b, beta=1.0),
+        *(
+            partial(loss, beta=1.0)
+            for loss in (
+                *(ipo_loss, hinge_loss, nca_pair_loss, bco_pair_loss),
+                *(sppo_hard_loss, apo_zero_loss, apo_down_loss),
+            )
+        ),
+        partial(robust_loss, beta=1.0, label_smoothing=0.1),
+        partial(exo_pair_loss, beta=1.0, label_smoothing=0.1),
+        partial(discopop_loss, beta=1.0, tau=0.1),
         lambda a, b: simpo_loss(a, b, beta=1.0, gamma=0.0),
         orpo_loss,
         lambda a, b: kto_loss(a, b > 0, torch.tensor(0.0), beta=1.0),

@@ -61,10 +61,13 @@ class Bigram:
 
     def answer(self, sequence: SftExample) -> tuple[Tensor, int]:
         """Return the log-prob of a sequence's answer and its number of tokens."""
-        tokens = [
-            int(token) for token, mask in zip(sequence.token_ids[1:], sequence.loss_mask[1:], strict=True) if mask
-        ]
-        return sum(row[token] for row, token in zip(self.rows(sequence), tokens, strict=True)), len(tokens)
+        drawn = self.drawn(sequence)
+        return sum(drawn), len(drawn)
+
+    def drawn(self, sequence: SftExample) -> list[Tensor]:
+        """Return the log-prob of each trained token."""
+        tokens = [int(t) for t, mask in zip(sequence.token_ids[1:], sequence.loss_mask[1:], strict=True) if mask]
+        return [row[token] for row, token in zip(self.rows(sequence), tokens, strict=True)]
 
 
 def sequence(tokens: list[int], num_prompt: int, **fields: Any) -> SftExample:
@@ -97,12 +100,30 @@ def values(metrics: dict[str, Any]) -> dict[str, float]:
     return {name: metric.result() for name, metric in metrics.items()}
 
 
-# Each pair's loss from log-ratios to the reference (dpo, ipo) or mean log-probs (simpo, orpo) of its answers.
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + (-x).exp())
+
+
+# Each pair's loss from what it compares: log-ratios to the reference, or log-probs (simpo, orpo, cpo) of its answers.
 PAIR_LOSSES = {
     "dpo": lambda c, r: -0.9 * torch.sigmoid(0.3 * (c - r)).log() - 0.1 * torch.sigmoid(0.3 * (r - c)).log(),
     "ipo": lambda c, r: (c - r - 1 / 0.6) ** 2,
     "simpo": lambda c, r: -torch.sigmoid(0.3 * (c - r) - 0.2).log(),
     "orpo": lambda c, r: -0.3 * torch.sigmoid(c - (1 - c.exp()).log() - r + (1 - r.exp()).log()).log(),
+    "cpo": lambda c, r: (1 + (0.3 * (r - c)).exp()).log(),
+    "hinge": lambda c, r: (1 - 0.3 * (c - r)).clamp(min=0),
+    "robust": lambda c, r: (0.9 * (1 + (0.3 * (r - c)).exp()).log() - 0.1 * (1 + (0.3 * (c - r)).exp()).log()) / 0.8,
+    "exo_pair": lambda c, r: sum(
+        p * (p / q).log() for p, q in ((sigmoid(0.3 * (c - r)), 0.9), (sigmoid(0.3 * (r - c)), 0.1))
+    ),
+    "nca_pair": lambda c, r: -(sigmoid(0.3 * c) * (sigmoid(-0.3 * c) * sigmoid(-0.3 * r)).sqrt()).log(),
+    "bco_pair": lambda c, r: -(sigmoid(0.3 * c) * sigmoid(-0.3 * r)).log(),
+    "sppo_hard": lambda c, r: c**2 + r**2 - (c - r) / 0.3 + 2 / 0.36,
+    "apo_zero": lambda c, r: 1 - sigmoid(0.3 * c) + sigmoid(0.3 * r),
+    "apo_down": lambda c, r: 1 + sigmoid(0.3 * c) - sigmoid(0.3 * (c - r)),
+    "discopop": lambda c, r: (
+        sigmoid(-0.6 * (c - r)) * (1 + (0.3 * (r - c)).exp()).log() + sigmoid(0.6 * (c - r)) * (0.3 * (r - c)).exp()
+    ),
 }
 PREFERENCES = {
     "dpo": {"label_smoothing": 0.1},
@@ -111,6 +132,16 @@ PREFERENCES = {
     "ipo of means": {"length_average": True},
     "simpo, with likelihood": {"simpo_gamma": 0.2, "nll_loss_coef": 0.4},
     "orpo": {},
+    "cpo": {},
+    "hinge": {},
+    "robust": {"label_smoothing": 0.1},
+    "exo_pair of means": {"label_smoothing": 0.1, "length_average": True},
+    "nca_pair": {},
+    "bco_pair, with likelihood": {"nll_loss_coef": 0.4},
+    "sppo_hard": {},
+    "apo_zero": {},
+    "apo_down": {},
+    "discopop": {"discopop_tau": 0.5},
 }
 
 
@@ -131,14 +162,14 @@ def test_preference_loss_and_metrics_equal_plain_arithmetic(name, upfront, packi
         compared = []
         for answer in (pair.chosen, pair.rejected):
             logprob, count = model.answer(answer)
-            if kind in ("dpo", "ipo"):
+            if kind not in ("simpo", "orpo", "cpo"):
                 ratio = logprob - reference.answer(answer)[0].detach()
                 compared.append(ratio / count if options.get("length_average") else ratio)
             else:
-                compared.append(logprob / count)
+                compared.append(logprob if kind == "cpo" else logprob / count)
         chosen, rejected = compared
         logprob, count = model.answer(pair.chosen)
-        weight = 1.0 if kind == "orpo" else options.get("nll_loss_coef", 0.0)
+        weight = 1.0 if kind in ("orpo", "cpo") else options.get("nll_loss_coef", 0.0)
         loss = PAIR_LOSSES[kind](chosen, rejected) - weight * logprob / count
         total = total + loss
         order = 0.5 if pair.example_id == "c" else float(chosen > rejected)
@@ -151,7 +182,7 @@ def test_preference_loss_and_metrics_equal_plain_arithmetic(name, upfront, packi
     assert values(metrics) == pytest.approx(wanted, rel=1e-5, abs=1e-7)
     # 2 and 1, 5 and 1, 1 and 1 answer tokens.
     assert [objective.num_trained_tokens(item) for item in items] == [3, 6, 2]
-    assert objective.needs_reference == (kind in ("dpo", "ipo"))
+    assert objective.needs_reference == (kind not in ("simpo", "orpo", "cpo"))
 
 
 @pytest.mark.parametrize(
@@ -166,6 +197,10 @@ def test_preference_loss_and_metrics_equal_plain_arithmetic(name, upfront, packi
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing has no effect on the loss ipo"),
         ({"simpo_gamma": 0.1}, "simpo_gamma has no effect on the loss dpo"),
         ({"loss_type": "orpo", "nll_loss_coef": 0.1}, "nll_loss_coef has no effect on the loss orpo"),
+        ({"discopop_tau": 0.1}, "discopop_tau has no effect on the loss dpo"),
+        ({"loss_type": "discopop", "discopop_tau": 1.0}, r"discopop_tau is 1.0; it must be in \(0, 1\)"),
+        ({"loss_type": "robust"}, "needs a probability of swapped labels"),
+        ({"loss_type": "exo_pair"}, "needs a probability of swapped labels"),
         ({"loss_type": "simpo", "length_average": True}, "length_average has no effect on the loss simpo"),
     ],
 )
@@ -284,12 +319,17 @@ def test_distillation_weight_out_of_bounds_is_refused(kd_coef):
 
 
 @LAYOUTS
-def test_supervised_loss_and_metrics_equal_plain_arithmetic(packing):
-    model, objective = Bigram(0), SupervisedObjective(packing=packing)
+@pytest.mark.parametrize("dft", [False, True], ids=["likelihood", "dft"])
+def test_supervised_loss_and_metrics_equal_plain_arithmetic(dft, packing):
+    model, objective = Bigram(0), SupervisedObjective(packing=packing, dft=dft)
     total = -sum(model.answer(example)[0] for example in DEMONSTRATIONS)
     entropy = -sum(float((row.exp() * row).sum()) for example in DEMONSTRATIONS for row in model.rows(example))
     found, metrics = objective.loss(model.engine, DEMONSTRATIONS, DENOMINATORS)
-    check(found, total / DENOMINATORS.num_tokens, model)
+    trained = total
+    if dft:
+        logprobs = [logprob for example in DEMONSTRATIONS for logprob in model.drawn(example)]
+        trained = -sum(math.exp(logprob.item()) * logprob for logprob in logprobs)
+    check(found, trained / DENOMINATORS.num_tokens, model)
     assert values(metrics) == pytest.approx({"sft/loss": float(total) / 5, "sft/entropy": entropy / 5}, rel=1e-5)
     # Where all tokens are trained, nothing stands before the first of a sequence, which is never counted.
     whole = [sequence([5, 1, 2], 0), sequence([4, 4], 0)]

@@ -17,6 +17,7 @@ from rlhf_data.examples.sft import SftExample
 from rlhf_models.loading import load_actor, load_reference, load_tokenizer
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.batching import Denominators
+from rlhf_train.losses.preference_table import PREFERENCE_LOSSES
 from rlhf_train.offline.epochs import Objective
 from rlhf_train.offline.objectives.dpo import PreferenceObjective
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
@@ -92,20 +93,22 @@ def test_supervised_loss_and_gradient_equal_trls(paths, tmp_path):
     same(ours(SupervisedObjective(), rows, paths[0]), theirs(trainer, rows))
 
 
-@pytest.mark.parametrize("fields", [{}, {"loss_type": "ipo", "length_average": True}], ids=["dpo", "ipo"])
-def test_preference_loss_and_gradient_equal_trls(paths, tmp_path, fields):
+@pytest.mark.parametrize("kind", [row.name for row in PREFERENCE_LOSSES.values() if row.needs_reference])
+def test_preference_loss_and_gradient_equal_trls(paths, tmp_path, kind):
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
     chosen, rejected = sequences(5, seed=1), sequences(5, seed=2)
+    smoothing = {"label_smoothing": 0.2} if PREFERENCE_LOSSES[kind].needs_smoothing else {}
     dummy = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
     trainer = DPOTrainer(
         load_actor(paths[0], dtype="float32").model,
         ref_model=load_reference(paths[1], dtype="float32").model,
-        args=options(DPOConfig, tmp_path, beta=0.3, loss_type="ipo" if fields else "sigmoid"),
+        args=options(DPOConfig, tmp_path, beta=0.3, loss_type="sigmoid" if kind == "dpo" else kind, **smoothing),
         train_dataset=dummy,
         processing_class=load_tokenizer(paths[0]),
     )
+    fields = smoothing | {"loss_type": kind, "length_average": kind == "ipo"}
     objective = PreferenceObjective(beta=0.3, reference=load_reference(paths[1], dtype="float32"), **fields)
     pairs = [PreferenceExample("pair", *pair) for pair in zip(chosen, rejected, strict=True)]
     same(ours(objective, pairs, paths[0]), theirs(trainer, [*chosen, *rejected]))

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from rlhf_cli.config.offline import LOSSES_WITH, DpoConfig, KdConfig, KtoConfig, OfflineConfig, PrmConfig, RmConfig
+from rlhf_cli.config.offline import DpoConfig, KtoConfig, OfflineConfig, PrmConfig, RmConfig, SftConfig
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.declare import matching
+from rlhf_train.losses.preference_table import PREFERENCE_LOSSES
 
 
 def encoder_of(kind: str, config: OfflineConfig, tokenizer: Any, reader: Any = None) -> Any:
@@ -42,12 +43,11 @@ def objective_of(config: OfflineConfig, tokenizer: Any, reader: Any = None) -> A
     if isinstance(config, DpoConfig):
         loss = config.objective.name
         given = matching(PreferenceObjective, config.objective) | {"loss_type": loss}
-        used = {name: value for name, value in given.items() if loss in LOSSES_WITH.get(name, [loss])}
+        row = PREFERENCE_LOSSES[loss]
+        used = {name: value for name, value in given.items() if row.takes(name)}
         return PreferenceObjective(reader=reader, **used)
-    kinds = {RmConfig: RewardModelObjective, KtoConfig: KtoObjective, KdConfig: DistillationObjective}
-    kind = kinds.get(type(config))
-    if kind is None:
-        return SupervisedObjective(reader=reader)
+    kinds = {SftConfig: SupervisedObjective, RmConfig: RewardModelObjective, KtoConfig: KtoObjective}
+    kind = kinds.get(type(config), DistillationObjective)
     return kind(reader=reader, **matching(kind, config.objective))
 
 

@@ -31,10 +31,11 @@ from rlhf_data.options.checks import check_has_metric, lacking, once, without_ef
 from rlhf_data.options.declare import Config, Section, flag, one_of
 from rlhf_data.options.sections import ImageSection
 from rlhf_data.rows.sources import parse_probs
+from rlhf_train.losses.preference_table import DISCOPOP_TAU, PREFERENCE_LOSSES
 from rlhf_train.specs import ModelSpec
 
 RewardLoss = one_of(("sigmoid", "logexp"))
-PreferenceLoss = one_of(("dpo", "ipo", "simpo", "orpo"))
+PreferenceLoss = one_of(PREFERENCE_LOSSES, {name: row.title for name, row in PREFERENCE_LOSSES.items()})
 
 
 class OfflineConfig(Config):
@@ -89,11 +90,18 @@ class OfflineConfig(Config):
         )
 
 
+class SupervisedSection(Section, title="objective"):
+    """The loss of fine-tuning."""
+
+    dft: bool = flag(False, "weigh the loss of each token by its probability (dynamic fine-tuning)")
+
+
 class SftConfig(OfflineConfig):
     """All options of `sft`."""
 
     model: ImageOfflineModelSection = ImageOfflineModelSection()
     data: DemonstrationSection = DemonstrationSection()
+    objective: SupervisedSection = SupervisedSection()
 
 
 class DistillationSection(Section, title="objective"):
@@ -155,33 +163,31 @@ class ReferenceStrengthSection(Section, title="objective"):
 class PreferenceSection(ReferenceStrengthSection):
     """The loss of preference optimization."""
 
-    loss_type: PreferenceLoss = flag("dpo", "dpo and ipo compare with a reference model; simpo and orpo need none")
+    loss_type: PreferenceLoss = flag(
+        "dpo",
+        "; ".join(f"{row.name}: {row.title}" for row in PREFERENCE_LOSSES.values())
+        + "; simpo, orpo and cpo need no reference model",
+    )
     ipo: bool = flag(False, "the same as --loss_type ipo")
     label_smoothing: float = flag(
-        0.0, "with dpo: probability that the two answers of a pair are swapped (conservative DPO)", ge=0, lt=0.5
+        0.0,
+        "probability that the two answers of a pair are swapped, with dpo (conservative DPO), robust and exo_pair",
+        ge=0,
+        lt=0.5,
     )
     nll_loss_coef: float = flag(
-        0.0, "weight of the negative log-likelihood of the preferred answer; always 1 with orpo", ge=0
+        0.0, "weight of the negative log-likelihood of the preferred answer; always 1 with orpo and cpo", ge=0
     )
     simpo_gamma: float = flag(0.5, "target margin of simpo between the two rewards", ge=0)
-    length_average: bool = flag(False, "dpo and ipo compare mean log-probs per token instead of sums")
+    discopop_tau: float = flag(
+        DISCOPOP_TAU, "how soon discopop turns from one of its two losses to the other", gt=0, lt=1
+    )
+    length_average: bool = flag(False, "losses with a reference compare mean log-probs per token instead of sums")
 
     @property
     def name(self) -> str:
         """The name of the loss, whether --ipo or --loss_type set it."""
         return "ipo" if self.ipo else self.loss_type
-
-
-# The losses for which each option has an effect.
-LOSSES_WITH = {
-    "label_smoothing": ("dpo",),
-    "nll_loss_coef": ("dpo", "ipo", "simpo"),
-    "simpo_gamma": ("simpo",),
-    "length_average": ("dpo", "ipo"),
-    "ref_pretrain": ("dpo", "ipo"),
-    "precompute_reference": ("dpo", "ipo"),
-    "ref_reward_offload": ("dpo", "ipo"),
-}
 
 
 class DpoConfig(OfflineConfig):
@@ -198,7 +204,9 @@ class DpoConfig(OfflineConfig):
         loss = self.objective
         if loss.ipo and loss.loss_type not in ("dpo", "ipo"):
             raise ConfigError(f"--ipo and --loss_type {loss.loss_type} are two losses", hint="drop one of them")
-        unused = [option for option in LOSSES_WITH if loss.name not in LOSSES_WITH[option]]
+        row = PREFERENCE_LOSSES[loss.name]
+        row.check_smoothing(loss.label_smoothing)
+        unused = [option for option in given if not row.takes(option)]
         return once(notices + without_effect(given, (True, unused, f"the loss is {loss.name}")))
 
 

@@ -334,7 +334,8 @@ class AlgorithmSpec:
         if normalize == "each" and not self.whiten_std:
             message = f"{compares} divides rewards by their deviation, and ``whiten_std=False`` forbids it"
             raise ConfigError(message, hint="drop one of them")
-        if normalize == "each" and (self.row.compares_responses or self.row.baseline == "group_mean_ratio"):
+        own_scale = ("group_mean_ratio", "group_mean_batch_std")
+        if normalize == "each" and (self.row.compares_responses or self.row.baseline in own_scale):
             message = f"{compares} divides each reward by its group's deviation, in place of what {self.row.title} does"
             raise ConfigError(message, hint="drop it, or use ``estimator=group_norm``")
         if self.group_by == "turn" and normalize != "together":

@@ -4,6 +4,8 @@ Shape letter: B pairs or answers. The log-prob of an answer is in nats: the sum 
 docstring says so.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, logsigmoid
@@ -77,6 +79,137 @@ def ipo_loss(chosen_ratios: Tensor, rejected_ratios: Tensor, *, beta: float) -> 
     return (chosen_ratios - rejected_ratios - 1 / (2 * beta)) ** 2
 
 
+def hinge_loss(chosen_ratios: Tensor, rejected_ratios: Tensor, *, beta: float) -> Tensor:
+    """Return the hinge loss of each pair: max(0, 1 - beta z), with z, arguments and result as in `dpo_loss`.
+
+    Source: Zhao et al. 2023, arXiv:2305.10425 (SLiC-HF); with log-ratios: Liu et al. 2023, arXiv:2309.06657 (RSO).
+    """
+    check_same_shape(chosen_ratios=chosen_ratios, rejected_ratios=rejected_ratios)
+    return torch.relu(1 - beta * (chosen_ratios - rejected_ratios))
+
+
+def robust_loss(chosen_ratios: Tensor, rejected_ratios: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
+    """Return the loss of robust DPO for each pair. Its mean over swapped labels is DPO's loss of the right ones.
+
+        loss = (-(1 - e) log sigmoid(beta z) + e log sigmoid(-beta z)) / (1 - 2 e)
+
+    Arguments and result are as in `dpo_loss`; the loss can be negative.
+
+    Source: Chowdhury et al. 2024, arXiv:2403.00409.
+    """
+    check_same_shape(chosen_ratios=chosen_ratios, rejected_ratios=rejected_ratios)
+    logits = beta * (chosen_ratios - rejected_ratios)
+    kept, swapped = (1 - label_smoothing) * logsigmoid(logits), label_smoothing * logsigmoid(-logits)
+    return (swapped - kept) / (1 - 2 * label_smoothing)
+
+
+def exo_pair_loss(chosen_ratios: Tensor, rejected_ratios: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
+    """Return the loss of efficient exact optimization (EXO) for each pair: the reverse KL between two choices.
+
+        loss = KL([p, 1 - p] || [1 - e, e]),   p = sigmoid(beta z)
+
+    Arguments are as in `dpo_loss`, with e in (0, 0.5).
+
+    Returns:
+        [B] float, nats; 0 where p = 1 - e.
+
+    Source: Ji et al. 2024, arXiv:2402.00856, eq. 16.
+    """
+    check_same_shape(chosen_ratios=chosen_ratios, rejected_ratios=rejected_ratios)
+    logits = beta * (chosen_ratios - rejected_ratios)
+    right, wrong = logsigmoid(logits), logsigmoid(-logits)
+    kept, swapped = math.log1p(-label_smoothing), math.log(label_smoothing)
+    return right.exp() * (right - kept) + wrong.exp() * (wrong - swapped)
+
+
+def nca_pair_loss(chosen_ratios: Tensor, rejected_ratios: Tensor, *, beta: float) -> Tensor:
+    """Return the loss of noise contrastive alignment (NCA) for each pair. It also keeps the chosen answer likely.
+
+        loss = -log sigmoid(u_c) - log sigmoid(-u_c) / 2 - log sigmoid(-u_r) / 2,   u = beta ratio
+
+    Arguments and result are as in `dpo_loss`.
+
+    Source: Chen et al. 2024, arXiv:2402.05369.
+    """
+    check_same_shape(chosen_ratios=chosen_ratios, rejected_ratios=rejected_ratios)
+    chosen, rejected = beta * chosen_ratios, beta * rejected_ratios
+    return -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
+
+
+def bco_pair_loss(chosen_ratios: Tensor, rejected_ratios: Tensor, *, beta: float) -> Tensor:
+    """Return the loss of binary classifier optimization (BCO) for each pair, without the paper's shift of rewards.
+
+        loss = -log sigmoid(beta ratio_c) - log sigmoid(-beta ratio_r)
+
+    Arguments and result are as in `dpo_loss`. The paper subtracts a moving average of the rewards from both.
+
+    Source: Jung et al. 2024, arXiv:2404.04656; without the shift as in TRL.
+    """
+    check_same_shape(chosen_ratios=chosen_ratios, rejected_ratios=rejected_ratios)
+    return -logsigmoid(beta * chosen_ratios) - logsigmoid(-beta * rejected_ratios)
+
+
+def sppo_hard_loss(chosen_ratios: Tensor, rejected_ratios: Tensor, *, beta: float) -> Tensor:
+    """Return the loss of self-play preference optimization (SPPO) for each pair, whose winner is certain.
+
+        loss = (ratio_c - 1 / (2 beta))^2 + (ratio_r + 1 / (2 beta))^2
+
+    Arguments are as in `dpo_loss`, with beta = 1 / eta of the paper.
+
+    Returns:
+        [B] float, nats squared.
+
+    Source: Wu et al. 2024, arXiv:2405.00675, eq. 4.7 with the probabilities 1 and 0.
+    """
+    check_same_shape(chosen_ratios=chosen_ratios, rejected_ratios=rejected_ratios)
+    return (chosen_ratios - 1 / (2 * beta)) ** 2 + (rejected_ratios + 1 / (2 * beta)) ** 2
+
+
+def apo_zero_loss(chosen_ratios: Tensor, rejected_ratios: Tensor, *, beta: float) -> Tensor:
+    """Return the loss of APO-zero for each pair, for chosen answers that are better than the model's own.
+
+        loss = 1 - sigmoid(beta ratio_c) + sigmoid(beta ratio_r)
+
+    Arguments are as in `dpo_loss`.
+
+    Returns:
+        [B] float, in [0, 2].
+
+    Source: D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7.
+    """
+    check_same_shape(chosen_ratios=chosen_ratios, rejected_ratios=rejected_ratios)
+    return torch.sigmoid(-beta * chosen_ratios) + torch.sigmoid(beta * rejected_ratios)
+
+
+def apo_down_loss(chosen_ratios: Tensor, rejected_ratios: Tensor, *, beta: float) -> Tensor:
+    """Return the loss of APO-down for each pair, for chosen answers that are worse than the model's own.
+
+        loss = sigmoid(beta ratio_c) + 1 - sigmoid(beta z)
+
+    Both answers become less likely, the rejected one more so. Arguments and result are as in `apo_zero_loss`.
+
+    Source: D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8.
+    """
+    check_same_shape(chosen_ratios=chosen_ratios, rejected_ratios=rejected_ratios)
+    return torch.sigmoid(beta * chosen_ratios) + torch.sigmoid(beta * (rejected_ratios - chosen_ratios))
+
+
+def discopop_loss(chosen_ratios: Tensor, rejected_ratios: Tensor, *, beta: float, tau: float) -> Tensor:
+    """Return the loss of DiscoPOP for each pair: a blend of the logistic and the exponential loss.
+
+        loss = -(1 - g) log sigmoid(x) + g exp(-x),   x = beta z, g = sigmoid(x / tau)
+
+    Arguments are as in `dpo_loss`, with tau in (0, 1).
+
+    Source: Lu et al. 2024, arXiv:2406.08414, eq. 5.
+    """
+    check_same_shape(chosen_ratios=chosen_ratios, rejected_ratios=rejected_ratios)
+    logits = beta * (chosen_ratios - rejected_ratios)
+    # One exponent for both factors: exp(-x) alone overflows where the gate is 0.
+    exponential = torch.exp(logsigmoid(logits / tau) - logits)
+    return exponential - torch.sigmoid(-logits / tau) * logsigmoid(logits)
+
+
 def simpo_loss(chosen_means: Tensor, rejected_means: Tensor, *, beta: float, gamma: float) -> Tensor:
     """Return the loss of simple preference optimization (SimPO) for each pair. It needs no reference model.
 
@@ -148,6 +281,24 @@ def kto_loss(
     return torch.where(
         is_desirable, desirable_loss_weight * torch.sigmoid(-gain), undesirable_loss_weight * torch.sigmoid(gain)
     )
+
+
+def dft_loss(logprobs: Tensor) -> Tensor:
+    """Return the loss of dynamic fine-tuning (DFT) for each token, which its own probability weighs.
+
+        loss_n = -sg(p_n) log p_n,   sg stops the gradient
+
+    The weight undoes the factor 1 / p_n in the gradient of the log-likelihood: unlikely tokens no longer count most.
+
+    Args:
+        logprobs: [N] float, nats; carries the gradient.
+
+    Returns:
+        [N] float, nats, in [0, 1 / e].
+
+    Source: Wu et al. 2025, arXiv:2508.05629.
+    """
+    return -logprobs.detach().exp() * logprobs
 
 
 def distillation_loss(logits: Tensor, teacher_logits: Tensor) -> Tensor:
