@@ -21,6 +21,7 @@ from rlhf_train.losses.policy import policy_loss
 from rlhf_train.losses.value import clipped_value_loss
 
 NUM_ROWS, NUM_COLUMNS, MAX_TOKENS = 7, 11, 13
+MOVED = 0.02  # nats per token, the limit of the off-policy mask: below some means of rows, above others
 
 
 @pytest.fixture(params=range(3))
@@ -288,7 +289,17 @@ def slow_shares(mask: torch.Tensor, reduction: str) -> dict[tuple[int, int], flo
     return {(i, t): shares[reduction](i) for i, t in trained(mask)}
 
 
+def slow_off_policy(x: dict[str, torch.Tensor], i: int, t: int) -> tuple[float, float]:
+    gaps = [float(x["old"][i, k] - x["logprobs"][i, k]) for k in range(NUM_COLUMNS) if x["mask"][i, k]]
+    left_out = x["advantages"][i, t] < 0 and sum(gaps) / len(gaps) > MOVED
+    return (0.0, 0.0) if left_out else slow_dual_clip(x, i, t)
+
+
 BY_FORMULA = {
+    "off-policy mask": (
+        slow_off_policy,
+        lambda *args: fast_policy_loss(*args, clip_high=0.3, dual_clip=1.5, mask_off_policy=MOVED),
+    ),
     "dual clip": (slow_dual_clip, lambda *args: fast_policy_loss(*args, clip_high=0.3, dual_clip=1.5)),
     "gspo": (slow_gspo, lambda *args: fast_policy_loss(*args, policy_loss="gspo", clip_low=0.03, clip_high=0.04)),
     "gmpo": (slow_gmpo, lambda *args: fast_policy_loss(*args, policy_loss="gmpo", clip_high=0.3)),

@@ -31,6 +31,8 @@ class PolicyObjective:
         dual_clip: with ppo and a negative advantage A, the loss is at most this times |A|. > 1, or None for no bound.
         sapo_tau: temperatures of sapo for positive and for other advantages, > 0.
         log_ratio_coef: weight of the squared log ratio in kimi, in reward units, >= 0.
+        mask_off_policy: tokens with a negative advantage have no policy loss in sequences whose mean of -log ratio is
+            above this, >= 0, nats per token; None for all tokens.
         kl_coef: weight of the KL to the reference as a term of the loss, >= 0.
         kl_estimator: k1, k2 or k3.
         kl_unbiased_gradient: give the KL term the gradient of KL(policy || reference), whatever the estimator.
@@ -47,6 +49,7 @@ class PolicyObjective:
     dual_clip: float | None = None
     sapo_tau: tuple[float, float] = (1.0, 1.05)
     log_ratio_coef: float = 1e-3
+    mask_off_policy: float | None = None
     kl_coef: float = 0.0
     kl_estimator: KlEstimator = "k1"
     kl_unbiased_gradient: bool = False
@@ -61,6 +64,7 @@ class PolicyObjective:
             ("dual_clip", self.dual_clip is None or self.policy_loss == "ppo", "None unless policy_loss is ppo"),
             ("sapo_tau", min(self.sapo_tau) > 0, "two numbers > 0"),
             ("log_ratio_coef", self.log_ratio_coef >= 0, ">= 0"),
+            ("mask_off_policy", self.mask_off_policy is None or self.mask_off_policy >= 0, ">= 0, or None"),
             ("kl_coef", self.kl_coef >= 0, ">= 0"),
             ("entropy_coef", self.entropy_coef >= 0, ">= 0"),
         ):
@@ -70,7 +74,8 @@ class PolicyObjective:
     @property
     def needs_sequences(self) -> bool:
         """Whether a token's loss depends on other tokens of its sequence."""
-        return self.uses_sequence_ratio or self.reduction == "seq_mean_token_mean"
+        means = self.reduction == "seq_mean_token_mean"
+        return self.uses_sequence_ratio or means or self.mask_off_policy is not None
 
     @property
     def uses_sequence_ratio(self) -> bool:

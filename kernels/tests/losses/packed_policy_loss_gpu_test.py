@@ -16,6 +16,7 @@ OBJECTIVES = {
     "sapo": PolicyObjective(policy_loss="sapo", reduction="seq_mean_token_mean"),
     "dppo_kl": PolicyObjective(policy_loss="dppo_kl", clip_low=0.05, clip_high=0.05),
     "gmpo": PolicyObjective(policy_loss="gmpo", clip_low=0.1, clip_high=0.2),
+    "off-policy mask": PolicyObjective(mask_off_policy=0.001),
     "vespo": PolicyObjective(policy_loss="vespo", reduction="seq_mean_token_sum"),
     "kimi": PolicyObjective(policy_loss="kimi", log_ratio_coef=0.1),
     "reinforce": PolicyObjective(policy_loss="reinforce", reduction="seq_mean_token_sum"),

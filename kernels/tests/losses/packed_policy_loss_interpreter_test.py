@@ -11,7 +11,7 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_packed_policy_loss_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=73)
+        interpret(Path(__file__).resolve(), num_cases=76)
 
 else:
     import torch
@@ -88,6 +88,15 @@ else:
         objective = PolicyObjective(policy_loss=policy_loss, reduction=reduction, **numbers)
         objective = replace(objective, kl_coef=0.1, entropy_coef=0.01)
         check(objective, columns_of(), ("old", "ref", "weights"))
+
+    @pytest.mark.parametrize("policy_loss", ["ppo", "gmpo", "vespo"])
+    def test_triton_packed_policy_loss_off_policy_mask_equals_float64(policy_loss):
+        columns = columns_of()
+        columns["old"][::3] += 0.2  # the sequences have become less likely, and more so the shorter one
+        columns["old"][:33] += 1.0
+        for limit in (0.0, 0.2, 5.0):
+            objective = PolicyObjective(policy_loss=policy_loss, clip_low=0.03, mask_off_policy=limit, kl_coef=0.1)
+            check(objective, columns, ("old", "ref", "weights"))
 
     @pytest.mark.parametrize("unbiased", [False, True])
     @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

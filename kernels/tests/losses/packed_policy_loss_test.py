@@ -123,6 +123,20 @@ def test_packed_policy_loss_cispo_keeps_the_gradient_under_a_clipped_weight(rati
     assert metrics["clipped"] == (weight != ratio)
 
 
+@pytest.mark.parametrize(
+    ("limit", "left_out"),
+    [(None, []), (0.1, [0]), (0.25, [0]), (0.31, [])],  # the means of old - current are 0.3, 0, -1 and 0.3
+)
+def test_packed_policy_loss_off_policy_mask_leaves_failures_out_that_became_unlikely(limit, left_out):
+    # Four sequences: a failure that became unlikely, two that did not, and a success that did.
+    stream = stream_of([-1.0, -1.0, -1.0, -1.0, 1.0], [-0.8, -0.8, -1.0, -2.0, -0.7], bounds=[0, 2, 3, 4, 5])
+    objective = PolicyObjective(policy_loss="reinforce", mask_off_policy=limit)
+    _, grad, metrics = loss_and_gradient([-1.5, -0.7, -1.0, -1.0, -1.0], stream, objective)
+    sequences = [0, 0, 1, 2, 3]
+    assert grad == [0.0 if s in left_out else (-1.0 if s == 3 else 1.0) for s in sequences]
+    assert metrics["tokens"] == 5
+
+
 def test_packed_policy_loss_reinforce_matches_hand_values():
     stream = stream_of([3.0, -0.5], [0.0, 0.0])
     loss, grad, _ = loss_and_gradient([-1.0, -2.0], stream, PolicyObjective(policy_loss="reinforce"))
@@ -341,6 +355,7 @@ def test_packed_policy_loss_gradient_equals_the_numerical_one_in_float64(policy_
         ({"dual_clip": 3.0, "policy_loss": "gspo"}, "None unless policy_loss is ppo"),
         ({"sapo_tau": (1.0, 0.0)}, r"sapo_tau is \(1.0, 0.0\); allowed: two numbers > 0"),
         ({"log_ratio_coef": -1.0}, "log_ratio_coef is -1.0"),
+        ({"mask_off_policy": -0.1}, "mask_off_policy is -0.1; allowed: >= 0, or None"),
         ({"kl_coef": float("nan")}, "kl_coef is nan"),
         ({"entropy_coef": -1.0}, "entropy_coef is -1.0"),
     ],

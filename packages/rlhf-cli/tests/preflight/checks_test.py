@@ -127,6 +127,11 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
                 "stop_properly_penalty_coef 0.5",
             )
         ),
+        (
+            f"{SKIP} {ONE_UPDATE} --mask_off_policy 0.5",
+            "--mask_off_policy compares the policy with that of the old log-probs, which skip leaves out",
+            "use --old_logprobs rollout",
+        ),
         (BY_TURN, "and PPO has no baseline of a group", "use --advantage_estimator group_norm, dr_grpo"),
         (f"{GRPO} {BY_TURN} --gamma 0.9", "and --gamma 0.9 discounts by token", "--turn_gamma, and drop --gamma"),
         (f"{GRPO} {BY_TURN} {EACH}", "turn by turn, and --reward_normalize each compares those of whole", "drop one"),
@@ -222,6 +227,10 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ("--stop_properly_penalty_coef 1", "--stop_properly_penalty_coef has no effect"),
         ("--dynamic_filtering_max_batches 3", "--dynamic_filtering_max_batches has no effect: --dynamic_filtering"),
         ("--dynamic_filtering_reward_range 0 1", "--dynamic_filtering_reward_range has no effect"),
+        (
+            f"--mask_off_policy 0.5 --old_logprobs recompute {ONE_UPDATE}",
+            "--mask_off_policy has no effect: the only update of a step begins with the policy of --old_logprobs",
+        ),
         ("--mask_stale 0", "--mask_stale has no effect: no token is more than 0 steps old"),
         (
             f"{GRPO} --early_forwards --init_kl_coef 0 --old_logprobs rollout",
@@ -307,6 +316,7 @@ def test_check_ppo_what_has_no_effect_is_a_notice(argv, notice):
         "--best_metric_key eval/accuracy --eval_steps 1",
         f"--policy_loss_type reinforce {ONE_UPDATE}",
         "--policy_loss_type sapo --sapo_tau 1 2",
+        f"--mask_off_policy 0.5 {ONE_UPDATE}",
         "--policy_loss_type dppo_tv --eps_clip 0.2",
         f"{SKIP} {ONE_UPDATE}",
         "--old_logprobs rollout",

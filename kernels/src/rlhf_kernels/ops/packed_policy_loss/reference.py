@@ -47,6 +47,11 @@ def packed_policy_loss_reference(
     else:
         ratio = policy_ratio(logprobs, old)
     loss, clipped = _policy_term(logprobs, old, ratio, advantages, objective)
+    if objective.mask_off_policy is not None:
+        gap = old - logprobs.detach()  # 0.0 where nothing is trained
+        left = leaves_policy(gap, advantages, trained, stream.cu_seqlens, limit=objective.mask_off_policy)
+        loss = loss.masked_fill(left, 0.0)
+        clipped = clipped | left
     kl = torch.zeros_like(logprobs)
     if stream.ref_logprobs is not None:
         reference = wide(stream.ref_logprobs).detach()
@@ -212,6 +217,24 @@ def leaves_trust_region(
         divergence = old_probs * (old_logprobs - logprobs.detach()) + old_rest * (old_rest / rest).log()
     rises = (advantages > 0) & (probs > old_probs) & (divergence > high)
     return rises | ((advantages < 0) & (probs < old_probs) & (divergence > low))
+
+
+def leaves_policy(gap: Tensor, advantages: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, *, limit: float) -> Tensor:
+    """Return a mask [N] of the tokens that the off-policy sequence mask leaves out: failures of another policy.
+
+        A_t < 0 and mean_t(old_logprobs_t - logprobs_t) > limit, the mean over the trained tokens of the sequence
+
+    Args:
+        gap: [N] float, nats, old_logprobs - logprobs, and 0.0 where the mask is False.
+        advantages: [N] float.
+        loss_mask: [N] bool.
+        cu_seqlens: [S + 1] integers, bounds of the sequences.
+        limit: delta in the report, nats per token, >= 0.
+
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556.
+    """
+    means = _totals(gap, cu_seqlens) / _totals(loss_mask.to(gap), cu_seqlens).clamp(min=1)
+    return (advantages < 0) & (means > limit)
 
 
 def kimi_loss(

@@ -177,19 +177,21 @@ def _by_thread(x, trained, apart):
 
 
 @triton.jit
-def _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, advantages_ptr, low, high, kind, whole, block):
-    """Return the number of trained tokens of a sequence (at least 1) and its ratio, if the loss uses it.
+def _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, advantages_ptr, low, high, kind, gaps, block):
+    """Return the number of trained tokens of a sequence (at least 1), and with `gaps` its ratio and mean log ratio.
 
     The tokens are read here and again for the loss, the second time from the cache unless the sequence is very long.
     """
     count = tl.zeros([block], tl.float32)
     log_ratio = count
+    moved = count
     for start in range(first, last, block):
         index = start + tl.arange(0, block)
         valid = index < last
         trained = tl.load(mask_ptr + index, mask=valid, other=0) != 0
-        if whole and old_ptr is not None:
+        if gaps and old_ptr is not None:
             gap = _load(logprobs_ptr, index, valid) - _load(old_ptr, index, valid)
+            moved += tl.where(trained, gap, 0.0)
             if kind == "gmpo":
                 rises = _load(advantages_ptr, index, valid) > 0
                 gap = tl.where(rises, tl.minimum(gap, high), tl.maximum(gap, low))
@@ -197,15 +199,16 @@ def _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, advantages_ptr,
         count += tl.where(trained, 1.0, 0.0)
     num_trained = tl.maximum(tl.sum(count, axis=0), 1.0)
     total = tl.sum(log_ratio, axis=0)
-    return num_trained, _ratio_of(total if kind == "vespo" else total / num_trained)
+    ratio = _ratio_of(total if kind == "vespo" else total / num_trained)
+    return num_trained, ratio, tl.sum(moved, axis=0) / num_trained
 
 
 @triton.jit
 def _policy_kernel(
     logprobs_ptr, entropy_ptr, old_ptr, advantages_ptr, mask_ptr, bounds_ptr, ref_ptr, weights_ptr,
     grad_logprobs_ptr, grad_entropy_ptr, sums_ptr,
-    num_tokens, inv_denominator, kl_coef, entropy_coef, low, high, extra,
-    LOSS: tl.constexpr, WHOLE: tl.constexpr, KL: tl.constexpr, UNBIASED: tl.constexpr,  # noqa: N803
+    num_tokens, inv_denominator, kl_coef, entropy_coef, low, high, extra, max_gap,
+    LOSS: tl.constexpr, WHOLE: tl.constexpr, GAPS: tl.constexpr, KL: tl.constexpr, UNBIASED: tl.constexpr,  # noqa: N803
     SEQUENCES: tl.constexpr, MEANS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr  # noqa: N803
 ):  # fmt: skip
     """Compute gradients and partial metrics of one sequence, or of every `num_programs`-th block, per program."""
@@ -219,12 +222,13 @@ def _policy_kernel(
     step = num_programs * BLOCK
     share = inv_denominator  # of the loss, per token
     sequence_ratio = 1.0
+    moved = 0.0
     if SEQUENCES:
         first = tl.load(bounds_ptr + program).to(tl.int64)
         last = tl.load(bounds_ptr + program + 1).to(tl.int64)
         step = BLOCK
-        num_trained, sequence_ratio = _over_sequence(
-            first, last, logprobs_ptr, old_ptr, mask_ptr, advantages_ptr, low, high, LOSS, WHOLE, BLOCK
+        num_trained, sequence_ratio, moved = _over_sequence(
+            first, last, logprobs_ptr, old_ptr, mask_ptr, advantages_ptr, low, high, LOSS, GAPS, BLOCK
         )
         share = inv_denominator / num_trained if MEANS else inv_denominator
 
@@ -247,6 +251,11 @@ def _policy_kernel(
         log_ratio = logprob - old
         ratio = zeros + sequence_ratio if WHOLE else _ratio_of(log_ratio)
         loss, grad, cut = _policy_terms(logprob, old, ratio, advantage, low, high, extra, LOSS)
+        if max_gap is not None:
+            left = tl.where(advantage < 0, -moved, -1.0) > max_gap  # which is not negative
+            loss = tl.where(left, 0.0, loss)
+            grad = tl.where(left, 0.0, grad)
+            cut = cut | left
         loss = loss * weight
         grad = grad * weight
         kl = zeros
@@ -322,7 +331,9 @@ def launch_policy(
     coefs = {"kl_coef": float(objective.kl_coef), "entropy_coef": float(objective.entropy_coef)}
     options |= coefs
     options |= dict(zip(("low", "high", "extra"), _numbers(objective), strict=True))
+    options["max_gap"] = None if objective.mask_off_policy is None else float(objective.mask_off_policy)
     options |= {"LOSS": objective.policy_loss, "WHOLE": objective.uses_sequence_ratio}
+    options["GAPS"] = objective.uses_sequence_ratio or objective.mask_off_policy is not None
     options |= {"KL": objective.kl_estimator, "UNBIASED": objective.kl_unbiased_gradient}
     with on_device(sums):
         if programs:

@@ -197,6 +197,12 @@ class AlgorithmSection(Section, title="algorithm"):
         AlgorithmSpec.mask_stale,
         "leave tokens out of the policy loss that were sampled more than N training steps before; None: train on all",
     )
+    mask_off_policy: float | None = flag(
+        None,
+        "leave tokens with a negative advantage out of the policy loss in responses that have become less likely by"
+        " more than X nats per token on average since --old_logprobs; None: train on all",
+        ge=0,
+    )
     mask_truncated: bool = flag(
         False, "leave responses that --generate_max_len cut out of the policy loss (overlong filtering)"
     )
@@ -262,7 +268,8 @@ class AlgorithmSection(Section, title="algorithm"):
         )
         if self.old_logprobs is not None:
             return spec
-        is_off_policy = stale or quantized
+        # The mask is meant for the distance to the policy that drew the tokens.
+        is_off_policy = stale or quantized or self.mask_off_policy is not None
         if is_off_policy and spec.loss.uses_ratio and spec.correction.level == "off":
             return replace(spec, old_logprobs="rollout")
         if single_update and not is_off_policy and not spec.needs_old_logprobs:
@@ -296,6 +303,11 @@ class AlgorithmSection(Section, title="algorithm"):
             (self.policy_loss_type != "sapo", ["sapo_tau"], f"{loss} has no gate"),
             (self.policy_loss_type != "kimi", ["log_ratio_coef"], f"{loss} has no squared log ratio"),
             (not spec.uses_reference, _REFERENCE_OPTIONS, "--init_kl_coef is 0, so there is no reference model"),
+            (
+                spec.old_logprobs == "recompute" and num_updates == 1,
+                ["mask_off_policy"],
+                "the only update of a step begins with the policy of --old_logprobs recompute",
+            ),
             (self.kl_target is None, ["kl_horizon"], "there is no --kl_target"),
             (not spec.uses_teacher, _TEACHER_OPTIONS, "there is no --teacher_model"),
             (not self.row.uses_critic, _CRITIC_OPTIONS, f"{self.row.full_name} has no critic"),

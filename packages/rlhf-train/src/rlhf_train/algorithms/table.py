@@ -269,6 +269,9 @@ class AlgorithmSpec:
         if self.old_logprobs == "skip" and self.kl_reward_coef:
             hint = "add ``use_kl_loss``, or set ``kl_coef=0`` or ``old_logprobs=recompute``"
             raise ConfigError("``old_logprobs=skip`` leaves nothing to compute the reward's KL penalty from", hint=hint)
+        if self.old_logprobs == "skip" and self.objective.mask_off_policy is not None:
+            message = "``mask_off_policy`` compares the policy with that of the old log-probs, which skip leaves out"
+            raise ConfigError(message, hint="use ``old_logprobs=rollout`` or recompute, or drop ``mask_off_policy``")
         if self.old_logprobs == "skip" and self.uses_teacher:
             message = "``old_logprobs=skip`` leaves nothing to compare the teacher's log-probs with"
             raise ConfigError(message, hint="use ``old_logprobs=recompute`` or rollout with a teacher")

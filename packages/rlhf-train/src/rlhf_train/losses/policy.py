@@ -13,6 +13,7 @@
     l_t = -constant(w_i) A_t log pi(t)        TOPR: w_i = min(s_i, 1) where A_t < 0, else 1
                                               VESPO: w_i = W_i^c1 exp(c2 (1 - W_i)), W_i the product of the ratios
 
+With `mask_off_policy`, l_t is 0 where A_t < 0 and the mean of -log r_t over the response is above the limit.
 A_t is the advantage, of `algorithms.group` or `algorithms.gae`. w_t corrects for the gap between trainer and engine, of
 `algorithms.correction`. k_t estimates the KL to the reference, of `algorithms.kl`. H_t is the entropy, and R sums over
 the tokens of the update and divides by one of its counts. `algorithms.table` has a row for each algorithm.
@@ -110,6 +111,9 @@ def policy_loss(
         if objective.dual_clip is not None:
             at_most = -objective.dual_clip * advantages
             token_loss = torch.where(advantages < 0, torch.minimum(token_loss, at_most), token_loss)
+    if objective.mask_off_policy is not None:
+        moved = -log_ratio.sum(dim=1, keepdim=True) / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
+        token_loss = torch.where((advantages < 0) & (moved > objective.mask_off_policy), 0.0, token_loss)
     if weights is not None:
         token_loss = trained(weights) * token_loss
 
