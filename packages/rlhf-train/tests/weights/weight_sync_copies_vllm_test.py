@@ -63,8 +63,8 @@ def compute_with_parameters(patch: pytest.MonkeyPatch) -> None:
         return torch.nn.functional.linear(x, weight, bias)
 
     patch.setattr(utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: None)
-    patch.setattr(linear, "dispatch_unquantized_gemm", lambda: product)
-    patch.setattr(vocab_parallel_embedding, "dispatch_unquantized_gemm", lambda: product)
+    patch.setattr(linear, "dispatch_unquantized_gemm", lambda *_: product)
+    patch.setattr(vocab_parallel_embedding, "dispatch_unquantized_gemm", lambda *_: product)
 
 
 @pytest.fixture(scope="module", params=["qwen2", "llama", "packed"])
