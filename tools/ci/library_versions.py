@@ -7,7 +7,8 @@ they ask for. FOLDER gets the environments. `version_targets.toml` says what run
 versions.json, beside this file, after each test file, and as a table to docs/versions.md. Environments that are not
 named keep theirs. The exit status is 1 if a test of these environments failed, or none passed.
 
-With `--page` alone, the table is written anew from versions.json.
+With `--rows=TEXT` before the environments, only rows run whose name contains TEXT. An environment of the same versions
+keeps its other rows. With `--page` alone, the table is written anew from versions.json.
 """
 
 import json
@@ -146,9 +147,15 @@ def run_file(python: Path, name: str) -> Outcome:
     return outcome(status, report.read_text(encoding="utf-8") if report.exists() else None)
 
 
+def _public(found: Mapping[str, Any]) -> list[str]:
+    """Return the versions of an environment without what tells builds of them apart, such as +cpu."""
+    return [version.partition("+")[0] for version in found["versions"].values()]
+
+
 def main() -> int:
     """Try the environments of the command line, one after the other. Return the exit status."""
-    words = sys.argv[1:]
+    rows = [word for word in sys.argv[1:] if word.startswith("--rows=")]
+    words = [word for word in sys.argv[1:] if word not in rows]
     if words != ["--page"] and (len(words) < 2 or words[0].startswith("-")):
         print(__doc__, file=sys.stderr)
         return 2
@@ -157,10 +164,15 @@ def main() -> int:
         folder = Path(words[0]).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         python = environment(folder, requirements)
-        outcomes: dict[str, dict[str, Outcome]] = {}
-        report[requirements] = {"versions": versions(python), "outcomes": outcomes}
-        for row, name in [(row, name) for row, names in targets().items() for name in names]:
-            outcomes.setdefault(row, {})[name] = run_file(python, name)
+        before = report.get(requirements)
+        report[requirements] = {"versions": versions(python), "outcomes": {}}
+        if rows and before and _public(before) == _public(report[requirements]):
+            report[requirements]["outcomes"] = before["outcomes"]
+        wanted = {row: names for row, names in targets().items() if not rows or rows[0].partition("=")[2] in row}
+        outcomes = report[requirements]["outcomes"]
+        outcomes |= {row: {} for row in wanted}
+        for row, name in [(row, name) for row, names in wanted.items() for name in names]:
+            outcomes[row][name] = run_file(python, name)
             text = json.dumps(report, indent=1) + "\n"
             REPORT.write_text(re.sub(r"\n +(?=[\d\]])", " ", text), encoding="utf-8")  # an outcome is a line
     page = PAGE.read_text(encoding="utf-8")

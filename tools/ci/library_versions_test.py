@@ -137,6 +137,14 @@ def test_main_keeps_other_environments_and_fails_for_those_that_are_named(tmp_pa
     }
     assert json.loads(results.read_text()) == report(**expected)
     assert page.read_text().splitlines()[-3] == "| row | **1 failed**, 0 passed | 2 passed | **1 failed**, 2 passed |"
+    monkeypatch.setattr(library_versions, "targets", lambda: {"row": ["a"], "third": ["b"]})
+    monkeypatch.setattr(library_versions, "versions", lambda python: VERSIONS | {"torch": "5+cpu"})
+    for rows, kept in (("--rows=ird", {"row": {"a": [2, 0, 0]}}), ("--rows=third", {"row": {"a": [2, 0, 0]}})):
+        monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "work"), rows, "new"])
+        assert main() == 0
+        assert json.loads(results.read_text())["new"]["outcomes"] == kept | {"third": {"b": [2, 0, 0]}}
+    monkeypatch.setattr(library_versions, "versions", lambda python: VERSIONS | {"torch": "6"})
+    assert main() == 0 and [*json.loads(results.read_text())["new"]["outcomes"]] == ["third"]
     written = page.read_text()
     monkeypatch.setattr(sys, "argv", ["", "--page"])
     assert main() == 0 and page.read_text() == written
