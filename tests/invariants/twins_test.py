@@ -76,7 +76,8 @@ def fast_policy_loss(
     x: dict[str, torch.Tensor], mask: torch.Tensor, reduction: str, counts: Denominators, **options: Any
 ) -> torch.Tensor:
     """Return the policy loss by the operator, or, in float64, by its twin; a row is a sequence."""
-    columns = {"advantages": "advantages", "old_logprobs": "old", "ref_logprobs": "reference", "weights": "weights"}
+    columns = {"advantages": "advantages", "old_logprobs": "old", "ref_logprobs": "reference"}
+    columns |= {name: name for name in ("weights", "penalties")}
     stream = PolicyStream(
         **{name: x[key].flatten() for name, key in columns.items() if key in x},
         loss_mask=mask.flatten(),
@@ -104,6 +105,7 @@ def policy_loss_by_the_page(
         old_logprobs=x["old"],
         ref_logprobs=x["reference"],
         weights=x.get("weights"),
+        penalties=x.get("penalties"),
     )
 
 
@@ -295,7 +297,17 @@ def slow_off_policy(x: dict[str, torch.Tensor], i: int, t: int) -> tuple[float, 
     return (0.0, 0.0) if left_out else slow_dual_clip(x, i, t)
 
 
+def slow_penalty(x: dict[str, torch.Tensor], i: int, t: int) -> tuple[float, float]:
+    loss, slope = slow_dual_clip(x, i, t)
+    distance, penalty = float(x["logprobs"][i, t] - x["old"][i, t]), abs(float(x["engine"][i, t]))
+    return loss + penalty * abs(distance), slope + math.copysign(penalty, distance)
+
+
 BY_FORMULA = {
+    "penalty": (
+        slow_penalty,
+        lambda x, *args: fast_policy_loss(x | {"penalties": x["engine"].abs()}, *args, clip_high=0.3, dual_clip=1.5),
+    ),
     "off-policy mask": (
         slow_off_policy,
         lambda *args: fast_policy_loss(*args, clip_high=0.3, dual_clip=1.5, mask_off_policy=MOVED),

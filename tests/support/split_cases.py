@@ -11,6 +11,7 @@ import numpy as np
 from rlhf_data.records import Rollout
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import local_gpus
+from rlhf_train.algorithms.covariance_spec import CovarianceSpec
 from rlhf_train.algorithms.table import AlgorithmSpec, make_algorithm
 from rlhf_train.batching import RankPlan, plan_batches
 from rlhf_train.learning.columns import RolloutColumns
@@ -30,7 +31,9 @@ TOLERANCE = 2e-5
 # gradients that was rounded to bfloat16 then changes many weights. There is no clipping, because the last digits of its
 # factor differ between the stages.
 BFLOAT16_OPTIMIZER = OptimizerSpec(learning_rate=1.0, eps=1.0, scheduler="constant", max_norm=0.0)
-PPO_WITH_KL_LOSS = make_algorithm(kl_coef=0.05, use_kl_loss=True, kl_estimator="k3")
+# Clip-Cov leaves a tenth of the tokens out, and KL-Cov holds a tenth, which a split must choose alike.
+BY_COVARIANCE = CovarianceSpec(clip_cov=(0.1, 0.0, 100.0), kl_cov=(0.1, 0.5))
+PPO_WITH_KL_LOSS = make_algorithm(kl_coef=0.05, use_kl_loss=True, kl_estimator="k3", covariance=BY_COVARIANCE)
 
 
 @dataclasses.dataclass(frozen=True)

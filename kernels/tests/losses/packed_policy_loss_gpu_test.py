@@ -43,6 +43,7 @@ def problem(num_tokens):
         old_logprobs=old,
         ref_logprobs=ref,
         weights=2 * torch.rand_like(logprobs),
+        penalties=torch.rand_like(logprobs),
     )
     return logprobs.requires_grad_(), torch.rand_like(logprobs).requires_grad_(), stream
 

@@ -48,6 +48,7 @@ else:
         mask = torch.rand(num_tokens) < 0.8
         columns = {"old": old, "advantages": torch.randn(num_tokens), "ref": ref}
         columns |= {"logprobs": logprobs, "entropy": torch.rand(num_tokens), "weights": 2 * torch.rand(num_tokens)}
+        columns["penalties"] = torch.rand(num_tokens)
         columns = {name: column.masked_fill(~mask, float("nan")).to(dtype) for name, column in columns.items()}
         third = num_tokens // 3
         bounds = torch.tensor([0, third, third, third + min(third, 1), num_tokens])
@@ -96,7 +97,7 @@ else:
         columns["old"][:33] += 1.0
         for limit in (0.0, 0.2, 5.0):
             objective = PolicyObjective(policy_loss=policy_loss, clip_low=0.03, mask_off_policy=limit, kl_coef=0.1)
-            check(objective, columns, ("old", "ref", "weights"))
+            check(objective, columns, ("old", "ref", "weights", "penalties"))
 
     @pytest.mark.parametrize("unbiased", [False, True])
     @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

@@ -203,7 +203,7 @@ def test_make_job_saves_full_paths_so_that_the_file_works_from_any_folder(tmp_pa
         (["--old_logprobs", "skip"], "one update per step, and there are 2"),
         ([*SKIP, "--max_epochs", "3"], "one update per step, and there are 3"),
         ([*SKIP, "--async_train"], "needs rollouts of the newest weights, and rollouts may be stale"),
-        ([*SKIP, *FP8], "an importance correction needs the trainer's log-probs before the update"),
+        ([*SKIP, *FP8], "an importance correction needs log-probs of the policy before the update"),
         (["--dynamic_filtering", *ONE_SAMPLE], "use --n_samples_per_prompt 4 or more"),
         (["--advantage_estimator", "group_norm", *ONE_SAMPLE], "use --n_samples_per_prompt 4 or more"),
     ],

@@ -157,6 +157,8 @@ REACHES = [
     ("clip_eps_high", "0.3", "", "algorithm.objective.clip_high", 0.3),
     ("dual_clip", "3", "", "algorithm.objective.dual_clip", 3.0),
     ("mask_truncated", "", "", "algorithm.mask_truncated", True),
+    ("kl_cov", "0.1 0.5", "", "algorithm.covariance.kl_cov", (0.1, 0.5)),
+    ("clip_cov", "0.1 1 5", "", "algorithm.covariance.clip_cov", (0.1, 1.0, 5.0)),
     ("mask_off_policy", "0.5", "", "algorithm.objective.mask_off_policy", 0.5),
     ("sapo_tau", "2 3", "--policy_loss_type sapo", "algorithm.objective.sapo_tau", (2.0, 3.0)),
     ("log_ratio_coef", "0.1", "--policy_loss_type kimi", "algorithm.objective.log_ratio_coef", 0.1),

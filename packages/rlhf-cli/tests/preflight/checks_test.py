@@ -89,7 +89,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         ),
         (
             f"{SKIP} {ONE_UPDATE} --is_correction_level token --is_correction_mode mask",
-            "an importance correction needs the trainer's log-probs before the update",
+            "an importance correction needs log-probs of the policy before the update",
             "use --old_logprobs recompute",
         ),
         ("--vllm_quantization fp8", "--vllm_quantization fp8 rounds bfloat16 weights", "add --bf16"),
@@ -129,9 +129,13 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         ),
         (
             f"{SKIP} {ONE_UPDATE} --mask_off_policy 0.5",
-            "--mask_off_policy compares the policy with that of the old log-probs, which skip leaves out",
-            "use --old_logprobs rollout",
+            "--mask_off_policy needs log-probs of the policy before the update, which --old_logprobs skip leaves out",
+            "use --old_logprobs recompute, or rollout",
         ),
+        ("--clip_cov 1 1 5", "--clip_cov is 1 1 5: a share in (0, 1)", "verl uses 2e-4 1 5"),
+        ("--kl_cov 0.1 0", "--kl_cov is 0.1 0: a share in (0, 1)", "verl uses 2e-4 1"),
+        (f"{SKIP} {ONE_UPDATE} --kl_cov 0.1 1", "Clip-Cov or KL-Cov needs log-probs", "recompute, or rollout"),
+        ("--clip_cov 0.1 5 1", "and LOW below HIGH are needed", "verl uses"),
         (BY_TURN, "and PPO has no baseline of a group", "use --advantage_estimator group_norm, dr_grpo"),
         (f"{GRPO} {BY_TURN} --gamma 0.9", "and --gamma 0.9 discounts by token", "--turn_gamma, and drop --gamma"),
         (f"{GRPO} {BY_TURN} {EACH}", "turn by turn, and --reward_normalize each compares those of whole", "drop one"),
@@ -151,7 +155,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         # the teacher
         (f"{TAUGHT} --dynamic_filtering", "--dynamic_filtering compares scores, and nothing", "--reward_weights 0"),
         (f"{TAUGHT} --best_metric_key eval/accuracy", "--best_metric_key compares scores", "add --remote_rm_url"),
-        (f"{TAUGHT} --init_kl_coef 0 --old_logprobs skip {ONE_UPDATE}", "the teacher's log-probs", "recompute"),
+        (f"{TAUGHT} --init_kl_coef 0 --old_logprobs skip {ONE_UPDATE}", "a teacher needs log-probs", "recompute"),
         (f"--teacher_coef 0 {TAUGHT}", "--teacher_coef is 0; it must be above 0", ""),
         # training, evaluation, placement
         (f"{GRPO} --freezing_actor_steps 3", "GRPO (group_norm) has none", "--advantage_estimator gae"),

@@ -4,12 +4,14 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_kernels import packed_policy_loss
+from rlhf_train.algorithms.covariance_spec import CovarianceSpec
 from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.algorithms.table import AlgorithmSpec, CorrectionSpec, make_algorithm
 from rlhf_train.batching import Denominators, MiniBatch
@@ -22,6 +24,7 @@ from rlhf_train.learning.trained_tokens import (
     drop_nonfinite,
     leave_truncated_out,
     limit_staleness,
+    treat_covariance,
 )
 from rlhf_train.run.metrics import Metric, Sum, results
 
@@ -162,6 +165,38 @@ def mismatched() -> Experience:
     rollout = torch.where(MASK, -2.0, 0.0)
     ratios = torch.tensor([[1.0, 2.0, 0.25, 1.0], [1.0, 8.0, 1.0, 1.0]])
     return experience_of(rollout + ratios.log(), rollout)
+
+
+@pytest.mark.parametrize(
+    ("share", "low", "high", "num_clipped", "candidates"),
+    [
+        (0.9, 0.5, 5.0, 2, {(0, 1), (0, 3)}),  # fewer than 0.9 x 4 are within the bounds
+        (0.3, 0.5, 5.0, 1, {(0, 1), (0, 3)}),
+        (0.01, -2.0, -0.5, 1, {(0, 2)}),  # at least one
+        (0.9, 0.5, 3.0, 1, {(0, 3)}),
+        (0.9, 6.0, 20.0, 0, set()),
+    ],
+)
+def test_tokens_of_high_covariance_are_left_out_of_the_policy_loss_and_held_to_the_old_policy(
+    share, low, high, num_clipped, candidates
+):
+    # The means are -3 and 1; (-2)(-2) = 4, (1)(-1) = -1, (1)(1) = 1, and (0)(2) = 0.
+    old = torch.tensor([[NAN, -5.0, -2.0, -2.0], [NAN, -3.0, NAN, NAN]])
+    advantages = torch.tensor([[NAN, -1.0, 0.0, 2.0], [NAN, 3.0, NAN, NAN]])
+    experience = experience_of(old, torch.zeros(2, 4), advantages=advantages)
+    with one_rank():
+        device = torch.device("cpu")
+        metrics = treat_covariance(
+            experience, CovarianceSpec(clip_cov=(share, low, high), kl_cov=(share, 0.5)), device, counts=True
+        )
+    # Of covariances 4, 1, 0 and -1, the largest.
+    held = {0.9: [[0, 0.5, 0, 0.5], [0, 0.5, 0, 0]]}.get(share, [[0, 0.5, 0, 0], [0] * 4])
+    assert experience.columns["penalties"].tolist() == held
+    num_held = float(np.count_nonzero(held))
+    assert results(metrics) == {"samples/clipped_tokens": float(num_clipped), "samples/held_tokens": num_held}
+    left_out = {tuple(place) for place in ((experience.columns["weights"] == 0.0) & MASK).nonzero().tolist()}
+    assert len(left_out) == num_clipped and left_out <= candidates
+    assert torch.equal(experience.policy_mask, MASK)
 
 
 def test_mismatch_is_measured_without_a_correction():

@@ -27,6 +27,7 @@ def packed_policy_loss(
         l_t  = -A_t logprobs_t, times constant(min(s_i, 1)) where A_t < 0         topr
         l_t  = -constant(W_i^c1 exp(c2 (1 - W_i))) A_t logprobs_t,  W_i = prod over sequence i of r_t     vespo
         l_t  = 0 where A_t < 0 and mean over sequence i of -log r_t > mask_off_policy              all, if it is given
+        l_t  + penalties_t |log r_t|                                              all, if the stream has penalties
         k_t  = d, d^2 / 2 or min(e^-d - 1 + d, 10);  d = logprobs_t - ref_logprobs_t
         w_t  = the stream's weights, or 1
         R(x) = sum_t x_t / num_tokens                                             token_mean
@@ -35,12 +36,12 @@ def packed_policy_loss(
              = sum_t x_t / (num_sequences max_tokens)                             seq_mean_token_sum_norm
 
     Sums run over trained tokens, n_i of them in sequence i. Log ratios and d are clamped to +-20 nats. At its bound of
-    10 nats the formula of k3 has no gradient; the unbiased gradient ignores this bound. Gradients flow to `logprobs`
-    and `entropy`. On CUDA nothing waits for the device. Sources: PPO arXiv:1707.06347, dual clip
+    10 nats the formula of k3 has no gradient; the unbiased gradient ignores this bound. Gradients flow to
+    `logprobs` and `entropy`. On CUDA nothing waits for the device. Sources: PPO arXiv:1707.06347, dual clip
     arXiv:1912.09729, GSPO arXiv:2507.18071, CISPO arXiv:2506.13585, SAPO arXiv:2511.20347, DPPO arXiv:2602.04879,
-    Kimi K2.5 arXiv:2602.02276, GMPO arXiv:2507.20673, TOPR arXiv:2503.14286, VESPO arXiv:2602.10693, the
-    off-policy mask arXiv:2512.02556, KL estimators joschu.net/blog/kl-approx.html, their gradients arXiv:2506.09477,
-    Dr. GRPO's reduction arXiv:2503.20783.
+    Kimi K2.5 arXiv:2602.02276, GMPO arXiv:2507.20673, TOPR arXiv:2503.14286, VESPO arXiv:2602.10693, the off-policy
+    mask arXiv:2512.02556, penalties arXiv:2505.22617, KL estimators joschu.net/blog/kl-approx.html, their gradients
+    arXiv:2506.09477, Dr. GRPO's reduction arXiv:2503.20783.
 
     Args:
         logprobs: [N] bfloat16, float16 or float32, nats.

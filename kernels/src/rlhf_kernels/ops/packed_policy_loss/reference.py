@@ -52,6 +52,8 @@ def packed_policy_loss_reference(
         left = leaves_policy(gap, advantages, trained, stream.cu_seqlens, limit=objective.mask_off_policy)
         loss = loss.masked_fill(left, 0.0)
         clipped = clipped | left
+    if stream.penalties is not None:
+        loss = loss + wide(stream.penalties) * _clamped(logprobs - old).abs()
     kl = torch.zeros_like(logprobs)
     if stream.ref_logprobs is not None:
         reference = wide(stream.ref_logprobs).detach()

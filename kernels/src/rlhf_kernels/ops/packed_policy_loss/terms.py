@@ -35,6 +35,7 @@ class PolicyStream:
         old_logprobs: [N], of the policy before the updates of the step. None uses the current ones as constants.
         ref_logprobs: [N], of the reference. Required if kl_coef > 0.
         weights: [N], factors of the policy loss, such as importance weights. None is 1.
+        penalties: [N], factors of |log r_t|, which is added to the policy loss, >= 0, in reward units. None is 0.
     """
 
     advantages: Tensor
@@ -46,10 +47,11 @@ class PolicyStream:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     weights: Tensor | None = None
+    penalties: Tensor | None = None
 
     def check(self, like: Tensor, objective: PolicyObjective) -> None:
         """Raise ValueError for columns that do not match `like` [N, ...], the objective, or each other."""
-        for name in ("advantages", "loss_mask", "old_logprobs", "ref_logprobs", "weights"):
+        for name in ("advantages", "loss_mask", "old_logprobs", "ref_logprobs", "weights", "penalties"):
             check_column(name, getattr(self, name), like, (torch.bool,) if name == "loss_mask" else FLOATS)
         bounds = self.cu_seqlens
         if bounds.ndim != 1 or bounds.dtype not in (torch.int32, torch.int64) or bounds.device != like.device:

@@ -205,7 +205,7 @@ def _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, advantages_ptr,
 
 @triton.jit
 def _policy_kernel(
-    logprobs_ptr, entropy_ptr, old_ptr, advantages_ptr, mask_ptr, bounds_ptr, ref_ptr, weights_ptr,
+    logprobs_ptr, entropy_ptr, old_ptr, advantages_ptr, mask_ptr, bounds_ptr, ref_ptr, weights_ptr, penalties_ptr,
     grad_logprobs_ptr, grad_entropy_ptr, sums_ptr,
     num_tokens, inv_denominator, kl_coef, entropy_coef, low, high, extra, max_gap,
     LOSS: tl.constexpr, WHOLE: tl.constexpr, GAPS: tl.constexpr, KL: tl.constexpr, UNBIASED: tl.constexpr,  # noqa: N803
@@ -256,6 +256,11 @@ def _policy_kernel(
             loss = tl.where(left, 0.0, loss)
             grad = tl.where(left, 0.0, grad)
             cut = cut | left
+        if penalties_ptr is not None:
+            penalty = _load(penalties_ptr, index, valid)
+            loss += penalty * tl.abs(_clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+            sign = tl.where(log_ratio > 0.0, 1.0, tl.where(log_ratio < 0.0, -1.0, 0.0))
+            grad += tl.where(tl.abs(log_ratio) > _MAX_LOG_RATIO, 0.0, penalty * sign)
         loss = loss * weight
         grad = grad * weight
         kl = zeros
@@ -322,7 +327,7 @@ def launch_policy(
     shapes = (), (len(POLICY_METRICS),), (_NUM_SUMS.value, programs)
     loss, metrics, sums = (torch.empty(n, dtype=torch.float32, device=stream.advantages.device) for n in shapes)
     columns = [logprobs, entropy, stream.old_logprobs, stream.advantages, stream.loss_mask.view(torch.uint8)]
-    columns += [stream.cu_seqlens, stream.ref_logprobs, stream.weights]
+    columns += [stream.cu_seqlens, stream.ref_logprobs, stream.weights, stream.penalties]
     columns = [None if column is None else column.contiguous() for column in columns] + [*grads, None, None][:2]
     overlap = _overlap(sums)
     options = {"SEQUENCES": sequences, "MEANS": objective.reduction == "seq_mean_token_mean", "BLOCK": block}

@@ -10,6 +10,7 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import without_effect
 from rlhf_data.options.declare import Section, flag, flag_of, matching, one_of
 from rlhf_kernels import PolicyObjective
+from rlhf_train.algorithms.covariance_spec import CovarianceSpec
 from rlhf_train.algorithms.table import (
     ALGORITHMS,
     CORRECTION_LEVELS,
@@ -203,6 +204,16 @@ class AlgorithmSection(Section, title="algorithm"):
         " more than X nats per token on average since --old_logprobs; None: train on all",
         ge=0,
     )
+    clip_cov: tuple[float, float, float] | None = flag(
+        None,
+        "SHARE LOW HIGH: leave this share of the tokens out of the policy loss, at random among those whose share of"
+        " the covariance of log-probs and advantages is between LOW and HIGH (Clip-Cov; verl uses 2e-4 1 5)",
+    )
+    kl_cov: tuple[float, float] | None = flag(
+        None,
+        "SHARE COEF: for this share of the tokens, those with the largest share of the covariance of log-probs and"
+        " advantages, add COEF times |log ratio| to the policy loss (KL-Cov; verl uses 2e-4 1)",
+    )
     mask_truncated: bool = flag(
         False, "leave responses that --generate_max_len cut out of the policy loss (overlong filtering)"
     )
@@ -257,6 +268,7 @@ class AlgorithmSection(Section, title="algorithm"):
                 high=high,
                 drops_masked=self.is_correction_drop_masked,
             ),
+            covariance=CovarianceSpec(clip_cov=self.clip_cov, kl_cov=self.kl_cov),
             whiten_std=not self.no_advantage_std_norm,
             use_kl_loss=self.use_kl_loss,
             **matching(PolicyObjective, self),

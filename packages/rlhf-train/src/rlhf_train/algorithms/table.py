@@ -12,6 +12,7 @@ from rlhf_data.bounds import bounded, check_bounds
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_kernels import PolicyObjective
 from rlhf_kernels.objective import KlEstimator, Reduction
+from rlhf_train.algorithms.covariance_spec import CovarianceSpec
 
 if TYPE_CHECKING:
     from rlhf_rollout.protocols import SamplingParams
@@ -217,6 +218,7 @@ class AlgorithmSpec:
         mask_stale: leave tokens out of the actor's loss that are stale by more training steps than this, >= 0; None
             trains on all. Steps in which the actor is frozen do not count.
         mask_truncated: leave rollouts that the length limit ended out of the actor's loss.
+        covariance: tokens that lower the entropy the most are left out of the actor's loss, or held to the old policy.
         whiten_std: False subtracts the mean without dividing by the deviation: of the batch where the estimator
             whitens, of the group where it does not.
     """
@@ -237,6 +239,7 @@ class AlgorithmSpec:
     correction: CorrectionSpec = CorrectionSpec()
     mask_stale: int | None = bounded(None, ge=0)
     mask_truncated: bool = False
+    covariance: CovarianceSpec = field(default_factory=CovarianceSpec)
     whiten_std: bool = True
 
     def __post_init__(self) -> None:
@@ -269,15 +272,15 @@ class AlgorithmSpec:
         if self.old_logprobs == "skip" and self.kl_reward_coef:
             hint = "add ``use_kl_loss``, or set ``kl_coef=0`` or ``old_logprobs=recompute``"
             raise ConfigError("``old_logprobs=skip`` leaves nothing to compute the reward's KL penalty from", hint=hint)
-        if self.old_logprobs == "skip" and self.objective.mask_off_policy is not None:
-            message = "``mask_off_policy`` compares the policy with that of the old log-probs, which skip leaves out"
-            raise ConfigError(message, hint="use ``old_logprobs=rollout`` or recompute, or drop ``mask_off_policy``")
-        if self.old_logprobs == "skip" and self.uses_teacher:
-            message = "``old_logprobs=skip`` leaves nothing to compare the teacher's log-probs with"
-            raise ConfigError(message, hint="use ``old_logprobs=recompute`` or rollout with a teacher")
-        if self.old_logprobs == "skip" and self.correction.level != "off":
-            message = "an importance correction needs the trainer's log-probs before the update, which skip leaves out"
-            raise ConfigError(message, hint="use ``old_logprobs=recompute``, or ``CorrectionSpec.level=off``")
+        for use, is_on, other in (
+            ("a teacher", self.uses_teacher, "rollout"),
+            ("``mask_off_policy``", self.objective.mask_off_policy is not None, "rollout"),
+            ("Clip-Cov or KL-Cov", self.covariance.is_on, "rollout"),
+            ("an importance correction", self.correction.level != "off", "``CorrectionSpec.level=off``"),
+        ):
+            if self.old_logprobs == "skip" and is_on:
+                message = f"{use} needs log-probs of the policy before the update, which ``old_logprobs=skip`` leaves"
+                raise ConfigError(f"{message} out", hint=f"use ``old_logprobs=recompute``, or {other}")
         if self.correction.level != "off" and self.correction.mode == "truncate" and not self.weighs:
             message = (
                 f"with ``old_logprobs=rollout`` the ratio of {self.loss.title} is current / engine, which holds the"
@@ -364,7 +367,8 @@ class AlgorithmSpec:
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether something other than the policy ratio needs the trainer's log-probs before the update."""
-        return self.kl_reward_coef > 0 or self.uses_teacher or self.correction.level != "off"
+        is_corrected = self.correction.level != "off" or self.covariance.is_on
+        return self.kl_reward_coef > 0 or self.uses_teacher or is_corrected
 
     @property
     def weighs(self) -> bool:

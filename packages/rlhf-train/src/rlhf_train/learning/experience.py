@@ -20,7 +20,16 @@ MODEL_COLUMNS = {
     "teacher": "teacher_logprobs",
     "critic": "values",
 }
-COLUMNS = (*MODEL_COLUMNS.values(), "trainer_logprobs", "last_values", "advantages", "returns", "trained", "weights")
+COLUMNS = (
+    *MODEL_COLUMNS.values(),
+    "trainer_logprobs",
+    "last_values",
+    "advantages",
+    "returns",
+    "trained",
+    "weights",
+    "penalties",
+)
 
 
 class Experience:
@@ -44,8 +53,9 @@ class Experience:
         images: per rollout, the paths of its images.
         columns: name to [B, T] float32, filled in as models run; 0.0 where the mask is False. `last_values` holds the
             value of the state after a truncated rollout, at its last trained token. `trained` is 1.0 where the loss
-            mask is True. `weights` multiply the policy loss. `trainer_logprobs` are the old log-probs as the trainer
-            computed them, even where `old_logprobs` are the engine's.
+            mask is True. `weights` multiply the policy loss, and `penalties` hold tokens to the old policy; see
+            `PolicyStream`. `trainer_logprobs` are the old log-probs as the trainer computed them, even where
+            `old_logprobs` are the engine's.
     """
 
     def __init__(self, columns: RolloutColumns) -> None:

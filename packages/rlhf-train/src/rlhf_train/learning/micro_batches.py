@@ -68,7 +68,7 @@ def policy_stream(
 
     Args:
         columns: of a rank's shard, [B, T] float each: "advantages", and if there are any "old_logprobs",
-            "ref_logprobs" and "weights".
+            "ref_logprobs", "weights" and "penalties".
         policy_mask: [B, T] bool, the trained tokens of the shard.
         rows: of the shard, the micro-batch.
         spec: decides whether reference log-probs are included.
@@ -77,7 +77,7 @@ def policy_stream(
     """
     mask = policy_mask[list(rows)]
     lengths = mask.sum(dim=1)
-    names = ["advantages", "old_logprobs", "weights", *(["ref_logprobs"] if spec.use_kl_loss else [])]
+    names = ["advantages", "old_logprobs", "weights", "penalties", *(["ref_logprobs"] if spec.use_kl_loss else [])]
     return PolicyStream(
         **{name: to_device(columns[name][list(rows)][mask], device) for name in names if name in columns},
         loss_mask=torch.ones(int(lengths.sum()), dtype=torch.bool, device=device),

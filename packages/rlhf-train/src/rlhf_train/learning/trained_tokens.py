@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from rlhf_train.algorithms.correction import bounded_weights, importance_weights
+from rlhf_train.algorithms.covariance import clipping_keys, token_covariances
+from rlhf_train.algorithms.covariance_spec import CovarianceSpec
 from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.learning.experience import MODEL_COLUMNS, Experience
@@ -77,6 +79,54 @@ def leave_truncated_out(experience: Experience) -> dict[str, Metric]:
     left_out = Sum(float((experience.policy_mask & truncated).sum()))
     experience.policy_mask &= ~truncated
     return {"samples/truncated_tokens": left_out}
+
+
+def treat_covariance(
+    experience: Experience, spec: CovarianceSpec, device: torch.device, *, counts: bool
+) -> dict[str, Metric]:
+    """Take tokens of high covariance out of the policy loss, or hold them to the old policy. Collective.
+
+    Clip-Cov sets their column `weights` to 0.0, and KL-Cov the column `penalties` to its coefficient, 0.0 for others.
+
+    Args:
+        experience: the shard, with old log-probs and advantages.
+        spec: has the shares of the tokens, of which each rank set takes at least one.
+        device: of the collective.
+        counts: False if another rank has the same shard.
+
+    Returns:
+        The number of tokens that are left out, and of those that are held.
+    """
+    mask = experience.policy_mask
+    pair = [experience.columns[name] for name in ("old_logprobs", "advantages")]
+    sums = torch.stack([mask.sum().double(), *(column[mask].double().sum() for column in pair)]) * counts
+    sums = sums.to(device)
+    torch.distributed.all_reduce(sums)
+    count, *totals = sums.cpu()
+    covariances = token_covariances(*pair, torch.stack(totals) / count.clamp(min=1))
+    metrics: dict[str, Metric] = {}
+    if spec.clip_cov is not None:
+        share, low, high = spec.clip_cov
+        keys = clipping_keys(covariances, mask, experience.rollout_ids, low=low, high=high)
+        clipped = _smallest(keys, max(int(share * count), 1), counts=counts)
+        weights = experience.columns.get("weights", torch.ones(mask.shape))
+        experience.set_column("weights", weights.masked_fill(clipped, 0.0))
+        metrics["samples/clipped_tokens"] = Sum(float(clipped.sum()))
+    if spec.kl_cov is not None:
+        share, coef = spec.kl_cov
+        held = _smallest((-covariances).masked_fill(~mask, torch.inf), max(int(share * count), 1), counts=counts)
+        experience.set_column("penalties", coef * held)
+        metrics["samples/held_tokens"] = Sum(float(held.sum()))
+    return metrics
+
+
+def _smallest(keys: Tensor, number: int, *, counts: bool) -> Tensor:
+    """Return where the `number` smallest of all ranks' finite keys are, [B, T] bool; more if the last are equal."""
+    own = keys[keys.isfinite()].sort().values[:number].tolist() if counts else []
+    parts: list[list[float]] = [[] for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(parts, own)
+    chosen = sorted(key for part in parts for key in part)[:number]
+    return keys <= (chosen[-1] if chosen else -torch.inf)
 
 
 def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, Metric]:

@@ -45,6 +45,7 @@ from rlhf_train.learning.trained_tokens import (
     limit_staleness,
     mismatch_metrics,
     token_values,
+    treat_covariance,
 )
 from rlhf_train.run.ema import WeightAverage
 from rlhf_train.run.load_balance import LoadBalance, load_balance
@@ -221,6 +222,8 @@ class TrainWorker:
             advantages = whiten(advantages, mask, total.cpu(), divide_by_std=spec.whiten_std)
         experience.set_column("advantages", advantages)
         experience.set_column("returns", returns)
+        if spec.covariance.is_on:
+            metrics |= treat_covariance(experience, spec.covariance, self._device, counts=self._leads_group)
         metrics["policy/advantage_abs"] = masked_mean(columns["advantages"].abs(), mask)
         metrics["value/return"] = masked_mean(columns["returns"], mask)
         return self._reported(metrics)

@@ -14,6 +14,7 @@
                                               VESPO: w_i = W_i^c1 exp(c2 (1 - W_i)), W_i the product of the ratios
 
 With `mask_off_policy`, l_t is 0 where A_t < 0 and the mean of -log r_t over the response is above the limit.
+`penalties` add p_t |log r_t| to l_t (KL-Cov).
 A_t is the advantage, of `algorithms.group` or `algorithms.gae`. w_t corrects for the gap between trainer and engine, of
 `algorithms.correction`. k_t estimates the KL to the reference, of `algorithms.kl`. H_t is the entropy, and R sums over
 the tokens of the update and divides by one of its counts. `algorithms.table` has a row for each algorithm.
@@ -46,6 +47,7 @@ def policy_loss(
     ref_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
     weights: Tensor | None = None,
+    penalties: Tensor | None = None,
 ) -> Tensor:
     """Return this micro-batch's share of the policy loss of an update, a scalar in reward units.
 
@@ -59,6 +61,7 @@ def policy_loss(
         ref_logprobs: [B, T] float, nats, of the reference; None for no KL term.
         entropy: [B, T] float, nats, of the current policy; None for no entropy bonus.
         weights: [B, T] float, factors of the policy term; None for 1.
+        penalties: [B, T] float, p_t, reward units; None for 0.
     """
 
     def trained(column: Tensor) -> Tensor:
@@ -114,6 +117,9 @@ def policy_loss(
     if objective.mask_off_policy is not None:
         moved = -log_ratio.sum(dim=1, keepdim=True) / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
         token_loss = torch.where((advantages < 0) & (moved > objective.mask_off_policy), 0.0, token_loss)
+    if penalties is not None:
+        distance = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).abs()
+        token_loss = token_loss + trained(penalties) * distance
     if weights is not None:
         token_loss = trained(weights) * token_loss
 
