@@ -23,13 +23,12 @@ AT_ONCE = {
     "online-h200x4-seeds-7b.json",
     "online-h200x4-seeds.json",
 }
-# Reports whose steps took less or more than this estimate over the measured seconds.
+# Reports whose steps took more than this estimate over the measured seconds: two of one machine, and one from before
+# the engine's host work was made less.
 OTHER_SECONDS = {
-    "online-h100-w1-start.json": 0.85,
-    "online-h100x2-tail-in-turn.json": 0.76,
-    "online-h100x2-tail-staleness-4.json": 0.79,
-    "online-h200-w1-lora-start.json": 0.85,
-    "online-h200x2-w9-async.json": 1.18,
+    "online-h100x2-tail-in-turn.json": 0.81,
+    "online-h100x2-tail-staleness-4.json": 0.78,
+    "online-h200-w1.json": 0.82,
 }
 
 

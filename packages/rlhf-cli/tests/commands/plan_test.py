@@ -126,7 +126,7 @@ def test_phases_add_up_what_is_awake(planner):
 def seconds(planned, *, mean=None, moved=0, **rates):
     """The seconds of a plan on a device with these rates, for which all else takes no time."""
     free = {field.name: 0.0 if field.name.endswith("_s") else math.inf for field in dataclasses.fields(Rates)}
-    return step_seconds(planned.job, Rates(**(free | rates)), mean, moved)
+    return step_seconds(planned.job, Rates(**(free | {"crowding": 1.0} | rates)), mean, moved)
 
 
 def test_seconds_of_passes_are_operations_over_rate(planner):
@@ -189,6 +189,11 @@ def test_seconds_of_decode_steps(planner):
     # 100 tokens on average: the longest of 64 has about 100 (ln 64 + 0.577).
     assert seconds(plan, mean=100.0, decode_step_s=1.0)["generation"] == pytest.approx(473.6, abs=0.1)
     assert seconds(plan, mean=100.0, decode_row_s=1.0)["generation"] == 6400
+    # Two engines of one GPU have half of the rollouts each, and wait for each other's work there.
+    halves = planner(1, 2.0)([*words, "--generate_max_len", "1024", "--vllm_num_engines", "2"])
+    read += 2 * WEIGHTS["qwen2.5-0.5b"]
+    assert seconds(halves, read_bytes=1e12, crowding=1.5)["generation"] == pytest.approx(1.5 * 1024 * read / 1e12)
+    assert seconds(plan, crowding=1.5, decode_step_s=1.0)["generation"] == 1024
     two = planner(2)([*words, "--generate_max_len", "1024", "--vllm_num_engines", "2"])  # wait for the longest of both
     assert seconds(two, mean=100.0, decode_step_s=1.0)["generation"] == pytest.approx(473.6, abs=0.1)
 
@@ -292,6 +297,8 @@ def test_expected_passes_have_the_longest_of_geometric_lengths(planner):
     assert longest(32, 4) < passes(100.0, 4).train[1] < longest(10 * 64, 4)
     assert passes(100.0, 4, "--share_prompts").train[1] < 0.9 * passes(100.0, 4).train[1]
     assert passes(1e9, 4) == passes(None, 4)
+    two_updates = passes(100.0, 1, "--train_batch_size", "32")
+    assert two_updates == passes(100.0, 1)  # of as many responses
     held = passes(100.0, 4, "--async_train", "--max_staleness", "9", *APART, num_shards=1).train[1]
     assert held == pytest.approx(longest(10 * 64, 4), rel=0.06)  # of one batch that may get all that are under way
 

@@ -290,15 +290,20 @@ def test_nothing_is_wider_than_the_screen(size, browse, tmp_path):
     write_timeline(run)
     path = report(run, write_run(tmp_path / ("o" * 100)), path=tmp_path / "report.html")
     script = """
-        const result = {width: innerWidth, over: []};
-        for (const part of PARTS) {
+        const result = {width: innerWidth, over: [], tabs: []};
+        const tabs = document.getElementById("tabs");
+        for (const part of [...PARTS, ...PARTS.toReversed()]) {
           show(part.name);
+          const tab = tabs.querySelector("[aria-selected=true]").getBoundingClientRect();
+          const box = tabs.getBoundingClientRect();
+          result.tabs.push(tab.left >= box.left - 1 && tab.right <= box.right + 1);
           result.over.push(document.documentElement.scrollWidth - innerWidth);
         }
     """
     found = browse(path, script, size=size)
     assert found["width"] == int(size.partition(",")[0])
     assert max(found["over"]) <= 0
+    assert found["tabs"] == [True] * 12  # the part that is shown is named, there and back
 
 
 def test_ten_thousand_rollouts_open(browse, tmp_path):

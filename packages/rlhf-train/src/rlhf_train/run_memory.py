@@ -118,7 +118,8 @@ def largest_passes(job: OnlineJob, num_shards: int, mean_response_tokens: float 
     """Return the largest passes of a rank, if every prompt and response is as long as it may be.
 
     With `mean_response_tokens`, lengths of responses are geometric with this mean. Passes are then those expected
-    within `STEPS` steps: a rank sorts its rollouts by length, so that its first pass has the longest ones.
+    within `STEPS` steps: a rank sorts its rollouts of an update by length, so that its first pass has the longest ones.
+    The rollouts of a prompt that they share stay together.
     """
     batch = job.batch
     longest = job.engine.max_model_len
@@ -129,7 +130,16 @@ def largest_passes(job: OnlineJob, num_shards: int, mean_response_tokens: float 
     def tokens_of(num_rows: int, num_rollouts: int, num_shards: int, unit: int) -> int:
         if mean_response_tokens is None or batch.micro_batch_tokens:
             return num_rows * response
-        return _longest(num_rows, num_rollouts, num_shards, unit, mean_response_tokens, response, job.max_staleness)
+        # With staleness, short responses are trained before long ones that began earlier, so that one batch may get the
+        # long ones of all batches that are under way.
+        under_way = 1 + job.max_staleness
+        num_units = max(num_rollouts // num_shards * under_way // unit, 1)
+        num_shares = math.ceil(STEPS * batch.num_rollouts / num_rollouts / under_way) * num_shards
+        shape = _DRAWS, num_shares, num_units, unit
+        lengths = np.random.default_rng(0).geometric(1 / mean_response_tokens, shape)
+        of_units = np.minimum(lengths, response).sum(axis=3)
+        longest = np.sort(of_units, axis=2)[:, :, -(num_rows // unit) :].sum(axis=2)
+        return int(longest.max(axis=1).mean())
 
     def of(num_rows: int, num_rollouts: int) -> tuple[int, int]:
         num_rows = num_rows if batch.micro_batch_tokens is None else num_rollouts
@@ -146,22 +156,6 @@ def largest_passes(job: OnlineJob, num_shards: int, mean_response_tokens: float 
         forward=of(batch.micro_rollout_batch_size, batch.num_rollouts),
         most_targets=min(tokens_of(num_rows, batch.num_rollouts, 1, 1), batch.micro_batch_tokens or math.inf),
     )
-
-
-def _longest(
-    num_rows: int, num_rollouts: int, num_shards: int, unit: int, mean: float, most: int, max_staleness: int
-) -> int:
-    """Return the tokens of the `num_rows` longest responses of a rank, as expected within `STEPS` steps.
-
-    `unit` responses stay together. With staleness, short responses are trained before long ones that began earlier, so
-    that one batch may get the long ones of all batches that are under way.
-    """
-    under_way = 1 + max_staleness
-    num_units = max(num_rollouts // num_shards * under_way // unit, 1)
-    shape = _DRAWS, math.ceil(STEPS / under_way) * num_shards, num_units, unit
-    lengths = np.minimum(np.random.default_rng(0).geometric(1 / mean, shape), most).sum(axis=3)
-    longest = np.sort(lengths, axis=2)[:, :, -(num_rows // unit) :].sum(axis=2)
-    return int(longest.max(axis=1).mean())
 
 
 def _scorers(job: OnlineJob) -> Need:

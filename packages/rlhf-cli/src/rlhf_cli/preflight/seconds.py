@@ -1,8 +1,8 @@
 """The seconds of a step of an online run, by phase: measured rates, times the operations and bytes of the shapes.
 
-The rates of GPUs come from the phases of `FITTED`, reports in tools/bench/results: ten by least squares of relative
-errors, the others as their comments say. tools/bench/tests/plan_against_reports_test.py compares these reports and the
-others, which are predicted.
+The rates of GPUs come from the phases of `FITTED`, reports in tools/bench/results: eleven by least squares of
+relative errors, with less weight for large ones, the others as their comments say. The test
+tools/bench/tests/plan_against_reports_test.py compares these reports and the others, which are predicted.
 """
 
 import math
@@ -19,7 +19,8 @@ from rlhf_train.specs import ModelSpec
 FITTED = (
     *("online-h200-w1-options", "online-h200-w1-reference", "online-h200-w2", "online-h200-w3", "online-h200-w4"),
     *("online-h200-lr0", "online-h200-7b-ppo", "online-h200x2-7b-apart", "online-h100x2-7b-ppo", "online-h200x4-seeds"),
-    "online-h100-w1-sleep",
+    *("online-h100-w1-sleep", "online-h100-w1-start-plain", "online-h200-w1-start", "online-h200-w1-tail"),
+    *("online-h200-w1-mixed", "online-h200-w2-mixed", "online-h200x2-w9-in-turn"),
 )
 
 
@@ -43,6 +44,8 @@ class Rates:
         zero3_layer_s: the least for a layer in a pass with gradients at ZeRO 3, a third of it without and in a sync.
         sync_s: of a weight sync, besides `synced_bytes`.
         turn_s: in which engines go to sleep and wake up.
+        crowding: how many times as long the GPU's part of an engine takes with other engines on that GPU, besides their
+            own parts.
     """
 
     flops: float
@@ -60,23 +63,25 @@ class Rates:
     zero3_layer_s: float
     sync_s: float
     turn_s: float
+    crowding: float
 
 
 _H200 = Rates(
-    flops=7.1e14,
-    moved_bytes=2.45e12,
-    decode_flops=1.95e15,
-    read_bytes=5.2e12,
+    flops=7.0e14,
+    moved_bytes=2.47e12,
+    decode_flops=1.54e15,
+    read_bytes=5.56e12,
     updated_bytes=4.7e10,
     copied_bytes=4.2e10,  # online-h100-w1-sleep: 12 bytes for each of 0.49 billion weights, in 0.14 s
     link_bytes=4.1e11,
     synced_bytes=2e11,  # online-h200-7b-ppo and -w1-options: 15.2 and 1.0 GB in 0.11 and 0.05 s, with sync_s
-    decode_step_s=1.8e-3,
-    decode_row_s=9.6e-6,
-    pass_s=0.02,
-    column_s=0.024,
+    decode_step_s=2.17e-3,
+    decode_row_s=6.05e-6,
+    pass_s=0.0197,
+    column_s=0.0181,
     zero3_layer_s=0.0165,  # zero3-h100x2-7b: 28 layers in 0.46 s
     sync_s=0.03,
+    crowding=1.48,
     turn_s=0.2,  # online-h100-w1-sleep 0.06, online-h100x2-7b-ppo 0.84
 )
 _MEMORY = 3.35 / 4.8  # TB/s of an H100 and of an H200, as NVIDIA states them; both have the same operations
@@ -198,7 +203,8 @@ def _generation(job: OnlineJob, rates: Rates, lengths: _Lengths) -> float:
     of_token += costs.of(1, 1) / parts / rates.decode_flops
     of_prompt = costs.of(lengths.prompt) / parts / rates.flops
     on_device = steps * of_step + rows * (lengths.mean * of_token + of_prompt / job.batch.n_samples_per_prompt)
-    return steps * rates.decode_step_s + rows * lengths.mean * rates.decode_row_s + neighbours * on_device
+    on_device *= neighbours * (rates.crowding if neighbours > 1 else 1)
+    return steps * rates.decode_step_s + rows * lengths.mean * rates.decode_row_s + on_device
 
 
 def _reward_model(job: OnlineJob, path: str, rates: Rates, lengths: _Lengths) -> float:

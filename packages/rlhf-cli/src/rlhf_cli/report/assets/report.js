@@ -110,7 +110,10 @@ const drawn = new Set();
 function show(name) {
   const part = PARTS.find((each) => each.name === name) || PARTS[0];
   for (const each of PARTS) document.getElementById(`part-${each.name}`).hidden = each !== part;
-  for (const tab of document.getElementById("tabs").children) tab.setAttribute("aria-selected", String(tab.dataset.part === part.name));
+  const tabs = document.getElementById("tabs");
+  for (const tab of tabs.children) tab.setAttribute("aria-selected", String(tab.dataset.part === part.name));
+  const [box, tab] = [tabs, tabs.querySelector("[aria-selected=true]")].map((each) => each.getBoundingClientRect());
+  tabs.scrollLeft += Math.min(tab.left - box.left, 0) + Math.max(tab.right - box.right, 0);
   if (!drawn.has(part.name)) {
     drawn.add(part.name);
     part.draw(document.getElementById(`part-${part.name}`));
