@@ -18,7 +18,9 @@ from rlhf_rollout.engines.spec import VLLM_PATCHES, EngineSpec
 from rlhf_rollout.engines.vllm import internals, patches
 
 FOLDER = Path(package.__file__).parent
-SCHEDULER = [name for name in VLLM_PATCHES if name not in ("recorded_copies", "sampling_head", "shared_hashes")]
+SCHEDULER = [
+    name for name in VLLM_PATCHES if name not in ("recorded_copies", "replayed_steps", "sampling_head", "shared_hashes")
+]
 
 
 @pytest.fixture

@@ -168,6 +168,7 @@ class Subject:
     engine: Any
     model: Any
     plain: list[Completion]
+    has_graphs: bool
 
     def send(self, version: int) -> None:
         sender = WeightSource("shared_memory", bucket_bytes=400_000, checksum=True)
@@ -197,7 +198,7 @@ def subject(
     asyncio.run(engine.close())
     engine = start(path, enable_sleep=True, enforce_eager=request.param == "untied")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).cuda().eval()
-    yield Subject(engine, model, plain)
+    yield Subject(engine, model, plain, has_graphs=request.param == "tied")
     asyncio.run(engine.close())
     # vLLM's memory for engines that can sleep is for one engine in a process: the next one gets its own.
     from vllm.device_allocator.cumem import CuMemAllocator
@@ -278,6 +279,7 @@ def test_several_decode_steps_per_step_of_the_scheduler(
     subject: Subject, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rlhf_rollout.engines.vllm.patches import multi_step
+    from rlhf_rollout.engines.vllm.patches.replayed_steps import ReplayedSteps
 
     monkeypatch.setattr(multi_step, "FEWEST_SEQUENCES", 2)
     monkeypatch.setattr(multi_step, "TOKENS_PER_STEP", 1e-9)
@@ -290,6 +292,14 @@ def test_several_decode_steps_per_step_of_the_scheduler(
         return seen[-1]
 
     monkeypatch.setattr(multi_step._MultiStep, "_num_steps", four)
+    compute = ReplayedSteps.compute
+    replayed = []
+
+    def count(self: Any, begun: Any, first: Any, number: int) -> Any:
+        replayed.append(number)
+        return compute(self, begun, first, number)
+
+    monkeypatch.setattr(ReplayedSteps, "compute", count)
     requests = requests_of([1.0, 0.7])
     answers = ask(subject.engine, requests)
     assert 4 in seen and all(is_taken for is_taken, _ in record.steps)
@@ -298,6 +308,15 @@ def test_several_decode_steps_per_step_of_the_scheduler(
     # Each token of a sequence has noise of its own.
     noise = list(zip(record.seeds, record.positions, strict=True))
     assert len(noise) == len(set(noise)) > 500
+    assert (3 in replayed) == subject.has_graphs and set(replayed) <= {1, 2, 3}
+    # Steps that the host prepares one by one draw the same.
+    monkeypatch.setattr(ReplayedSteps, "begun", lambda self: None)
+    replayed.clear()
+    prepared = ask(subject.engine, requests)
+    assert not replayed
+    pairs = [pair for groups in zip(answers, prepared, strict=True) for pair in zip(*groups, strict=True)]
+    same = [one.token_ids.tolist() == other.token_ids.tolist() for one, other in pairs]
+    assert np.mean(same) > 0.9  # the rest are near ties
 
 
 def test_sleep_and_updates_leave_the_weight_that_is_drawn_from_the_engines(subject: Subject, record: Record) -> None:

@@ -22,6 +22,7 @@ VLLM_PATCHES = (
     "shared_hashes",
     "recorded_copies",
     "sampling_head",
+    "replayed_steps",
 )
 
 

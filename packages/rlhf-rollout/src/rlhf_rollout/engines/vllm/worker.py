@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from rlhf_data.errors import EngineError
 from rlhf_rollout.engines.vllm.internals import SETTINGS, check_worker, limited_warm_up
-from rlhf_rollout.engines.vllm.patches import patch_runner
+from rlhf_rollout.engines.vllm.patches import patch_runner, replays_of
 from rlhf_rollout.protocols import SamplingParams
 
 if current_platform.is_cpu():
@@ -60,6 +60,7 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
 
     _step: Any = None  # the scheduler's, between the two calls for it
     _later_steps: Sequence[Any] = ()
+    _replays: Any = None  # computes later steps, if it can be done without the host
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """See vLLM. Where the scheduler asks for several steps at a time, this computes the first."""
@@ -72,9 +73,12 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """See vLLM. Where the scheduler asks for several steps at a time, this computes the others, too."""
-        output = super().sample_tokens(grammar_output)
         later, self._later_steps = self._later_steps, ()
-        if output is not None and later:
+        begun = self._replays.begun() if later and self._replays is not None else None
+        output = super().sample_tokens(grammar_output)
+        if output is not None and begun is not None:
+            output = self._replays.compute(begun, output, len(later))
+        elif output is not None and later:
             from rlhf_rollout.engines.vllm.patches.multi_step import joined
 
             outputs = [output]
@@ -90,7 +94,10 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
         sampling = self._settings["expected_sampling"]
         expected = None if sampling is None else SamplingParams(**sampling)
         with limited_warm_up(expected, has_experts=self._settings["has_experts"]):
-            return super().compile_or_warm_up_model()
+            seconds = super().compile_or_warm_up_model()
+        if current_platform.is_cuda():
+            self._replays = replays_of(self.model_runner, self._settings["skip_patches"])
+        return seconds
 
 
 def complete_logits(model: nn.Module, config: Any) -> None:

@@ -53,12 +53,26 @@ def patch_runner(runner: Any, skipped: Collection[str], masked_ids: Sequence[Seq
         skipped: names of patches to leave out.
         masked_ids: ranges, each with its end, of ids that are never sampled.
     """
-    is_second = type(runner).__module__ == _SECOND_RUNNER
-    if not is_second or find_spec("rlhf_kernels") is None:
+    if not _is_second(runner) or find_spec("rlhf_kernels") is None:
         return
     module = _load_for("sampling_head", runner, "model runner", skipped)
     if module is not None:
         module.patch(runner, masked_ids)
+
+
+def replays_of(runner: Any, skipped: Collection[str]) -> Any:
+    """Return what computes several decode steps of vLLM's model runner on a GPU; None if each needs the host.
+
+    Args:
+        runner: vLLM's, which has captured its CUDA graphs.
+        skipped: names of patches to leave out.
+    """
+    module = _load_for("replayed_steps", runner, "model runner", skipped) if _is_second(runner) else None
+    return None if module is None else module.replays_of(runner)
+
+
+def _is_second(runner: Any) -> bool:
+    return type(runner).__module__ == _SECOND_RUNNER
 
 
 def _load_for(name: str, owner: Any, called: str, skipped: Collection[str]) -> ModuleType | None:

@@ -1,0 +1,105 @@
+"""What the host decides of decode steps that are replays. Their tokens are in `vllm_sampling_head_gpu_test.py`."""
+
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+replayed_steps = pytest.importorskip("rlhf_rollout.engines.vllm.patches.replayed_steps")
+
+
+def runner_with(**changes: Any) -> Any:
+    """Return what stands for vLLM's model runner; `changes` are by name, with "__" for a dot."""
+    state = object.__new__(replayed_steps.DefaultModelState)
+    found = SimpleNamespace(model_state=state, parallel_config=SimpleNamespace(), sampler=SimpleNamespace())
+    found.vllm_config = SimpleNamespace()
+    builder = object.__new__(FlashAttentionMetadataBuilder)
+    found.attn_groups = [[SimpleNamespace(get_metadata_builder=lambda _: builder)]]
+    for name in replayed_steps._OBSTACLES:
+        put(found, name, None)
+    for name, value in changes.items():
+        put(found, name.replace("__", "."), value)
+    return found
+
+
+def put(owner: Any, path: str, value: Any) -> None:
+    place, _, name = path.rpartition(".")
+    setattr(attrgetter(place)(owner) if place else owner, name, value)
+
+
+def test_a_plain_model_is_replayed() -> None:
+    assert isinstance(replayed_steps.replays_of(runner_with()), replayed_steps.ReplayedSteps)
+
+
+@pytest.mark.parametrize("name", replayed_steps._OBSTACLES)
+def test_a_runner_that_does_more_between_steps_is_not(name) -> None:
+    assert replayed_steps.replays_of(runner_with(**{name.replace(".", "__"): object()})) is None
+
+
+def test_another_attention_or_model_state_is_not() -> None:
+    class Other(FlashAttentionMetadataBuilder):
+        pass
+
+    groups = [[SimpleNamespace(get_metadata_builder=lambda _: object.__new__(Other))]]
+    assert replayed_steps.replays_of(runner_with(attn_groups=groups)) is None
+    state = SimpleNamespace(rope_state=None)
+    assert replayed_steps.replays_of(runner_with(model_state=state)) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_tokens", "is_replay"),
+    [
+        (CUDAGraphMode.FULL, 3, True),
+        (CUDAGraphMode.FULL, 4, False),
+        (CUDAGraphMode.PIECEWISE, 3, False),
+        (CUDAGraphMode.NONE, 3, False),
+    ],
+)
+def test_only_a_step_that_is_one_graph_and_one_token_per_sequence_goes_on(mode, num_tokens, is_replay) -> None:
+    asked = []
+
+    def dispatch(*given: Any, **options: Any) -> Any:
+        asked.append((*given, *options.values()))
+        return SimpleNamespace(cg_mode=mode)
+
+    batch = SimpleNamespace(num_reqs=3, num_tokens=num_tokens)
+    runner = runner_with(execute_model_state=SimpleNamespace(input_batch=batch))
+    runner.cudagraph_manager = SimpleNamespace(dispatch=dispatch)
+    found = replayed_steps.ReplayedSteps(runner).begun()
+    assert (found is not None and found.batch is batch) == is_replay
+    assert asked == [(3, num_tokens, 1, 0)]
+
+
+def test_a_step_that_failed_does_not_go_on() -> None:
+    assert replayed_steps.ReplayedSteps(runner_with(execute_model_state=None)).begun() is None
+
+
+def output_of(tokens: list[int], *, logprobs: bool = True) -> ModelRunnerOutput:
+    column = np.array(tokens)[:, None]
+    rows = LogprobsLists(column, -column.astype(np.float32), 10 * column[:, 0]) if logprobs else None
+    return ModelRunnerOutput(["a", "b"], {"a": 0, "b": 1}, [[token] for token in tokens], rows)
+
+
+def test_later_tokens_follow_those_of_the_first_step_by_sequence() -> None:
+    later = np.array([[3, 5], [4, 6]])  # [sequences, steps]
+    columns = [later[..., None], later[..., None], -later[..., None].astype(np.float32), 10 * later]
+    found = replayed_steps.with_later(output_of([1, 2]), columns)
+    assert found.sampled_token_ids == [[1, 3, 5], [2, 4, 6]]
+    of_second = found.logprobs.slice_request(1, 3)
+    assert of_second.logprobs.tolist() == [[-2.0], [-4.0], [-6.0]]
+    assert of_second.logprob_token_ids.tolist() == [[2], [4], [6]]
+    assert of_second.sampled_token_ranks.tolist() == [20, 40, 60]
+    assert found.logprobs.slice_request(0, 2).logprobs.tolist() == [[-1.0], [-3.0]]
+
+
+def test_without_log_probs_there_are_none() -> None:
+    found = replayed_steps.with_later(output_of([1, 2], logprobs=False), [np.array([[[3]], [[4]]])])
+    assert (found.sampled_token_ids, found.logprobs) == ([[1, 3], [2, 4]], None)
