@@ -29,8 +29,7 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def two_sequences_of_any_scheduler_suffice(monkeypatch):
-    monkeypatch.setattr(multi_step, "FEWEST_SEQUENCES", 2)
+def first_tokens_of_any_scheduler_suffice(monkeypatch):
     monkeypatch.setattr(multi_step, "TOKENS_PER_STEP", 1e-9)
     monkeypatch.setattr(multi_step, "_runs_ahead", lambda scheduler: True)
 
@@ -135,9 +134,8 @@ def test_a_sequence_takes_no_step_behind_the_longest_that_is_possible(model):
     assert numbers(engine, 2) == [1, 3] and not engine.scheduler.requests
 
 
-def test_few_sequences_take_single_steps(model, monkeypatch):
-    monkeypatch.setattr(multi_step, "FEWEST_SEQUENCES", 4)
-    assert numbers(running(model, num_tokens=64), 4) == [1, 1, 1, 1]
+def test_one_sequence_alone_takes_several_steps(model):
+    assert numbers(running(model, num_requests=1, max_tokens=10, num_tokens=64), 4) == [1, 4, 4, 1]
 
 
 @pytest.mark.parametrize(("num_blocks", "num_steps"), [(19, 4), (18, 1)])
@@ -164,7 +162,7 @@ def test_no_more_steps_than_the_tokens_that_sequences_have_written_allow(model, 
 
 @pytest.mark.parametrize(
     ("waits", "expected"),
-    [(0.05, [8, 8]), (0.11, [8, 8]), (0.13, [4, 4]), (0.39, [4, 4]), (0.41, [2, 1]), (0.9, [2, 1])],
+    [(0.05, [8, 16]), (0.11, [8, 16]), (0.13, [4, 4]), (0.39, [4, 4]), (0.41, [2, 1]), (0.9, [2, 1])],
 )
 def test_there_are_as_many_steps_as_the_host_needs_to_keep_up(model, monkeypatch, waits, expected):
     """Each step of the scheduler takes a second, of which the host waits for the GPU in this share."""

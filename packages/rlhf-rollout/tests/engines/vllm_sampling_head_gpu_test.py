@@ -281,7 +281,6 @@ def test_several_decode_steps_per_step_of_the_scheduler(
     from rlhf_rollout.engines.vllm.patches import multi_step
     from rlhf_rollout.engines.vllm.patches.replayed_steps import ReplayedSteps
 
-    monkeypatch.setattr(multi_step, "FEWEST_SEQUENCES", 2)
     monkeypatch.setattr(multi_step, "TOKENS_PER_STEP", 1e-9)
     own = multi_step._MultiStep._num_steps
     seen = []

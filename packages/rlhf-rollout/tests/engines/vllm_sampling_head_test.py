@@ -85,6 +85,7 @@ def make_batch(rows=ROWS):
         idx_mapping=torch.tensor(rows),
         expanded_idx_mapping=torch.tensor(rows),
         num_reqs=len(rows),
+        num_tokens=2 * len(rows),
         num_draft_tokens=0,
         logits_indices=last,
         positions=torch.arange(2 * len(rows)),
@@ -178,9 +179,33 @@ def test_a_request_draws_by_its_own_seed_and_position_whatever_is_beside_it(hidd
     drawn = set()
     for number in range(20):
         seeds[0] = 100 + number
+        alone = make_batch([0])
+        alone.positions = torch.tensor([2, 3 + number])
         drawn.add(runner.sample(hidden[2:4], alone, None)[0].sampled_token_ids.item())
-        alone.positions[1] += 1
     assert len(drawn) > 5
+
+
+def test_later_steps_of_a_batch_draw_at_their_own_positions_from_their_own_hidden_states(hidden):
+    def decoding(positions):
+        batch = make_batch([0, 3])
+        batch.num_tokens, batch.logits_indices = 2, torch.arange(2)
+        batch.positions, batch.seq_lens = positions, torch.tensor([9, 9])
+        return batch
+
+    runner = patched()
+    padded = 0.2 * hidden  # of a CUDA graph for more rows
+    positions = torch.tensor([5, 8, 0])
+    batch = decoding(positions)
+    found, expected = [], []
+    for step in range(20):
+        output, sampled, _ = runner.sample(padded.roll(step, 1), batch, None)
+        found.append(output.sampled_token_ids.tolist())
+        expected.append(
+            runner.sample(padded.roll(step, 1), decoding(positions.clone()), None)[0].sampled_token_ids.tolist()
+        )
+        assert sampled.tolist() == [1, 1] and output.logprobs_tensors.logprobs.shape == (2, 1)
+        positions += 1
+    assert found == expected and len({str(tokens) for tokens in found}) > 5
 
 
 def test_masked_ids_are_never_drawn_and_the_others_share_all_probability(hidden):

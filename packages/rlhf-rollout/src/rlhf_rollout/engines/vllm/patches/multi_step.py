@@ -19,11 +19,10 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists
 from rlhf_rollout.engines.vllm.patches.bulk_decoding import NEEDS as NEEDED_IN_BULK
 from rlhf_rollout.engines.vllm.patches.bulk_decoding import is_plain
 
-MOST_STEPS = 8
-FEWEST_SEQUENCES = 32  # with fewer, the host keeps up
+MOST_STEPS = 16
 # A sequence that ends computes the rest of its steps, and those in flight, for nothing: about 1.5 times as many. That
-# is a small share once sequences have written so many tokens per step.
-TOKENS_PER_STEP = 8
+# costs little beside what it has written, so many tokens per step, and less where the GPU would wait for the host.
+TOKENS_PER_STEP = 3
 # The share of the time of `ROUNDS` steps of the scheduler in which the host waits for the GPU. With less than the first
 # share, it asks for twice as many steps at a time, and with more than the second, for half as many.
 WAITS = (0.12, 0.4)
@@ -143,10 +142,10 @@ class _MultiStep:
 
 
 def _only_decodes(step: Any, requests: Sequence[Any]) -> bool:
-    """Return whether a step gives one token to each of many sequences, and needs nothing of the host for the next."""
+    """Return whether a step gives one token to each of its sequences, and needs nothing of the host for the next."""
     cached = step.scheduled_cached_reqs
     return (
-        len(requests) >= FEWEST_SEQUENCES
+        bool(requests)
         and step.total_num_scheduled_tokens == len(requests) == len(cached.req_ids)
         and not cached.resumed_req_ids
         and not step.scheduled_spec_decode_tokens

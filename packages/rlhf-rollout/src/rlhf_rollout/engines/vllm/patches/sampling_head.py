@@ -96,6 +96,24 @@ def patch(runner: Any, masked_ids: Sequence[Sequence[int]]) -> None:
     runner.sample = head.sample
 
 
+class _Rows(NamedTuple):
+    """The rows of a step that the operator draws for.
+
+    Attributes:
+        batch: vLLM's inputs of the step.
+        temperature: [rows].
+        seeds: [rows].
+        with_logprobs: whether log-probs are asked for.
+        counts: how many tokens each row samples, and how many drafts it rejects, [rows] each.
+    """
+
+    batch: Any
+    temperature: Tensor
+    seeds: Tensor
+    with_logprobs: bool
+    counts: tuple[Tensor, Tensor]
+
+
 class SamplingHead:
     """Stands in for the method `sample` of a model runner.
 
@@ -115,42 +133,45 @@ class SamplingHead:
         # This memory stays while the engine sleeps.
         self._bias = _bias(weight, masked_ids)
         self._ranks = torch.zeros(runner.max_num_reqs, dtype=torch.int64, device=weight.device)
+        self._rows: _Rows | None = None  # of the last step, if the operator drew its tokens
 
     def sample(self, hidden_states: Tensor, batch: Any, grammar_output: Any) -> tuple[Any, Tensor, Tensor]:
         """See vLLM. Ranks of the tokens are 0: an engine does not read them."""
-        if not self.takes(batch, grammar_output):
+        if self._rows is None or self._rows.batch is not batch:  # else a later step of the same batch: `replayed_steps`
+            self._rows = self._rows_of(batch) if self.takes(batch, grammar_output) else None
+        if self._rows is None:
             return self._sample(hidden_states, batch, grammar_output)
-        runner = self._runner
-        states = runner.sampler.sampling_states
-        rows = batch.expanded_idx_mapping
+        _, temperature, seeds, with_logprobs, counts = self._rows
+        places = slice(batch.num_reqs) if batch.num_tokens == batch.num_reqs else batch.logits_indices
         drawn = linear_sample(
-            hidden_states[batch.logits_indices],
-            self._head.weight,
-            states.temperature.gpu[rows],
-            states.seeds.gpu[rows],
-            batch.positions[batch.logits_indices],
-            bias=self._bias,
+            hidden_states[places], self._head.weight, temperature, seeds, batch.positions[places], bias=self._bias
         )
         token_ids = drawn.token_ids[:, None]
         logprobs = None
-        if states.max_num_logprobs(batch.idx_mapping_np) == 0:
+        if with_logprobs:
             logprobs = LogprobsTensors(token_ids, drawn.logprobs[:, None], self._ranks[: len(token_ids)])
-        # A prompt of which more chunks follow has a row, and samples nothing.
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
-            batch.seq_lens.new_ones(batch.num_reqs),
-            batch.seq_lens,
-            batch.cu_num_logits,
-            batch.idx_mapping,
-            runner.req_states.prefill_len.gpu,
-        )
         output = SamplerOutput(
             sampled_token_ids=token_ids,
             logprobs_tensors=logprobs,
             num_nans=None,
-            num_sampled=num_sampled,
-            num_rejected=num_rejected,
+            num_sampled=counts[0],
+            num_rejected=counts[1],
         )
-        return output, num_sampled, num_rejected
+        return output, *counts
+
+    def _rows_of(self, batch: Any) -> "_Rows":
+        states = self._runner.sampler.sampling_states
+        rows = batch.expanded_idx_mapping
+        # A prompt of which more chunks follow has a row, and samples nothing.
+        counts = get_num_sampled_and_rejected(
+            batch.seq_lens.new_ones(batch.num_reqs),
+            batch.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            self._runner.req_states.prefill_len.gpu,
+        )
+        with_logprobs = states.max_num_logprobs(batch.idx_mapping_np) == 0
+        return _Rows(batch, states.temperature.gpu[rows], states.seeds.gpu[rows], with_logprobs, counts)
 
     def takes(self, batch: Any, grammar_output: Any) -> bool:
         """Return whether the operator draws the tokens of a step.
