@@ -31,6 +31,7 @@ TESTS = {
     "attention/sequence_parallel_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/checkpoint", "rlhf-models/testing"],
     "attention/shared_prompts_gpu_test.py": ["rlhf-models/attention", "rlhf-models/checkpoint", "rlhf-models/fast", "rlhf-models/loading", "rlhf-models/testing"],
     "attention/shared_prompts_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/checkpoint", "rlhf-models/critic", "rlhf-models/loading", "rlhf-models/testing"],
+    "attention/states_apart_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/backbone", "rlhf-models/checkpoint", "rlhf-models/fast", "rlhf-models/loading", "rlhf-models/testing"],
     "backbone_test.py": ["rlhf-data/errors", "rlhf-models/backbone", "rlhf-models/checkpoint", "rlhf-models/testing"],
     "batch_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/checkpoint", "rlhf-models/testing"],
     "checkpoint/beyond_text_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/checkpoint", "rlhf-models/loading", "rlhf-models/lora", "rlhf-models/reward", "rlhf-models/testing", "rlhf-models/weights"],

@@ -61,9 +61,9 @@ class Hearing(nn.Module):
         return self.text
 
 
-def test_convolutions_keep_a_model_from_being_packed_only_where_text_is():
+def test_convolutions_that_read_another_input_keep_a_model_from_being_packed_only_where_text_is():
     model = Hearing()
     check_packs(model)
     model.text.layers[0].short = nn.Conv1d(1, 1, 3)
-    with pytest.raises(ConfigError, match="a llama model cannot be packed: its convolutions cross sequences"):
+    with pytest.raises(ConfigError, match="a llama model with the attention sdpa cannot be packed: RuntimeError"):
         check_packs(model)

@@ -19,17 +19,18 @@ from rlhf_models.attention.packed import (
 from rlhf_models.attention.scored import SCORED_ATTENTION
 from rlhf_models.attention.sequence_parallel import SequenceGroup, SequencePart, check_heads
 from rlhf_models.attention.shared_prompts import SharedPrompts, bounds_arguments
+from rlhf_models.attention.states_apart import keep_states_apart
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.pack_graph import PackGraph, can_be_replayed
 from rlhf_models.images import image_arguments
 
 # Families whose packed log-probs `tests/families` compares with those of each sequence alone.
 _EXAMINED = """
-afmoe apertus arcee bitnet cohere cohere2 cwm deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4
-gemma gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss
-gptj granite granitemoe helium hunyuan_v1_dense hy_v3 internlm3 llama mimo_v2_flash minicpm3 minimax_m2 ministral
-ministral3 mistral mixtral nanochat olmo olmo2 olmo3 olmoe opt phi phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3
-solar_open starcoder2 vaultgemma youtu
+afmoe apertus arcee bamba bitnet cohere cohere2 cwm deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe
+exaone4 falcon_h1 gemma gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode
+gpt_neox gpt_oss gptj granite granitemoe helium hunyuan_v1_dense hy_v3 internlm3 jamba lfm2 llama mamba mamba2
+mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral nanochat nemotron_h olmo olmo2 olmo3 olmoe opt
+phi phi3 qwen2 qwen3 qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2 vaultgemma youtu zamba2
 """
 PACKED_FAMILIES = frozenset(_EXAMINED.split())
 # Relative bounds of the distance between equal states. Those of mixed sequences differ by about 1 in a trained model,
@@ -74,7 +75,7 @@ def last_hidden_state(backbone: nn.Module, batch: TokenBatch, sequence_group: Se
 
 @torch.no_grad()
 def check_packs(model: nn.Module) -> None:
-    """Check that a loaded model keeps packed sequences apart, by a pass over two short ones.
+    """Have a loaded model keep packed sequences apart, and check that it does, by a pass over two short ones.
 
     Models of `PACKED_FAMILIES`, which are known to keep them apart, and those whose attention needs a GPU are not run.
 
@@ -86,15 +87,11 @@ def check_packs(model: nn.Module) -> None:
     """
     attention = model.config._attn_implementation
     kind = model.config.get_text_config().model_type
+    if not keep_states_apart(model):
+        raise ConfigError(f"a {kind} model cannot be packed: its layers carry a state over sequences", hint=UNPACKED)
     if attention in (*PACKED_ATTENTIONS, SCORED_ATTENTION) and kind in PACKED_FAMILIES:
         return
     backbone = getattr(model, "base_model", model)
-    has_parts = model.config.get_text_config() is not model.config  # such as one for sounds, which text does not reach
-    layers = backbone.get_decoder() if has_parts else backbone
-    if any(isinstance(module, nn.Conv1d) for module in layers.modules()):
-        # Its part of the output may be smaller than the bound below.
-        message = f"a {kind} model cannot be packed: its convolutions cross sequences"
-        raise ConfigError(message, hint="turn packing off")
     if attention not in (*PACKED_ATTENTIONS, SCORED_ATTENTION, "sdpa", "eager"):
         return
     sequences = [[1, 2, 3], [4, 5, 6]]
@@ -186,6 +183,8 @@ def run_backbone(model: nn.Module, batch: TokenBatch, sequence_group: SequenceGr
     if batch.images is not None:
         position_ids, more = image_arguments(base, batch)
         arguments |= more
+    if (apart := getattr(base, "states_apart", None)) is not None:
+        apart.begin_pass(batch)
     if (replay := getattr(base, "router_replay", None)) is not None:
         replay.begin_pass(part.routes)
     watch = getattr(base, "router_watch", None) if model.training else None

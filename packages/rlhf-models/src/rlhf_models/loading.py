@@ -14,6 +14,7 @@ from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, locate
 from rlhf_models.actor import Actor
 from rlhf_models.attention.frequencies import pin_frequencies
 from rlhf_models.attention.packed import PACKED_ATTENTIONS, UNPACKED, choose_attention, packed_attention_here
+from rlhf_models.attention.states_apart import stateful_layers
 from rlhf_models.backbone import check_packs
 from rlhf_models.checkpoint.beyond_text import freeze_beyond_text, note_left_out
 from rlhf_models.checkpoint.empty import load_empty, stored_tensors
@@ -340,7 +341,9 @@ def _load_model(
             if attention in error.args:
                 raise _unexchangeable(config) from error
             raise
-    if packing and attention not in ("sdpa", "eager") and not model._supports_attention_backend:
+    # Of families with layers that carry a state, the flag says whether these allow it, too; `check_packs` finds out.
+    is_exchangeable = model._supports_attention_backend or stateful_layers(config)
+    if packing and attention not in ("sdpa", "eager") and not is_exchangeable:
         raise _unexchangeable(config)
     entrust(model.config, name)
     _check_complete(model, report["missing_keys"], path)

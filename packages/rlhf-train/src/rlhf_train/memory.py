@@ -27,6 +27,7 @@ UPDATE_CHUNK_SIZE = 1 << 23
 REDUCE_BUCKET_SIZE = 500_000_000
 MAX_LIVE_PARAMETERS = 1_000_000_000
 SUB_GROUP_SIZE = 1_000_000_000
+_ATTENDING = {"full_attention", "sliding_attention"}  # kinds of layers that are compiled
 _TRANSFORMED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
@@ -387,6 +388,7 @@ def layer_bytes(config: Any, spec: ModelSpec, mlp: Mlp) -> int:
     size += item * 2 * hidden * mlp.per_token * (mlp.num_experts > 0)
     is_inside = spec.zero_stage == 3 and not _whole_layer(config, spec)
     cannot = is_inside or spec.ranks_per_batch > 1 or spec.aux_loss_coef or spec.routing_replay or spec.images
+    cannot = cannot or not _ATTENDING.issuperset(getattr(config.get_text_config(), "layer_types", None) or ())
     is_compiled = not cannot and (spec.torch_compile == "on" or (spec.torch_compile == "auto" and spec.packing))
     rest = 2 * hidden * (4 + item) + _share(item * width, spec.tensor_parallel_size)
     return size if is_compiled else size + rest

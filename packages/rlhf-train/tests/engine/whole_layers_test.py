@@ -5,15 +5,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_models.actor import Actor
+from rlhf_models.attention.states_apart import keep_states_apart
 from rlhf_models.lora import LoraSpec, add_lora
 from rlhf_train.engine import deepspeed as engine_file
 from rlhf_train.engine import whole_layers
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, place_frozen
 from rlhf_train.engine.process_group import init_process_group
-from rlhf_train.engine.whole_layers import layers_taken_whole, num_gathered_ahead
+from rlhf_train.engine.whole_layers import call_layers_equally, layers_taken_whole, num_gathered_ahead
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import run_ranks
 
@@ -174,3 +175,16 @@ def test_layers_whose_gradients_may_come_late_are_gathered_part_by_part():
         assert layers_taken_whole(model) == []
     frozen = make_model().requires_grad_(False)
     assert len(layers_taken_whole(frozen)) == 3
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=2)])
+def test_layers_with_states_read_one_batch_per_pack_if_ranks_gather_inside_of_them(lora):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Lfm2Config(**sizes, num_hidden_layers=2, layer_types=["conv", "full_attention"], vocab_size=64)
+    actor = Actor(Lfm2ForCausalLM(config))
+    assert keep_states_apart(actor.model)
+    if lora is not None:
+        add_lora(actor, lora)
+    call_layers_equally(actor, layers_taken_whole(actor))
+    [found] = [module.states_apart.in_one_batch for module in actor.modules() if hasattr(module, "states_apart")]
+    assert found == (lora is not None)

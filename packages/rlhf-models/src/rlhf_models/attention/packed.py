@@ -22,6 +22,7 @@ from rlhf_models.attention.flash import flash_4_is_faster, flash_4_unavailable_r
 from rlhf_models.attention.scored import SCORED_ATTENTION, UNPACKED, check_window, scored_attention
 from rlhf_models.attention.sequence_parallel import SequenceGroup, layer_configs
 from rlhf_models.attention.shared_prompts import Copies, Layout, attend, attend_group_by_group, bounds_arguments
+from rlhf_models.attention.states_apart import STATEFUL_LAYERS, stateful_layers
 from rlhf_models.batch import TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ PACKED_ATTENTIONS = (PACKED_ATTENTION, PACKED_ATTENTION_4)
 # Passed in place of a mask: without one, transformers searches the positions for sequences and waits for the device.
 NO_MASK = torch.empty(1, 1, 0, 0)
 _UNEQUAL_HEADS = "its heads of keys and values must have the same size"
-_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention", "attention", "mlp", "moe"} | STATEFUL_LAYERS
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value of a layer
 _kernel: dict[str, Any] = {}  # torch's varlen attention and its parameter names, filled in when it is known to run
 _forwarding_packed: ContextVar[bool] = ContextVar("forwarding_packed", default=False)
@@ -47,7 +48,7 @@ def choose_attention(config: Any, attn_implementation: str, *, packing: bool) ->
     block-diagonal mask for packed batches.
 
     Raises:
-        ConfigError: packing for a model whose layers pass state between tokens outside of attention; "sdpa" or a packed
+        ConfigError: packing for a model with layers of another kind, such as attention in chunks; "sdpa" or a packed
             attention by name for a model whose scores have soft caps or sinks.
     """
     register_packed_attention()
@@ -121,7 +122,10 @@ def head_sizes(config: Any) -> tuple[int, int]:
 
 
 def check_shares_prompts(config: Any, attention: str) -> None:
-    """Raise ConfigError unless the attention of a transformers model can share the prompts of packed sequences."""
+    """Raise ConfigError unless the layers of a transformers model can share the prompts of packed sequences."""
+    if stateful_layers(config):
+        message = f"a {config.model_type} model cannot share prompts: its layers carry a state from token to token"
+        raise ConfigError(message, hint="drop ``share_prompts``")
     if attention not in (*PACKED_ATTENTIONS, SCORED_ATTENTION):
         message = f"prompts are shared by the attention {PACKED_ATTENTION}, not by {attention}"
         raise ConfigError(message, hint="leave ``attn_implementation`` at auto, or drop ``share_prompts``")

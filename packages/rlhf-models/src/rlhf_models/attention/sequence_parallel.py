@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from rlhf_data.errors import ConfigError
+from rlhf_models.attention.states_apart import stateful_layers
 from rlhf_models.batch import TokenBatch
 
 
@@ -150,11 +151,16 @@ class SequenceGroup:
 
 
 def check_heads(config: Any, size: int) -> None:
-    """Raise ConfigError unless `size` ranks can divide the attention heads of a transformers model.
+    """Raise ConfigError unless `size` ranks can divide the attention heads of a transformers model, and its tokens.
 
     Ranks have equal numbers of heads for queries. Fewer heads for keys and values are repeated, at most until there is
     one for each head for queries.
     """
+    if stateful_layers(config):
+        message = (
+            f"sequence parallelism divides tokens, and layers of a {config.model_type} model carry a state over them"
+        )
+        raise ConfigError(message, hint="turn it off")
     layers = layer_configs(config)
     counts = {(own.num_attention_heads, getattr(own, "num_key_value_heads", None)) for own in layers}
 

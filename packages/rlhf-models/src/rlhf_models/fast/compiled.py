@@ -34,6 +34,8 @@ def compile_unavailable_reason(model: nn.Module, device: torch.device, *, inside
         # layers that were compiled after it had wrong gradients on a GPU.
         return "torch.nn.functional.linear has been replaced in this process"
     config = model.config.get_text_config()
+    if hasattr(getattr(model, "base_model", model), "states_apart"):
+        return "layers that carry a state take the sequences of each pack apart"
     if config._attn_implementation == SCORED_ATTENTION:
         return "attention with a soft cap or sinks is compiled by itself"
     if config._attn_implementation in PACKED_ATTENTIONS:

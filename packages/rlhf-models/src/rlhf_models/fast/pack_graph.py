@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_models.attention.packed import PACKED_ATTENTIONS
+from rlhf_models.attention.states_apart import stateful_layers
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.passes import FREE_SHARE, Passes, Replay, capture
 
@@ -44,7 +45,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 def can_be_replayed(config: Any) -> bool:
     """Return whether a transformers model launches the same kernels for all inputs, as far as its config tells."""
     text = config.get_text_config()
-    return text._attn_implementation in PACKED_ATTENTIONS and not any(getattr(text, name, None) for name in _EXPERTS)
+    others = stateful_layers(config) or any(getattr(text, name, None) for name in _EXPERTS)
+    return text._attn_implementation in PACKED_ATTENTIONS and not others
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ from rlhf_train.engine.shards import (
     save_moments,
 )
 from rlhf_train.engine.tensor_parallel import TensorGroup
-from rlhf_train.engine.whole_layers import layers_taken_whole, num_gathered_ahead
+from rlhf_train.engine.whole_layers import call_layers_equally, layers_taken_whole, num_gathered_ahead
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 
@@ -358,6 +358,7 @@ def _wrapped(
             layers = layers_taken_whole(model)
             for layer in layers:
                 deepspeed.utils.set_z3_leaf_module(layer, True)
+            call_layers_equally(model, layers)
             config["zero_optimization"]["stage3_prefetch_bucket_size"] = num_gathered_ahead(layers)
             unsharded = _Unsharded(model, dtype, device)
             deepspeed.zero.Init(module=unsharded, config_dict_or_path=config, dtype=dtype, **copies)

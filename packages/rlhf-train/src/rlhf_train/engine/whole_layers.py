@@ -36,6 +36,16 @@ def layers_taken_whole(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in layers if _size(layer) <= _MOST_GATHERED]
 
 
+def call_layers_equally(model: nn.Module, whole: Sequence[nn.Module]) -> None:
+    """Have layers that carry a state read each pack as one batch, unless all layers are in `whole`.
+
+    Their weights are gathered call by call then, and all ranks must make the same calls, whatever is in their packs.
+    """
+    for backbone in model.modules():
+        if (apart := getattr(backbone, "states_apart", None)) is not None:
+            apart.in_one_batch = len(whole) < backbone.config.get_text_config().num_hidden_layers
+
+
 def num_gathered_ahead(layers: Sequence[nn.Module]) -> int:
     """Return how many weights to gather while others compute: those of the largest of `layers`, so that the next layer
     is there in time. DeepSpeed gathers fewer where its limit for all gathered weights leaves less."""
