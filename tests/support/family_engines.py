@@ -6,11 +6,15 @@ The weights that are sent are those of the model as trainers load it.
 import argparse
 import asyncio
 import copy
+import faulthandler
 import json
+import os
+import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ from rlhf_rollout.weights.source import WeightSource
 
 _BLOCK = 128  # tokens of vLLM's KV cache on a CPU; a chunk of Llama 4's attention is made of whole blocks
 _LENGTHS = (7, 40, _BLOCK - 8)  # of prompts, beside the shortest one that vLLM answers as it should
+_TIMEOUT_S = 300.0  # of an engine's start and answers
 _CHANGES = (0.0, 0.0, 0.05)  # of the weights: none at the start, the same weights are sent, then others
 
 Answers = list[tuple[list[int], Tensor]]  # each prompt with its answer, and the log-probs of the answer
@@ -61,10 +66,26 @@ def gaps(family: str, dtype: str = "float32", *, saved: bool = False) -> list[Ga
         actor = load_actor(made, dtype=dtype)
         _change(actor.model, 0.02)
         folder = save_hf(actor, None, load_tokenizer(made), Path(scratch, "saved")) if saved else made
-        answers = _answers(folder, dtype)
-        # In a process of its own, because vLLM may change the classes of transformers in this one.
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as others:
-            return others.submit(_compared, folder, dtype, answers).result()
+        # In a process of its own, because vLLM may end it, and may change the classes of transformers there.
+        with ProcessPoolExecutor(1, mp_context=_vllm_context()) as other:
+            answers = other.submit(_answers, folder, dtype).result()
+        return _compared(folder, dtype, answers)
+
+
+def _vllm_context() -> BaseContext:
+    """Return a context whose processes are forks of one that has imported vLLM, so that one import serves all families.
+
+    With a GPU they are new ones, since CUDA does not work after a fork.
+    """
+    if torch.cuda.is_available():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["vllm_preload"])
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    forkserver.ensure_running()
+    os.environ["PYTHONPATH"] = before
+    return context
 
 
 def _widen_chunks(file: Path) -> None:
@@ -76,6 +97,7 @@ def _widen_chunks(file: Path) -> None:
 
 def _answers(folder: Path, dtype: str) -> list[Answers]:
     """Return what vLLM answers after each of the changes."""
+    faulthandler.dump_traceback_later(_TIMEOUT_S, exit=True)  # an engine that does not answer
     spec = EngineSpec(
         model=str(folder),
         dtype=dtype,

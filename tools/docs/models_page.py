@@ -9,8 +9,6 @@ What is found is written to `found.json` after each family, and the page at the 
 """
 
 import json
-import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -31,9 +29,8 @@ LOGPROBS = {
     "sent": "sent",
 }
 TRAINED = ("gradients", "LoRA", "ZeRO 3", "heads", "generated")
-ENGINES = {"vLLM": (), "served": ("--saved",)}  # with arguments of `family_engines.py`
+ENGINES = {"vLLM": False, "served": True}  # whether the engine starts with a saved folder
 COLUMNS = (*LOGPROBS.values(), *TRAINED, "GPU", *ENGINES)
-_TIMEOUT_S = 300
 
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(Path(__file__).parent)]
 
@@ -61,27 +58,26 @@ def find(family: str, columns: Sequence[str]) -> dict[str, str]:
             folder = Path(scratch) / "model"
             write_tiny(family, folder)
             row |= {column: try_training(folder, column) for column in chosen}
-    return row | {name: _in_vllm(family, more) for name, more in ENGINES.items() if name in columns}
+    return row | {name: _in_vllm(family, saved=saved) for name, saved in ENGINES.items() if name in columns}
 
 
-def _in_vllm(family: str, more: Sequence[str]) -> str:
-    """Return the differences from plain transformers as text. The process is a new one, because vLLM may end it."""
+def _in_vllm(family: str, *, saved: bool) -> str:
+    """Return the differences from plain transformers as text."""
+    from family_engines import gaps
+    from rlhf_data.errors import ConfigError, WeightSyncError
+
     # vLLM computes linear attention and sinks of attention on a CPU only in bfloat16.
     dtype = "bfloat16" if family.startswith(("gpt_oss", "qwen3_5", "qwen3_next")) else "float32"
-    command = [sys.executable, str(ROOT / "tests/support/family_engines.py"), family, "--dtype", dtype, *more]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return "does not answer"
-    found = re.search(r"^gaps: (.*)$", done.stdout, re.M)
-    if found is not None:
-        return found[1] if dtype == "float32" else f"{found[1]} ({dtype})"
-    print(done.stderr[-2000:], file=sys.stderr)
-    if "errors.ConfigError: " in done.stderr:
+        found = " ".join(f"{gap.largest:.0e}" for gap in gaps(family, dtype, saved=saved))
+    except ConfigError:
         return "refused"
-    if "the engine failed and takes no more requests" in done.stderr:
-        return "fails at the first request"
-    return "fails" if "Error: weights" in done.stderr or "WeightSync" in done.stderr else "does not start"
+    except Exception as error:
+        print(f"{family}: {type(error).__name__}: {error}", file=sys.stderr)
+        if "takes no more requests" in str(error):
+            return "fails at the first request"
+        return "fails" if isinstance(error, WeightSyncError) or str(error).startswith("weights") else "does not start"
+    return found if dtype == "float32" else f"{found} ({dtype})"
 
 
 def on_gpu(report: Path) -> dict[str, str]:
