@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -80,6 +81,80 @@ def test_only_a_step_that_is_one_graph_and_one_token_per_sequence_goes_on(mode, 
 
 def test_a_step_that_failed_does_not_go_on() -> None:
     assert replayed_steps.ReplayedSteps(runner_with(execute_model_state=None)).begun() is None
+
+
+class CountingRunner:
+    """Two sequences in the slots 3 and 1, whose next token depends on the last one, its position and its place."""
+
+    def __init__(self) -> None:
+        self.req_states = SimpleNamespace(
+            num_computed_tokens=SimpleNamespace(gpu=torch.tensor([0, 7, 0, 4])),
+            last_sampled_tokens=torch.tensor([0, 21, 0, 63]),
+            prefill_len=SimpleNamespace(gpu=torch.tensor([0, 5, 0, 2])),
+            draft_tokens=torch.zeros(4, 0),
+        )
+        self.input_buffers = SimpleNamespace(
+            input_ids=torch.zeros(4, dtype=torch.long),
+            positions=torch.zeros(4, dtype=torch.long),
+            seq_lens=torch.zeros(4, dtype=torch.long),
+        )
+        self.batch = SimpleNamespace(
+            idx_mapping=torch.tensor([3, 1]),
+            query_start_loc=torch.tensor([0, 1, 2, 2, 2]),
+            seq_lens=self.input_buffers.seq_lens,
+            positions=self.input_buffers.positions,
+            cu_num_logits=torch.arange(3),
+            num_reqs=2,
+            num_tokens_after_padding=4,
+        )
+        self.block_tables = SimpleNamespace(compute_slot_mappings=self.compute_slots)
+        self.cudagraph_manager = SimpleNamespace(run_fullgraph=self.replay)
+
+    def compute_slots(self, rows: Any, starts: Any, positions: Any, *, num_tokens_padded: int) -> None:
+        assert (rows.tolist(), starts.tolist(), num_tokens_padded) == ([3, 1], [0, 1, 2, 2, 2], 4)
+        self.slots = 10 * rows + positions[:2]
+
+    def replay(self, graph: str) -> torch.Tensor:
+        assert graph == "graph"
+        buffers = self.input_buffers
+        assert buffers.seq_lens[:2].tolist() == [position + 1 for position in buffers.positions[:2].tolist()]
+        return 5 * buffers.input_ids[:2] + 3 * buffers.positions[:2] + self.slots
+
+    def sample(self, hidden: torch.Tensor, batch: Any, grammar: None) -> tuple[Any, str, str]:
+        assert batch is self.batch and grammar is None
+        return SimpleNamespace(sampled_token_ids=hidden[:, None] % 97), "sampled", "rejected"
+
+    def postprocess_sampled(self, rows: Any, tokens: Any, sampled: str, rejected: str, starts: Any) -> None:
+        assert (sampled, rejected) == ("sampled", "rejected") and starts is self.batch.query_start_loc
+        self.req_states.num_computed_tokens.gpu[rows] += 1
+        self.req_states.last_sampled_tokens[rows] = tokens[:, 0]
+
+
+def test_each_later_step_goes_on_from_the_token_and_the_place_of_the_one_before(monkeypatch) -> None:
+    def positions(rows: Any, starts: Any, lengths: Any, places: Any, seq_lens: Any) -> None:
+        places[:2] = lengths[rows]
+        seq_lens[:2] = lengths[rows] + 1
+
+    def inputs(
+        ids: Any, rows: Any, last: Any, starts: Any, lengths: Any, prompts: Any, drafts: Any, *rest: Any
+    ) -> None:
+        assert (lengths[:2] > prompts[rows]).all() and drafts.shape == (4, 0)
+        assert (rest[0].tolist(), rest[1]) == ([0, 1, 2], 2)
+        ids[:2] = last[rows]
+
+    monkeypatch.setattr(replayed_steps, "prepare_pos_seq_lens", positions)
+    monkeypatch.setattr(replayed_steps, "combine_sampled_and_draft_tokens", inputs)
+    monkeypatch.setattr(replayed_steps, "_LaterOutput", lambda first, samples, runner: (first, samples))
+    runner = CountingRunner()
+    begun = replayed_steps.Begun(runner.batch, "graph")
+    first, samples = replayed_steps.ReplayedSteps(runner).compute(begun, "first", 3)
+    expected = []
+    for slot, token, position in ((3, 63, 4), (1, 21, 7)):
+        for later in range(3):
+            token = (5 * token + 4 * (position + later) + 10 * slot) % 97
+            expected.append(token)
+    found = torch.cat([sample.sampled_token_ids for sample in samples], 1)
+    assert first == "first" and found.flatten().tolist() == expected
 
 
 def output_of(tokens: list[int], *, logprobs: bool = True) -> ModelRunnerOutput:
