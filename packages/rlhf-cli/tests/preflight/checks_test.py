@@ -132,6 +132,11 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
             "--mask_off_policy needs log-probs of the policy before the update, which --old_logprobs skip leaves out",
             "use --old_logprobs recompute, or rollout",
         ),
+        (
+            "--advantage_estimator remax --reward_clip_range 5",
+            "--reward_clip_range changes the rewards that are trained, and not that of ReMax's greedy response",
+            "drop it, or use --advantage_estimator rloo",
+        ),
         ("--clip_cov 1 1 5", "--clip_cov is 1 1 5: a share in (0, 1)", "verl uses 2e-4 1 5"),
         ("--kl_cov 0.1 0", "--kl_cov is 0.1 0: a share in (0, 1)", "verl uses 2e-4 1"),
         (f"{SKIP} {ONE_UPDATE} --kl_cov 0.1 1", "Clip-Cov or KL-Cov needs log-probs", "recompute, or rollout"),

@@ -5,12 +5,12 @@ import dataclasses
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Container, Iterable
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_data.errors import ConfigError, EngineError
-from rlhf_data.records import Episode, Prompt, RolloutGroup, VerdictKind
+from rlhf_data.records import Episode, Prompt, Rollout, RolloutGroup, VerdictKind
 from rlhf_rollout.agents.base import Workflow
 from rlhf_rollout.protocols import RewardFunction, SamplingParams
 from rlhf_rollout.rewards.mix import expect_group, score_each
@@ -236,6 +236,19 @@ class GroupMaker:
                 del self.counts.waiting[group_id]
         self.counts.score_s = now() - self.started
         return GroupResult(group_id, prompt, RolloutGroup(group_id, prompt, episodes))
+
+
+def with_extra(group: RolloutGroup, numbers: Mapping[str, float]) -> RolloutGroup:
+    """Return a group whose verdicts have further numbers to log."""
+
+    def more(rollout: Rollout) -> Rollout:
+        if rollout.verdict is None:
+            return rollout
+        verdict = dataclasses.replace(rollout.verdict, extra={**rollout.verdict.extra, **numbers})
+        return dataclasses.replace(rollout, verdict=verdict)
+
+    episodes = [dataclasses.replace(episode, rollouts=tuple(map(more, episode.rollouts))) for episode in group.episodes]
+    return dataclasses.replace(group, episodes=tuple(episodes))
 
 
 async def _score(reward: RewardFunction, prompt: Prompt, episodes: tuple[Episode, ...]) -> tuple[Episode, ...]:

@@ -76,7 +76,7 @@ class OnlineJob(LearningSpec, GenerationSpec):
             num_frozen_steps=self.num_frozen_steps,
             max_staleness=self.max_staleness,
         )
-        self.algorithm.check_rewards(self.reward.reward_normalize)
+        self.algorithm.check_rewards(self.reward.reward_normalize, self.reward.changes)
         if not self.replay:
             self.reward.check_samples(self.batch.n_samples_per_prompt)
         if self.dynamic_sampling is not None:

@@ -149,6 +149,21 @@ def test_source_that_abstains_is_no_part_of_rewards_that_are_compared_one_by_one
     assert found.rewards == pytest.approx([-1.0, 1.0, 1.0, -1.0], abs=1e-5)
 
 
+def test_greedy_baseline_is_subtracted_from_whole_responses_alone():
+    spec, algorithm = RewardSpec(sources=(), reward_normalize="none"), make_algorithm("remax", kl_coef=0.0)
+    rollouts = [rollout(3.0), rollout(5.0)]
+    made = [replace(each, verdict=replace(each.verdict, extra={"greedy_reward": 2.5})) for each in rollouts]
+    assert subtract_baseline(made, np.array([3.0, 5.0]), algorithm, spec).rewards == [0.5, 2.5]
+    step = replace(made[0], verdict=replace(made[0].verdict, token_rewards=((1, 1.0),)))
+    with pytest.raises(ConfigError, match=r"ReMax \(remax\) compares whole responses, and a reward source scores"):
+        subtract_baseline([step], np.zeros(1), algorithm, spec)
+    algorithm.check_rewards("together")
+    with pytest.raises(
+        ConfigError, match=r"running_reward_norm`` changes the rewards that are trained.*\n\nhint: drop it"
+    ):
+        algorithm.check_rewards("together", RewardSpec(sources=(), running_reward_norm=True).changes)
+
+
 def test_baseline_by_length_weighs_rewards_by_the_tokens_of_the_policy():
     rollouts = [rollout(0.0, length=3), rollout(4.0, length=1)]
     spec, algorithm = RewardSpec(sources=()), make_algorithm("opo", kl_coef=0.0)

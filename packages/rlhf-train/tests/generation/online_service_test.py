@@ -32,6 +32,7 @@ class SlowAnswers:
         self.running: Counter[str] = Counter()
         self.most = 0
         self.failing: set[str] = set()
+        self.asked: list[tuple[str, int, float]] = []
 
     async def run(self, prompt, sampling, group_id):
         kind = "eval" if group_id.startswith("eval") else "rollouts"
@@ -42,6 +43,7 @@ class SlowAnswers:
             await asyncio.sleep(int(prompt.token_ids[0]))
         finally:
             self.running[kind] -= 1
+        self.asked.append((group_id, sampling.num_samples, sampling.temperature))
         if group_id in self.failing:
             raise EngineError("no luck")
         spans = (
@@ -59,6 +61,7 @@ class Scores:
         if prompt.text == "bad":
             raise RewardError("no scorer")
         rewards = [1.0, 0.0] if prompt.token_ids[0] % 2 == 0 else [0.0, 0.0]
+        rewards = [0.25] if len(rollouts) == 1 else rewards  # a greedy response
         return [Verdict(VerdictKind.OK if reward else VerdictKind.WRONG, reward) for reward in rewards]
 
 
@@ -69,7 +72,9 @@ def prompts_of(lengths):
 class Run:
     """A service, and a learner that trains each batch for `train_s`."""
 
-    def __init__(self, lengths, *, batch_size, staleness, num_batches, max_in_flight=99, dynamic=None, **changes):
+    def __init__(
+        self, lengths, *, batch_size, staleness, num_batches, max_in_flight=99, dynamic=None, greedy=False, **changes
+    ):
         self.job = SimpleNamespace(
             prompts=prompts_of(lengths),
             prompts_digest="",
@@ -89,7 +94,12 @@ class Run:
         self.stream = SampleStream(batch_size, num_batches, staleness)
         self.shown: list[tuple[int, int]] = []
         self.service = GenerationService(
-            self.job, self.answers, Scores(), self.stream, lambda *parts: self.shown.append(parts)
+            self.job,
+            self.answers,
+            Scores(),
+            self.stream,
+            lambda *parts: self.shown.append(parts),
+            greedy_baseline=greedy,
         )
         self.batches: list = []
         self.staleness: list[int] = []
@@ -405,3 +415,29 @@ def test_evaluation_without_overlap_uses_all_slots():
         return now()
 
     assert simulate(main()) == 3.0
+
+
+def test_groups_have_the_reward_of_a_greedy_response_that_no_count_has():
+    run = Run([2, 4], batch_size=2, staleness=0, num_batches=1, greedy=True)
+    simulate(run.train(0))
+    drawn = run.batches[0]
+    assert sorted(run.answers.asked) == [
+        entry
+        for name in sorted(group.group_id for group in drawn.kept)
+        for entry in ((name, 2, 1.0), (f"{name}/greedy", 1, 0.0))
+    ]
+    for group in drawn.kept:
+        assert [(r.verdict.reward, r.verdict.extra) for r in group.rollouts] == [
+            (1.0, {"greedy_reward": 0.25}),
+            (0.0, {"greedy_reward": 0.25}),
+        ]
+    assert (drawn.num_requested, drawn.num_failed) == (4, 0)
+
+
+def test_group_without_a_greedy_response_has_failed():
+    run = Run([2, 4], batch_size=2, staleness=0, num_batches=1, greedy=True)
+    run.answers.failing = {"step1/00001/greedy"}
+    simulate(run.train(0))
+    [drawn] = run.batches
+    assert [group.group_id for group in drawn.kept] == ["step1/00000"]
+    assert (drawn.num_failed, drawn.failure) == (2, "the greedy response has no reward: no luck")

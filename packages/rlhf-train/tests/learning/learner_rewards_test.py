@@ -207,7 +207,7 @@ def test_turns_are_compared_by_algorithms_with_a_group_only(estimator):
         make_algorithm("max_at_k", group_by="turn")
 
 
-@pytest.mark.parametrize("estimator", ["lite_ppo", "maxrl", "opo", "max_at_k"])
+@pytest.mark.parametrize("estimator", ["lite_ppo", "maxrl", "opo", "max_at_k", "remax"])
 def test_estimators_that_compare_rewards_in_their_own_way_refuse_another(estimator):
     make_algorithm(estimator).check_rewards("together")
     with pytest.raises(ConfigError, match=r"each`` divides .* in place of what .* does\n\nhint: drop it"):

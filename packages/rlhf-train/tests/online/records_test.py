@@ -48,6 +48,7 @@ SINGLES = BatchSizes(
         ("lite_ppo", "Lite PPO", "group_mean_batch_std", "token_mean", False, False),
         ("maxrl", "MaxRL", "group_mean_ratio", "seq_mean_token_sum", False, False),
         ("opo", "OPO", "group_mean_by_length", "seq_mean_token_sum", False, False),
+        ("remax", "ReMax", "greedy", "seq_mean_token_sum", False, False),
         ("max_at_k", "max@k", "group_max", "seq_mean_token_sum", False, False),
     ],
 )
@@ -56,7 +57,10 @@ def test_algorithm_of_an_estimator_has_what_its_paper_says(estimator, title, bas
     row = spec.row
     assert (row.name, row.title, row.baseline) == (estimator, title, baseline)
     assert (spec.objective.reduction, row.whiten, row.uses_critic) == (reduction, whiten, uses_critic)
-    assert (row.uses_group, row.divides_by_std) == (baseline != "none", whiten or baseline.endswith("_std"))
+    assert (row.uses_group, row.divides_by_std) == (
+        baseline not in ("none", "greedy"),
+        whiten or baseline.endswith("_std"),
+    )
 
 
 def test_policy_loss_rows_are_those_of_the_operator():

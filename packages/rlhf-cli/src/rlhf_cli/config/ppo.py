@@ -119,7 +119,7 @@ class PpoConfig(Config):
             num_frozen_steps=self.training.freezing_actor_steps,
             max_staleness=self.asynchrony.max_staleness if self.asynchrony.async_train else 0,
         )
-        self.objective.check_rewards(self.reward.reward_normalize)
+        self.objective.check_rewards(self.reward.reward_normalize, self.reward.spec(self.rollout).changes)
         notices += self.algorithm.check(given, self.objective, self.batch.num_updates)
         notices += self.training.check(given)
         notices += _check_passes(self, given)

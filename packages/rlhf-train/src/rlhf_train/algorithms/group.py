@@ -24,6 +24,7 @@ def relative_rewards(
     divide_by_std: bool = True,
     episode_ids: Sequence[str] | None = None,
     weights: np.ndarray | None = None,
+    greedy: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return the rewards relative to a baseline.
 
@@ -35,9 +36,13 @@ def relative_rewards(
         weights: [B] float, how much each reward counts; None for 1 / n. The numbers of tokens for
             "group_mean_by_length" (Hao et al. 2025, arXiv:2505.23585: the variance of a response's gradient grows with
             its length, and the mean weighted by it is the baseline of least variance).
+        greedy: [B] float, for "greedy" the reward of the greedy response to the same prompt, which is subtracted (Li et
+            al. 2023, arXiv:2310.10505: it depends on no sample, so that the gradient keeps its mean).
     """
     if baseline == "none":
         return np.asarray(rewards, np.float64)
+    if baseline == "greedy":
+        return np.asarray(rewards, np.float64) - greedy
     if baseline == "leave_one_out":
         return leave_one_out(rewards, group_ids, episode_ids, weights)
     if baseline == "group_max":

@@ -28,6 +28,7 @@ Baseline = Literal[
     "group_mean_ratio",
     "group_mean_by_length",
     "group_max",
+    "greedy",
 ]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 GROUP_BY = ("episode", "turn")
@@ -70,7 +71,7 @@ class AlgorithmRow:
     @property
     def uses_group(self) -> bool:
         """Whether rewards are compared within a group; the algorithm then needs several samples per prompt."""
-        return self.baseline != "none"
+        return self.baseline not in ("none", "greedy")
 
     @property
     def divides_by_std(self) -> bool:
@@ -80,7 +81,7 @@ class AlgorithmRow:
     @property
     def compares_responses(self) -> bool:
         """Whether the baseline says something of whole responses alone, and not of their turns and steps."""
-        return self.baseline in ("group_mean_by_length", "group_max")
+        return self.baseline in ("group_mean_by_length", "group_max", "greedy")
 
 
 ALGORITHMS: Mapping[str, AlgorithmRow] = {
@@ -103,6 +104,8 @@ ALGORITHMS: Mapping[str, AlgorithmRow] = {
         AlgorithmRow("maxrl", "MaxRL", "group_mean_ratio", "seq_mean_token_sum"),
         # Hao et al. 2025, arXiv:2505.23585
         AlgorithmRow("opo", "OPO", "group_mean_by_length", "seq_mean_token_sum"),
+        # Li et al. 2023, arXiv:2310.10505
+        AlgorithmRow("remax", "ReMax", "greedy", "seq_mean_token_sum"),
         # Tang et al. 2025, arXiv:2503.19595
         AlgorithmRow("max_at_k", "max@k", "group_max", "seq_mean_token_sum"),
     )
@@ -334,8 +337,14 @@ class AlgorithmSpec:
             message = f"{parts} {sampling.what_changes}, and {use} compares its log-probs with those of the whole"
             raise ConfigError(f"{message} distribution", hint=hint)
 
-    def check_rewards(self, normalize: str) -> None:
-        """Raise ConfigError for a way of comparing rewards, `reward_normalize`, that contradicts this algorithm."""
+    def check_rewards(self, normalize: str, changes: Collection[str] = ()) -> None:
+        """Raise ConfigError for a way of comparing rewards, `reward_normalize`, that contradicts this algorithm.
+
+        `changes` names what changes rewards after they are given.
+        """
+        for name in changes if self.row.baseline == "greedy" else ():
+            message = f"{name} changes the rewards that are trained, and not that of {self.row.title}'s greedy response"
+            raise ConfigError(message, hint="drop it, or use ``estimator=rloo``")
         compares = f"``reward_normalize={normalize}``"
         if normalize == "each" and not self.whiten_std:
             message = f"{compares} divides rewards by their deviation, and ``whiten_std=False`` forbids it"

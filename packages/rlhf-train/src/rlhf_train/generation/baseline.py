@@ -19,6 +19,8 @@ from rlhf_train.algorithms.group import (
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.generation.run_spec import RewardSpec
 
+GREEDY_REWARD = "greedy_reward"  # in `Verdict.extra`: the reward of the greedy response to the same prompt
+
 
 @dataclass(frozen=True, slots=True)
 class RelativeRewards:
@@ -60,7 +62,8 @@ def subtract_baseline(
             sources, weights, group_ids, over_batch=not algorithm.row.whiten, episode_ids=episode_ids
         )
         return RelativeRewards(total.tolist(), [[] for _ in rollouts])
-    baseline = "none" if reward.reward_normalize == "none" else algorithm.row.baseline
+    compares = algorithm.row.uses_group and reward.reward_normalize == "none"
+    baseline = "none" if compares else algorithm.row.baseline
     divide_by_std = algorithm.whiten_std
     verdicts = [rollout.verdict for rollout in rollouts]
     steps = [np.array([value for _, value in verdict.token_rewards]) for verdict in verdicts]
@@ -74,7 +77,9 @@ def subtract_baseline(
         raise ConfigError(message, hint="use ``estimator=group_norm`` with rewards of steps")
     lengths = np.array([max(int(np.sum(rollout.loss_mask)), 1) for rollout in rollouts], np.float64)
     weights = lengths if baseline == "group_mean_by_length" else None
-    steps = relative_token_rewards(steps, group_ids, baseline, divide_by_std=divide_by_std, episode_ids=episode_ids)
+    greedy = np.array([verdict.extra[GREEDY_REWARD] for verdict in verdicts]) if baseline == "greedy" else None
+    in_steps = "none" if baseline == "greedy" else baseline
+    steps = relative_token_rewards(steps, group_ids, in_steps, divide_by_std=divide_by_std, episode_ids=episode_ids)
     if algorithm.group_by == "turn":
         turns = relative_turn_rewards(
             [_with_rest(*each) for each in zip(rollouts, turns, rest - before, strict=True)],
@@ -87,7 +92,13 @@ def subtract_baseline(
         whole = _sums(turns)
     else:
         relative = relative_rewards(
-            rest, group_ids, baseline, divide_by_std=divide_by_std, episode_ids=episode_ids, weights=weights
+            rest,
+            group_ids,
+            baseline,
+            divide_by_std=divide_by_std,
+            episode_ids=episode_ids,
+            weights=weights,
+            greedy=greedy,
         )
         whole = relative - before
     earned = [_by_token(*each) for each in zip(rollouts, turns, steps, strict=True)]

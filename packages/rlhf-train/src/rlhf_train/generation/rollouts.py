@@ -118,7 +118,8 @@ class Rollouts:
         )
         listeners = [] if settled is None else [lambda *of_group: self._loop.report(lambda: settled(*of_group))]
         self._trace = timeline.trace
-        self._service = GenerationService(job, self._workflow, reward, stream, self._progress, *listeners)
+        greedy = {"greedy_baseline": job.algorithm.row.baseline == "greedy"}
+        self._service = GenerationService(job, self._workflow, reward, stream, self._progress, *listeners, **greedy)
         if self._trace.is_on:
             self._show_in(self._trace, engines, router)
         self._loop.run(self._workflow.start())

@@ -72,6 +72,14 @@ class RewardSpec:
         if self.reward_by_turn and self.running_reward_norm:
             message = "``running_reward_norm`` normalizes rewards of whole responses, and ``reward_by_turn`` gives"
             raise ConfigError(f"{message} several", hint="drop one of them")
+        for name in self.changes if self.reward_normalize == "each" else ():
+            message = f"{name} changes the sum of the rewards, and ``reward_normalize=each`` compares them before"
+            hint = "drop one of them; length:max=TOKENS is a reward for short responses"
+            raise ConfigError(f"{message} they are added", hint=hint)
+
+    @property
+    def changes(self) -> list[str]:
+        """What changes the sum of the rewards."""
         changes = {
             "``running_reward_norm``": self.running_reward_norm,
             "``reward_clip_range``": self.reward_clip_range is not None,
@@ -79,10 +87,7 @@ class RewardSpec:
             "``stop_properly_penalty_coef``": self.stop_properly_penalty_coef is not None,
             "``reward_by_turn``": self.reward_by_turn,
         }
-        for name in (name for name, is_on in changes.items() if is_on and self.reward_normalize == "each"):
-            message = f"{name} changes the sum of the rewards, and ``reward_normalize=each`` compares them before"
-            hint = "drop one of them; length:max=TOKENS is a reward for short responses"
-            raise ConfigError(f"{message} they are added", hint=hint)
+        return [name for name, is_on in changes.items() if is_on]
 
     def check_samples(self, num_samples: int) -> None:
         """Raise ConfigError if rewards are compared each by itself, and there is nothing to compare them with."""

@@ -2,16 +2,17 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhf_data.errors import EngineError
-from rlhf_data.records import RolloutGroup
+from rlhf_data.records import Prompt, RolloutGroup
 from rlhf_data.sampler import EpochSampler
 from rlhf_rollout.agents.base import Workflow
-from rlhf_rollout.generator import GenerationCounts, GroupMaker, GroupResult, generate_groups
+from rlhf_rollout.generator import GenerationCounts, GroupMaker, GroupResult, generate_groups, with_extra
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.records_io import parse_group
+from rlhf_train.generation.baseline import GREEDY_REWARD
 from rlhf_train.generation.run_spec import GenerationSpec
 from rlhf_train.generation.scoring import is_worth_training
 from rlhf_train.generation.stream import SampleStream, Ticket
@@ -74,6 +75,8 @@ class GenerationService:
         stream: admits prompts and holds complete groups.
         progress: is told the number of complete groups that wait for the next batch, and the size of a batch.
         settled: is told the id of each group that needs no more generation, and the group if it will be trained.
+        greedy_baseline: give the verdicts of each group the reward of a greedy response (`baseline.GREEDY_REWARD`).
+            That response is not trained, and no count has it.
         num_outstanding: episodes that were in flight or waited for a later batch when the last batch was taken.
     """
 
@@ -83,6 +86,7 @@ class GenerationService:
     stream: SampleStream
     progress: Callable[[int, int], None]
     settled: Callable[[str, RolloutGroup | None], None] = lambda group_id, group: None
+    greedy_baseline: bool = False
     num_outstanding: int = 0
 
     def __post_init__(self) -> None:
@@ -283,7 +287,8 @@ class GenerationService:
         """Generate and score the group of an admitted prompt."""
         maker = GroupMaker(self.workflow, self.job.sampling, self.reward, self._counts, started=0.0)
         prompt = self.job.prompts[ticket.item]
-        result = await maker.make(ticket.group_id, prompt, ticket.group_id, generated=self._generated)
+        made = maker.make(ticket.group_id, prompt, ticket.group_id, generated=self._generated)
+        result = await (self._beside_greedy(made, ticket.group_id, prompt) if self.greedy_baseline else made)
         dynamic = self.job.dynamic_sampling  # without it, all groups are trained
         is_kept = result.group is not None and (dynamic is None or is_worth_training(result.group, dynamic))
         kept = result.group if is_kept else None
@@ -302,6 +307,21 @@ class GenerationService:
                 self._dropped.append(result.group)
         self.settled(ticket.group_id, kept)
         self.progress(min(self.stream.num_queued, self.stream.batch_size), self.stream.batch_size)
+
+    async def _beside_greedy(
+        self, made: Coroutine[Any, Any, GroupResult], group_id: str, prompt: Prompt
+    ) -> GroupResult:
+        """Return a group whose verdicts hold the reward of the greedy response, which is made and scored meanwhile."""
+        sampling = replace(self.job.sampling, num_samples=1, temperature=0.0)
+        maker = GroupMaker(self.workflow, sampling, self.reward, GenerationCounts(), started=0.0)
+        result, greedy = await asyncio.gather(made, maker.make(f"{group_id}/greedy", prompt, group_id))
+        rollouts = greedy.group.rollouts if greedy.group is not None else ()
+        rewards = [rollout.verdict.reward for rollout in rollouts if rollout.verdict is not None]
+        if result.group is None or not rewards or None in rewards:
+            reason = f"the greedy response has no reward: {greedy.failure or 'its scorer has failed or abstained'}"
+            return replace(result, group=None, failure=result.failure or reason)
+        reward = sum(rewards) / len(rewards)
+        return replace(result, group=with_extra(result.group, {GREEDY_REWARD: reward}))
 
     def _take(self) -> Drawn:
         num_samples = self.job.sampling.num_samples
