@@ -183,7 +183,7 @@ def test_seconds_of_decode_steps(planner):
     assert seconds(plan, decode_step_s=1.0)["generation"] == 1024
     assert seconds(plan, decode_row_s=1.0)["generation"] == 64 * 1024
     read = 2 * WEIGHTS["qwen2.5-0.5b"] + 64 * 12_288 * (1024 + 512)
-    assert seconds(plan, read_bytes=1e12)["generation"] == pytest.approx(1024 * read / 1e12)
+    assert seconds(plan, read_bytes=1e12, crowding=1.5)["generation"] == pytest.approx(1024 * read / 1e12)
     rounded = planner(1, 1.0)([*words, "--generate_max_len", "1024", "--vllm_quantization", "fp8"])
     assert seconds(rounded, read_bytes=1e12)["generation"] == pytest.approx(1024 * (read - 357_826_560) / 1e12)
     # 100 tokens on average: the longest of 64 has about 100 (ln 64 + 0.577).
@@ -193,7 +193,6 @@ def test_seconds_of_decode_steps(planner):
     halves = planner(1, 2.0)([*words, "--generate_max_len", "1024", "--vllm_num_engines", "2"])
     read += 2 * WEIGHTS["qwen2.5-0.5b"]
     assert seconds(halves, read_bytes=1e12, crowding=1.5)["generation"] == pytest.approx(1.5 * 1024 * read / 1e12)
-    assert seconds(plan, crowding=1.5, decode_step_s=1.0)["generation"] == 1024
     two = planner(2)([*words, "--generate_max_len", "1024", "--vllm_num_engines", "2"])  # wait for the longest of both
     assert seconds(two, mean=100.0, decode_step_s=1.0)["generation"] == pytest.approx(473.6, abs=0.1)
 
