@@ -17,7 +17,7 @@ UNITS = {
     "ray_internals": (["ray_internals"], ["rlhf-data/errors", "rlhf-rollout/private_names"]),
     "record_columns": (["record_columns"], ["rlhf-data/errors", "rlhf-data/records"]),
     "records_io": (["records_io"], ["rlhf-data/errors", "rlhf-data/options", "rlhf-data/records", "rlhf-rollout/record_columns"]),
-    "rewards": (["rewards/", "rewards/code/"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/options", "rlhf-data/own_code", "rlhf-data/records", "rlhf-data/safety", "rlhf-models/host_states", "rlhf-models/loading", "rlhf-models/process_reward", "rlhf-models/reward", "rlhf-rollout/event_loop", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/workers"]),
+    "rewards": (["rewards/", "rewards/code/"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/images", "rlhf-data/options", "rlhf-data/own_code", "rlhf-data/records", "rlhf-data/safety", "rlhf-models/host_states", "rlhf-models/loading", "rlhf-models/process_reward", "rlhf-models/reward", "rlhf-rollout/event_loop", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/workers"]),
     "router": (["router"], ["rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/engines", "rlhf-rollout/protocols", "rlhf-rollout/unfinished"]),
     "supervisor": (["supervisor"], ["rlhf-data/errors", "rlhf-rollout/engines", "rlhf-rollout/protocols", "rlhf-rollout/router"]),
     "unfinished": (["unfinished"], ["rlhf-data/records", "rlhf-rollout/protocols", "rlhf-rollout/records_io"]),

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ _SMOL_TEMPLATE = (
     "{% for c in m.content %}{% if c['type'] == 'text' %}{{ c['text'] }}{% elif c['type'] == 'image' %}<image>"
     "{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
+_PINPOINTS = [[32, 32], [32, 64], [64, 32], [64, 64], [32, 192], [192, 192]]
 _QWEN_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
 _QWEN_TOKENS += ["<|image_pad|>", "<|video_pad|>"]
 _INTERN_TEMPLATE = (
@@ -59,11 +61,19 @@ _EYES: dict[str, dict[str, Any]] = {
 }
 _EYES["idefics3"] = _EYES["smolvlm"]
 _EYES["internvl"] = _EYES["smolvlm"] | {"image_size": [32, 32], "patch_size": [4, 4], "use_qk_norm": True}
+_EYES["llava_onevision"] = _EYES["smolvlm"] | {"model_type": "siglip_vision_model", "vision_use_head": False}
 VISION_FAMILIES = tuple(_EYES)
 # By family, what its tokenizer has: special tokens, the chat template, the end token, the token of an image.
 _SMOL = (_SMOL_TOKENS, _SMOL_TEMPLATE, "<end_of_utterance>", "<image>")
 _TEXTS = {"smolvlm": _SMOL, "idefics3": _SMOL}
 _TEXTS["internvl"] = (_INTERN_TOKENS, _INTERN_TEMPLATE, "<|im_end|>", "<IMG_CONTEXT>")
+_LLAVA_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>"]
+_TEXTS["llava_onevision"] = (
+    _LLAVA_TOKENS,
+    _INTERN_TEMPLATE.replace("<IMG_CONTEXT>", "<image>"),
+    "<|im_end|>",
+    "<image>",
+)
 _QWEN = (_QWEN_TOKENS, _QWEN_TEMPLATE, "<|im_end|>", "<|image_pad|>")
 COLOURS = {"red": (220, 30, 30), "green": (30, 180, 30), "blue": (30, 30, 220)}
 
@@ -81,6 +91,9 @@ def tiny_vision_model_dir(path: Path, family: str) -> Path:
     if family == "internvl":
         text["model_type"] = "qwen2"
         ids |= {"image_seq_length": 16, "downsample_ratio": 0.5}
+    elif family == "llava_onevision":
+        text["model_type"] = "qwen2"
+        ids |= {"image_grid_pinpoints": _PINPOINTS, "tie_word_embeddings": False}
     elif family in _TEXTS:
         text["model_type"] = "llama"
         ids |= {"scale_factor": 2, "pad_token_id": 0}
@@ -103,11 +116,29 @@ def tiny_vision_model_dir(path: Path, family: str) -> Path:
     return path
 
 
+def tiny_vision_reward_dir(path: Path, model: Path) -> Path:
+    """Write a reward model with the layers of the folder `model` and a random head, and return the folder."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModel
+
+    layers = AutoModel.from_pretrained(model)
+    layers.save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json"):
+        shutil.copy(model / name, path)
+    head = torch.randn(1, _TEXT["hidden_size"], generator=torch.Generator().manual_seed(1))
+    save_file({"weight": head}, path / "value_head.safetensors")
+    return path
+
+
 def _processor(family: str) -> dict[str, Any]:
     common = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     if family == "internvl":
         sizes = {"size": {"height": 32, "width": 32}, "max_patches": 4}
         return common | sizes | {"image_processor_type": "GotOcr2ImageProcessor"}
+    if family == "llava_onevision":
+        sizes = {"size": {"height": 32, "width": 32}, "image_grid_pinpoints": _PINPOINTS}
+        return common | sizes | {"image_processor_type": "LlavaOnevisionImageProcessor"}
     if family in _TEXTS:
         name = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}[family]
         sizes = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}

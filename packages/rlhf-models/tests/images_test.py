@@ -2,12 +2,16 @@
 
 import io
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForImageTextToText
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from rlhf_data.errors import ConfigError, DataError
@@ -15,22 +19,23 @@ from rlhf_data.examples.preference import PreferenceEncoder
 from rlhf_data.examples.sft import SftEncoder, SftExample
 from rlhf_data.examples.with_images import ImageEncoder
 from rlhf_data.images.files import read_image
-from rlhf_data.images.reader import load_image_reader
+from rlhf_data.images.reader import load_image_reader, open_image_reader
 from rlhf_data.pretrained import load_tokenizer
 from rlhf_data.rows.row import Row
 from rlhf_models.batch import TokenBatch
-from rlhf_models.loading import load_actor, load_config
+from rlhf_models.loading import load_actor, load_config, load_reward_model
 from rlhf_models.lora import LoraSpec, add_lora, check_lora, merge_adapter, save_adapter
+from rlhf_models.reward import score_sequences
 from rlhf_models.weights import check_saves
-from tiny_vision import VISION_FAMILIES, tiny_vision_model_dir
+from tiny_vision import VISION_FAMILIES, tiny_vision_model_dir, tiny_vision_reward_dir
 
-EYES = ("vis", "connector", "projector")  # parts of names of weights that read images
+EYES = ("vis", "connector", "projector", "newline")  # parts of names of weights that read images
 PARTS = [{"type": "image"}, {"type": "text", "text": " and "}, {"type": "image"}, {"type": "text", "text": "same?"}]
-ROWS = [
-    {"input": "what?", "output": "red", "images": "a.png"},
-    {"input": [{"role": "user", "content": PARTS}], "output": "no", "images": ["a.png", "b.png"]},
-    {"input": "text alone", "output": "yes"},
-]
+
+
+def second(family):
+    """The content of a question about several images, or one where a family reads no more, and their names."""
+    return (PARTS[2:], ["b.png"]) if family == "llava_onevision" else (PARTS, ["a.png", "b.png"])
 
 
 @pytest.fixture(scope="module", params=VISION_FAMILIES)
@@ -48,7 +53,13 @@ def vision(request, tmp_path_factory):
 
 def examples(vision):
     path, encoder = vision
-    return [encoder(Row(row, str(path.parent / "rows.jsonl"), index)) for index, row in enumerate(ROWS)]
+    content, names = second(encoder.reader.family)
+    rows = [
+        {"input": "what?", "output": "red", "images": "a.png"},
+        {"input": [{"role": "user", "content": content}], "output": "no", "images": names},
+        {"input": "text alone", "output": "yes"},
+    ]
+    return [encoder(Row(row, str(path.parent / "rows.jsonl"), index)) for index, row in enumerate(rows)]
 
 
 def laid_out(vision, packing):
@@ -60,8 +71,8 @@ def laid_out(vision, packing):
     return items, refs, batch.with_images(vision[1].reader.arrays(refs))
 
 
-def plain_logprobs(model, item, reader):
-    """Log-probs of plain transformers, with the positions that it gives a sequence alone."""
+def plain_pass(model, item, reader):
+    """What plain transformers makes of a sequence alone, with the positions that it gives it, and its tokens [1, L]."""
     ids = torch.tensor(item.token_ids.astype(np.int64))[None]
     more = {}
     if item.images:
@@ -69,8 +80,20 @@ def plain_logprobs(model, item, reader):
         more = {name: torch.from_numpy(made[name]) for name in made if name not in ("rows", "cols", "num_patches")}
         if reader.family.startswith("qwen"):
             more["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits
-    return logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids), **more), ids
+
+
+def plain_logprobs(model, item, reader):
+    """Log-probs of plain transformers."""
+    output, ids = plain_pass(model, item, reader)
+    return output.logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+
+
+def turned(ref):
+    """The same image upside down."""
+    file = io.BytesIO()
+    read_image(ref, "r").rotate(180).save(file, "PNG")
+    return file.getvalue()
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
@@ -93,14 +116,26 @@ def test_logprobs_and_gradients_are_those_of_plain_transformers(vision, packing)
         own = actor.model.get_parameter(name).grad
         # Some weights of random models have gradients of 0 but for rounding.
         assert (own - gradient).norm() < 1e-4 * gradient.norm() + 1e-4, name
-    turned = []
-    for ref in refs:
-        file = io.BytesIO()
-        read_image(ref, "r").rotate(180).save(file, "PNG")
-        turned.append(file.getvalue())
-    other = actor(batch.with_images(encoder.reader.arrays(turned))).logprobs
+    other = actor(batch.with_images(encoder.reader.arrays([*map(turned, refs)]))).logprobs
     for before, after in list(zip(batch.split(logprobs), batch.split(other), strict=True))[:2]:
         assert not torch.allclose(before, after, atol=1e-4)
+
+
+def test_scores_of_a_reward_model_are_those_of_its_head_on_the_last_state_of_plain_transformers(vision, tmp_path):
+    path, encoder = vision
+    folder = tiny_vision_reward_dir(tmp_path / "rm", path)
+    items = examples(vision)
+    samples = [(item.token_ids, item.images) for item in items[:2]] + [items[2].token_ids]
+    model = load_reward_model(folder, dtype="float32", images="frozen")
+    scores = score_sequences(model, samples, batch_size=8, reader=open_image_reader(folder))
+    plain = AutoModel.from_pretrained(folder)
+    head = load_file(folder / "value_head.safetensors")["weight"][0]
+    for item, score in zip(items, scores, strict=True):
+        expected = plain_pass(plain, item, encoder.reader)[0].last_hidden_state[0, -1] @ head
+        assert score == pytest.approx(expected.item(), abs=1e-4)
+    other = (items[0].token_ids, [*map(turned, items[0].images)])
+    [score] = score_sequences(model, [other], batch_size=8, reader=encoder.reader)
+    assert abs(score - scores[0]) > 1e-3
 
 
 def test_tokens_of_images_are_those_of_the_processor_and_not_trained(vision):
@@ -116,6 +151,11 @@ def test_tokens_of_images_are_those_of_the_processor_and_not_trained(vision):
         told = "<img>" + "<IMG_CONTEXT>" * 16 * 3 + "</img>"
         head = "<|im_start|>user\n"
         tail = "\nwhat?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>"
+    elif encoder.reader.family == "llava_onevision":
+        # The whole image, and 8 rows of 14 of the 16 in two tiles, each with a token at its end.
+        told = "<image>" * (64 + 8 * 15)
+        head = "<|im_start|>user\n"
+        tail = "\nwhat?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>"
     else:
         # 30 x 50 pixels become 32 x 48, in squares of 8.
         told = "<|image_pad|>" * 24
@@ -124,7 +164,7 @@ def test_tokens_of_images_are_those_of_the_processor_and_not_trained(vision):
     assert one.token_ids.tolist() == tokenizer(head + told + tail)["input_ids"]
     assert tokenizer.decode(one.token_ids[one.loss_mask]).strip().startswith("red")
     assert one.loss_mask.sum() <= 5
-    assert [len(item.images) for item in (one, two, alone)] == [1, 2, 0]
+    assert [len(item.images) for item in (one, two, alone)] == [1, len(second(encoder.reader.family)[1]), 0]
     # Tokens of images are not trained, even where all others are.
     [everything] = examples((_, replace(encoder, encoder=replace(encoder.encoder, pretrain=True))))[:1]
     image = everything.token_ids == encoder.reader.image_id
@@ -138,9 +178,7 @@ def test_weights_that_read_images_are_trained_or_kept(vision, images):
     actor = load_actor(path, dtype="float32", images=images)
     check_saves(actor)
     frozen = {name for name, weight in actor.named_parameters() if not weight.requires_grad}
-    eyes = {
-        name for name, _ in actor.named_parameters() if any(part in name for part in ("vis", "connector", "projector"))
-    }
+    eyes = {name for name, _ in actor.named_parameters() if any(part in name for part in EYES)}
     assert eyes
     assert frozen == (eyes if images == "frozen" else set())
 
@@ -159,8 +197,10 @@ def test_a_batch_of_text_alone_runs_what_reads_images_and_has_the_logprobs_of_te
     # The same weights have gradients as in a batch with images, of 0: ranks add them up together.
     output.logprobs.sum().backward()
     gradients = {name: weight.grad for name, weight in actor.named_parameters()}
-    assert all(gradient is not None for gradient in gradients.values())
-    eyes = {name for name in gradients if any(part in name for part in EYES)}
+    unread = {name for name, gradient in gradients.items() if gradient is None}
+    assert all("vision_tower.post_layernorm" in name for name in unread)  # LLaVA reads the states before it
+    eyes = {name for name in gradients if any(part in name for part in EYES)} - unread
+    gradients = {name: gradient for name, gradient in gradients.items() if name not in unread}
     assert {name for name, gradient in gradients.items() if not gradient.any()} & eyes == eyes
 
 
@@ -186,9 +226,10 @@ def test_places_without_images_are_refused(vision):
 @pytest.mark.parametrize("has_prompt", [True, False], ids=["prompt", "dialogues"])
 def test_both_answers_of_a_pair_have_the_images_of_their_prompt(vision, has_prompt):
     path, encoder = vision
-    question = [{"role": "user", "content": PARTS}]
+    content, names = second(encoder.reader.family)
+    question = [{"role": "user", "content": content}]
     answers = {key: [{"role": "assistant", "content": key}] for key in ("chosen", "rejected")}
-    row = {"prompt": question, **answers, "images": ["a.png", "b.png"]}
+    row = {"prompt": question, **answers, "images": names}
     if not has_prompt:
         row |= {key: question + answer for key, answer in answers.items()}
     pairs = PreferenceEncoder(
@@ -201,7 +242,7 @@ def test_both_answers_of_a_pair_have_the_images_of_their_prompt(vision, has_prom
         assert one.token_ids.tolist() == alone.token_ids.tolist()
         assert one.loss_mask.tolist() == alone.loss_mask.tolist()
         assert one.images == alone.images
-    assert len(pair.chosen.images) == 2
+    assert len(pair.chosen.images) == len(names)
 
 
 def test_merged_adapters_give_the_logprobs_of_the_trained_model_and_leave_what_reads_images(vision, tmp_path):
@@ -227,3 +268,25 @@ def test_merged_adapters_give_the_logprobs_of_the_trained_model_and_leave_what_r
     plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
     for item, own in zip(items, batch.split(logprobs), strict=True):
         torch.testing.assert_close(own[1:], plain_logprobs(plain, item, encoder.reader), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [(30, 50), (64, 64), (20, 191), (191, 20), (190, 180), (7, 3), (33, 31)])
+def test_tokens_of_an_image_in_tiles_are_as_many_as_those_of_the_processor(tmp_path, size):
+    path = tiny_vision_model_dir(tmp_path, "llava_onevision")
+    reader = load_image_reader(path, load_config(path), load_tokenizer(path))
+    known = {"image_processor": reader.processor, "num_image_tokens": 64, "vision_aspect_ratio": "anyres_max_9"}
+    plain = SimpleNamespace(**known)
+    plain._get_unpadded_features = partial(LlavaOnevisionProcessor._get_unpadded_features, plain)
+    told = LlavaOnevisionProcessor._get_number_of_features(plain, *size, 32, 32)
+    arrays = reader.processed([Image.new("RGB", size[::-1])])
+    assert reader.sizes(arrays) == (told, 1)
+
+
+def test_a_row_of_several_images_is_refused_where_the_processor_reads_them_in_another_way(tmp_path):
+    path = tiny_vision_model_dir(tmp_path, "llava_onevision")
+    reader = load_image_reader(path, load_config(path), load_tokenizer(path))
+    ids = np.full(2, reader.image_id, np.int32)
+    with pytest.raises(
+        DataError, match=r"r:1: rows for a llava_onevision have one image, and this one has 2\n\nhint: "
+    ):
+        reader.expand(ids, ids > 0, (b"", b""), "r:1")

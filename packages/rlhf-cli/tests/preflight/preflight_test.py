@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from rlhf_cli.builtin import MODEL_DIR
+from tiny_vision import drawn_shapes, tiny_vision_model_dir, tiny_vision_reward_dir
 
 
 @pytest.fixture
@@ -233,6 +234,25 @@ def test_check_inputs_process_reward_model_is_known_by_its_config(check, refused
     (folder / "steps" / "config.json").write_text(json.dumps(config | steps))
     (folder / "steps" / "model.safetensors").unlink()
     assert "steps has no weights" in refused(*argv, "steps")
+
+
+def test_check_inputs_reward_models_read_images_as_the_policy_does(check, refused, folder, models):
+    rewards = tiny_vision_reward_dir(folder / "rm", tiny_vision_model_dir(folder / "eyes", "smolvlm"))
+    rows = drawn_shapes(folder / "pictures", 4, seed=1)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["--pretrain", "eyes", "--image_key", "images", "--apply_chat_template", "--prompt_max_len", "160"]
+    argv += ["--remote_rm_url", "None", "--advantage_estimator", "group_norm", "--n_samples_per_prompt", "2"]
+    sharded = ["--reward_sharding", "on", "--reward_num_gpus_per_node", "2"]
+    found = check(*argv, "--reward_pretrain", "rm", *sharded)
+    assert found.reward_sources[0].targets == (str(rewards),)
+    assert found.notices == ("--reward_sharding has no effect: reward models that read images are not divided",)
+    processor = json.loads((rewards / "preprocessor_config.json").read_text())
+    (rewards / "preprocessor_config.json").write_text(json.dumps(processor | {"do_image_splitting": False}))
+    assert "rm reads images in another way than the trained model" in refused(*argv, "--reward_pretrain", "rm")
+    config = json.loads((rewards / "config.json").read_text())
+    steps = {"process_reward": {"placeholder": 5, "good": 10, "bad": 12}}
+    (rewards / "config.json").write_text(json.dumps(config | steps))
+    assert "--image_key needs rewards of whole responses, and" in refused(*argv, "--reward_pretrain", "rm")
 
 
 def test_check_inputs_reward_model_without_weights_is_refused(refused, folder, models):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.images.reader import ImageReader
 from rlhf_models.attention.sequence_parallel import SequenceGroup
 from rlhf_models.backbone import last_hidden_state
 from rlhf_models.batch import TokenBatch
@@ -78,21 +79,29 @@ def moments_fields(mean: float, std: float) -> dict[str, float | None]:
 
 
 @torch.inference_mode()
-def score_sequences(model: RewardModel, sequences: Sequence[Any], *, batch_size: int) -> list[float]:
-    """Return the score of each token sequence, in order.
+def score_sequences(
+    model: RewardModel, samples: Sequence[Any], *, batch_size: int, reader: ImageReader | None = None
+) -> list[float]:
+    """Return the score of each sample, in order.
+
+    A sample is a token sequence, or a pair of one and the paths of its images, which `reader` reads.
 
     Sequences are batched by length, with at most `batch_size` sequences and `MAX_BATCH_TOKENS` tokens per pass. On a
     CPU each sequence has a pass of its own, which costs little there and makes scores independent of the batch to the
     last bit.
 
     Raises:
-        DataError: as `check_sequences`.
+        DataError: as `check_sequences`, or an image that cannot be read.
     """
+    pairs = [sample if isinstance(sample, tuple) else (sample, ()) for sample in samples]
+    sequences = [sequence for sequence, _ in pairs]
     check_sequences(sequences, InputLimits.of(model.model), "the reward model")
     device = model.value_head.weight.device
     scores = [0.0] * len(sequences)
     for rows in length_batches([len(sequence) for sequence in sequences], 1 if device.type == "cpu" else batch_size):
         batch = TokenBatch.padded([sequences[row] for row in rows], 0, device)
+        if reader is not None:
+            batch = batch.with_images(reader.arrays([path for row in rows for path in pairs[row][1]]))
         for row, score in zip(rows, model(batch).tolist(), strict=True):
             scores[row] = score
     return scores

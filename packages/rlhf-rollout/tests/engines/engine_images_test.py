@@ -35,6 +35,7 @@ def folder(tmp_path_factory):
     for name, shape in (("a", (30, 50, 3)), ("b", (70, 20, 3))):
         Image.fromarray(noise.integers(0, 255, shape, dtype=np.uint8)).save(path / f"{name}.png")
     (path / "rows.jsonl").write_text(ROWS)
+    (path / "single.jsonl").write_text("".join(row for row in ROWS.splitlines(True) if "same" not in row))
     return path
 
 
@@ -44,7 +45,7 @@ def made(folder, family):
     if not path.exists():
         tiny_vision_model_dir(path, family)
     reader = open_image_reader(path)
-    rows = open_sources(str(folder / "rows.jsonl"))
+    rows = open_sources(str(folder / ("single.jsonl" if family == "llava_onevision" else "rows.jsonl")))
     options = {"apply_chat_template": True, "image_key": "images", "reader": reader}
     return path, reader, load_prompts(rows, reader.tokenizer, **options)
 
@@ -71,9 +72,11 @@ def expected(path, reader, prompt, token_ids):
         ("transformers", "smolvlm"),
         ("vllm", "smolvlm"),
         ("vllm", "idefics3"),
+        pytest.param("vllm", "llava_onevision", marks=NEEDS_TORCHVISION),
         pytest.param("vllm", "internvl", marks=NEEDS_TORCHVISION),
         pytest.param("vllm", "qwen2_vl", marks=NEEDS_TORCHVISION),
         pytest.param("vllm", "qwen2_5_vl", marks=NEEDS_TORCHVISION),
+        pytest.param("vllm", "qwen3_vl", marks=NEEDS_TORCHVISION),
     ],
 )
 def test_logprobs_of_an_engine_are_those_of_plain_transformers(folder, kind, family):

@@ -160,7 +160,6 @@ def test_prompts_of_linear_attention_have_two_tokens() -> None:
     ("name", "fields", "message"),
     [
         ("Ernie4_5_MoeForCausalLM", {}, r"of an ernie4_5_moe on a CPU without [^\n]*"),
-        ("Qwen3VLForConditionalGeneration", {}, r"does not start with a qwen3_vl on a CPU"),
         ("FalconMambaForCausalLM", {}, r"no kernel for the Mamba layers of FalconMambaForCausalLM on a CPU[^\n]*"),
         ("JambaForCausalLM", {}, r"no kernel for the Mamba layers of JambaForCausalLM on a CPU[^\n]*"),
         ("MambaForCausalLM", {}, r"no kernel for the Mamba layers of MambaForCausalLM on a CPU[^\n]*"),
@@ -218,6 +217,11 @@ def test_fields_that_vllm_reads_of_lfm2_are_its_width() -> None:
             "HYV3ForCausalLM",
             {"mlp_layer_types": ["dense", "sparse"], "moe_intermediate_size": 48},
             {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "qk_norm": True},
+        ),
+        (
+            "Qwen3VLForConditionalGeneration",
+            {"text_config": {"hidden_size": 64}},
+            {"text_config": {"architectures": ["Qwen3ForCausalLM"]}},
         ),
         ("LlamaForCausalLM", {"head_dim": 64, "mlp_layer_types": ["dense"], "moe_intermediate_size": 48}, {}),
         ("HYV3ForCausalLM", {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "qk_norm": True}, {}),

@@ -293,7 +293,7 @@ def start_scorers(run: RunSpec, reserved: Reserved) -> list[list[RayScorer | Div
             scorers.append([DividedScorer(starts, batch_size=batch_size, on_cpu=run.plan.device == "cpu")])
             continue
         separator = run.reward.step_separator if path in run.reward.process_models else None
-        own = {**options, "step_separator": separator, "batch_size": batch_size}
+        own = {**options, "step_separator": separator, "batch_size": batch_size, "images": run.engine.images}
         starts = [partial(_start_one, scorer, placed, rank, reserved, path, **own) for rank in ranks]
         scorers.append([RayScorer(start(), start) for start in starts])
     return scorers

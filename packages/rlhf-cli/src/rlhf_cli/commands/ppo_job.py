@@ -249,7 +249,7 @@ def _describe_run(config: PpoConfig, num_prompts: int | None) -> str:
 def _divided_reward_models(config: PpoConfig, inputs: Inputs, plan: PlacementPlan) -> tuple[str, ...]:
     """Return the reward models whose processes divide the weights."""
     sharding = config.reward.reward_sharding
-    if plan.scorers is None or plan.scorers.num_ranks == 1 or sharding == "off":
+    if plan.scorers is None or plan.scorers.num_ranks == 1 or sharding == "off" or config.images:
         return ()
     if sharding == "auto" and config.training.zero_stage < 3:
         return ()

@@ -184,7 +184,7 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
 
 def _check_images(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Check what is used beside images."""
-    config.data.check_images(agent=config.agent.agent_func_path, model=config.reward.reward_pretrain)
+    config.data.check_images(agent=config.agent.agent_func_path)
     unused = (config.data.image_key is None, ["freeze_visual_encoder"], "there is no --image_key")
     return without_effect(given, unused)
 

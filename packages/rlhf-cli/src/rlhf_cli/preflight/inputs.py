@@ -94,8 +94,8 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     check_context(model_config, *longest_sequence(config))
     adapter_notices = check_adapters(config.model, model_config)
     process_models = tuple(filter(judges_steps, model_paths(sources)))
-    reward_notices = check_reward_models(config, sources, process_models, tokenizer)
     reader = load_image_reader(model, model_config, tokenizer) if config.images else None
+    reward_notices = check_reward_models(config, sources, process_models, tokenizer, reader)
     critic, notices = choose_critic(config, model, model_paths(sources), tokenizer, reader)
     teacher = check_teacher(config, tokenizer, reader)
     masked, mask_notices = masked_ids((model, teacher), tokenizer, reader)

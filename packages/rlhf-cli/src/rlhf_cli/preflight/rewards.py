@@ -82,11 +82,16 @@ def judges_steps(path: str) -> bool:
 
 
 def check_reward_models(
-    config: PpoConfig, sources: Sequence[RewardSource], process_models: Collection[str], tokenizer: Any
+    config: PpoConfig,
+    sources: Sequence[RewardSource],
+    process_models: Collection[str],
+    tokenizer: Any,
+    reader: Any = None,
 ) -> list[str]:
     """Return notices about reward models, of which the `process_models` judge steps.
 
-    Raises ConfigError for one that neither has a score head nor judges steps, or without the policy's tokenizer.
+    Raises ConfigError for one that neither has a score head nor judges steps, without the policy's tokenizer, or that
+    does not read images as `reader` does, if there is one.
     """
     from rlhf_models.loading import (
         check_reward_model,
@@ -101,12 +106,17 @@ def check_reward_models(
     if process_models and (config.reward.running_reward_norm or config.reward.reward_normalize == "each"):
         message = f"{rival} normalizes rewards of whole responses, and {min(process_models)} judges steps"
         raise ConfigError(message, hint="drop it; --advantage_estimator group_norm compares the steps of a group")
+    if process_models and reader is not None:
+        message = f"--image_key needs rewards of whole responses, and {min(process_models)} judges steps"
+        raise ConfigError(message, hint="use a model that `rlhf rm` trained with --image_key")
     notices = []
     if config.reward.step_end != "\n" and not process_models:
         notices.append("--step_separator has no effect: no model of --reward_pretrain judges steps")
     if config.reward.reward_sharding == "on":
         if config.placement.num_ranks("reward") == 1:
             notices.append("--reward_sharding has no effect: reward models have one process each")
+        elif reader is not None:
+            notices.append("--reward_sharding has no effect: reward models that read images are not divided")
         notices += [f"--reward_sharding has no effect on {path}: it judges steps" for path in process_models]
     for path in model_paths(sources):
         with naming("reward_pretrain"):
@@ -114,6 +124,8 @@ def check_reward_models(
             model_config = load_config(path)
             check_same_tokenizer(path, tokenizer)
             check_tokenizer_fits(model_config, tokenizer)
+            if reader is not None:
+                reader.check_same(path, model_config)
             # A reward model scores whole padded batches in one process: what is packed or divided does not concern it,
             # and its attention is always "auto".
             alone = {"packing_samples": False, "share_prompts": False, "attn_implementation": "auto"}

@@ -4,6 +4,7 @@ Transformers' processors of whole models also load what reads videos, which need
 of a model is loaded here, and the tokens are written as the processors of these families write them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,8 +22,11 @@ from rlhf_data.pretrained import clear_errors, load_tokenizer, located_model
 _GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _TILES = ("smolvlm", "idefics3")
 _CROPS = ("internvl",)
-IMAGE_FAMILIES = (*_GRIDS, *_TILES, *_CROPS)
-_COUNTS = ("rows", "cols", "num_patches")  # what processors return beside the model's arguments
+_ANYRES = ("llava_onevision",)
+IMAGE_FAMILIES = (*_GRIDS, *_TILES, *_CROPS, *_ANYRES)
+_COUNTS = ("rows", "cols", "num_patches", "batch_num_images")  # what processors return beside the model's arguments
+
+_MAX_TILES = 9  # `vision_aspect_ratio` is anyres_max_9 in all published models
 
 
 class PartsTokenizer:
@@ -83,6 +87,9 @@ class ImageReader:
         """
         found = [_arrays(self, ref) for ref in refs]
         axis = 1 if self.has_rows else 0
+        if self.family in _ANYRES:  # all images get as many tiles, of which the model reads those that each has
+            num_tiles = max((each["pixel_values"].shape[1] for each in found), default=0)
+            found = [each | {"pixel_values": _with_tiles(each["pixel_values"], num_tiles)} for each in found]
         return {name: np.concatenate([each[name] for each in found], axis) for name in (found[0] if found else ())}
 
     def blank(self) -> tuple[list[int], dict[str, np.ndarray]]:
@@ -116,12 +123,14 @@ class ImageReader:
         if self.family in _GRIDS:
             num_patches = int(np.prod(arrays["image_grid_thw"]))
             return num_patches // self.processor.merge_size**2, num_patches
+        if self.family in _ANYRES:
+            return self._anyres_tokens(*arrays["image_sizes"][0]), 1
         num_tiles = arrays["pixel_values"].shape[int(self.has_rows)]
         return num_tiles * self.tokens_per_tile, num_tiles
 
     def processed(self, images: Sequence[Any]) -> dict[str, Any]:
         """Return what the processor makes of images of Pillow, one or more."""
-        if self.family in _GRIDS:
+        if self.family in (*_GRIDS, *_ANYRES):
             return {**self.processor(images=list(images), return_tensors="np")}
         if self.family in _CROPS:
             return {**self.processor(images=list(images), return_tensors="np", crop_to_patches=True)}
@@ -149,6 +158,10 @@ class ImageReader:
             raise DataError(message, hint=hint)
         if not refs:
             return token_ids, loss_mask
+        if self.family in _ANYRES and len(refs) > 1:
+            # Transformers' processor reads several images of a row as others do whole ones, vLLM's does not.
+            message = f"{origin}: rows for a {self.family} have one image, and this one has {len(refs)}"
+            raise DataError(message, hint="put the images into one, or use a model of another family")
         images = [read_image(ref, origin) for ref in refs]
         try:
             arrays = self.processed(images)
@@ -172,9 +185,28 @@ class ImageReader:
         ids = np.asarray(token_ids, np.int32)
         return list(self.expand(ids, np.zeros(len(ids), bool), refs, origin)[0].tolist())
 
+    def _anyres_tokens(self, height: int, width: int) -> int:
+        """Return the number of tokens of an image: those of the whole, and those of its tiles without their borders."""
+        from transformers.image_processing_utils import select_best_resolution
+
+        side = math.isqrt(self.tokens_per_tile)
+        best = select_best_resolution((int(height), int(width)), self.processor.image_grid_pinpoints)
+        rows, columns = (side * pixels // self.processor.size["height"] for pixels in best)
+        if width * rows > columns * height:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        scale = math.sqrt(rows * columns / (_MAX_TILES * side**2))
+        if scale > 1.1:
+            rows = int(rows // scale)
+            columns = int(columns // scale)
+        return side**2 + rows * (columns + 1)  # a row ends with a token
+
     def _tokens(self, arrays: Mapping[str, Any], index: int) -> list[int]:
         if self.family in _GRIDS:
             return [self.image_id] * int(np.prod(arrays["image_grid_thw"][index]) // self.processor.merge_size**2)
+        if self.family in _ANYRES:
+            return [self.image_id] * self._anyres_tokens(*arrays["image_sizes"][index])
         if self.family in _CROPS:
             start, end = self.tokenizer("<img></img>", add_special_tokens=False)["input_ids"]
             return [start, *[self.image_id] * (self.tokens_per_tile * int(arrays["num_patches"][index])), end]
@@ -196,6 +228,10 @@ def _settings(reader: ImageReader) -> tuple[Any, ...]:
 @lru_cache(maxsize=16)  # the samples of a prompt follow each other, and an image may take 50 MB
 def _arrays(reader: ImageReader, ref: ImageRef) -> dict[str, np.ndarray]:
     return _read(reader, read_image(ref, "a sequence"))
+
+
+def _with_tiles(pixels: np.ndarray, num_tiles: int) -> np.ndarray:
+    return np.pad(pixels, [(0, 0), (0, num_tiles - pixels.shape[1]), (0, 0), (0, 0), (0, 0)])
 
 
 def _read(reader: ImageReader, image: Any) -> dict[str, np.ndarray]:
@@ -227,6 +263,8 @@ def load_image_reader(path: str | Path, config: Any, tokenizer: Any) -> ImageRea
     if config.model_type in _TILES:
         eye = config.vision_config
         tokens_per_tile = (eye.image_size // eye.patch_size) ** 2 // config.scale_factor**2
+    if config.model_type in _ANYRES:
+        tokens_per_tile = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
     return ImageReader(tokenizer, processor, config.model_type, config.image_token_id, tokens_per_tile)
 
 

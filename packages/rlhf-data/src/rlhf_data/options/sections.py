@@ -140,17 +140,16 @@ class ImageSection(ChatSection):
         " them, at `<image>` in the text, at parts of type `image`, or else before the text; None: text alone",
     )
 
-    def check_images(self, *others: tuple[Any, str, str], agent: str | None = None, model: str | None = None) -> None:
+    def check_images(self, *others: tuple[Any, str, str], agent: str | None = None) -> None:
         """Raise ConfigError for images without a chat template, or with what gets none.
 
         Each of `others` says whether it is used, what images need instead, and what to do. `agent` is the value of
-        --agent_func_path, `model` that of --reward_pretrain.
+        --agent_func_path.
         """
         template = "a chat template, which writes the tokens around an image"
         for is_wrong, reason, hint in (
             (not self.apply_chat_template, template, "add --apply_chat_template"),
             (agent, "single turns: agents get no images", "drop --agent_func_path"),
-            (model, "rewards that read text: reward models get no images", "drop --reward_pretrain"),
             *others,
         ):
             if self.image_key is not None and is_wrong:

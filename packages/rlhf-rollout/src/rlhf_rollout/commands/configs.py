@@ -215,7 +215,6 @@ class GenerateConfig(Config):
             (self.engine.engine not in WITH_MODEL, "an engine that reads images", f"use --engine {kinds}"),
             (kind != "rollouts", "the record of rollouts: training data has no images", "drop --post_processor"),
             agent=self.agent.agent_func_path,
-            model=self.reward.reward_pretrain,
         )
 
 

@@ -151,7 +151,7 @@ def _prepare(config: GenerateConfig) -> _Task:
         engine=engine,
         sampling=sampling,
         agent=agent,
-        reward=reward,
+        reward=replace(reward, reader=reader),
         tokenizer=tokenizer,
         reader=reader,
         prompts=prompts,

@@ -87,11 +87,13 @@ class RewardJob:
         options: the options of rewards; they may name no source.
         dtype: data type of reward models.
         max_length: tokens of the longest sequence, as for `LocalScorer`.
+        reader: of the images that reward models read; None for text alone.
     """
 
     options: RewardSection
     dtype: Literal["float32", "bfloat16"]
     max_length: int | None = None
+    reader: ImageReader | None = None
 
     @property
     def sources(self) -> tuple[RewardSource, ...]:
@@ -141,12 +143,14 @@ class RewardJob:
         try:
             import torch
 
-            from rlhf_models.loading import check_same_tokenizer
+            from rlhf_models.loading import check_same_tokenizer, load_config
         except ImportError as error:
             raise ConfigError("reward models need rlhf-models", hint=installs("rlhf-rollout[models]")) from error
         if isinstance(tokenizer, ByteTokenizer):
             raise ConfigError("a reward model reads tokens, and no tokenizer is named", hint="give --tokenizer")
         check_same_tokenizer(path, tokenizer)
+        if self.reader is not None:
+            self.reader.check_same(path, load_config(path))
         scorer = LocalScorer(
             path,
             dtype=self.dtype,
@@ -154,6 +158,7 @@ class RewardJob:
             device="cuda" if torch.cuda.is_available() else "cpu",
             batch_size=self.options.reward_batch_size,
             normalize=self.options.normalize_reward,
+            images=self.reader is not None,
         )
         if self.options.normalize_reward and not scorer.has_moments:
             TERMINAL.say(f"notice: --normalize_reward has no effect: no moments are stored with {path}")

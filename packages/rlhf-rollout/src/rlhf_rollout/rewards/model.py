@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
-
 from rlhf_data.errors import ConfigError, RewardError, RlhfError, first_line, installs
+from rlhf_data.images.reader import open_image_reader
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.http.batcher import Batcher
 from rlhf_rollout.rewards.outcomes import Failure, judge
@@ -22,8 +21,11 @@ MODEL_TIMEOUT_S = 1800.0  # as long as an engine's request: a call may wait for 
 class Scorer(Protocol):
     """Scores token sequences; `score` may be called concurrently."""
 
-    async def score(self, token_ids: list[np.ndarray]) -> list[float]:
-        """Return one score per sequence [L] int32, in order. May raise anything on failure."""
+    async def score(self, samples: list[Any]) -> list[float]:
+        """Return one score per sample, in order. May raise anything on failure.
+
+        A sample is a sequence of tokens [L] int32, or a pair of one and the paths of its images.
+        """
 
 
 class ModelReward:
@@ -88,7 +90,7 @@ class ModelReward:
 
     def _asked(self, rollout: Rollout) -> Any:
         """Return what the scorer is sent."""
-        return rollout.token_ids
+        return (rollout.token_ids, rollout.images) if rollout.images else rollout.token_ids
 
     def _scored(self, answers: Sequence[Any]) -> Scored:
         """Return the result of a call from the scorer's answers."""
@@ -159,6 +161,7 @@ class LocalScorer:
         device: torch's name of the device.
         batch_size: sequences per forward pass at most.
         normalize: shift and scale scores by the moments that the model's config holds, if any.
+        images: read the images of samples, for models of `rlhf_data.images.reader.IMAGE_FAMILIES`.
         step_separator: the text that ends a step, for a process reward model, which judges each step; None for a model
             with a scalar head.
         offload: keep the weights in host memory, pinned, between calls. Without effect on a CPU.
@@ -177,6 +180,7 @@ class LocalScorer:
         device: str = "cpu",
         batch_size: int = 64,
         normalize: bool = False,
+        images: bool = False,
         step_separator: str | None = None,
         offload: bool = False,
     ) -> None:
@@ -191,9 +195,11 @@ class LocalScorer:
         self._path = path
         self.has_moments = False  # whether scores are normalised by moments that are stored with the model
         if step_separator is None:
-            model: Any = load_reward_model(path, normalize=normalize, **options).to(device)
+            reader = open_image_reader(path) if images else None
+            kept = "frozen" if images else ""
+            model: Any = load_reward_model(path, normalize=normalize, images=kept, **options).to(device)
             self.has_moments = model.moments is not None
-            self._run: Callable[..., list[Any]] = partial(score_sequences, model, batch_size=batch_size)
+            self._run: Callable[..., list[Any]] = partial(score_sequences, model, batch_size=batch_size, reader=reader)
         else:
             self._run = judge = StepJudge(path, step_separator, device=device, batch_size=batch_size, **options)
             model = judge.model

@@ -71,6 +71,8 @@ def features(reader: ImageReader, token_ids: np.ndarray, images: Sequence[str]) 
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if "image_grid_thw" in arrays:
             fields["image_grid_thw"] = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
+        elif "image_sizes" in arrays:
+            fields = dict.fromkeys(arrays, MultiModalFieldConfig.batched("image"))
         else:
             if reader.has_rows:
                 tensors = {name: tensor[0] for name, tensor in tensors.items()}

@@ -109,6 +109,8 @@ def missing_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         found["architectures"] = [_RENAMED.get(name, name) for name in names]
     if "GPTBigCodeForCausalLM" in names and config.get("multi_query", True):
         found["num_key_value_heads"] = 1
+    if "Qwen3VLForConditionalGeneration" in names:  # on a CPU, vLLM asks for the class of the model's text part
+        found["text_config"] = {"architectures": ["Qwen3ForCausalLM"]}
     if "Lfm2ForCausalLM" in names:
         found |= dict.fromkeys(("conv_dim", "block_dim"), config["hidden_size"])
     if "MiniMaxM2ForCausalLM" in names and "head_dim" in config:
@@ -120,7 +122,9 @@ def missing_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         found["first_k_dense_replace"] = config["mlp_layer_types"].count("dense")
     if "HYV3ForCausalLM" in names and "moe_intermediate_size" in config:
         found |= {"expert_hidden_dim": config["moe_intermediate_size"], "qk_norm": True}
-    return {name: value for name, value in found.items() if name == "architectures" or name not in config}
+    return {
+        name: value for name, value in found.items() if name in ("architectures", "text_config") or name not in config
+    }
 
 
 def shortest_prompt(config: Mapping[str, Any]) -> int:
@@ -152,9 +156,6 @@ def check_on_cpu(config: Mapping[str, Any], dtype: str) -> None:
     if "Ernie4_5_MoeForCausalLM" in names:
         message = "vLLM chooses the experts of an ernie4_5_moe on a CPU without the correction of their scores"
         raise ConfigError(message, hint=elsewhere)
-    if "Qwen3VLForConditionalGeneration" in names:
-        # It asks for the architecture of the model's text part, which has none.
-        raise ConfigError("vLLM does not start with a qwen3_vl on a CPU", hint=elsewhere)
     if found := names & _FIRST_MAMBAS:
         message = f"vLLM has no kernel for the Mamba layers of {found.pop()} on a CPU; it has one for those of Mamba 2"
         raise ConfigError(message, hint=elsewhere)
