@@ -14,7 +14,7 @@ UNITS = {
     "host_states": (["host_states"], ["rlhf-data/errors"]),
     "images": (["images"], ["rlhf-models/attention"]),
     "loading": (["loading"], ["rlhf-data/errors", "rlhf-data/images", "rlhf-data/own_code", "rlhf-data/pretrained", "rlhf-models/actor", "rlhf-models/attention", "rlhf-models/backbone", "rlhf-models/checkpoint", "rlhf-models/critic", "rlhf-models/images", "rlhf-models/reward", "rlhf-models/weights"]),
-    "lora": (["lora"], ["rlhf-data/errors", "rlhf-data/images", "rlhf-data/own_code", "rlhf-data/pretrained", "rlhf-data/safety", "rlhf-models/actor", "rlhf-models/checkpoint", "rlhf-models/images", "rlhf-models/loading", "rlhf-models/weights"]),
+    "lora": (["lora"], ["rlhf-data/errors", "rlhf-data/own_code", "rlhf-data/pretrained", "rlhf-data/safety", "rlhf-models/actor", "rlhf-models/checkpoint", "rlhf-models/images", "rlhf-models/loading", "rlhf-models/weights"]),
     "process_reward": (["process_reward"], ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/loading", "rlhf-models/reward"]),
     "reward": (["reward"], ["rlhf-data/errors", "rlhf-data/images", "rlhf-models/attention", "rlhf-models/backbone", "rlhf-models/critic"]),
     "testing": (["testing"], ["rlhf-data/errors", "rlhf-models/checkpoint"]),

@@ -20,7 +20,8 @@ IMAGES = "--image_key images --apply_chat_template"
 SFT = "--dataset train.jsonl --save_path begun --max_len 160 --zero_stage 0 --learning_rate 3e-3 --max_epochs 3"
 SFT += " --train_batch_size 16 --micro_train_batch_size 16"
 PPO = "--prompt_data train.jsonl --eval_data held.jsonl --label_key output --remote_rm_url reward.py --save_path out"
-PPO += " --reward_pretrain rm --reward_weights 1,0 --advantage_estimator group_norm --rollout_batch_size 16 --n_samples_per_prompt 8 --train_batch_size 64"
+PPO += " --reward_pretrain rm --reward_weights 1,0"
+PPO += " --advantage_estimator group_norm --rollout_batch_size 16 --n_samples_per_prompt 8 --train_batch_size 64"
 PPO += " --train_steps 24 --num_episodes 4 --eval_temperature 1 --micro_train_batch_size 32 --prompt_max_len 160"
 PPO += " --generate_max_len 6 --actor_learning_rate 1e-3 --init_kl_coef 0.01 --seed 1"
 
@@ -50,7 +51,7 @@ def largest_gap(path, records) -> float:
 
 
 def largest_error(path, records) -> float:
-    """Return how far recorded scores are from those of a reward model's head on the last state of plain transformers."""
+    """Return how far recorded scores are from those of a reward model's head on plain transformers' last state."""
     model = AutoModel.from_pretrained(path)
     head = load_file(path / "value_head.safetensors")["weight"][0]
     processor = open_image_reader(path).processed

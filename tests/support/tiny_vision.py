@@ -62,6 +62,7 @@ _EYES: dict[str, dict[str, Any]] = {
 _EYES["idefics3"] = _EYES["smolvlm"]
 _EYES["internvl"] = _EYES["smolvlm"] | {"image_size": [32, 32], "patch_size": [4, 4], "use_qk_norm": True}
 _EYES["llava_onevision"] = _EYES["smolvlm"] | {"model_type": "siglip_vision_model", "vision_use_head": False}
+_EYES["gemma3"] = _EYES["smolvlm"] | {"vision_use_head": False}
 VISION_FAMILIES = tuple(_EYES)
 # By family, what its tokenizer has: special tokens, the chat template, the end token, the token of an image.
 _SMOL = (_SMOL_TOKENS, _SMOL_TEMPLATE, "<end_of_utterance>", "<image>")
@@ -74,6 +75,16 @@ _TEXTS["llava_onevision"] = (
     "<|im_end|>",
     "<image>",
 )
+_GEMMA_TOKENS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<start_of_image>",
+    "<image_soft_token>",
+    "<end_of_image>",
+]
+_GEMMA_TEMPLATE = _INTERN_TEMPLATE.replace("<IMG_CONTEXT>\n", "<start_of_image>")
+_TEXTS["gemma3"] = (_GEMMA_TOKENS, _GEMMA_TEMPLATE, "<|im_end|>", "<image_soft_token>")
 _QWEN = (_QWEN_TOKENS, _QWEN_TEMPLATE, "<|im_end|>", "<|image_pad|>")
 COLOURS = {"red": (220, 30, 30), "green": (30, 180, 30), "blue": (30, 30, 220)}
 
@@ -91,6 +102,15 @@ def tiny_vision_model_dir(path: Path, family: str) -> Path:
     if family == "internvl":
         text["model_type"] = "qwen2"
         ids |= {"image_seq_length": 16, "downsample_ratio": 0.5}
+    elif family == "gemma3":
+        text |= {
+            "model_type": "gemma3_text",
+            "sliding_window": 32,
+            "layer_types": ["sliding_attention", "full_attention"],
+        }
+        text |= {"query_pre_attn_scalar": 32}
+        ids = {"mm_tokens_per_image": 16, "image_token_index": ids["image_token_id"]}
+        ids |= {"boi_token_index": ids["image_token_index"] - 1, "eoi_token_index": ids["image_token_index"] + 1}
     elif family == "llava_onevision":
         text["model_type"] = "qwen2"
         ids |= {"image_grid_pinpoints": _PINPOINTS, "tie_word_embeddings": False}
@@ -109,6 +129,8 @@ def tiny_vision_model_dir(path: Path, family: str) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config)
+        if family == "gemma3":  # which transformers begins with zeros
+            torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.1)
     with without_wrappers():
         model.save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -136,6 +158,8 @@ def _processor(family: str) -> dict[str, Any]:
     if family == "internvl":
         sizes = {"size": {"height": 32, "width": 32}, "max_patches": 4}
         return common | sizes | {"image_processor_type": "GotOcr2ImageProcessor"}
+    if family == "gemma3":
+        return common | {"size": {"height": 32, "width": 32}, "image_processor_type": "Gemma3ImageProcessor"}
     if family == "llava_onevision":
         sizes = {"size": {"height": 32, "width": 32}, "image_grid_pinpoints": _PINPOINTS}
         return common | sizes | {"image_processor_type": "LlavaOnevisionImageProcessor"}

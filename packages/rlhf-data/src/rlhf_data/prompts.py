@@ -88,7 +88,7 @@ def load_prompts(
     if prompt_max_len < 1:
         raise ConfigError(f"prompt_max_len must be at least 1, got {prompt_max_len}")
     template = InputTemplate(
-        tokenizer=tokenizer if image_key is None else PartsTokenizer(tokenizer),
+        tokenizer=tokenizer if reader is None else PartsTokenizer(tokenizer, reader),
         apply_chat_template=apply_chat_template,
         input_template=input_template,
         tools_key=tools_key,

@@ -38,6 +38,8 @@ def image_arguments(base: Any, batch: TokenBatch) -> tuple[Tensor, dict[str, Ten
         arguments.
     """
     images = dict(batch.images or {})
+    if base.config.model_type == "gemma3":  # tokens of an image see each other
+        images["token_type_ids"] = (batch.input_ids == base.config.image_token_id).int()
     if not hasattr(base, "get_rope_index"):
         return batch.position_ids, images
     ids = batch.input_ids

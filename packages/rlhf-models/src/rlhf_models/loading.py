@@ -94,12 +94,15 @@ def _whole_copy(path: str, method: str) -> str:
     return hint
 
 
-def check_generates(path: str | Path, config: Any, *, images: bool = False) -> None:
-    """Raise ConfigError unless a model with this config can be trained as a language model, on images if so asked."""
+def check_generates(path: str | Path, config: Any, *, images: bool = False, packing: bool = False) -> None:
+    """Raise ConfigError unless a model with this config can be trained as a language model, on images if so asked.
+
+    For `packing` see `check_reads_images`.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if images:
-        check_reads_images(path, config)
+        check_reads_images(path, config, packing=packing)
         return
 
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
@@ -323,6 +326,8 @@ def _load_model(
     config = load_config(path)
     if getattr(auto_class, "__name__", None) == "AutoModel":
         _check_backbone(path, config)
+    if images:
+        check_reads_images(path, config, packing=packing)
     attention = choose_attention(config, attn_implementation, packing=packing)
     if attention in PACKED_ATTENTIONS:
         attention = packed_attention_here(config, attn_implementation, resolve_dtype(dtype))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError, installs
-from rlhf_data.images.reader import IMAGE_FAMILIES
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.pretrained import clear_errors, load_tokenizer
 from rlhf_data.safety import open_to_others
@@ -252,6 +251,7 @@ def merge_adapter(
         ConfigError: no such model, or no adapter that matches it.
     """
     from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
 
     peft = _import_peft()
     adapter = Path(adapter).expanduser()
@@ -260,8 +260,8 @@ def merge_adapter(
         raise ConfigError(f"there is no adapter in {adapter}", hint=hint)
     head = adapter / VALUE_HEAD_FILE
     load: Any = load_critic if head.is_file() else load_actor
-    is_for_images = load_config(base).model_type in IMAGE_FAMILIES
-    model = load(base, dtype=dtype, images="frozen" if is_for_images else "")
+    reads_text_alone = language_model_class(load_config(base)) is AutoModelForCausalLM
+    model = load(base, dtype=dtype, images="" if reads_text_alone else "frozen")
     with clear_errors("adapter", adapter), _names_meant_as_they_are():
         model.model = _merged(peft.PeftModel.from_pretrained(model.model, str(adapter)), report)
         if head.is_file():

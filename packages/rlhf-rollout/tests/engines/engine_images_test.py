@@ -58,8 +58,9 @@ def expected(path, reader, prompt, token_ids):
     if prompt.images:
         arrays = reader.arrays(prompt.images)
         more = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        if reader.family.startswith("qwen"):
-            more["mm_token_type_ids"] = (ids == reader.image_id).int()
+        if reader.family.startswith("qwen") or reader.family == "gemma3":
+            name = "token_type_ids" if reader.family == "gemma3" else "mm_token_type_ids"
+            more[name] = (ids == reader.image_id).int()
     with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits
     return logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[-len(token_ids) :, 0].numpy()
@@ -70,6 +71,7 @@ def expected(path, reader, prompt, token_ids):
     [
         ("transformers", "qwen2_5_vl"),
         ("transformers", "smolvlm"),
+        ("transformers", "gemma3"),
         ("vllm", "smolvlm"),
         ("vllm", "idefics3"),
         pytest.param("vllm", "llava_onevision", marks=NEEDS_TORCHVISION),

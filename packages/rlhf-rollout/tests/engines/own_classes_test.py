@@ -13,6 +13,7 @@ from rlhf_data.errors import ConfigError
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.vllm.core import register_architectures
 from rlhf_rollout.engines.vllm.own_classes import (
+    check_images,
     check_on_cpu,
     check_on_gpu,
     fit_to_cpu,
@@ -237,3 +238,9 @@ def test_fields_that_vllm_reads_are_made_of_those_that_transformers_saves(
 def test_vllm_is_told_that_the_heads_of_a_bigcode_share_one_key(fields, told) -> None:
     found = missing_fields({"architectures": ["GPTBigCodeForCausalLM"], "num_attention_heads": 4, **fields})
     assert found == ({} if told is None else {"num_key_value_heads": told})
+
+
+def test_images_of_a_gemma_3_are_refused() -> None:
+    check_images({"model_type": "qwen2_vl"})
+    with pytest.raises(ConfigError, match=r"the tokens of an image of a gemma3 see others [^\n]*\n\nhint: use engine"):
+        check_images({"model_type": "gemma3"})

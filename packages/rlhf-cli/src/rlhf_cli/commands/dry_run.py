@@ -103,7 +103,7 @@ def _check_model(config: PpoConfig, name: str) -> None:
     model_config, _ = load_model_files(model_path(name), images=bool(config.images))
     check_attention(config.model, model_config)
     check_experts(config.model, model_config)
-    check_engine(model_config)
+    check_engine(model_config, images=bool(config.images))
     check_context(model_config, *longest_sequence(config))
     check_adapters(config.model, model_config)
 

@@ -210,7 +210,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         console.notices(unread_tools(sources.values(), config.data))
     path = model_path(config.model.pretrain)
     model = config.model
-    model_config, tokenizer = load_model_files(path, images=bool(config.images))
+    model_config, tokenizer = load_model_files(path, images=bool(config.images), packing=config.model.packing_samples)
     reader = load_image_reader(path, model_config, tokenizer) if config.images else None
     saved = _set_templates(config, tokenizer)
     clock = keep_clock(tokenizer, config.checkpoint, folder)

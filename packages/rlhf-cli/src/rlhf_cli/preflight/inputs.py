@@ -90,7 +90,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     set_chat_template(tokenizer, variables=config.data.chat_template_kwargs)
     clock = keep_clock(tokenizer, config.checkpoint, folder)
     check_trained(config.model, model_config, model)
-    check_engine(model_config)
+    check_engine(model_config, images=bool(config.images))
     check_context(model_config, *longest_sequence(config))
     adapter_notices = check_adapters(config.model, model_config)
     process_models = tuple(filter(judges_steps, model_paths(sources)))

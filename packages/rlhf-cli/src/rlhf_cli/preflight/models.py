@@ -20,15 +20,16 @@ def naming(flag: str) -> Iterator[None]:
         raise ConfigError(f"--{flag}: {error}") from None
 
 
-def load_model_files(path: str, *, images: bool = False) -> tuple[Any, Any]:
+def load_model_files(path: str, *, images: bool = False, packing: bool = False) -> tuple[Any, Any]:
     """Return config and tokenizer of a language model's folder or hub name.
 
-    Raises ConfigError if it is another kind of model, if it reads no `images`, or if they do not fit together.
+    Raises ConfigError if it is another kind of model, if it reads no `images`, or none with `packing`, or if config and
+    tokenizer do not fit together.
     """
     from rlhf_models.loading import check_generates, check_tokenizer_fits, check_weights, load_config, load_tokenizer
 
     config = load_config(path)
-    check_generates(path, config, images=images)
+    check_generates(path, config, images=images, packing=packing)
     tokenizer = load_tokenizer(path)
     check_tokenizer_fits(config, tokenizer)
     check_weights(path)
@@ -116,11 +117,13 @@ def check_experts(section: ModelSection, model_config: Any) -> None:
         check_replays(model_config)
 
 
-def check_engine(model_config: Any) -> None:
-    """Raise ConfigError if vLLM does not compute a model of this config as the trainer does."""
-    from rlhf_rollout.engines.vllm.own_classes import model_classes
+def check_engine(model_config: Any, *, images: bool = False) -> None:
+    """Raise ConfigError if vLLM does not compute a model of this config, with `images`, as the trainer does."""
+    from rlhf_rollout.engines.vllm.own_classes import check_images, model_classes
 
     model_classes(model_config.to_dict())
+    if images:
+        check_images(model_config.to_dict())
 
 
 def check_engine_on_device(config: PpoConfig, num_gpus: int) -> None:

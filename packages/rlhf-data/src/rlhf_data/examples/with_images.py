@@ -36,7 +36,8 @@ class ImageEncoder:
         if not self.encoder.apply_chat_template:
             message = "``image_key`` needs the chat template, which writes the tokens around an image"
             raise ConfigError(message, hint="add ``apply_chat_template``")
-        object.__setattr__(self, "encoder", replace(self.encoder, tokenizer=PartsTokenizer(self.reader.tokenizer)))
+        tokenizer = PartsTokenizer(self.reader.tokenizer, self.reader)
+        object.__setattr__(self, "encoder", replace(self.encoder, tokenizer=tokenizer))
 
     @property
     def tokenizer(self) -> Any:

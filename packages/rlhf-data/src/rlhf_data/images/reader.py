@@ -23,20 +23,31 @@ _GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _TILES = ("smolvlm", "idefics3")
 _CROPS = ("internvl",)
 _ANYRES = ("llava_onevision",)
-IMAGE_FAMILIES = (*_GRIDS, *_TILES, *_CROPS, *_ANYRES)
-_COUNTS = ("rows", "cols", "num_patches", "batch_num_images")  # what processors return beside the model's arguments
+_BLOCKS = ("gemma3",)  # the tokens of an image are always the same, and see each other
+IMAGE_FAMILIES = (*_GRIDS, *_TILES, *_CROPS, *_ANYRES, *_BLOCKS)
+_COUNTS = (
+    "rows",
+    "cols",
+    "num_patches",
+    "batch_num_images",
+    "num_crops",
+)  # what processors return beside the model's arguments
 
 _MAX_TILES = 9  # `vision_aspect_ratio` is anyres_max_9 in all published models
 
 
 class PartsTokenizer:
-    """A tokenizer whose chat template gets each message as parts, with an image at each `IMAGE_MARK` of its text."""
+    """A tokenizer whose chat template gets each message as parts, with an image at each `IMAGE_MARK` of its text.
 
-    def __init__(self, inner: Any) -> None:
+    What the template writes for an image becomes `reader.image_text` if the family has such a text.
+    """
+
+    def __init__(self, inner: Any, reader: "ImageReader") -> None:
         self.inner = inner
+        self.reader = reader
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner" or name.startswith("__"):  # asked for by pickle before there is an `inner`
+        if name in ("inner", "reader") or name.startswith("__"):  # asked for by pickle before there is an `inner`
             raise AttributeError(name)
         return getattr(self.inner, name)
 
@@ -50,7 +61,8 @@ class PartsTokenizer:
     def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **options: Any) -> Any:
         """Return the rendered conversation. The content of each message is text."""
         messages = [{**message, "content": _parts(message["content"])} for message in conversation]
-        return self.inner.apply_chat_template(messages, **options)
+        rendered = self.inner.apply_chat_template(messages, **options)
+        return rendered.replace(*self.reader.image_text) if self.reader.image_text else rendered
 
 
 def _parts(text: str) -> list[dict[str, str]]:
@@ -71,7 +83,9 @@ class ImageReader:
         processor: its image processor, of transformers.
         family: one of `IMAGE_FAMILIES`.
         image_id: the token that the chat template writes for an image, and whose states come from its pixels.
-        tokens_per_tile: number of these tokens per tile, for families that divide images into tiles.
+        tokens_per_tile: number of these tokens per tile, for families that divide images into tiles, or per image.
+        image_text: what the template writes for an image, and the text of all of its tokens, which is tokenized with
+            the text around it; None for families whose tokens are put in place of the template's.
     """
 
     tokenizer: Tokenizer
@@ -79,6 +93,7 @@ class ImageReader:
     family: str
     image_id: int
     tokens_per_tile: int = 0
+    image_text: tuple[str, str] | None = None
 
     def arrays(self, refs: Sequence[ImageRef]) -> dict[str, np.ndarray]:
         """Return what the model reads of images, by the names of its arguments; nothing without images.
@@ -125,12 +140,14 @@ class ImageReader:
             return num_patches // self.processor.merge_size**2, num_patches
         if self.family in _ANYRES:
             return self._anyres_tokens(*arrays["image_sizes"][0]), 1
+        if self.family in _BLOCKS:
+            return self.tokens_per_tile, 1
         num_tiles = arrays["pixel_values"].shape[int(self.has_rows)]
         return num_tiles * self.tokens_per_tile, num_tiles
 
     def processed(self, images: Sequence[Any]) -> dict[str, Any]:
         """Return what the processor makes of images of Pillow, one or more."""
-        if self.family in (*_GRIDS, *_ANYRES):
+        if self.family in (*_GRIDS, *_ANYRES, *_BLOCKS):
             return {**self.processor(images=list(images), return_tensors="np")}
         if self.family in _CROPS:
             return {**self.processor(images=list(images), return_tensors="np", crop_to_patches=True)}
@@ -143,7 +160,7 @@ class ImageReader:
         """Return a sequence with all tokens of its images in place of one token each. They are not trained.
 
         Args:
-            token_ids: [L] int32, with the token `image_id` once per image.
+            token_ids: [L] int32, with the token `image_id` once per image, or all its tokens with an `image_text`.
             loss_mask: [L] bool, the trained tokens.
             refs: the images, in order.
             origin: of the row, for messages.
@@ -152,8 +169,10 @@ class ImageReader:
             DataError: another number of images than of tokens, or an image that cannot be read.
         """
         places = np.flatnonzero(token_ids == self.image_id)
-        if len(places) != len(refs):
-            message = f"{origin}: the chat template wrote {len(places)} places for {len(refs)} images"
+        num_written = 1 if self.image_text is None else self.tokens_per_tile  # tokens per image
+        if len(places) != num_written * len(refs):
+            num_places = math.ceil(len(places) / num_written)
+            message = f"{origin}: the chat template wrote {num_places} places for {len(refs)} images"
             hint = "texts must not have the token of an image; or the template has no images in such messages"
             raise DataError(message, hint=hint)
         if not refs:
@@ -169,6 +188,8 @@ class ImageReader:
             sizes = ", ".join("{} x {}".format(*image.size) for image in images)
             message = f"{origin}: the model takes no images of {sizes} pixels: {first_line(error)}"
             raise DataError(message, hint="cut or scale the image, or leave the row out") from None
+        if self.image_text is not None:
+            return token_ids, loss_mask & (token_ids != self.image_id)
         runs = [np.asarray(self._tokens(arrays, index), np.int32) for index in range(len(refs))]
         lengths = np.ones(len(token_ids), int)
         lengths[places] = [len(run) for run in runs]
@@ -239,8 +260,11 @@ def _read(reader: ImageReader, image: Any) -> dict[str, np.ndarray]:
     return {name: array for name, array in arrays.items() if name not in _COUNTS}
 
 
-def check_reads_images(path: str | Path, config: Any) -> None:
-    """Raise ConfigError unless models of this transformers config can be trained on images."""
+def check_reads_images(path: str | Path, config: Any, *, packing: bool = False) -> None:
+    """Raise ConfigError unless models of this transformers config can be trained on images, packed if so asked."""
+    if packing and config.model_type in _BLOCKS:
+        message = f"the model {path} is a {config.model_type}, in which the tokens of an image see each other"
+        raise ConfigError(f"{message}: rows with images cannot be packed", hint="turn packing off")
     if config.model_type not in IMAGE_FAMILIES:
         message = f"the model {path} is a {config.model_type}, and images are read for {', '.join(IMAGE_FAMILIES)}"
         raise ConfigError(message, hint="use a model of one of these families, or rows without ``image_key``")
@@ -265,7 +289,14 @@ def load_image_reader(path: str | Path, config: Any, tokenizer: Any) -> ImageRea
         tokens_per_tile = (eye.image_size // eye.patch_size) ** 2 // config.scale_factor**2
     if config.model_type in _ANYRES:
         tokens_per_tile = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
-    return ImageReader(tokenizer, processor, config.model_type, config.image_token_id, tokens_per_tile)
+    image_text = None
+    if config.model_type in _BLOCKS:
+        tokens_per_tile = config.mm_tokens_per_image
+        ids = (config.boi_token_index, config.image_token_id, config.eoi_token_index)
+        start, image, end = tokenizer.convert_ids_to_tokens(ids)
+        image_text = (start, f"\n\n{start}{image * tokens_per_tile}{end}\n\n")
+        processor.do_pan_and_scan = False
+    return ImageReader(tokenizer, processor, config.model_type, config.image_token_id, tokens_per_tile, image_text)
 
 
 def open_image_reader(path: str | Path) -> ImageReader:

@@ -14,6 +14,7 @@ from rlhf_rollout.engines.vllm.images import replace_processors
 from rlhf_rollout.engines.vllm.internals import SETTINGS, check_core, rotate_heads_on_cpu, tell_routes_on_cpu
 from rlhf_rollout.engines.vllm.memory import kv_cache_bytes
 from rlhf_rollout.engines.vllm.own_classes import (
+    check_images,
     check_on_gpu,
     fit_to_cpu,
     fit_to_gpu,
@@ -105,6 +106,8 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
 
         torch.set_num_threads(spec.num_threads)
     names = model_classes(model_config)
+    if spec.images:
+        check_images(model_config)
     classes = register_architectures(names)
     if on_gpu:
         check_on_gpu(model_config)

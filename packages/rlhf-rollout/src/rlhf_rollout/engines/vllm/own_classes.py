@@ -87,6 +87,18 @@ def model_impl(classes: Sequence[str]) -> str:
     return "transformers" if tuple(classes) == _BACKENDS else "auto"
 
 
+def check_images(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if vLLM is not known to compute a model with images as transformers does.
+
+    Args:
+        config: the fields of config.json.
+    """
+    if config.get("model_type") == "gemma3":
+        # On a CPU no token sees a later one; on a GPU the window of a layer does not bound what an image's tokens see.
+        message = "vLLM lets the tokens of an image of a gemma3 see others than transformers does"
+        raise ConfigError(message, hint="use engine transformers, or a model of another family from docs/models.md")
+
+
 def check_on_gpu(config: Mapping[str, Any]) -> None:
     """Raise ConfigError if vLLM computes another model on a GPU.
 
