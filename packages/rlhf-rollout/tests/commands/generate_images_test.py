@@ -7,13 +7,16 @@ import zlib
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModel
 
 from rlhf_data.images.reader import open_image_reader
 from rlhf_rollout.commands.main import main
 from rlhf_rollout.commands.parts import EngineJob
 from rlhf_rollout.engines import EngineSpec
-from tiny_vision import drawn_shapes, tiny_vision_model_dir
+from tiny_vision import drawn_shapes, tiny_vision_model_dir, tiny_vision_reward_dir
 
 
 @pytest.fixture
@@ -76,6 +79,23 @@ def test_generate_answers_prompts_with_images_and_counts_rows_whose_images_are_b
     assert files == [[str(folder / "pictures" / f"1-{number}.png")] for number in range(3)]
     assert one == other
     assert (folder / "cache" in Path(one).parents, Path(one).read_bytes()) == (True, held)
+
+
+def test_a_reward_model_reads_the_images_of_prompts(folder):
+    tiny_vision_reward_dir(folder / "rm", folder / "model")
+    with (folder / "rows.jsonl").open("a") as file:
+        file.write('{"input": "text alone"}\n')
+    assert main(words("--reward_pretrain", "rm")) == 0
+    records = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    assert [len(record.get("images", [])) for record in records].count(1) == 3
+    reader = open_image_reader("rm")
+    model = AutoModel.from_pretrained("rm")
+    head = load_file("rm/value_head.safetensors")["weight"][0]
+    for record in records:
+        arrays = {name: torch.from_numpy(array) for name, array in reader.arrays(record.get("images", [])).items()}
+        with torch.no_grad():
+            state = model(input_ids=torch.tensor([record["token_ids"]]), **arrays).last_hidden_state[0, -1]
+        assert record["reward"] == pytest.approx(float(state @ head), abs=1e-4)
 
 
 def test_engines_sample_no_token_that_stands_for_an_image(folder):
