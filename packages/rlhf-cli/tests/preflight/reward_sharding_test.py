@@ -23,12 +23,13 @@ LLAMA_70B = LlamaConfig(
 )
 
 
-def divided(monkeypatch, sharding="auto", zero_stage=3, num_ranks=2) -> tuple[str, ...]:
+def divided(monkeypatch, sharding="auto", zero_stage=3, num_ranks=2, images="") -> tuple[str, ...]:
     monkeypatch.setattr(ppo_job, "reward_model_bytes", lambda path, dtype: SIZES[path])
     config = SimpleNamespace(
         model=SimpleNamespace(dtype="bfloat16"),
         reward=SimpleNamespace(reward_sharding=sharding),
         training=SimpleNamespace(zero_stage=zero_stage),
+        images=images,
     )
     sources = tuple(RewardSource(kind="model", targets=(path,)) for path in SIZES)
     inputs = SimpleNamespace(reward_sources=sources, process_models=("steps",))
@@ -44,7 +45,7 @@ def test_large_reward_models_are_divided_at_zero_stage_3(monkeypatch):
 
 def test_on_and_off_decide_for_all_sizes_and_stages_but_not_for_models_that_judge_steps(monkeypatch):
     assert divided(monkeypatch, "on") == divided(monkeypatch, "on", zero_stage=0) == ("large", "small")
-    assert divided(monkeypatch, "on", num_ranks=1) == ()
+    assert divided(monkeypatch, "on", num_ranks=1) == divided(monkeypatch, "on", images="trained") == ()
     assert divided(monkeypatch, "off") == ()
 
 
