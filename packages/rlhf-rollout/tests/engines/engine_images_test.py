@@ -72,9 +72,9 @@ def expected(path, reader, prompt, token_ids):
         ("transformers", "qwen2_5_vl"),
         ("transformers", "smolvlm"),
         ("transformers", "gemma3"),
+        ("transformers", "llava_onevision"),
         ("vllm", "smolvlm"),
         ("vllm", "idefics3"),
-        pytest.param("vllm", "llava_onevision", marks=NEEDS_TORCHVISION),
         pytest.param("vllm", "internvl", marks=NEEDS_TORCHVISION),
         pytest.param("vllm", "qwen2_vl", marks=NEEDS_TORCHVISION),
         pytest.param("vllm", "qwen2_5_vl", marks=NEEDS_TORCHVISION),
@@ -83,7 +83,7 @@ def expected(path, reader, prompt, token_ids):
 )
 def test_logprobs_of_an_engine_are_those_of_plain_transformers(folder, kind, family):
     path, reader, prompts = made(folder, family)
-    spec = EngineSpec(model=str(path), max_model_len=512, max_num_seqs=8, max_num_batched_tokens=1024, images=True)
+    spec = EngineSpec(model=str(path), max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=1024, images=True)
 
     async def answers():
         # Images that go to an engine in another process are tested with vLLM's.

@@ -240,7 +240,9 @@ def test_vllm_is_told_that_the_heads_of_a_bigcode_share_one_key(fields, told) ->
     assert found == ({} if told is None else {"num_key_value_heads": told})
 
 
-def test_images_of_a_gemma_3_are_refused() -> None:
+def test_images_of_families_that_vllm_computes_otherwise_are_refused() -> None:
     check_images({"model_type": "qwen2_vl"})
+    with pytest.raises(ConfigError, match=r"of a llava_onevision in vLLM were not compared [^\n]*\n\nhint: use engine"):
+        check_images({"model_type": "llava_onevision"})
     with pytest.raises(ConfigError, match=r"the tokens of an image of a gemma3 see others [^\n]*\n\nhint: use engine"):
         check_images({"model_type": "gemma3"})

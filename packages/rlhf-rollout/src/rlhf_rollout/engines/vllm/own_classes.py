@@ -93,10 +93,13 @@ def check_images(config: Mapping[str, Any]) -> None:
     Args:
         config: the fields of config.json.
     """
+    elsewhere = "use engine transformers, or a model of another family from docs/models.md"
+    if config.get("model_type") == "llava_onevision":
+        raise ConfigError("images of a llava_onevision in vLLM were not compared with transformers", hint=elsewhere)
     if config.get("model_type") == "gemma3":
         # On a CPU no token sees a later one; on a GPU the window of a layer does not bound what an image's tokens see.
         message = "vLLM lets the tokens of an image of a gemma3 see others than transformers does"
-        raise ConfigError(message, hint="use engine transformers, or a model of another family from docs/models.md")
+        raise ConfigError(message, hint=elsewhere)
 
 
 def check_on_gpu(config: Mapping[str, Any]) -> None:
