@@ -114,9 +114,10 @@ def test_engine_on_a_gpu_caches_no_prefixes_of_a_mamba_2_and_says_so(caplog) -> 
     assert not caplog.text
 
 
-def test_engine_on_a_cpu_caches_no_prefixes_of_layers_with_a_state() -> None:
+@pytest.mark.parametrize("mark", ["has_inner_state", "is_hybrid"])
+def test_engine_on_a_cpu_caches_no_prefixes_of_layers_with_a_state(mark: str) -> None:
     spec = EngineSpec(model="m")
-    recurrent = type("Recurrent", (), {"has_inner_state": True})
+    recurrent = type("Recurrent", (), {mark: True})
     assert fit_to_cpu(spec, {"architectures": ["Mamba2ForCausalLM"]}, [int, recurrent]) == dataclasses.replace(
         spec, enable_prefix_caching=False
     )

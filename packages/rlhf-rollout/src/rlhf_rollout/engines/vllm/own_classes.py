@@ -203,7 +203,8 @@ def fit_to_cpu(spec: EngineSpec, config: Mapping[str, Any], classes: Sequence[ty
         ConfigError: vLLM does not compute the model on a CPU in this `dtype`, or computes another one.
     """
     check_on_cpu(config, spec.dtype)
-    if any(getattr(kind, "has_inner_state", False) for kind in classes):
+    # Some classes that read images, such as that of Qwen3.5, have the second mark alone.
+    if any(getattr(kind, mark, False) for kind in classes for mark in ("has_inner_state", "is_hybrid")):
         return replace(spec, enable_prefix_caching=False)
     return spec
 
