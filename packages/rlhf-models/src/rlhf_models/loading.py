@@ -326,8 +326,8 @@ def _load_model(
     config = load_config(path)
     if getattr(auto_class, "__name__", None) == "AutoModel":
         _check_backbone(path, config)
-    if images:
-        check_reads_images(path, config, packing=packing)
+    if images:  # other attentions, such as flash_attention_2, take packs as they are, and no mask
+        check_reads_images(path, config, packing=packing or attn_implementation not in ("auto", "sdpa", "eager"))
     attention = choose_attention(config, attn_implementation, packing=packing)
     if attention in PACKED_ATTENTIONS:
         attention = packed_attention_here(config, attn_implementation, resolve_dtype(dtype))

@@ -264,7 +264,8 @@ def check_reads_images(path: str | Path, config: Any, *, packing: bool = False) 
     """Raise ConfigError unless models of this transformers config can be trained on images, packed if so asked."""
     if packing and config.model_type in _BLOCKS:
         message = f"the model {path} is a {config.model_type}, in which the tokens of an image see each other"
-        raise ConfigError(f"{message}: rows with images cannot be packed", hint="turn packing off")
+        hint = "turn packing off, and leave ``attn_implementation`` at auto"
+        raise ConfigError(f"{message}: rows with images need the attention sdpa or eager, unpacked", hint=hint)
     if config.model_type not in IMAGE_FAMILIES:
         message = f"the model {path} is a {config.model_type}, and images are read for {', '.join(IMAGE_FAMILIES)}"
         raise ConfigError(message, hint="use a model of one of these families, or rows without ``image_key``")
