@@ -289,7 +289,7 @@ def test_processes_that_hang_end_after_two_late_calls_and_start_again():
     assert len(started) == 4
 
 
-def test_reward_models_of_a_run_have_the_frequencies_of_its_longest_sequence(monkeypatch):
+def test_reward_models_of_a_run_have_the_frequencies_of_its_longest_sequence_and_its_images(monkeypatch):
     started = []
     monkeypatch.setattr(online_cluster, "_start_one", lambda *args, **kwargs: started.append((args[0], kwargs)))
     monkeypatch.setattr(online_cluster, "DividedScorer", lambda starts, **_: [start() for start in starts])
@@ -300,10 +300,11 @@ def test_reward_models_of_a_run_have_the_frequencies_of_its_longest_sequence(mon
         process_models=frozenset({"steps"}),
     )
     plan = plan_placement(PlacementRequest(ranks={"actor": 1}, reward_ranks=1), [])
-    engine = EngineSpec(model="none", max_model_len=77)
+    engine = EngineSpec(model="none", max_model_len=77, images=True)
     start_scorers(SimpleNamespace(plan=plan, reward=reward, engine=engine), None)
     assert [kind for kind, _ in started] == [RewardRank, RewardModelActor, RewardModelActor]
     assert [options["max_length"] for _, options in started] == [77, 77, 77]
+    assert [options.get("images") for _, options in started] == [None, True, True]
 
 
 def test_a_divided_model_has_the_frequencies_of_the_longest_sequence_of_the_run(tmp_path):
