@@ -51,6 +51,9 @@ def prepare_environment() -> bool:
     if not on_gpu:
         # Eager mode compiles only the sampler, which takes seconds and gains nothing at this size.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # The CPU build cannot import vLLM's own code of latent attention (DeepSeek). Without it, vLLM computes such
+        # heads as others, with a larger KV cache.
+        os.environ.setdefault("VLLM_MLA_DISABLE", "1")
         # vLLM reads this as a whole number of GiB and fails on an empty value; `EngineSpec` gives bytes instead.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     return on_gpu
