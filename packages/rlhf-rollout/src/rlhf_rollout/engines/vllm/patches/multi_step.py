@@ -29,7 +29,6 @@ WAITS = (0.12, 0.4)
 ROUNDS = 8
 NEEDS = (
     *NEEDED_IN_BULK,  # of which `is_plain` reads a part
-    "kv_cache_manager.allocate_slots",
     "kv_cache_manager.block_pool.get_num_free_blocks",
     "parallel_config.data_parallel_size",
 )
@@ -111,12 +110,15 @@ class _MultiStep:
         cached = step.scheduled_cached_reqs
         is_async = isinstance(scheduler, AsyncScheduler)
         places = {name: place for place, name in enumerate(cached.req_ids)}
+        [group] = scheduler.kv_cache_manager.coordinator.single_type_managers
         for request in requests:
-            if _new_blocks(request.num_computed_tokens, step.num_steps, scheduler.block_size):
-                new = scheduler.kv_cache_manager.allocate_slots(request, more).get_block_ids()
+            length = request.num_computed_tokens
+            if _new_blocks(length, step.num_steps, scheduler.block_size):
+                # There are enough, and none to cache: `allocate_slots` would look at both for each sequence.
+                blocks = group.allocate_new_blocks(request.request_id, length + more, length + more)
                 place = places[request.request_id]
-                known = cached.new_block_ids[place]
-                cached.new_block_ids[place] = new if known is None else tuple(map(list.__add__, known, new))
+                [known] = cached.new_block_ids[place] or [[]]
+                cached.new_block_ids[place] = (known + [block.block_id for block in blocks],)
             request.num_computed_tokens += more
             request.num_in_flight_tokens += more
             if is_async:
