@@ -182,15 +182,14 @@ class ImageReader:
             message = f"{origin}: rows for a {self.family} have one image, and this one has {len(refs)}"
             raise DataError(message, hint="put the images into one, or use a model of another family")
         images = [read_image(ref, origin) for ref in refs]
+        if self.image_text is not None:
+            return token_ids, loss_mask & (token_ids != self.image_id)
         try:
-            arrays = self.processed(images)
+            runs = [_tokens_of(self, image.size) for image in images]
         except ValueError as error:  # a shape that the family refuses, such as one side 200 times the other
             sizes = ", ".join("{} x {}".format(*image.size) for image in images)
             message = f"{origin}: the model takes no images of {sizes} pixels: {first_line(error)}"
             raise DataError(message, hint="cut or scale the image, or leave the row out") from None
-        if self.image_text is not None:
-            return token_ids, loss_mask & (token_ids != self.image_id)
-        runs = [np.asarray(self._tokens(arrays, index), np.int32) for index in range(len(refs))]
         lengths = np.ones(len(token_ids), int)
         lengths[places] = [len(run) for run in runs]
         mask = loss_mask.copy()
@@ -223,17 +222,17 @@ class ImageReader:
             columns = int(columns // scale)
         return side**2 + rows * (columns + 1)  # a row ends with a token
 
-    def _tokens(self, arrays: Mapping[str, Any], index: int) -> list[int]:
+    def _tokens(self, arrays: Mapping[str, Any]) -> list[int]:
         if self.family in _GRIDS:
-            return [self.image_id] * int(np.prod(arrays["image_grid_thw"][index]) // self.processor.merge_size**2)
+            return [self.image_id] * int(np.prod(arrays["image_grid_thw"][0]) // self.processor.merge_size**2)
         if self.family in _ANYRES:
-            return [self.image_id] * self._anyres_tokens(*arrays["image_sizes"][index])
+            return [self.image_id] * self._anyres_tokens(*arrays["image_sizes"][0])
         if self.family in _CROPS:
             start, end = self.tokenizer("<img></img>", add_special_tokens=False)["input_ids"]
-            return [start, *[self.image_id] * (self.tokens_per_tile * int(arrays["num_patches"][index])), end]
+            return [start, *[self.image_id] * (self.tokens_per_tile * int(arrays["num_patches"][0])), end]
         tile = "<image>" * self.tokens_per_tile
         fake = "<fake_token_around_image>"
-        rows, columns = arrays["rows"][0][index], arrays["cols"][0][index]
+        rows, columns = arrays["rows"][0][0], arrays["cols"][0][0]
         text = "".join(
             "".join(f"{fake}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(columns)) + "\n"
             for row in range(rows)
@@ -244,6 +243,14 @@ class ImageReader:
 
 def _settings(reader: ImageReader) -> tuple[Any, ...]:
     return reader.family, reader.image_id, reader.tokens_per_tile, reader.processor.to_dict()
+
+
+@lru_cache(maxsize=4096)  # a processor takes some 10 ms, and pixels do not change the number of tokens
+def _tokens_of(reader: ImageReader, size: tuple[int, int]) -> np.ndarray:
+    """Return the tokens of an image of `size`, width and height. Raises ValueError for one that the family refuses."""
+    from PIL import Image
+
+    return np.asarray(reader._tokens(reader.processed([Image.new("RGB", size)])), np.int32)
 
 
 @lru_cache(maxsize=16)  # the samples of a prompt follow each other, and an image may take 50 MB
