@@ -187,6 +187,12 @@ def test_a_gemma_3n_for_text_alone_is_refused_on_a_gpu() -> None:
     check_on_gpu({})
 
 
+def test_experts_of_deepseek_v3_are_chosen_as_transformers_does_where_its_config_does_not_say_how() -> None:
+    config = {"architectures": ["DeepseekV3ForCausalLM"]}
+    assert missing_fields(config) == {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    assert missing_fields(config | {"topk_method": "greedy"}) == {"scoring_func": "sigmoid"}
+
+
 def test_fields_that_vllm_reads_of_lfm2_are_its_width() -> None:
     config = {"architectures": ["Lfm2ForCausalLM"], "hidden_size": 96}
     assert missing_fields(config) == {"conv_dim": 96, "block_dim": 96}

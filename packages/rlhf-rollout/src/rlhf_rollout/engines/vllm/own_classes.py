@@ -126,6 +126,8 @@ def missing_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         found["num_key_value_heads"] = 1
     if "Qwen3VLForConditionalGeneration" in names:  # on a CPU, vLLM asks for the class of the model's text part
         found["text_config"] = {"architectures": ["Qwen3ForCausalLM"]}
+    if "DeepseekV3ForCausalLM" in names:  # how all models of this kind choose experts
+        found |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     if "Lfm2ForCausalLM" in names:
         found |= dict.fromkeys(("conv_dim", "block_dim"), config["hidden_size"])
     if "MiniMaxM2ForCausalLM" in names and "head_dim" in config:
