@@ -209,3 +209,10 @@ def test_an_engine_of_a_model_with_images_and_sounds_leaves_out_what_reads_them(
     with built(tmp_path, dtype="bfloat16", max_model_len=64, max_num_seqs=2) as core:
         model = core.model_executor.driver_worker.worker.model_runner.model
         assert {name.partition(".")[0] for name, _ in model.named_parameters()} == {"language_model"}
+
+
+def test_an_engine_on_a_cpu_has_latent_attention(tmp_path):
+    write_tiny("deepseek_v3", tmp_path)
+    with built(tmp_path, dtype="float32", max_model_len=64, max_num_seqs=2) as core:
+        model = core.model_executor.driver_worker.worker.model_runner.model
+        assert "self_attn.kv_b_proj.weight" in " ".join(name for name, _ in model.named_parameters())
