@@ -11,7 +11,8 @@ from rlhf_models.backbone import PACKED_FAMILIES
 
 def rows() -> dict[str, tuple[str, ...]]:
     """The rows of the page's table by family."""
-    lines = (ROOT / "docs/models.md").read_text(encoding="utf-8").splitlines()
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    lines = page.partition("<!-- table: families -->")[2].partition("<!-- end of the table -->")[0].splitlines()
     cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
     return {family: tuple(findings) for family, *findings in cells}
 

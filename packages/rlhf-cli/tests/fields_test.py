@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import rlhf_train
 from rlhf_cli.main import COMMANDS, command_line, main
 from rlhf_data.options.declare import options
 from rlhf_data.options.exits import FLAGS_OF_FIELDS, with_flags
+from rlhf_kernels import PolicyObjective
 
 # By library, the modules of its own commands, which may name flags.
 COMMAND_CODE = {
@@ -78,6 +80,7 @@ def test_what_is_marked_is_a_parameter_or_an_attribute_of_a_library():
     known |= {getattr(node.target, "id", "") for node in nodes if isinstance(node, ast.AnnAssign)}
     names = {name for _, mark in MARKED for name in re.split("[./]", mark.partition("=")[0])}
     known |= {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    known |= {field.name for field in fields(PolicyObjective)}  # of rlhf-kernels, and a part of `AlgorithmSpec`
     assert names - known == set()
 
 

@@ -61,7 +61,7 @@ def test_completion_in_bash_offers_commands_flags_and_values(capsys):
     assert {"ppo", "generate"} <= set(completions(script, ""))
     assert completions(script, "lora_c") == ["lora_combiner"]
     assert completions(script, "ppo", "--advantage_e") == ["--advantage_estimator"]
-    assert completions(script, "ppo", "--advantage_estimator", "re") == ["reinforce", "reinforce_baseline"]
+    assert completions(script, "ppo", "--advantage_estimator", "re") == ["reinforce", "reinforce_baseline", "remax"]
     assert completions(script, "ppo", "--actor.adam") == []  # flags of other programs are accepted, not offered
 
 

@@ -183,8 +183,12 @@ def test_an_update_never_takes_more_buffers_than_its_window(keep_buffer) -> None
     held: list[int] = []
 
     def count(number: int) -> None:
-        held.append(len(engine.reader._opened))
-        sent.append(len(segments()) - held[-1])
+        num_held, num_segments = -1, 0
+        while num_held != len(engine.reader._opened):  # both at one time: the reader has a thread of its own
+            num_held = len(engine.reader._opened)
+            num_segments = len(segments())
+        held.append(num_held)
+        sent.append(num_segments - num_held)
 
     engine = Engine("shared_memory", count)
     source = WeightSource("shared_memory", bucket_bytes=1024, keep_buffer=keep_buffer)

@@ -36,6 +36,7 @@ from rlhf_models.testing import tiny_tokenizer
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, SamplingParams
 from rlhf_rollout.ray_actors import EngineActor, RayEngine
+from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.cluster.ray_session import started_cluster
 from rlhf_train.generation.rollouts import Rollouts
 from rlhf_train.generation.run_spec import AsyncSpec
@@ -235,7 +236,7 @@ def make_job(options: Namespace, folder: Path) -> Any:
         engine=EngineSpec(model=str(folder), max_model_len=options.prompt_tokens + options.answer_tokens),
         agent=None,
         reward=SimpleNamespace(sources=("scores",)),
-        algorithm=SimpleNamespace(uses_teacher=False),
+        algorithm=AlgorithmSpec(),
         asynchronous=AsyncSpec(at_update="keep"),
         max_staleness=-(-options.prompts // options.batch) + 1,
         batch=SimpleNamespace(rollout_batch_size=options.batch, num_rollouts=options.batch),
