@@ -4,7 +4,6 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,7 +11,6 @@ pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 replayed_steps = pytest.importorskip("rlhf_rollout.engines.vllm.patches.replayed_steps")
 
@@ -155,26 +153,3 @@ def test_each_later_step_goes_on_from_the_token_and_the_place_of_the_one_before(
             expected.append(token)
     found = torch.cat([sample.sampled_token_ids for sample in samples], 1)
     assert first == "first" and found.flatten().tolist() == expected
-
-
-def output_of(tokens: list[int], *, logprobs: bool = True) -> ModelRunnerOutput:
-    column = np.array(tokens)[:, None]
-    rows = LogprobsLists(column, -column.astype(np.float32), 10 * column[:, 0]) if logprobs else None
-    return ModelRunnerOutput(["a", "b"], {"a": 0, "b": 1}, [[token] for token in tokens], rows)
-
-
-def test_later_tokens_follow_those_of_the_first_step_by_sequence() -> None:
-    later = np.array([[3, 5], [4, 6]])  # [sequences, steps]
-    columns = [later[..., None], later[..., None], -later[..., None].astype(np.float32), 10 * later]
-    found = replayed_steps.with_later(output_of([1, 2]), columns)
-    assert found.sampled_token_ids == [[1, 3, 5], [2, 4, 6]]
-    of_second = found.logprobs.slice_request(1, 3)
-    assert of_second.logprobs.tolist() == [[-2.0], [-4.0], [-6.0]]
-    assert of_second.logprob_token_ids.tolist() == [[2], [4], [6]]
-    assert of_second.sampled_token_ranks.tolist() == [20, 40, 60]
-    assert found.logprobs.slice_request(0, 2).logprobs.tolist() == [[-1.0], [-3.0]]
-
-
-def test_without_log_probs_there_are_none() -> None:
-    found = replayed_steps.with_later(output_of([1, 2], logprobs=False), [np.array([[[3]], [[4]]])])
-    assert (found.sampled_token_ids, found.logprobs) == ([[1, 3], [2, 4]], None)

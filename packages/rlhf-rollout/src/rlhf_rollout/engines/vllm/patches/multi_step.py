@@ -8,7 +8,6 @@ the GPU takes to compute it.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,9 @@ from rlhf_rollout.engines.vllm.patches.bulk_decoding import NEEDS as NEEDED_IN_B
 from rlhf_rollout.engines.vllm.patches.bulk_decoding import is_plain
 
 MOST_STEPS = 16
-# A sequence that ends computes the rest of its steps, and those in flight, for nothing: about 1.5 times as many. That
-# costs little beside what it has written, so many tokens per step, and less where the GPU would wait for the host.
+# Sequences have written so many tokens, on average, for each that they are given at a time. One that ends computes the
+# rest of these, and those in flight, for nothing: about 1.5 times as many as it is given. The bound keeps that small
+# beside the response.
 TOKENS_PER_STEP = 3
 # The share of the time of `ROUNDS` steps of the scheduler in which the host waits for the GPU. With less than the first
 # share, it asks for twice as many steps at a time, and with more than the second, for half as many.
@@ -184,20 +184,32 @@ def joined(outputs: Sequence[Any]) -> Any:
     """Return what a model runner gave for single steps as the output of the whole step, once all have been computed."""
     if isinstance(outputs[0], AsyncModelRunnerOutput):
         return _LaterOutput(outputs)
-    first = outputs[0]
-    assert all(output.req_ids == first.req_ids for output in outputs)
-    by_step = zip(*(output.sampled_token_ids for output in outputs), strict=True)
-    tokens = [list(chain.from_iterable(of_sequence)) for of_sequence in by_step]
-    logprobs = None if first.logprobs is None else _joined_logprobs([output.logprobs for output in outputs])
-    return replace(first, sampled_token_ids=tokens, logprobs=logprobs)
+    first, *others = outputs
+    assert all(output.req_ids == first.req_ids for output in others)
+    columns = [np.stack([output.sampled_token_ids for output in others], axis=1)]
+    if first.logprobs is not None:
+        by_step = zip(*(output.logprobs[:3] for output in others), strict=True)
+        columns += [np.stack(column, axis=1) for column in by_step]
+    return with_later(first, columns)
 
 
-def _joined_logprobs(of_steps: Sequence[LogprobsLists]) -> LogprobsLists:
-    """Return the rows of steps, each [sequences, ...], sequence by sequence: [sequences x steps, ...]."""
-    columns = zip(*(rows[:3] for rows in of_steps), strict=True)
-    joined_columns = [np.stack(column, axis=1).reshape(-1, *column[0].shape[1:]) for column in columns]
-    num_rows = len(joined_columns[0])
-    return LogprobsLists(*joined_columns, list(range(0, num_rows + 1, len(of_steps))))
+def with_later(output: Any, columns: Sequence[np.ndarray]) -> Any:
+    """Return the output of a step of N sequences, and that of S later steps behind it, as that of one step.
+
+    Args:
+        output: of the first step.
+        columns: of the later steps: the tokens, [N, S, 1]. If there are log-probs, also ids [N, S, L], log-probs
+            [N, S, L] and ranks [N, S].
+    """
+    tokens, *others = columns
+    first = np.array(output.sampled_token_ids, dtype=tokens.dtype)
+    together = np.concatenate([first, tokens[..., 0]], axis=1)
+    logprobs = None
+    if output.logprobs is not None:
+        pairs = zip(output.logprobs[:3], others, strict=True)
+        rows = [np.concatenate([own[:, None], later], axis=1).reshape(-1, *own.shape[1:]) for own, later in pairs]
+        logprobs = LogprobsLists(*rows, list(range(0, together.size + 1, together.shape[1])))
+    return replace(output, sampled_token_ids=together.tolist(), logprobs=logprobs)
 
 
 class _LaterOutput(AsyncModelRunnerOutput):

@@ -6,17 +6,17 @@ samplings are those of the first. Only tokens, lengths and places in the KV cach
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
-from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists
+from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, prepare_pos_seq_lens
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from rlhf_rollout.engines.vllm.patches.multi_step import with_later
 
 # With any of these, a model runner does more between two steps.
 _OBSTACLES = (
@@ -68,11 +68,11 @@ def replays_of(runner: Any) -> "ReplayedSteps | None":
 
 
 class Begun(NamedTuple):
-    """A step that is being computed, by which its sequences decode one token each.
+    """A step in which each sequence decodes one token. The GPU may still compute it.
 
     Attributes:
         batch: vLLM's inputs of it.
-        graph: describes the CUDA graph that it is a replay of.
+        graph: vLLM's description of the CUDA graph that is replayed for it.
     """
 
     batch: Any
@@ -86,7 +86,7 @@ class ReplayedSteps:
         self._runner = runner
 
     def begun(self) -> Begun | None:
-        """Return the step that the runner has launched and not sampled; None if it is no replay of a whole graph."""
+        """Return the step that the runner has launched and not yet sampled; None unless one CUDA graph computes it."""
         state = self._runner.execute_model_state
         if state is None:  # it failed
             return None
@@ -159,22 +159,3 @@ class _LaterOutput(AsyncModelRunnerOutput):
 def _columns(sample: Any) -> tuple[torch.Tensor, ...]:
     logprobs = sample.logprobs_tensors
     return (sample.sampled_token_ids, *(() if logprobs is None else logprobs[:3]))
-
-
-def with_later(output: Any, columns: Sequence[np.ndarray]) -> Any:
-    """Return the output of a step of N sequences, and that of S later steps behind it, as that of one step.
-
-    Args:
-        output: of the first step.
-        columns: of the later steps: the tokens, [N, S, 1]. If there are log-probs, also ids [N, S, L], log-probs
-            [N, S, L] and ranks [N, S].
-    """
-    tokens, *others = columns
-    first = np.array(output.sampled_token_ids, dtype=tokens.dtype)
-    together = np.concatenate([first, tokens[..., 0]], axis=1)
-    logprobs = None
-    if output.logprobs is not None:
-        pairs = zip(output.logprobs[:3], others, strict=True)
-        rows = [np.concatenate([own[:, None], later], axis=1).reshape(-1, *own.shape[1:]) for own, later in pairs]
-        logprobs = LogprobsLists(*rows, list(range(0, together.size + 1, together.shape[1])))
-    return replace(output, sampled_token_ids=together.tolist(), logprobs=logprobs)
