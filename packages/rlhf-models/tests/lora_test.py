@@ -214,6 +214,12 @@ def test_lora_without_peft_says_how_to_install_it(monkeypatch):
         add_lora(torch.nn.Linear(2, 2), LoraSpec(rank=1))
 
 
+def test_lora_with_a_peft_that_is_too_old_for_transformers_says_what_fits(monkeypatch):
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "99.1")
+    with pytest.raises(ConfigError, match=r"needs peft 99\.1 or newer, and 0\..*\n\nhint: upgrade peft, or"):
+        add_lora(torch.nn.Linear(2, 2), LoraSpec(rank=1))
+
+
 @pytest.mark.parametrize("fields", [{"rank": 0}, {"rank": 2, "alpha": 0.0}, {"rank": 2, "dropout": 1.0}])
 def test_lora_numbers_out_of_range_are_refused(fields):
     with pytest.raises(ConfigError, match="LoRA has rank"):

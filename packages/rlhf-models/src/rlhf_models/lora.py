@@ -58,7 +58,7 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
     """Add adapters to an actor, critic or reward model and freeze all other weights except its value head.
 
     Raises:
-        ConfigError: peft is not installed, a target matches no linear layer, or one is the embedding or tied to it.
+        ConfigError: there is no fitting peft, a target matches no linear layer, or one is the embedding or tied to it.
     """
     peft = _import_peft()
     hint = "``target_modules`` takes all-linear, or names of layers such as q_proj,v_proj"
@@ -288,9 +288,19 @@ def _merged(model: Any, report: Callable[[int, int], None]) -> nn.Module:
 
 
 def _import_peft() -> Any:
+    """Return peft. Raises ConfigError if it is not installed, or older than this version of transformers takes it."""
     try:
         import peft
     except ImportError:
         hint = f"{installs('rlhf-models[lora]')}, or train all weights"
         raise ConfigError("LoRA needs peft, which is not installed", hint=hint) from None
+    from transformers import __version__
+    from transformers.integrations import peft as adapters
+
+    try:
+        adapters.check_peft_version(min_version=adapters.MIN_PEFT_VERSION)
+    except ValueError:
+        needed = f"transformers {__version__} needs peft {adapters.MIN_PEFT_VERSION} or newer"
+        hint = f"upgrade peft, or install 'transformers<{__version__}'"
+        raise ConfigError(f"LoRA: {needed}, and {peft.__version__} is installed", hint=hint) from None
     return peft
