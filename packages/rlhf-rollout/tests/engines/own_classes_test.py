@@ -241,7 +241,9 @@ def test_fields_that_vllm_reads_are_made_of_those_that_transformers_saves(
     assert missing_fields({"architectures": [name], **fields}) == told
 
 
-@pytest.mark.parametrize(("fields", "told"), [({}, 1), ({"multi_query": True}, 1), ({"multi_query": False}, None)])
+@pytest.mark.parametrize(
+    ("fields", "told"), [({}, 1), ({"multi_query": True, "num_key_value_heads": 2}, 1), ({"multi_query": False}, None)]
+)
 def test_vllm_is_told_that_the_heads_of_a_bigcode_share_one_key(fields, told) -> None:
     found = missing_fields({"architectures": ["GPTBigCodeForCausalLM"], "num_attention_heads": 4, **fields})
     assert found == ({} if told is None else {"num_key_value_heads": told})

@@ -139,9 +139,9 @@ def missing_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         found["first_k_dense_replace"] = config["mlp_layer_types"].count("dense")
     if "HYV3ForCausalLM" in names and "moe_intermediate_size" in config:
         found |= {"expert_hidden_dim": config["moe_intermediate_size"], "qk_norm": True}
-    return {
-        name: value for name, value in found.items() if name in ("architectures", "text_config") or name not in config
-    }
+    # What transformers does not read, and vLLM does, may be anything.
+    always = ("architectures", "text_config", "num_key_value_heads")
+    return {name: value for name, value in found.items() if name in always or name not in config}
 
 
 def shortest_prompt(config: Mapping[str, Any]) -> int:
