@@ -4,7 +4,7 @@ What the engine wants of it is in vLLM's configuration, which all of its process
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
             patch_runner(self.model_runner, self._settings["skip_patches"], masked_ids)
 
     _step: Any = None  # the scheduler's, between the two calls for it
-    _later_steps: Sequence[Any] = ()
+    _later_steps: Iterator[Any] | None = None  # where there are any
     _replays: Any = None  # computes later steps, if it can be done without the host
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -68,17 +68,18 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
         if getattr(scheduler_output, "num_steps", 1) > 1:
             from rlhf_rollout.engines.vllm.patches.multi_step import single_steps
 
-            scheduler_output, *self._later_steps = single_steps(scheduler_output)
+            self._later_steps = single_steps(scheduler_output)
+            scheduler_output = next(self._later_steps)
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """See vLLM. Where the scheduler asks for several steps at a time, this computes the others, too."""
-        later, self._later_steps = self._later_steps, ()
-        begun = self._replays.begun() if later and self._replays is not None else None
+        later, self._later_steps = self._later_steps, None
+        begun = self._replays.begun() if later is not None and self._replays is not None else None
         output = super().sample_tokens(grammar_output)
         if output is not None and begun is not None:
-            output = self._replays.compute(begun, output, len(later))
-        elif output is not None and later:
+            output = self._replays.compute(begun, output, self._step.num_steps - 1)
+        elif output is not None and later is not None:
             from rlhf_rollout.engines.vllm.patches.multi_step import joined
 
             outputs = [output]

@@ -297,15 +297,14 @@ class _BulkDecoding:
         self._finish_schedule(step)
         step.num_scheduled_tokens = counts
         step.total_num_scheduled_tokens = sum(counts.values())
+        next_step = scheduler.current_step + 1 if self._is_async and scheduler.use_v2_model_runner else None
         for request in split.in_bulk:
             request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1
-        if self._is_async:
-            for request in split.in_bulk:
+            if self._is_async:
                 request.num_output_placeholders += 1
-        if self._is_async and scheduler.use_v2_model_runner:
-            for request in split.in_bulk:
-                request.next_decode_eligible_step = scheduler.current_step + 1
+            if next_step is not None:
+                request.next_decode_eligible_step = next_step
 
     # -- a step has ended --------------------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ the GPU takes to compute it.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -21,14 +23,15 @@ from rlhf_rollout.engines.vllm.patches.bulk_decoding import is_plain
 MOST_STEPS = 16
 # Sequences have written so many tokens, on average, for each that they are given at a time. One that ends computes the
 # rest of these, and those in flight, for nothing: about 1.5 times as many as it is given. The bound keeps that small
-# beside the response.
-TOKENS_PER_STEP = 3
+# beside the response, and short answers from waiting for the GPU.
+TOKENS_PER_STEP = 1
 # The share of the time of `ROUNDS` steps of the scheduler in which the host waits for the GPU. With less than the first
 # share, it asks for twice as many steps at a time, and with more than the second, for half as many.
 WAITS = (0.12, 0.4)
 ROUNDS = 8
 NEEDS = (
     *NEEDED_IN_BULK,  # of which `is_plain` reads a part
+    "kv_cache_manager.block_pool.get_new_blocks",
     "kv_cache_manager.block_pool.get_num_free_blocks",
     "parallel_config.data_parallel_size",
 )
@@ -84,45 +87,55 @@ class _MultiStep:
     def schedule(self, *args: Any, **options: Any) -> Any:
         """See vLLM."""
         step = self._schedule(*args, **options)
-        requests = [self._scheduler.requests[name] for name in step.num_scheduled_tokens]
-        step.num_steps = self._num_steps(step, requests) if _only_decodes(step, requests) else 1
+        cached = step.scheduled_cached_reqs
+        step.num_steps = 1
+        if _is_plain_decode(step):
+            requests = [self._scheduler.requests[name] for name in cached.req_ids]
+            lengths = np.array(cached.num_computed_tokens) + 1
+            prompts = _numbers(requests, "num_prompt_tokens")
+            if (lengths > prompts).all():
+                most_left = (prompts + _numbers(requests, "max_tokens") - lengths).max()
+                step.num_steps = self._num_steps(lengths, (lengths - prompts).sum(), most_left)
         if step.num_steps > 1:
-            self._lengthen(step, requests)
+            self._lengthen(step, requests, lengths)
         self._last_step = step
         return step
 
-    def _num_steps(self, step: Any, requests: Sequence[Any]) -> int:
-        """Return for how many steps the sequences of a step decode before the scheduler looks at them again."""
-        scheduler = self._scheduler
-        lengths = [request.num_computed_tokens for request in requests]
-        num_written = sum(lengths) - sum(request.num_prompt_tokens for request in requests)
-        ends = (request.num_prompt_tokens + request.max_tokens for request in requests)
-        most_left = max(end - length for end, length in zip(ends, lengths, strict=True))
-        room = scheduler.max_model_len - max(lengths)
-        number = max(1, min(self.number, num_written // (TOKENS_PER_STEP * len(requests)), most_left, room))
-        num_blocks = sum(_new_blocks(length, number, scheduler.block_size) for length in lengths)
-        return number if num_blocks <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks() else 1
+    def _num_steps(self, lengths: np.ndarray, num_written: int, most_left: int) -> int:
+        """Return for how many steps sequences decode before the scheduler looks at them again.
 
-    def _lengthen(self, step: Any, requests: Sequence[Any]) -> None:
+        Args:
+            lengths: tokens of each with the first of the steps.
+            num_written: those of all that are not of prompts.
+            most_left: what any may still write.
+        """
+        scheduler = self._scheduler
+        room = scheduler.max_model_len - lengths.max()
+        number = max(1, min(self.number, num_written // (TOKENS_PER_STEP * len(lengths)), most_left, room))
+        num_blocks = _new_blocks(lengths, number, scheduler.block_size).sum()
+        return int(number) if num_blocks <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks() else 1
+
+    def _lengthen(self, step: Any, requests: Sequence[Any], lengths: np.ndarray) -> None:
         """Give each sequence of a step, which has one token, those of the other steps, and the blocks for them."""
         scheduler = self._scheduler
         more = step.num_steps - 1
-        cached = step.scheduled_cached_reqs
         is_async = isinstance(scheduler, AsyncScheduler)
-        places = {name: place for place, name in enumerate(cached.req_ids)}
-        [group] = scheduler.kv_cache_manager.coordinator.single_type_managers
         for request in requests:
-            length = request.num_computed_tokens
-            if _new_blocks(length, step.num_steps, scheduler.block_size):
-                # There are enough, and none to cache: `allocate_slots` would look at both for each sequence.
-                blocks = group.allocate_new_blocks(request.request_id, length + more, length + more)
-                place = places[request.request_id]
-                [known] = cached.new_block_ids[place] or [[]]
-                cached.new_block_ids[place] = (known + [block.block_id for block in blocks],)
             request.num_computed_tokens += more
             request.num_in_flight_tokens += more
             if is_async:
                 request.num_output_placeholders += more
+        cached = step.scheduled_cached_reqs
+        manager = scheduler.kv_cache_manager
+        [group] = manager.coordinator.single_type_managers
+        counts = _new_blocks(lengths, step.num_steps, scheduler.block_size)
+        # There are enough, and none to cache: `allocate_slots` would look at both for each sequence.
+        blocks = iter(manager.block_pool.get_new_blocks(int(counts.sum())))
+        for place in np.flatnonzero(counts).tolist():
+            own = list(islice(blocks, int(counts[place])))
+            group.req_to_blocks[cached.req_ids[place]] += own
+            [known] = cached.new_block_ids[place] or [[]]
+            cached.new_block_ids[place] = (known + [block.block_id for block in own],)
         step.num_scheduled_tokens = dict.fromkeys(step.num_scheduled_tokens, step.num_steps)
         step.total_num_scheduled_tokens *= step.num_steps
 
@@ -143,22 +156,24 @@ class _MultiStep:
         return self._update(step, output)
 
 
-def _only_decodes(step: Any, requests: Sequence[Any]) -> bool:
+def _is_plain_decode(step: Any) -> bool:
     """Return whether a step gives one token to each of its sequences, and needs nothing of the host for the next."""
     cached = step.scheduled_cached_reqs
     return (
-        bool(requests)
-        and step.total_num_scheduled_tokens == len(requests) == len(cached.req_ids)
+        0 < step.total_num_scheduled_tokens == len(step.num_scheduled_tokens) == len(cached.req_ids)
         and not cached.resumed_req_ids
         and not step.scheduled_spec_decode_tokens
         and not step.has_structured_output_requests
-        and all(request.num_computed_tokens > request.num_prompt_tokens for request in requests)
     )
 
 
-def _new_blocks(length: int, num_steps: int, block_size: int) -> int:
-    """Return how many blocks a sequence needs for the steps after the first, with which it has `length` tokens."""
-    return -(-(length + num_steps - 1) // block_size) - -(-length // block_size)
+def _numbers(requests: Sequence[Any], name: str) -> np.ndarray:
+    return np.fromiter(map(attrgetter(name), requests), np.int64, len(requests))
+
+
+def _new_blocks(lengths: np.ndarray, num_steps: int, block_size: int) -> np.ndarray:
+    """Return how many blocks sequences need for the steps after the first, with which they have `lengths` tokens."""
+    return -(-(lengths + num_steps - 1) // block_size) - -(-lengths // block_size)
 
 
 def single_steps(step: Any) -> Iterator[Any]:
