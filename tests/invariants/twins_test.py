@@ -14,7 +14,8 @@ from rlhf_kernels.ops.packed_policy_loss.reference import packed_policy_loss_ref
 from rlhf_train.algorithms.correction import bounded_weights, importance_weights
 from rlhf_train.algorithms.gae import generalized_advantages
 from rlhf_train.algorithms.kl import kl_estimate
-from rlhf_train.algorithms.table import CORRECTION_LEVELS, CORRECTION_MODES, REDUCTIONS
+from rlhf_train.algorithms.table import REDUCTIONS
+from rlhf_train.algorithms.token_specs import CORRECTION_LEVELS, CORRECTION_MODES
 from rlhf_train.batching import Denominators
 from rlhf_train.losses.aggregate import token_mean
 from rlhf_train.losses.policy import policy_loss

@@ -16,7 +16,8 @@ from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, 
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_train.algorithms import table as tables
 from rlhf_train.algorithms.group import relative_rewards
-from rlhf_train.algorithms.table import AlgorithmSpec, CorrectionSpec, make_algorithm
+from rlhf_train.algorithms.table import AlgorithmSpec, make_algorithm
+from rlhf_train.algorithms.token_specs import CORRECTION_LEVELS, CORRECTION_MODES, CorrectionSpec
 from rlhf_train.batching import RankPlan, plan_batches
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -280,7 +281,7 @@ def test_cases_have_every_row_of_every_table():
         itertools.product(tables.KL_ESTIMATORS, (False, True))
     )
     corrections = {recipe.correction[:2] for recipe in recipes if recipe.correction}
-    assert corrections == set(itertools.product(tables.CORRECTION_LEVELS[1:], tables.CORRECTION_MODES))
+    assert corrections == set(itertools.product(CORRECTION_LEVELS[1:], CORRECTION_MODES))
 
 
 @pytest.mark.parametrize("name", CASES)

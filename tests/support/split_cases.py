@@ -11,8 +11,8 @@ import numpy as np
 from rlhf_data.records import Rollout
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import local_gpus
-from rlhf_train.algorithms.covariance_spec import CovarianceSpec
 from rlhf_train.algorithms.table import AlgorithmSpec, make_algorithm
+from rlhf_train.algorithms.token_specs import CovarianceSpec
 from rlhf_train.batching import RankPlan, plan_batches
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec

@@ -416,28 +416,21 @@ def test_cpus_have_a_plan_without_an_estimate(capsys):
     assert "memory is estimated for GPUs only" in out
 
 
-def test_model_may_be_a_config_file(capsys, tmp_path):
+def test_model_may_be_a_config_file_or_in_the_hubs_cache(capsys, tmp_path, monkeypatch):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(shape_config("qwen2.5-1.5b")))
-    words = ["--gpus", "1", *model("qwen2.5-1.5b", 1)]
-    named = run(capsys, *words)
-    words[words.index("qwen2.5-1.5b")] = "config.json"
-    assert run(capsys, *words)[:2] == named[:2]
-
-
-def test_config_of_the_hubs_cache_is_used(capsys, tmp_path, monkeypatch):
-    (tmp_path / "cached.json").write_text(json.dumps(shape_config("qwen2.5-1.5b")))
     asked = []
 
     def cached(*words, **options):
         asked.append((words, options))
-        return str(tmp_path / "cached.json")
+        return str(file)
 
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
     words = ["--gpus", "1", *model("qwen2.5-1.5b", 1)]
     named = run(capsys, *words)
-    words[words.index("qwen2.5-1.5b")] = "owner/name@v2"
-    assert run(capsys, *words)[:2] == named[:2]
+    for name in ("config.json", "owner/name@v2"):
+        words[words.index("--pretrain") + 1] = name
+        assert run(capsys, *words)[:2] == named[:2]
     assert asked[0] == (("owner/name", "config.json"), {"revision": "v2"})
 
 

@@ -16,7 +16,7 @@ from rlhf_data.options.declare import options
 from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
 from rlhf_data.rows.row import Counts
-from rlhf_train.algorithms.table import CorrectionSpec
+from rlhf_train.algorithms.token_specs import CorrectionSpec
 from rlhf_train.generation.run_spec import AsyncSpec, DynamicSampling
 
 CPU, MANY_GPUS = 0, 8

@@ -1,7 +1,7 @@
 """The errors of all rlhf packages. A message says what is wrong; after a blank line, `hint:` says what to do."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 
@@ -78,6 +78,12 @@ def unknown(kind: str, name: str, known: Iterable[str], *, otherwise: str | None
     guess = nearest(name, known)
     hint = f"did you mean `{guess}`?" if guess else otherwise
     return with_hint(f"unknown {kind} `{name}`; known: {', '.join(known)}", hint)
+
+
+def check_name(kind: str, name: str, known: Collection[str]) -> None:
+    """Raise ConfigError for a name that is not among the `known` ones."""
+    if name not in known:
+        raise ConfigError(unknown(kind, name, known))
 
 
 def missing_file(kind: str, path: str | Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_data.chat.tokens import Tokenizer
-from rlhf_data.errors import ConfigError, DataError, unknown
+from rlhf_data.errors import ConfigError, DataError, check_name
 from rlhf_data.examples.load import ExampleSet, load_examples, make_encoder
 from rlhf_data.examples.preference import PreferenceExample, ProcessExample
 from rlhf_data.keys import check_section_keys, unread_tools
@@ -95,8 +95,7 @@ class InspectConfig(Config):
         for name in encoding:
             if self.inspection.tokenizer is None:
                 raise ConfigError(f"--{name} has no effect without a tokenizer", hint="give --tokenizer")
-            if name not in _KINDS[kind]:
-                raise ConfigError(unknown(f"option of --kind {kind}", name, _KINDS[kind]))
+            check_name(f"option of --kind {kind}", name, _KINDS[kind])
         return self.data.check_chat(given)
 
 

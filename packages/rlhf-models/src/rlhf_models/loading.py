@@ -7,7 +7,7 @@ from typing import Any, Required, TypedDict, Unpack
 
 import torch
 
-from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.errors import ConfigError, check_name
 from rlhf_data.images.reader import IMAGE_FAMILIES, check_reads_images, open_image_reader
 from rlhf_data.own_code import admit_code, entrust, is_trusted
 from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located_model
@@ -249,8 +249,7 @@ def check_same_tokenizer(path: str | Path, tokenizer: Any) -> None:
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Return the torch dtype of "float32" or "bfloat16". Raises ConfigError for others."""
     name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ConfigError(unknown("dtype", name, DTYPES))
+    check_name("dtype", name, DTYPES)
     return DTYPES[name]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.errors import ConfigError, check_name
 from rlhf_models.checkpoint.files import quiet_transformers, without_wrappers
 
 PAD_TOKEN = "<|endoftext|>"
@@ -76,8 +76,7 @@ def _write(
 ) -> Path:
     import transformers
 
-    if architecture not in _ARCHITECTURES:
-        raise ConfigError(unknown("architecture", architecture, _ARCHITECTURES))
+    check_name("architecture", architecture, _ARCHITECTURES)
     if vocab_size < _NUM_BYTES + len(_SPECIAL_TOKENS):
         raise ConfigError(f"vocab_size is {vocab_size}; at least {_NUM_BYTES + len(_SPECIAL_TOKENS)} are needed")
     tokenizer = tiny_tokenizer(min(vocab_size, _MAX_TOKENIZER_SIZE))

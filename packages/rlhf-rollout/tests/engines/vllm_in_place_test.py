@@ -15,9 +15,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: E402
 
 from rlhf_data.errors import EngineError, WeightSyncError  # noqa: E402
+from rlhf_rollout.engines.vllm.derived import holds_more_than_weights  # noqa: E402
 from rlhf_rollout.engines.vllm.patches.copies import CopyRecorder, Target  # noqa: E402
 from rlhf_rollout.engines.vllm.patches.recorded_copies import InPlace, InPlaceCheck  # noqa: E402
-from rlhf_rollout.engines.vllm.weights import BucketWorkerExtension, holds_more_than_weights  # noqa: E402
+from rlhf_rollout.engines.vllm.weights import BucketWorkerExtension  # noqa: E402
 
 SHAPES = {"q": (2, 3), "k": (1, 3), "norm": (4,)}
 SEEN: list = []  # what attention was told

@@ -19,14 +19,13 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: E402
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader  # noqa: E402
 
-from rlhf_rollout.engines.vllm.direct_writes import DirectWrites  # noqa: E402
+from rlhf_rollout.engines.vllm.derived import drop_expert_kernels, watch_expert_kernels  # noqa: E402
 from rlhf_rollout.engines.vllm.internals import rotate_heads_on_cpu  # noqa: E402
 from rlhf_rollout.engines.vllm.weights import (  # noqa: E402
-    _drop_expert_kernels,
+    DirectWrites,
     _incomplete,
     _keep_buffers,
     _untouched,
-    _watch_expert_kernels,
 )
 
 OLD = {
@@ -178,10 +177,10 @@ def test_new_kernels_of_experts_report_to_whom_the_ones_before_did() -> None:
     for layer, report in zip(model, ("first", "second", None), strict=False):
         layer.quant_method = SimpleNamespace(moe_kernel=Kernel(report))
     model[3].quant_method = SimpleNamespace(moe_kernel=None)  # it has got no weights yet
-    _drop_expert_kernels(model)
+    drop_expert_kernels(model)
     assert [layer.quant_method.moe_kernel for layer in model[:4]] == [None] * 4
     model[0].quant_method.moe_kernel, model[2].quant_method.moe_kernel = Kernel(), Kernel("nobody")
-    _watch_expert_kernels(model)
+    watch_expert_kernels(model)
     assert model[0].quant_method.moe_kernel.routing_replay_capture_fn == "first"
     assert model[1].quant_method.moe_kernel is None
     assert model[2].quant_method.moe_kernel.routing_replay_capture_fn == "nobody"

@@ -8,7 +8,7 @@ import pytest
 
 from online_fakes import FakeRanks, LoggedRanks, World
 from rlhf_data.errors import ConfigError
-from rlhf_train.algorithms.table import CorrectionSpec
+from rlhf_train.algorithms.token_specs import CorrectionSpec
 from rlhf_train.cluster.places import Place, PlacementPlan, ProcessPlan
 from rlhf_train.generation.run_spec import AsyncSpec
 from rlhf_train.learning.learner import Learner

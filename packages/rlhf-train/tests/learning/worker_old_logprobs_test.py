@@ -11,7 +11,8 @@ from rlhf_data.records import FinishReason, Rollout, Span, SpanSource
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms.group import relative_rewards
-from rlhf_train.algorithms.table import POLICY_LOSSES, AlgorithmSpec, CorrectionSpec, make_algorithm
+from rlhf_train.algorithms.table import POLICY_LOSSES, AlgorithmSpec, make_algorithm
+from rlhf_train.algorithms.token_specs import CorrectionSpec
 from rlhf_train.batching import plan_batches
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec

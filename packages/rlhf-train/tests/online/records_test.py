@@ -16,7 +16,8 @@ from rlhf_kernels import PolicyObjective
 from rlhf_kernels.objective import PolicyLossName
 from rlhf_rollout.host import local_gpus
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_train.algorithms.table import POLICY_LOSSES, AlgorithmSpec, CorrectionSpec, make_algorithm
+from rlhf_train.algorithms.table import POLICY_LOSSES, AlgorithmSpec, make_algorithm
+from rlhf_train.algorithms.token_specs import CorrectionSpec
 from rlhf_train.batching import BatchSizes
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.engine.protocol import learning_rate_at

@@ -149,6 +149,21 @@ def _kl_terms(log_ratio, to_ref, estimator, unbiased):
 
 
 @triton.jit
+def _without_off_policy(loss, grad, cut, advantage, moved, max_gap):
+    """Cut tokens with a negative advantage in sequences whose mean log ratio, `moved`, is below -`max_gap`."""
+    left = tl.where(advantage < 0, -moved, -1.0) > max_gap  # which is not negative
+    return tl.where(left, 0.0, loss), tl.where(left, 0.0, grad), cut | left
+
+
+@triton.jit
+def _penalty_terms(log_ratio, penalty):
+    """Return penalty |log ratio| and its derivative with respect to the log-prob."""
+    loss = penalty * tl.abs(_clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+    sign = tl.where(log_ratio > 0.0, 1.0, tl.where(log_ratio < 0.0, -1.0, 0.0))
+    return loss, tl.where(tl.abs(log_ratio) > _MAX_LOG_RATIO, 0.0, penalty * sign)
+
+
+@triton.jit
 def _ratio_of(log_ratio):
     """Return exp of the clamped log ratio."""
     return tl.exp2(_clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO) * LOG2_E)
@@ -158,6 +173,13 @@ def _ratio_of(log_ratio):
 def _load(ptr, index, valid):
     """Load a column, untrained tokens included: waiting for the loss mask first would double the latency."""
     return tl.load(ptr + index, mask=valid).to(tl.float32)
+
+
+@triton.jit
+def _store(ptr, index, grad, trained, valid):
+    """Store a gradient, which is 0 where a token is not trained; `ptr` is None if nobody asks for it."""
+    if ptr is not None:
+        tl.store(ptr + index, tl.where(trained, grad, 0.0).to(ptr.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -252,15 +274,11 @@ def _policy_kernel(
         ratio = zeros + sequence_ratio if WHOLE else _ratio_of(log_ratio)
         loss, grad, cut = _policy_terms(logprob, old, ratio, advantage, low, high, extra, LOSS)
         if max_gap is not None:
-            left = tl.where(advantage < 0, -moved, -1.0) > max_gap  # which is not negative
-            loss = tl.where(left, 0.0, loss)
-            grad = tl.where(left, 0.0, grad)
-            cut = cut | left
+            loss, grad, cut = _without_off_policy(loss, grad, cut, advantage, moved, max_gap)
         if penalties_ptr is not None:
-            penalty = _load(penalties_ptr, index, valid)
-            loss += penalty * tl.abs(_clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
-            sign = tl.where(log_ratio > 0.0, 1.0, tl.where(log_ratio < 0.0, -1.0, 0.0))
-            grad += tl.where(tl.abs(log_ratio) > _MAX_LOG_RATIO, 0.0, penalty * sign)
+            pull, grad_pull = _penalty_terms(log_ratio, _load(penalties_ptr, index, valid))
+            loss += pull
+            grad += grad_pull
         loss = loss * weight
         grad = grad * weight
         kl = zeros
@@ -275,12 +293,8 @@ def _policy_kernel(
             bounded = bounded | (kl >= _MAX_KL)
         terms = (loss, kl, bonus, zeros + 1.0, cut.to(tl.float32), ratio, to_old, bounded.to(tl.float32))
         sums += _by_thread(terms, trained, SEQUENCES)
-        if grad_logprobs_ptr is not None:
-            grad = tl.where(trained, grad, 0.0).to(grad_logprobs_ptr.dtype.element_ty)
-            tl.store(grad_logprobs_ptr + index, grad, mask=valid)
-        if grad_entropy_ptr is not None:
-            grad_entropy = tl.where(trained, grad_entropy, 0.0).to(grad_entropy_ptr.dtype.element_ty)
-            tl.store(grad_entropy_ptr + index, grad_entropy, mask=valid)
+        _store(grad_logprobs_ptr, index, grad, trained, valid)
+        _store(grad_entropy_ptr, index, grad_entropy, trained, valid)
     slot = tl.arange(0, 8)
     # The first three sums are shares of the loss, the others plain sums. The share is the same for all tokens of a
     # program, so it is applied to their sum. Partial sums are stored and not added atomically: the order of additions,

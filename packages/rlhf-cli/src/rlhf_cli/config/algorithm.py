@@ -10,11 +10,8 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import without_effect
 from rlhf_data.options.declare import Section, flag, flag_of, matching, one_of
 from rlhf_kernels import PolicyObjective
-from rlhf_train.algorithms.covariance_spec import CovarianceSpec
 from rlhf_train.algorithms.table import (
     ALGORITHMS,
-    CORRECTION_LEVELS,
-    CORRECTION_MODES,
     GROUP_BY,
     KL_ESTIMATORS,
     OLD_LOGPROBS,
@@ -22,9 +19,9 @@ from rlhf_train.algorithms.table import (
     REDUCTIONS,
     AlgorithmRow,
     AlgorithmSpec,
-    CorrectionSpec,
     make_algorithm,
 )
+from rlhf_train.algorithms.token_specs import CORRECTION_LEVELS, CORRECTION_MODES, CorrectionSpec, CovarianceSpec
 
 Estimator = one_of(ALGORITHMS, {name: row.title for name, row in ALGORITHMS.items()})
 PolicyLoss = one_of(POLICY_LOSSES, {name: row.title for name, row in POLICY_LOSSES.items()})

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_data.bounds import bounded, check_bounds
-from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.errors import ConfigError, check_name, unknown
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.weights import MEDIA, Medium
 
@@ -109,20 +109,16 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if self.dtype not in _DTYPES:
-            raise ConfigError(unknown("engine dtype", self.dtype, _DTYPES))
+        check_name("engine dtype", self.dtype, _DTYPES)
         if self.quantization not in (None, *QUANTIZATIONS):
             raise ConfigError(unknown("quantization", self.quantization, QUANTIZATIONS))
         for name in self.skip_patches:
-            if name not in VLLM_PATCHES:
-                raise ConfigError(unknown("patch of vLLM in ``skip_patches``", name, VLLM_PATCHES))
-        if self.weight_transfer not in MEDIA:
-            raise ConfigError(unknown("weight transfer", self.weight_transfer, MEDIA))
+            check_name("patch of vLLM in ``skip_patches``", name, VLLM_PATCHES)
+        check_name("weight transfer", self.weight_transfer, MEDIA)
 
     def check_kind(self, kind: str) -> None:
         """Raise ConfigError for an unknown kind of engine, or one that these settings do not suit."""
-        if kind not in ENGINE_KINDS:
-            raise ConfigError(unknown("engine", kind, ENGINE_KINDS))
+        check_name("engine", kind, ENGINE_KINDS)
         if (kind == "http") != (self.base_url is not None):
             message = f"engine {kind} got base_url {self.base_url}; engine http needs one, the other engines take none"
             raise ConfigError(message)

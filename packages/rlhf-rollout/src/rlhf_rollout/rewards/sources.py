@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Literal, get_args
 
 from rlhf_data.bounds import bounded, check_bounds
-from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.errors import ConfigError, check_name
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.safety import without_secrets
 from rlhf_rollout.rewards.user_function import BUILTIN, SUCCESS_THRESHOLD, needs_label
@@ -34,8 +34,7 @@ class RewardSource:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(RewardKind):
-            raise ConfigError(unknown("kind of reward", self.kind, get_args(RewardKind)))
+        check_name("kind of reward", self.kind, get_args(RewardKind))
         if not self.targets or (self.kind != "server" and len(self.targets) > 1):
             raise ConfigError(f"a reward {self.kind} needs one target, got {', '.join(self.targets) or 'none'}")
 

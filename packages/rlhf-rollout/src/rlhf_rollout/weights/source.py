@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from rlhf_data.errors import ConfigError, WeightSyncError, unknown
+from rlhf_data.errors import ConfigError, WeightSyncError, check_name
 from rlhf_rollout.event_loop import EventLoopThread
 from rlhf_rollout.protocols import RolloutEngine
 from rlhf_rollout.weights import MEDIA, Medium
@@ -83,8 +83,7 @@ class WeightSource:
     ) -> None:
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes is {bucket_bytes}; it must be at least 1")
-        if medium not in MEDIA:
-            raise ConfigError(unknown("weight sync medium", medium, MEDIA))
+        check_name("weight sync medium", medium, MEDIA)
         if medium == "ipc" and not torch.cuda.is_available():
             raise ConfigError("weight sync by ipc needs a GPU", hint="use shared_memory")
         form = buffer_class(medium)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rlhf_data.errors import unknown
 from rlhf_train.algorithms.kl import MAX_LOG_RATIO
-from rlhf_train.algorithms.table import CORRECTION_LEVELS, CORRECTION_MODES
+from rlhf_train.algorithms.token_specs import CORRECTION_LEVELS, CORRECTION_MODES
 from rlhf_train.shapes import check_same_shape
 
 

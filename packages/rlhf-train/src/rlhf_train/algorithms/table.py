@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rlhf_data.bounds import bounded, check_bounds
-from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.errors import ConfigError, check_name
 from rlhf_kernels import PolicyObjective
 from rlhf_kernels.objective import KlEstimator, Reduction
-from rlhf_train.algorithms.covariance_spec import CovarianceSpec
+from rlhf_train.algorithms.token_specs import CorrectionSpec, CovarianceSpec
 
 if TYPE_CHECKING:
     from rlhf_rollout.protocols import SamplingParams
@@ -33,8 +33,6 @@ Baseline = Literal[
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 GROUP_BY = ("episode", "turn")
 OLD_LOGPROBS = ("recompute", "rollout", "skip")
-CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
-CORRECTION_MODES = ("truncate", "mask")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,42 +153,6 @@ POLICY_LOSSES: Mapping[str, PolicyLossRow] = {
 }
 
 
-def _check_names(*names: tuple[str, str, Collection[str]]) -> None:
-    """Raise ConfigError for an unknown name. `names` holds triples: the kind, the name, and the known names."""
-    for kind, name, known in names:
-        if name not in known:
-            raise ConfigError(unknown(kind, name, known))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CorrectionSpec:
-    """How importance weights correct the gap between engine and trainer; see `correction`.
-
-    Attributes:
-        level: "off", "token" (a weight per token), "sequence" (the product over a rollout's tokens) or "geometric"
-            (their geometric mean).
-        mode: "truncate" bounds the weights; "mask" takes tokens with weights out of bounds out of the policy loss.
-        low: smallest weight, >= 0.
-        high: largest weight, > low.
-        drops_masked: whether "mask" also takes these tokens out of KL and entropy terms and out of the counts by which
-            losses are divided, so that the others weigh more.
-    """
-
-    level: str = "off"
-    mode: str = "truncate"
-    low: float = 0.0
-    high: float = 2.0
-    drops_masked: bool = False
-
-    def __post_init__(self) -> None:
-        _check_names(
-            ("correction level", self.level, CORRECTION_LEVELS), ("correction mode", self.mode, CORRECTION_MODES)
-        )
-        if not 0 <= self.low < self.high:
-            message = f"``CorrectionSpec.low/high`` is {self.low:g} {self.high:g}: 0 <= low < high is needed"
-            raise ConfigError(message, hint="give LOW before HIGH, two numbers, such as 0.5 2")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSpec:
     """One algorithm with its numbers. `make_algorithm` fills in the defaults of its rows.
@@ -239,7 +201,7 @@ class AlgorithmSpec:
     value_clip: float | None = bounded(0.5, gt=0)
     bootstrap_truncated: bool = False
     old_logprobs: str = "recompute"
-    correction: CorrectionSpec = CorrectionSpec()
+    correction: CorrectionSpec = field(default_factory=CorrectionSpec)
     mask_stale: int | None = bounded(None, ge=0)
     mask_truncated: bool = False
     covariance: CovarianceSpec = field(default_factory=CovarianceSpec)
@@ -247,11 +209,9 @@ class AlgorithmSpec:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        _check_names(
-            ("advantage estimator", self.estimator, ALGORITHMS),
-            ("source of old log-probs", self.old_logprobs, OLD_LOGPROBS),
-            ("what a baseline compares", self.group_by, GROUP_BY),
-        )
+        check_name("advantage estimator", self.estimator, ALGORITHMS)
+        check_name("source of old log-probs", self.old_logprobs, OLD_LOGPROBS)
+        check_name("what a baseline compares", self.group_by, GROUP_BY)
         if self.group_by == "turn" and not self.row.uses_group:
             message = (
                 f"``group_by=turn`` compares turns within a group, and {self.row.title} has no baseline of a group"
@@ -432,11 +392,9 @@ def make_algorithm(
     Raises:
         ConfigError: an unknown name, a number out of bounds, or options that exclude each other.
     """
-    _check_names(
-        ("advantage estimator", estimator, ALGORITHMS),
-        ("policy loss", policy_loss, POLICY_LOSSES),
-        ("reduction", reduction or REDUCTIONS[0], REDUCTIONS),
-    )
+    check_name("advantage estimator", estimator, ALGORITHMS)
+    check_name("policy loss", policy_loss, POLICY_LOSSES)
+    check_name("reduction", reduction or REDUCTIONS[0], REDUCTIONS)
     if use_kl_loss and not kl_coef:
         message = "``use_kl_loss`` adds a KL term to the loss, and the coefficient of the KL is 0"
         raise ConfigError(message, hint="set ``kl_coef`` above 0, or drop ``use_kl_loss``")

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from rlhf_train.algorithms.correction import bounded_weights, importance_weights
 from rlhf_train.algorithms.covariance import clipping_keys, token_covariances
-from rlhf_train.algorithms.covariance_spec import CovarianceSpec
 from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.algorithms.table import AlgorithmSpec
+from rlhf_train.algorithms.token_specs import CovarianceSpec
 from rlhf_train.learning.experience import MODEL_COLUMNS, Experience
 from rlhf_train.learning.loss_metrics import masked_mean
 from rlhf_train.run.metrics import Max, Metric, Sum

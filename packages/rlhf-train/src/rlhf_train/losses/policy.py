@@ -71,55 +71,12 @@ def policy_loss(
     logprobs = trained(logprobs)
     old_logprobs = trained(old_logprobs)
     advantages = trained(advantages)
-    log_ratio = (logprobs - old_logprobs).detach()
-    highest = log_ratio > math.log1p(objective.clip_high)
-    lowest = log_ratio < math.log1p(-objective.clip_low)
-    is_cut = torch.where(advantages > 0, highest, lowest)
-    if objective.policy_loss in ("gspo", "topr"):
-        ratio = _sequence_ratio(logprobs, log_ratio, loss_mask)
-    elif objective.policy_loss == "gmpo":
-        bound = _by_sign(advantages, math.log1p(objective.clip_high), math.log1p(-objective.clip_low))
-        ratio = _sequence_ratio(logprobs, torch.where(is_cut, bound, log_ratio), loss_mask)
-    elif objective.policy_loss == "vespo":
-        ratio = _sequence_ratio(logprobs, log_ratio * loss_mask.sum(dim=1, keepdim=True), loss_mask)
-    else:
-        ratio = torch.exp((logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-
-    if objective.policy_loss == "reinforce":
-        token_loss = -advantages * logprobs
-    elif objective.policy_loss == "cispo":
-        token_loss = -clipped.detach() * advantages * logprobs
-    elif objective.policy_loss == "gmpo":
-        token_loss = -torch.where(is_cut, ratio.detach(), ratio) * advantages
-    elif objective.policy_loss == "topr":
-        token_loss = -torch.where(advantages < 0, ratio.detach().clamp(max=1), 1) * advantages * logprobs
-    elif objective.policy_loss == "vespo":
-        (c1, c2), (c1_other, c2_other) = VESPO_EXPONENTS
-        c1, c2 = _by_sign(advantages, c1, c1_other), _by_sign(advantages, c2, c2_other)
-        weight = torch.exp(c1 * ratio.log() + c2 * (1 - ratio)).detach()
-        token_loss = -weight * advantages * logprobs
-    elif objective.policy_loss == "sapo":
-        tau = _by_sign(advantages, *objective.sapo_tau)
-        token_loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
-    elif objective.policy_loss in ("dppo_tv", "dppo_kl"):
-        limits = _by_sign(advantages, objective.clip_high, objective.clip_low)
-        moved = _divergence(logprobs.detach(), old_logprobs, objective.policy_loss) * advantages.sign()
-        token_loss = -ratio * advantages * (moved <= limits)
-    elif objective.policy_loss == "kimi":
-        difference = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        token_loss = -clipped * advantages + objective.log_ratio_coef * difference**2
-    else:
-        token_loss = -torch.minimum(ratio * advantages, clipped * advantages)
-        if objective.dual_clip is not None:
-            at_most = -objective.dual_clip * advantages
-            token_loss = torch.where(advantages < 0, torch.minimum(token_loss, at_most), token_loss)
+    token_loss = _token_loss(logprobs, old_logprobs, advantages, loss_mask, objective)
     if objective.mask_off_policy is not None:
-        moved = -log_ratio.sum(dim=1, keepdim=True) / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
+        moved = _mean((old_logprobs - logprobs).detach(), loss_mask)
         token_loss = torch.where((advantages < 0) & (moved > objective.mask_off_policy), 0.0, token_loss)
     if penalties is not None:
-        distance = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).abs()
-        token_loss = token_loss + trained(penalties) * distance
+        token_loss = token_loss + trained(penalties) * _clamped(logprobs - old_logprobs).abs()
     if weights is not None:
         token_loss = trained(weights) * token_loss
 
@@ -154,8 +111,77 @@ def reduced(token_loss: Tensor, loss_mask: Tensor, reduction: Reduction, denomin
     return sequence_mean(sequence_loss, denominators)
 
 
+def _token_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, objective: PolicyObjective
+) -> Tensor:
+    """Return l_t of each token, [B, T], for the policy loss of `objective`; see the table above."""
+    log_ratio = logprobs - old_logprobs
+    ratio = torch.exp(_clamped(log_ratio))
+    sequence_ratio = _ratio_of_sequence(_mean(log_ratio.detach(), loss_mask), logprobs)
+    range_of_ratio = 1 - objective.clip_low, 1 + objective.clip_high
+
+    match objective.policy_loss:
+        case "ppo":
+            return _ppo(ratio, advantages, objective)
+        case "gspo":
+            return _ppo(sequence_ratio, advantages, objective)
+        case "cispo":
+            return -ratio.clamp(*range_of_ratio).detach() * advantages * logprobs
+        case "reinforce":
+            return -advantages * logprobs
+        case "sapo":
+            tau = _by_sign(advantages, *objective.sapo_tau)
+            return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+        case "dppo_tv" | "dppo_kl":
+            limits = _by_sign(advantages, objective.clip_high, objective.clip_low)
+            moved = _divergence(logprobs.detach(), old_logprobs, objective.policy_loss) * advantages.sign()
+            return -ratio * advantages * (moved <= limits)
+        case "kimi":
+            return -ratio.clamp(*range_of_ratio) * advantages + objective.log_ratio_coef * _clamped(log_ratio) ** 2
+        case "gmpo":
+            return _gmpo(logprobs, log_ratio.detach(), advantages, loss_mask, objective)
+        case "topr":
+            weight = torch.where(advantages < 0, sequence_ratio.clamp(max=1), 1).detach()
+            return -weight * advantages * logprobs
+        case "vespo":
+            total = log_ratio.detach().sum(dim=1, keepdim=True)
+            return -_vespo_weight(torch.exp(_clamped(total)), advantages) * advantages * logprobs
+
+
+def _ppo(ratio: Tensor, advantages: Tensor, objective: PolicyObjective) -> Tensor:
+    """Return the clipped loss of PPO, [B, T]; a dual clip bounds it where the advantage is negative."""
+    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    token_loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    if objective.dual_clip is None:
+        return token_loss
+    at_most = -objective.dual_clip * advantages
+    return torch.where(advantages < 0, torch.minimum(token_loss, at_most), token_loss)
+
+
+def _gmpo(
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor, objective: PolicyObjective
+) -> Tensor:
+    """Return GMPO's loss, [B, T]. A token whose ratio is clipped has no gradient."""
+    highest, lowest = math.log1p(objective.clip_high), math.log1p(-objective.clip_low)
+    is_cut = torch.where(advantages > 0, log_ratio > highest, log_ratio < lowest)
+    clipped = torch.where(is_cut, _by_sign(advantages, highest, lowest), log_ratio)
+    ratio = _ratio_of_sequence(_mean(clipped, loss_mask), logprobs)
+    return -torch.where(is_cut, ratio.detach(), ratio) * advantages
+
+
+def _vespo_weight(ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Return VESPO's weight of each token, [B, T], from the product of the ratios of its sequence, [B, 1]."""
+    (c1, c2), (c1_other, c2_other) = VESPO_EXPONENTS
+    c1, c2 = _by_sign(advantages, c1, c1_other), _by_sign(advantages, c2, c2_other)
+    return torch.exp(c1 * ratio.log() + c2 * (1 - ratio))
+
+
 def _by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
     return torch.where(advantages > 0, torch.full_like(advantages, positive), torch.full_like(advantages, other))
+
+
+def _clamped(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _divergence(logprobs: Tensor, old_logprobs: Tensor, policy_loss: str) -> Tensor:
@@ -171,15 +197,19 @@ def _divergence(logprobs: Tensor, old_logprobs: Tensor, policy_loss: str) -> Ten
     return kl * torch.sign(new - old)
 
 
-def _sequence_ratio(logprobs: Tensor, log_ratio: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return the geometric mean of the ratios of each token's sequence, [B, T], with the gradient of that token alone.
+def _mean(log_ratio: Tensor, loss_mask: Tensor) -> Tensor:
+    """Return the mean over each sequence's trained tokens, [B, 1]. `log_ratio` is 0.0 where the mask is False."""
+    return log_ratio.sum(dim=1, keepdim=True) / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
 
-    `log_ratio` [B, T] is 0.0 where the mask is False.
+
+def _ratio_of_sequence(mean: Tensor, logprobs: Tensor) -> Tensor:
+    """Return the geometric mean of a sequence's ratios at each token, [B, T], with the gradient of that token alone.
+
+    `mean` [B, 1] is that of the log ratios.
 
     Source: Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 7 and 14.
     """
-    mean = log_ratio.sum(dim=1, keepdim=True) / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return torch.exp(mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) * torch.exp(logprobs - logprobs.detach())
+    return torch.exp(_clamped(mean)) * torch.exp(logprobs - logprobs.detach())
 
 
 def _with_unbiased_gradient(kl: Tensor, logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

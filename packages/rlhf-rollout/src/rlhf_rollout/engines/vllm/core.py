@@ -10,8 +10,13 @@ from typing import Any
 from rlhf_data.errors import ConfigError, installs
 from rlhf_data.own_code import is_trusted
 from rlhf_rollout.engines.spec import EngineSpec
-from rlhf_rollout.engines.vllm.images import replace_processors
-from rlhf_rollout.engines.vllm.internals import SETTINGS, check_core, rotate_heads_on_cpu, tell_routes_on_cpu
+from rlhf_rollout.engines.vllm.internals import (
+    SETTINGS,
+    check_core,
+    replace_processors,
+    rotate_heads_on_cpu,
+    tell_routes_on_cpu,
+)
 from rlhf_rollout.engines.vllm.memory import kv_cache_bytes
 from rlhf_rollout.engines.vllm.own_classes import (
     check_images,

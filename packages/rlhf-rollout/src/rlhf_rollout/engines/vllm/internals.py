@@ -8,7 +8,7 @@ they are in `patches`, and say themselves what they need.
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -226,6 +226,43 @@ def core_request(name: str, token_ids: list[int], params: Any, features: list[An
     )
 
 
+def image_feature(
+    name: str,
+    tensors: Mapping[str, Any],
+    rows: Mapping[str, int | None],
+    on_host: Collection[str],
+    first: int,
+    mask: Any,
+) -> Any:
+    """Return vLLM's description of one image of a request.
+
+    Args:
+        name: by which vLLM keeps what it has computed of the image.
+        tensors: what the model is given of the image, by name.
+        rows: how many rows of each tensor are the image's; None for a tensor that has one entry per image.
+        on_host: the tensors that stay on the host.
+        first: place of the image's first token in the prompt.
+        mask: bool tensor [n], which of the tokens from there on stand for the image.
+    """
+    import torch
+    from vllm.multimodal.inputs import (
+        MultiModalFeatureSpec,
+        MultiModalFieldConfig,
+        MultiModalKwargsItems,
+        PlaceholderRange,
+    )
+
+    fields = {
+        key: MultiModalFieldConfig.batched("image", keep_on_cpu=key in on_host)
+        if count is None
+        else MultiModalFieldConfig.flat_from_sizes("image", torch.tensor([count]))
+        for key, count in rows.items()
+    }
+    [item] = MultiModalKwargsItems.from_hf_inputs(tensors, fields)["image"]
+    place = PlaceholderRange(first, len(mask), None if mask.all() else mask)
+    return MultiModalFeatureSpec(data=item, modality="image", identifier=name, mm_position=place, mm_hash=name)
+
+
 # -- what is replaced of vLLM ------------------------------------------------------------------------------------------
 
 
@@ -309,3 +346,42 @@ def rotate_heads_on_cpu() -> None:
         return query.unflatten(1, heads), None if key is None else key.unflatten(1, heads)
 
     RotaryEmbedding.forward_cpu = rotate_flat
+
+
+class _ImageInfo:
+    """What vLLM asks about the images of a model. An image may fill a prompt."""
+
+    skip_prompt_length_check = False
+    supported_mm_limits: Mapping[str, int | None] = {"image": None}
+    allowed_mm_limits: Mapping[str, int] = {"image": 999}
+
+    def __init__(self, context: Any) -> None:
+        self.ctx = context
+
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> dict[str, int]:
+        return {"image": seq_len}
+
+
+class _NoProcessor:
+    """Has no more than `info`: requests come with what a processor would make."""
+
+    def __init__(self, info: _ImageInfo, dummy_inputs: Any, cache: Any = None) -> None:
+        self.info = info
+
+
+def replace_processors(classes: Sequence[type]) -> dict[str, Any]:
+    """Keep vLLM's classes of models from using processors, and return the arguments of an engine that takes images.
+
+    Those processors would tokenize the prompt again and need torchvision, and vLLM's memory profile would draw images
+    of the largest size.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    register = MULTIMODAL_REGISTRY.register_processor(_NoProcessor, info=_ImageInfo, dummy_inputs=lambda info: None)
+    for kind in classes:
+        register(kind)
+    options = {"skip_mm_profiling": True, "mm_processor_cache_gb": 0}
+    if hasattr(EngineArgs, "mm_device_do_normalize"):  # versions without it never normalize colours a second time
+        options["mm_device_do_normalize"] = False
+    return options

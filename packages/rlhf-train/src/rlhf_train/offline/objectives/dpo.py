@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.errors import ConfigError, check_name
 from rlhf_data.examples.preference import PreferenceExample
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
@@ -61,8 +61,7 @@ class PreferenceObjective(Objective[Compared]):
     length_average: bool = False
 
     def __post_init__(self) -> None:
-        if self.loss_type not in PREFERENCE_LOSSES:
-            raise ConfigError(unknown("loss", self.loss_type, PREFERENCE_LOSSES))
+        check_name("loss", self.loss_type, PREFERENCE_LOSSES)
         if self.beta <= 0 or not 0 <= self.label_smoothing < 0.5 or self.simpo_gamma < 0 or self.nll_loss_coef < 0:
             names = ("beta", "label_smoothing", "simpo_gamma", "nll_loss_coef")
             given = ", ".join(f"{name} {getattr(self, name)}" for name in names)

@@ -1,0 +1,66 @@
+"""The settings of what is corrected, left out or held token by token, without torch."""
+
+from dataclasses import dataclass
+
+from rlhf_data.errors import ConfigError, check_name
+
+CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
+CORRECTION_MODES = ("truncate", "mask")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionSpec:
+    """How importance weights correct the gap between engine and trainer; see `correction`.
+
+    Attributes:
+        level: "off", "token" (a weight per token), "sequence" (the product over a rollout's tokens) or "geometric"
+            (their geometric mean).
+        mode: "truncate" bounds the weights; "mask" takes tokens with weights out of bounds out of the policy loss.
+        low: smallest weight, >= 0.
+        high: largest weight, > low.
+        drops_masked: whether "mask" also takes these tokens out of KL and entropy terms and out of the counts by which
+            losses are divided, so that the others weigh more.
+    """
+
+    level: str = "off"
+    mode: str = "truncate"
+    low: float = 0.0
+    high: float = 2.0
+    drops_masked: bool = False
+
+    def __post_init__(self) -> None:
+        check_name("correction level", self.level, CORRECTION_LEVELS)
+        check_name("correction mode", self.mode, CORRECTION_MODES)
+        if not 0 <= self.low < self.high:
+            message = f"``CorrectionSpec.low/high`` is {self.low:g} {self.high:g}: 0 <= low < high is needed"
+            raise ConfigError(message, hint="give LOW before HIGH, two numbers, such as 0.5 2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CovarianceSpec:
+    """What happens to tokens whose log-prob and advantage have a large covariance; see `covariance`.
+
+    Attributes:
+        clip_cov: which share of the tokens, in (0, 1), and between which two covariances, Clip-Cov leaves out of the
+            actor's loss. None leaves none out.
+        kl_cov: which share of the tokens, in (0, 1), KL-Cov holds to the old policy, and the weight of |log ratio|
+            there, in reward units per nat, > 0. None holds none.
+    """
+
+    clip_cov: tuple[float, float, float] | None = None
+    kl_cov: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        share, low, high = self.clip_cov or (0.5, 0, 1)
+        if not (0 < share < 1 and low < high):
+            message = f"``clip_cov`` is {share:g} {low:g} {high:g}: a share in (0, 1) and LOW below HIGH are needed"
+            raise ConfigError(message, hint="verl uses 2e-4 1 5")
+        share, coef = self.kl_cov or (0.5, 1)
+        if not (0 < share < 1 and coef > 0):
+            message = f"``kl_cov`` is {share:g} {coef:g}: a share in (0, 1) and a coefficient above 0 are needed"
+            raise ConfigError(message, hint="verl uses 2e-4 1")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any token is treated."""
+        return self.clip_cov is not None or self.kl_cov is not None
