@@ -1,7 +1,7 @@
 """An engine and the model whose weights it is to have: what the engine draws, and how far it is from the model."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,15 @@ def generate(engine: RolloutEngine, **sampling: Any) -> list[list[Completion]]:
         return await asyncio.gather(*(engine.generate(prompt, params) for prompt in PROMPTS))
 
     return asyncio.run(all_at_once())
+
+
+def ask_receiver(engine: Any, function: Callable[[Any], Any]) -> Any:
+    """Run `function` with the receiving half of an engine's weight sync, on the thread that owns it."""
+
+    def run(core: Any) -> Any:
+        return function(core.engine_core.model_executor.driver_worker.worker.weight_transfer_engine)
+
+    return engine._loop.call(run, drain=False).result(60)
 
 
 @torch.no_grad()

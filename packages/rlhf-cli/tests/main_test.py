@@ -98,14 +98,6 @@ def test_generate_writes_where_the_user_is(tmp_path, capsys, monkeypatch):
     assert [record["reward"] for record in records] == [1.0, 1.0]
 
 
-def test_wrong_key_of_generate_names_the_flag_to_type(tmp_path, capsys):
-    words = [*GENERATE, "--label_key", "answers", "--output_path", str(tmp_path / "o.jsonl")]
-    assert main(["generate", *words]) == 2
-    told = capsys.readouterr().err
-    assert "unknown key `answers`; known: answer, prompt" in told
-    assert "hint: did you mean --label_key answer, or --label_key None if rows have none?" in told
-
-
 def test_one_name_has_one_declaration_in_all_commands():
     """Options of one name have one type in every command, but for keys of rows, which differ by what rows hold, and
     for `resume`: a run continues in a folder, and a file is continued where it is. A server may leave `max_len` to its

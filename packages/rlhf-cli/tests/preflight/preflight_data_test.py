@@ -207,8 +207,6 @@ def test_check_inputs_variables_of_the_chat_template_reach_all_prompts(check, re
     assert [prompt.text for prompt in (*found.prompts, *found.eval_prompts)][::2] == ["prompts 0?/no", "math 0?/no"]
     assert check(*argv).prompts[0].text == "prompts 0?"
     assert "the chat template does not read `thin`" in refused(*argv, given[0], '{"thin": 1}')
-    parsed = CommandLine(config=PpoConfig, prog="").parse([*given, "--dry_run"])
-    assert "--chat_template_kwargs has no effect: --apply_chat_template is off" in parsed.notices
 
 
 def test_rows_that_are_left_out_of_training_or_held_out_prompts_are_a_notice():

@@ -47,20 +47,6 @@ def test_check_inputs_reaches_every_server_once(check, folder, server):
     assert found.notices == ()
 
 
-def test_check_inputs_server_that_is_not_there_is_refused(refused, server):
-    server.shutdown()
-    server.server_close()
-    text = refused("--remote_rm_url", server.url)
-    assert "the reward server does not answer" in text
-    assert server.url in text
-    assert "hint: start it" in text
-
-
-def test_check_inputs_server_with_a_wrong_answer_is_refused(refused, server):
-    server.answer = lambda query: (200, [1.0])
-    assert server.url in refused("--remote_rm_url", server.url)
-
-
 def test_check_inputs_server_that_is_busy_is_a_notice(check, server):
     server.answer = lambda query: (503, [])
     (notice,) = check("--remote_rm_url", server.url).notices

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from record_testing import make_prompt, make_rollout
-from rlhf_data.errors import ConfigError, RewardError
+from rlhf_data.errors import RewardError
 from rlhf_data.records import FinishReason, Rollout, VerdictKind
 from rlhf_rollout.rewards.function import FunctionReward, RewardCall, ask, check_reward_function, reward_code
 from rlhf_rollout.rewards.sources import CallOptions
 from rlhf_rollout.rewards.user_function import parse_reward
-from rlhf_rollout.workers.guarded import DEFAULT_WORKER, WorkerOptions
+from rlhf_rollout.workers.guarded import DEFAULT_WORKER
 from rlhf_rollout.workers.pool import WorkerPool
 from rlhf_rollout.workers.rpc import CallError
 
@@ -299,7 +299,6 @@ def test_check_reward_function_without_prompts_imports_and_calls_nothing(write):
 @pytest.mark.parametrize(
     ("result", "says"),
     [
-        ("[1.0]", "a value of type list, not a dictionary"),
         ('{"rewards": [1.0]}', "`rewards` has 1 numbers for 2 samples"),
         ('{"rewards": [1.0, float("nan")]}', "the reward is nan in the trial call (sample 1)"),
         ('{"rewards": [1.0, 1.0], "scores": [float("inf"), 1.0]}', "the score is inf in the trial call (sample 0)"),
@@ -322,12 +321,7 @@ def test_check_reward_function_raise_and_hang_are_reported_and_not_fatal(write):
 
 
 def test_check_reward_function_that_cannot_be_imported_is_refused(write):
-    with pytest.raises(ConfigError, match="has no function `reward_func`"):
-        check_reward_function(write("def other(): ..."))
     with pytest.raises(RewardError, match=r"ZeroDivisionError.*\n\nhint: "):
         check_reward_function(write("1 / 0\ndef reward_func(q, p, l): ..."))
-    hang = write("import time; time.sleep(1000)\nreward_func = 1")
-    with pytest.raises(RewardError, match=r"took longer than 0\.5 s"):
-        check_reward_function(hang, calls=CallOptions(worker=WorkerOptions(start_timeout_s=0.5)))
     with pytest.raises(RewardError, match="No module named 'no_such_module_at_all'"):
         check_reward_function("no_such_module_at_all:grade")

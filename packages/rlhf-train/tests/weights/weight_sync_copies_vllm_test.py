@@ -16,7 +16,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.weights import reader as weight_reader
 from rlhf_rollout.weights.source import WeightSource
-from weight_pairs import generate, largest_difference, perturb
+from weight_pairs import ask_receiver, generate, largest_difference, perturb
 
 NUM_WEIGHTS = {"qwen2": 27, "llama": 20, "packed": 27}
 LOGGER = "rlhf_rollout.engines.vllm.weights"
@@ -31,12 +31,7 @@ class Pair:
     model: Any
 
     def ask(self, function: Callable[[Any], Any]) -> Any:
-        """Run `function` with the receiving half of weight sync, on the thread that owns it."""
-
-        def run(core: Any) -> Any:
-            return function(core.engine_core.model_executor.driver_worker.worker.weight_transfer_engine)
-
-        return self.engine._loop.call(run, drain=False).result(60)
+        return ask_receiver(self.engine, function)
 
     def send(self, version: int, extra: tuple[tuple[str, torch.Tensor], ...] = (), leave_out: str = "nothing") -> None:
         # Buckets so small that the parts of a fused parameter come in different ones.
@@ -187,7 +182,7 @@ def test_update_with_another_name_is_loaded_by_vllm_and_recorded_again(
         assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5
 
 
-@pytest.mark.parametrize("place", [0, 11, 17])
+@pytest.mark.parametrize("place", [0, 11])
 def test_weight_that_is_not_in_the_record_changes_nothing_of_those_beside_it(pair: Pair, place: int) -> None:
     if pair.kind == "llama":
         pytest.skip("this engine knows the names in advance")
@@ -200,13 +195,12 @@ def test_weight_that_is_not_in_the_record_changes_nothing_of_those_beside_it(pai
     assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-def test_update_whose_weights_are_fused_otherwise_than_recorded_is_complete(pair: Pair, layer: int) -> None:
+def test_update_whose_weights_are_fused_otherwise_than_recorded_is_complete(pair: Pair) -> None:
     if pair.kind == "llama":
         pytest.skip("this engine knows the names in advance")
     record(pair)
     perturb(pair.model, seed=9)
-    prefix = f"model.layers.{layer}.mlp"
+    prefix = "model.layers.1.mlp"
     parts = {name: dict(pair.model.named_parameters())[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up")}
     fused = (f"{prefix}.gate_up_proj.weight", torch.cat([parts["gate"], parts["up"]]))
     weights = {name: weight for name, weight in pair.model.named_parameters() if weight not in set(parts.values())}

@@ -21,7 +21,7 @@ from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.host import local_gpus
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.weights.source import WeightSource
-from weight_pairs import PROMPTS, perturb
+from weight_pairs import PROMPTS, ask_receiver, perturb
 
 ON_GPU = local_gpus() > 0
 FP8_MAX = 448.0  # of float8_e4m3fn
@@ -39,12 +39,7 @@ class Pair:
     expected: list[Completion]
 
     def ask(self, function: Callable[[Any], Any]) -> Any:
-        """Run `function` with the receiving half of weight sync, on the thread that owns it."""
-
-        def run(core: Any) -> Any:
-            return function(core.engine_core.model_executor.driver_worker.worker.weight_transfer_engine)
-
-        return self.engine._loop.call(run, drain=False).result(60)
+        return ask_receiver(self.engine, function)
 
     def send(self, model: Any, version: int) -> None:
         # Buckets so small that the parts of a fused parameter come in different ones.
@@ -229,7 +224,7 @@ def test_experts_keep_the_kernels_with_which_graphs_were_captured(pair: Pair, mo
         method.moe_kernel, method.moe_quant_config = "new", "new scales"
 
     monkeypatch.setattr(weights, "finalize_layerwise_reload", with_new_kernels)
-    monkeypatch.setattr(weights, "_drop_expert_kernels", lambda model: None)  # on a CPU
+    monkeypatch.setattr(weights, "drop_expert_kernels", lambda model: None)  # on a CPU
     pair.ask(lambda receiver: setattr(receiver.model.model.norm, "quant_method", method))
     pair.send(pair.model, 40)
     pair.ask(lambda receiver: delattr(receiver.model.model.norm, "quant_method"))

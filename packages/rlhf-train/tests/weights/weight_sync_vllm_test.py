@@ -21,7 +21,7 @@ from rlhf_rollout.engines.spec import VLLM_PATCHES
 from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
 from rlhf_rollout.weights import Medium
 from rlhf_rollout.weights.source import WeightSource
-from weight_pairs import PROMPTS, generate, largest_difference, perturb
+from weight_pairs import PROMPTS, ask_receiver, generate, largest_difference, perturb
 
 
 @dataclass(frozen=True)
@@ -154,15 +154,6 @@ def test_sync_perturbed_and_reverted_gives_the_same_tokens_bit_for_bit(pair: Pai
         np.testing.assert_array_equal(first.logprobs, last.logprobs)
 
 
-def test_sync_in_bfloat16_is_cast_to_the_engines_type(pair: Pair) -> None:
-    with torch.no_grad():
-        for parameter in pair.model.parameters():
-            parameter.copy_(parameter.bfloat16())
-    weights = ((name, parameter.bfloat16()) for name, parameter in pair.model.named_parameters())
-    pair.sender.send(weights, [pair.engine], 5)
-    assert largest_difference(pair.model, generate(pair.engine)) <= 1e-5
-
-
 def test_sync_many_times_keeps_the_engines_memory(pair: Pair) -> None:
     import psutil
 
@@ -173,11 +164,6 @@ def test_sync_many_times_keeps_the_engines_memory(pair: Pair) -> None:
         send(pair, version)
     # 30 copies of 0.4 MB would be 12 MB.
     assert psutil.Process().memory_info().rss - before < 6 << 20
-
-
-def num_repeated(core: Any) -> int:
-    """Return how many weights the last update has loaded by recorded copies, on the thread that owns the core."""
-    return core.engine_core.model_executor.driver_worker.worker.weight_transfer_engine.num_repeated
 
 
 @pytest.mark.parametrize("skipped", [(), VLLM_PATCHES], ids=["patched", "without patches"])
@@ -198,7 +184,7 @@ def test_sync_brings_persistent_buffers_and_leaves_alone_those_that_are_not_sent
                 layer.mlp.act_fn.beta.fill_(beta)
             assert largest_difference(pair.model, generate(pair.engine)) > 0.05
             pair.sender.send(hf_named_weights(model), [engine], version, ["the engine"])
-            repeated.append(engine._loop.call(num_repeated, drain=False).result(60))
+            repeated.append(ask_receiver(engine, lambda receiver: receiver.num_repeated))
             assert largest_difference(pair.model, generate(pair.engine)) <= bound
         # The first update had no buffers. Copies into them are recorded in the one after the next, and then repeated.
         num_parameters = len([*model.parameters()])
