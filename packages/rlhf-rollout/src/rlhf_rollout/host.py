@@ -81,14 +81,14 @@ def place_vllm_sockets() -> None:
     os.environ.setdefault("VLLM_RPC_BASE_PATH", socket_folder(tempfile.gettempdir(), len(f"/{uuid.uuid4()}")))
 
 
-def stay_on_loopback(host: str, environ: MutableMapping[str, str] = os.environ) -> None:
+def stay_on_loopback(host: str) -> None:
     """Have gloo and NCCL use the loopback interface if `host`, where processes meet, is a loopback address.
 
     By default they listen on the address of the machine's name. Variables that are already set keep their values.
     """
     if is_loopback(host):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            environ.setdefault(name, "lo")
+            os.environ.setdefault(name, "lo")
 
 
 @contextmanager

@@ -90,15 +90,13 @@ def rollout_record(
     }
 
 
-def batch_records(*groups: RolloutGroup, **fields: Any) -> Iterator[dict[str, Any]]:
-    """Yield the records of a batch of groups as plain JSON values; each begins with `fields`."""
-    for record, _ in _batch_records(groups, fields, has_tokens=True):
-        yield record
-
-
-def _batch_records(
+def batch_records(
     groups: Sequence[RolloutGroup], fields: Mapping[str, Any], *, has_tokens: bool
 ) -> Iterator[tuple[dict[str, Any], Rollout]]:
+    """Yield the records of a batch of groups as plain JSON values, each with its rollout; each begins with `fields`.
+
+    Without `has_tokens`, they lack what columns hold.
+    """
     num_left = sum(len(group.rollouts) for group in groups)
     for group in groups:
         for episode in group.episodes:
@@ -109,7 +107,7 @@ def _batch_records(
 
 
 def parse_group(records: Sequence[Mapping[str, Any]], where: str) -> RolloutGroup:
-    """Return the group of `batch_records(group)`, which came from `where`. Raises DataError like `parse_batches`."""
+    """Return the group of `batch_records`, which came from `where`. Raises DataError like `parse_batches`."""
     try:
         lines = [_Parsed(where, dict(record), _rollout(record)) for record in records]
         [group] = _batch(lines).groups
@@ -137,7 +135,7 @@ class RolloutWriter:
 
     def write(self, *groups: RolloutGroup, **fields: Any) -> None:
         """Append a batch of groups; each of its records begins with `fields`, such as the step."""
-        records = _batch_records(groups, fields, has_tokens=not self._has_columns)
+        records = batch_records(groups, fields, has_tokens=not self._has_columns)
         if self._has_columns and groups:
             pairs = list(records)
             text = b"".join(_line(record) for record, _ in pairs)

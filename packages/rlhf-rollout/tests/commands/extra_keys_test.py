@@ -136,7 +136,7 @@ def test_prompts_hold_the_cells_and_their_digest_changes_with_them(tmp_path):
 def test_rollouts_are_written_and_read_with_them():
     prompt = asked()
     group = make_group("g0", prompt, [make_rollout(prompt, "4")])
-    records = json.loads(json.dumps(list(batch_records(group))))
+    records = json.loads(json.dumps([record for record, _ in batch_records([group], {}, has_tokens=True)]))
     assert records[0]["prompt_extra"] == CELLS
     assert parse_group(records, "here").prompt.extra == CELLS
     plain = make_prompt()

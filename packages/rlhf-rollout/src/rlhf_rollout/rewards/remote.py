@@ -123,8 +123,6 @@ def check_reward_server(
     urls: Sequence[str],
     prompts: Sequence[Prompt] = (),
     calls: CallOptions = DEFAULT_CALLS,
-    *,
-    transport: httpx.AsyncBaseTransport | None = None,
 ) -> str | None:
     """Ask each server once, before anything expensive starts. Must not be called from within an event loop.
 
@@ -142,7 +140,7 @@ def check_reward_server(
     samples = trial_samples(prompts[:NUM_TRIED])
 
     async def ask_all() -> list[Scored | RequestFailure]:
-        reward = RemoteReward(urls, calls, transport=transport)
+        reward = RemoteReward(urls, calls)
         try:
             return await asyncio.gather(*[reward.ask_server(url, samples) for url in urls if samples])
         finally:

@@ -8,7 +8,7 @@ them.
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -23,11 +23,11 @@ _CONNECT = timedelta(seconds=10)
 _POLL_S = 0.2
 
 
-def needs_meeting(environ: Mapping[str, str] = os.environ) -> bool:
+def needs_meeting() -> bool:
     """Return whether torchrun started this process and others on other nodes."""
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False  # other launchers may set other variables, or set them wrongly
-    return int(environ["LOCAL_WORLD_SIZE"]) < int(environ["WORLD_SIZE"])
+    return int(os.environ["LOCAL_WORLD_SIZE"]) < int(os.environ["WORLD_SIZE"])
 
 
 @contextmanager
