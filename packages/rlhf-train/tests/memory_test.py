@@ -242,13 +242,13 @@ def test_logits_above_4_gib_are_computed_in_chunks_if_the_head_is_plain_and_whol
     table = 896 << 15
     whole = (2 * 8 << 15) + 2 * table
 
-    def logits(most_targets: int, spec: ModelSpec = BF16) -> int:
+    def logits(most_targets: int, spec: ModelSpec = BF16, num_ranks: int = 1) -> int:
         passes = Passes(train=(10, 8), forward=(0, 0), most_targets=most_targets)
-        return trainer_memory([Model(config, spec, runs_forward=False)], passes, 64).items["logits"]
+        return trainer_memory([Model(config, spec, runs_forward=False)], passes, num_ranks).items["logits"]
 
     assert logits(1 << 16) == whole  # 2 bytes * 2^15 * 2^16 is 4 GiB
     assert logits((1 << 16) + 1) == (506 << 20) + 4 * table
-    assert logits(1 << 20, replace(BF16, zero_stage=3)) == whole
+    assert logits(1 << 20, replace(BF16, zero_stage=3), 64) == whole
     config.final_logit_softcapping = 30.0
     assert logits(1 << 20) == whole
 
@@ -262,9 +262,9 @@ def test_layers_are_compiled_at_zero_3_except_with_adapters() -> None:
 
 
 def test_layers_of_ranks_that_divide_sequences_are_not_compiled() -> None:
-    passes = Passes(train=(1000, 0), forward=(0, 0), most_targets=0)
+    passes = Passes(train=(100_000, 0), forward=(0, 0), most_targets=0)
     found = items(replace(BF16, sequence_parallel_size=2), 2, passes)
-    assert found["activations"] == 500 * 24 * (40_448 + 2 * 896 * 6 + 2 * 4864)
+    assert found["activations"] == 50_000 * 24 * (40_448 + 2 * 896 * 6 + 2 * 4864)
 
 
 @pytest.mark.parametrize(
@@ -291,8 +291,11 @@ def test_states_by_zero_stage(dtype: str, stage: int, num_ranks: int, expected: 
 def test_buckets_of_gradients_are_in_the_type_that_is_sent() -> None:
     weights = 494_032_768
     passes = Passes(train=(64, 8), forward=(0, 0), most_targets=8)
-    # ZeRO 2 collects 5e8 gradients in bfloat16, and has a float32 copy of those that it reduces.
+    # ZeRO 2 collects 5e8 gradients in bfloat16, and has a float32 copy of those that it reduces, once their layers are
+    # done. All of this model's fit: the copy comes after the activations, and is the peak of small passes only.
     assert items(replace(BF16, zero_stage=2), 4, passes)["reduction"] == 1_000_000_000 + 4 * weights
+    large = items(replace(BF16, zero_stage=2), 4, replace(passes, train=(16_384, 8)))
+    assert large["reduction"] == 1_000_000_000 and large["activations"] > 1e10
     assert items(replace(BF16, zero_stage=2, dtype="float32"), 4, passes)["reduction"] == 2_000_000_000
     assert items(replace(BF16, zero_stage=3), 4)["reduction"] == 2_000_000_000
     assert items(replace(BF16, zero_stage=3), 1)["reduction"] == 1_000_000_000

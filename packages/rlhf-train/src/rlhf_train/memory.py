@@ -282,16 +282,21 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
         "second copy": _second_copy(spec, num_weights),
     }
     moment = pass_memory(model, passes, with_gradients=True, num_weights=num_weights)
+    moments = [moment]
     if stage == 2 or (stage == 1 and is_float32):
-        # The bucket is in the dtype of the weights, and copied if ranks add up in another.
-        moment["reduction"] = item * REDUCE_BUCKET_SIZE + (not is_float32) * 4 * min(trained, REDUCE_BUCKET_SIZE)
+        moment["reduction"] = item * REDUCE_BUCKET_SIZE  # in the dtype of the weights, from the start of a pass
+    if stage == 2 and not is_float32:
+        # Ranks add up in float32: a full bucket is copied, when the layers whose gradients it has are done.
+        done = min(1.0, REDUCE_BUCKET_SIZE / max(trained, 1))
+        copy = {"reduction": moment["reduction"] + 4 * min(trained, REDUCE_BUCKET_SIZE)}
+        moments.append(copy | {"activations": round((1 - done) * moment["activations"])})
     copied = own if is_float32 and stage else 0
     if stage == 3:
         copied = min(own, SUB_GROUP_SIZE)
     if stage < 2 and num_ranks > 1:
         copied = max(copied, min(trained, REDUCE_BUCKET_SIZE))
     chunk = UPDATE_BUFFERS * (4 + moments_item) * min(own, UPDATE_CHUNK_SIZE) * optimizer.offload
-    moments = [moment, {"update": 4 * copied + chunk}]
+    moments.append({"update": 4 * copied + chunk})
     if optimizer.offload:
         moments.append({"load": 4 * own})  # DeepSpeed makes master weights on the GPU first
     forward = pass_memory(model, passes, with_gradients=False, num_weights=num_weights) if model.runs_forward else {}
