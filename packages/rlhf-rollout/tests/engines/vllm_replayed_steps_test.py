@@ -120,7 +120,7 @@ class CountingRunner:
 
     def sample(self, hidden: torch.Tensor, batch: Any, grammar: None) -> tuple[Any, str, str]:
         assert batch is self.batch and grammar is None
-        return SimpleNamespace(sampled_token_ids=hidden[:, None] % 97, logprobs_tensors=None), "sampled", "rejected"
+        return SimpleNamespace(sampled_token_ids=hidden[:, None] % 97), "sampled", "rejected"
 
     def postprocess_sampled(self, rows: Any, tokens: Any, sampled: str, rejected: str, starts: Any) -> None:
         assert (sampled, rejected) == ("sampled", "rejected") and starts is self.batch.query_start_loc
@@ -142,13 +142,14 @@ def test_each_later_step_goes_on_from_the_token_and_the_place_of_the_one_before(
 
     monkeypatch.setattr(replayed_steps, "prepare_pos_seq_lens", positions)
     monkeypatch.setattr(replayed_steps, "combine_sampled_and_draft_tokens", inputs)
-    monkeypatch.setattr(replayed_steps, "_LaterOutput", lambda first, columns, runner: (first, columns))
+    monkeypatch.setattr(replayed_steps, "_LaterOutput", lambda first, samples, runner: (first, samples))
     runner = CountingRunner()
     begun = replayed_steps.Begun(runner.batch, "graph")
-    first, [tokens] = replayed_steps.ReplayedSteps(runner).compute(begun, "first", 5)
+    first, samples = replayed_steps.ReplayedSteps(runner).compute(begun, "first", 3)
     expected = []
     for slot, token, position in ((3, 63, 4), (1, 21, 7)):
-        for later in range(5):
+        for later in range(3):
             token = (5 * token + 4 * (position + later) + 10 * slot) % 97
             expected.append(token)
-    assert first == "first" and tokens[..., 0].T.flatten().tolist() == expected
+    found = torch.cat([sample.sampled_token_ids for sample in samples], 1)
+    assert first == "first" and found.flatten().tolist() == expected

@@ -73,9 +73,8 @@ class Record:
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     prepare_environment()  # before vLLM is imported
-    from rlhf_rollout.engines.vllm.patches import replayed_steps, sampling_head
+    from rlhf_rollout.engines.vllm.patches import sampling_head
 
-    monkeypatch.setattr(replayed_steps, "LEAST_RECORDED", 1000)  # what is compared here waits for the GPU
     found = Record()
     draw = sampling_head.linear_sample
     takes = sampling_head.SamplingHead.takes
@@ -317,39 +316,6 @@ def test_several_decode_steps_per_step_of_the_scheduler(
     pairs = [pair for groups in zip(answers, prepared, strict=True) for pair in zip(*groups, strict=True)]
     same = [one.token_ids.tolist() == other.token_ids.tolist() for one, other in pairs]
     assert np.mean(same) > 0.9  # the rest are near ties
-
-
-def test_what_lies_between_replays_is_a_graph_that_draws_the_same(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not subject.has_graphs:
-        pytest.skip("nothing is replayed")
-    from rlhf_rollout.engines.vllm.patches import multi_step, replayed_steps
-
-    own = multi_step._MultiStep._num_steps
-    monkeypatch.setattr(
-        multi_step._MultiStep, "_num_steps", lambda *given: setattr(given[0], "number", 8) or own(*given)
-    )
-    repeat = replayed_steps._Glue.repeat
-    numbers = []
-
-    def count(*given: Any) -> Any:
-        found = repeat(*given)
-        numbers.append(found and len(found[0]))
-        return found
-
-    monkeypatch.setattr(replayed_steps._Glue, "repeat", count)
-    requests = requests_of([0.0, 1.0, 0.7], max_tokens=60)
-    recorded = [ask(subject.engine, requests) for _ in range(2)]  # in memory that is new, and in what the first left
-    assert 6 in numbers and all(numbers)
-    assert mean_difference(subject.model, requests, recorded[1]) < LOGPROB_TOLERANCE
-    monkeypatch.setattr(replayed_steps, "LEAST_RECORDED", 1000)
-    numbers.clear()
-    launched = ask(subject.engine, requests)
-    assert not numbers
-    for answers in recorded:
-        pairs = [pair for groups in zip(answers, launched, strict=True) for pair in zip(*groups, strict=True)]
-        assert np.mean([one.token_ids.tolist() == other.token_ids.tolist() for one, other in pairs]) > 0.9  # near ties
 
 
 def test_sleep_and_updates_leave_the_weight_that_is_drawn_from_the_engines(subject: Subject, record: Record) -> None:

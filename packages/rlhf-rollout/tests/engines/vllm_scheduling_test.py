@@ -180,19 +180,6 @@ def test_a_free_slot_is_held_for_sixteen_steps_at_most():
         assert scheduler.started == [*[0] * 16, 1, 0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("num_steps", "num_ended", "started"),
-    [(16, 4, [64, 0, 8, 0, 8]), (8, 1, [64, 0, 0, 0, 0, 5]), (16, 1, [64, 0, 0, 3, 0]), (7, 4, [64, 4, 4, 4, 4])],
-)
-def test_more_slots_wait_longer_where_a_step_has_many_tokens_per_sequence(num_steps, num_ended, started):
-    scheduler = Slots(200)
-    start_together(scheduler)
-    for _ in started:
-        scheduler.schedule(SimpleNamespace(num_steps=num_steps))
-        del scheduler.running[:num_ended]
-    assert scheduler.started == started
-
-
 def test_few_slots_are_filled_one_at_a_time():
     scheduler = Slots(5)
     scheduler.max_num_active_reqs = 2

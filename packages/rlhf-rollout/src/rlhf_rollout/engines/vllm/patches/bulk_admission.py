@@ -5,7 +5,6 @@ from typing import Any
 from rlhf_rollout.private_names import known_name
 
 MOST_HELD_STEPS = 16  # for which a free slot stays empty
-MANY_STEPS = 8  # With so many at a time, the GPU is quicker than the host, which a step with prompts takes longest.
 # The names depend on vLLM's version.
 SLOTS = "max_num_active_reqs|max_num_running_reqs"  # most sequences that run
 WAITING_FIRST = "kv_holding_waiting|skipped_waiting"  # the second queue, whose sequences start first
@@ -17,27 +16,22 @@ def patch(scheduler: Any) -> None:
 
     A step is replayed as a CUDA graph only if all its sequences decode (see `core`), and with hundreds of sequences
     nearly every step frees a slot for another to start. Sequences start at once when as many slots are free as
-    sequences wait, and after `MOST_HELD_STEPS` in any case. With `MANY_STEPS` at a time, by `multi_step`, twice as many
-    slots wait twice as long.
+    sequences wait, and after `MOST_HELD_STEPS` in any case.
     """
     schedule = scheduler.schedule
     slots, waiting_first = known_name(scheduler, SLOTS), known_name(scheduler, WAITING_FIRST)
     num_slots = getattr(scheduler, slots)
+    enough = max(1, num_slots // 16)
     num_held = 0  # steps since a slot became free for a sequence that waits
-    patience = 1
 
     def schedule_together(*args: Any, **options: Any) -> Any:
-        nonlocal num_held, patience
+        nonlocal num_held
         num_running = len(scheduler.running)
         num_waiting = len(scheduler.waiting) + len(getattr(scheduler, waiting_first))
-        enough = min(num_waiting, max(1, patience * num_slots // 16))
-        is_early = num_slots - num_running < enough and num_held < patience * MOST_HELD_STEPS
+        is_early = num_slots - num_running < min(num_waiting, enough) and num_held < MOST_HELD_STEPS
         setattr(scheduler, slots, num_running if is_early else num_slots)
         step = schedule(*args, **options)
-        num_steps = getattr(step, "num_steps", 1)
-        num_held = num_held + num_steps if is_early and num_running < num_slots else 0
-        if num_steps > 1:
-            patience = 1 + (num_steps >= MANY_STEPS)
+        num_held = num_held + getattr(step, "num_steps", 1) if is_early and num_running < num_slots else 0
         return step
 
     scheduler.schedule = schedule_together

@@ -28,7 +28,7 @@ TOKENS_PER_STEP = 1
 # The share of the time of `ROUNDS` steps of the scheduler in which the host waits for the GPU. With less than the first
 # share, it asks for twice as many steps at a time, and with more than the second, for half as many.
 WAITS = (0.12, 0.4)
-ROUNDS = 4
+ROUNDS = 8
 NEEDS = (
     *NEEDED_IN_BULK,  # of which `is_plain` reads a part
     "kv_cache_manager.block_pool.get_new_blocks",

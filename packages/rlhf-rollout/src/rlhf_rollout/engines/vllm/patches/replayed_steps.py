@@ -5,9 +5,7 @@ host, which takes longer than a small model's work on the GPU. In the later step
 samplings are those of the first. Only tokens, lengths and places in the KV cache go on, and the GPU has all of them.
 """
 
-import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -19,9 +17,6 @@ from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, pre
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from rlhf_rollout.engines.vllm.patches.multi_step import with_later
-
-LEAST_RECORDED = 4  # later steps, for which it pays to record what lies between two of them
-_logger = logging.getLogger(__name__)
 
 # With any of these, a model runner does more between two steps.
 _OBSTACLES = (
@@ -89,7 +84,6 @@ class ReplayedSteps:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._glue = _Glue()
 
     def begun(self) -> Begun | None:
         """Return the step that the runner has launched and not yet sampled; None unless one CUDA graph computes it."""
@@ -113,137 +107,53 @@ class ReplayedSteps:
             first: its output.
             number: how many steps to compute after it.
         """
-        batch = begun.batch
-        replay = partial(self._runner.cudagraph_manager.run_fullgraph, begun.graph)
-
-        def go_on() -> Any:
-            sample = self._finish(batch, hidden)
-            self._prepare(batch)
-            return sample
-
-        self._prepare(batch)
-        hidden = replay()
-        recorded = self._glue.repeat(go_on, replay, number - 1) if number >= LEAST_RECORDED else []
+        runner, batch = self._runner, begun.batch
+        states, buffers = runner.req_states, runner.input_buffers
         samples = []
-        for _ in range(0 if recorded else number - 1):
-            samples.append(go_on())
-            hidden = replay()
-        samples.append(self._finish(batch, hidden))
-        columns = [torch.stack(column) for column in zip(*map(_columns, samples), strict=True)]
-        if recorded:
-            columns = [torch.cat(parts) for parts in zip(recorded, columns, strict=True)]
-        return _LaterOutput(first, columns, self._runner)
-
-    def _prepare(self, batch: Any) -> None:
-        """Have the next replay take the last tokens of the sequences of a batch."""
-        states, buffers = self._runner.req_states, self._runner.input_buffers
-        rows, starts = batch.idx_mapping, batch.query_start_loc
-        lengths = states.num_computed_tokens.gpu
-        prepare_pos_seq_lens(rows, starts, lengths, buffers.positions, buffers.seq_lens)
-        combine_sampled_and_draft_tokens(
-            buffers.input_ids,
-            rows,
-            states.last_sampled_tokens,
-            starts,
-            batch.seq_lens,
-            states.prefill_len.gpu,
-            states.draft_tokens,
-            batch.cu_num_logits,
-            batch.num_reqs,
-        )
-        self._runner.block_tables.compute_slot_mappings(
-            rows, starts, batch.positions, num_tokens_padded=batch.num_tokens_after_padding
-        )
-
-    def _finish(self, batch: Any, hidden: torch.Tensor) -> Any:
-        """Return the tokens drawn from the last replay, and count them as those of its sequences."""
-        runner = self._runner
-        sample, num_sampled, num_rejected = runner.sample(hidden, batch, None)
-        tokens = sample.sampled_token_ids
-        runner.postprocess_sampled(batch.idx_mapping, tokens, num_sampled, num_rejected, batch.query_start_loc)
-        return sample
-
-
-class _Glue:
-    """Records what lies between two replays as a CUDA graph of its own.
-
-    The host takes longer to launch these kernels one by one than to launch a small model's graph. A batch has tensors
-    of its own, so it gets a graph of its own, which takes about as long as to launch the kernels once.
-    """
-
-    def __init__(self) -> None:
-        self._pool: torch.cuda.CUDAGraph | None = None  # an own graph, which keeps memory for the others
-        self._fails = False
-
-    def repeat(self, go_on: Callable[[], Any], replay: Callable[[], Any], number: int) -> list[torch.Tensor]:
-        """Return the columns, [number, N, ...], of the samples of so many rounds of `go_on` and `replay`.
-
-        If `go_on` cannot be recorded, now or before, nothing is computed, and there are no columns.
-
-        Args:
-            go_on: draws from one replay and prepares the next one, on the GPU alone. It returns the sample.
-            replay: computes the model.
-            number: of rounds.
-        """
-        if self._fails:
-            return []
-        try:
-            place = torch.zeros(1, dtype=torch.int64, device="cuda")
-            if self._pool is None:
-                self._pool = _recorded(place.clone)[0]
-
-            def go_on_and_keep() -> list[torch.Tensor]:
-                found = _columns(go_on())
-                kept = [column.new_empty(number, *column.shape) for column in found]
-                for own, column in zip(kept, found, strict=True):
-                    own.index_copy_(0, place, column[None])
-                place.add_(1)
-                return kept
-
-            graph, columns = _recorded(go_on_and_keep, self._pool.pool())
-        except Exception:
-            _logger.warning("what lies between two steps of the model cannot be recorded", exc_info=True)
-            self._fails = True
-            return []
         for _ in range(number):
-            graph.replay()
-            replay()
-        return columns
-
-
-def _recorded(function: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Return a graph of the kernels that a function launches, which do not run, and what it returns.
-
-    Unlike `torch.cuda.graph`, this does not wait for the GPU.
-    """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin(pool=pool, capture_error_mode="relaxed")
-        try:
-            found = function()
-        finally:
-            graph.capture_end()
-    return graph, found
+            rows, starts = batch.idx_mapping, batch.query_start_loc
+            lengths = states.num_computed_tokens.gpu
+            prepare_pos_seq_lens(rows, starts, lengths, buffers.positions, buffers.seq_lens)
+            combine_sampled_and_draft_tokens(
+                buffers.input_ids,
+                rows,
+                states.last_sampled_tokens,
+                starts,
+                batch.seq_lens,
+                states.prefill_len.gpu,
+                states.draft_tokens,
+                batch.cu_num_logits,
+                batch.num_reqs,
+            )
+            runner.block_tables.compute_slot_mappings(
+                rows, starts, batch.positions, num_tokens_padded=batch.num_tokens_after_padding
+            )
+            hidden = runner.cudagraph_manager.run_fullgraph(begun.graph)
+            sample, num_sampled, num_rejected = runner.sample(hidden, batch, None)
+            runner.postprocess_sampled(rows, sample.sampled_token_ids, num_sampled, num_rejected, starts)
+            samples.append(sample)
+        return _LaterOutput(first, samples, runner)
 
 
 class _LaterOutput(AsyncModelRunnerOutput):
-    """The output of a step, and the columns of later ones, [S, N, ...], which are copied to the host together."""
+    """The output of a step, and the samples of later ones, which are copied to the host together."""
 
-    def __init__(self, first: AsyncModelRunnerOutput, columns: Sequence[torch.Tensor], runner: Any) -> None:
+    def __init__(self, first: AsyncModelRunnerOutput, samples: Sequence[Any], runner: Any) -> None:
         self._first = first
-        self._columns = columns  # their memory is that of the main stream, and must stay until the copies are done
+        self._samples = samples  # their memory is that of the main stream, and must stay until the copies are done
         self._copied = torch.cuda.Event(blocking=True)
         copies = runner.output_copy_stream
         copies.wait_stream(runner.main_stream)
         with torch.cuda.stream(copies):
-            self._on_host = [column.to("cpu", non_blocking=True) for column in columns]
+            by_step = zip(*map(_columns, samples), strict=True)
+            self._columns = [torch.stack(column, 1).to("cpu", non_blocking=True) for column in by_step]
             self._copied.record(copies)
 
     def get_output(self) -> Any:
         """Wait for the GPU, and return all steps as one."""
         output = self._first.get_output()
         self._copied.synchronize()
-        return with_later(output, [column.numpy().swapaxes(0, 1) for column in self._on_host])
+        return with_later(output, [column.numpy() for column in self._columns])
 
 
 def _columns(sample: Any) -> tuple[torch.Tensor, ...]:
