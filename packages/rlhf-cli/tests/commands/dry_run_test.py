@@ -108,8 +108,6 @@ def test_what_is_here_is_looked_at_though_something_else_is_not(folder, capsys):
     assert "the model has a context of 2048" in capsys.readouterr().err
     assert main([*flags(remote_rm_url="absent.py", aux_loss_coef=0.1), "--dry_run"]) == 2
     assert "--aux_loss_coef balances experts" in capsys.readouterr().err
-    assert main([*flags(remote_rm_url="absent.py"), "--routing_replay", "--dry_run"]) == 2
-    assert "--routing_replay replays the choice of experts" in capsys.readouterr().err
 
 
 def test_gpus_are_those_that_the_flags_name_or_plan_gpus(folder, capsys):

@@ -301,20 +301,6 @@ def test_token_that_no_header_can_carry_is_refused_unseen(user, monkeypatch, tok
     assert token not in str(caught.value)
 
 
-def test_token_goes_over_https_or_to_this_machine_or_to_a_server_that_is_named(user, monkeypatch):
-    variable = VARIABLES[user.kind]
-    monkeypatch.setenv(variable, "s3cret")
-    for url in ("https://far/v1", "http://127.0.0.1:8000", "http://[::1]:8000/v1"):
-        user.make(url)
-    with pytest.raises(
-        ConfigError, match=rf"(?s){variable} would go to http://far:80 without.*hint: use https"
-    ) as caught:
-        user.make("http://far/v1")
-    assert "s3cret" not in str(caught.value)
-    monkeypatch.setenv(variable, "http://far=s3cret")
-    user.make("http://far/v1")
-
-
 @pytest.mark.parametrize(
     ("url", "says"),
     [
