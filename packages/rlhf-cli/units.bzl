@@ -35,7 +35,7 @@ TESTS = {
     "commands/plan_test.py": ["rlhf-cli/commands", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-models/testing", "rlhf-train/memory", "rlhf-train/run_memory"],
     "commands/ppo_command_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-models/testing", "rlhf-train/online"],
     "commands/ppo_job_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-data/prompts", "rlhf-data/records", "rlhf-data/rows", "rlhf-models/testing", "rlhf-rollout/rewards", "rlhf-train/cluster"],
-    "commands/replay_command_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-data/options", "rlhf-data/records", "rlhf-data/testing", "rlhf-models/testing", "rlhf-models/weights", "rlhf-rollout/records_io", "rlhf-train/online", "rlhf-train/online_job", "rlhf-train/run", "tests/support/record_testing"],
+    "commands/replay_command_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-data/options", "rlhf-data/records", "rlhf-data/testing", "rlhf-models/testing", "rlhf-rollout/records_io", "rlhf-train/online", "rlhf-train/online_job", "rlhf-train/run", "tests/support/record_testing"],
     "commands/rollouts_command_test.py": ["rlhf-cli/commands", "rlhf-cli/console", "rlhf-data/records", "rlhf-data/testing", "rlhf-models/testing", "rlhf-rollout/records_io", "rlhf-train/tracing", "tests/support/record_testing"],
     "commands/tools_command_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-models/attention", "rlhf-models/loading", "rlhf-models/lora", "rlhf-models/testing"],
     "config/config_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing", "rlhf-train/algorithms"],
