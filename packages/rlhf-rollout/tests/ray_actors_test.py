@@ -313,8 +313,14 @@ def test_ray_scorer_gives_the_scores_of_its_model_and_its_errors(cluster: None, 
     with pytest.raises(DataError, match="got the token id 512"):
         run(scorer.score([np.array([512], np.int32)]))
     ray.kill(handle)
+
+    async def until_it_is_gone() -> None:
+        async with asyncio.timeout(60):
+            while True:
+                await scorer.score(sequences)
+
     with pytest.raises(RewardError, match="the reward model's process is gone"):
-        run(scorer.score(sequences))
+        run(until_it_is_gone())
 
 
 def test_hung_reward_model_process_is_a_timeout_and_its_call_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
