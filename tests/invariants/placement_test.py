@@ -23,6 +23,7 @@ from rlhf_train.online import run_online
 from rlhf_train.online_job import OnlineJob
 from rlhf_train.run.observer import Observer
 from trainer_testing import running_engine, tiny_job
+from warm_commands import warm_commands
 
 PLACES = {
     "together": {("actor", "critic", "reference", "teacher"): 1},
@@ -65,7 +66,8 @@ def runs(tmp_path_factory) -> dict[str, tuple[list[dict[str, float]], np.ndarray
     write_fields(Path(teacher), StepFormat(placeholder=0, good=10, bad=12).fields)
     folders = {name: tmp_path_factory.mktemp("run") for name in PLACES}
     plans = {name: plan_of(groups, ENGINES[name]) for name, groups in PLACES.items()}
-    with running_engine(broadcasting(tiny_job(model_path, folders["together"])), num_engines=2) as engines:
+    job = broadcasting(tiny_job(model_path, folders["together"]))
+    with warm_commands(["worker"]), running_engine(job, num_engines=2) as engines:
         done = {
             name: run(model_path, teacher, folders[name], plan, LAYOUTS.get(name, {})) for name, plan in plans.items()
         }

@@ -1,6 +1,7 @@
-"""Runs commands of `rlhf` in forks of processes that have imported the libraries, which saves seconds per command.
+"""Runs commands of `rlhf`, and workers of Ray, in forks of processes that have imported the libraries.
 
-A fork takes folder, environment, arguments and standard streams of its caller, and ends as a new interpreter would.
+That saves seconds per process. A fork takes folder, environment, arguments and standard streams of its caller, and ends
+as a new interpreter would. It is killed when its caller is gone.
 """
 
 import contextlib
@@ -9,28 +10,47 @@ import importlib
 import json
 import os
 import runpy
+import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 # By kind of command, what it imports. vLLM changes settings of torch, so trainers do without it. Ray is left to the one
-# command that uses it, because it reads the environment when it is imported.
+# command that uses it, and to workers, because it reads the environment when it is imported. A worker becomes a rank or
+# an engine: it has imported what vLLM imports of others.
 LIBRARIES = {
     "engine": ("rlhf_rollout.engines.vllm.loop", "vllm.engine.arg_utils", "vllm.v1.engine.core_client"),
     "trainer": ("peft", "rlhf_train.offline.epochs"),
-}
+    "worker": (
+        "aiohttp", "openai.types.responses", "peft", "torch._dynamo.aot_compile_types",
+        "torch._inductor.lowering", "transformers.models.auto.image_processing_auto",
+    ),
+}  # fmt: skip
 ENGINE_COMMANDS = ("chat", "generate")
+SOCKETS = "RLHF_WARM_WORKERS"  # names the folder of the sockets to `for_workers`
+PATIENCE_S = 30.0  # after which a worker is a new interpreter: Ray gives it 60 s to start
+# Names of variables, or their first letters, that no library of a worker reads when it is imported. A worker that
+# differs in others from the process that would fork is a new interpreter, too.
+READ_LATER = (
+    *("BUILD_", "GLOO_", "NCCL_", "OLDPWD", "PWD", "PYTEST_"),
+    *("RAY_", "RLHF_", "SHLVL", "SPT_", "TEST_", "VLLM_", "_"),
+)
 
 
 @contextlib.contextmanager
-def warm_commands(kinds: Collection[str] = tuple(LIBRARIES)) -> Iterator[list[str]]:
+def warm_commands(kinds: Collection[str] = ("engine", "trainer")) -> Iterator[list[str]]:
     """Yield the words that start a command, before its name. It is of one of `kinds`, and has one OpenMP thread.
 
-    Commands of one kind run one after the other. With a GPU, which forks cannot share, they are new interpreters.
+    With the kind "worker", this also concerns workers of clusters that commands start in this `with` block. With a GPU,
+    which forks cannot share, all are new interpreters.
     """
+    from unittest import mock  # which a caller must not wait for
+
     from rlhf_rollout.host import local_gpus
 
     if local_gpus() > 0:
@@ -48,22 +68,44 @@ def warm_commands(kinds: Collection[str] = tuple(LIBRARIES)) -> Iterator[list[st
             env=os.environ | {"OMP_NUM_THREADS": "1"}, pass_fds=list(numbers.values()), process_group=0,
         )  # fmt: skip
         stack.close()  # only the server listens: once it is gone, calls fail
+        hook = {"RAY_RUNTIME_ENV_HOOK": "warm_commands.for_workers", SOCKETS: folder}
+        hook["PYTHONPATH"] = os.pathsep.join([*paths(os.environ), os.path.dirname(os.path.abspath(__file__))])
         try:
-            yield [sys.executable, "-I", "-S", __file__, "call", folder]
+            with mock.patch.dict(os.environ, hook if "worker" in kinds else {}):
+                yield caller(folder)
         finally:
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
 
 
+def caller(folder: str) -> list[str]:
+    """Return the words that call the server whose sockets are in `folder`."""
+    return [sys.executable, "-I", "-S", __file__, "call", folder]
+
+
+def for_workers(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the environment in which Ray starts workers as forks; Ray calls this with the one that was asked for."""
+    return (runtime_env or {}) | {"py_executable": shlex.join(caller(os.environ[SOCKETS]))}
+
+
 def call(folder: str, words: list[str]) -> int:
-    """Let the server whose sockets are in `folder` run a command; return its exit status."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(f"{folder}/{'engine' if words[0] in ENGINE_COMMANDS else 'trainer'}")
+    """Let the server whose sockets are in `folder` run a command, or Ray's program; return its exit status."""
+    is_worker = words[0].endswith(".py")
+    kind = "worker" if is_worker else "engine" if words[0] in ENGINE_COMMANDS else "trainer"
+    answer = b""
+    with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(TimeoutError):
+        connection.connect(f"{folder}/{kind}")
+        connection.settimeout(PATIENCE_S if is_worker else None)
+        connection.recv(1)  # it has imported the libraries
+        connection.settimeout(None)
         socket.send_fds(connection, [b"s"], [0, 1, 2])
-        connection.sendall(json.dumps([words, os.getcwd(), dict(os.environ)]).encode())
+        connection.sendall(json.dumps([words, os.getcwd(), dict(os.environ), os.getpgrp()]).encode())
         connection.shutdown(socket.SHUT_WR)
-        code = int(received(connection) or 70)  # no answer: the server is gone
-        return code if code >= 0 else 128 - code
+        answer = received(connection)
+    if is_worker and not answer:
+        os.execv(sys.executable, [sys.executable, *words])
+    code = int(answer or 70)  # no answer: the server is gone
+    return code if code >= 0 else 128 - code
 
 
 def serve(numbers: dict[str, int]) -> None:
@@ -71,6 +113,7 @@ def serve(numbers: dict[str, int]) -> None:
     from rlhf_rollout.engines.vllm.core import prepare_environment
     from rlhf_rollout.host import wait_passively
 
+    started = dict(os.environ)
     wait_passively()  # as every command does before it imports torch
     importlib.import_module("transformers.models.qwen2.modeling_qwen2")
     *others, kind = numbers
@@ -84,40 +127,110 @@ def serve(numbers: dict[str, int]) -> None:
         from rlhf_train.engine.deepspeed_internals import import_deepspeed
 
         import_deepspeed("cpu")
-    before = dict(os.environ)
+    before = started if kind == "worker" else dict(os.environ)
     for name in LIBRARIES[kind]:
         importlib.import_module(name)
-    set_on_import = dict(os.environ.items() - before.items())
+    own = dict(os.environ.items() - before.items())  # which a new interpreter would set, too
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
     gc.freeze()
+    run(*next_call(listener, own, is_worker=kind == "worker"))
+
+
+def next_call(
+    listener: socket.socket, own: dict[str, str], *, is_worker: bool
+) -> tuple[list[int], list[str], str, dict[str, str], int]:
+    """Fork for each call; return in the fork only, with the call's streams, words, folder, environment and group."""
+    callers: dict[int, int] = {}  # by descriptor of a connection, that of its fork
+    forks: dict[int, tuple[int, socket.socket]] = {}
+    events = select.poll()
+    events.register(listener, select.POLLIN)
     while True:
-        connection, _ = listener.accept()
-        _, streams, _, _ = socket.recv_fds(connection, 1, 3)
-        words, folder, environment = json.loads(received(connection))
-        if (child := os.fork()) == 0:
-            break
-        _, status = os.waitpid(child, 0)
-        for stream in streams:
-            os.close(stream)
-        with connection:
-            connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-    connection.close()
-    listener.close()
-    run(streams, words, folder, environment | set_on_import)
+        number, _ = events.poll()[0]
+        if number in callers:
+            signal.pidfd_send_signal(callers[number], signal.SIGKILL)
+            events.unregister(number)
+            del callers[number]
+        elif number in forks:
+            child, connection = forks.pop(number)
+            _, status = os.waitpid(child, 0)
+            events.unregister(number)
+            os.close(number)
+            if callers.pop(connection.fileno(), None) is not None:
+                events.unregister(connection)
+                with contextlib.suppress(OSError):
+                    connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+            connection.close()
+        else:
+            connection, _ = listener.accept()
+            streams: list[int] = []
+            with contextlib.suppress(OSError):
+                connection.sendall(b"r")
+                _, streams, _, _ = socket.recv_fds(connection, 1, 3)
+            if not streams:  # the caller is gone, or has lost its patience
+                connection.close()
+                continue
+            words, folder, environment, group = json.loads(received(connection))
+            environment = own | environment
+            child = -1 if is_worker and differing(environment) else os.fork()
+            if child == 0:
+                for other in (listener, connection, *(other for _, other in forks.values())):
+                    other.close()
+                return streams, words, folder, environment, group
+            for stream in streams:
+                os.close(stream)
+            if child < 0:
+                connection.close()
+                continue
+            descriptor = os.pidfd_open(child)
+            events.register(descriptor, select.POLLIN)
+            events.register(connection, 0)  # tells that the other side is gone
+            callers[connection.fileno()] = descriptor
+            forks[descriptor] = (child, connection)
 
 
-def run(streams: list[int], words: list[str], folder: str, environment: dict[str, str]) -> None:
-    """Run a command in this process, as `python -m rlhf_cli.main` would in a new one."""
+def differing(environment: dict[str, str]) -> set[str]:
+    """Return the variables in which something that this process has imported may have found another value.
+
+    Other folders to import from are none, unless they hold a module that this process has imported.
+    """
+    changed = {name for name, _ in environment.items() ^ os.environ.items()}
+    folders = set(paths(environment)) - set(paths(os.environ))
+    modules = {name.partition(".")[0] for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)}
+    if not modules & {"sitecustomize", "usercustomize", *sys.modules}:
+        changed.discard("PYTHONPATH")
+    early = {name for name in changed if not name.startswith(READ_LATER)}
+    if early:
+        print(f"a worker is no fork, because of {', '.join(sorted(early))}", file=sys.stderr, flush=True)
+    return early
+
+
+def paths(environment: Mapping[str, str]) -> list[str]:
+    return [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def run(streams: list[int], words: list[str], folder: str, environment: dict[str, str], group: int) -> None:
+    """Run a command or a program in this process, as a new interpreter would."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
     os.chdir(folder)
+    is_program = words[0].endswith(".py")
+    first = [] if sys.flags.safe_path else [os.path.dirname(words[0]) if is_program else folder]
+    others = [path for path in sys.path[len(first) :] if path not in paths(os.environ)]
+    sys.path[:] = [*first, *paths(environment), *others]
     os.environ.clear()
     os.environ.update(environment)
-    if not sys.flags.safe_path:
-        sys.path[0] = folder
-    sys.argv[1:] = words
-    runpy.run_module("rlhf_cli.main", run_name="__main__", alter_sys=True)
+    if is_program:
+        try:
+            os.setpgid(0, group)  # Ray ends the group of a worker with it
+        except PermissionError:  # that of another session
+            os.setpgid(0, 0)
+        importlib.import_module("numpy").random.seed()
+        sys.argv[:] = words
+        runpy.run_path(words[0], run_name="__main__")
+    else:
+        sys.argv[1:] = words
+        runpy.run_module("rlhf_cli.main", run_name="__main__", alter_sys=True)
 
 
 def received(connection: socket.socket) -> bytes:

@@ -1,0 +1,85 @@
+"""A worker that is a fork is what its caller would have been as a new interpreter, and neither outlives the other."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlhf_rollout.host import local_gpus
+from warm_commands import SOCKETS, for_workers, warm_commands
+
+pytestmark = pytest.mark.skipif(local_gpus() > 0, reason="with a GPU, nothing is forked")
+PROGRAM = """
+import json, os, sys, time
+import found
+told = {"pid": os.getpid(), "group": os.getpgrp(), "words": sys.argv, "folder": os.getcwd(), "found": found.__file__}
+told |= {"variable": os.environ["RLHF_TEST"], "is_fork": "torch" in sys.modules}
+print(json.dumps(told), flush=True)
+time.sleep(float(sys.argv[1]))
+sys.exit(7)
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[None]:
+    """The process that is forked."""
+    with warm_commands(["worker"]), socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"{os.environ[SOCKETS]}/worker")
+        connection.recv(1)  # it has imported the libraries: no caller will lose its patience
+        connection.close()
+        yield
+
+
+@pytest.fixture
+def program(tmp_path, server) -> Path:
+    """A program of a worker, and a module that only it finds."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules/found.py").touch()
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path / "program.py"
+
+
+def start(program: Path, seconds: int, **variables: str) -> tuple[subprocess.Popen[str], dict[str, object]]:
+    """Start the program, which waits; return the process that Ray would have started, and what the program tells."""
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(program.parent / "modules")])
+    environment = os.environ | {"RLHF_TEST": "a b", "PYTHONPATH": path} | variables
+    words = [*shlex.split(for_workers(None)["py_executable"]), str(program), str(seconds)]
+    run = subprocess.Popen(words, cwd=program.parent, env=environment, stdout=subprocess.PIPE, text=True)
+    return run, json.loads(run.stdout.readline())
+
+
+@pytest.mark.parametrize(("variables", "is_fork"), [({"VLLM_X": "1"}, True), ({"HF_HOME": "/nowhere"}, False)])
+def test_worker_has_its_callers_words_folder_environment_and_status_and_is_new_if_libraries_read_it(
+    program, variables, is_fork
+):
+    run, told = start(program, 0, **variables)
+    assert run.wait(60) == 7
+    expected = {"words": [str(program), "0"], "folder": str(program.parent), "variable": "a b"}
+    expected |= {"group": os.getpgrp(), "found": str(program.parent / "modules/found.py"), "is_fork": is_fork}
+    assert told == {"pid": told["pid"]} | expected
+    assert (told["pid"] == run.pid) != is_fork
+
+
+def test_killed_worker_ends_its_caller_and_a_killed_caller_its_worker(program):
+    run, told = start(program, 600)
+    assert told["is_fork"]
+    os.kill(told["pid"], signal.SIGKILL)
+    assert run.wait(60) == 128 + signal.SIGKILL
+    run, told = start(program, 600)
+    worker = psutil.Process(told["pid"])
+    run.kill()
+    worker.wait(60)
+    run.wait(60)
+
+
+def test_folder_that_hides_an_imported_module_is_seen(program):
+    (program.parent / "modules/torch.py").touch()
+    run, told = start(program, 0)
+    assert run.wait(60) == 7 and not told["is_fork"]
