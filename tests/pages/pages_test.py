@@ -219,6 +219,21 @@ def test_readme_is_short():
     assert len(prose.split()) <= 800
 
 
+def test_chinese_readme_has_the_commands_figures_and_links_of_the_english_one():
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
+    for pattern in (r"^```.*?^```$", r"<!--.*?-->", r"(?<=\]\()(?!#|README)[^)]+", r"(?<!`)`[^`\n]+`(?!`)"):
+        in_each = [re.findall(pattern, text, re.M | re.S) for text in (english, chinese)]
+        assert in_each[0] and sorted(in_each[0]) == sorted(in_each[1]), pattern
+    numbers = [set(re.findall(r"\d+(?:\.\d+)+", text)) for text in (english, chinese)]
+    assert numbers[0] == numbers[1] - {"1.35"}  # 135 million
+
+
+def test_page_for_assistants_is_short_and_says_when_to_read_it():
+    text = (ROOT / "docs/skill/SKILL.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 300
+    assert re.match(r"---\nname: rlhf\ndescription: .{80,1024}\n---\n\n# ", text)
+
+
 def test_readmes_of_packages_have_the_same_headings():
     for page in (ROOT / "kernels/README.md", *sorted(ROOT.glob("packages/*/README.md"))):
         headings = re.findall(r"^## (.*)$", page.read_text(encoding="utf-8"), re.M)

@@ -23,8 +23,8 @@ AT_ONCE = {
     "online-h200x4-seeds-7b.json",
     "online-h200x4-seeds.json",
 }
-# In these runs, engines prepared each token of each sequence on the host, longer than a small model works on the GPU.
-# the GPU. They measure learning: a plan estimates the generation of engines that decode several tokens at a time.
+# In these runs, engines prepared each token of each sequence on the host, which took longer than a small model's GPU
+# work. They measure learning: a plan estimates the generation of engines that decode several tokens at a time.
 OLDER_ENGINES = {
     *("online-h100-w1-sleep.json", "online-h100-w1-start-plain.json", "online-h100-w1-start.json"),
     *("online-h100x2-tail-in-turn.json", "online-h200-lr0.json", "online-h200-w1.json", "online-h200-w1-fp8.json"),
