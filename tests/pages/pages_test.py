@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def check_rlhf_rollout(arguments: list[str]) -> None:
 
 
 def _check_flags(line: CommandLine[Any], arguments: list[str]) -> None:
-    parsed = line.parse(arguments[1:])
+    runs = list(takewhile(lambda word: not word.startswith("-"), arguments[1:])) if "RUN_DIR" in line.words else []
+    parsed = line.parse([*(["--run", ",".join(runs)] if runs else []), *arguments[1 + len(runs) :]])
     useless = [notice for notice in parsed.notices if "no effect" in notice]
     assert not useless, f"{' '.join(arguments)}: {useless}"
 
