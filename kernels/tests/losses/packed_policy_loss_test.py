@@ -111,6 +111,19 @@ def test_packed_policy_loss_sequence_ratio_of_equal_policies_and_of_nothing_is_e
 
 
 @pytest.mark.parametrize(
+    ("ratio", "advantage", "weight"),
+    [(1.1, 2.0, 1.1), (1.5, 2.0, 1.2), (1.5, -2.0, 1.2), (0.5, 2.0, 0.8), (0.5, -2.0, 0.8)],
+)
+def test_packed_policy_loss_cispo_keeps_the_gradient_under_a_clipped_weight(ratio, advantage, weight):
+    logprob = math.log(ratio)
+    objective = PolicyObjective(policy_loss="cispo")
+    loss, grad, metrics = loss_and_gradient([logprob], stream_of([advantage], [0.0]), objective)
+    assert loss == pytest.approx(-weight * advantage * logprob)
+    assert grad == pytest.approx([-weight * advantage])
+    assert metrics["clipped"] == (weight != ratio)
+
+
+@pytest.mark.parametrize(
     ("limit", "left_out"),
     [(None, []), (0.1, [0]), (0.25, [0]), (0.31, [])],  # the means of old - current are 0.3, 0, -1 and 0.3
 )
@@ -122,6 +135,13 @@ def test_packed_policy_loss_off_policy_mask_leaves_failures_out_that_became_unli
     sequences = [0, 0, 1, 2, 3]
     assert grad == [0.0 if s in left_out else (-1.0 if s == 3 else 1.0) for s in sequences]
     assert metrics["tokens"] == 5
+
+
+def test_packed_policy_loss_reinforce_matches_hand_values():
+    stream = stream_of([3.0, -0.5], [0.0, 0.0])
+    loss, grad, _ = loss_and_gradient([-1.0, -2.0], stream, PolicyObjective(policy_loss="reinforce"))
+    assert loss == pytest.approx(3.0 - 1.0)  # -A log p
+    assert grad == [-3.0, 0.5]
 
 
 def test_packed_policy_loss_ratio_of_equal_logprobs_is_exactly_one_and_of_far_ones_is_held_without_gradient():
@@ -199,6 +219,35 @@ def test_packed_policy_loss_each_reduction_divides_by_global_counts(reduction, e
     loss, grad, _ = loss_and_gradient([0.0] * 4, stream, PolicyObjective(reduction=reduction))
     assert loss == pytest.approx(expected)
     assert grad[2] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("estimator", "unbiased", "value", "slope"),
+    [
+        ("k1", False, LN2, 1.0),
+        ("k2", False, LN2**2 / 2, LN2),
+        ("k3", False, 0.5 - 1 + LN2, 0.5),
+        ("k1", True, LN2, 4 * LN2),
+        ("k2", True, LN2**2 / 2, 4 * LN2),
+        ("k3", True, 0.5 - 1 + LN2, 4 * LN2),
+    ],
+)
+def test_packed_policy_loss_kl_values_and_slopes_at_twice_the_reference(estimator, unbiased, value, slope):
+    # exp(logprob - old) = 4 weighs the unbiased gradient; with an advantage of 0 the KL is alone.
+    stream = stream_of([0.0], [-2 * LN2], ref_logprobs=[-LN2])
+    objective = PolicyObjective(kl_coef=0.5, kl_estimator=estimator, kl_unbiased_gradient=unbiased)
+    loss, grad, metrics = loss_and_gradient([0.0], stream, objective)
+    assert loss == pytest.approx(0.5 * value)
+    assert grad == pytest.approx([0.5 * slope])
+    assert metrics["kl_loss"] == pytest.approx(value)
+
+
+def test_packed_policy_loss_weights_scale_the_policy_term_alone():
+    stream = stream_of([1.0] * 3, [0.0] * 3, [0, 2, 3], weights=[4.0, 1.0, 0.5], ref_logprobs=[-LN2] * 3)
+    loss, grad, metrics = loss_and_gradient([0.0] * 3, stream, PolicyObjective(kl_coef=0.5, kl_estimator="k1"))
+    assert grad == pytest.approx([0.5 - w for w in (4.0, 1.0, 0.5)])
+    assert metrics["policy_loss"] == pytest.approx(-5.5) and metrics["kl_loss"] == pytest.approx(3 * LN2)
+    assert loss == pytest.approx(-5.5 + 0.5 * 3 * LN2)
 
 
 def test_packed_policy_loss_entropy_bonus_lowers_the_loss_and_gives_its_gradient():
@@ -279,6 +328,20 @@ def test_packed_policy_loss_of_nothing_that_is_trained_is_zero_with_a_gradient(n
     loss.backward()
     assert loss.item() == 0.0 and not metrics.any()
     assert logprobs.grad.shape == (num_tokens,) and not logprobs.grad.any()
+
+
+@pytest.mark.parametrize("policy_loss", ["ppo", "reinforce"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_packed_policy_loss_gradient_equals_the_numerical_one_in_float64(policy_loss, estimator):
+    torch.manual_seed(0)
+    logprobs, entropy = torch.randn(2, 9, dtype=torch.float64).requires_grad_()
+    columns = {name: (torch.randn(9) / 2).tolist() for name in ("old", "ref_logprobs", "weights")}
+    stream = stream_of(torch.randn(9).tolist(), **columns, bounds=[0, 4, 9], dtype=torch.float64)
+    objective = PolicyObjective(policy_loss=policy_loss, kl_coef=0.3, kl_estimator=estimator, entropy_coef=0.2)
+    objective = replace(objective, reduction="seq_mean_token_mean", dual_clip=3.0 if policy_loss == "ppo" else None)
+    assert torch.autograd.gradcheck(
+        lambda x, h: packed_policy_loss_reference(x, h, stream, objective)[0], (logprobs, entropy)
+    )
 
 
 @pytest.mark.parametrize(

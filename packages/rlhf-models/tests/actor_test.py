@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,6 @@ from rlhf_kernels import (
     linear_token_logprobs,
     token_logprobs,
 )
-from rlhf_kernels.ops.packed_policy_loss.reference import packed_policy_loss_reference
 from rlhf_models import actor as actor_module
 from rlhf_models.actor import Actor
 from rlhf_models.attention.packed import PACKED_ATTENTION
@@ -274,11 +271,36 @@ def lesson(sequences):
 
 
 def expected_loss(pairs, stream, objective):
-    """The loss by the operator's twin in float64; `pairs` are the log-probs and entropies of each sequence."""
-    logprobs, entropy = (torch.cat(values) for values in zip(*pairs, strict=True))
-    names = ("advantages", "old_logprobs", "ref_logprobs", "weights")
-    columns = {name: getattr(stream, name).double() for name in names}
-    return packed_policy_loss_reference(logprobs, entropy, replace(stream, **columns), objective)[0]
+    """The loss token by token in float64; `pairs` are the log-probs and entropies of each sequence's trained tokens."""
+    total, start = torch.zeros(()).double(), 0
+    for logprobs, entropy in pairs:
+        place = slice(start, start + len(logprobs))
+        start += len(logprobs)
+        old, reference, advantages, weights = (
+            column[place].double()
+            for column in (stream.old_logprobs, stream.ref_logprobs, stream.advantages, stream.weights)
+        )
+        share = 1 / stream.num_tokens
+        if objective.reduction == "seq_mean_token_mean":
+            share = 1 / (max(len(logprobs), 1) * stream.num_sequences)
+        mean = (logprobs - old).mean()
+        for t, logprob in enumerate(logprobs):
+            gap = logprob - old[t] if objective.policy_loss != "gspo" else mean.detach() + logprob - logprob.detach()
+            ratio, advantage = gap.exp(), advantages[t]
+            bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+            loss = -torch.minimum(ratio * advantage, bounded * advantage)
+            if objective.dual_clip is not None and advantage < 0:
+                loss = torch.minimum(loss, -objective.dual_clip * advantage)
+            if objective.policy_loss == "cispo":
+                loss = -bounded.detach() * advantage * logprob
+            if objective.policy_loss == "reinforce":
+                loss = -advantage * logprob
+            d = logprob - reference[t]
+            kl = ((-d).exp() - 1 + d).clamp(max=10.0)
+            if objective.kl_unbiased_gradient:
+                kl = kl.detach() + min(ratio.item(), 10.0) * d.detach() * (logprob - logprob.detach())
+            total = total + share * (weights[t] * loss + objective.kl_coef * kl - objective.entropy_coef * entropy[t])
+    return total
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -98,6 +98,37 @@ def test_rewards_to_go_are_sums_of_what_follows():
     assert apart.tolist() == [[2.0, 2.0, 2.0, 2.0], [1.0, 0.0, 0.0, 4.0]]
 
 
+def test_generalized_advantages_skip_environment_tokens_as_if_they_were_not_there():
+    rewards, values = torch.tensor([[0.1, 0.2, 1.0]]), torch.tensor([[0.5, 0.4, 0.6]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    dense, _ = generalized_advantages(rewards, values, mask, gamma=0.9, lambd=0.5)
+    spread = torch.tensor([[0, 1, 0, 0, 1, 0, 1, 0]], dtype=torch.bool)
+    wide_rewards, wide_values = torch.full((1, 8), 99.0), torch.full((1, 8), -99.0)
+    wide_rewards[spread], wide_values[spread] = rewards[0], values[0]
+    sparse, returns = generalized_advantages(wide_rewards, wide_values, spread, gamma=0.9, lambd=0.5)
+    assert torch.allclose(sparse[spread], dense[0])
+    assert (sparse[~spread] == 0).all() and (returns[~spread] == 0).all()
+
+
+def test_generalized_advantages_of_a_cut_rollout_go_on_with_the_last_value():
+    # r = [0, 0, 1], V = [0.5, 0.4, 0.6], then V = 2 after the last token; gamma 0.9, lambda 0.5:
+    # delta3 = 1 + 0.9*2 - 0.6 = 2.2         A3 = 2.2
+    # delta2 = 0.9*0.6 - 0.4 = 0.14          A2 = 0.14 + 0.45*2.2 = 1.13
+    # delta1 = 0.9*0.4 - 0.5 = -0.14         A1 = -0.14 + 0.45*1.13 = 0.3685
+    # The second rollout ended by itself; in the third the last token is the environment's, and is skipped.
+    rewards = torch.tensor([[0.0, 0.0, 1.0]]).repeat(3, 1)
+    values = torch.tensor([[0.5, 0.4, 0.6]]).repeat(3, 1)
+    mask = torch.ones(3, 3, dtype=torch.bool)
+    rewards[2], mask[2] = torch.tensor([0.0, 1.0, 99.0]), torch.tensor([True, True, False])
+    advantages, returns = generalized_advantages(
+        rewards, values, mask, gamma=0.9, lambd=0.5, last_values=torch.tensor([2.0, 0.0, 2.0])
+    )
+    assert torch.allclose(advantages[:2], torch.tensor([[0.3685, 1.13, 2.2], [0.004, 0.32, 0.4]]))
+    assert torch.allclose(returns[0], torch.tensor([0.8685, 1.53, 2.8]))
+    # delta2 = 1 + 1.8 - 0.4 = 2.4           A1 = (0.36 - 0.5) + 0.45*2.4 = 0.94
+    assert torch.allclose(advantages[2], torch.tensor([0.94, 2.4, 0.0]))
+
+
 def test_generalized_advantages_of_one_token_and_of_none():
     one, _ = generalized_advantages(
         torch.tensor([[1.0]]), torch.tensor([[0.25]]), torch.ones(1, 1, dtype=torch.bool), gamma=0.5, lambd=0.5

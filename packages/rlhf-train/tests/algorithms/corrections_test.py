@@ -37,6 +37,29 @@ def test_importance_weights_do_not_see_what_is_not_trained(level):
     assert torch.equal(weights(level, RATIOS[order], MASK[order]), weights(level)[order])
 
 
+def test_truncate_sets_weights_to_the_bounds_and_keeps_every_token():
+    bounded, kept, outside = bounded_weights(weights("token"), MASK, mode="truncate", low=0.8, high=4.0)
+    assert torch.allclose(bounded, torch.tensor([[2.0, 4.0, 1.0], [0.8, 1.0, 1.0], [1.0, 1.0, 1.0]]))
+    assert torch.equal(kept, MASK)
+    assert outside.tolist() == [[False, True, False], [True, False, False], [False, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("token", [[True, False, False], [True, False, False], [False] * 3]),  # 8 > 5
+        ("sequence", [[False, False, False], [True, False, False], [False] * 3]),  # 16 > 5: the whole rollout
+        ("geometric", [[True, True, False], [True, False, False], [False] * 3]),  # 4 is within
+    ],
+)
+def test_mask_leaves_out_what_is_beyond_the_bounds_and_changes_no_weight(level, expected):
+    before = weights(level)
+    bounded, kept, outside = bounded_weights(before, MASK, mode="mask", low=0.5, high=5.0)
+    assert torch.equal(bounded, before)
+    assert kept.tolist() == expected
+    assert torch.equal(outside, MASK & ~kept)
+
+
 def test_bounds_are_within():
     edge = torch.tensor([[0.5, 5.0]])
     _, kept, outside = bounded_weights(edge, torch.ones(1, 2).bool(), mode="mask", low=0.5, high=5.0)
