@@ -24,7 +24,7 @@ from rlhf_rollout.engines.fake import FakeEngine
 PROMPT, POLICY, ENVIRONMENT = SpanSource.PROMPT, SpanSource.POLICY, SpanSource.ENVIRONMENT
 
 GUESS = """
-    import time
+    import os, time
     LOG = PATH
 
     def log(text):
@@ -42,6 +42,8 @@ GUESS = """
 
         def step(self, action):
             if action == 99: raise KeyError("broken")
+            if action == 98: os._exit(7)
+            if action == 97: log("hangs"); time.sleep(1000)
             self.tries += 1
             if action == self.target:
                 return "yes", 1.0, True, {"score": 1.0 / self.tries}
@@ -139,6 +141,21 @@ def test_each_is_closed_when_its_episode_is_done_cut_or_fails_alone(guess):
     assert episodes[1].rollouts[0].finish_reason is FinishReason.LENGTH
     assert log().count("made") == log().count("closed") >= 4
     assert replaced == 0
+
+
+def test_environment_that_hangs_is_late_and_holds_up_nothing_else(guess):
+    prompts = [make_prompt("97", "4"), make_prompt("4", "4")]
+    engine = FakeEngine(script=lambda prompt, _: [*TOKENIZER.decode(prompt)[5:].split("g")[0].encode(), EOS_ID])
+    started = time.monotonic()
+    episodes, _ = run(guess()[0], engine, prompts=prompts, timeout_s=8.0)
+    assert [episode.verdict.kind for episode in episodes] == [VerdictKind.TIMEOUT, VerdictKind.OK]
+    assert time.monotonic() - started < 60
+
+
+def test_process_that_an_environment_ends_is_counted(guess):
+    [episode], replaced = run(guess()[0], writes(["98"]))
+    assert "exited with status 7" in episode.verdict.detail
+    assert replaced == 1  # counted when it dies; another one starts when an episode needs it
 
 
 async def test_cancelled_episodes_close_their_environments(guess, tmp_path):
@@ -316,4 +333,7 @@ def test_small_readers():
 def test_environment_that_cannot_be_made_is_an_error_before_the_run(guess):
     source, _ = guess("POOL_SIZE = -1\n")
     with pytest.raises(RewardError, match="POOL_SIZE of the environments must not be negative, got -1"):
+        run(source, writes(["4"]))
+    source, _ = guess("def Environment(): raise OSError('no display')\n")
+    with pytest.raises(RewardError, match=r"cannot import the agent from .*OSError: no display"):
         run(source, writes(["4"]))
