@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from importlib.metadata import version
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -14,6 +16,7 @@ from rlhf_cli.builtin import BUILTIN
 from rlhf_cli.console.capture import captured
 from rlhf_cli.console.views import Console
 from rlhf_data.errors import ConfigError
+from rlhf_data.options import capture
 
 # Noisy when a heavy library is imported: as C code that writes to the descriptors, and as Python's own ways.
 NOISE = """
@@ -111,6 +114,25 @@ def test_replaced_streams_are_written_to_as_they_are(tmp_path, capsys):
     with pytest.raises(ConfigError), captured(tmp_path / "run"):
         raise ConfigError("refused")
     assert not (tmp_path / "run").exists()
+
+
+def test_line_that_is_known_late_goes_to_the_log_of_its_own_block_alone(tmp_path):
+    known = Event()
+
+    def text():
+        assert known.wait(30)
+        return "known late"
+
+    before = set(threading.enumerate())
+    with capture.captured(tmp_path / "first.log"):
+        capture.keep_later(text)
+    [thread] = set(threading.enumerate()) - before
+    with capture.captured(tmp_path / "second.log"):
+        known.set()
+        thread.join(30)
+    assert (tmp_path / "first.log").read_text() == "known late\n"
+    assert (tmp_path / "second.log").read_text() == ""
+    capture.keep_later(lambda: 1 / 0)  # outside of a block nobody is asked
 
 
 SFT = (

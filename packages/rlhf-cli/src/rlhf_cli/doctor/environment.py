@@ -6,10 +6,9 @@ import platform
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from threading import Thread
 
 from rlhf_cli.doctor.machine import gpus
-from rlhf_data.options.capture import keep
+from rlhf_data.options.capture import keep_later
 from rlhf_rollout.host import local_gpus
 
 MARK = "environment: "
@@ -32,8 +31,8 @@ def environment(installed: Callable[[str], str] = version) -> dict[str, str]:
 
 
 def keep_environment() -> None:
-    """Write `environment` to the log of the run, on a thread, because nothing waits for it."""
-    Thread(target=lambda: keep(MARK + json.dumps(environment())), daemon=True).start()
+    """Write `environment` to the log of the run; nothing waits for it."""
+    keep_later(lambda: MARK + json.dumps(environment()))
 
 
 def _processor() -> str:

@@ -3,9 +3,10 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import TextIO
 
 _logs: list[int] = []  # descriptors of the logs of the `captured` blocks in which this process is
@@ -14,7 +15,29 @@ _logs: list[int] = []  # descriptors of the logs of the `captured` blocks in whi
 def keep(text: str) -> None:
     """Append what the user is told, as one line, to the log of the `captured` block around; to none without a block."""
     if _logs:
-        os.write(_logs[-1], (" ".join(text.split()) + "\n").encode("utf-8", "backslashreplace"))
+        _append(_logs[-1], text)
+
+
+def keep_later(text: Callable[[], str]) -> None:
+    """Append what `text` returns to the log of the `captured` block around; to none without a block.
+
+    `text` is called on a thread, because nothing waits for it. Its line goes to the same log after the block, too.
+    """
+    if not _logs:
+        return
+    log = os.dup(_logs[-1])
+
+    def append() -> None:
+        try:
+            _append(log, text())
+        finally:
+            os.close(log)
+
+    Thread(target=append, daemon=True).start()
+
+
+def _append(log: int, text: str) -> None:
+    os.write(log, (" ".join(text.split()) + "\n").encode("utf-8", "backslashreplace"))
 
 
 @contextmanager
