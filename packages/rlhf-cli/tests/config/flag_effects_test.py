@@ -143,6 +143,8 @@ REACHES = [
     ("gamma", "0.9", "", "algorithm.gamma", 0.9),
     ("turn_gamma", "0.5", AGENT, "algorithm.turn_gamma", 0.5),
     ("group_by", "turn", f"{AGENT} --advantage_estimator rloo", "algorithm.group_by", "turn"),
+    ("group_by", "state", f"{AGENT} --advantage_estimator rloo", "algorithm.group_by", "state"),
+    ("state_coef", "0.5", f"{AGENT} --advantage_estimator rloo --group_by state", "algorithm.state_coef", 0.5),
     ("lambd", "0.9", "", "algorithm.lambd", 0.9),
     ("bootstrap_truncated", "", "", "algorithm.bootstrap_truncated", True),
     ("no_advantage_std_norm", "", "", "algorithm.whiten_std", False),

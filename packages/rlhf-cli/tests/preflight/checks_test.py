@@ -213,6 +213,7 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ("--step_separator .", "--step_separator has no effect: there is no --reward_pretrain"),
         (f"{MODEL_ONLY} --reward_by_turn", "--reward_by_turn has no effect: there is no --agent_func_path"),
         (f"{GRPO} {BY_TURN}", "--group_by has no effect: there is no --agent_func_path"),
+        ("--agent_func_path agents:Two --state_coef 0.5", "--state_coef has no effect: --group_by is episode"),
         ("--turn_gamma 0.5", "--turn_gamma has no effect: there is no --agent_func_path"),
         (f"{MODEL_ONLY} --reward_timeout_s 3", "--reward_timeout_s has no effect: no reward function or server"),
         (f"{MODEL_ONLY} --reward_num_workers 3", "--reward_num_workers has no effect: no reward function scores"),

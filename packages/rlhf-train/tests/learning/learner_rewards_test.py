@@ -69,12 +69,13 @@ def test_rewards_of_steps_and_the_rest_are_each_compared_within_the_group(job, e
         assert found[name] == pytest.approx(wanted, abs=1e-6), name
 
 
-def spoken(name: str, lengths: tuple[int, ...], reward: float, **verdict) -> Rollout:
-    """A rollout of turns of these lengths in tokens, with a token of the environment before each later one."""
+def spoken(name: str, lengths: tuple[int, ...], reward: float, reads=(3, 3, 3), group="g", **verdict) -> Rollout:
+    """A rollout of turns of these lengths in tokens, with a token that the policy `reads` before each later one."""
     turns = [Span(SpanSource.POLICY, [2] * length, [-1.0] * length, policy_version=0) for length in lengths]
-    between = [span for turn in turns for span in (Span(SpanSource.ENVIRONMENT, [3]), turn)][1:]
+    observed = [Span(SpanSource.ENVIRONMENT, [token]) for token in reads]
+    between = [span for pair in zip([None, *observed], turns, strict=False) for span in pair][1:]
     scored = Verdict(VerdictKind.OK, reward, **verdict)
-    return Rollout(name, "g", (Span(SpanSource.PROMPT, [1]), *between), FinishReason.STOP, verdict=scored)
+    return Rollout(name, group, (Span(SpanSource.PROMPT, [1]), *between), FinishReason.STOP, verdict=scored)
 
 
 # Three episodes of turns that earn 1, 0, 2; 0, 4; and 3 as a whole, in one turn. The first one is one rollout, or two
@@ -110,8 +111,32 @@ def test_turns_are_compared_with_the_same_turn_however_many_rollouts_an_episode_
         a = (1.0, 0.0, 2.0) if first is UNSPLIT else (3.0, 0.0, 2.0)
         mean = (a[0] + 0 + 3) / 3
         expected = (a[0] - mean, -2.0, 0.0, 0 - mean, 2.0, 3 - mean)
-    rollouts = [*first, *OTHERS]
-    algorithm = make_algorithm(estimator, kl_coef=0, **options)
+    found = advantages_by_episode(job, [*first, *OTHERS], make_algorithm(estimator, kl_coef=0, **options))
+    first_turn, second, third, other_first, other_second, single = expected
+    assert found["a"] == pytest.approx([first_turn] * 2 + [second] + [third] * 2, abs=1e-6)
+    assert found["b"] == pytest.approx([other_first] + [other_second] * 2, abs=1e-6)
+    assert found["c"] == pytest.approx([single] * 2, abs=1e-6)
+
+
+def test_turns_are_compared_in_equal_states_beside_their_episodes(job):
+    # With a discount of 0.5, what follows is 1, 2, 4 in a; 1, 2 in b; 3, 0 in c. After the prompt 1, 1, 3 are compared,
+    # after token 5 the numbers 2, 4 and 2; token 6 is read once in its group. The episodes earn 4, 2 and 3.
+    rollouts = [
+        spoken("a", (2, 1, 2), 4.0, (5, 5), turn_rewards=(0.0, 0.0, 4.0)),
+        spoken("b", (1, 2), 2.0, (5,), turn_rewards=(0.0, 2.0)),
+        spoken("c", (1, 1), 3.0, (6,), turn_rewards=(3.0, 0.0)),
+        spoken("d", (1, 1), 7.0, (6,), "h", turn_rewards=(7.0, 0.0)),
+    ]
+    algorithm = make_algorithm("dr_grpo", kl_coef=0, group_by="state", state_coef=2.0, turn_gamma=0.5)
+    found = advantages_by_episode(job, rollouts, algorithm)
+    assert found["a"] == pytest.approx([1 - 4 / 3] * 2 + [1 - 4 / 3] + [1 + 8 / 3] * 2, abs=1e-6)
+    assert found["b"] == pytest.approx([-1 - 4 / 3] + [-1 - 4 / 3] * 2, abs=1e-6)
+    assert found["c"] == pytest.approx([8 / 3, 0], abs=1e-6)
+    assert found["d"] == [0, 0]
+
+
+def advantages_by_episode(job, rollouts, algorithm) -> dict[str, list[float]]:
+    """Return the advantages of the trained tokens of each episode, as the trainer computes them from dealt rewards."""
     plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (Place(),)),))
     job = dataclasses.replace(job, models={"actor": job.models["actor"]}, plan=plan, algorithm=algorithm)
     ranks = LoggedRanks([], "actor")
@@ -128,10 +153,7 @@ def test_turns_are_compared_with_the_same_turn_however_many_rollouts_an_episode_
     found: dict[str, list[float]] = {}
     for rollout_id, row, kept in sorted(zip(experience.rollout_ids, advantages, mask, strict=True), key=lambda x: x[0]):
         found.setdefault(rollout_id[0], []).extend(row[kept].tolist())
-    first_turn, second, third, other_first, other_second, single = expected
-    assert found["a"] == pytest.approx([first_turn] * 2 + [second] + [third] * 2, abs=1e-6)
-    assert found["b"] == pytest.approx([other_first] + [other_second] * 2, abs=1e-6)
-    assert found["c"] == pytest.approx([single] * 2, abs=1e-6)
+    return found
 
 
 def test_rewards_normalised_each_by_itself_count_an_episode_once(job):

@@ -92,7 +92,11 @@ class AlgorithmSection(Section, title="algorithm"):
     group_by: GroupBy = flag(
         _DEFAULTS.group_by,
         "what the estimator's baseline compares within a group. episode: the episodes' rewards; turn: the rewards from"
-        " the k-th turn of an agent on, with those from the k-th turn on of the other episodes",
+        " the k-th turn of an agent on, with those from the k-th turn on of the other episodes; state: both the"
+        " episodes' rewards and those from a turn on with those from turns on that follow the same observation (GiGPO)",
+    )
+    state_coef: float = flag_of(
+        AlgorithmSpec.state_coef, "with --group_by state, the weight of turns in the same state; that of episodes is 1"
     )
     lambd: float = flag_of(AlgorithmSpec.lambd, "GAE's lambda: 0 trusts the critic, 1 the rewards")
     bootstrap_truncated: bool = flag(
@@ -318,6 +322,7 @@ class AlgorithmSection(Section, title="algorithm"):
                 "the only update of a step begins with the policy of --old_logprobs recompute",
             ),
             (self.kl_target is None, ["kl_horizon"], "there is no --kl_target"),
+            (self.group_by != "state", ["state_coef"], f"--group_by is {self.group_by}"),
             (not spec.uses_teacher, _TEACHER_OPTIONS, "there is no --teacher_model"),
             (not self.row.uses_critic, _CRITIC_OPTIONS, f"{self.row.full_name} has no critic"),
             (

@@ -111,7 +111,7 @@ class PpoConfig(Config):
         notices = run_folder_notices(self) + self.model.check(given)
         notices += self.reward.check_training(self.agent.beside(given), self.rollout)
         notices += _check_images(self, given)
-        notices += self.agent.check(given, "reward_by_turn", "turn_gamma", "group_by")
+        notices += self.agent.check(given, "reward_by_turn", "turn_gamma", "group_by", "state_coef")
         notices += self.data.check_chat(given, has_agent=self.agent.agent_func_path is not None)
         self.objective.check_steps(
             num_rollouts=self.batch.num_rollouts,

@@ -106,6 +106,9 @@ def relative_turn_rewards(
     turn_gamma: float,
     divide_by_std: bool = True,
     episode_ids: Sequence[str] | None = None,
+    states: Sequence[Sequence[Hashable]] | None = None,
+    of_episodes: np.ndarray | None = None,
+    state_coef: float = 1.0,
 ) -> list[np.ndarray]:
     """Return the rewards of turns such that what follows from a turn on is relative to the same turn of the group.
 
@@ -119,27 +122,40 @@ def relative_turn_rewards(
 
     The turns of an episode are numbered through its rollouts, in the order of `rewards`.
 
+    With `states`, G_ik is compared with that of all turns of the group in the same state, whichever their numbers, and
+    the advantage of the episode is added:
+
+        A_ik = A_i + state_coef (G_ik - mean(G of the state)) / (std(G of the state) + 1e-6)
+
+    so that a turn in a state that the group met once has the advantage of its episode.
+
     Args:
         rewards: per rollout, [K_i] float, its turns in order; K_i may be 0.
         turn_gamma: discount from one turn to the next.
+        states: per rollout, K_i states.
+        of_episodes: with `states`, [B] float, the advantage A_i of each rollout's episode.
+        state_coef: with `states`, the weight of the turns' own advantages.
 
     Returns:
         Per rollout, [K_i] float64.
 
-    Source: Ding et al. 2025 (GTPO), arXiv:2511.14846: returns of turns, normalised. GiGPO (Feng et al. 2025,
-    arXiv:2505.10978) compares the returns of steps in equal states; here a turn's number stands for its state.
+    Source: Ding et al. 2025 (GTPO), arXiv:2511.14846: returns of turns, normalised. Feng et al. 2025 (GiGPO),
+    arXiv:2505.10978: with states.
     """
     to_go = [np.array(own, np.float64) for own in rewards]
     keys: list[str] = []
     num_turns: Counter[Hashable] = Counter()
-    for own, group, episode in zip(to_go, group_ids, episode_ids or range(len(to_go)), strict=True):
+    for row, (own, group, episode) in enumerate(zip(to_go, group_ids, episode_ids or range(len(to_go)), strict=True)):
         for turn in range(len(own) - 2, -1, -1):
             own[turn] += turn_gamma * own[turn + 1]
-        keys += [f"{num_turns[episode] + turn} {group}" for turn in range(len(own))]
+        numbers = range(num_turns[episode], num_turns[episode] + len(own))
+        keys += [f"{key} {group}" for key in (numbers if states is None else states[row])]
         num_turns[episode] += len(own)
-    # An episode has each number once, so that all weigh the same.
+    # All turns weigh the same: an episode has each number once, and GiGPO counts each turn in a state.
     relative = relative_rewards(np.concatenate([np.zeros(0), *to_go]), keys, baseline, divide_by_std=divide_by_std)
     parts = np.split(relative, np.cumsum([len(own) for own in to_go]))[:-1]
+    if states is not None:
+        parts = [whole + state_coef * own for whole, own in zip(of_episodes, parts, strict=True)]
     for own in parts:
         own[:-1] -= turn_gamma * own[1:]
     return parts

@@ -31,7 +31,7 @@ Baseline = Literal[
     "greedy",
 ]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
-GROUP_BY = ("episode", "turn")
+GROUP_BY = ("episode", "turn", "state")
 OLD_LOGPROBS = ("recompute", "rollout", "skip")
 
 
@@ -170,7 +170,9 @@ class AlgorithmSpec:
         turn_gamma: discount of the step from one turn to the next, in [0, 1]; None for `gamma`. 0 makes each turn an
             episode of its own.
         group_by: what the baseline compares within a group: "episode" their rewards, "turn" what follows from a turn on
-            with that from the same turn of the other episodes; see `group.relative_turn_rewards`.
+            with that from the same turn of the other episodes, "state" both the episodes' rewards and what follows from
+            a turn on with that from the turns in the same state; see `group.relative_turn_rewards`.
+        state_coef: with `group_by` "state", the weight of the turns' advantages beside that of the episode, > 0.
         lambd: lambda of GAE, in [0, 1]: lower means more bias and less variance.
         value_clip: distance from the old value beyond which a value no longer lowers the loss; None for no limit.
         bootstrap_truncated: add the critic's value of the last state to the return of a rollout that the length limit
@@ -197,6 +199,7 @@ class AlgorithmSpec:
     gamma: float = bounded(1.0, ge=0, le=1)
     turn_gamma: float | None = bounded(None, ge=0, le=1)
     group_by: str = "episode"
+    state_coef: float = bounded(1.0, gt=0)
     lambd: float = bounded(1.0, ge=0, le=1)
     value_clip: float | None = bounded(0.5, gt=0)
     bootstrap_truncated: bool = False
@@ -212,18 +215,16 @@ class AlgorithmSpec:
         check_name("advantage estimator", self.estimator, ALGORITHMS)
         check_name("source of old log-probs", self.old_logprobs, OLD_LOGPROBS)
         check_name("what a baseline compares", self.group_by, GROUP_BY)
-        if self.group_by == "turn" and not self.row.uses_group:
-            message = (
-                f"``group_by=turn`` compares turns within a group, and {self.row.title} has no baseline of a group"
-            )
+        by_turn = self.group_by != "episode"
+        compares = f"``group_by={self.group_by}`` compares"
+        if by_turn and not self.row.uses_group:
+            message = f"{compares} turns within a group, and {self.row.title} has no baseline of a group"
             raise ConfigError(message, hint="use ``estimator=group_norm``, dr_grpo, rloo or reinforce_baseline")
-        if self.group_by == "turn" and self.row.compares_responses:
-            message = f"``group_by=turn`` compares turns, and {self.row.full_name} compares whole responses"
+        if by_turn and self.row.compares_responses:
+            message = f"{compares} turns, and {self.row.full_name} compares whole responses"
             raise ConfigError(message, hint="drop ``group_by``, or use ``estimator=group_norm``")
-        if self.group_by == "turn" and self.gamma != 1:
-            message = (
-                f"``group_by=turn`` compares what whole turns lead to, and ``gamma={self.gamma:g}`` discounts by token"
-            )
+        if by_turn and self.gamma != 1:
+            message = f"{compares} what whole turns lead to, and ``gamma={self.gamma:g}`` discounts by token"
             raise ConfigError(message, hint="discount by turn with ``turn_gamma``, and drop ``gamma``")
         if not self.uses_reference and self.kl_target is not None:
             message = "``kl_target`` with ``kl_coef=0``: there is no KL"
@@ -313,9 +314,9 @@ class AlgorithmSpec:
         if normalize == "each" and (self.row.compares_responses or self.row.baseline in own_scale):
             message = f"{compares} divides each reward by its group's deviation, in place of what {self.row.title} does"
             raise ConfigError(message, hint="drop it, or use ``estimator=group_norm``")
-        if self.group_by == "turn" and normalize != "together":
+        if self.group_by != "episode" and normalize != "together":
             what = "compares none" if normalize == "none" else "compares those of whole responses"
-            message = f"``group_by=turn`` compares rewards turn by turn, and {compares} {what}"
+            message = f"``group_by={self.group_by}`` compares rewards turn by turn, and {compares} {what}"
             raise ConfigError(message, hint="drop one of them")
 
     @property

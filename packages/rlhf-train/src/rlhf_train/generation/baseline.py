@@ -80,7 +80,19 @@ def subtract_baseline(
     greedy = np.array([verdict.extra[GREEDY_REWARD] for verdict in verdicts]) if baseline == "greedy" else None
     in_steps = "none" if baseline == "greedy" else baseline
     steps = relative_token_rewards(steps, group_ids, in_steps, divide_by_std=divide_by_std, episode_ids=episode_ids)
-    if algorithm.group_by == "turn":
+    relative = relative_rewards(
+        rest,
+        group_ids,
+        baseline,
+        divide_by_std=divide_by_std,
+        episode_ids=episode_ids,
+        weights=weights,
+        greedy=greedy,
+    )
+    if algorithm.group_by == "episode":
+        whole = relative - before
+    else:
+        by_state = algorithm.group_by == "state"
         turns = relative_turn_rewards(
             [_with_rest(*each) for each in zip(rollouts, turns, rest - before, strict=True)],
             group_ids,
@@ -88,19 +100,11 @@ def subtract_baseline(
             turn_gamma=1.0 if algorithm.turn_gamma is None else algorithm.turn_gamma,
             divide_by_std=divide_by_std,
             episode_ids=episode_ids,
+            states=[_states(rollout) for rollout in rollouts] if by_state else None,
+            of_episodes=relative,
+            state_coef=algorithm.state_coef,
         )
         whole = _sums(turns)
-    else:
-        relative = relative_rewards(
-            rest,
-            group_ids,
-            baseline,
-            divide_by_std=divide_by_std,
-            episode_ids=episode_ids,
-            weights=weights,
-            greedy=greedy,
-        )
-        whole = relative - before
     earned = [_by_token(*each) for each in zip(rollouts, turns, steps, strict=True)]
     return RelativeRewards((whole + _sums(steps)).tolist(), earned)
 
@@ -113,6 +117,15 @@ def _rewards_by_source(rollouts: Sequence[Rollout], num_sources: int) -> np.ndar
     verdicts = [rollout.verdict for rollout in rollouts]
     rows = [verdict.source_rewards or (verdict.reward,) * num_sources for verdict in verdicts]
     return np.array(rows, np.float64).reshape(-1, num_sources)  # None becomes NaN
+
+
+def _states(rollout: Rollout) -> list[bytes]:
+    """Return what the policy read since the turn before, for each turn: the prompt, or the observation."""
+    mask = rollout.loss_mask
+    starts = np.flatnonzero(mask & ~np.append(False, mask[:-1]))
+    token_ids = rollout.token_ids
+    read_from = [0, *(rollout.turn_ends + 1)]
+    return [token_ids[first:start].tobytes() for first, start in zip(read_from, starts, strict=False)]
 
 
 def _with_rest(rollout: Rollout, turn_rewards: np.ndarray, reward: float) -> np.ndarray:
