@@ -92,6 +92,17 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
             "an importance correction needs log-probs of the policy before the update",
             "use --old_logprobs recompute",
         ),
+        (
+            f"{SKIP} {ONE_UPDATE} --is_reject max_k2 --is_reject_threshold 0 1",
+            "an importance correction",
+            "--is_reject off",
+        ),
+        ("--is_reject geometric", "--is_reject_threshold is 0 inf", "0.5 5 for the geometric mean of weights"),
+        (
+            "--top_k 9 --is_reject max_k2 --is_reject_threshold 0 1",
+            "--is_reject max_k2 compares its log-probs with those of the whole",
+            "--is_correction_level off --is_reject off",
+        ),
         ("--vllm_quantization fp8", "--vllm_quantization fp8 rounds bfloat16 weights", "add --bf16"),
         ("--is_correction_threshold 2 1", "--is_correction_threshold is 2 1", "LOW before HIGH"),
         ("--is_correction_threshold -1 3", "--is_correction_threshold is -1 3", "LOW before HIGH"),
@@ -209,6 +220,15 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
             "--old_logprobs rollout saves no forward pass with --is_correction_level token",
         ),
         ("--is_correction_mode mask", "--is_correction_mode has no effect: --is_correction_level is off"),
+        ("--is_reject_threshold 0 3", "--is_reject_threshold has no effect: --is_reject is off"),
+        (
+            "--is_correction_level token --is_correction_drop_masked",
+            "--is_correction_drop_masked has no effect: --is_correction_mode truncate masks nothing, and --is_reject",
+        ),
+        (
+            "--old_logprobs rollout --is_reject mean_k3 --is_reject_threshold 0 0.1",
+            "--old_logprobs rollout saves no forward pass with --is_reject mean_k3",
+        ),
         ("--is_correction_threshold 0 3", "--is_correction_threshold has no effect: --is_correction_level is"),
         ("--step_separator .", "--step_separator has no effect: there is no --reward_pretrain"),
         (f"{MODEL_ONLY} --reward_by_turn", "--reward_by_turn has no effect: there is no --agent_func_path"),
@@ -339,6 +359,7 @@ def test_check_ppo_what_has_no_effect_is_a_notice(argv, notice):
         "--use_kl_loss --kl_estimator k3",
         "--kl_target 0.1 --kl_horizon 500",
         "--is_correction_level sequence --is_correction_mode mask --is_correction_threshold 0.5 2",
+        "--is_reject geometric --is_reject_threshold 0.5 2 --is_correction_drop_masked",
         "--overlong_buffer_len 32 --overlong_penalty_factor 2",
         # models that do not exist, or live with the policy
         "--ref_num_nodes 0",

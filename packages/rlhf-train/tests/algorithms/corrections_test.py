@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_train.algorithms.correction import bounded_weights, importance_weights
+from rlhf_train.algorithms.correction import bounded_weights, importance_weights, rejection_statistic
 from rlhf_train.algorithms.kl import MAX_LOG_RATIO
 
 # Ratios of trainer to engine: 2 and 8 are trained in the first rollout, 0.5 in the second, nothing in the third.
@@ -66,9 +66,31 @@ def test_bounds_are_within():
     assert kept.all() and not outside.any()
 
 
+@pytest.mark.parametrize(
+    ("by", "first", "second"),
+    [
+        # log 2 = 0.6931 and log 8 = 2.0794 in the first rollout, -0.6931 in the second
+        ("geometric", (4.0, 4.0), 0.5),
+        ("token_k2", (0.24023, 2.16204), 0.24023),
+        ("token_k3", (0.30685, 4.92056), 0.19315),
+        ("mean_k2", (1.20113, 1.20113), 0.24023),
+        ("mean_k3", (2.61371, 2.61371), 0.19315),
+        ("max_k2", (2.16204, 2.16204), 0.24023),
+        ("max_k3", (4.92056, 4.92056), 0.19315),
+    ],
+)
+def test_rejection_measures_the_distance_of_tokens_and_rollouts(by, first, second):
+    engine = torch.full_like(RATIOS, -1.5)
+    poisoned = RATIOS.masked_fill(~MASK, float("nan"))
+    distance = rejection_statistic(engine + poisoned.log(), engine, MASK, by=by)
+    assert distance[MASK].tolist() == pytest.approx([*first, second], abs=1e-5)
+
+
 def test_unknown_levels_and_modes_and_other_shapes_are_refused():
     with pytest.raises(ValueError, match="did you mean `token`"):
         weights("tokens")
+    with pytest.raises(ValueError, match="did you mean `mean_k3`"):
+        rejection_statistic(RATIOS, RATIOS, MASK, by="mean_k4")
     with pytest.raises(ValueError, match="known: mask, truncate"):
         bounded_weights(RATIOS, MASK, mode="drop", low=0.5, high=5.0)
     with pytest.raises(ValueError, match="shapes differ"):

@@ -209,6 +209,33 @@ def test_mismatch_is_measured_without_a_correction():
 
 
 @pytest.mark.parametrize(
+    ("fields", "kept", "weights", "share"),
+    [
+        # By hand: k3 = w - 1 - log w is 0.307, 0.636, 0 and 4.921, and its mean over the first rollout is 0.314.
+        ({"reject": "mean_k3", "reject_high": 0.5}, [3, 1], [1, 1, 1, 0], 1 / 4),
+        ({"reject": "max_k3", "reject_low": 0.7, "reject_high": 9}, [3, 1], [0, 0, 0, 1], 3 / 4),
+        ({"reject": "token_k3", "reject_high": 0.5, "drops_masked": True}, [2, 0], None, 2 / 4),
+        ({"reject": "token_k3", "reject_high": 0.5, "level": "token", "high": 4.0}, [3, 1], [2, 0, 1, 0], 2 / 4),
+        (
+            {"reject": "max_k3", "reject_high": 1, "level": "token", "mode": "mask", "low": 0.5},
+            [3, 1],
+            [2, 0, 1, 0],
+            1 / 4,
+        ),
+        ({"reject": "geometric", "reject_low": 0.9, "reject_high": 9, "level": "token"}, [3, 1], [0, 0, 0, 2], 3 / 4),
+    ],
+)
+def test_rejection_leaves_out_what_is_far_apart_beside_the_weights_or_without(fields, kept, weights, share):
+    experience = mismatched()
+    metrics = results(correct_mismatch(experience, make_algorithm(correction=CorrectionSpec(**fields))))
+    assert torch.equal(experience.loss_mask, MASK)
+    assert experience.policy_mask.sum(dim=1).tolist() == kept
+    found = experience.columns["weights"][MASK].tolist() if "weights" in experience.columns else None
+    assert found == (weights and pytest.approx(weights, rel=1e-5))
+    assert metrics["mismatch/rejected"] == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
     ("correction", "kept", "weights", "outside", "mean"),
     [
         (CorrectionSpec(level="token", mode="truncate", low=0.5, high=4), [3, 1], [2, 0.5, 1, 4], 2 / 4, 7.5 / 4),

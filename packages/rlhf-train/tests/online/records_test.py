@@ -114,6 +114,8 @@ def test_algorithm_spec_bad_numbers_are_refused(options, message):
         ({"mode": "masks"}, "did you mean `mask`"),
         ({"low": -0.1}, "``CorrectionSpec.low/high`` is -0.1 2: "),
         ({"low": 2.0}, "0 <= low < high"),
+        ({"reject": "mean_k4"}, "did you mean `mean_k[23]`"),
+        ({"reject": "mean_k3"}, "``CorrectionSpec.reject_low/reject_high`` is 0 inf: 0 <= low < high < inf is needed"),
     ],
 )
 def test_correction_spec_bad_options_are_refused(options, message):

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import replace
+from math import inf
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PositiveFloat
@@ -21,7 +22,13 @@ from rlhf_train.algorithms.table import (
     AlgorithmSpec,
     make_algorithm,
 )
-from rlhf_train.algorithms.token_specs import CORRECTION_LEVELS, CORRECTION_MODES, CorrectionSpec, CovarianceSpec
+from rlhf_train.algorithms.token_specs import (
+    CORRECTION_LEVELS,
+    CORRECTION_MODES,
+    REJECTIONS,
+    CorrectionSpec,
+    CovarianceSpec,
+)
 
 Estimator = one_of(ALGORITHMS, {name: row.title for name, row in ALGORITHMS.items()})
 PolicyLoss = one_of(POLICY_LOSSES, {name: row.title for name, row in POLICY_LOSSES.items()})
@@ -30,6 +37,7 @@ GroupBy = one_of(GROUP_BY)
 OldLogprobs = one_of(OLD_LOGPROBS)
 CorrectionLevel = one_of(CORRECTION_LEVELS)
 CorrectionMode = one_of(CORRECTION_MODES)
+Rejection = one_of(REJECTIONS)
 
 _DEFAULTS = AlgorithmSpec()
 _OBJECTIVE = _DEFAULTS.objective
@@ -59,7 +67,7 @@ _CRITIC_OPTIONS = (
 # Options without effect when there is no reference model.
 _REFERENCE_OPTIONS = ("kl_estimator", "ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
 _TEACHER_OPTIONS = ("teacher_coef", "teacher_num_nodes", "teacher_num_gpus_per_node")
-_CORRECTION_OPTIONS = ("is_correction_mode", "is_correction_threshold", "is_correction_drop_masked")
+_CORRECTION_OPTIONS = ("is_correction_mode", "is_correction_threshold")
 # A larger clip range is meant for the ratios of tokens: the geometric mean over a response stays within it.
 _WIDE_FOR_GSPO = 0.1
 
@@ -191,6 +199,15 @@ class AlgorithmSection(Section, title="algorithm"):
         "smallest and largest weight; None: "
         + ", ".join(f"{low:g} {high:g} to {mode}" for mode, (low, high) in _CORRECTION_BOUNDS.items()),
     )
+    is_reject: Rejection = flag(
+        _DEFAULTS.correction.reject,
+        "leave tokens out of the policy loss whose log-probs of trainer and engine are too far apart by the estimate k2"
+        " or k3 of the KL, or responses by its mean or largest value over their tokens, or by the geometric mean of"
+        " trainer probability / engine probability; beside --is_correction_level or without it",
+    )
+    is_reject_threshold: tuple[float, float] | None = flag(
+        None, "LOW HIGH: the values of --is_reject between which tokens are kept, in nats, or a ratio for geometric"
+    )
     is_correction_drop_masked: bool = flag(
         False,
         "leave masked tokens out of the KL and entropy terms, too, and out of the counts that losses are divided by",
@@ -251,6 +268,7 @@ class AlgorithmSection(Section, title="algorithm"):
         (`single_update`).
         """
         clip_low, clip_high = self.clip_range
+        reject_low, reject_high = self.is_reject_threshold or (0.0, inf)
         low, high = self.is_correction_threshold or _CORRECTION_BOUNDS[self.is_correction_mode]
         by_default = "token" if quantized and self.old_logprobs != "rollout" else "off"
         level = self.is_correction_level or by_default
@@ -267,6 +285,9 @@ class AlgorithmSection(Section, title="algorithm"):
                 mode=self.is_correction_mode,
                 low=low,
                 high=high,
+                reject=self.is_reject,
+                reject_low=reject_low,
+                reject_high=reject_high,
                 drops_masked=self.is_correction_drop_masked,
             ),
             covariance=CovarianceSpec(clip_cov=self.clip_cov, kl_cov=self.kl_cov),
@@ -308,6 +329,7 @@ class AlgorithmSection(Section, title="algorithm"):
         skips = spec.old_logprobs == "skip"
         loss = f"--policy_loss_type {spec.objective.policy_loss}"
         no_ratio = not skips and not spec.loss.uses_ratio
+        without_mask = "level off" if spec.correction.level == "off" else "mode truncate"
         notices = without_effect(
             given,
             (skips, (*_CLIP_OPTIONS, "dual_clip"), "with one update per step the policy ratio is 1"),
@@ -331,7 +353,12 @@ class AlgorithmSection(Section, title="algorithm"):
                 f"{self.row.full_name} divides by no standard deviation",
             ),
             (spec.correction.level == "off", _CORRECTION_OPTIONS, "--is_correction_level is off"),
-            (spec.correction.mode != "mask", ["is_correction_drop_masked"], "--is_correction_mode is truncate"),
+            (
+                not spec.correction.masks,
+                ["is_correction_drop_masked"],
+                f"--is_correction_{without_mask} masks nothing, and --is_reject is off",
+            ),
+            (spec.correction.reject == "off", ["is_reject_threshold"], "--is_reject is off"),
         )
         if no_ratio and num_updates > 1:
             notices.append(
@@ -340,7 +367,7 @@ class AlgorithmSection(Section, title="algorithm"):
             )
         if spec.old_logprobs == "rollout" and spec.runs_actor:
             notices.append(
-                f"--old_logprobs rollout saves no forward pass with --is_correction_level {spec.correction.level}: the"
+                f"--old_logprobs rollout saves no forward pass with {self._correcting(spec)}: the"
                 " correction compares the engine's log-probs with the trainer's"
             )
         # k1 is log p - log q. Its gradient is that of log p alone, whose expectation under p is zero.
@@ -350,6 +377,10 @@ class AlgorithmSection(Section, title="algorithm"):
                 " policy near the reference; use k2 or k3"
             )
         return notices if skips else notices + self._clip_notices(loss)
+
+    def _correcting(self, spec: AlgorithmSpec) -> str:
+        level = spec.correction.level
+        return f"--is_reject {self.is_reject}" if level == "off" else f"--is_correction_level {level}"
 
     def _clip_notices(self, loss: str) -> list[str]:
         (low, high), given = self.clip_range, self.clip_spellings

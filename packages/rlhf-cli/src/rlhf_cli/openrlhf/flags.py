@@ -157,7 +157,8 @@ def _but_for(word: str, feature: str, hint: str, otherwise: Foreign) -> Foreign:
 
 _KEEPS_WEIGHTS = (
     "masking responses by their geometric mean and keeping the weights of their tokens",
-    "--is_correction_level geometric --is_correction_mode mask has the same mask, and weighs by the mean itself",
+    "for bounds 0.5 5: --is_correction_level token --is_correction_threshold 0 1e9 --is_reject geometric"
+    " --is_reject_threshold 0.5 5",
 )
 _TOKEN_LEVEL = {"is_correction_level": "token"}
 _LEVELS = mapped({"off": {"is_correction_level": "off"}, "token": _TOKEN_LEVEL})

@@ -23,6 +23,8 @@ FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
         "CorrectionSpec.level": "--is_correction_level",
         "CorrectionSpec.low/high": "--is_correction_threshold",
         "CorrectionSpec.mode": "--is_correction_mode",
+        "CorrectionSpec.reject": "--is_reject",
+        "CorrectionSpec.reject_low/reject_high": "--is_reject_threshold",
         "EngineSpec.tensor_parallel_size": "--vllm_tensor_parallel_size",
         "JudgeOptions.model": "--judge_model",
         "JudgeOptions.url": "--judge_url",

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import unknown
-from rlhf_train.algorithms.kl import MAX_LOG_RATIO
-from rlhf_train.algorithms.token_specs import CORRECTION_LEVELS, CORRECTION_MODES
+from rlhf_train.algorithms.kl import MAX_LOG_RATIO, kl_estimate
+from rlhf_train.algorithms.token_specs import CORRECTION_LEVELS, CORRECTION_MODES, REJECTIONS
 from rlhf_train.shapes import check_same_shape
 
 
@@ -90,3 +90,36 @@ def bounded_weights(
     if mode == "mask":
         return weights, loss_mask & ~outside, outside
     raise ValueError(unknown("correction mode", mode, CORRECTION_MODES))
+
+
+def rejection_statistic(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, *, by: str) -> Tensor:
+    """Return how far the engine's and the trainer's probabilities are apart, for the rejection of tokens or rollouts.
+
+        token_k2            k2_t = d_t^2 / 2,  with d_t = old_logprobs_t - rollout_logprobs_t
+        token_k3            k3_t = e^d_t - 1 - d_t
+        mean_k2, mean_k3    their mean over the trained tokens of a rollout: an estimate of KL(engine || trainer)
+        max_k2, max_k3      the largest one of a rollout, which one token without support at the trainer raises
+        geometric           e^(mean of d_t), the geometric mean of the weights
+
+    Args:
+        old_logprobs, rollout_logprobs, loss_mask: see `importance_weights`.
+        by: one of the names above.
+
+    Returns:
+        [B, T] float, in nats or a ratio; only "token_k2" and "token_k3" differ within a rollout. Estimates are
+        bounded as in `kl`.
+
+    Source: Liu et al. 2025, "When speed kills stability" (geometric); verl, docs/algo/rollout_corr.md (the others, as
+    token_k2 to seq_max_k3); OpenRLHF's `seq-mask-tis` has "geometric" beside weights of tokens.
+    """
+    if by not in REJECTIONS[1:]:
+        raise ValueError(unknown("rejection", by, REJECTIONS[1:]))
+    if by == "geometric":
+        return importance_weights(old_logprobs, rollout_logprobs, loss_mask, level=by)
+    over, estimator = by.split("_")
+    values = kl_estimate(rollout_logprobs, old_logprobs, estimator).masked_fill(~loss_mask, 0.0)
+    if over == "mean":
+        values = values.sum(dim=1, keepdim=True) / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
+    elif over == "max":
+        values = values.amax(dim=1, keepdim=True)
+    return values.expand_as(loss_mask)

@@ -240,7 +240,11 @@ class AlgorithmSpec:
             ("a teacher", self.uses_teacher, "rollout"),
             ("``mask_off_policy``", self.objective.mask_off_policy is not None, "rollout"),
             ("Clip-Cov or KL-Cov", self.covariance.is_on, "rollout"),
-            ("an importance correction", self.correction.level != "off", "``CorrectionSpec.level=off``"),
+            (
+                "an importance correction",
+                self.correction.is_on,
+                "``CorrectionSpec.level=off`` ``CorrectionSpec.reject=off``",
+            ),
         ):
             if self.old_logprobs == "skip" and is_on:
                 message = f"{use} needs log-probs of the policy before the update, which ``old_logprobs=skip`` leaves"
@@ -290,11 +294,13 @@ class AlgorithmSpec:
         uses = {
             "``old_logprobs=rollout``": self.old_logprobs == "rollout",
             f"``CorrectionSpec.level={self.correction.level}``": self.correction.level != "off",
+            f"``CorrectionSpec.reject={self.correction.reject}``": self.correction.reject != "off",
         }
         for use in [use for use, is_on in uses.items() if is_on and neutral]:
             parts = " and ".join(f"``{name}={getattr(sampling, name):g}``" for name in neutral)
             values = " ".join(f"``{name}={value}``" for name, value in neutral.items())
             hint = f"use {values}; or ``old_logprobs=recompute`` ``CorrectionSpec.level=off``"
+            hint += " ``CorrectionSpec.reject=off``" if self.correction.reject != "off" else ""
             message = f"{parts} {sampling.what_changes}, and {use} compares its log-probs with those of the whole"
             raise ConfigError(f"{message} distribution", hint=hint)
 
@@ -332,12 +338,12 @@ class AlgorithmSpec:
     @property
     def runs_actor(self) -> bool:
         """Whether the actor computes log-probs before the updates: for the old ones, or for the correction."""
-        return self.old_logprobs == "recompute" or self.correction.level != "off"
+        return self.old_logprobs == "recompute" or self.correction.is_on
 
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether something other than the policy ratio needs the trainer's log-probs before the update."""
-        is_corrected = self.correction.level != "off" or self.covariance.is_on
+        is_corrected = self.correction.is_on or self.covariance.is_on
         return self.kl_reward_coef > 0 or self.uses_teacher or is_corrected
 
     @property

@@ -1,11 +1,13 @@
 """The settings of what is corrected, left out or held token by token, without torch."""
 
 from dataclasses import dataclass
+from math import inf
 
 from rlhf_data.errors import ConfigError, check_name
 
 CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
 CORRECTION_MODES = ("truncate", "mask")
+REJECTIONS = ("off", "geometric", "token_k2", "token_k3", "mean_k2", "mean_k3", "max_k2", "max_k3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,14 +20,21 @@ class CorrectionSpec:
         mode: "truncate" bounds the weights; "mask" takes tokens with weights out of bounds out of the policy loss.
         low: smallest weight, >= 0.
         high: largest weight, > low.
-        drops_masked: whether "mask" also takes these tokens out of KL and entropy terms and out of the counts by which
-            losses are divided, so that the others weigh more.
+        reject: what else decides which tokens are taken out of the policy loss, beside the weights or without them:
+            "off", or a name of `correction.rejection_statistic`.
+        reject_low: smallest value of it, >= 0.
+        reject_high: its largest value, > reject_low.
+        drops_masked: whether tokens that "mask" or `reject` takes out are also taken out of KL and entropy terms and of
+            the counts by which losses are divided, so that the others weigh more.
     """
 
     level: str = "off"
     mode: str = "truncate"
     low: float = 0.0
     high: float = 2.0
+    reject: str = "off"
+    reject_low: float = 0.0
+    reject_high: float = inf
     drops_masked: bool = False
 
     def __post_init__(self) -> None:
@@ -34,6 +43,21 @@ class CorrectionSpec:
         if not 0 <= self.low < self.high:
             message = f"``CorrectionSpec.low/high`` is {self.low:g} {self.high:g}: 0 <= low < high is needed"
             raise ConfigError(message, hint="give LOW before HIGH, two numbers, such as 0.5 2")
+        check_name("rejection", self.reject, REJECTIONS)
+        if self.reject != "off" and not 0 <= self.reject_low < self.reject_high < inf:
+            message = f"``CorrectionSpec.reject_low/reject_high`` is {self.reject_low:g} {self.reject_high:g}"
+            hint = "give LOW before HIGH, two numbers: 0.5 5 for the geometric mean of weights, 0 0.01 for a KL in nats"
+            raise ConfigError(f"{message}: 0 <= low < high < inf is needed", hint=hint)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether tokens are weighed or rejected, which takes the trainer's log-probs before the update."""
+        return self.level != "off" or self.reject != "off"
+
+    @property
+    def masks(self) -> bool:
+        """Whether tokens are taken out of the policy loss."""
+        return (self.level != "off" and self.mode == "mask") or self.reject != "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

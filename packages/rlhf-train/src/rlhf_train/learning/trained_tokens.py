@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_train.algorithms.correction import bounded_weights, importance_weights
+from rlhf_train.algorithms.correction import bounded_weights, importance_weights, rejection_statistic
 from rlhf_train.algorithms.covariance import clipping_keys, token_covariances
 from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.algorithms.table import AlgorithmSpec
@@ -133,30 +133,38 @@ def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, M
     """Measure the gap between the trainer's and the engine's log-probs, and correct for it as `spec` says.
 
     A correction sets the column `weights`: importance weights, or ones where the policy ratio weighs already
-    (`AlgorithmSpec.weighs`). Mode "mask" sets those out of bounds to 0.0, or with `drops_masked` removes the tokens
-    from the policy mask. The column `old_logprobs` has the trainer's. Metrics, over the trained
-    tokens: mean and maximum of the absolute gap in nats, the k3 estimate of KL(engine || trainer), and the
-    share of importance weights out of bounds (those of the correction; without one, `MISMATCH_BOUNDS` per token).
+    (`AlgorithmSpec.weighs`) or tokens are rejected only. Mode "mask" and a rejection set those out of bounds to 0.0, or
+    with `drops_masked` remove the tokens from the policy mask. The column `old_logprobs` has the trainer's. Metrics,
+    over the trained tokens: mean and maximum of the absolute gap in nats, the k3 estimate of KL(engine || trainer), the
+    share of importance weights out of bounds (those of the correction; without one, `MISMATCH_BOUNDS` per token), and
+    the share of rejected tokens.
     """
     mask = experience.loss_mask
     old_logprobs = experience.columns["old_logprobs"]
     metrics = mismatch_metrics(old_logprobs, experience.rollout_logprobs, mask)
     correction = spec.correction
-    if correction.level == "off":
-        return metrics
-    weights = importance_weights(old_logprobs, experience.rollout_logprobs, mask, level=correction.level)
-    weights, kept, outside = bounded_weights(
-        weights, mask, mode=correction.mode, low=correction.low, high=correction.high
-    )
-    column = weights if spec.weighs else torch.ones_like(weights)
+    kept = mask
+    column = torch.ones_like(old_logprobs)
+    weighs = spec.weighs and correction.level != "off"
+    if correction.level != "off":
+        weights = importance_weights(old_logprobs, experience.rollout_logprobs, mask, level=correction.level)
+        weights, kept, outside = bounded_weights(
+            weights, mask, mode=correction.mode, low=correction.low, high=correction.high
+        )
+        column = weights if weighs else column
+        metrics["mismatch/out_of_bounds"] = masked_mean(outside, mask)
+        metrics["mismatch/weight"] = masked_mean(weights, kept)
+    if correction.reject != "off":
+        distance = rejection_statistic(old_logprobs, experience.rollout_logprobs, mask, by=correction.reject)
+        rejected = mask & ((distance < correction.reject_low) | (distance > correction.reject_high))
+        kept = kept & ~rejected
+        metrics["mismatch/rejected"] = masked_mean(rejected, mask)
     if correction.drops_masked:
         experience.policy_mask &= kept
     else:
         column = column.masked_fill(~kept, 0.0)
-    if spec.weighs or not correction.drops_masked:
+    if weighs or (correction.is_on and not correction.drops_masked):
         experience.set_column("weights", column)
-    metrics["mismatch/out_of_bounds"] = masked_mean(outside, mask)
-    metrics["mismatch/weight"] = masked_mean(weights, kept)
     return metrics
 
 
