@@ -60,6 +60,7 @@ class Day:
             max_staleness=MAX_STALENESS,
             max_in_flight=8,
             dynamic_sampling=None,
+            difficulty=None,
         )
         self.engines = [MortalEngine(make_engine, START_S), MortalEngine(make_engine, START_S)]
         router = EngineRouter()

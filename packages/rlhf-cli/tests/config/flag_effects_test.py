@@ -17,6 +17,7 @@ from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
 from rlhf_data.rows.row import Counts
 from rlhf_train.algorithms.token_specs import CorrectionSpec
+from rlhf_train.generation.difficulty import DifficultySpec
 from rlhf_train.generation.run_spec import AsyncSpec, DynamicSampling
 
 CPU, MANY_GPUS = 0, 8
@@ -126,6 +127,10 @@ REACHES = [
     ("dynamic_filtering", "", "", "dynamic_sampling", DynamicSampling()),
     ("dynamic_filtering_reward_range", "0 1", "--dynamic_filtering", "dynamic_sampling.reward_range", (0.0, 1.0)),
     ("dynamic_filtering_max_batches", "3", "--dynamic_filtering", "dynamic_sampling.max_batches", 3),
+    ("difficulty_pool", "", "", "difficulty", DifficultySpec()),
+    ("target_pass_rate", "0.3", "--difficulty_pool", "difficulty.target_pass_rate", 0.3),
+    ("pool_uniform_share", "0", "--difficulty_pool", "difficulty.pool_uniform_share", 0.0),
+    ("pool_retire_visits", "3", "--difficulty_pool", "difficulty.pool_retire_visits", 3),
     ("advantage_estimator", "rloo", "", "algorithm.estimator", "rloo"),
     ("agent_func_path", "agents:Two", "", "agent.path", "agents:Two"),
     ("max_steps", "3", AGENT, "agent.limits.max_turns", 3),

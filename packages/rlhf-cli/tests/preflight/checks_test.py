@@ -168,7 +168,13 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
             "--dynamic_filtering_reward_range is 1 0",
             "LOW before HIGH",
         ),
+        (
+            f"{MODEL_ONLY} --difficulty_pool",
+            "--difficulty_pool counts responses that are right, and scores of --reward_pretrain have no bounds",
+            "add --success_threshold SCORE",
+        ),
         # the teacher
+        (f"{TAUGHT} --difficulty_pool", "--difficulty_pool compares scores, and nothing", "--reward_weights 0"),
         (f"{TAUGHT} --dynamic_filtering", "--dynamic_filtering compares scores, and nothing", "--reward_weights 0"),
         (f"{TAUGHT} --best_metric_key eval/accuracy", "--best_metric_key compares scores", "add --remote_rm_url"),
         (f"{TAUGHT} --init_kl_coef 0 --old_logprobs skip {ONE_UPDATE}", "a teacher needs log-probs", "recompute"),
@@ -257,6 +263,7 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ("--stop_properly_penalty_coef 1", "--stop_properly_penalty_coef has no effect"),
         ("--dynamic_filtering_max_batches 3", "--dynamic_filtering_max_batches has no effect: --dynamic_filtering"),
         ("--dynamic_filtering_reward_range 0 1", "--dynamic_filtering_reward_range has no effect"),
+        ("--target_pass_rate 0.3", "--target_pass_rate has no effect: --difficulty_pool is off"),
         (
             f"--mask_off_policy 0.5 --old_logprobs recompute {ONE_UPDATE}",
             "--mask_off_policy has no effect: the only update of a step begins with the policy of --old_logprobs",

@@ -71,7 +71,7 @@ class Report:
                 "samples/retried_groups": drawn.num_retries,
             }
         )
-        self.add(drawn.overlap)
+        self.add({**drawn.overlap, **drawn.pool})
         if drawn.cached_share is not None:
             self.add({"throughput/cached_prompt_share": drawn.cached_share})
 

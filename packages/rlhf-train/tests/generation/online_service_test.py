@@ -86,6 +86,7 @@ class Run:
             max_staleness=staleness,
             max_in_flight=max_in_flight,
             dynamic_sampling=dynamic,
+            difficulty=None,
         )
         for name, value in changes.items():
             setattr(self.job, name, value)

@@ -45,6 +45,7 @@ class Trainer:
             max_staleness=staleness,
             max_in_flight=999,
             dynamic_sampling=None,
+            difficulty=None,
         )
         self.engine = FakeEngine(SPEC, script=self.write, token_latency_s=1.0)
         self.ledger = Ledger()

@@ -247,6 +247,7 @@ def make_job(options: Namespace, folder: Path) -> Any:
         seed=1,
         max_in_flight=options.prompts,
         dynamic_sampling=None,
+        difficulty=None,
     )
 
 

@@ -151,6 +151,7 @@ def make_job(
         max_in_flight=max(math.ceil(2 * num_slots / num_samples), 1),
         ray_address=ray_address,
         dynamic_sampling=config.filtering,
+        difficulty=config.difficulty,
         num_frozen_steps=num_frozen,
         ema_beta=training.ema_beta if training.enable_ema else None,
         save_critic=config.output.save_value_network and spec.row.uses_critic,

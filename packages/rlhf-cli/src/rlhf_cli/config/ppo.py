@@ -23,10 +23,12 @@ from rlhf_rollout.commands.sections import SHARE_ALONE, AgentSection
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import BatchSizes
+from rlhf_train.generation.difficulty import DifficultySpec
 from rlhf_train.generation.run_spec import DynamicSampling
 from rlhf_train.specs import ModelSpec
 
 _FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batches")
+_POOL_OPTIONS = ("target_pass_rate", "pool_uniform_share", "pool_retire_visits")
 _EVALUATION_OPTIONS = ("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "source_key")
 _SLEEP = ("vllm_enable_sleep", "deepspeed_enable_sleep")
 _REFERENCE_PLACES = ("ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
@@ -99,6 +101,11 @@ class PpoConfig(Config):
             by_source=self.reward.reward_normalize == "each",
         )
 
+    @property
+    def difficulty(self) -> DifficultySpec | None:
+        """How prompts are drawn by their pass rates; None for each of them once per episode."""
+        return DifficultySpec(**matching(DifficultySpec, self.rollout)) if self.rollout.difficulty_pool else None
+
     def steps_of_episodes(self, num_prompts: int) -> int:
         """Return the number of steps that --num_episodes passes over `num_prompts` prompts need."""
         return math.ceil(self.training.num_episodes * num_prompts / self.rollout.rollout_batch_size)
@@ -128,6 +135,7 @@ class PpoConfig(Config):
         notices += _check_staleness(self, given)
         notices += _check_teacher_alone(self, given)
         notices += _check_filtering(self, given)
+        notices += _check_pool(self, given)
         notices += _check_evaluation(self, given)
         notices += _check_sampling(self, given)
         notices += _check_replay(self, given)
@@ -242,7 +250,7 @@ def _check_teacher_alone(config: PpoConfig, given: Collection[str]) -> list[str]
     algorithm = config.algorithm
     if algorithm.teacher_model is None or config.reward.sources() or config.agent.agent_func_path is not None:
         return []
-    for name in ("dynamic_filtering", "best_metric_key"):
+    for name in ("dynamic_filtering", "difficulty_pool", "best_metric_key"):
         if name in given:
             hint = "add --remote_rm_url, with --reward_weights 0 if the policy shall not learn from it"
             raise ConfigError(f"--{name} compares scores, and nothing scores: there is only --teacher_model", hint=hint)
@@ -270,11 +278,23 @@ def _check_filtering(config: PpoConfig, given: Collection[str]) -> list[str]:
     ]
 
 
+def _check_pool(config: PpoConfig, given: Collection[str]) -> list[str]:
+    """Check the options of prompts that are drawn by their pass rates."""
+    if config.difficulty is None:
+        return without_effect(given, (True, _POOL_OPTIONS, "--difficulty_pool is off"))
+    first = [source.kind for source in config.reward.sources()[:1]]
+    if first == ["model"] and "success_threshold" not in given:
+        message = "--difficulty_pool counts responses that are right, and scores of --reward_pretrain have no bounds"
+        raise ConfigError(message, hint="add --success_threshold SCORE, from which on a response is right")
+    return []
+
+
 def _check_replay(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Return a notice for each option of what a run on recorded rollouts does not start."""
     if config.rollout.replay is None:
         return []
-    unused = [
+    unused = ["difficulty_pool", *_POOL_OPTIONS]
+    unused += [
         name
         for part in (config.data, config.agent, config.evaluation, config.engine, config.asynchrony)
         for name in type(part).model_fields

@@ -20,6 +20,21 @@ class RolloutSection(GroupSamplingSection):
     dynamic_filtering_max_batches: int = flag(
         10, "largest number of prompts drawn per step, as a multiple of --rollout_batch_size", ge=1
     )
+    difficulty_pool: bool = flag(
+        False,
+        "a curriculum: draw prompts by the share of their responses that were right (--success_threshold), those near"
+        " --target_pass_rate and unseen ones the most",
+    )
+    target_pass_rate: float = flag(0.5, "pass rate of the prompts that are drawn the most", ge=0, le=1)
+    pool_uniform_share: float = flag(
+        0.2, "share of the draws in which all prompts that are not retired are equally likely", ge=0, le=1
+    )
+    pool_retire_visits: int = flag(
+        2,
+        "retire a prompt that all responses solve in so many visits in a row, until as many prompts were drawn as there"
+        " are, or all are retired",
+        ge=1,
+    )
 
     replay: str | None = flag(
         None,

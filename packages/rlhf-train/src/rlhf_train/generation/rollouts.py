@@ -146,6 +146,8 @@ class Rollouts:
                 "the agent gives rewards of its own, so the reward that the flags name has scored nothing"
                 "; let the agent return none where that reward is to score"
             )
+        for text in drawn.notices:
+            self._observer.notice(text)
         self._rest()
         return dataclasses.replace(drawn, overlap={**drawn.overlap, **self._interrupted()}) if drawn.overlap else drawn
 

@@ -14,6 +14,7 @@ from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions, RewardSourc
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import BatchSizes
 from rlhf_train.cluster.places import PlacementPlan
+from rlhf_train.generation.difficulty import DifficultySpec
 
 
 def _check_range(name: str, bounds: tuple[float, float] | None) -> None:
@@ -198,6 +199,7 @@ class GenerationSpec(RunSpec):
             the sources of `reward` score it.
         max_in_flight: largest number of rollout groups that generate at once.
         dynamic_sampling: which groups are trained; None for all.
+        difficulty: how prompts are drawn by their pass rates; None draws each of them once per episode.
     """
 
     eval_sampling: SamplingParams
@@ -207,3 +209,4 @@ class GenerationSpec(RunSpec):
     agent: AgentSpec | None = None
     max_in_flight: int = 256
     dynamic_sampling: DynamicSampling | None = None
+    difficulty: DifficultySpec | None = None

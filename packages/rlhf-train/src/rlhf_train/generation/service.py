@@ -1,18 +1,19 @@
 """Generation as a service: prompts become scored rollout groups on an event loop, as far as the stream admits them."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhf_data.errors import EngineError
-from rlhf_data.records import Prompt, RolloutGroup
+from rlhf_data.records import Prompt, RolloutGroup, VerdictKind
 from rlhf_data.sampler import EpochSampler
 from rlhf_rollout.agents.base import Workflow
 from rlhf_rollout.generator import GenerationCounts, GroupMaker, GroupResult, generate_groups, with_extra
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.records_io import parse_group
 from rlhf_train.generation.baseline import GREEDY_REWARD
+from rlhf_train.generation.difficulty import DifficultyPool
 from rlhf_train.generation.run_spec import GenerationSpec
 from rlhf_train.generation.scoring import is_worth_training
 from rlhf_train.generation.stream import SampleStream, Ticket
@@ -40,6 +41,8 @@ class Drawn:
         has_scored: whether the reward has scored a group of this process's run, if there was any; agents may give
             rewards of their own.
         overlap: metrics of a run in which generation goes on while the learner works.
+        pool: metrics of prompts that are drawn by their pass rates.
+        notices: what a person may want to know of these prompts.
     """
 
     kept: tuple[RolloutGroup, ...]
@@ -53,6 +56,8 @@ class Drawn:
     reward_wait_s: float = 0.0
     has_scored: bool = True
     overlap: Mapping[str, float] = field(default_factory=dict)
+    pool: Mapping[str, float] = field(default_factory=dict)
+    notices: Sequence[str] = ()
 
     @property
     def groups(self) -> tuple[RolloutGroup, ...]:
@@ -91,7 +96,9 @@ class GenerationService:
 
     def __post_init__(self) -> None:
         job = self.job
-        self._sampler = EpochSampler(len(job.prompts), job.batch.rollout_batch_size, seed=job.seed)
+        num_prompts = len(job.prompts)
+        self._pool = DifficultyPool(num_prompts, job.difficulty, seed=job.seed) if job.difficulty else None
+        self._sampler = self._pool or EpochSampler(num_prompts, job.batch.rollout_batch_size, seed=job.seed)
         self._runs_ahead = job.max_staleness > 0
         self._limit = job.max_in_flight  # groups that generate at once
         self._num_generating = 0
@@ -303,6 +310,8 @@ class GenerationService:
             self._failure = result.failure or ""
         else:
             self._counts.num_groups += 1
+            if self._pool is not None:
+                self._pool.observe(ticket.number, ticket.item, _verdicts(result.group))
             if kept is None:
                 self._dropped.append(result.group)
         self.settled(ticket.group_id, kept)
@@ -333,6 +342,7 @@ class GenerationService:
         counts = self._counts
         router = self.workflow.router
         num_prompt_tokens, num_cached = router.prompt_tokens - self._prompt_tokens
+        pool, notices = self._pool.settle() if self._pool is not None else ({}, [])
         drawn = Drawn(
             kept=tuple(fresh),
             stale=tuple(stale),
@@ -345,6 +355,8 @@ class GenerationService:
             reward_wait_s=0.0 if self._runs_ahead else counts.reward_wait_s,
             has_scored=counts.num_scored_groups > 0 or counts.num_groups == 0,
             overlap=self._overlap() if self._runs_ahead else {},
+            pool=pool,
+            notices=notices,
         )
         if not drawn.groups:
             raise EngineError(f"every rollout group failed; the last: {self._failure}")
@@ -379,6 +391,10 @@ class GenerationService:
         self._prompt_tokens = router.prompt_tokens.copy()
         self._busy_s = router.busy_s
         self._since = asyncio.get_running_loop().time()
+
+
+def _verdicts(group: RolloutGroup) -> list[VerdictKind]:
+    return [episode.verdict.kind for episode in group.episodes if episode.verdict is not None]
 
 
 def _group(saved: Any) -> RolloutGroup:
