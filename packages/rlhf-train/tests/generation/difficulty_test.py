@@ -65,10 +65,10 @@ def test_pass_rates_by_hand(verdicts, rate):
 
 def test_visits_move_the_pass_rate_half_of_the_way_in_the_order_of_the_draws():
     one = pool(2)
-    one.observe(8, 0, kinds("ow"))
-    one.observe(7, 0, kinds("ww"))
-    assert one.settle()[0]["pool/mean_pass_rate"] == 0.25  # first 0, then half of the way to 0.5
-    assert visit(one, (0, "oo"), (1, "owww"))[0]["pool/mean_pass_rate"] == (0.625 + 0.25) / 2
+    for number, letters in ((9, "oo"), (7, "ww"), (8, "ow")):
+        one.observe(number, 0, kinds(letters))
+    assert one.settle()[0]["pool/mean_pass_rate"] == 0.625  # first 0, then half of the way to 0.5, and to 1
+    assert visit(one, (0, "oo"), (1, "owww"))[0]["pool/mean_pass_rate"] == (0.8125 + 0.25) / 2
 
 
 def test_prompt_is_retired_by_visits_solved_in_a_row_and_returns_with_the_next_episode():
