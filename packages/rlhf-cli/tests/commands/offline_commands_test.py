@@ -94,6 +94,7 @@ def measured(folder: Path, name: str) -> list[float]:
         ("kto", {"desirable_loss_weight": 2}),
         ("prm", {}),
         ("kd", {"kd_coef": 0.9}),
+        ("kd", {"kd_divergence": "jsd", "jsd_beta": 0.3, "kd_coef": 1}),
     ],
     ids=lambda part: part if isinstance(part, str) else " ".join(part) or "plain",
 )

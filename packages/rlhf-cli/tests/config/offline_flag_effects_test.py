@@ -168,6 +168,8 @@ REACHES = [
     ("kto", "desirable_loss_weight", "2", "", "objective.desirable_loss_weight", 2.0),
     ("kto", "undesirable_loss_weight", "2", "", "objective.undesirable_loss_weight", 2.0),
     ("kd", "kd_coef", "0.7", "", "objective.kd_coef", 0.7),
+    ("kd", "kd_divergence", "reverse_kl", "", "objective.kd_divergence", "reverse_kl"),
+    ("kd", "jsd_beta", "0.1", "--kd_divergence jsd", "objective.jsd_beta", 0.1),
 ]
 
 
@@ -293,6 +295,7 @@ def test_every_flag_of_every_command_is_tested():
             "--eval_dataset e --best_metric_key eval/loss",
             "--best_metric_key can only choose between the first and the last evaluation: --eval_steps is -1",
         ),
+        ("kd", "--teacher_model t --jsd_beta 0.1", "--jsd_beta has no effect: --kd_divergence is forward_kl"),
         ("rm", "--margin_key by", "--margin_key has no effect: --margin_loss is off"),
         ("dpo", "--simpo_gamma 1", "--simpo_gamma has no effect: the loss is dpo"),
         ("dpo", "--ipo --label_smoothing 0.1", "--label_smoothing has no effect: the loss is ipo"),

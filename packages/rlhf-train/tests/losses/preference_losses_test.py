@@ -5,8 +5,10 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributions import Categorical, kl_divergence
 
 from rlhf_train.batching import Denominators
+from rlhf_train.losses import preference
 from rlhf_train.losses.aggregate import sequence_mean
 from rlhf_train.losses.preference import (
     MIN_NLL,
@@ -77,6 +79,30 @@ def test_sequence_mean_shares_add_up_to_the_mean_of_the_whole():
     parts = [sequence_mean(torch.tensor(part), whole).item() for part in ([1.0, 2.0], [6.0])]
     assert sum(parts) == pytest.approx(3.0)
     assert sequence_mean(torch.tensor([]), Denominators(0, 0, 0)).item() == 0.0
+
+
+@pytest.mark.parametrize("rows", [100, 3])
+@pytest.mark.parametrize(
+    ("divergence", "beta"), [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.9)]
+)
+def test_divergences_equal_those_of_torch_distributions_in_float64(divergence, beta, rows, monkeypatch):
+    monkeypatch.setattr(preference, "MAX_BLOCK", 11 * rows)
+    logits, teacher_logits = 3 * torch.randn(2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    inputs = [logits.float().requires_grad_(), logits.clone().requires_grad_()]
+    found = distillation_loss(inputs[0], teacher_logits.float(), divergence=divergence, jsd_beta=beta)
+    student, teacher = Categorical(logits=inputs[1]), Categorical(logits=teacher_logits)
+    if divergence == "forward_kl":
+        expected = kl_divergence(teacher, student) + teacher.entropy()
+    elif divergence == "reverse_kl":
+        expected = kl_divergence(student, teacher)
+    else:
+        mean = Categorical(probs=beta * teacher.probs + (1 - beta) * student.probs)
+        expected = beta * kl_divergence(teacher, mean) + (1 - beta) * kl_divergence(student, mean)
+    assert found.dtype == torch.float32 and found.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+    weights = torch.arange(1.0, 8.0)  # each row has a gradient of its own
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert torch.allclose(inputs[0].grad.double(), inputs[1].grad, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -316,6 +316,10 @@ def test_distillation_loss_and_metrics_equal_plain_arithmetic(width, packing):
 def test_distillation_weight_out_of_bounds_is_refused(kd_coef):
     with pytest.raises(ConfigError, match=r"kd_coef is .*; it must lie in \(0, 1\]"):
         DistillationObjective(kd_coef=kd_coef)
+    with pytest.raises(ConfigError, match=r"jsd_beta is .*; it must lie in \(0, 1\)"):
+        DistillationObjective(jsd_beta=round(kd_coef))
+    with pytest.raises(ConfigError, match="did you mean `reverse_kl`"):
+        DistillationObjective(kd_divergence="reverse")
 
 
 @LAYOUTS

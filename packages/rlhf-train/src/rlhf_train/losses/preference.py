@@ -5,13 +5,18 @@ docstring says so.
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, logsigmoid
+from torch.utils.checkpoint import checkpoint
 
+from rlhf_data.errors import unknown
+from rlhf_train.losses.preference_table import DIVERGENCES
 from rlhf_train.shapes import check_same_shape
 
+MAX_BLOCK = 2**24  # logits whose distributions are held at a time: 64 MiB in float32
 MIN_NLL = 1e-6  # nats per token; the lower bound of the NLL in log odds, which grow without bound as it goes to 0
 
 
@@ -301,23 +306,50 @@ def dft_loss(logprobs: Tensor) -> Tensor:
     return -logprobs.detach().exp() * logprobs
 
 
-def distillation_loss(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Return the cross-entropy between the teacher's and the model's next-token distribution, for each token.
+def distillation_loss(
+    logits: Tensor, teacher_logits: Tensor, *, divergence: str = "forward_kl", jsd_beta: float = 0.5
+) -> Tensor:
+    """Return the divergence between the teacher's and the model's next-token distribution, for each token.
 
-        loss_n = - sum_v q_nv log p_nv,   p = softmax(logits), q = softmax(teacher_logits)
+        forward_kl    - sum_v q_nv log p_nv = KL(q_n || p_n) + the entropy of q_n
+        reverse_kl    KL(p_n || q_n)
+        jsd           b KL(q_n || m_n) + (1 - b) KL(p_n || m_n),   m = b q + (1 - b) p, b = jsd_beta
+
+    with p = softmax(logits) and q = softmax(teacher_logits). The JSD divided by b tends to KL(q || p) as b goes to 0,
+    and divided by 1 - b to KL(p || q) as b goes to 1.
 
     Args:
         logits: [N, V] float; carries the gradient.
         teacher_logits: [N, V] float; a constant.
+        divergence: one of the names above.
+        jsd_beta: b, in (0, 1).
 
     Returns:
-        [N] float32, nats; its minimum is the teacher's entropy, when both distributions are equal.
+        [N] float32, nats; smallest when both distributions are equal: the teacher's entropy, or 0. Rows are taken in
+        blocks, whose distributions are computed again for the gradient and never held for all rows.
 
-    Source: Hinton, Vinyals and Dean 2015, arXiv:1503.02531, at temperature 1.
+    Source: forward_kl: Hinton, Vinyals and Dean 2015, arXiv:1503.02531, at temperature 1; the others: Agarwal et al.
+    2023 (GKD), arXiv:2306.13649, eq. 1.
     """
     check_same_shape(logits=logits, teacher_logits=teacher_logits)
-    teacher = teacher_logits.detach().float().softmax(-1)
-    return -(teacher * log_softmax(logits.float(), -1)).sum(-1)
+    if divergence not in DIVERGENCES:
+        raise ValueError(unknown("divergence", divergence, DIVERGENCES))
+    size = max(MAX_BLOCK // logits.shape[-1], 1)
+    blocks = zip(logits.split(size), teacher_logits.detach().split(size), strict=True)
+    run = partial(_divergence, divergence=divergence, jsd_beta=jsd_beta)
+    return torch.cat([checkpoint(run, *block, use_reentrant=False, preserve_rng_state=False) for block in blocks])
+
+
+def _divergence(logits: Tensor, teacher_logits: Tensor, *, divergence: str, jsd_beta: float) -> Tensor:
+    model = log_softmax(logits.float(), -1)
+    teacher = log_softmax(teacher_logits.float(), -1)
+    if divergence == "forward_kl":
+        return -(teacher.exp() * model).sum(-1)
+    if divergence == "reverse_kl":
+        return (model.exp() * (model - teacher)).sum(-1)
+    mean = torch.logaddexp(teacher + math.log(jsd_beta), model + math.log1p(-jsd_beta))
+    of_teacher = (teacher.exp() * (teacher - mean)).sum(-1)
+    return jsd_beta * of_teacher + (1 - jsd_beta) * (model.exp() * (model - mean)).sum(-1)
 
 
 def process_reward_loss(logits: Tensor, targets: Tensor) -> Tensor:
