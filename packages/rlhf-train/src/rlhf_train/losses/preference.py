@@ -5,18 +5,19 @@ docstring says so.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, logsigmoid
-from torch.utils.checkpoint import checkpoint
 
 from rlhf_data.errors import unknown
 from rlhf_train.losses.preference_table import DIVERGENCES
 from rlhf_train.shapes import check_same_shape
 
-MAX_BLOCK = 2**24  # logits whose distributions are held at a time: 64 MiB in float32
+MAX_BLOCK = 2**22  # logits whose distributions are held at a time: 16 MiB in float32
 MIN_NLL = 1e-6  # nats per token; the lower bound of the NLL in log odds, which grow without bound as it goes to 0
 
 
@@ -325,8 +326,9 @@ def distillation_loss(
         jsd_beta: b, in (0, 1).
 
     Returns:
-        [N] float32, nats; smallest when both distributions are equal: the teacher's entropy, or 0. Rows are taken in
-        blocks, whose distributions are computed again for the gradient and never held for all rows.
+        [N] float32, nats; smallest when both distributions are equal: the teacher's entropy, or 0. Distributions are
+        held for a block of rows at a time, and the gradient, of the type of the logits, from the forward pass on: one
+        backward pass is possible.
 
     Source: forward_kl: Hinton, Vinyals and Dean 2015, arXiv:1503.02531, at temperature 1; the others: Agarwal et al.
     2023 (GKD), arXiv:2306.13649, eq. 1.
@@ -334,10 +336,34 @@ def distillation_loss(
     check_same_shape(logits=logits, teacher_logits=teacher_logits)
     if divergence not in DIVERGENCES:
         raise ValueError(unknown("divergence", divergence, DIVERGENCES))
-    size = max(MAX_BLOCK // logits.shape[-1], 1)
-    blocks = zip(logits.split(size), teacher_logits.detach().split(size), strict=True)
     run = partial(_divergence, divergence=divergence, jsd_beta=jsd_beta)
-    return torch.cat([checkpoint(run, *block, use_reentrant=False, preserve_rng_state=False) for block in blocks])
+    return _InBlocks.apply(logits, teacher_logits.detach(), run)
+
+
+class _InBlocks(torch.autograd.Function):
+    """A loss of rows, whose gradient is computed with it, block by block."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, teacher_logits: Tensor, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        losses = logits.new_empty(len(logits), dtype=torch.float32)
+        needs_gradient = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(logits) if needs_gradient else None
+        size = max(MAX_BLOCK // logits.shape[-1], 1)
+        for first in range(0, len(logits), size):
+            rows = slice(first, first + size)
+            with torch.set_grad_enabled(needs_gradient):
+                block = logits[rows].detach().requires_grad_(needs_gradient)
+                found = run(block, teacher_logits[rows])
+                if needs_gradient:
+                    (gradient[rows],) = torch.autograd.grad(found.sum(), block)
+            losses[rows] = found.detach()
+        ctx.save_for_backward(gradient)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient.mul_(upstream[0][:, None]), None, None
 
 
 def _divergence(logits: Tensor, teacher_logits: Tensor, *, divergence: str, jsd_beta: float) -> Tensor:
