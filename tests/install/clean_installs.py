@@ -29,20 +29,24 @@ def wheel_of(boundary: Boundary) -> Path:
 
 @cache
 def _wheel(distribution: str) -> Path:
-    boundary = OWN[distribution]
     if "TEST_SRCDIR" in os.environ:
-        [wheel] = (boundary.folder / "wheel").glob("*.whl")
+        [wheel] = (ROOT / "wheels").glob(f"{distribution.replace('-', '_')}-*.whl")
         return wheel
     out = Path(tempfile.mkdtemp(prefix="wheel-"))
     atexit.register(shutil.rmtree, out)
-    folder = boundary.folder.relative_to(ROOT)
-    sources = [
-        path for path in (boundary.folder / "src").rglob("*") if path.is_file() and "__pycache__" not in str(path)
-    ]
-    sources += [boundary.folder / "pyproject.toml", boundary.folder / "README.md", ROOT / "tools/bazel/hatch_hook.py"]
+    return build(OWN[distribution], out)
+
+
+def build(boundary: Boundary, out: Path, umask: int = -1) -> Path:
+    """Build the wheel of a package as Bazel does, in the folder `out`; return its path."""
+    package = boundary.folder
+    sources = [path for path in (package / "src").rglob("*") if path.is_file() and "__pycache__" not in str(path)]
+    sources += [package / "pyproject.toml", package / "README.md"]
+    sources += [ROOT / name for name in ("pyproject.toml", "LICENSE", "tools/bazel/hatch_hook.py")]
     names = [path.relative_to(ROOT) for path in sources]
+    folder = package.relative_to(ROOT)
     command = [sys.executable, "tools/bazel/build_wheel.py", "--package", folder, "--out", out, *names]
-    subprocess.run(command, cwd=ROOT, check=True, env=clean_environ())
+    subprocess.run(command, cwd=ROOT, check=True, env=clean_environ(), umask=umask)
     [wheel] = out.glob("*.whl")
     return wheel
 

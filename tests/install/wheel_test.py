@@ -1,14 +1,16 @@
-"""Each wheel installs alone in a clean environment, and importing it is quick and loads nothing heavy."""
+"""Each wheel is complete, reproducible and bound to the others; it installs alone, and importing it is quick."""
 
 import json
 import subprocess
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from pip._vendor.packaging.requirements import Requirement
 
-from boundaries import BOUNDARIES, HEAVY, IMPORT_SECONDS, Boundary
-from clean_installs import clean_environ, install, wheel_of
+from boundaries import BOUNDARIES, HEAVY, IMPORT_SECONDS, ROOT, Boundary
+from clean_installs import build, clean_environ, install, wheel_of
 
 IMPORT = """
 import json, sys, time
@@ -69,3 +71,38 @@ def test_wheel_holds_every_file_of_the_package(boundary: Boundary) -> None:
     packed = {name for name in names if not name.partition("/")[0].endswith(".dist-info")}
     assert f"{boundary.package}/py.typed" in packed
     assert {name for name in files if "__pycache__" not in name} == packed
+
+
+def test_wheel_holds_the_license_and_needs_other_packages_at_exactly_its_version(boundary: Boundary) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    wheel = zipfile.ZipFile(wheel_of(boundary))
+    folder = f"{boundary.package}-{version}.dist-info"
+    assert wheel.read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    lines = wheel.read(f"{folder}/METADATA").decode().splitlines()
+    assert f"Version: {version}" in lines
+    needs = [Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if line.startswith("Requires-Dist: ")]
+    ours = {need.name: str(need.specifier) for need in needs if need.name in NAMES}
+    assert ours == dict.fromkeys((*boundary.first_party, *boundary.extras), f"=={version}")
+    assert len(ours) < len(needs)
+
+
+def test_wheel_of_the_same_sources_has_the_same_bytes(boundary: Boundary, tmp_path: Path) -> None:
+    again = build(boundary, tmp_path, umask=0o077)
+    assert again.name == wheel_of(boundary).name
+    assert again.read_bytes() == wheel_of(boundary).read_bytes()
+
+
+def test_commands_of_the_wheel_work_outside_of_a_checkout(boundary: Boundary, installed: Path, tmp_path: Path) -> None:
+    def run(*words: str) -> str:
+        command = [installed.parent / words[0], *words[1:]]
+        environment = clean_environ() | {"HOME": str(tmp_path)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    project = tomllib.loads((boundary.folder / "pyproject.toml").read_text("utf-8"))["project"]
+    for name in project.get("scripts", ()):
+        assert f"usage: {name} " in run(name, "--help")
+    if boundary.distribution == "rlhf-cli":
+        planned = run("rlhf", "ppo", "--dry_run")  # of the model, the prompts and the recipe that the wheel holds
+        assert 'advantage_estimator = "gae"' in planned and "\nplacement: " in planned

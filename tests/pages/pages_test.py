@@ -133,13 +133,25 @@ def check_pip(arguments: list[str]) -> None:
         return
     assert arguments[0] == "install"
     for word in arguments[1:]:
+        if word == "--find-links=bazel-bin/wheels":
+            continue
         path, _, extras = word.partition("[")
-        _check_extras(ROOT / path / "pyproject.toml", extras.rstrip("]").split(",") if extras else [])
+        folder = ROOT / path if "/" in path else ROOT / "packages" / path
+        _check_extras(folder / "pyproject.toml", extras.rstrip("]").split(",") if extras else [])
 
 
 def check_uv(arguments: list[str]) -> None:
-    assert arguments[:2] == ["sync", "--extra"]
-    _check_extras(ROOT / "pyproject.toml", arguments[2:3])
+    command, *rest = arguments
+    if command == "publish":
+        assert [word for word in rest if word != "--dry-run"] == ["bazel-bin/wheels/*.whl"]
+    elif command == "version":  # it writes the version of the workspace, which no package may have beside it
+        assert rest[0] == "--frozen" and len(rest) == 2
+        files = ROOT.glob("packages/*/pyproject.toml")
+        packages = [tomllib.loads(file.read_text("utf-8"))["project"] for file in files]
+        assert packages and not any("version" in package for package in packages)
+    else:
+        assert [command, rest[0]] == ["sync", "--extra"]
+        _check_extras(ROOT / "pyproject.toml", rest[1:2])
 
 
 def _check_extras(file: Path, extras: list[str]) -> None:

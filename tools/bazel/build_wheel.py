@@ -13,7 +13,7 @@ def main() -> None:
     """Copy the sources to a scratch folder with the layout of the workspace, and build there.
 
     A copy is needed because backends write beside the sources. The layout matters because pyproject.toml names files
-    outside of its folder (`../../tools/...`).
+    outside of its folder (`../../tools/...`). The package gets the license of the workspace, which a wheel must hold.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--package", type=pathlib.Path, required=True, help="the folder of pyproject.toml")
@@ -27,6 +27,7 @@ def main() -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
         os.chdir(pathlib.Path(scratch, options.package))
+        shutil.copyfile(pathlib.Path(scratch, "LICENSE"), "LICENSE")
         # A fixed date makes the wheel the same for the same sources; this is the first date that a zip file can hold.
         os.environ.setdefault("SOURCE_DATE_EPOCH", "315532800")
         system = tomllib.loads(pathlib.Path("pyproject.toml").read_text(encoding="utf-8"))["build-system"]

@@ -1,10 +1,11 @@
-"""Tests of the metadata that pip sees when it builds a package inside a checkout."""
+"""Tests of the metadata that packages share, and of what pip sees when it builds a package inside a checkout."""
 
 from pathlib import Path
 
 import pytest
 
-from hatch_hook import CLASSIFIERS, CustomMetadataHook, localized
+import hatch_hook
+from hatch_hook import CLASSIFIERS, CustomMetadataHook, bound
 
 
 @pytest.fixture
@@ -15,28 +16,38 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_localized_sibling_becomes_a_file_url_with_its_extras_and_marker(checkout: Path) -> None:
-    package, data = checkout / "packages/rlhf-models", (checkout / "packages/rlhf-data").as_uri()
-    assert localized("rlhf-data", package) == f"rlhf-data @ {data}"
-    assert localized("rlhf-data[hf]>=0.1", package) == f"rlhf-data[hf] @ {data}"
-    assert localized("rlhf-data ; python_version > '3'", package) == f"rlhf-data @ {data} ; python_version > '3'"
-    assert localized("rlhf-kernels", package) == f"rlhf-kernels @ {(checkout / 'kernels').as_uri()}"
-
-
-@pytest.mark.parametrize("requirement", ["numpy>=2", "rlhf-train", "math-verify[antlr4-13-2]>=0.8"])
-def test_localized_requirement_without_a_folder_beside_stays(checkout: Path, requirement: str) -> None:
-    assert localized(requirement, checkout / "packages/rlhf-models") == requirement
+@pytest.mark.parametrize(
+    ("requirement", "expected"),
+    [
+        ("rlhf-data", "rlhf-data @ {packages}/rlhf-data"),
+        ("rlhf-data[hf]>=0.1", "rlhf-data[hf] @ {packages}/rlhf-data"),
+        ("rlhf-data ; python_version > '3'", "rlhf-data @ {packages}/rlhf-data ; python_version > '3'"),
+        ("rlhf-kernels", "rlhf-kernels @ {root}/kernels"),
+        ("rlhf-train[wandb] ; extra == 'x'", "rlhf-train[wandb]==3.2 ; extra == 'x'"),  # not in this checkout
+        ("numpy>=2", "numpy>=2"),
+        ("math-verify[antlr4-13-2]>=0.8", "math-verify[antlr4-13-2]>=0.8"),
+    ],
+)
+def test_requirement_on_a_package_beside_is_its_folder_and_on_one_elsewhere_its_version(
+    checkout: Path, requirement: str, expected: str
+) -> None:
+    filled = expected.format(root=checkout.as_uri(), packages=(checkout / "packages").as_uri())
+    assert bound(requirement, "3.2", checkout / "packages/rlhf-models") == filled
 
 
 @pytest.mark.parametrize("under_pip", [True, False])
-def test_hook_rewrites_requirements_under_pip_only(
+def test_hook_sets_the_version_of_the_workspace_and_bounds_all_requirements(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, under_pip: bool
 ) -> None:
     monkeypatch.delenv("PIP_BUILD_TRACKER", raising=False)
     if under_pip:
         monkeypatch.setenv("PIP_BUILD_TRACKER", "folder")
-    metadata = {"dependencies": ["numpy"], "optional-dependencies": {"models": ["rlhf-data"]}}
+    (checkout / "pyproject.toml").write_text('[project]\nversion = "3.2"\n')
+    monkeypatch.setattr(hatch_hook, "WORKSPACE", checkout / "pyproject.toml")
+    metadata = {"dependencies": ["numpy", "rlhf-kernels"], "optional-dependencies": {"models": ["rlhf-data[hf]"]}}
     CustomMetadataHook(str(checkout / "packages/rlhf-models"), {}).update(metadata)
+    assert metadata["version"] == "3.2"
     assert metadata["classifiers"] == CLASSIFIERS
-    assert metadata["dependencies"] == ["numpy"]
-    assert ("@" in metadata["optional-dependencies"]["models"][0]) == under_pip
+    kernels, data = (f" @ {(checkout / name).as_uri()}" for name in ("kernels", "packages/rlhf-data"))
+    assert metadata["dependencies"] == ["numpy", f"rlhf-kernels{kernels if under_pip else '==3.2'}"]
+    assert metadata["optional-dependencies"] == {"models": [f"rlhf-data[hf]{data if under_pip else '==3.2'}"]}

@@ -228,7 +228,7 @@ def python_package(
         name = "wheel",
         srcs = native.glob(["src/**"], exclude = junk) + ["README.md"],
         pyproject = "pyproject.toml",
-        visibility = ["//tests/install:__pkg__"],
+        visibility = ["//:__pkg__"],
     )
     native.filegroup(
         name = "pages",
