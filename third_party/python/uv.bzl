@@ -53,6 +53,13 @@ _PIP_TO_UV = {
     "index-url": "UV_DEFAULT_INDEX",
 }
 
+# Certificates of authorities that the system trusts, those of a company among them: Debian, Red Hat, SUSE.
+_SYSTEM_CERTIFICATES = [
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+]
+
 # Modules that next to no test imports, half of the code. Python compiles them when a command imports them.
 _NOT_COMPILED = "/site-packages/({})/".format("|".join([
     ".*/tests?",
@@ -103,8 +110,10 @@ def _run(ctx, command, doing, environ = {}):
     return result.stdout.strip()
 
 def _environ(ctx, python):
-    """Returns variables for uv with pip's configuration of this machine, which uv does not read by itself."""
+    """Returns variables for uv: the system's certificates, and pip's configuration, which uv does not read by itself."""
     environ = {}
+    if not ctx.getenv("UV_SYSTEM_CERTS") and not ctx.getenv("UV_NATIVE_TLS"):
+        environ = {"UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}  # the second is its name before uv 0.11
     for option, variable in _PIP_TO_UV.items():
         if ctx.getenv(variable) or not python:
             continue
@@ -117,14 +126,23 @@ def _environ(ctx, python):
         environ["UV_FIND_LINKS"] = ""
     return environ
 
-def _find_uv(ctx, python):
+def _pip_environ(ctx, environ):
+    """Returns a variable for pip with certificates, which pip before 24.2 does not take from the system by itself."""
+    if "SSL_CERT_FILE" in environ or ctx.getenv("PIP_CERT") or ctx.getenv("REQUESTS_CA_BUNDLE"):
+        return {}  # pip has its own configuration
+    for file in [ctx.getenv("SSL_CERT_FILE")] + _SYSTEM_CERTIFICATES:
+        if file and ctx.path(file).exists:
+            return {"PIP_CERT": file}
+    return {}
+
+def _find_uv(ctx, python, environ):
     uv = ctx.which("uv")
     if uv:
         return uv
     if not python:
         fail("neither uv nor python3 is on PATH")
     _run(ctx, [python, "-m", "venv", "uv"], "creating an environment for uv")
-    _run(ctx, ["uv/bin/python", "-m", "pip", "install", "--quiet", "uv=={}".format(ctx.attr.uv_version)], "installing uv")
+    _run(ctx, ["uv/bin/python", "-m", "pip", "install", "--quiet", "uv=={}".format(ctx.attr.uv_version)], "installing uv", _pip_environ(ctx, environ))
     return ctx.path("uv/bin/uv")
 
 def _sync(ctx, uv, python, environ):
@@ -153,7 +171,7 @@ def _environment_impl(ctx):
         python = "{}/bin/python".format(directory)
         host_python = ctx.which("python3")
         environ = _environ(ctx, host_python)
-        uv = _find_uv(ctx, host_python)
+        uv = _find_uv(ctx, host_python, environ)
         ctx.report_progress("installing " + ctx.attr.lock.name)
         create = [uv, "venv", "--quiet", "--no-project", directory, "--python"]
         preferred = create + [ctx.attr.python_version, "--no-python-downloads"]
