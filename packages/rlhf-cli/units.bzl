@@ -2,6 +2,7 @@
 
 UNITS = {
     "__init__": (["__init__"], []),
+    "api": (["api"], ["rlhf-cli/commands", "rlhf-cli/console", "rlhf-cli/paths", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-rollout/rewards"]),
     "batch_inference": (["batch_inference"], ["rlhf-cli/commands"]),
     "builtin": (["builtin/"], []),
     "commands": (["commands/", "doctor/", "main", "openrlhf/", "report/"], ["rlhf-cli/builtin", "rlhf-cli/config", "rlhf-cli/console", "rlhf-cli/paths", "rlhf-cli/preflight", "rlhf-cli/presets", "rlhf-data/errors", "rlhf-data/examples", "rlhf-data/hub_names", "rlhf-data/images", "rlhf-data/keys", "rlhf-data/options", "rlhf-data/own_code", "rlhf-data/pretrained", "rlhf-data/prompts", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/safety", "rlhf-models/loading", "rlhf-models/lora", "rlhf-models/reward", "rlhf-rollout/commands", "rlhf-rollout/engines", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/ray_internals", "rlhf-rollout/record_columns", "rlhf-rollout/records_io", "rlhf-rollout/rewards", "rlhf-train/cluster", "rlhf-train/engine", "rlhf-train/generation", "rlhf-train/losses", "rlhf-train/offline", "rlhf-train/offline/objectives", "rlhf-train/online", "rlhf-train/online_job", "rlhf-train/run", "rlhf-train/run_memory", "rlhf-train/specs", "rlhf-train/tracing"]),
@@ -24,6 +25,7 @@ UNITS = {
 }
 
 TESTS = {
+    "api_test.py": ["rlhf-cli/api", "rlhf-cli/commands", "rlhf-data/errors", "rlhf-models/testing"],
     "commands/bad_input_test.py": ["rlhf-cli/commands", "rlhf-data/main", "rlhf-data/records", "rlhf-data/testing", "rlhf-models/testing", "tests/support/record_testing"],
     "commands/checkpoints_command_test.py": ["rlhf-cli/commands", "rlhf-cli/console", "rlhf-models/loading", "rlhf-models/lora", "rlhf-models/testing", "rlhf-train/engine", "rlhf-train/offline", "rlhf-train/run"],
     "commands/dry_run_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-models/testing"],

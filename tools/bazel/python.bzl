@@ -237,6 +237,6 @@ def python_package(
     )
     native.filegroup(
         name = "sources",
-        srcs = native.glob(["**/*.py", "src/**"], exclude = junk) + native.glob(["units.bzl"], allow_empty = True) + ["BUILD.bazel", "pyproject.toml"],
+        srcs = native.glob(["**/*.py", "src/**"], exclude = junk) + native.glob(["units.bzl"], allow_empty = True) + ["BUILD.bazel", "README.md", "pyproject.toml"],
         visibility = ["//tests/install:__pkg__", "//tests/pages:__pkg__", "//tools/lint:__pkg__"],
     )

@@ -21,6 +21,7 @@ from rlhf_rollout.rewards.user_function import BUILTIN as BUILTIN_REWARDS
 
 CONFIG_FILE = "config.toml"  # the configuration of a run, in its folder
 LOG_FILE = "log.txt"  # output of libraries, in the folder of a run
+INPUTS_FOLDER = "inputs"  # what Python gave to a run as objects, in its folder
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
@@ -162,12 +163,13 @@ def output_folder(text: str | None, command: str) -> Path:
 
 
 def check_output_folder(folder: Path, flag: str = "--save_path", *, holds_run: bool = False) -> None:
-    """Raise ConfigError unless `folder` is new or empty (a log file may be in it) and can be written to.
+    """Raise ConfigError unless `folder` is new or empty (a log file and inputs may be in it) and can be written to.
 
     With `holds_run`, it may also be the folder of a run.
     """
     try:
-        is_used = folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - {LOG_FILE})
+        unused = {LOG_FILE, INPUTS_FOLDER}
+        is_used = folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - unused)
     except OSError as error:
         raise _unwritable(folder, flag, error) from None
     if is_used and not (holds_run and (folder / CONFIG_FILE).is_file()):

@@ -345,8 +345,9 @@ def test_every_part_is_closed_when_one_fails(tmp_path, monkeypatch):
     assert recorder._metrics._file.closed
 
 
-def test_recorder_refuses_a_folder_with_something_in_it_but_its_own_log(tmp_path):
+def test_recorder_refuses_a_folder_with_something_in_it_but_its_own_log_and_inputs(tmp_path):
     (tmp_path / "log.txt").write_text("said before the run began")
+    (tmp_path / "inputs").mkdir()
     Recorder(str(tmp_path), "a = 1").close()
     assert (tmp_path / "config.toml").read_text() == "a = 1"
     with pytest.raises(ConfigError, match=r"is not empty\n\nhint: name a new folder"):

@@ -57,6 +57,11 @@ class Run:
     num_damaged: int
 
     @property
+    def metrics(self) -> dict[str, float | None]:
+        """The last value of each metric."""
+        return {name: curve[-1][1] for name, curve in self.curves.items()}
+
+    @property
     def last_step(self) -> int:
         """The last step, or update of an offline run, that has metrics."""
         return max((curve[-1][0] for curve in self.curves.values()), default=0)

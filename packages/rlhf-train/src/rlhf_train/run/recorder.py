@@ -42,6 +42,7 @@ ARTIFACTS: Mapping[str, str] = {
     "checkpoints": FOLDER,
     "timeline": "timeline.json",
     "log": "log.txt",
+    "inputs": "inputs",  # functions and rows that Python gave to the run
 }
 
 
@@ -57,14 +58,15 @@ def artifact_path(folder: Path, artifact: str, record_format: RecordFormat = "js
 
 
 def check_save_path(save_path: str, *, resumes: bool = False) -> None:
-    """Raise ConfigError when the folder holds anything besides the log of the command that is running.
+    """Raise ConfigError when the folder holds anything besides the log and the inputs of the command that is running.
 
     With `resumes`, it may hold a run.
     """
     folder = Path(save_path)
     if resumes and (folder / ARTIFACTS["config"]).is_file():
         return
-    if folder.is_dir() and any(path.name != ARTIFACTS["log"] for path in folder.iterdir()):
+    before = {ARTIFACTS["log"], ARTIFACTS["inputs"]}
+    if folder.is_dir() and any(path.name not in before for path in folder.iterdir()):
         raise ConfigError(f"save_path {folder} is not empty", hint="name a new folder with ``save_path``")
 
 
