@@ -130,12 +130,13 @@ def test_saved_pool_goes_on_with_the_same_draws(tmp_path):
     for is_saved in (False, True):
         one = pool(50)
         for step in range(30):
-            for number, item in enumerate(one.take(7).tolist()):
+            for number in range(7):
+                item = int(one.take(1)[0])
                 one.observe(number, item, kinds("wo" if item % 3 else "oo"))
                 if is_saved and number == step % 7:
                     (folder := tmp_path / str(step)).mkdir()
                     state = one.state_dict()
-                    visit(one, (0, "w"))  # which the state does not have
+                    visit(one, *[(other, "w") for other in range(50)])  # which the state does not have
                     write_state(folder, state)
                     one = pool(50)
                     one.load_state_dict(read_state(folder))
