@@ -126,6 +126,7 @@ TESTS = {
     "run/run_timeline_test.py": ["rlhf-data/records", "rlhf-data/testing", "rlhf-train/run", "tests/support/record_testing"],
     "run/run_trackers_test.py": ["rlhf-data/errors", "rlhf-train/run"],
     "tracing/trace_test.py": ["rlhf-data/records", "rlhf-data/testing", "rlhf-train/run", "rlhf-train/tracing", "tests/support/record_testing", "tests/support/trace_events"],
+    "weights/weight_sync_adapters_vllm_test.py": ["rlhf-data/errors", "rlhf-models/testing", "rlhf-rollout/engines", "rlhf-rollout/protocols", "tests/support/weight_pairs"],
     "weights/weight_sync_copies_vllm_test.py": ["rlhf-data/errors", "rlhf-models/testing", "rlhf-rollout/engines", "rlhf-rollout/protocols", "tests/support/weight_pairs"],
     "weights/weight_sync_experts_vllm_test.py": ["rlhf-data/errors", "rlhf-models/loading", "rlhf-models/testing", "rlhf-models/weights", "rlhf-rollout/engines", "rlhf-rollout/protocols", "tests/support/weight_pairs"],
     "weights/weight_sync_fp8_vllm_test.py": ["rlhf-data/errors", "rlhf-models/testing", "rlhf-models/weights", "rlhf-rollout/engines", "rlhf-rollout/host", "rlhf-rollout/protocols", "tests/support/weight_pairs"],

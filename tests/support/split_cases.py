@@ -165,12 +165,14 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         for role in ("actor", "critic")
         for name, tensor in worker.engines[role].state_dict().items()
     }
+    actor = worker.engines["actor"]
     return {
         "weights": weights,
         "num_divided": sum(model.sequence_group is not None for model in models),
         "num_in_parts": sum(part_of(weight).count > 1 for model in models for weight in model.parameters()),
         "num_copied": sum(has_copies(model) for model in models),
-        "sent": {name: weight.float().cpu().numpy().copy() for name, weight in worker.engines["actor"].named_weights()},
+        "sent": {name: weight.float().cpu().numpy().copy() for name, weight in actor.named_weights()},
+        "sent_adapters": {name: matrix.float().cpu().numpy().copy() for name, matrix in actor.named_adapters()},
         "metrics": results(merge_metrics(metrics)),
         "same_as_reference": bool(torch.equal(before["old_logprobs"], before["ref_logprobs"])),
         "advantages": experience.export(["advantages"])["advantages"],

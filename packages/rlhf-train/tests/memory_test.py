@@ -49,6 +49,9 @@ def test_half_a_billion_weights_on_one_gpu_by_hand() -> None:
     rounded = 24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864)  # attention and MLP; not biases and embedding
     in_fp8 = engine_memory(config_of("Qwen2-0.5B"), replace(spec, quantization="fp8"))
     assert in_fp8.items == engine.items | {"weights": 2 * weights - rounded}
+    adapters = 24 * 8 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864))
+    with_adapters = engine_memory(config_of("Qwen2-0.5B"), replace(spec, adapter_rank=8))
+    assert with_adapters.items == engine.items | {"weights": 2 * (weights + adapters)}
     few = Passes(train=(12_288, 8192), forward=(12_288, 8192), most_targets=8192)  # 2.5e9 bytes: whole logits
     assert items(BF16, passes=few)["logits"] == 2 * 151_936 * 8192 + 2 * embedding
 

@@ -137,6 +137,32 @@ def test_steps_with_a_timeline_need_a_neighbour_without_one(steps, bench, capsys
     assert "--steps must be odd and at least 3" in capsys.readouterr().err
 
 
+def test_adapters_alone_are_few_bytes_beside_merged_weights(bench, monkeypatch):
+    asked = []
+
+    def run_ppo(flags, folder):
+        asked.append(" ".join(flags))
+        size = 10.0 if folder.name == "adapter" else 1000.0
+        step = {"sync/size_bytes": size, "time/sync": 0.5, "time/generate": 2.0, "time/step": 3.0}
+        step |= {"rollout/response_tokens": 7.0, "samples/generated": 4}
+        gaps = [{"mismatch/logprob_gap_max": gap, "mismatch/logprob_gap_mean": gap / 2} for gap in (4e-6, 2e-6)]
+        return SimpleNamespace(steps=[step | gaps[0] | {"time/sync": 9.0}, step | gaps[1]])
+
+    monkeypatch.setattr("workloads.speed.adapter_sync.run_ppo", run_ppo)
+    _, report = bench("adapter_sync", "--rank", "8", "--steps", "2", "--", "--bf16")
+    assert asked == [f"--lora_rank 8 --lora_sync {sync} --train_steps 2 --bf16" for sync in ("merge", "adapter")]
+    assert report["measured"]["adapter"] == {
+        "sync/size_bytes": 10.0,
+        "time/sync": 0.5,
+        "time/generate": 2.0,
+        "time/step": 3.0,
+        "tokens_per_s": 14.0,
+        "logprob_gap_max": 4e-6,
+        "logprob_gap_mean": 2e-6,
+    }
+    assert report["measured"]["merge"]["sync/size_bytes"] == 1000.0
+
+
 def test_fleet_tells_what_a_controller_needs_while_all_answers_are_written(bench):
     shape = ["--engines", "4", "--actors", "2", "--prompts", "40", "--answer_tokens", "200", "--batch", "8"]
     _, report = bench("fleet", *shape, "--tokens_per_s", "400", "--fill_s", "4", "--seconds", "10")

@@ -65,6 +65,22 @@ TABLE = [
         r"error: --sequence_parallel_size is 2, and a model has 1 training process\(es\)",
         "use 2 or a multiple: torchrun --nproc_per_node 2",
     ),
+    ("ppo --lora_sync adapter", "error: --lora_sync adapter sends adapters, and --lora_rank is 0", "set --lora_rank"),
+    (
+        "ppo --lora_sync adapter --lora_rank 513",
+        "error: --lora_rank is 513; it must be at least 0 and at most 512",
+        "use --lora_sync merge",
+    ),
+    (
+        "ppo --lora_sync adapter --lora_rank 8 --bf16 --vllm_quantization fp8",
+        "error: --lora_sync adapter is not tested with --vllm_quantization fp8",
+        "use --lora_sync merge",
+    ),
+    (
+        "ppo --lora_sync adapter --lora_rank 8 --image_key image",
+        "error: --lora_sync adapter is not tested with --image_key",
+        "use --lora_sync merge",
+    ),
     (
         "ppo --ds_tensor_parallel_size 2",
         r"error: --ds_tensor_parallel_size is 2, and a model has 1 training process\(es\)",

@@ -176,6 +176,16 @@ def test_seconds_of_gathering_weights_that_are_divided(planner):
     assert "weight sync" not in seconds(planner(2, 1.0)([*words, "--zero_stage", "2"]), zero3_layer_s=3.0)
 
 
+def test_seconds_of_sending_adapters_alone(planner):
+    """Rank 8 has 8 (inputs + outputs) weights of 2 bytes for each of the 7 linear layers of 24."""
+    words = model("qwen2.5-0.5b", 2, *("--rollout_batch_size", "8", "--train_batch_size", "32", "--lora_rank", "8"))
+    shapes = [(896, 896), (896, 128), (896, 128), (896, 896), (896, 4864), (896, 4864), (4864, 896)]
+    plan = planner(2)
+    for sync, size in (("merge", WEIGHTS["qwen2.5-0.5b"]), ("adapter", 24 * 8 * sum(map(sum, shapes)))):
+        found = seconds(plan([*words, "--lora_sync", sync]), synced_bytes=1e9)
+        assert found["weight sync"] == pytest.approx(2 * size / 1e9)
+
+
 def test_seconds_of_decode_steps(planner):
     """64 rollouts at once, for 1,024 steps that read weights, and 12,288 bytes of keys and values per token before."""
     words = model("qwen2.5-0.5b", 1, "--rollout_batch_size", "16", "--train_batch_size", "64")

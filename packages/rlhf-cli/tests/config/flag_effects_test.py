@@ -63,6 +63,7 @@ REACHES = [
     ("routing_replay", "false", "", "engine.return_routes", False),
     ("lora_rank", "2", "", "models.critic.lora.rank", 2),
     ("lora_rank", "2", "", "models.reference.lora", None),
+    ("lora_sync", "adapter", "--lora_rank 2", "engine.adapter_rank", 2),
     ("critic_lora_rank", "3", "", "models.critic.lora.rank", 3),
     ("critic_lora_rank", "3", "", "models.actor.lora", None),
     ("critic_lora_rank", "3", "--lora_rank 2", "models.critic.lora.rank", 3),

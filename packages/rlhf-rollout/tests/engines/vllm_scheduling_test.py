@@ -81,7 +81,7 @@ def test_samples_of_a_prompt_share_its_hashes_which_are_those_of_vllm():
     hashed = []
     core = SimpleNamespace(
         request_block_hasher=lambda request: hashed.append(request.request_id) or own(request),
-        scheduler=SimpleNamespace(hash_block_size=BLOCK_SIZE),
+        scheduler=SimpleNamespace(hash_block_size=BLOCK_SIZE, lora_config=None),
         vllm_config=SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256")),
     )
     share_hashes(core)
@@ -106,10 +106,11 @@ def test_samples_of_a_prompt_share_its_hashes_which_are_those_of_vllm():
     assert "".join(hashed) == "acdeiiss"
 
 
-def test_engine_that_caches_no_prefix_hashes_nothing():
-    core = SimpleNamespace(request_block_hasher=None)
+@pytest.mark.parametrize(("hasher", "adapters"), [(None, None), (len, "any")], ids=["no cache", "adapters"])
+def test_hashes_are_left_to_vllm_where_there_are_none_or_where_they_depend_on_an_adapter(hasher, adapters):
+    core = SimpleNamespace(request_block_hasher=hasher, scheduler=SimpleNamespace(lora_config=adapters))
     share_hashes(core)
-    assert core.request_block_hasher is None
+    assert core.request_block_hasher is hasher
 
 
 @pytest.mark.parametrize("case", ["window", "speculative", "connector"])

@@ -40,9 +40,25 @@ def load(model_dir, seed=None):
     return model
 
 
+def adapted(model_dir, seed=None):
+    """Return the model with adapters by peft, whose B is zero without a seed."""
+    import peft
+    import torch
+
+    model = peft.get_peft_model(load(model_dir), peft.LoraConfig(r=8, lora_alpha=8, target_modules="all-linear"))
+    generator = torch.Generator().manual_seed(seed or 0)
+    for name, parameter in model.requires_grad_(False).named_parameters():
+        if ".lora_" in name and seed is not None:
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
 async def update(engine, version, model):
     tied = {"lm_head.weight"}
     weights = {name: value.numpy() for name, value in model.state_dict().items() if name not in tied}
+    if engine._spec.adapter_rank:
+        names = {name: name.removeprefix("base_model.model.").replace(".default", "") for name in weights}
+        weights = {names[name]: value for name, value in weights.items() if ".lora_" in name}
     await engine.begin_weight_update(version)
     with shared_memory_bucket(weights) as bucket:
         await engine.receive_weights(bucket)
@@ -91,11 +107,12 @@ def note_running(engine):
     return found
 
 
-def test_vllm_tokens_after_an_update_are_those_of_the_new_weights_unless_the_cache_is_kept(model_dir):
-    models = [load(model_dir), *(load(model_dir, seed) for seed in (1, 2, 3))]
+@pytest.mark.parametrize(("make", "rank"), [(load, 0), (adapted, 8)], ids=["weights", "adapters"])
+def test_vllm_tokens_after_an_update_are_those_of_the_new_weights_unless_the_cache_is_kept(model_dir, make, rank):
+    models = [make(model_dir), *(make(model_dir, seed) for seed in (1, 2, 3))]
     # More memory than four sequences need: nothing is evicted from the cache.
     options = {"max_model_len": 512, "max_num_seqs": MAX_NUM_SEQS, "kv_cache_memory_bytes": 16 << 20}
-    engine = build_engine("vllm", EngineSpec(model=str(model_dir), seed=3, **options))
+    engine = build_engine("vllm", EngineSpec(model=str(model_dir), seed=3, adapter_rank=rank, **options))
     old = PROMPTS[-1]
 
     async def cached():

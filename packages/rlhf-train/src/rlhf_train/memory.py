@@ -408,7 +408,8 @@ def _whole_layer(config: Any, spec: ModelSpec) -> int:
 def engine_memory(config: Any, spec: EngineSpec, gpu_bytes: int | None = None) -> Need:
     """Return what an engine needs on each of its GPUs.
 
-        weights   = item size * weights / tensor_parallel_size; in FP8 one byte for each of a layer's matrices
+        weights   = item size * (weights / tensor_parallel_size + adapters of all linear layers, if there are any);
+                    in FP8 one byte for each of a layer's matrices
         KV cache  = 2 (keys, values) * layers * key-value heads / tensor_parallel_size, at least 1, * head size
                     * item size * max_num_seqs * max_model_len
         work      = `rlhf_rollout.engines.vllm.memory.gpu_work_bytes`, of which 2 GiB stay while it sleeps
@@ -424,6 +425,7 @@ def engine_memory(config: Any, spec: EngineSpec, gpu_bytes: int | None = None) -
     counted = count_parameters(config)
     saved = (item - 1) * counted.matrices if spec.quantization == "fp8" else 0
     weights = _share(item * counted.total - saved, spec.tensor_parallel_size)
+    weights += item * count_adapters(config, spec.adapter_rank, "all-linear")
     work = gpu_work_bytes(spec, config.to_dict())
     cache = per_token * spec.max_num_seqs * spec.max_model_len
     if gpu_bytes is not None:

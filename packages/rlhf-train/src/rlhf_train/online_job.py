@@ -107,6 +107,10 @@ class OnlineJob(LearningSpec, GenerationSpec):
                 raise ConfigError(f"{message} {reason}", hint="drop one of them")
 
     def _check_options(self) -> None:
+        lora = self.models["actor"].lora
+        if (rank := self.engine.adapter_rank) and (lora is None or lora.rank != rank):
+            message = f"engines expect adapters of rank {rank}, and the actor trains {'none' if lora is None else lora}"
+            raise ConfigError(message, hint="use ``adapter_rank=0``, or the rank of the actor's adapters")
         sizes = {role: (spec.sequence_parallel_size, spec.tensor_parallel_size) for role, spec in self.models.items()}
         for role, spec in self.models.items():
             spec.check_ranks(self.plan.trainers_of(role).num_ranks)

@@ -21,7 +21,7 @@ def load(monkeypatch, *, num_ranks=1, num_busy_engines=0, medium="shared_memory"
     job = SimpleNamespace(
         plan=SimpleNamespace(device="cpu"),
         sampling=SimpleNamespace(temperature=0.5),
-        engine=SimpleNamespace(weight_transfer=medium, tensor_parallel_size=engine_size),
+        engine=SimpleNamespace(weight_transfer=medium, tensor_parallel_size=engine_size, adapter_rank=0),
         num_busy_engines=num_busy_engines,
         algorithm=None,
         seed=1,
@@ -86,10 +86,11 @@ def test_sender_keeps_its_buffer_where_nobody_needs_the_memory(
     assert isinstance(sending["host"], str)
 
 
-def test_weights_go_to_numbered_engines_and_a_rank_without_engines_gathers_them_too():
+@pytest.mark.parametrize("named", ["named_weights", "named_adapters"])
+def test_weights_go_to_numbered_engines_and_a_rank_without_engines_gathers_them_too(named):
     sent, gathered = [], []
 
-    def named_weights():
+    def tensors():
         yield "w", 1
         gathered.append("all")
 
@@ -98,7 +99,8 @@ def test_weights_go_to_numbered_engines_and_a_rank_without_engines_gathers_them_
         return source.SyncReport(12, 1, {1: "late"}, {0: 5e9, 1: 6e9})
 
     rank = RankActor.__new__(RankActor)
-    rank._worker = SimpleNamespace(rank=2, engines={"actor": SimpleNamespace(named_weights=named_weights)})
+    rank._worker = SimpleNamespace(rank=2, engines={"actor": SimpleNamespace(**{named: tensors})})
+    rank._sends_adapters = named == "named_adapters"
     rank._sender = SimpleNamespace(send=send)
     assert rank.send_weights({}, 3) == (0, {})
     assert (sent, gathered) == ([], ["all"])

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlhf_models.loading import load_reference
@@ -107,6 +108,19 @@ def test_sent_weights_are_those_that_peft_merges_and_sending_changes_nothing(ste
     assert {name.split(".")[-2] for name in changed} == {
         *("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj"),
     }  # fmt: skip
+
+
+def test_sent_adapters_are_those_of_peft_with_their_scale_and_sending_changes_nothing(stepped, tmp_path):
+    worker, _ = stepped
+    before = state(worker)
+    adapters = {name: tensor.clone() for name, tensor in worker.engines["actor"].named_adapters()}
+    assert_equal(state(worker), before)
+    worker.save("actor", str(tmp_path / "model"))
+    saved = load_file(tmp_path / "model/adapter/adapter_model.safetensors")
+    assert_equal(
+        {f"base_model.model.{name}": tensor for name, tensor in adapters.items()},
+        {name: tensor * (2.0 if ".lora_B." in name else 1.0) for name, tensor in saved.items()},
+    )
 
 
 def test_moving_average_has_the_adapters_alone_and_is_saved_merged(stepped, tmp_path):

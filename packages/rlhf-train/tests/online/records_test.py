@@ -14,6 +14,7 @@ from rlhf_data.errors import ConfigError, RlhfError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_kernels import PolicyObjective
 from rlhf_kernels.objective import PolicyLossName
+from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.host import local_gpus
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_train.algorithms.table import POLICY_LOSSES, AlgorithmSpec, make_algorithm
@@ -135,6 +136,7 @@ def test_loss_reduction_is_the_given_one_else_the_losses_else_the_estimators():
     ("changes", "message"),
     [
         ({"num_frozen_steps": 3}, "frozen for 3 of 3 steps"),
+        ({"engine": EngineSpec(model="model", adapter_rank=4)}, "adapters of rank 4, and the actor trains none"),
         ({"algorithm": make_algorithm("group_norm")}, "GRPO has no critic"),
         ({"algorithm": make_algorithm(kl_coef=0)}, "if and only if ``kl_coef`` is above 0"),
         ({"algorithm": make_algorithm(teacher_coef=1.0)}, "a teacher is needed if and only if teacher_coef is above 0"),

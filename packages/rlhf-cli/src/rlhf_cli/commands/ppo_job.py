@@ -273,6 +273,7 @@ def _make_engine(config: PpoConfig, inputs: Inputs, plan: PlacementPlan, samplin
         tokenizer=inputs.model,
         expected_sampling=sampling,
         masked_ids=inputs.masked_ids.get(inputs.model, ()),
+        adapter_rank=config.adapter_rank,
         images=bool(config.images),
         dtype=config.model.dtype,
         enable_sleep=engine.vllm_enable_sleep and plan.shares_gpus,

@@ -5,6 +5,7 @@ from rlhf_rollout.commands import sections
 from rlhf_rollout.mps import USE_MPS_HELP
 
 SyncBackend = one_of(("host", "nccl"))
+LoraSync = one_of(("merge", "adapter"))
 _ROLES = ("actor", "critic", "ref", "teacher", "reward")
 
 
@@ -105,5 +106,11 @@ class EngineSection(sections.EngineSection):
         None,
         "how new weights reach engines on GPUs of their own. host: through host memory, and TCP between machines; nccl:"
         " from GPU to GPU by NCCL, on CPUs by gloo; None: nccl on GPUs of several machines, else host",
+    )
+    lora_sync: LoraSync = flag(
+        "merge",
+        "with --lora_rank, what engines get of new weights. merge: all weights, with the adapters merged; adapter: the"
+        " adapters alone, which vLLM applies to the weights of --pretrain as it computes: fewer bytes, slower"
+        " generation",
     )
     weight_sync_checksum: bool = flag(False, "verify a checksum of all weights sent to engines: slower, for debugging")

@@ -70,6 +70,11 @@ class PpoConfig(Config):
         return self.engine.vllm_quantization is not None
 
     @property
+    def adapter_rank(self) -> int:
+        """Rank of the adapters that engines get in place of weights; 0 if they get weights."""
+        return self.model.lora_rank if self.engine.lora_sync == "adapter" else 0
+
+    @property
     def planned_model(self) -> ModelSpec:
         """How the trained model is computed, without its path. Raises ConfigError for options that contradict."""
         training = self.training
@@ -114,7 +119,8 @@ class PpoConfig(Config):
         """See `Config`. Notices come in a run's order: model, rewards, objective, training, evaluation, placement."""
         given = with_places(self, given)
         self.planned_model.check_passes(self.training.micro_batch_tokens)
-        self.engine.spec("", 1, SHARE_ALONE, dtype=self.model.dtype).check_kind("vllm")
+        engine = self.engine.spec("", 1, SHARE_ALONE, dtype=self.model.dtype, adapter_rank=self.adapter_rank)
+        engine.check_kind("vllm")
         notices = run_folder_notices(self) + self.model.check(given)
         notices += self.reward.check_training(self.agent.beside(given), self.rollout)
         notices += _check_images(self, given)
@@ -131,6 +137,7 @@ class PpoConfig(Config):
         notices += self.training.check(given)
         notices += _check_passes(self, given)
         notices += self.asynchrony.check(given)
+        _check_adapters(self)
         notices += _check_training(self, given)
         notices += _check_staleness(self, given)
         notices += _check_teacher_alone(self, given)
@@ -188,6 +195,22 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
         (rescales and shapes == (None,) * 3, ["running_reward_norm"], anyway),
         (not training.enable_ema, ["ema_beta"], "--enable_ema is off"),
     )
+
+
+def _check_adapters(config: PpoConfig) -> None:
+    """Raise ConfigError for what engines that get adapters alone do not do."""
+    if config.engine.lora_sync != "adapter":
+        return
+    hint = "use --lora_sync merge"
+    if not config.model.lora_rank:
+        raise ConfigError(
+            "--lora_sync adapter sends adapters, and --lora_rank is 0", hint=f"{hint}, or set --lora_rank"
+        )
+    if config.engine.vllm_quantization is not None:
+        message = f"--lora_sync adapter is not tested with --vllm_quantization {config.engine.vllm_quantization}"
+        raise ConfigError(message, hint=hint)
+    if config.images:
+        raise ConfigError("--lora_sync adapter is not tested with --image_key", hint=hint)
 
 
 def _check_images(config: PpoConfig, given: Collection[str]) -> list[str]:

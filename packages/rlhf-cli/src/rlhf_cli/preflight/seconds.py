@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from rlhf_train.costs import mlps_of, pass_costs, sizes_of
-from rlhf_train.memory import ITEM_BYTES, count_parameters, layer_bytes
+from rlhf_train.memory import ITEM_BYTES, count_adapters, count_parameters, layer_bytes
 from rlhf_train.online_job import OnlineJob
 from rlhf_train.specs import ModelSpec
 
@@ -152,6 +152,10 @@ def step_seconds(
     actor = job.models["actor"]
     if job.plan.engines.places:
         size = ITEM_BYTES[actor.dtype] * count_parameters(_config(actor.path)).total
+        if job.engine.adapter_rank:
+            size = ITEM_BYTES[actor.dtype] * count_adapters(
+                _config(actor.path), job.engine.adapter_rank, actor.lora.target_modules
+            )
         phases["weight sync"] = rates.sync_s + size / rates.synced_bytes
         if _is_divided(actor, job.plan.trainers_of("actor").num_ranks):
             phases["weight sync"] += size / rates.link_bytes + _gathering(actor, rates)

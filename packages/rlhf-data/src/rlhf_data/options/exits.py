@@ -39,6 +39,8 @@ FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
         "RemoteReward.urls": "--remote_rm_url",
         "RewardModel.normalize": "--normalize_reward",
         "SftEncoder.pretrain": "--pretrain_mode",
+        "adapter_rank": "--lora_rank",
+        "adapter_rank=0": "--lora_sync merge",
         "asynchronous": "--async_train",
         "betas": "--adam_betas",
         "dtype=bfloat16": "--bf16",

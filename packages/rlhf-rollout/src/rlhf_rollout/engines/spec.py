@@ -53,6 +53,8 @@ class EngineSpec:
             Later tokens then attend to keys and values of older weights. Otherwise all of it is computed again.
         return_routes: tell the experts that each token went through, `Completion.routes`. Only "vllm" does, for models
             with experts.
+        adapter_rank: rank of the LoRA adapter that arrives in each update in place of weights. "vllm" applies it to the
+            weights of `model` as it computes. 0: all weights arrive.
         images: take the images of prompts, for models of `rlhf_data.images.reader.IMAGE_FAMILIES`. Only "vllm" and
             "transformers" do. Otherwise the parts that read images are left out.
         tensor_parallel_size: GPUs per engine.
@@ -93,6 +95,7 @@ class EngineSpec:
     enable_prefix_caching: bool = True
     keep_kv: bool = False
     return_routes: bool = False
+    adapter_rank: int = bounded(0, ge=0, le=512)
     images: bool = False
     tensor_parallel_size: int = bounded(1, ge=1)
     num_threads: int | None = None
@@ -124,6 +127,8 @@ class EngineSpec:
             raise ConfigError(message)
         if self.return_routes and kind != "vllm":
             raise ConfigError(f"engine {kind} does not tell the experts of tokens", hint="use engine vllm")
+        if self.adapter_rank and kind != "vllm":
+            raise ConfigError(f"engine {kind} applies no adapters", hint="use engine vllm, or ``adapter_rank=0``")
         if self.images and kind not in ("transformers", "vllm"):
             raise ConfigError(f"engine {kind} takes no images", hint="use engine vllm or transformers")
         if kind == "vllm" and self.quantization and self.dtype != "bfloat16":

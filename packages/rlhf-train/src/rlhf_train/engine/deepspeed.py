@@ -193,6 +193,18 @@ class DeepSpeedEngine:
 
         yield from hf_named_weights(self.module, whole)
 
+    def named_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the two matrices of each adapter, B with its scale, named as peft names them in the model. Collective.
+
+        A tensor is valid until the next one is requested.
+        """
+        names = {weight: name for name, weight in self.module.model.named_parameters()}
+        for weight, adapter in adapters_by_weight(self.module).items():
+            name = names[weight].removesuffix(".base_layer.weight")
+            with self._gathered([adapter.a, adapter.b]), torch.no_grad():
+                yield f"{name}.lora_A.weight", adapter.a
+                yield f"{name}.lora_B.weight", adapter.b * adapter.scale
+
     def state_dict(self, *, wanted: bool = True) -> dict[str, Tensor]:
         """Return all full weights and buffers on the CPU, under the module's own names. Collective.
 

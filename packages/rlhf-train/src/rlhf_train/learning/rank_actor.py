@@ -45,6 +45,8 @@ def _out_of_memory_told(hint: str, what: str = "") -> Iterator[None]:
 class RankActor:
     """Hosts a `TrainWorker` in a process of its own, and sends its weights to engines."""
 
+    _sends_adapters: bool  # in place of all weights
+
     def __init__(self, gpus: Sequence[str] = ()) -> None:
         prepare_process(gpus)
 
@@ -103,6 +105,7 @@ class RankActor:
                     trains_in_turn=job.trainer_sleep,
                 )
             gc.freeze()  # for as long as the process lives; see `quick_collection`
+            self._sends_adapters = job.engine.adapter_rank > 0
             self._sender = WeightSource(
                 job.engine.weight_transfer,
                 checksum=job.sync_checksum,
@@ -148,13 +151,14 @@ class RankActor:
 
     @stacks_written()
     def send_weights(self, engines: Mapping[int, RayEngine], policy_version: int) -> tuple[int, dict[int, str]]:
-        """Send the actor's weights to `engines`, which have numbers. Collective.
+        """Send the actor's weights, or its adapters alone, to `engines`, which have numbers. Collective.
 
         Returns the weights' size in bytes, 0 without engines, and why engines failed, by number. A rank without engines
         only takes part in gathering the weights.
         """
         with WORK.doing(f"send_weights of version {policy_version}"):
-            weights = self._worker.engines["actor"].named_weights()
+            actor = self._worker.engines["actor"]
+            weights = actor.named_adapters() if self._sends_adapters else actor.named_weights()
             if not engines:
                 for _ in weights:
                     pass

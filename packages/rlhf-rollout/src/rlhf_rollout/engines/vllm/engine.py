@@ -18,7 +18,7 @@ from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.stopping import decoder
 from rlhf_rollout.engines.vllm.core import build_core, check_visible_gpus, prepare_environment, start_hint
 from rlhf_rollout.engines.vllm.images import features
-from rlhf_rollout.engines.vllm.internals import check_vllm
+from rlhf_rollout.engines.vllm.internals import adapter_request, check_vllm
 from rlhf_rollout.engines.vllm.own_classes import shortest_prompt
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.weights.bucket import WeightBucket
@@ -53,7 +53,12 @@ class VllmEngine:
         self._senders = Senders(spec.tensor_parallel_size if spec.weight_transfer == "ipc" else 1)
         try:
             # Imports vLLM.
-            check_vllm(on_gpu=self._on_gpu, routes=spec.return_routes, images=spec.images)
+            check_vllm(
+                on_gpu=self._on_gpu,
+                routes=spec.return_routes,
+                images=spec.images,
+                adapters=spec.adapter_rank > 0,
+            )
             from rlhf_rollout.engines.vllm.loop import StepLoop
 
             self._loop = StepLoop(
@@ -62,6 +67,7 @@ class VllmEngine:
                 seed=spec.seed,
                 seed_every_row=not self._on_gpu,
                 gather_s=0.0 if self._on_gpu else _CPU_GATHER_S,
+                adapter=adapter_request() if spec.adapter_rank else None,
             )
         except RlhfError:
             raise
@@ -244,8 +250,13 @@ class VllmEngine:
         version = self._check_updating()
         try:
             core.collective_rpc("finish_weight_update")
+            if self._spec.adapter_rank and not any(core.collective_rpc("rlhf_missing_weights")):
+                core.add_lora(adapter_request(is_new=True))
             missing = sorted({name for names in core.collective_rpc("rlhf_missing_weights") for name in names})
             kept = sorted({name for names in core.collective_rpc("rlhf_kept_layers") for name in names})
+        except WeightSyncError as error:
+            self._end_update(core, str(error).partition("\n")[0])
+            raise
         except Exception as error:
             self._end_update(core, f"the last update failed: {error}")
             raise EngineError(f"vLLM could not put the new weights in force: {error}") from error
@@ -292,6 +303,7 @@ class VllmEngine:
         core.reset_prefix_cache()
         self._asleep = True
         self._loop.refuse(core, "the engine sleeps", "await wake_up() before generate()")
+        keep_weights = keep_weights or self._spec.adapter_rank > 0  # no update brings the weights under an adapter
         if not keep_weights:
             self._incomplete = DROPPED
         level = 0

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, get_args
 
 from rlhf_data.errors import EngineError
 from rlhf_rollout.private_names import missing, missing_paths
@@ -87,8 +87,23 @@ IMAGES: Mapping[str, tuple[str, ...]] = {  # of engines that take images
         "PlaceholderRange",
     ),
 }
+ADAPTERS: Mapping[str, tuple[str, ...]] = {  # of engines that take adapters in place of weights
+    "vllm.config.lora": ("MaxLoRARanks",),
+    "vllm.lora.lora_model:LoRAModel": ("from_lora_tensors",),
+    "vllm.lora.model_manager:LoRAModelManager": ("create_dummy_lora",),
+    "vllm.lora.peft_helper": ("PEFTHelper",),
+    "vllm.lora.request:LoRARequest": ("load_inplace",),
+    "vllm.lora.worker_manager:WorkerLoRAManager": ("_load_adapter",),
+    "vllm.v1.engine.core_client:InprocClient": ("add_lora",),
+    "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin": ("load_lora_model",),
+}
 # Methods of vLLM's worker, which each process of an engine imports.
 WORKER = ("compile_or_warm_up_model", "determine_available_memory", "get_kv_cache_spec", "get_model", "load_model")
+ADAPTERS_ON_CPU: Mapping[str, tuple[str, ...]] = {
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU": ("add_lora_linear",),
+}
+# Attributes of a worker's manager of adapters.
+ADAPTER_MANAGER = ("_adapter_manager.model", "_adapter_manager.modules", "_adapter_manager.packed_modules", "device")
 CORE = ("engine_core.batch_queue", "engine_core.scheduler.has_requests")  # attributes of a core that has been built
 
 
@@ -99,20 +114,24 @@ def version() -> str:
     return vllm.__version__
 
 
-def check_vllm(*, on_gpu: bool, routes: bool = False, images: bool = False) -> None:
+def check_vllm(*, on_gpu: bool, routes: bool = False, images: bool = False, adapters: bool = False) -> None:
     """Raise EngineError if this vLLM lacks what an engine needs. Warn if it has it, but was not tested.
 
     Args:
         on_gpu: where the engine runs.
         routes: whether the engine tells the experts of each token.
         images: whether the engine takes images.
+        adapters: whether the engine takes adapters in place of weights.
     """
     needed = dict(NAMES) if on_gpu else {**NAMES, **ON_CPU}
     if routes and not on_gpu and not routers_tell_on_cpu():
         needed |= ROUTES_ON_CPU
     if images:
         needed |= IMAGES
-    require(missing(needed))
+    lost = missing(needed)
+    if adapters:
+        lost += missing(ADAPTERS if on_gpu else {**ADAPTERS, **ADAPTERS_ON_CPU})
+    require(lost)
     if routes and not tells_routes(on_gpu=on_gpu):
         message = f"vLLM {version()} does not tell the experts of each token on a CPU"
         raise EngineError(
@@ -142,6 +161,11 @@ def routers_tell_on_cpu() -> bool:
 def check_worker(kind: type) -> None:
     """Raise EngineError if vLLM's class of workers lacks what `Worker` needs."""
     require(missing({f"{kind.__module__}:{kind.__name__}": WORKER}))
+
+
+def check_adapter_manager(manager: Any) -> None:
+    """Raise EngineError if a worker's manager of adapters lacks what `take_adapters` needs."""
+    require(missing_paths(manager, ADAPTER_MANAGER))
 
 
 def check_core(core: Any) -> None:
@@ -206,10 +230,12 @@ def sampler_params(sampling: SamplingParams, **options: Any) -> Any:
     )
 
 
-def core_request(name: str, token_ids: list[int], params: Any, features: list[Any] | None = None) -> Any:
+def core_request(
+    name: str, token_ids: list[int], params: Any, features: list[Any] | None = None, adapter: Any = None
+) -> Any:
     """Return vLLM's request of one sample, whose prompt is `token_ids`, with the `features` of its images.
 
-    For `params` see `sampler_params`, for `features` see `images.features`.
+    For `params` see `sampler_params`, for `features` see `images.features`, for `adapter` see `adapter_request`.
     """
     from vllm.v1.engine import EngineCoreRequest
 
@@ -220,10 +246,26 @@ def core_request(name: str, token_ids: list[int], params: Any, features: list[An
         sampling_params=params,
         pooling_params=None,
         arrival_time=time.time(),
-        lora_request=None,
+        lora_request=adapter,
         cache_salt=None,
         data_parallel_rank=None,
     )
+
+
+def adapter_request(*, is_new: bool = False) -> Any:
+    """Return how vLLM is asked for the adapter that arrived last; `is_new`: to take it in place of the one before."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("policy", 1, "received", load_inplace=is_new)
+
+
+def adapter_options(rank: int) -> dict[str, Any]:
+    """Return the arguments of an engine that takes adapters of this rank; none for rank 0."""
+    from vllm.config.lora import MaxLoRARanks
+
+    if not rank:
+        return {}
+    return {"enable_lora": True, "max_lora_rank": min(most for most in get_args(MaxLoRARanks) if most >= rank)}
 
 
 def image_feature(
@@ -326,6 +368,27 @@ def tell_routes_on_cpu() -> None:
 
     CPUUnquantizedExperts._select_experts = choose_and_tell
     CPUUnquantizedExperts.supports_routing_replay_capture = lambda self: True
+
+
+@cache
+def multiply_adapters_on_cpu() -> None:
+    """Have vLLM multiply the rows of a step by the two matrices of the engine's one adapter on a CPU.
+
+    For several adapters, it copies the matrices for each row, which takes many times as long as the product.
+    """
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    def add_products(
+        self: Any, y: Any, x: Any, a: Sequence[Any], b: Sequence[Any], scale: float, sizes: Sequence[int], **_: Any
+    ) -> None:
+        if self.no_lora:
+            return
+        rows = x.flatten(0, -2)
+        parts = y.flatten(0, -2).split(list(sizes), dim=-1)
+        for part, first, second in zip(parts, a, b, strict=True):  # of each layer that vLLM has fused
+            part += rows @ first[0, 0].T @ second[0, 0].T * scale
+
+    PunicaWrapperCPU.add_lora_linear = add_products
 
 
 @cache

@@ -95,6 +95,7 @@ class StepLoop:
             vLLM's CPU sampler ignores seeds unless every row of a batch has one.
         gather_s: seconds that an idle engine waits after each request for another one. Requests that are sent together
             then start in one batch, which makes runs repeatable.
+        adapter: that of all requests, see `adapter_request`; None if the engine takes none.
 
     Attributes:
         failure: why the engine can no longer generate; None while it is healthy.
@@ -115,10 +116,12 @@ class StepLoop:
         seed: int,
         seed_every_row: bool,
         gather_s: float = 0.0,
+        adapter: Any = None,
     ) -> None:
         self._end_token_ids = end_token_ids
         self._seed_every_row = seed_every_row
         self._gather_s = gather_s
+        self._adapter = adapter
         self._rng = np.random.default_rng(seed)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
@@ -374,7 +377,7 @@ class StepLoop:
             self._samples[request_id] = Sample(job, draft, sum(map(len, draft.routes)), watch)
             # Samples share the list: see the patch `shared_hashes`.
             token_ids = job.prompt + draft.token_ids.tolist() if num_written else job.prompt
-            self._core.add_request(core_request(request_id, token_ids, params, job.features))
+            self._core.add_request(core_request(request_id, token_ids, params, job.features, self._adapter))
 
     def _take_outputs(self, outputs: Any) -> None:
         samples = self._samples

@@ -5,6 +5,8 @@ What the engine wants of it is in vLLM's configuration, which all of its process
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,8 +14,8 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.platforms import current_platform
 
-from rlhf_data.errors import EngineError
-from rlhf_rollout.engines.vllm.internals import SETTINGS, check_worker, limited_warm_up
+from rlhf_data.errors import EngineError, WeightSyncError
+from rlhf_rollout.engines.vllm.internals import SETTINGS, check_adapter_manager, check_worker, limited_warm_up
 from rlhf_rollout.engines.vllm.patches import patch_runner, replays_of
 from rlhf_rollout.protocols import SamplingParams
 
@@ -51,8 +53,12 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
 
     def load_model(self, *args: Any, **options: Any) -> None:
         """See vLLM. The model then computes all of its logits, and gives the ids that the engine masks -inf."""
-        super().load_model(*args, **options)
+        rank = self._settings["adapter_rank"]
+        with leave_head_to_base(self.model_runner) if rank else nullcontext():
+            super().load_model(*args, **options)
         complete_logits(self.get_model(), self.model_config.hf_config.get_text_config())
+        if rank:
+            take_adapters(self.model_runner.lora_manager, self.weight_transfer_engine, rank)
         masked_ids = self._settings["masked_ids"]
         mask_logits(self.get_model(), masked_ids)
         if current_platform.is_cuda():
@@ -146,3 +152,59 @@ def mask_logits(model: nn.Module, ranges: Sequence[Sequence[int]]) -> None:
         raise EngineError(message, hint="use another version of vLLM, or a tokenizer with a token for each id")
     for layer in layers:
         layer.register_forward_hook(mask)
+
+
+@contextmanager
+def leave_head_to_base(runner: Any) -> Iterator[None]:
+    """Have a worker that loads its model within a `with` block prepare no adapters of embeddings and of the LM head.
+
+    Those take the most time and memory, are zero, and would pass the mask of ids by.
+    """
+    load = runner.load_lora_model
+
+    def load_without(model: Any, *args: Any) -> Any:
+        for module in model.modules():
+            if getattr(module, "embedding_modules", None):
+                module.embedding_modules = {}
+        return load(model, *args)
+
+    runner.load_lora_model = load_without
+    try:
+        yield
+    finally:
+        del runner.load_lora_model
+
+
+def take_adapters(manager: Any, receiver: Any, rank: int) -> None:
+    """Have a worker take the adapter that it has received where vLLM would read one from a folder.
+
+    Args:
+        manager: the worker's, of adapters.
+        receiver: the worker's `AdapterTransferEngine`.
+        rank: of all its matrices.
+    """
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    check_adapter_manager(manager)
+    layers = manager._adapter_manager
+    # Names of parts survive, as in q_proj: vLLM itself joins the adapters of layers that it has fused.
+    mapper = getattr(layers.model, "hf_to_vllm_mapper", None)
+    mapper = getattr(mapper, "get_unstacked_mapper", lambda: mapper)()
+
+    def load(request: Any) -> Any:
+        number = request.lora_int_id
+        if not (tensors := dict(receiver.adapter)):
+            return layers.create_dummy_lora(number, rank, manager.embedding_modules)  # of zeros
+        options = {"device": manager.device, "dtype": manager.lora_config.lora_dtype, "weights_mapper": mapper}
+        scales = PEFTHelper(r=rank, lora_alpha=rank, target_modules="all-linear")
+        adapter = LoRAModel.from_lora_tensors(number, tensors, scales, **options)
+        # vLLM leaves out without a word what it has no layer for.
+        if lost := sorted(adapter.loras.keys() - layers.modules.keys() - {*chain(*layers.packed_modules.values())}):
+            receiver.adapter = {}  # which the next update need not name all tensors of
+            name = type(layers.model).__name__
+            message = f"{name} of vLLM applies no adapter to {len(lost)} layers, such as {lost[0]}"
+            raise WeightSyncError(message, hint="use ``adapter_rank=0``, which sends merged weights")
+        return adapter
+
+    manager._load_adapter = load

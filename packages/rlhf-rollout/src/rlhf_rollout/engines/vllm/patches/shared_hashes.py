@@ -8,6 +8,7 @@ from vllm.v1.core.kv_cache_utils import hash_block_tokens
 NEEDS = (
     "request_block_hasher",
     "scheduler.hash_block_size",
+    "scheduler.lora_config",
     "vllm_config.cache_config.prefix_caching_hash_algo",
 )
 
@@ -17,13 +18,14 @@ def patch(core: Any) -> None:
 
     vLLM finds cached blocks by hashes, which it computes anew for each sample of a prompt: half of the time that a
     sample's start takes on the host. A prompt with images has hashes of its own. For each block that a sequence has
-    written, vLLM looks for images, adapters and salts, of which `internals.core_request` names images alone.
+    written, vLLM looks for images, adapters and salts, of which `internals.core_request` names images alone. A core
+    that takes adapters stays as it is.
 
     Args:
         core: vLLM's `EngineCore`. Nothing may change the lists of tokens that it gets.
     """
     hash_blocks = core.request_block_hasher
-    if hash_blocks is None:  # nothing is cached
+    if hash_blocks is None or core.scheduler.lora_config is not None:  # nothing is cached, or by adapter
         return
     digest = get_hash_fn_by_name(core.vllm_config.cache_config.prefix_caching_hash_algo)
     size = core.scheduler.hash_block_size
