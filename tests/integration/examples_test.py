@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 import runpy
 import shlex
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from agent_testing import TOKENIZER, ToolTokenizer, run, texts_of, writes
 from record_testing import make_prompt
@@ -19,6 +21,8 @@ from rlhf_rollout.agents.agent_spec import AgentSpec, make_workflow
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
+from rlhf_train.algorithms.own_code import OwnCode
+from rlhf_train.losses.own_check import check_own_code
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMITS = EpisodeLimits(max_length=4000)
@@ -35,6 +39,27 @@ def rows_of(text):
 
 def feedback(episode):
     return [text for source, text in texts_of(episode.rollouts[0]) if source is SpanSource.ENVIRONMENT]
+
+
+def test_spo_loss():
+    code = OwnCode.read("policy_loss", EXAMPLES / "spo_loss.py")
+    assert check_own_code(code) == []
+    mask = torch.tensor([[True, True, False]])
+    logprobs = torch.tensor([[0.0, math.log(3), 9.0]])
+    advantages = torch.tensor([[2.0, -1.0, 5.0]])
+    inputs = {"logprobs": logprobs, "old_logprobs": torch.zeros(1, 3), "advantages": advantages, "loss_mask": mask}
+    loss, metrics = code.call(inputs)
+    # Ratios 1 and 3: -(1 x 2) and -(3 x -1 - 1 / 0.4 x 2^2).
+    assert loss[mask].tolist() == pytest.approx([-2.0, 13.0])
+    assert metrics["distance"][mask].tolist() == pytest.approx([0.0, 2.0])
+
+
+def test_median_advantage():
+    code = OwnCode.read("advantages", EXAMPLES / "median_advantage.py")
+    assert check_own_code(code) == []
+    rewards, groups = torch.tensor([1.0, 2.0, 6.0, 5.0]), torch.tensor([3, 3, 3, 0])
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    assert code.call({"rewards": rewards, "group_ids": groups, "loss_mask": mask})[0].tolist() == [-1.0, 0.0, 4.0, 0.0]
 
 
 def test_guess_number():

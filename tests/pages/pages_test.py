@@ -56,6 +56,7 @@ def test_pages_with_commands_are_found():
 def test_every_command_of_a_page_is_accepted(page, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "here"
     (folder / "outputs").mkdir(parents=True)
+    (folder / "examples").symlink_to(ROOT / "examples")
     for split in ("train", "held_out"):
         (folder / f"outputs/plain-{split}.jsonl").write_text(ANSWERS, encoding="utf-8")
     monkeypatch.chdir(folder)
@@ -79,8 +80,9 @@ def check_rlhf_rollout(arguments: list[str]) -> None:
 
 
 def _check_flags(line: CommandLine[Any], arguments: list[str]) -> None:
-    runs = list(takewhile(lambda word: not word.startswith("-"), arguments[1:])) if "RUN_DIR" in line.words else []
-    parsed = line.parse([*(["--run", ",".join(runs)] if runs else []), *arguments[1 + len(runs) :]])
+    name = {"RUN_DIR": "--run", "FILE.py": "--file"}.get(line.words.partition(" ")[0])
+    named = list(takewhile(lambda word: not word.startswith("-"), arguments[1:])) if name else []
+    parsed = line.parse([*([name, ",".join(named)] if named else []), *arguments[1 + len(named) :]])
     useless = [notice for notice in parsed.notices if "no effect" in notice]
     assert not useless, f"{' '.join(arguments)}: {useless}"
 

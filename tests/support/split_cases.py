@@ -11,6 +11,7 @@ import numpy as np
 from rlhf_data.records import Rollout
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import local_gpus
+from rlhf_train.algorithms.group import relative_rewards
 from rlhf_train.algorithms.table import AlgorithmSpec, make_algorithm
 from rlhf_train.algorithms.token_specs import CovarianceSpec
 from rlhf_train.batching import RankPlan, plan_batches
@@ -146,6 +147,8 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     rewards = [rollout.verdict.reward for rollout in rollouts]
     if case.first_reward is not None:
         rewards[0] = case.first_reward
+    group_ids = [rollout.group_id for rollout in rollouts]
+    rewards = relative_rewards(np.array(rewards), group_ids, case.algorithm.row.baseline)
     plan = plan_of(rank, num_ranks, case, rollouts)
     worker.load_rollouts(
         RolloutColumns.of([rollouts[row] for row in plan.rows], [rewards[row] for row in plan.rows]), plan

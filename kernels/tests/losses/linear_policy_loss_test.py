@@ -107,3 +107,9 @@ def test_linear_policy_loss_wrong_argument_says_what_is_allowed(changes, message
     arguments = {"hidden": hidden, "weight": weight, "token_ids": token_ids, "stream": stream}
     with pytest.raises(ValueError, match=message):
         linear_policy_loss(**(arguments | {"objective": PolicyObjective()} | changes))
+
+
+def test_linear_policy_loss_refuses_a_loss_of_its_own_which_its_kernels_do_not_know():
+    hidden, weight, token_ids, stream = problem()
+    with pytest.raises(ValueError, match="linear_policy_loss knows no `own_loss`"):
+        linear_policy_loss(hidden, weight, token_ids, replace(stream, own_loss=torch.neg), PolicyObjective())

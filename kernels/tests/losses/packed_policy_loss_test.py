@@ -50,6 +50,20 @@ def loss_and_gradient(logprobs, stream, objective, **options):
     return loss.item(), logprobs.grad.tolist(), dict(zip(POLICY_METRICS, metrics.tolist(), strict=True))
 
 
+def test_loss_of_its_own_takes_the_place_of_the_formula_alone():
+    def squared(logprobs):
+        return 3 * logprobs**2
+
+    # Weights and reduction stay, the mask too, and so does the KL term: k2 = (logprob - reference)^2 / 2.
+    columns = {"weights": [2.0, 1.0, 1.0], "ref_logprobs": [0.0, 0.0, 0.0]}
+    stream = stream_of([9.0] * 3, [0.0] * 3, mask=[True, True, False], num_tokens=4, **columns)
+    objective = PolicyObjective(policy_loss="gspo", kl_coef=0.5, kl_estimator="k2")
+    loss, grad, metrics = loss_and_gradient([-1.0, -2.0, -3.0], replace(stream, own_loss=squared), objective)
+    assert loss == pytest.approx((2 * 3 + 3 * 4 + 0.5 * (0.5 + 2)) / 4)
+    assert grad == pytest.approx([(-2 * 6 - 0.5) / 4, (-12 - 0.5 * 2) / 4, 0.0])
+    assert metrics["policy_loss"] == pytest.approx((6 + 12) / 4) and metrics["clipped"] == 0
+
+
 def test_packed_policy_loss_ppo_clips_what_the_advantage_favours():
     # Ratios 2, 2, 1/2, 1/4 within [0.8, 1.2]: -1.2, +2, -1/2, +0.8; the first and the last are flat.
     stream = stream_of([1.0, -1.0, 1.0, -1.0], [-LN2, -LN2, LN2, 2 * LN2])

@@ -78,6 +78,7 @@ FLAGS = {
     "serve_rm": ("--reward_pretrain", MODEL),
     "bench": ("--pretrain", MODEL, "--prompt_data", "rows.jsonl"),
     "chat": ("--pretrain", MODEL),
+    "check": ("reward.py",),
     "replay": ("run", "--step", "1"),
     "checkpoints": ("run", "--export", "1", "--output_path", "exported"),
     "lora_combiner": ("--model_path", MODEL, "--lora_path", "adapter", "--output_path", "merged"),

@@ -31,6 +31,7 @@ GROUPS = {
     "inference": {name: command.title for name, command in ROLLOUT_COMMANDS.items()},
     "tools": {
         "plan": "show placement, batches and memory of a `ppo` run for any number of GPUs, without them",
+        "check": "look for faults in a policy loss or advantages of your own, on random data",
         "doctor": "look at this machine and its libraries, and say what to do about what is wrong",
         "rollouts": "show what a run has generated, filtered and sorted",
         "replay": "repeat one step of a run from what it recorded, and compare",

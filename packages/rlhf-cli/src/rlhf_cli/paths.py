@@ -110,7 +110,7 @@ _RESOLVE = {
     **dict.fromkeys(("eval_data", "data_cache", "output_path", "ckpt_path", "replay", "adam_offload_path"), user_path),
     "remote_rm_url": reward_path,
     "agent_func_path": agent_path,
-    "use_tensorboard": user_path,
+    **dict.fromkeys(("policy_loss_path", "advantage_path", "use_tensorboard"), user_path),
     "use_mlflow": lambda text: text if urlsplit(text).scheme else user_path(text),
     "tokenizer_chat_template": lambda text: user_path(text) if is_template_file(text) else text,
 }

@@ -303,6 +303,8 @@ REACHES = [
 # What becomes of these is looked at where files are read: preflight_*test, ppo_command_test, replay_command_test,
 # dry_run_test.
 READ_BEFORE = {
+    "policy_loss_path",
+    "advantage_path",
     "resume",
     "replay",
     "plan_gpus",

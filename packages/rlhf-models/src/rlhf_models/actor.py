@@ -131,7 +131,7 @@ class Actor(nn.Module):
         self, batch: TokenBatch, index: Tensor, token_ids: Tensor, temperature: float, terms: Terms, in_blocks: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the policy loss of tokens [N] after flat positions [N], its metrics, log-probs and entropies."""
-        if in_blocks and self._is_fused(index.device):
+        if in_blocks and terms[0].own_loss is None and self._is_fused(index.device):
             head = self.model.get_output_embeddings()
             # float32 rounds the weight's gradient once, not once per block.
             options = {"temperature": temperature, "weight_grad_dtype": torch.float32}

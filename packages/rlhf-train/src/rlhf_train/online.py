@@ -140,6 +140,8 @@ def run_processes(
             record_format=job.record_format,
         )
         stack.enter_context(recorder)
+        for code in job.algorithm.own_code:
+            code.record(recorder.folder)
         timeline.trace.open(recorder.path("timeline"))
         spec = replace(job.reward, sources=()) if job.replay else job.reward
         reward = make_reward(spec, processes.scorers, recorder.folder / "reward.log", timeline.trace)

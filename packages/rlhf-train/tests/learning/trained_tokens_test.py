@@ -313,7 +313,7 @@ def test_masked_tokens_count_in_what_the_loss_is_divided_by_unless_they_are_drop
     correct_mismatch(experience, spec)
     with one_rank():
         (batch,) = recounted([MiniBatch(((0, 1),), COUNTS)], experience.policy_mask, "cpu")
-    stream = policy_stream(experience.columns, experience.policy_mask, [0, 1], spec, batch.denominators, "cpu")
+    stream = policy_stream(experience, [0, 1], spec, batch.denominators, "cpu")
     logprobs = experience.columns["old_logprobs"].clone().requires_grad_()  # on policy: each ratio is 1
     loss, _ = packed_policy_loss(logprobs[experience.policy_mask], stream, spec.objective)
     loss.backward()
@@ -378,7 +378,7 @@ def learned(spec: AlgorithmSpec, **columns: Tensor) -> tuple[float, dict[str, Me
     experience = experience_of(ON_POLICY, ON_POLICY, advantages=ADVANTAGES, **columns)
     if spec.old_logprobs == "skip":
         del experience.columns["old_logprobs"]
-    stream = policy_stream(experience.columns, experience.policy_mask, [0, 1], spec, COUNTS, "cpu")
+    stream = policy_stream(experience, [0, 1], spec, COUNTS, "cpu")
     leaves = torch.stack([torch.full((2, 4), -1.0), torch.full((2, 4), 2.0)]).requires_grad_()
     logprobs, entropy = leaves[:, MASK]
     loss, sums = packed_policy_loss(logprobs, stream, spec.objective, entropy=entropy)
@@ -389,19 +389,19 @@ def learned(spec: AlgorithmSpec, **columns: Tensor) -> tuple[float, dict[str, Me
 def test_policy_stream_has_the_tokens_of_the_policys_mask_row_after_row():
     experience = experience_of(ON_POLICY, ON_POLICY, advantages=ADVANTAGES, ref_logprobs=2 * ON_POLICY)
     experience.policy_mask[0, 2] = False
-    stream = policy_stream(experience.columns, experience.policy_mask, [1, 0], make_algorithm(), COUNTS, "cpu")
+    stream = policy_stream(experience, [1, 0], make_algorithm(), COUNTS, "cpu")
     assert stream.advantages.tolist() == [-4.0, 1.0, 3.0] and stream.cu_seqlens.tolist() == [0, 1, 3]
     assert stream.old_logprobs.tolist() == [-1.0] * 3 and stream.loss_mask.tolist() == [True] * 3
     assert stream.ref_logprobs is stream.weights is None
     assert (stream.num_tokens, stream.num_sequences, stream.max_tokens) == (4, 2, 3)
     spec = make_algorithm(use_kl_loss=True)
-    stream = policy_stream(experience.columns, experience.policy_mask, [0], spec, COUNTS, "cpu")
+    stream = policy_stream(experience, [0], spec, COUNTS, "cpu")
     assert stream.ref_logprobs.tolist() == [-2, -2]
 
 
 def test_policy_stream_of_no_rows_is_empty():
     experience = experience_of(ON_POLICY, ON_POLICY, advantages=ADVANTAGES)
-    stream = policy_stream(experience.columns, experience.policy_mask, [], make_algorithm(), COUNTS, "cpu")
+    stream = policy_stream(experience, [], make_algorithm(), COUNTS, "cpu")
     assert stream.advantages.shape == stream.old_logprobs.shape == stream.loss_mask.shape == (0,)
     assert stream.cu_seqlens.tolist() == [0]
 

@@ -51,11 +51,14 @@ def linear_policy_loss(
         logprobs, entropy: [N] float32, nats, without gradient, 0.0 outside the loss mask.
 
     Raises:
-        ValueError: as `packed_policy_loss`, or (on the CPU) a token id beyond the vocabulary.
+        ValueError: as `packed_policy_loss`, a stream with a loss of its own, or (on the CPU) a token id beyond the
+            vocabulary.
     """
     check_head(hidden, weight, bias)
     if bias is not None and bias.requires_grad:
         raise ValueError("the bias of linear_policy_loss is a constant, and the one given requires a gradient")
+    if stream.own_loss is not None:
+        raise ValueError("linear_policy_loss knows no `own_loss`; use packed_policy_loss with linear_token_logprobs")
     check_column("token_ids", token_ids, hidden, (torch.int32, torch.int64))
     stream.check(hidden, objective)
     check_temperature(temperature)

@@ -63,7 +63,7 @@ def packed_policy_loss(
     check_column("entropy", entropy, logprobs)
     if entropy is None and objective.entropy_coef > 0:
         raise ValueError(f"entropy_coef is {objective.entropy_coef:g}; without entropy it must be 0")
-    if takes_triton("packed_policy_loss", logprobs):
+    if stream.own_loss is None and takes_triton("packed_policy_loss", logprobs):
         from rlhf_kernels.ops.packed_policy_loss.triton import packed_policy_loss_triton
 
         return packed_policy_loss_triton(logprobs, entropy, stream, objective)

@@ -38,7 +38,7 @@ def packed_policy_loss_reference(
     advantages = wide(stream.advantages).detach()
     bonus = wide(entropy)
 
-    if objective.uses_sequence_ratio:
+    if stream.own_loss is None and objective.uses_sequence_ratio:
         forms = {
             "gmpo": {"clipped_by": (advantages, objective.clip_low, objective.clip_high)},
             "vespo": {"is_mean": False},
@@ -46,7 +46,10 @@ def packed_policy_loss_reference(
         ratio = sequence_ratio(logprobs, old, trained, stream.cu_seqlens, **forms.get(objective.policy_loss, {}))
     else:
         ratio = policy_ratio(logprobs, old)
-    loss, clipped = _policy_term(logprobs, old, ratio, advantages, objective)
+    if stream.own_loss is not None:
+        loss, clipped = stream.own_loss(logprobs), torch.zeros_like(trained)
+    else:
+        loss, clipped = _policy_term(logprobs, old, ratio, advantages, objective)
     if objective.mask_off_policy is not None:
         gap = old - logprobs.detach()  # 0.0 where nothing is trained
         left = leaves_policy(gap, advantages, trained, stream.cu_seqlens, limit=objective.mask_off_policy)

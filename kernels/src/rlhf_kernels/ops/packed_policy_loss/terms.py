@@ -1,5 +1,6 @@
 """The constants of a packed micro-batch that the policy losses take, and the names of their metrics."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,8 @@ class PolicyStream:
         ref_logprobs: [N], of the reference. Required if kl_coef > 0.
         weights: [N], factors of the policy loss, such as importance weights. None is 1.
         penalties: [N], factors of |log r_t|, which is added to the policy loss, >= 0, in reward units. None is 0.
+        own_loss: takes log-probs [N] and returns l_t [N] float32, with their gradient, in place of the formula that the
+            objective names. No kernel knows it: plain torch computes all terms.
     """
 
     advantages: Tensor
@@ -48,6 +51,7 @@ class PolicyStream:
     ref_logprobs: Tensor | None = None
     weights: Tensor | None = None
     penalties: Tensor | None = None
+    own_loss: Callable[[Tensor], Tensor] | None = None
 
     def check(self, like: Tensor, objective: PolicyObjective) -> None:
         """Raise ValueError for columns that do not match `like` [N, ...], the objective, or each other."""

@@ -10,7 +10,7 @@ from rlhf_cli.paths import model_path, with_full_paths
 from rlhf_cli.preflight.data import open_prompts
 from rlhf_cli.preflight.devices import GPU_FLAGS, check_device, find_gpus
 from rlhf_cli.preflight.here import Absent, show_lacks
-from rlhf_cli.preflight.inputs import Inputs, check_inputs
+from rlhf_cli.preflight.inputs import Inputs, check_inputs, check_own_losses
 from rlhf_cli.preflight.memory import describe_memory, gpu_memory_bytes, sleep_notices
 from rlhf_cli.preflight.models import (
     check_adapters,
@@ -75,6 +75,7 @@ def _look(parsed: Parsed[PpoConfig], folder: Path, absent: Absent) -> tuple[Inpu
     """
     config = parsed.config
     check_run_folders(config.checkpoint, folder)
+    check_own_losses(config.algorithm.own_code().values(), folder)
     functions = [source.targets[0] for source in config.reward.sources() if source.kind == "function"]
     critic = config.model.critic_pretrain if config.algorithm.row.uses_critic else None
     has_model = absent.models("pretrain", config.model.pretrain)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_cli.commands.ppo import COMMAND_LINE as PPO
+from rlhf_cli.config.algorithm import OWN_CODE
 from rlhf_cli.console.capture import captured
 from rlhf_cli.console.exits import SUCCESS, exit_status
 from rlhf_cli.paths import CONFIG_FILE, user_path
@@ -17,6 +18,7 @@ from rlhf_data.options.command_line import CommandLine, read_toml, show_parsed
 from rlhf_data.options.declare import Config, Section, flag
 from rlhf_data.options.exits import FAILURE
 from rlhf_data.safety import MASK
+from rlhf_train.algorithms.own_code import FOLDER as OWN_FOLDER
 from rlhf_train.run.interrupts import Interrupts
 
 if TYPE_CHECKING:
@@ -154,6 +156,8 @@ def _job(run: Path, step: int, folder: Path) -> "OnlineJob":
     texts = {name: value for name, value in stored.items() if isinstance(value, str)}
     flags = {name: text.replace(MASK, "") for name, text in texts.items() if MASK in text}
     flags |= {"replay": str(run), "save_path": str(folder)}
+    copies = {name: run / OWN_FOLDER / f"{function}.py" for name, function in OWN_CODE.items() if name in stored}
+    flags |= {name: str(path) for name, path in copies.items() if path.is_file()}
     config = PPO.parse([*(f"--{name}={value}" for name, value in flags.items()), *_QUIET]).config
     inputs = check_inputs(config, folder)
     if step > inputs.recording.num_steps:

@@ -7,15 +7,18 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PositiveFloat
 
+from rlhf_cli.paths import user_path
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import without_effect
 from rlhf_data.options.declare import Section, flag, flag_of, matching, one_of
 from rlhf_kernels import PolicyObjective
+from rlhf_train.algorithms.own_code import OwnCode
 from rlhf_train.algorithms.table import (
     ALGORITHMS,
     GROUP_BY,
     KL_ESTIMATORS,
     OLD_LOGPROBS,
+    OWN_ROW,
     POLICY_LOSSES,
     REDUCTIONS,
     AlgorithmRow,
@@ -68,6 +71,18 @@ _CRITIC_OPTIONS = (
 _REFERENCE_OPTIONS = ("kl_estimator", "ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
 _TEACHER_OPTIONS = ("teacher_coef", "teacher_num_nodes", "teacher_num_gpus_per_node")
 _CORRECTION_OPTIONS = ("is_correction_mode", "is_correction_threshold")
+# Options of the user's own code to the name of its function, and to the options of what it replaces.
+OWN_CODE = {"policy_loss_path": "policy_loss", "advantage_path": "advantages"}
+_REPLACED = {
+    "policy_loss_path": (
+        *("policy_loss_type", *_CLIP_OPTIONS, "dual_clip", "sapo_tau", "log_ratio_coef"),
+        *("mask_off_policy", "clip_cov", "kl_cov"),
+    ),
+    "advantage_path": (
+        *("advantage_estimator", "gamma", "turn_gamma", "group_by", "state_coef", "lambd", "bootstrap_truncated"),
+        *("no_advantage_std_norm", "reward_normalize"),
+    ),
+}
 # A larger clip range is meant for the ratios of tokens: the geometric mean over a response stays within it.
 _WIDE_FOR_GSPO = 0.1
 
@@ -116,6 +131,16 @@ class AlgorithmSection(Section, title="algorithm"):
     )
     policy_loss_type: PolicyLoss = flag(
         _OBJECTIVE.policy_loss, "; ".join(f"{row.name}: {row.title}" for row in POLICY_LOSSES.values())
+    )
+    policy_loss_path: str | None = flag(
+        None,
+        "FILE.py with `policy_loss`, your own loss of a token, in place of --policy_loss_type",
+        instead_of=_REPLACED["policy_loss_path"],
+    )
+    advantage_path: str | None = flag(
+        None,
+        "FILE.py with `advantages`, your own function of rewards, in place of --advantage_estimator",
+        instead_of=_REPLACED["advantage_path"],
     )
     loss_agg_mode: ReductionName | None = flag(
         None, "how token losses are combined into one; None: the default of the policy loss or of the estimator"
@@ -258,7 +283,12 @@ class AlgorithmSection(Section, title="algorithm"):
     @property
     def row(self) -> AlgorithmRow:
         """The estimator's row in the table of algorithms."""
-        return ALGORITHMS[self.advantage_estimator]
+        return ALGORITHMS[self.advantage_estimator] if self.advantage_path is None else OWN_ROW
+
+    def own_code(self) -> dict[str, OwnCode]:
+        """Return the user's functions by the option that names their file. Raises ConfigError if one cannot be read."""
+        paths = {name: getattr(self, name) for name in OWN_CODE}
+        return {name: OwnCode.read(OWN_CODE[name], user_path(path)) for name, path in paths.items() if path is not None}
 
     def spec(self, *, stale: bool = False, quantized: bool = False, single_update: bool = False) -> AlgorithmSpec:
         """Return the algorithm with all its numbers. Raises ConfigError for values that cannot work.
@@ -272,6 +302,7 @@ class AlgorithmSection(Section, title="algorithm"):
         low, high = self.is_correction_threshold or _CORRECTION_BOUNDS[self.is_correction_mode]
         by_default = "token" if quantized and self.old_logprobs != "rollout" else "off"
         level = self.is_correction_level or by_default
+        own = self.own_code()
         spec = make_algorithm(
             self.advantage_estimator,
             policy_loss=self.policy_loss_type,
@@ -293,6 +324,8 @@ class AlgorithmSection(Section, title="algorithm"):
             covariance=CovarianceSpec(clip_cov=self.clip_cov, kl_cov=self.kl_cov),
             whiten_std=not self.no_advantage_std_norm,
             use_kl_loss=self.use_kl_loss,
+            own_policy_loss=own.get("policy_loss_path"),
+            own_advantages=own.get("advantage_path"),
             **matching(PolicyObjective, self),
             **matching(AlgorithmSpec, self)
             | {
@@ -324,6 +357,10 @@ class AlgorithmSection(Section, title="algorithm"):
         if len(self.clip_spellings) > 1:
             names = " and ".join(f"--{name}" for name in self.clip_spellings)
             raise ConfigError(f"{names} set the same clip range", hint="give one of them")
+        for own, others in _REPLACED.items():
+            if getattr(self, own) is not None and (found := [name for name in others if name in given]):
+                message = f"--{own} takes the place of what --{found[0]} belongs to"
+                raise ConfigError(message, hint=f"drop one of them; your {OWN_CODE[own]} can do what --{found[0]} does")
         # Where old log-probs are skipped, the current ones stand for them. The ratio is then exactly 1, and options
         # that limit it have no effect.
         skips = spec.old_logprobs == "skip"

@@ -1,6 +1,6 @@
 """Checks of everything that a `ppo` run reads, quick ones first."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -28,13 +28,28 @@ from rlhf_cli.preflight.rewards import (
     try_agent,
     try_rewards,
 )
+from rlhf_data.errors import ConfigError
 from rlhf_data.images.reader import load_image_reader
 from rlhf_data.keys import unread_tools
 from rlhf_data.pretrained import set_chat_template
 from rlhf_data.prompts import PromptSet
 from rlhf_data.rows.row import Counts
 from rlhf_rollout.rewards.sources import RewardSource, model_paths
+from rlhf_train.algorithms.own_code import OwnCode
 from rlhf_train.generation.recorded import Recording, find_recording
+
+
+def check_own_losses(own_code: Iterable[OwnCode], folder: Path) -> None:
+    """Raise ConfigError for a user's policy loss or advantages that `rlhf check` finds faults in, or that are not those
+    of the run that continues in `folder`."""
+    for code in own_code:
+        from rlhf_train.losses.own_check import check_own_code  # imports torch
+
+        if findings := check_own_code(code):
+            more = f" (and {len(findings) - 1} more, which `rlhf check {code.path}` shows)" if findings[1:] else ""
+            message, _, hint = str(findings[0]).partition("\n\nhint: ")
+            raise ConfigError(message + more, hint=hint)
+        code.check_recorded(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +90,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
         ConfigError: a model, tokenizer, length or reward that does not work.
         DataError: data that cannot be used.
     """
+    check_own_losses(config.algorithm.own_code().values(), folder)
     if config.rollout.replay is not None:
         return _check_replay(config)
     from rlhf_models.loading import check_tokenizer_fits  # imports torch

@@ -12,6 +12,7 @@ from rlhf_data.bounds import bounded, check_bounds
 from rlhf_data.errors import ConfigError, check_name
 from rlhf_kernels import PolicyObjective
 from rlhf_kernels.objective import KlEstimator, Reduction
+from rlhf_train.algorithms.own_code import OwnCode
 from rlhf_train.algorithms.token_specs import CorrectionSpec, CovarianceSpec
 
 if TYPE_CHECKING:
@@ -110,6 +111,10 @@ ALGORITHMS: Mapping[str, AlgorithmRow] = {
 }
 
 
+# In place of an estimator: `AlgorithmSpec.own_advantages`.
+OWN_ROW = AlgorithmRow("own", "your advantage function", "none", "token_mean")
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyLossRow:
     """One policy loss. `rlhf_kernels.packed_policy_loss` has the formulas and sources.
@@ -151,6 +156,8 @@ POLICY_LOSSES: Mapping[str, PolicyLossRow] = {
         PolicyLossRow("vespo", "VESPO", "seq_mean_token_sum", clip_range=None),
     )
 }
+# In place of a policy loss: `AlgorithmSpec.own_policy_loss`.
+OWN_LOSS_ROW = PolicyLossRow("own", "your policy loss", clip_range=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +195,9 @@ class AlgorithmSpec:
         covariance: tokens that lower the entropy the most are left out of the actor's loss, or held to the old policy.
         whiten_std: False subtracts the mean without dividing by the deviation: of the batch where the estimator
             whitens, of the group where it does not.
+        own_policy_loss: a user's loss of a token, in place of that of the objective, whose other terms and reduction
+            stay; None without.
+        own_advantages: a user's advantages, in place of those of the estimator; None without.
     """
 
     estimator: str = "gae"
@@ -209,6 +219,8 @@ class AlgorithmSpec:
     mask_truncated: bool = False
     covariance: CovarianceSpec = field(default_factory=CovarianceSpec)
     whiten_std: bool = True
+    own_policy_loss: OwnCode | None = None
+    own_advantages: OwnCode | None = None
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -328,12 +340,17 @@ class AlgorithmSpec:
     @property
     def row(self) -> AlgorithmRow:
         """The row of the estimator."""
-        return ALGORITHMS[self.estimator]
+        return ALGORITHMS[self.estimator] if self.own_advantages is None else OWN_ROW
 
     @property
     def loss(self) -> PolicyLossRow:
         """The row of the policy loss."""
-        return POLICY_LOSSES[self.objective.policy_loss]
+        return POLICY_LOSSES[self.objective.policy_loss] if self.own_policy_loss is None else OWN_LOSS_ROW
+
+    @property
+    def own_code(self) -> list[OwnCode]:
+        """The user's functions."""
+        return [code for code in (self.own_policy_loss, self.own_advantages) if code is not None]
 
     @property
     def runs_actor(self) -> bool:

@@ -24,7 +24,13 @@ from rlhf_train.run.metrics import Metric
 
 
 def advantages_and_returns(
-    experience: Experience, spec: AlgorithmSpec, last_values: Tensor | None, *, kl_coef: float, device: torch.device
+    experience: Experience,
+    spec: AlgorithmSpec,
+    last_values: Tensor | None,
+    *,
+    kl_coef: float,
+    device: torch.device,
+    own: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Metric]]:
     """Return the advantages of a shard before whitening, its returns, and metrics of the KL.
 
@@ -37,6 +43,7 @@ def advantages_and_returns(
         last_values: [B] float, the critic's value after each rollout that the length limit ended; None for 0.
         kl_coef: weight of the KL in the reward, in reward units per nat.
         device: where the scan over tokens runs. Columns are in host memory.
+        own: [B, T] float in host memory, the user's advantages, which take the place of the rewards; None without.
 
     Returns:
         [B, T] float in host memory, [B, T] float on the device, and metrics.
@@ -61,6 +68,7 @@ def advantages_and_returns(
         )
     else:
         returns = rewards_to_go(rewards, mask, gamma=spec.gamma, starts=starts, turn_gamma=turn_gamma)
+        returns = returns if own is None else returns + to_device(own, device)
         advantages = returns
     advantages, teacher_metrics = distilled(advantages.cpu(), experience, spec)
     return advantages, returns, metrics | teacher_metrics
@@ -69,11 +77,14 @@ def advantages_and_returns(
 def charged_rewards(experience: Experience, spec: AlgorithmSpec, *, kl_coef: float) -> tuple[Tensor, dict[str, Metric]]:
     """Return the rewards of tokens, [B, T] float, minus the KL penalty, and the metrics of the KL to the reference.
 
-    There is no penalty without a reference, nor when the KL is a term of the loss instead.
+    There is no penalty without a reference, nor when the KL is a term of the loss instead. With advantages of the
+    user's own, there is nothing but the penalty.
     """
     mask = experience.loss_mask
     columns = experience.columns
-    rewards = rewards_at_tokens(experience.rewards, experience.token_rewards, mask)
+    rewards = torch.zeros(mask.shape)
+    if spec.own_advantages is None:
+        rewards = rewards_at_tokens(experience.rewards, experience.token_rewards, mask)
     if not spec.uses_reference or "old_logprobs" not in columns:
         return rewards, {}
     kl = kl_estimate(columns["old_logprobs"], columns["ref_logprobs"], spec.objective.kl_estimator)

@@ -16,7 +16,7 @@ class RolloutColumns:
     Thousands of small arrays, as rollouts have, take longer to send and to read than to train on.
 
     Attributes:
-        rollout_ids: B ids.
+        rollout_ids, group_ids: B ids each, of rollouts and of their groups.
         lengths: [B] int64, tokens per rollout.
         token_ids: [N] int32.
         loss_mask: [N] bool, True for the tokens that the policy wrote.
@@ -31,6 +31,7 @@ class RolloutColumns:
     """
 
     rollout_ids: tuple[str, ...]
+    group_ids: tuple[str, ...]
     lengths: np.ndarray
     token_ids: np.ndarray
     loss_mask: np.ndarray
@@ -83,6 +84,7 @@ class RolloutColumns:
             raise DataError(f"rollouts of one step have routes of different models, [layers, top_k] = {sorted(shapes)}")
         return cls(
             rollout_ids=tuple(rollout.rollout_id for rollout in rollouts),
+            group_ids=tuple(rollout.group_id for rollout in rollouts),
             lengths=lengths,
             token_ids=_joined([span.token_ids for span in spans], np.int32),
             loss_mask=loss_mask,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_train.algorithms.own_code import INPUTS
 from rlhf_train.learning.columns import RolloutColumns
 
 # Role to the column that its model fills in.
@@ -36,7 +37,7 @@ class Experience:
     """One rank's rollouts of one step, padded from their flat columns.
 
     Attributes:
-        rollout_ids: B ids.
+        rollout_ids, group_ids: B ids each.
         token_ids: B arrays of the rollouts' tokens, [L_i] int32 each.
         loss_mask: [B, T] bool, True where the token is trained.
         policy_mask: [B, T] bool, the trained tokens that the policy loss includes. The off-policy correction can mask
@@ -68,6 +69,7 @@ class Experience:
             return torch.from_numpy(rows)
 
         self.rollout_ids = list(columns.rollout_ids)
+        self.group_ids = list(columns.group_ids)
         self.token_ids = np.split(columns.token_ids, lengths.cumsum())[:-1]
         self.loss_mask = padded(columns.loss_mask)
         self.policy_mask = self.loss_mask.clone()
@@ -96,6 +98,10 @@ class Experience:
         for name, column in self.columns.items():
             self.columns[name] = column.masked_fill(~self.loss_mask, 0.0)
         self.rollout_logprobs = self.rollout_logprobs.masked_fill(~self.loss_mask, 0.0)
+
+    def own_inputs(self) -> dict[str, object]:
+        """Return what a user's advantages are computed from, by the names of `algorithms.own_code.INPUTS`."""
+        return {name: getattr(self, name) for name in INPUTS["advantages"]}
 
     def export(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
         """Return the named columns for ranks of another rank set, as name to rollout id to [L_i] array.

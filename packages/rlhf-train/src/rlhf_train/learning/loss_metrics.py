@@ -40,10 +40,11 @@ def critic_loss(
     return loss, {"value/loss": Sum(loss.detach()), "value/mean": masked_mean(values, mask)}
 
 
-def policy_metrics(sums: Tensor, spec: AlgorithmSpec) -> dict[str, Metric]:
+def policy_metrics(sums: Tensor, spec: AlgorithmSpec, own: Mapping[str, Tensor] | None = None) -> dict[str, Metric]:
     """Return the metrics of a micro-batch from the sums of `packed_policy_loss`, [8] float, named by `POLICY_METRICS`.
 
-    The loss metrics are the micro-batch's shares of the update's losses.
+    The loss metrics are the micro-batch's shares of the update's losses. `own` are those of a user's policy loss, [N]
+    float of the trained tokens each, of which the means are logged.
     """
     sums_by_name = dict(zip(POLICY_METRICS, sums.double().unbind(), strict=True))
     metrics: dict[str, Metric] = {"policy/loss": Sum(sums_by_name["policy_loss"])}
@@ -51,10 +52,12 @@ def policy_metrics(sums: Tensor, spec: AlgorithmSpec) -> dict[str, Metric]:
         metrics["kl/loss"] = Sum(sums_by_name["kl_loss"])
     if spec.objective.entropy_coef:
         metrics["entropy/loss"] = Sum(-sums_by_name["entropy_bonus"])
-    if spec.loss.uses_ratio:
+    if spec.loss.uses_ratio and spec.own_policy_loss is None:
         metrics["policy/clip_fraction"] = Mean(sums_by_name["clipped"], sums_by_name["tokens"])
     for name, entry in (("ratio", "ratio"), ("kl_to_old", "kl_to_old"), ("kl_bounded_fraction", "kl_bounded")):
         metrics[f"policy/{name}"] = Mean(sums_by_name[entry], sums_by_name["tokens"])
+    for name, values in (own or {}).items():
+        metrics[f"policy/{name}"] = masked_mean(values, torch.ones_like(values, dtype=torch.bool))
     return metrics
 
 

@@ -1,6 +1,6 @@
 """A micro-batch of a rank's shard: what its models read, and what the policy loss is given."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -14,6 +14,7 @@ from rlhf_models.batch import TokenBatch, to_device
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch
 from rlhf_train.learning.experience import Experience
+from rlhf_train.losses.own import OwnTokenLoss
 from rlhf_train.specs import ModelSpec
 
 # The input of a rank without rows, which must run a pass because collectives need every rank. It has two tokens,
@@ -57,8 +58,7 @@ def lay_out(mask: Tensor, rows: Sequence[int], batch: TokenBatch) -> Tensor:
 
 
 def policy_stream(
-    columns: Mapping[str, Tensor],
-    policy_mask: Tensor,
+    experience: Experience,
     rows: Sequence[int],
     spec: AlgorithmSpec,
     denominators: Denominators,
@@ -67,19 +67,26 @@ def policy_stream(
     """Return the constant inputs of the policy loss: the trained tokens of a micro-batch, concatenated.
 
     Args:
-        columns: of a rank's shard, [B, T] float each: "advantages", and if there are any "old_logprobs",
-            "ref_logprobs", "weights" and "penalties".
-        policy_mask: [B, T] bool, the trained tokens of the shard.
+        experience: a rank's shard, with the column "advantages", and if there are any "old_logprobs", "ref_logprobs",
+            "weights" and "penalties".
         rows: of the shard, the micro-batch.
-        spec: decides whether reference log-probs are included.
+        spec: decides whether reference log-probs are included, and a loss of the user's own.
         denominators: of the whole update.
         device: where the result is placed.
     """
-    mask = policy_mask[list(rows)]
+    columns = experience.columns
+    mask = experience.policy_mask[list(rows)]
     lengths = mask.sum(dim=1)
     names = ["advantages", "old_logprobs", "weights", "penalties", *(["ref_logprobs"] if spec.use_kl_loss else [])]
+    packed = {name: to_device(columns[name][list(rows)][mask], device) for name in names if name in columns}
+    own = None
+    if spec.own_policy_loss is not None:
+        constants = {name: packed[name] for name in ("advantages", "old_logprobs") if name in packed}
+        constants["rollout_logprobs"] = to_device(experience.rollout_logprobs[list(rows)][mask], device)
+        own = OwnTokenLoss(spec.own_policy_loss, lengths, constants)
     return PolicyStream(
-        **{name: to_device(columns[name][list(rows)][mask], device) for name in names if name in columns},
+        **packed,
+        own_loss=own,
         loss_mask=torch.ones(int(lengths.sum()), dtype=torch.bool, device=device),
         cu_seqlens=to_device(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), device),
         num_tokens=denominators.num_tokens,

@@ -47,6 +47,7 @@ from rlhf_train.learning.trained_tokens import (
     token_values,
     treat_covariance,
 )
+from rlhf_train.losses.own import own_advantages
 from rlhf_train.run.ema import WeightAverage
 from rlhf_train.run.load_balance import LoadBalance, load_balance
 from rlhf_train.run.metrics import METRIC_PREFIXES, Mean, Metric, merge_metrics, on_host
@@ -212,8 +213,12 @@ class TrainWorker:
             experience.set_column("trainer_logprobs", columns["old_logprobs"])
         if spec.old_logprobs == "rollout":
             experience.set_column("old_logprobs", experience.rollout_logprobs)
+        own = None
+        if spec.own_advantages is not None:
+            given = experience.own_inputs()
+            own = own_advantages(spec.own_advantages, self._plan.rows, given, counts=self._leads_group)
         advantages, returns, kl_metrics = advantages_and_returns(
-            experience, spec, last_values, kl_coef=kl_coef, device=self._device
+            experience, spec, last_values, kl_coef=kl_coef, device=self._device, own=own
         )
         metrics |= kl_metrics
         if spec.row.whiten:
@@ -327,7 +332,7 @@ class TrainWorker:
         spec = self._algorithm
         experience = self._experience
         batch = self._batch("actor", rows)
-        stream = policy_stream(experience.columns, experience.policy_mask, rows, spec, denominators, self._device)
+        stream = policy_stream(experience, rows, spec, denominators, self._device)
         wanted = lay_out(experience.policy_mask, rows, batch)
         output = self.engines["actor"].forward(
             batch,
@@ -338,7 +343,7 @@ class TrainWorker:
             objective=objective,
         )
         self._passes.append((rows, wanted, output.logprobs, output.entropy))
-        metrics = policy_metrics(output.metrics, spec)
+        metrics = policy_metrics(output.metrics, spec, getattr(stream.own_loss, "metrics", None))
         if is_first and not spec.runs_actor:
             # This pass is the first to know the gap to the engine, of the tokens that the stream holds.
             mask = stream.loss_mask
