@@ -54,7 +54,7 @@ TESTS = {
     "fields_test.py": ["rlhf-cli/commands", "rlhf-data", "rlhf-data/options", "rlhf-models", "rlhf-models/testing", "rlhf-rollout", "rlhf-train"],
     "first_words_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-data/main", "rlhf-models/testing", "rlhf-rollout/commands", "rlhf-rollout/rewards", "rlhf-train/run"],
     "help_test.py": ["rlhf-cli/commands", "rlhf-models/testing"],
-    "main_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-cli/paths", "rlhf-data/options", "rlhf-models/testing"],
+    "main_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-cli/paths", "rlhf-data/main", "rlhf-data/options", "rlhf-models/testing", "rlhf-rollout/commands"],
     "openrlhf/openrlhf_commands_test.py": ["rlhf-cli/commands", "rlhf-models/testing"],
     "openrlhf/openrlhf_flags_test.py": ["rlhf-cli/commands", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing"],
     "openrlhf/openrlhf_modules_test.py": ["rlhf-cli", "rlhf-cli/batch_inference", "rlhf-cli/commands", "rlhf-cli/train_ppo_ray", "rlhf-models/testing"],

@@ -1,6 +1,8 @@
 """`rlhf` itself: the list of commands, versions, completion, and the commands that it shares with `rlhf-rollout`."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,6 +14,7 @@ from rlhf_cli.commands import rollout
 from rlhf_cli.main import COMMANDS, GROUPS, command_line, main
 from rlhf_cli.paths import with_full_paths
 from rlhf_data.options.declare import options
+from rlhf_data.options.exits import exit_status
 
 GENERATE = ("--engine", "fake", "--prompt_data", BUILTIN, "--input_key", "prompt")
 
@@ -44,6 +47,24 @@ def test_version_names_what_is_installed(capsys):
 def test_command_line_is_the_commands_own():
     for name in COMMANDS:
         assert command_line(name).prog == f"rlhf {name}"
+
+
+@pytest.mark.parametrize("module", ["rlhf_cli.main", "rlhf_data.main", "rlhf_rollout.commands.main"])
+def test_help_that_nobody_reads_to_its_end_ends_without_a_word(module):
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` does when it has its lines
+    command = [sys.executable, "-m", module, "--help"]
+    with open(writer, "wb") as stdout:
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_pipe_that_breaks_elsewhere_is_no_end_of_the_output():
+    def command() -> int:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        exit_status(command)
 
 
 def completions(script, *words):

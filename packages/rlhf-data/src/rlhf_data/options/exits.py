@@ -1,6 +1,8 @@
 """Exit statuses of commands, how errors are shown to the user, and the choice of a command."""
 
+import os
 import re
+import select
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -87,18 +89,37 @@ def with_flags(text: str) -> str:
 
 def exit_status(command: Callable[[], int], *, failure: int = FAILURE) -> int:
     """Run `command` and return its exit status: 2 for bad input, `failure` for a run that failed, 130 after Ctrl-C, 143
-    after SIGTERM.
+    after SIGTERM, 141 when nobody reads stdout any more, as after `| head`.
 
     An error for the user (`RlhfError`) is printed to stderr without a traceback, and with flags for fields.
     """
     try:
-        return command()
+        status = command()
+        sys.stdout.flush()  # the interpreter's own flush, at its end, would report a closed pipe
+        return status
+    except BrokenPipeError:
+        if not _lets_go_of_closed_stdout():
+            raise
+        return _SIGNALLED + signal.SIGPIPE
     except RlhfError as error:
         print(with_flags(visible(f"error: {error}")), file=sys.stderr, flush=True)
         return BAD_INPUT if isinstance(error, ConfigError | DataError) else failure
     except KeyboardInterrupt as interrupt:
         print("\ninterrupted", file=sys.stderr)
         return _SIGNALLED + getattr(interrupt, "signal_number", signal.SIGINT)
+
+
+def _lets_go_of_closed_stdout() -> bool:
+    """Return whether nobody reads stdout any more; what is still written to it then goes nowhere."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # it was replaced by a stream without a descriptor, or closed
+        return False
+    if not poll.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def run_command(
@@ -113,14 +134,18 @@ def run_command(
         run: takes the name of a command and the words after it; returns an exit status.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        width = max(map(len, titles))
-        lines = "\n".join(f"  {name.ljust(width)}  {title}" for name, title in titles.items())
-        print(f"usage: {prog} COMMAND [flags]\n\n{lines}\n\n`{prog} COMMAND --help` lists a command's flags.")
-        return SUCCESS
-    name, *flags = words
-    if name not in titles:
-        message = unknown("command", name, titles, otherwise=f"`{prog} --help` says what they do")
-        print(visible(f"error: {message}"), file=sys.stderr)
-        return BAD_INPUT
-    return exit_status(lambda: run(name, flags), failure=BAD_INPUT)
+
+    def command() -> int:
+        if not words or words[0] in ("-h", "--help"):
+            width = max(map(len, titles))
+            lines = "\n".join(f"  {name.ljust(width)}  {title}" for name, title in titles.items())
+            print(f"usage: {prog} COMMAND [flags]\n\n{lines}\n\n`{prog} COMMAND --help` lists a command's flags.")
+            return SUCCESS
+        name, *flags = words
+        if name not in titles:
+            message = unknown("command", name, titles, otherwise=f"`{prog} --help` says what they do")
+            print(visible(f"error: {message}"), file=sys.stderr)
+            return BAD_INPUT
+        return run(name, flags)
+
+    return exit_status(command, failure=BAD_INPUT)
