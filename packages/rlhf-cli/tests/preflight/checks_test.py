@@ -149,7 +149,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
             "drop it, or use --advantage_estimator rloo",
         ),
         ("--clip_cov 1 1 5", "--clip_cov is 1 1 5: a share in (0, 1)", "verl uses 2e-4 1 5"),
-        ("--kl_cov 0.1 0", "--kl_cov is 0.1 0: a share in (0, 1)", "verl uses 2e-4 1"),
+        ("--kl_cov 0.1 0", "--kl_cov is 0.1 0: a share in (0, 1)", "verl's default is 2e-4 0.1"),
         (f"{SKIP} {ONE_UPDATE} --kl_cov 0.1 1", "Clip-Cov or KL-Cov needs log-probs", "recompute, or rollout"),
         ("--clip_cov 0.1 5 1", "and LOW below HIGH are needed", "verl uses"),
         (BY_TURN, "and PPO has no baseline of a group", "use --advantage_estimator group_norm, dr_grpo"),

@@ -255,10 +255,11 @@ class AlgorithmSection(Section, title="algorithm"):
     kl_cov: tuple[float, float] | None = flag(
         None,
         "SHARE COEF: for this share of the tokens, those with the largest share of the covariance of log-probs and"
-        " advantages, add COEF times |log ratio| to the policy loss (KL-Cov; verl uses 2e-4 1)",
+        " advantages, add COEF times |log ratio| to the policy loss (KL-Cov; verl's default is 2e-4 0.1, and its"
+        " recipe's 2e-4 1)",
     )
     mask_truncated: bool = flag(
-        False, "leave responses that --generate_max_len cut out of the policy loss (overlong filtering)"
+        False, "leave out of the policy loss the responses that --generate_max_len ended (overlong filtering)"
     )
 
     @property

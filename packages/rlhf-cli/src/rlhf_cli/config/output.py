@@ -78,7 +78,7 @@ class PpoOutputSection(OutputSection):
 
     save_value_network: bool = flag(False, "save the critic beside the policy")
     record: bool = flag(
-        True, "write rollouts.jsonl, all rollouts that are trained on, which --replay and `rlhf replay` need"
+        True, "write all rollouts that are trained on to rollouts.jsonl, which --replay and `rlhf replay` read"
     )
     record_token_values: bool = flag(
         True,

@@ -82,7 +82,7 @@ class CovarianceSpec:
         share, coef = self.kl_cov or (0.5, 1)
         if not (0 < share < 1 and coef > 0):
             message = f"``kl_cov`` is {share:g} {coef:g}: a share in (0, 1) and a coefficient above 0 are needed"
-            raise ConfigError(message, hint="verl uses 2e-4 1")
+            raise ConfigError(message, hint="verl's default is 2e-4 0.1")
 
     @property
     def is_on(self) -> bool:
