@@ -65,7 +65,7 @@ def _rank() -> dict[str, Any]:
     """Add up one number over the ranks, as trainers do; the arguments are rank, number of ranks, port and device."""
     import torch
 
-    from rlhf_train.engine.process_group import init_process_group
+    from rlhf_train.engine.process_group import init_process_group, leave_process_group
 
     rank, num_ranks, port = map(int, sys.argv[2:5])
     device = sys.argv[5]
@@ -74,6 +74,7 @@ def _rank() -> dict[str, Any]:
     init_process_group(rank=rank, world_size=num_ranks, master=("127.0.0.1", port), device=device)
     total = torch.full((1 << 20,), float(rank + 1), device=device)
     torch.distributed.all_reduce(total)
+    leave_process_group()
     return {"sum": total.sum().item() / (1 << 20)}
 
 
