@@ -91,16 +91,25 @@ def add_node(cluster: Cluster, num_cpus: int) -> Any:
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A head without CPUs, and two nodes for the runs, by their ids."""
+    """A head without CPUs, and the nodes for the runs, by their ids: see `two_nodes`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         cluster = Cluster()
         add_node(cluster, 0)
-        cluster.nodes = {node.node_id: node for node in (add_node(cluster, NUM_CLUSTER_CPUS) for _ in range(2))}
+        cluster.nodes = {}
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         yield cluster
         ray.shutdown()
         cluster.shutdown()
+
+
+@pytest.fixture
+def two_nodes(cluster):
+    """The cluster with two nodes, also after a test that has lost one."""
+    while len(cluster.nodes) < 2:
+        node = add_node(cluster, NUM_CLUSTER_CPUS)
+        cluster.nodes[node.node_id] = node
+    return cluster
 
 
 def check_that_a_node_without_a_file_is_named(job: OnlineJob) -> None:
@@ -125,7 +134,7 @@ def check_that_a_node_without_a_file_is_named(job: OnlineJob) -> None:
     [(AsyncSpec(max_staleness=1), 0), (None, 0), (None, 4)],
     ids=["at once", "in turn", "in turn, adapters alone"],
 )
-def test_run_survives_killed_engines_and_the_loss_of_its_node(cluster, tmp_path, asynchronous, adapter_rank):
+def test_run_survives_killed_engines_and_the_loss_of_its_node(two_nodes, tmp_path, asynchronous, adapter_rank):
     """Engines die while they generate in the synchronous run, and while they get weights in the asynchronous one.
 
     That one is shorter, and keeps its two nodes, each with a rank. The synchronous one continues on the other node.
@@ -160,7 +169,7 @@ def test_run_survives_killed_engines_and_the_loss_of_its_node(cluster, tmp_path,
 
     def lose_node():
         [node] = nodes
-        cluster.remove_node(cluster.nodes[node], allow_graceful=False)
+        two_nodes.remove_node(two_nodes.nodes.pop(node), allow_graceful=False)
 
     saboteur = Saboteur({("train", 1): look})
     if asynchronous is None:
