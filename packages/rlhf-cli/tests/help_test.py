@@ -93,5 +93,5 @@ def test_help_shows_words_before_flags_and_which_switches_are_on():
     pages = {name: " ".join(command_line(name).parser().format_help().split()) for name in ("ppo", "replay")}
     assert pages["replay"].startswith("usage: rlhf replay RUN_DIR --step N [--config FILE.toml]")
     assert pages["ppo"].startswith("usage: rlhf ppo [--preset NAME] [--config FILE.toml]")
-    assert "which --replay and `rlhf replay` need (default: true)" in pages["ppo"]
+    assert "which --replay and `rlhf replay` read (default: true)" in pages["ppo"]
     assert "generate and train at the same time; nothing may sleep --max_staleness" in pages["ppo"]
