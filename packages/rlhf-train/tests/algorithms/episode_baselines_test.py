@@ -2,6 +2,7 @@
 
 import random
 import statistics
+import tracemalloc
 from functools import partial
 
 import numpy as np
@@ -92,3 +93,17 @@ def test_turns_without_another_to_compare_with_are_zero():
     assert (one.tolist(), none.tolist()) == ([0.0], [])
     with pytest.raises(ValueError, match="did you mean `group_mean`"):
         compared([np.array([3.0])], ["a"], "group_men")
+
+
+def test_states_are_compared_whatever_their_length_and_type_within_their_group_and_need_little_memory():
+    long = bytes(100_000)
+    states = [[long, 1], [long, "1"], [long, "1"], [long + b"1"]]  # the last one in another group
+    rewards = [np.array([0.0, 1.0]), np.array([0.0, 3.0]), np.array([0.0, 5.0]), np.array([9.0])]
+    tracemalloc.start()
+    found = relative_turn_rewards(
+        rewards, ["a", "a", "a", "b"], "group_mean", turn_gamma=0.0, states=states, of_episodes=np.array([7, 0, 0, 2])
+    )
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [own.tolist() for own in found] == [[7, 7], [0, -1], [0, 1], [2]]
+    assert peak < 1e6  # bytes; strings of the states have 2.8 MB

@@ -144,12 +144,15 @@ def relative_turn_rewards(
     """
     to_go = [np.array(own, np.float64) for own in rewards]
     keys: list[str] = []
+    # Numbers in place of states, which may be as long as prompts: an array of strings pads all to the longest.
+    key_numbers: dict[Hashable, int] = {}
     num_turns: Counter[Hashable] = Counter()
     for row, (own, group, episode) in enumerate(zip(to_go, group_ids, episode_ids or range(len(to_go)), strict=True)):
         for turn in range(len(own) - 2, -1, -1):
             own[turn] += turn_gamma * own[turn + 1]
         numbers = range(num_turns[episode], num_turns[episode] + len(own))
-        keys += [f"{key} {group}" for key in (numbers if states is None else states[row])]
+        compared = [(group, key) for key in (numbers if states is None else states[row])]
+        keys += [str(key_numbers.setdefault(key, len(key_numbers))) for key in compared]
         num_turns[episode] += len(own)
     # All turns weigh the same: an episode has each number once, and GiGPO counts each turn in a state.
     relative = relative_rewards(np.concatenate([np.zeros(0), *to_go]), keys, baseline, divide_by_std=divide_by_std)
