@@ -157,3 +157,21 @@ def test_pool_of_another_run_is_refused(other):
 def test_settings_out_of_bounds_are_refused(settings):
     with pytest.raises(ConfigError, match="hint: use ``"):
         DifficultySpec(**settings)
+
+
+def test_response_without_a_scorer_is_no_visit():
+    one = pool(2)
+    one.observe(0, 0, [VerdictKind.UNSCORED])
+    assert one.settle()[0] == {"pool/solved": 0, "pool/unseen": 1}
+
+
+@pytest.mark.parametrize("num_solved", [3, 4])
+def test_run_that_continues_with_fewer_visits_retires_at_once_and_draws_all_if_none_is_left(num_solved):
+    saved = pool(4, pool_retire_visits=3)
+    for _ in range(2):
+        visit(saved, *[(item, "o") for item in range(num_solved)])
+    saved.take(2)  # in the middle of a step, as in an asynchronous run
+    one = pool(4, pool_retire_visits=2)
+    one.load_state_dict(saved.state_dict())
+    one.take(2)  # what may be left of that order
+    assert sorted(one.take(4).tolist()) == ([3] * 4 if num_solved == 3 else [0, 1, 2, 3])

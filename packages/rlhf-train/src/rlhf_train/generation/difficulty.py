@@ -10,6 +10,7 @@ from rlhf_data.bounds import bounded, check_bounds
 from rlhf_data.records import VerdictKind
 from rlhf_data.sampler import EpochSampler
 
+_NO_VERDICT = (VerdictKind.ABSTAINED, VerdictKind.UNSCORED)
 _LEAST = 1e-12  # a prompt of probability 0 is drawn after all others, and in a random order with its like
 
 
@@ -84,9 +85,10 @@ class DifficultyPool(EpochSampler):
         """Return the next [count] int64 indices."""
         batch = []
         for _ in range(count):
-            if self._drawn_from is not None and self._position == len(self._drawn_from):
-                self._begin_round()
             if self._drawn_from is None:
+                self._drawn_from = self._order(self._round)
+            if self._position >= len(self._drawn_from):
+                self._begin_round()
                 self._drawn_from = self._order(self._round)
             batch.append(self._drawn_from[self._position])
             self._position += 1
@@ -96,14 +98,15 @@ class DifficultyPool(EpochSampler):
     def observe(self, number: int, item: int, verdicts: Sequence[VerdictKind]) -> None:
         """Note a visit, whose pass rate is the share of responses that are right.
 
-        A response whose scorer failed or abstained does not count; without another one, nor does the visit.
+        A response whose scorer failed or abstained does not count, nor does one without a scorer; without another one,
+        nor does the visit.
 
         Args:
             number: of the draw. Visits count in the order of their numbers.
             item: index of the prompt.
             verdicts: of the responses.
         """
-        is_right = [kind is VerdictKind.OK for kind in verdicts if not (kind.failed or kind is VerdictKind.ABSTAINED)]
+        is_right = [kind is VerdictKind.OK for kind in verdicts if not kind.failed and kind not in _NO_VERDICT]
         if is_right:
             self._observed.append((number, item, sum(is_right) / len(is_right)))
 
@@ -156,6 +159,8 @@ class DifficultyPool(EpochSampler):
         """
         spec = self._spec
         items = np.flatnonzero(self._num_solved < spec.pool_retire_visits)
+        if not len(items):  # a run that continues with fewer visits than before
+            items = np.arange(self.num_items)
         chances = draw_probabilities(
             self._pass_rates[items], target=spec.target_pass_rate, uniform_share=spec.pool_uniform_share
         )
