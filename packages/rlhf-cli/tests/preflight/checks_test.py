@@ -21,6 +21,7 @@ JUDGE = "--judge_url http://127.0.0.1/v1 --judge_model m"
 PAIRWISE = "--remote_rm_url pairwise:r.txt"
 EACH = "--remote_rm_url a.py,b.py --reward_normalize each"
 BY_TURN = "--group_by turn"
+ONE_TURN = "--agent_func_path agents:Two --max_steps 1"
 MODEL_ONLY = "--remote_rm_url None --reward_pretrain m"
 
 
@@ -241,6 +242,9 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         (f"{GRPO} {BY_TURN}", "--group_by has no effect: there is no --agent_func_path"),
         ("--agent_func_path agents:Two --state_coef 0.5", "--state_coef has no effect: --group_by is episode"),
         ("--turn_gamma 0.5", "--turn_gamma has no effect: there is no --agent_func_path"),
+        (f"{ONE_TURN} {GRPO} {BY_TURN}", "--group_by has no effect: --max_steps is 1"),
+        (f"{ONE_TURN} {GRPO} --group_by state", "--group_by state compares single turns as it compares their episodes"),
+        (f"{ONE_TURN} --turn_gamma 0.5", "--turn_gamma has no effect: --max_steps is 1"),
         (f"{MODEL_ONLY} --reward_timeout_s 3", "--reward_timeout_s has no effect: no reward function or server"),
         (f"{MODEL_ONLY} --reward_num_workers 3", "--reward_num_workers has no effect: no reward function scores"),
         ("--reward_normalize none", "--reward_normalize has no effect: PPO (gae) compares no rewards within a"),

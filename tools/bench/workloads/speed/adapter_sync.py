@@ -2,7 +2,7 @@
 
     python tools/bench/run.py adapter_sync --out adapter-sync-cpu.json -- [FLAGS OF rlhf ppo]
 
-Two runs differ in `--lora_sync` alone. Each report has medians over the steps behind the first: bytes and seconds of a
+Two runs differ in `--lora_sync` alone. Each report has medians over the steps after the first: bytes and seconds of a
 weight sync, seconds of generation, and sampled tokens per second of it. It also has the largest gap, and the largest of
 the steps' mean gaps, between the log-probs of engine and trainer.
 """

@@ -115,8 +115,9 @@ class AlgorithmSection(Section, title="algorithm"):
     group_by: GroupBy = flag(
         _DEFAULTS.group_by,
         "what the estimator's baseline compares within a group. episode: the episodes' rewards; turn: the rewards from"
-        " the k-th turn of an agent on, with those from the k-th turn on of the other episodes; state: both the"
-        " episodes' rewards and those from a turn on with those from turns on that follow the same observation (GiGPO)",
+        " the k-th turn of an agent on, with those from the k-th turn on of the other episodes; state: the"
+        " episodes' rewards, and the rewards from a turn on with those from all turns on that follow the same"
+        " observation (GiGPO)",
     )
     state_coef: float = flag_of(
         AlgorithmSpec.state_coef, "with --group_by state, the weight of turns in the same state; that of episodes is 1"

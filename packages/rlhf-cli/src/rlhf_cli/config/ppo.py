@@ -125,6 +125,7 @@ class PpoConfig(Config):
         notices += self.reward.check_training(self.agent.beside(given), self.rollout)
         notices += _check_images(self, given)
         notices += self.agent.check(given, "reward_by_turn", "turn_gamma", "group_by", "state_coef")
+        notices += _check_turns(self, given)
         notices += self.data.check_chat(given, has_agent=self.agent.agent_func_path is not None)
         self.objective.check_steps(
             num_rollouts=self.batch.num_rollouts,
@@ -195,6 +196,17 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
         (rescales and shapes == (None,) * 3, ["running_reward_norm"], anyway),
         (not training.enable_ema, ["ema_beta"], "--enable_ema is off"),
     )
+
+
+def _check_turns(config: PpoConfig, given: Collection[str]) -> list[str]:
+    """Return notices for options that compare or discount the turns of agents whose episodes have one."""
+    if config.agent.agent_func_path is None or config.agent.max_steps > 1:
+        return []
+    if config.algorithm.group_by != "state":
+        return without_effect(given, (True, ["group_by", "turn_gamma"], "--max_steps is 1"))
+    text = "--group_by state compares single turns as it compares their episodes, which only multiplies advantages by"
+    notices = [f"{text} 1 + --state_coef: --max_steps is 1"]
+    return notices + without_effect(given, (True, ["turn_gamma"], "--max_steps is 1"))
 
 
 def _check_adapters(config: PpoConfig) -> None:
