@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from threading import Lock
@@ -15,12 +16,23 @@ from rlhf_cli import api
 from rlhf_cli.commands.ppo import COMMAND_LINE
 from rlhf_data.errors import ConfigError, RlhfError
 
-# A function that needs another name of its file, which lies beside the user's script.
+# A function that needs another name of its file, which lies beside the user's script, and a file beside both.
 BESIDE = """
+import number_beside
+
 FACTOR = 2
 
-def scaled(queries, prompts, labels):
-    return {"rewards": [FACTOR * float(label) for label in labels]}
+def scaled(queries, prompts, labels, power=1):
+    return {"rewards": [FACTOR * number_beside.read(label) ** power for label in labels]}
+"""
+NUMBER = """
+from threading import Lock
+
+LOCK = Lock()  # which no pickle can hold
+
+def read(label):
+    with LOCK:
+        return float(label)
 """
 
 
@@ -74,6 +86,7 @@ def test_options_are_those_of_the_command_line_and_the_result_is_what_the_folder
     ("function", "expected"),
     [
         ("file", 6.0),
+        ("part of a file", 18.0),
         (Scaler(0.5), 1.5),
         (lambda queries, prompts, labels: {"rewards": [len(label) for label in labels]}, 1),
     ],
@@ -87,8 +100,13 @@ def test_function_and_rows_are_in_the_folder_of_the_run_for_any_process(
 ) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/file_beside.py").write_text(BESIDE)
+    (tmp_path / "scripts/number_beside.py").write_text(NUMBER)
     monkeypatch.syspath_prepend(tmp_path / "scripts")
-    function = import_module("file_beside").scaled if function == "file" else function
+    for name in ("file_beside", "number_beside"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    if isinstance(function, str):
+        scaled = import_module("file_beside").scaled
+        function = scaled if function == "file" else partial(scaled, power=2)
     rows = [{"question": "1 + 2", "answer": "3"}, {"question": "é", "answer": None}]
     api.ppo(pretrain="builtin", prompt_data=rows, remote_rm_url=function, save_path=str(tmp_path / "run"))
     config = COMMAND_LINE.parse(started[0][1:]).config
@@ -129,14 +147,25 @@ def test_error_of_the_command_is_raised_with_its_hint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], status: int, kind: type
 ) -> None:
     program = tmp_path / "python"
-    said = "step 1\\nnotice: error: none\\nerror: no room\\n\\nhint: make some\\n"
+    said = "step 1\\nnotice: error: none\\nerror: no room, error: 28\\n\\nhint: make some\\n"
     program.write_text(f"#!/bin/sh\necho $3\nprintf '{said}' >&2\nexit {status}\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    with pytest.raises(RlhfError, match=r"^no room\n\nhint: make some$") as caught:
+    with pytest.raises(RlhfError, match=r"^no room, error: 28\n\nhint: make some$") as caught:
         api.sft(pretrain="builtin", dataset="rows.jsonl", save_path=tmp_path / "run")
     assert type(caught.value) is kind
     assert capfd.readouterr().out.startswith("sft\nstep 1\n")
+
+
+def test_command_that_ends_without_an_error_of_its_own_is_named_with_its_status(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho step 1\nkill -9 $$\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(RlhfError, match=r"^`rlhf sft` ended with status -9\n\nhint: see its output"):
+        api.sft(pretrain="builtin", dataset="rows.jsonl", save_path=tmp_path / "run")
 
 
 def test_interrupt_is_passed_on_once_and_the_command_ends_in_its_own_way(

@@ -59,6 +59,13 @@ def test_help_that_nobody_reads_to_its_end_ends_without_a_word(module):
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
+def test_command_without_stdout_ends_as_with_it():
+    command = [sys.executable, "-m", "rlhf_data.main", "--help"]
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_pipe_that_breaks_elsewhere_is_no_end_of_the_output():
     def command() -> int:
         raise BrokenPipeError

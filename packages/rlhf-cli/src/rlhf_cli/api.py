@@ -6,11 +6,13 @@ that folder, so `rlhf ppo --resume` finds them, too.
 """
 
 import json
+import os
 import pickle
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from inspect import getmodule, isroutine
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,12 +30,14 @@ Rows: TypeAlias = Sequence[Mapping[str, Any]]
 Option: TypeAlias = str | int | float | bool | Path | Sequence[int | float | str] | Rows | Callable[..., Any] | None
 
 _ROWS = ("prompt_data", "eval_data", "dataset", "eval_dataset")
-_LOADER = f"""\
-# The function that was given to rlhf_cli.ppo as `remote_rm_url`.
+_LOADER = """\
+# The function that was given to rlhf_cli.ppo as `remote_rm_url`. It imports what the script or notebook could.
 import pickle
+import sys
 from pathlib import Path
 
-{DEFAULT_FUNCTION} = pickle.loads(Path(__file__).with_suffix(".pickle").read_bytes())
+sys.path += [folder for folder in {folders} if folder not in sys.path]
+{function} = pickle.loads(Path(__file__).with_suffix(".pickle").read_bytes())
 """
 
 
@@ -50,7 +54,7 @@ def ppo(**options: Option) -> Run:
         ConfigError: an unknown option, options that cannot work together, or a model, data or reward that does not
             work.
         RlhfError: the run failed; the message is its error.
-        KeyboardInterrupt: it was interrupted; the run has ended, and has saved what it saves then.
+        KeyboardInterrupt: it was interrupted. The run has ended, and has saved what an interrupted command saves.
     """
     return _run("ppo", options)
 
@@ -141,7 +145,8 @@ def _write(file: Path, value: Any) -> None:
     try:
         if callable(value):
             file.with_suffix(".pickle").write_bytes(_pickled(value))
-            file.write_text(_LOADER, encoding="utf-8")
+            loader = _LOADER.format(folders=[*map(os.path.abspath, sys.path)], function=DEFAULT_FUNCTION)
+            file.write_text(loader, encoding="utf-8")
         else:
             file.write_text("".join(json.dumps(row) + "\n" for row in value), encoding="utf-8")
     except (pickle.PicklingError, TypeError, ValueError) as error:
@@ -150,14 +155,17 @@ def _write(file: Path, value: Any) -> None:
 
 
 def _pickled(function: Callable[..., Any]) -> bytes:
-    """Return a function with its code, where another process may not find its module: a script, a notebook, and files
-    beside them."""
+    """Return a pickle of a function that holds its code: another process may not find the script or notebook, and a
+    file beside them may have changed."""
     from ray import cloudpickle
 
-    module = getmodule(function if isroutine(function) else type(function))
-    # What was typed in a script or notebook is in any pickle of cloudpickle.
-    is_own = module is not None and module.__name__ != "__main__" and "site-packages" not in (module.__file__ or "")
-    if not is_own:
+    coded = function
+    while isinstance(coded, partial):
+        coded = coded.func
+    module = getmodule(coded if isroutine(coded) else type(coded))
+    file = getattr(module, "__file__", None)  # of no module of C, and not of a notebook
+    # cloudpickle by itself takes along what a script or notebook defines.
+    if file is None or module.__name__ == "__main__" or "site-packages" in file:
         return cloudpickle.dumps(function)
     cloudpickle.register_pickle_by_value(module)
     try:
@@ -170,7 +178,7 @@ def _start(words: Sequence[str]) -> None:
     """Run a command as a process, and print what it says. See `ppo` for what is raised."""
     command = [sys.executable, "-m", "rlhf_cli.main", *words]
     said = []
-    # A session of its own: Ctrl-C in a terminal reaches it once, from here, as that of a notebook does.
+    # In a session of its own, it gets Ctrl-C once: from here, and not from the terminal as well.
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     with subprocess.Popen(command, **options) as process:
         is_interrupted = False
@@ -187,7 +195,10 @@ def _start(words: Sequence[str]) -> None:
         raise KeyboardInterrupt
     if process.returncode == SUCCESS:
         return
-    text = "".join(said).rpartition("error: ")[2].strip()
+    _, mark, text = ("\n" + "".join(said)).rpartition("\nerror: ")
+    if not mark:
+        hint = "see its output above, and log.txt in its folder; a negative status is the number of a signal"
+        raise RlhfError(f"`rlhf {words[0]}` ended with status {process.returncode}", hint=hint)
     kind = ConfigError if process.returncode == BAD_INPUT else RlhfError
-    message, _, hint = text.partition("\n\nhint: ")
-    raise kind(message or f"`rlhf {words[0]}` ended with status {process.returncode}", hint=hint or None)
+    message, _, hint = text.strip().partition("\n\nhint: ")
+    raise kind(message, hint=hint or None)

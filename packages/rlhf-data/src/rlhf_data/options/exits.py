@@ -95,7 +95,8 @@ def exit_status(command: Callable[[], int], *, failure: int = FAILURE) -> int:
     """
     try:
         status = command()
-        sys.stdout.flush()  # the interpreter's own flush, at its end, would report a closed pipe
+        if sys.stdout is not None:  # as after `>&-`
+            sys.stdout.flush()  # the interpreter's own flush, at its end, would report a closed pipe
         return status
     except BrokenPipeError:
         if not _lets_go_of_closed_stdout():
@@ -114,7 +115,7 @@ def _lets_go_of_closed_stdout() -> bool:
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), 0)
-    except (OSError, ValueError):  # it was replaced by a stream without a descriptor, or closed
+    except (OSError, ValueError, AttributeError):  # it was replaced by a stream without a descriptor, or closed
         return False
     if not poll.poll(0):
         return False
