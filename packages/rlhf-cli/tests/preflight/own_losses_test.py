@@ -83,6 +83,9 @@ def test_faulty_file_ends_a_dry_run_with_a_hint(capsys):
     assert main(["ppo", "--dry_run", "--policy_loss_path", "loss.py"]) == 2
     said = capsys.readouterr().err
     assert "returned a tensor [8], and [B, T] is [8, 9]" in said and "hint: return [B, T]" in said
+    absent = ["--pretrain", str(Path("nowhere").absolute())]  # what is left of the dry run checks the file, too
+    assert main(["ppo", "--dry_run", "--policy_loss_path", "loss.py", *absent]) == 2
+    assert "returned a tensor [8], and [B, T] is [8, 9]" in capsys.readouterr().err
     assert main(["ppo", "--dry_run", "--policy_loss_path", "nowhere.py"]) == 2
     assert "nowhere.py does not exist" in capsys.readouterr().err
 
@@ -117,4 +120,4 @@ def test_run_has_a_copy_and_its_hash_and_goes_on_with_no_other_content(tmp_path)
     Path("loss.py").write_text(LOSS + "# another\n")
     with pytest.raises(ConfigError, match="is not the file that the run") as caught:
         check()
-    assert "go back to its copy" in str(caught.value) and "own_code/policy_loss.py" in str(caught.value)
+    assert f"hint: copy {run / 'own_code/policy_loss.py'} to {tmp_path / 'loss.py'}, or" in str(caught.value)

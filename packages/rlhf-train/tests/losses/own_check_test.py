@@ -1,6 +1,7 @@
 """What the check of a user's own loss and advantages finds: planted faults, and none in code that is right."""
 
 import pytest
+import torch
 
 from rlhf_data.errors import ConfigError
 from rlhf_train.algorithms.own_code import OwnCode
@@ -127,6 +128,34 @@ def test_file_that_cannot_be_used_is_an_error(tmp_path, text, problem, hint):
     with pytest.raises(ConfigError, match=problem) as caught:
         OwnCode.read("policy_loss", path)
     assert hint in str(caught.value)
+
+
+def test_file_with_a_mark_before_utf8_is_read_and_one_in_another_encoding_is_an_error(tmp_path):
+    path = tmp_path / "mine.py"
+    text = "def policy_loss(logprobs, advantages): return -logprobs * advantages  # gr\xfcn\n"
+    path.write_bytes(text.encode("utf-8-sig"))
+    assert check_own_code(OwnCode.read("policy_loss", path)) == []
+    path.write_bytes(f"# coding: latin-1\n{text}".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"mine\.py is not UTF-8") as caught:
+        OwnCode.read("policy_loss", path)
+    assert "save it in UTF-8" in str(caught.value)
+
+
+def test_file_that_ends_the_process_is_a_finding(tmp_path):
+    [text] = found(tmp_path, "raise SystemExit(3)\ndef policy_loss(logprobs): return -logprobs\n")
+    assert "failed: SystemExit: 3" in text
+
+
+def test_change_of_log_probs_in_place_is_one_finding(tmp_path):
+    [text] = found(tmp_path, LOSS + "logprobs.sub_(old_logprobs); return -logprobs * advantages")
+    assert "changes `logprobs` in place" in text
+
+
+def test_lack_of_memory_is_no_fault_of_the_function():
+    source = "import torch\ndef policy_loss(logprobs): raise torch.OutOfMemoryError('2 GiB')"
+    logprobs = torch.zeros(1, 1)
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
+        OwnCode("policy_loss", "/nowhere/loss.py", source).call({"logprobs": logprobs, "loss_mask": logprobs == 0})
 
 
 def test_parameter_that_is_no_tensor_of_the_contract_is_an_error(tmp_path):

@@ -48,9 +48,9 @@ def _run(argv: Sequence[str]) -> int:
     show_parsed(parsed)
     if parsed.dry_run:
         return SUCCESS
-    if parsed.config.check_file.file is None:
-        raise parsed.missing[0]
-    path = user_path(parsed.config.check_file.file)
+    file = parsed.config.check_file.file
+    assert file is not None
+    path = user_path(file)
     found = {}
     with TERMINAL.progress.doing(f"checking {path.name}"):
         from rlhf_train.algorithms.own_code import INPUTS, OwnCode, top_names

@@ -75,7 +75,6 @@ def _look(parsed: Parsed[PpoConfig], folder: Path, absent: Absent) -> tuple[Inpu
     """
     config = parsed.config
     check_run_folders(config.checkpoint, folder)
-    check_own_losses(config.algorithm.own_code().values(), folder)
     functions = [source.targets[0] for source in config.reward.sources() if source.kind == "function"]
     critic = config.model.critic_pretrain if config.algorithm.row.uses_critic else None
     has_model = absent.models("pretrain", config.model.pretrain)
@@ -90,6 +89,7 @@ def _look(parsed: Parsed[PpoConfig], folder: Path, absent: Absent) -> tuple[Inpu
     if not absent and not parsed.missing:
         inputs = check_inputs(config, folder)
         return inputs, len(inputs.prompts) or None
+    check_own_losses(config.algorithm.own_code().values(), folder)
     if has_model and config.model.pretrain is not None:
         _check_model(config, config.model.pretrain)
     num_prompts = None

@@ -43,11 +43,15 @@ class OwnCode:
 
     @classmethod
     def read(cls, function: str, path: Path) -> "OwnCode":
-        """Read a file. Raises ConfigError if there is none, or it is no Python or does not define the function."""
+        """Read a file. Raises ConfigError if there is none, or it is no Python in UTF-8 or lacks the function."""
         names = top_names(path)
         if function not in names and "*" not in names:
             raise _missing(function, str(path))
-        return cls(function, str(path.absolute()), path.read_bytes().decode())
+        try:
+            source = path.read_bytes().decode("utf-8-sig")  # without the mark that some editors begin a file with
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8: {error}", hint="save it in UTF-8") from None
+        return cls(function, str(path.absolute()), source)
 
     @property
     def digest(self) -> str:
@@ -59,7 +63,7 @@ class OwnCode:
         copy = folder / FOLDER / f"{self.function}.py"
         if copy.is_file() and copy.read_bytes() != self.source.encode():
             message = f"{self.path} (SHA-256 {self.digest[:12]}...) is not the file that the run in {folder} began with"
-            raise ConfigError(message, hint=f"go back to its copy, {copy}; or start a new run with this file")
+            raise ConfigError(message, hint=f"copy {copy} to {self.path}, or start a new run with this file")
 
     def record(self, folder: Path) -> None:
         """Copy the file to the folder of a run, and list it in SHA256SUMS there. Raises like `check_recorded`."""
@@ -76,13 +80,16 @@ class OwnCode:
         Raises:
             ConfigError: the file cannot be imported, the function raises, or it returns something else than the
                 contract says.
+            torch.OutOfMemoryError: the device has too little memory, which is no fault of the function.
         """
+        import torch
+
         try:
             function, names = _load(self)
             result = function(**{name: tensors[name] for name in names})
-        except ConfigError:
+        except (ConfigError, torch.OutOfMemoryError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self.error(f"failed: {explain(error, Target(self.path))}", "mend it there") from error
         result, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         self._check(result, metrics, tensors["loss_mask"].shape)

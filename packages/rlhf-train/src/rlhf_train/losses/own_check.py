@@ -127,7 +127,7 @@ def _changed_inputs(code: OwnCode, inputs: Inputs) -> list[str]:
 def _other_leaves(code: OwnCode, inputs: Inputs) -> bool:
     """Return whether the graph of a loss ends in other tensors than `logprobs`."""
     leaf = inputs["logprobs"].clone().requires_grad_()
-    loss, _ = code.call({**inputs, "logprobs": leaf})
+    loss, _ = code.call({**inputs, "logprobs": leaf * 1.0})  # no leaf itself, as in `_run`
     nodes = [loss.grad_fn]
     seen = set()
     while nodes:
