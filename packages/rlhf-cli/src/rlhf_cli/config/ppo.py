@@ -210,7 +210,7 @@ def _check_turns(config: PpoConfig, given: Collection[str]) -> list[str]:
 
 
 def _check_adapters(config: PpoConfig) -> None:
-    """Raise ConfigError for what engines that get adapters alone do not do."""
+    """Raise ConfigError for options that engines with adapters alone do not support."""
     if config.engine.lora_sync != "adapter":
         return
     hint = "use --lora_sync merge"

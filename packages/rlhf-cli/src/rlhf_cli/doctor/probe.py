@@ -74,8 +74,9 @@ def _rank() -> dict[str, Any]:
     init_process_group(rank=rank, world_size=num_ranks, master=("127.0.0.1", port), device=device)
     total = torch.full((1 << 20,), float(rank + 1), device=device)
     torch.distributed.all_reduce(total)
+    mean = total.mean().item()  # waits for the GPU, before the group is gone
     leave_process_group()
-    return {"sum": total.sum().item() / (1 << 20)}
+    return {"sum": mean}
 
 
 PROBES: Mapping[str, Callable[[], dict[str, Any]]] = {

@@ -21,7 +21,7 @@ def keep(text: str) -> None:
 def keep_later(text: Callable[[], str]) -> None:
     """Append what `text` returns to the log of the `captured` block around; to none without a block.
 
-    `text` is called on a thread, because nothing waits for it. Its line goes to the same log after the block, too.
+    `text` is called on a thread, because nothing waits for it. Its line reaches that log even if the block has ended.
     """
     if not _logs:
         return

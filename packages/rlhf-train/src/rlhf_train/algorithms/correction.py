@@ -98,7 +98,7 @@ def rejection_statistic(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mas
         token_k2            k2_t = d_t^2 / 2,  with d_t = old_logprobs_t - rollout_logprobs_t
         token_k3            k3_t = e^d_t - 1 - d_t
         mean_k2, mean_k3    their mean over the trained tokens of a rollout: an estimate of KL(engine || trainer)
-        max_k2, max_k3      the largest one of a rollout, which one token without support at the trainer raises
+        max_k2, max_k3      their largest value in a rollout, which a single token without support at the trainer raises
         geometric           e^(mean of d_t), the geometric mean of the weights
 
     Args:

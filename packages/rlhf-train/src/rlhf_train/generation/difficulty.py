@@ -11,7 +11,7 @@ from rlhf_data.records import VerdictKind
 from rlhf_data.sampler import EpochSampler
 
 _NO_VERDICT = (VerdictKind.ABSTAINED, VerdictKind.UNSCORED)
-_LEAST = 1e-12  # a prompt of probability 0 is drawn after all others, and in a random order with its like
+_LEAST = 1e-12  # prompts of probability 0 come after all others, in a random order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +55,18 @@ def draw_probabilities(pass_rates: np.ndarray, *, target: float, uniform_share: 
 class DifficultyPool(EpochSampler):
     """An endless stream of indices of prompts, which are drawn by their pass rates.
 
-    Between two calls of `settle`, prompts come in a random order without repetition: the next one is each of those that
-    are left in proportion to its probability. Draws therefore do not depend on the order in which groups become
-    complete. When no prompt is left, a new order begins.
+    Between two calls of `settle`, prompts come in a random order without repetition. The next prompt is drawn from
+    those that are left, in proportion to their probabilities. Draws therefore do not depend on the order in which
+    groups become complete. When no prompt is left, a new order begins.
 
-    The pass rate of a prompt is that of its first visit; each further visit moves it half of the way. Retired prompts
-    return when as many prompts were drawn as there are (an episode), and when all are retired. One more solved visit
-    retires a prompt again.
+    The pass rate of a prompt is that of its first visit. Each further visit moves it half of the way to the visit's own
+    rate. Retired prompts return when as many prompts were drawn as there are (an episode), and when all are retired.
+    One more solved visit retires such a prompt again.
 
     Args:
         num_items: number of prompts, N.
         spec: how they are drawn.
-        seed: determines, with the number of the order, the order.
+        seed: determines each order, together with its number.
     """
 
     def __init__(self, num_items: int, spec: DifficultySpec, *, seed: int) -> None:
@@ -98,8 +98,8 @@ class DifficultyPool(EpochSampler):
     def observe(self, number: int, item: int, verdicts: Sequence[VerdictKind]) -> None:
         """Note a visit, whose pass rate is the share of responses that are right.
 
-        A response whose scorer failed or abstained does not count, nor does one without a scorer; without another one,
-        nor does the visit.
+        Responses whose scorer failed or abstained, or that have no scorer, do not count. Nor does a visit that has only
+        such responses.
 
         Args:
             number: of the draw. Visits count in the order of their numbers.

@@ -22,7 +22,7 @@ class OwnTokenLoss:
         constants: name to [N] float of the packed tokens. Without "old_logprobs" the current ones take their place.
 
     Attributes:
-        metrics: what the function returned last beside the loss, [N] float each, by `own_` and its name.
+        metrics: those that the last call returned beside the loss, by `own_NAME`, [N] float each.
     """
 
     def __init__(self, code: OwnCode, lengths: Tensor, constants: Mapping[str, Tensor]) -> None:
@@ -50,12 +50,13 @@ def _padded(column: Tensor, mask: Tensor) -> Tensor:
 def own_advantages(code: OwnCode, rows: Sequence[int], own: Mapping[str, Any], *, counts: bool) -> Tensor:
     """Return a user's advantages of this rank's rollouts, [B, T] float32 in host memory. Collective.
 
-    All ranks compute those of the whole batch in the order in which it was dealt, so that no split of it matters.
+    Each rank computes the advantages of the whole batch, in the order in which its rollouts were dealt, so that the
+    split over ranks does not matter.
 
     Args:
         code: the function.
         rows: places of this rank's rollouts in the batch.
-        own: their part of each of `INPUTS["advantages"]`, in host memory, but `group_ids` as a list of texts.
+        own: `INPUTS["advantages"]` of these rollouts, in host memory; `group_ids` is a list of texts.
         counts: whether this rank's rollouts belong to the batch; another rank has the same ones if not.
     """
     parts: list[Any] = [None] * torch.distributed.get_world_size()

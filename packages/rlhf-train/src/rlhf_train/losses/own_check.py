@@ -1,7 +1,6 @@
 """Checks of a user's policy loss or advantages on random data, before a run; see docs/own_losses.md.
 
-What the product guarantees to its own losses is looked for one by one: each check changes what must not matter, and
-compares.
+Each check looks for one property that the product's own losses have: it changes what must not matter, and compares.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,7 @@ _CLEAR = "clear it first: x.masked_fill(~loss_mask, 0.0), or torch.where; a prod
 def check_own_code(code: OwnCode, *, seed: int = 0) -> list[ConfigError]:
     """Return what is wrong with a user's function, an error with a hint for each finding.
 
-    Checks that come after one that finds something are left out where they could only find the same.
+    After a finding, checks that could only find the same again are left out.
     """
     inputs = random_inputs(code.function, seed)
     findings: list[ConfigError] = []
@@ -74,11 +73,11 @@ def _run(code: OwnCode, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     if code.function == "advantages":
         return code.call(tensors)[0], None
     leaf = tensors["logprobs"].requires_grad_()
-    # No leaf itself: the log-probs of a model are none, and are changed in place without an error.
+    # A copy of the leaf: PyTorch refuses to change a leaf in place, and lets the log-probs of a model be changed.
     loss, _ = code.call({**tensors, "logprobs": leaf * 1.0})
     if not loss.requires_grad:
         return loss, None
-    # Weights that belong to the tokens, wherever they are.
+    # Weights that stay with their tokens when these change places.
     mask = inputs["loss_mask"]
     total = ((0.5 + inputs["advantages"][mask].abs()) * loss[mask]).sum()
     return loss.detach(), torch.autograd.grad(total, leaf, allow_unused=True)[0]
@@ -177,7 +176,7 @@ def _invariances(code: OwnCode, inputs: Inputs, result: Tensor, gradient: Tensor
 
 
 def _with_masked(inputs: Inputs, value: float) -> dict[str, Tensor]:
-    """Return inputs with a value in all places that are not trained, another multiple of it in each float tensor."""
+    """Return inputs with multiples of `value` in all places that are not trained, another one in each float tensor."""
     changed = dict(inputs)
     for number, (name, tensor) in enumerate(inputs.items(), start=1):
         if tensor.ndim == 2 and tensor.is_floating_point():

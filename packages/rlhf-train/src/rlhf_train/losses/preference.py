@@ -327,8 +327,8 @@ def distillation_loss(
 
     Returns:
         [N] float32, nats; smallest when both distributions are equal: the teacher's entropy, or 0. Distributions are
-        held for a block of rows at a time, and the gradient, of the type of the logits, from the forward pass on: one
-        backward pass is possible.
+        held for one block of rows at a time. The forward pass already computes the gradient, in the type of the logits,
+        so only one backward pass is possible.
 
     Source: forward_kl: Hinton, Vinyals and Dean 2015, arXiv:1503.02531, at temperature 1; the others: Agarwal et al.
     2023 (GKD), arXiv:2306.13649, eq. 1.

@@ -39,7 +39,7 @@ class AdapterTransferEngine(BucketTransferEngine):
             self._arriving.update(part)
 
     def finish_weight_update(self) -> None:
-        """Put the adapter in the place of the one before, which it must name all tensors of."""
+        """Replace the adapter before by the one that arrived, which must have all tensors that the old one has."""
         layers = {name.rpartition(".lora_")[0] for name in [*self.adapter, *self._arriving]}
         needed = [f"{layer}.lora_{matrix}.weight" for layer in sorted(layers) for matrix in "AB"]
         self.missing = [name for name in needed or ["an adapter"] if name not in self._arriving]

@@ -253,7 +253,7 @@ def core_request(
 
 
 def adapter_request(*, is_new: bool = False) -> Any:
-    """Return how vLLM is asked for the adapter that arrived last; `is_new`: to take it in place of the one before."""
+    """Return vLLM's request for the adapter that arrived last. `is_new`: vLLM must read it again."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", 1, "received", load_inplace=is_new)

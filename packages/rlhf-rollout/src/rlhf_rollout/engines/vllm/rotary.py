@@ -19,7 +19,7 @@ _LATENT = {
 }
 # Those that transformers, too, scales by `short_mscale` and `long_mscale`.
 _SCALED = {"PhimoeForCausalLM", "PhiMoEForCausalLM"}
-# What vLLM reads before 0.30 and transformers does not, with the value that changes nothing.
+# Fields that vLLM before 0.30 reads and transformers does not, with the values that change nothing.
 _VLLM_ALONE = {"attn_factor": 1, "extrapolation_factor": 1, "apply_yarn_scaling": True}
 
 

@@ -156,9 +156,9 @@ def mask_logits(model: nn.Module, ranges: Sequence[Sequence[int]]) -> None:
 
 @contextmanager
 def leave_head_to_base(runner: Any) -> Iterator[None]:
-    """Have a worker that loads its model within a `with` block prepare no adapters of embeddings and of the LM head.
+    """Let a worker that loads its model within a `with` block prepare no adapters for embeddings and the LM head.
 
-    Those take the most time and memory, are zero, and would pass the mask of ids by.
+    Such adapters would take the most time and memory, stay zero, and bypass the mask of token ids.
     """
     load = runner.load_lora_model
 
@@ -176,10 +176,10 @@ def leave_head_to_base(runner: Any) -> Iterator[None]:
 
 
 def take_adapters(manager: Any, receiver: Any, rank: int) -> None:
-    """Have a worker take the adapter that it has received where vLLM would read one from a folder.
+    """Let a worker take the adapter that it has received, where vLLM would read one from a folder.
 
     Args:
-        manager: the worker's, of adapters.
+        manager: the worker's manager of adapters.
         receiver: the worker's `AdapterTransferEngine`.
         rank: of all its matrices.
     """
@@ -199,9 +199,9 @@ def take_adapters(manager: Any, receiver: Any, rank: int) -> None:
         options = {"device": manager.device, "dtype": manager.lora_config.lora_dtype, "weights_mapper": mapper}
         scales = PEFTHelper(r=rank, lora_alpha=rank, target_modules="all-linear")
         adapter = LoRAModel.from_lora_tensors(number, tensors, scales, **options)
-        # vLLM leaves out without a word what it has no layer for.
+        # vLLM silently leaves out adapters that it has no layer for.
         if lost := sorted(adapter.loras.keys() - layers.modules.keys() - {*chain(*layers.packed_modules.values())}):
-            receiver.adapter = {}  # which the next update need not name all tensors of
+            receiver.adapter = {}  # the next update may name other tensors
             name = type(layers.model).__name__
             message = f"{name} of vLLM applies no adapter to {len(lost)} layers, such as {lost[0]}"
             raise WeightSyncError(message, hint="use ``adapter_rank=0``, which sends merged weights")

@@ -25,7 +25,7 @@ def patch(core: Any) -> None:
         core: vLLM's `EngineCore`. Nothing may change the lists of tokens that it gets.
     """
     hash_blocks = core.request_block_hasher
-    if hash_blocks is None or core.scheduler.lora_config is not None:  # nothing is cached, or by adapter
+    if hash_blocks is None or core.scheduler.lora_config is not None:  # nothing is cached, or hashes name adapters, too
         return
     digest = get_hash_fn_by_name(core.vllm_config.cache_config.prefix_caching_hash_algo)
     size = core.scheduler.hash_block_size
