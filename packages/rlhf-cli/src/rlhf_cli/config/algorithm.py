@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import cached_property
 from math import inf
 from typing import Annotated, Any
 
@@ -287,8 +288,12 @@ class AlgorithmSection(Section, title="algorithm"):
         """The estimator's row in the table of algorithms."""
         return ALGORITHMS[self.advantage_estimator] if self.advantage_path is None else OWN_ROW
 
+    @cached_property
     def own_code(self) -> dict[str, OwnCode]:
-        """Return the user's functions by the option that names their file. Raises ConfigError if one cannot be read."""
+        """The user's functions by the option that names their file. Raises ConfigError if one cannot be read.
+
+        A file is read once, so that what is checked is what a run gets.
+        """
         paths = {name: getattr(self, name) for name in OWN_CODE}
         return {name: OwnCode.read(OWN_CODE[name], user_path(path)) for name, path in paths.items() if path is not None}
 
@@ -304,7 +309,7 @@ class AlgorithmSection(Section, title="algorithm"):
         low, high = self.is_correction_threshold or _CORRECTION_BOUNDS[self.is_correction_mode]
         by_default = "token" if quantized and self.old_logprobs != "rollout" else "off"
         level = self.is_correction_level or by_default
-        own = self.own_code()
+        own = self.own_code
         spec = make_algorithm(
             self.advantage_estimator,
             policy_loss=self.policy_loss_type,

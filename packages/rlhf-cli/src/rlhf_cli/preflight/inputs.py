@@ -90,7 +90,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
         ConfigError: a model, tokenizer, length or reward that does not work.
         DataError: data that cannot be used.
     """
-    check_own_losses(config.algorithm.own_code().values(), folder)
+    check_own_losses(config.algorithm.own_code.values(), folder)
     if config.rollout.replay is not None:
         return _check_replay(config)
     from rlhf_models.loading import check_tokenizer_fits  # imports torch
