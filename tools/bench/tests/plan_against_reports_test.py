@@ -23,19 +23,20 @@ AT_ONCE = {
     "online-h200x4-seeds-7b.json",
     "online-h200x4-seeds.json",
 }
-# In these runs, engines prepared each token of each sequence on the host, which took longer than a small model's GPU
-# work. They measure learning: a plan estimates the generation of engines that decode several tokens at a time.
+# In these runs, engines decoded one token at a time, which took the host longer than a small model's GPU work.
 OLDER_ENGINES = {
     *("online-h100-w1-sleep.json", "online-h100-w1-start-plain.json", "online-h100-w1-start.json"),
-    *("online-h100x2-tail-in-turn.json", "online-h200-lr0.json", "online-h200-w1.json", "online-h200-w1-fp8.json"),
+    *("online-h100x2-tail-in-turn.json", "online-h100x2-tail-staleness-4.json", "online-h200-lr0.json"),
+    *("online-h200-w1-fp8.json", "online-h200-w1-tail-async.json", "online-h200x2-w9-async.json"),
     *("online-h200-w1-lora-start.json", "online-h200-w1-lora.json", "online-h200-w1-mixed-padded.json"),
     *("online-h200-w1-mixed.json", "online-h200-w1-muon.json", "online-h200-w1-options.json"),
     *("online-h200-w1-reference.json", "online-h200-w1-shared.json", "online-h200-w1-start.json"),
     *("online-h200-w1-tail.json", "online-h200-w1-vllm-scheduler.json", "online-h200-w3.json"),
     *("online-h200x2-w9-in-turn.json", "online-h200x4-seeds.json", "online-h200x4-seeds-7b.json"),
 }
-# The same, where learning waited for generation all the time, and one machine whose steps took longer.
-WAITED = {"online-h200-w1-tail-async.json", "online-h200x2-w9-async.json", "online-h100x2-tail-staleness-4.json"}
+# Its engine looked at blocks and log-probs of each sequence in each step, which none does any more: 8.5 ms of the host
+# for 512 sequences, where the others take 5.
+FORMER_CODE = "online-h200-w1.json"
 
 
 def reports() -> dict[str, dict]:
@@ -108,6 +109,7 @@ def test_reports_are_of_three_sizes_on_one_to_four_gpus():
 def timed_reports() -> dict[str, dict]:
     """Return the reports of online runs with seconds by phase, and the parts of those of several runs."""
     found = {path.name: json.loads(path.read_text()) for path in sorted(RESULTS.glob("online-*.json"))}
+    del found[FORMER_CODE]
     runs = found.pop("online-h200x4-w2.json")
     parts = {
         f"online-h200x4-w2.json, {number}": run | {"environment": runs["environment"]}
@@ -121,7 +123,7 @@ def seconds_of(name: str, folder: Path) -> dict[str, tuple[float, float]]:
     report = timed_reports()[name]
     median = report["median"]
     is_full = median["rollout/response_tokens"] > 0.93 * report["options"]["response_tokens"]
-    plan = planned(report, folder)
+    plan = planned(report, folder, *(["--vllm_skip_patches", "multi_step"] if name in OLDER_ENGINES else []))
     moved = max(need.moved for need in plan.memory.needs.values())
     rates = RATES["h100" if "H100" in report["environment"]["gpu"] else "h200"]
     found = step_seconds(plan.job, rates, None if is_full else median["rollout/response_tokens"], moved)
@@ -136,19 +138,14 @@ def seconds_of(name: str, folder: Path) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize("name", timed_reports())
 def test_plan_meets_the_seconds_of_steps_within_fifteen_percent(name, tmp_path):
-    found = seconds_of(name, tmp_path)
-    estimated, measured = found["step"]
-    if name in OLDER_ENGINES:
-        generation, older = found["generation"]
-        assert generation < 1.05 * older
-        estimated += older - generation
-    assert 0.85 < estimated / measured < 1.15 if name not in WAITED else estimated < measured
+    estimated, measured = seconds_of(name, tmp_path)["step"]
+    assert estimated == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize("name", [f"{name}.json" for name in FITTED])
 def test_phases_of_the_reports_that_rates_come_from_are_met(name, tmp_path):
     found = seconds_of(name, tmp_path)
-    for phase in ("training", "generation")[: 1 if name in OLDER_ENGINES else 2]:
+    for phase in ("training", "generation")[: 1 if name == "online-h200x4-seeds.json" else 2]:  # 0.79: only its step is
         estimated, measured = found[phase]
         assert abs(estimated / measured - 1) < 0.21
 

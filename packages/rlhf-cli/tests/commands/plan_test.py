@@ -35,6 +35,7 @@ WEIGHTS = {
 GROUP = ["--advantage_estimator", "group_norm", "--n_samples_per_prompt", "4", "--init_kl_coef", "0", "--bf16"]
 SHARED = [*GROUP, "--colocate_all_models", "--packing_samples"]
 APART = ["--colocate_all_models", "false", "--actor_num_gpus_per_node", "1", "--vllm_num_engines", "1"]
+ASYNC = ["--async_train", "--old_logprobs", "rollout"]
 SLEEP = ["--vllm_enable_sleep", "--deepspeed_enable_sleep"]
 
 
@@ -145,8 +146,12 @@ def test_seconds_of_passes_are_operations_over_rate(planner):
     assert two["policy training"] == pytest.approx(1.5 * of_forward / 1e12)
     padded = seconds(planner(1, 3.0)([*words, "--packing_samples", "false"]), flops=1e12)  # with all of the square
     assert padded["reference"] == pytest.approx((of_forward + of_attention) / 1e12)
-    # 2 updates, each of 32 rollouts in passes of 8, forward and backward.
-    assert seconds(planner(1, 2.0)(words), pass_s=1.0)["policy training"] == 2 * 4 * 2
+    # 2 updates, each of 32 rollouts in passes of 8, forward and backward; or the host's seconds, if they are more.
+    one = planner(1, 2.0)(words)
+    assert seconds(one, pass_s=1.0)["policy training"] == 2 * 4 * 2
+    assert seconds(one, pass_s=1.0, host_layer_s=3.0)["policy training"] == 2 * 4 * 3 * 24
+    assert seconds(one, pass_s=1.0, host_layer_s=3.0)["reference"] == 8 * 24
+    assert seconds(one, pass_s=99.0, host_layer_s=3.0)["reference"] == 8 * 99
 
 
 @pytest.mark.parametrize(
@@ -192,6 +197,8 @@ def test_seconds_of_decode_steps(planner):
     plan = planner(1)([*words, "--generate_max_len", "1024"])
     assert seconds(plan, decode_step_s=1.0)["generation"] == 1024
     assert seconds(plan, decode_row_s=1.0)["generation"] == 64 * 1024
+    single = planner(1, 4.0)([*words, "--generate_max_len", "1024", "--vllm_skip_patches", "multi_step"])
+    assert seconds(single, single_step_s=2.0, single_row_s=1.0)["generation"] == 2 * 1024 + 64 * 1024
     read = 2 * WEIGHTS["qwen2.5-0.5b"] + 64 * 12_288 * (1024 + 512)
     assert seconds(plan, read_bytes=1e12, crowding=1.5)["generation"] == pytest.approx(1024 * read / 1e12)
     rounded = planner(1, 1.0)([*words, "--generate_max_len", "1024", "--vllm_quantization", "fp8"])
@@ -226,8 +233,12 @@ def test_sides_that_work_at_the_same_time_take_as_long_as_the_longer_one(planner
     rates = {"decode_step_s": 1.0, "flops": 1e13}
     in_turn = seconds(planner(2)(words), **rates)
     assert in_turn["step"] == pytest.approx(sum(in_turn.values()) - in_turn["step"])
-    beside = seconds(planner(2, 1.0)([*words, "--async_train", "--old_logprobs", "rollout"]), **rates)
+    beside = seconds(planner(2, 1.0)([*words, *ASYNC]), **rates)
     assert beside["step"] == max(beside["generation"], beside["policy training"])
+    # On one GPU a trainer computes beside an engine, and waits for it.
+    shared = seconds(planner(1)([*words, *ASYNC, "--colocate_all_models"]), crowding=1.5, **rates)
+    assert shared["policy training"] == pytest.approx(1.5 * beside["policy training"])
+    assert shared["step"] == pytest.approx(shared["generation"] + shared["policy training"])
 
 
 def test_picture_has_a_line_per_range_of_equal_gpus(planner):
@@ -353,6 +364,13 @@ def test_seconds_are_those_of_the_kind_of_gpu_and_the_lengths(capsys):
     trainer, fullest = (float(re.search(rf"\n  {name} +(\d+\.\d)", out)[1]) for name in ("train", "fullest GPU"))
     assert float(told[1]) < trainer
     assert float(told[2]) - fullest == pytest.approx(float(told[1]) - trainer, abs=0.11)
+
+
+@pytest.mark.parametrize(("gpus", "says"), [(8, False), (64, True)])
+def test_links_between_nodes_are_said_to_be_unmeasured(gpus, says, capsys):
+    words = model("llama-3.1-70b", gpus, *SLEEP, "--zero_stage", "3", "--train_batch_size", "512")
+    status, out, _ = run(capsys, *words, "--gpus", str(gpus))
+    assert (status, "\n  links between nodes are counted like those within a node" in out) == (0, says)
 
 
 def test_adapters_are_suggested_where_all_weights_cannot_be_trained(capsys, planner):

@@ -21,7 +21,7 @@ FITTED = (
     *("online-h200-lr0", "online-h200-7b-ppo", "online-h200x2-7b-apart", "online-h100x2-7b-ppo", "online-h200x4-seeds"),
     *("online-h100-w1-sleep", "online-h100-w1-start-plain", "online-h200-w1-start", "online-h200-w1-tail"),
     *("online-h200-w1-mixed", "online-h200-w2-mixed", "online-h200x2-w9-in-turn"),
-    *("online-h200-0.5b-short", "online-h200x2-0.5b-short", "online-h200x2-7b-zero3"),
+    *("online-h200-0.5b-short", "online-h200x2-0.5b-short", "online-h200x2-7b-zero3", "online-h100x2-tail-in-turn"),
 )
 
 
@@ -40,13 +40,16 @@ class Rates:
         link_bytes: bytes of weights and gradients that ranks exchange.
         synced_bytes: bytes of weights that engines get.
         decode_step_s, decode_row_s: of a decode step on the host, and of each sequence in it.
+        single_step_s, single_row_s: the same in engines that decode one token at a time.
         pass_s: of a forward pass, besides its operations; backward likewise.
+        host_layer_s: the least for a layer in a pass with gradients, in which the host launches its kernels; a third of
+            it without.
         column_s: of a column of log-probs or values, besides its passes.
         zero3_layer_s: the least for a layer in a pass with gradients at ZeRO 3, a third of it without and in a sync.
         sync_s: of a weight sync, besides `synced_bytes`.
         turn_s: in which engines go to sleep and wake up.
         crowding: how many times as long the GPU's part of an engine takes with other engines on that GPU, besides their
-            own parts.
+            own parts, and that of a trainer beside an engine.
     """
 
     flops: float
@@ -59,7 +62,10 @@ class Rates:
     synced_bytes: float
     decode_step_s: float
     decode_row_s: float
+    single_step_s: float
+    single_row_s: float
     pass_s: float
+    host_layer_s: float
     column_s: float
     zero3_layer_s: float
     sync_s: float
@@ -78,7 +84,10 @@ _H200 = Rates(
     synced_bytes=2e11,  # online-h200-7b-ppo and -w1-options: 15.2 and 1.0 GB in 0.11 and 0.05 s, with sync_s
     decode_step_s=1.0e-3,
     decode_row_s=3.3e-6,
+    single_step_s=2.1e-3,  # this and single_row_s: those that the test calls OLDER_ENGINES
+    single_row_s=4.6e-6,
     pass_s=0.0197,
+    host_layer_s=1.4e-3,  # host-time-h200: 30 layers of a small model, 15 passes in 0.65 s
     column_s=0.0181,
     zero3_layer_s=0.0165,  # zero3-h100x2-7b: 28 layers in 0.46 s
     sync_s=0.03,
@@ -88,7 +97,12 @@ _H200 = Rates(
 _MEMORY = 3.35 / 4.8  # TB/s of an H100 and of an H200, as NVIDIA states them; both have the same operations
 RATES: Mapping[str, Rates] = {
     "h200": _H200,
-    "h100": replace(_H200, moved_bytes=_MEMORY * _H200.moved_bytes, read_bytes=_MEMORY * _H200.read_bytes),
+    "h100": replace(
+        _H200,
+        moved_bytes=_MEMORY * _H200.moved_bytes,
+        read_bytes=_MEMORY * _H200.read_bytes,
+        host_layer_s=5.0e-3,  # online-h100x2-tail-in-turn: 28 layers, 16 passes in 2.25 s
+    ),
     # Two cores, busy-cpu; decode_step_s and sync_s are costs of the simulator in asynchronous-cpu.
     "cpu": replace(
         _H200,
@@ -97,7 +111,10 @@ RATES: Mapping[str, Rates] = {
         **dict.fromkeys(("link_bytes", "synced_bytes"), math.inf),
         decode_step_s=2.4e-3,
         decode_row_s=6e-5,
+        single_step_s=2.4e-3,
+        single_row_s=6e-5,
         pass_s=0.019,
+        host_layer_s=0.0,
         column_s=0.0,
         sync_s=0.037,
     ),
@@ -139,14 +156,16 @@ def step_seconds(
     phases["rewards"] = sum(_reward_model(job, path, rates, lengths) for path in job.reward.models)
     titles = {"actor": "old log-probs", "reference": "reference", "critic": "values", "teacher": "teacher"}
     learning = []
+    at_once = rates.crowding if job.max_staleness and job.plan.shares_gpus else 1.0
+    trained = replace(rates, flops=rates.flops / at_once, moved_bytes=rates.moved_bytes / at_once)
     for placed in job.plan.trainers:
         found = {}
         for role in placed.roles:
             if role != "actor" or job.algorithm.runs_actor:
-                found[titles[role]] = rates.column_s + _passes(job, role, rates, lengths, is_trained=False)
+                found[titles[role]] = rates.column_s + _passes(job, role, trained, lengths, is_trained=False)
             if job.models[role].optimizer is not None:
                 title = "policy training" if role == "actor" else "critic training"
-                found[title] = _passes(job, role, rates, lengths, is_trained=True)
+                found[title] = _passes(job, role, trained, lengths, is_trained=True)
         phases |= found
         learning.append(sum(found.values()))
     actor = job.models["actor"]
@@ -176,7 +195,10 @@ def describe_seconds(job: OnlineJob, kind: str, mean_response_tokens: float | No
     tokens = job.batch.num_rollouts * min(mean_response_tokens or most, most)
     rows = (f"  {name:<24}{seconds:8.2f}" for name, seconds in found.items())
     speed = f"  response tokens/s       {tokens / found['step']:8,.0f}"
-    return "\n".join([f"seconds per step, estimated for {kind.upper()}", *rows, speed])
+    lines = [f"seconds per step, estimated for {kind.upper()}", *rows, speed]
+    if len({place.node for placed in [*job.plan.trainers, job.plan.engines] for place in placed.places}) > 1:
+        lines.append("  links between nodes are counted like those within a node, as they were not measured")
+    return "\n".join(lines)
 
 
 def _generation(job: OnlineJob, rates: Rates, lengths: _Lengths) -> float:
@@ -209,6 +231,8 @@ def _generation(job: OnlineJob, rates: Rates, lengths: _Lengths) -> float:
     of_prompt = costs.of(lengths.prompt) / parts / rates.flops
     on_device = steps * of_step + rows * (lengths.mean * of_token + of_prompt / job.batch.n_samples_per_prompt)
     on_device *= neighbours * (rates.crowding if neighbours > 1 else 1)
+    if "multi_step" in engine.skip_patches:
+        return steps * rates.single_step_s + rows * lengths.mean * rates.single_row_s + on_device
     return steps * rates.decode_step_s + rows * lengths.mean * rates.decode_row_s + on_device
 
 
@@ -245,11 +269,13 @@ def _passes(job: OnlineJob, role: str, rates: Rates, lengths: _Lengths, *, is_tr
     seconds = times * _computing(spec, rates, lengths, rows, tokens, targets)
     counts = count_parameters(_config(spec.path), has_head=role != "critic")
     item = ITEM_BYTES[spec.dtype]
+    num_layers = sizes_of(_config(spec.path)).num_layers
     is_divided = _is_divided(spec, num_ranks)
     if is_divided:
         seconds += passes * (2 * item + 4 if is_trained else item) * counts.total / rates.link_bytes
         seconds = max(seconds, passes * (3 if is_trained else 1) * _gathering(spec, rates))
     seconds += passes * rates.pass_s * (1 + is_trained)
+    seconds = max(seconds, passes * (3 if is_trained else 1) * rates.host_layer_s / 3 * num_layers)
     if spec.offload:
         seconds += item * counts.total / (num_ranks if is_divided else 1) / rates.copied_bytes
     if is_trained and spec.lora is None:
