@@ -1,6 +1,7 @@
 """The offline commands from their flags to a model folder, on real DeepSpeed in this process."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,11 @@ def test_command_learns_its_examples_and_says_where_everything_lies(folder, mode
         else "AutoModelForCausalLM.from_pretrained"
     )
     assert f"{loader}('{folder / 'out' / 'model'}')" in out
+    assert rlhf(["report", str(folder / "out")]) == 0
+    page = (folder / "out" / "report.html").read_text(encoding="utf-8")
+    [shown] = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])["runs"]
+    assert (shown["command"], shown["last_step"]) == (command, 8)
+    assert shown["curves"]["eval/loss"] == [[0, 8], pytest.approx([before, after], rel=1e-5)]
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])

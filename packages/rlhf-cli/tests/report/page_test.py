@@ -145,6 +145,47 @@ def test_all_parts_of_two_runs_are_drawn(browse, tmp_path):
     assert found["read"] == "step 1, 10 s"
 
 
+def test_three_runs_share_charts_and_each_can_be_hidden(browse, tmp_path):
+    runs = [write_run(tmp_path / name, steps) for name, steps in (("one", 5), ("two", 4), ("three", 3))]
+    found = browse(
+        report(*runs, path=tmp_path / "report.html"),
+        """
+        const lines = () => document.querySelectorAll("#part-curves .chart path.line");
+        const result = {shown: [lines().length]};
+        result.colours = new Set([...lines()].map((line) => getComputedStyle(line).stroke)).size;
+        for (const at of [1, 2, 1]) {
+          document.querySelectorAll("#runs button")[at].click();
+          result.shown.push(lines().length);
+        }
+        """,
+    )
+    # Two charts, whose runs are hidden one by one, and one of them shown again.
+    assert found == {"shown": [6, 4, 2, 4], "colours": 3}
+
+
+def test_the_same_prompt_of_two_runs_is_shown_side_by_side(browse, tmp_path):
+    runs = [write_run(tmp_path / "one", 2, answer="4"), write_run(tmp_path / "two", 1, answer="5")]
+    found = browse(
+        report(*runs, path=tmp_path / "report.html"),
+        """
+        const elsewhere = document.querySelector(".same select");
+        const result = {choices: [...elsewhere.options].slice(1).map((each) => each.textContent)};
+        elsewhere.value = "1";
+        elsewhere.dispatchEvent(new Event("change"));
+        const columns = [...document.querySelectorAll(".pair article")];
+        result.titles = columns.map((each) => each.querySelector("h2").innerText);
+        result.tokens = columns.map((each) => each.querySelectorAll(".t").length);
+        result.boxes = columns.map((each) => [each.getBoundingClientRect().left, each.getBoundingClientRect().top]);
+        """,
+        part="#rollouts/0~training~1~step1%2F0%2F0",
+    )
+    assert found["choices"] == ["one, training, step 2, mean reward 1", "two, training, step 1, mean reward 0.5"]
+    assert [title.split()[0] for title in found["titles"]] == ["one,", "two,"]
+    assert min(found["tokens"]) > 0
+    (left, top), (right, other_top) = found["boxes"]
+    assert left < right and top == other_top
+
+
 def test_texts_are_shown_as_texts(browse, tmp_path):
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
