@@ -10,7 +10,6 @@ from importlib.metadata import version
 import pytest
 
 from rlhf_cli.builtin import BUILTIN, MODEL_DIR, TRAIN_FILE
-from rlhf_cli.commands import rollout
 from rlhf_cli.main import COMMANDS, GROUPS, command_line, main
 from rlhf_cli.paths import with_full_paths
 from rlhf_data.options.declare import options
@@ -108,7 +107,7 @@ def test_completion_of_an_unknown_shell_is_refused(capsys, words):
 
 def test_builtin_names_become_files_and_stay_words_in_what_is_shown(tmp_path, capsys):
     words = [*GENERATE, "--pretrain", BUILTIN, "--tokenizer", BUILTIN, "--output_path", "o.jsonl"]
-    config = rollout.command_line("generate").parse(words).config
+    config = command_line("generate").parse(words).config
     full = with_full_paths(config, keep_builtin=False)
     assert (full.model.pretrain, full.model.tokenizer) == (str(MODEL_DIR), str(MODEL_DIR))
     assert full.data.prompt_data == str(TRAIN_FILE)

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from typing import Any
@@ -15,7 +14,7 @@ from rlhf_cli.console.exits import BAD_INPUT, SUCCESS, exit_status
 from rlhf_cli.preflight.launcher import check_launched_once
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.options.command_line import CommandLine
-from rlhf_data.options.declare import options
+from rlhf_data.options.declare import Config, options
 from rlhf_rollout.commands.main import COMMANDS as ROLLOUT_COMMANDS
 
 GROUPS = {
@@ -80,15 +79,28 @@ def command_line(name: str) -> CommandLine[Any]:
 def _found(name: str) -> tuple[CommandLine[Any], Callable[[Sequence[str]], int]]:
     """Import a command; return its command line, and the function that runs it."""
     if name in ROLLOUT_COMMANDS:
-        from rlhf_cli.commands import rollout
+        from rlhf_cli.openrlhf.flags import adapt, flags_of
+        from rlhf_cli.paths import user_path
 
-        return rollout.command_line(name), partial(rollout.main, name)
+        command = ROLLOUT_COMMANDS[name]
+        line = command.command_line("rlhf", resolve=user_path, foreign=flags_of(name), adapt=adapt)
+        return line, lambda words: command.run(line, words, _completed)
     if name in ("ppo", *GROUPS["tools"]):
         module = importlib.import_module(f"rlhf_cli.commands.{name}")
         return module.COMMAND_LINE, module.main
     from rlhf_cli.commands.examples import COMMANDS as EXAMPLES
 
     return EXAMPLES[name].command_line, EXAMPLES[name]
+
+
+def _completed(config: Config) -> Config:
+    """Return the configuration of a command of `rlhf-rollout` with full paths, and the files that `builtin` names."""
+    from rlhf_cli.paths import run_folder_notices, with_full_paths
+    from rlhf_rollout.commands.terminal import TERMINAL
+
+    for notice in run_folder_notices(config):
+        TERMINAL.say(f"notice: {notice}")
+    return with_full_paths(config, keep_builtin=False)
 
 
 def _help() -> str:

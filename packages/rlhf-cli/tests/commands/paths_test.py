@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_cli import main, paths
 from rlhf_cli.builtin import HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
-from rlhf_cli.commands import lora_combiner, ppo, rollout
+from rlhf_cli.commands import lora_combiner, ppo
 from rlhf_cli.commands.examples import COMMANDS
 from rlhf_data.errors import ConfigError
 
@@ -75,7 +75,7 @@ def test_every_command_says_that_a_model_is_named_by_the_folder_of_a_run(folder,
     assert list(offline.notices[:2]) == [said("pretrain", **one), said("ref_pretrain", **two)]
     merge = lora_combiner.COMMAND_LINE.parse(["--model_path", "one", "--lora_path", "two", "--output_path", "x"])
     assert list(merge.notices) == [said("model_path", **one), said("lora_path", **two)]
-    assert rollout.main("generate", [*words, "--output_path", "x.jsonl", "--dry_run"]) == 0
+    assert main.main(["generate", *words, "--output_path", "x.jsonl", "--dry_run"]) == 0
     assert capfd.readouterr().err.count(f"notice: {said('pretrain', **one)}\n") == 1
 
 
@@ -83,7 +83,7 @@ def test_commands_of_rlhf_rollout_get_the_files_that_builtin_stands_for(folder, 
     found = []
     monkeypatch.setattr("rlhf_rollout.commands.generate.run", found.append)
     words = ["--pretrain", "builtin", "--prompt_data", "builtin", "--input_key", "prompt", "--output_path", "x.jsonl"]
-    rollout.main("generate", words)
+    main.main(["generate", *words])
     [config] = found
     assert (config.model.pretrain, config.data.prompt_data) == (str(MODEL_DIR), str(TRAIN_FILE))
 

@@ -408,8 +408,8 @@ def test_find_gpus_counts_those_of_each_node_that_lives(monkeypatch):
     nodes = [("Alive", 2.0), ("Alive", 4.0), ("Dead", 8.0)]
     found = [{"Alive": state == "Alive", "Resources": {"GPU": gpus, "CPU": 9.0}} for state, gpus in nodes]
     monkeypatch.setattr("ray.nodes", lambda: [*found, {"Alive": True, "Resources": {}}])
-    for name, value in (("find_cluster", "127.0.0.1:6379"), ("join", None)):
-        monkeypatch.setattr(f"rlhf_train.cluster.ray_session.{name}", lambda *words, value=value: value)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("rlhf_train.cluster.ray_session.find_cluster", lambda: "127.0.0.1:6379")
     assert find_gpus() == ([2, 4, 0], "127.0.0.1:6379")
 
 

@@ -4,13 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.commands.examples import COMMANDS as EXAMPLES
-from rlhf_cli.commands.lora_combiner import COMMAND_LINE as LORA_COMBINER
-from rlhf_cli.commands.ppo import COMMAND_LINE as PPO
-from rlhf_cli.commands.rollout import command_line
-from rlhf_cli.openrlhf.flags import INFERENCE, flags_of, table
+from rlhf_cli.main import command_line
+from rlhf_cli.openrlhf.flags import flags_of, table
 from rlhf_data.errors import ConfigError, FeatureError
-from rlhf_data.options.command_line import CommandLine, Parsed
+from rlhf_data.options.command_line import Parsed
 
 HERE = Path(__file__).parent
 MODEL = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "r.py")
@@ -24,16 +21,9 @@ NAMES = {
 }
 
 
-def line(command: str) -> CommandLine:
-    own = {"ppo": PPO, "lora_combiner": LORA_COMBINER}
-    if command in INFERENCE:
-        return command_line(command)
-    return own[command] if command in own else EXAMPLES[command].command_line
-
-
 def parse(command: str, *argv: str) -> Parsed:
     given = {"ppo": MODEL, "generate": GENERATE, "score": SCORE}.get(command, DATA)
-    return line(command).parse([*given, *argv])
+    return command_line(command).parse([*given, *argv])
 
 
 def option(parsed: Parsed, name: str):
@@ -43,7 +33,7 @@ def option(parsed: Parsed, name: str):
 
 @pytest.mark.parametrize("command", NAMES)
 def test_every_flag_of_openrlhf_is_known(command):
-    parser = line(command).parser()
+    parser = command_line(command).parser()
     known = {name for action in parser._actions for name in action.option_strings}
     assert [name for name in NAMES[command] if f"--{name}" not in known] == []
 
@@ -55,7 +45,7 @@ def test_table_has_no_flag_twice_for_a_command_and_names_options_that_exist():
     options = {
         name
         for command in NAMES
-        for section in line(command).config.model_fields.values()
+        for section in command_line(command).config.model_fields.values()
         for name in section.annotation.model_fields
     }
     for row in table():
@@ -250,9 +240,10 @@ def test_words_that_mean_nothing_are_refused(argv, message):
 
 def test_lora_combiner_takes_openrlhfs_spellings():
     paths = [word for name in ("model", "lora", "output") for word in (f"--{name}_path", name)]
-    assert LORA_COMBINER.parse([*paths, "--ds.param_dtype", "fp32"]).config.merge.dtype == "float32"
-    assert LORA_COMBINER.parse([*paths, "--bf16"]).config.merge.dtype == "bfloat16"
-    (notice,) = LORA_COMBINER.parse([*paths, "--is_rm"]).notices
+    lora_combiner = command_line("lora_combiner")
+    assert lora_combiner.parse([*paths, "--ds.param_dtype", "fp32"]).config.merge.dtype == "float32"
+    assert lora_combiner.parse([*paths, "--bf16"]).config.merge.dtype == "bfloat16"
+    (notice,) = lora_combiner.parse([*paths, "--is_rm"]).notices
     assert notice.startswith("--is_rm has no effect")
 
 

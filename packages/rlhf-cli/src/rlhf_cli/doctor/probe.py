@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 from rlhf_data.errors import RlhfError
@@ -47,17 +48,14 @@ def _deepspeed() -> dict[str, Any]:
 
 def _ray() -> dict[str, Any]:
     """Join the cluster that a run would join, or start one as a run does."""
-    import ray
-
     from rlhf_rollout.ray_internals import TESTED_VERSIONS
     from rlhf_train.cluster.ray_session import find_cluster, join, started_cluster
 
-    found: dict[str, Any] = {"version": ray.__version__, "tested": TESTED_VERSIONS, "cluster": find_cluster()}
+    found: dict[str, Any] = {"version": version("ray"), "tested": TESTED_VERSIONS, "cluster": find_cluster()}
     if found["cluster"] is None:
         with started_cluster(1, 0):
             return found
-    join(found["cluster"])
-    found["nodes"] = sum(node["Alive"] for node in ray.nodes())
+    found["nodes"] = len(join(found["cluster"]))
     return found
 
 

@@ -46,11 +46,7 @@ def find_gpus() -> tuple[list[int], str | None]:
     address = find_cluster()
     if address is None:
         return [local_gpus()], None
-    join(address)
-
-    import ray
-
-    return [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]], address
+    return [int(node.get("GPU", 0)) for node in join(address)], address
 
 
 def cluster_notices(address: str | None) -> list[str]:

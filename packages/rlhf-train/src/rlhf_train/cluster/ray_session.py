@@ -143,14 +143,19 @@ def find_cluster() -> str | None:
     return left if left and _answers(left) else None
 
 
-def join(address: str) -> None:
-    """Connect to the cluster at `address`, unless this process is connected already.
+def join(address: str) -> list[dict[str, float]]:
+    """Connect to the cluster at `address`, unless this process is connected already; return the resources of each of
+    its nodes.
 
     Raises:
         ConfigError: no cluster answers there, it requires another token, or it runs another version of Ray or Python.
     """
-    if ray.is_initialized():
-        return
+    if not ray.is_initialized():
+        _connect(address)
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _connect(address: str) -> None:
     _prepare_environment()
     # Ray does this itself when it discovers the cluster, but not when it is given an address, as here. The token must
     # not go to a foreign cluster that the user named.
