@@ -29,6 +29,10 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
     return CommandLine(config=PpoConfig, prog="rlhf ppo", recipe=lowest_layer).parse(argv)
 
 
+def notices_with(text: str, *argv: str) -> list[str]:
+    return [notice for notice in ppo(*argv).notices if text in notice]
+
+
 @pytest.mark.parametrize(
     ("argv", "message", "hint"),
     [
@@ -326,10 +330,7 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ("--use_kl_loss", "--use_kl_loss with --kl_estimator k1: the gradient of k1 averages to 0"),
         ("--overlap_comm", "--overlap_comm has no effect: --zero_stage is 2"),
         ("--lr_scheduler linear --min_lr_ratio 0", "--min_lr_ratio has no effect: --lr_scheduler is linear"),
-        (
-            "--eval_data None --eval_steps 5",
-            "--eval_steps has no effect: there is no --eval_data",
-        ),
+        ("--eval_data None --eval_steps 5", "--eval_steps has no effect: there is no --eval_data"),
         ("--colocate_all_models --colocate_actor_ref", "--colocate_actor_ref has no effect"),
         ("--vllm_enable_sleep", "--vllm_enable_sleep has no effect: --colocate_all_models is off, so"),
         ("--deepspeed_enable_sleep", "--deepspeed_enable_sleep has no effect: --colocate_all_models is off, so"),
@@ -394,51 +395,50 @@ def test_check_ppo_what_works_gives_no_notice(argv):
     ("argv", "says"),
     [
         (
-            "--train_batch_size 1024",
+            "--train_batch_size 1024 --packing_samples",
             "makes 128 passes per update, of 8 packed samples .*: --micro_batch_tokens 16384, or ",
         ),
-        ("--train_batch_size 64", "makes 8 passes per update, of 8 packed"),
-        ("--train_batch_size 1024 --generate_max_len 30000 --prompt_max_len 2000", "--micro_batch_tokens 32000, or "),
-        ("--train_batch_size 56", None),
-        ("--train_batch_size 1024 --actor_num_gpus_per_node 16", "makes 8 passes per update"),
+        ("--train_batch_size 64 --packing_samples", "makes 8 passes per update, of 8 packed"),
         (
-            "--train_batch_size 1024 --actor_num_gpus_per_node 16 --sequence_parallel_size 2",
+            "--train_batch_size 1024 --packing_samples --generate_max_len 30000 --prompt_max_len 2000",
+            "--micro_batch_tokens 32000, or ",
+        ),
+        ("--train_batch_size 56 --packing_samples", None),
+        ("--train_batch_size 1024", None),  # samples are padded
+        ("--train_batch_size 1024 --packing_samples --actor_num_gpus_per_node 16", "makes 8 passes per update"),
+        (
+            "--train_batch_size 1024 --packing_samples --actor_num_gpus_per_node 16 --sequence_parallel_size 2",
             "makes 16 passes per update",
         ),
-        ("--train_batch_size 504 --actor_num_gpus_per_node 9", None),
-        ("--train_batch_size 1024 --micro_train_batch_size 4", None),
-        ("--train_batch_size 1024 --micro_batch_tokens 4096", None),
+        ("--train_batch_size 504 --packing_samples --actor_num_gpus_per_node 9", None),
+        ("--train_batch_size 1024 --packing_samples --micro_train_batch_size 4", None),
+        ("--train_batch_size 1024 --packing_samples --micro_batch_tokens 4096", None),
     ],
 )
 def test_many_packed_passes_whose_size_nobody_chose_are_told(argv, says):
     # The recipe of the built-in task, which is left with a model, chooses a size.
-    words = (
-        f"--pretrain m --prompt_data p.jsonl --remote_rm_url r.py --rollout_batch_size {argv.split()[1]} {argv}".split()
-    )
-    found = [notice for notice in ppo("--packing_samples", *words).notices if "passes" in notice]
+    words = f"--pretrain m --prompt_data p.jsonl --remote_rm_url r.py --rollout_batch_size {argv.split()[1]} {argv}"
+    found = notices_with("passes", *words.split())
     assert [bool(re.search(says or "", notice)) for notice in found] == [True] * (says is not None)
 
 
-def test_passes_that_are_padded_are_not_told():
-    words = ["--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "r.py", "--train_batch_size", "1024"]
-    assert not [notice for notice in ppo(*words, "--rollout_batch_size", "1024").notices if "passes" in notice]
-
-
-def test_check_ppo_reward_model_options_have_effect_with_one():
-    argv = f"{MODEL_ONLY} --reward_batch_size 8 --reward_num_gpus_per_node 2".split()
-    assert [notice for notice in ppo(*argv).notices if "no effect" in notice] == []
-    for others in ("--init_kl_coef 0", "--lora_rank 2"):
-        notices = ppo(*f"{MODEL_ONLY} --ref_reward_offload {others}".split()).notices
-        assert [notice for notice in notices if "ref_reward_offload" in notice] == []
-    argv = f"{MODEL_ONLY} --dynamic_filtering --dynamic_filtering_reward_range 0 1".split()
-    assert [notice for notice in ppo(*argv).notices if "--dynamic_filtering" in notice] == []
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        ("--reward_batch_size 8 --reward_num_gpus_per_node 2", "no effect"),
+        ("--ref_reward_offload --init_kl_coef 0", "ref_reward_offload"),
+        ("--ref_reward_offload --lora_rank 2", "ref_reward_offload"),
+        ("--dynamic_filtering --dynamic_filtering_reward_range 0 1", "--dynamic_filtering"),
+    ],
+)
+def test_check_ppo_reward_model_options_have_effect_with_one(argv, text):
+    assert notices_with(text, *MODEL_ONLY.split(), *argv.split()) == []
 
 
 def test_check_ppo_mask_of_stale_tokens_has_an_effect_on_recorded_rollouts(tmp_path):
     (tmp_path / "config.toml").write_text("", encoding="utf-8")
     argv = ["--pretrain", "builtin", "--prompt_data", "builtin", "--remote_rm_url", "r.py", "--mask_stale", "1"]
-    notices = ppo("--replay", str(tmp_path), *argv).notices
-    assert [notice for notice in notices if "mask_stale" in notice] == []
+    assert notices_with("mask_stale", "--replay", str(tmp_path), *argv) == []
 
 
 def test_recorded_rollouts_of_a_quantized_engine_are_corrected_as_in_their_run(tmp_path):
@@ -447,7 +447,7 @@ def test_recorded_rollouts_of_a_quantized_engine_are_corrected_as_in_their_run(t
     replayed = ppo(*argv)
     assert replayed.config.objective.correction.level == "token"
     assert [notice for notice in replayed.notices if "no effect" in notice and "quantization" in notice] == []
-    assert [notice for notice in ppo(*argv, "--early_forwards").notices if "early_forwards" in notice] == []
+    assert notices_with("early_forwards", *argv, "--early_forwards") == []
 
 
 def test_check_ppo_option_without_effect_for_two_reasons_is_one_notice():
