@@ -18,7 +18,6 @@ from rlhf_train.algorithms.table import REDUCTIONS
 from rlhf_train.algorithms.token_specs import CORRECTION_LEVELS, CORRECTION_MODES
 from rlhf_train.batching import Denominators
 from rlhf_train.losses.aggregate import token_mean
-from rlhf_train.losses.policy import policy_loss
 from rlhf_train.losses.value import clipped_value_loss
 
 NUM_ROWS, NUM_COLUMNS, MAX_TOKENS = 7, 11, 13
@@ -93,31 +92,6 @@ def fast_policy_loss(
     return packed_policy_loss(logprobs, stream, objective)[0]
 
 
-def policy_loss_by_the_page(
-    x: dict[str, torch.Tensor], mask: torch.Tensor, reduction: str, counts: Denominators, **options: Any
-) -> torch.Tensor:
-    """Return the policy loss by its definition in `losses.policy`."""
-    return policy_loss(
-        x["logprobs"],
-        x["advantages"],
-        mask,
-        PolicyObjective(reduction=reduction, **options),
-        counts,
-        old_logprobs=x["old"],
-        ref_logprobs=x["reference"],
-        weights=x.get("weights"),
-        penalties=x.get("penalties"),
-    )
-
-
-@pytest.fixture(params=["operator", "page"])
-def computed_by(request, monkeypatch) -> str:
-    """What computes the policy loss that is compared with the slow twin."""
-    if request.param == "page":
-        monkeypatch.setitem(globals(), "fast_policy_loss", policy_loss_by_the_page)
-    return request.param
-
-
 def fast_kl(x: dict[str, torch.Tensor], *rest: Any, **options: Any) -> torch.Tensor:
     """Return the KL term alone: with advantages of 0 there is no other."""
     return fast_policy_loss(x | {"advantages": torch.zeros_like(x["advantages"])}, *rest, kl_coef=1.0, **options)
@@ -162,7 +136,7 @@ MEAN_CASES = {
     ("name", "reduction"), [*itertools.product(CASES, REDUCTIONS), *((name, "token_mean") for name in MEAN_CASES)]
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_loss_and_gradient_equal_the_slow_twin(computed_by, batch, name, reduction, dtype):
+def test_loss_and_gradient_equal_the_slow_twin(batch, name, reduction, dtype):
     slow, variable, fast = (CASES | MEAN_CASES)[name]
     places = trained(batch["mask"])
     expected = slow_aggregate({place: slow(batch, *place) for place in places}, reduction)
@@ -340,7 +314,7 @@ BY_FORMULA = {
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", BY_FORMULA)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_loss_with_constants_and_gradient_equal_the_slow_twin(computed_by, batch, name, reduction, dtype):
+def test_loss_with_constants_and_gradient_equal_the_slow_twin(batch, name, reduction, dtype):
     slow, fast = BY_FORMULA[name]
     mask, shares = batch["mask"], slow_shares(batch["mask"], reduction)
     inputs = {key: value if key == "mask" else value.to(dtype) for key, value in batch.items()}
@@ -371,7 +345,7 @@ def slow_weight(level: str, x: dict[str, torch.Tensor], i: int, t: int) -> float
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("mode", CORRECTION_MODES)
 @pytest.mark.parametrize("level", CORRECTION_LEVELS[1:])
-def test_corrected_loss_and_gradient_equal_the_slow_twin(computed_by, batch, level, mode, reduction):
+def test_corrected_loss_and_gradient_equal_the_slow_twin(batch, level, mode, reduction):
     low, high = (0.9, 1.1) if level == "geometric" else (0.6, 1.5)
     mask = batch["mask"]
     weights = importance_weights(batch["old"], batch["engine"], mask, level=level)
@@ -395,22 +369,6 @@ def test_corrected_loss_and_gradient_equal_the_slow_twin(computed_by, batch, lev
         assert logprobs.grad[place].item() == pytest.approx(factor * slope, rel=1e-10, abs=1e-12)
     assert loss.item() == pytest.approx(value, rel=1e-10)
     assert (logprobs.grad[~kept] == 0).all()
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_entropy_bonus_of_the_page_is_its_mean(batch, reduction):
-    mask, shares = batch["mask"], slow_shares(batch["mask"], reduction)
-    counts = Denominators(len(shares), len({i for i, _ in shares}), MAX_TOKENS)
-    objective = PolicyObjective(policy_loss="reinforce", reduction=reduction, entropy_coef=0.25)
-    entropy = batch["values"].masked_fill(~mask, math.nan).requires_grad_()
-    nothing = torch.zeros_like(entropy)
-    loss = policy_loss(nothing, nothing, mask, objective, counts, old_logprobs=nothing, entropy=entropy)
-    loss.backward()
-    expected = sum(-0.25 * share * float(batch["values"][place]) for place, share in shares.items())
-    assert loss.item() == pytest.approx(expected, rel=1e-12)
-    for place, share in shares.items():
-        assert entropy.grad[place].item() == pytest.approx(-0.25 * share)
-    assert (entropy.grad[~mask] == 0).all()
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
