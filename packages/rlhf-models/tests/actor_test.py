@@ -9,7 +9,6 @@ from rlhf_kernels import (
     PolicyObjective,
     PolicyStream,
     linear_policy_loss,
-    linear_token_logprobs,
     token_logprobs,
 )
 from rlhf_models import actor as actor_module
@@ -203,30 +202,6 @@ def test_actor_logits_after_tokens_are_those_its_logprobs_are_made_of(model_dir,
     torch.testing.assert_close(logprobs, actor(batch).logprobs.flatten()[index])
     # The last token has something after it too, which no log-prob speaks of.
     assert actor(batch, logits_after=batch.last_index).shape == (len(sequences), 512)
-
-
-def learned(actor, batch):
-    actor.zero_grad()
-    output = actor(batch, temperature=0.7)
-    (output.logprobs.sum() + 0.3 * output.entropy.sum()).backward()
-    return [output.logprobs.detach(), output.entropy.detach(), *(weight.grad for weight in actor.parameters())]
-
-
-def test_actor_large_logits_go_to_the_operator_that_makes_them_in_blocks(model_dir, sequences, monkeypatch):
-    calls = []
-
-    def counted(*args, **kwargs):
-        calls.append(args)
-        return linear_token_logprobs(*args, **kwargs)
-
-    monkeypatch.setattr(actor_module, "linear_token_logprobs", counted)
-    actor, batch = load_actor(model_dir, dtype="float32"), TokenBatch.padded(sequences, pad_id=0)
-    whole = learned(actor, batch)
-    assert not calls
-    monkeypatch.setattr(actor_module, "MAX_LOGITS_BYTES", 0)
-    for got, want in zip(learned(actor, batch), whole, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
-    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("is_split", [False, True])

@@ -111,15 +111,6 @@ def test_hint_for_a_folder_of_a_quantized_model_takes_its_name_for_no_hub_name(q
         load_config(folder)
 
 
-def test_model_with_code_of_its_own_is_refused_and_nobody_is_asked(qwen2_dir, tmp_path, monkeypatch):
-    names = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
-    folder = edited(qwen2_dir, tmp_path, "config.json", model_type="mine", auto_map=names)
-    (folder / "mine.py").write_text("raise SystemExit('this code was run')")
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
-    with pytest.raises(ConfigError, match=r"model .*copy needs Python code of its own.*\n\nhint: use a model of a"):
-        load_config(folder)
-
-
 def test_critic_may_have_a_head_of_one_score_only(qwen2_dir, tmp_path):
     for num_labels in (1, 2):
         config = AutoConfig.from_pretrained(qwen2_dir, num_labels=num_labels)
@@ -179,35 +170,24 @@ def test_check_weights_sharded_folder_needs_every_shard(model_dir, tmp_path):
         check_weights(tmp_path)
 
 
+WHOLE = r"model.safetensors is not a whole safetensors file[^\n]*\n\nhint: .*git lfs pull"
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("change", "message"),
     [
-        (None, r"has no weights, such as model\.safetensors"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "model.safetensors is not a whole safetensors file"),
-        (b"", "model.safetensors is not a whole safetensors file"),
+        (lambda file: file.unlink(), r"has no weights, such as model\.safetensors[^\n]*\n\nhint: .*git lfs pull"),
+        (lambda file: file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"), WHOLE),
+        (lambda file: file.write_bytes(b""), WHOLE),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), WHOLE),
+        (lambda file: file.rename(f"{file}.index.json").write_text("[]"), "is not an index of weights"),
     ],
-    ids=["absent", "pointer", "empty"],
+    ids=["absent", "pointer", "empty", "cut off", "no index"],
 )
-def test_check_weights_absent_or_broken_are_named(model_dir, tmp_path, content, message):
-    file = shutil.copytree(model_dir, tmp_path / "copy") / "model.safetensors"
-    file.unlink() if content is None else file.write_bytes(content)
-    with pytest.raises(ConfigError, match=message + r"[^\n]*\n\nhint: .*git lfs pull"):
+def test_check_weights_absent_or_broken_are_named(model_dir, tmp_path, change, message):
+    change(shutil.copytree(model_dir, tmp_path / "copy") / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
         check_weights(tmp_path / "copy")
-
-
-def test_check_weights_cut_off_file_is_named(model_dir, tmp_path):
-    file = shutil.copytree(model_dir, tmp_path / "copy") / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match="is not a whole safetensors file"):
-        check_weights(tmp_path / "copy")
-
-
-def test_check_weights_index_that_is_none_is_refused(model_dir, tmp_path):
-    folder = shutil.copytree(model_dir, tmp_path / "copy")
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ConfigError, match="is not an index of weights"):
-        check_weights(folder)
 
 
 def test_load_config_folder_without_config_says_what_belongs_there(tmp_path):
@@ -225,40 +205,37 @@ def test_check_weights_refuses_a_tied_model_with_a_head_of_its_own(tmp_path):
         check_weights(folder)
 
 
-def test_check_tokenizer_fits_its_own_model_passes(model_dir):
-    assert check_tokenizer_fits(load_config(model_dir), load_tokenizer(model_dir)) is None
+def beyond(tokenizer, number):
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<image_{n}>" for n in range(number)]})
 
 
-def test_check_tokenizer_fits_with_a_few_special_tokens_beyond_the_embedding_says_how_many_ids_there_are(model_dir):
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        (lambda tokenizer: None, None),
+        (lambda tokenizer: beyond(tokenizer, 1), 512),  # the number of ids that there are
+        (lambda tokenizer: beyond(tokenizer, 64), 512),
+        (lambda tokenizer: beyond(tokenizer, 65), "ids up to 576"),
+        (
+            lambda tokenizer: tokenizer.add_tokens(["text"]),
+            r"token ids up to 512, but .* ends at 511\n\nhint: take the",
+        ),
+        (
+            lambda tokenizer: tokenizer.add_special_tokens({"eos_token": "<new_end>"}),
+            "token ids up to 512, but the model's embedding ends at 511",
+        ),
+        (
+            lambda tokenizer: setattr(tokenizer, "eos_token", None),
+            r"no end-of-sequence token\n\nhint: .*tokenizer_config.json",
+        ),
+    ],
+    ids=["its own", "one special", "64 special", "65 special", "a text", "the end", "no end"],
+)
+def test_check_tokenizer_fits_up_to_64_special_tokens_beyond_the_embedding(model_dir, change, fits):
     tokenizer = load_tokenizer(model_dir)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
-    assert tokenizer.convert_tokens_to_ids("<image_soft_token>") == 512
-    assert check_tokenizer_fits(load_config(model_dir), tokenizer) == 512
-    tokenizer.add_tokens(["text"])
-    with pytest.raises(ConfigError, match=r"token ids up to 513, but .* ends at 511\n\nhint: take the"):
-        check_tokenizer_fits(load_config(model_dir), tokenizer)
-
-
-@pytest.mark.parametrize("num_special", [64, 65])
-def test_check_tokenizer_fits_with_at_most_64_special_tokens_beyond_the_embedding(model_dir, num_special):
-    tokenizer = load_tokenizer(model_dir)
-    tokenizer.add_special_tokens({"additional_special_tokens": [f"<image_{n}>" for n in range(num_special)]})
-    with pytest.raises(ConfigError, match="ids up to 576") if num_special > 64 else nullcontext():
-        assert check_tokenizer_fits(load_config(model_dir), tokenizer) == 512
-
-
-def test_check_tokenizer_fits_refuses_an_end_token_beyond_the_embedding(model_dir):
-    tokenizer = load_tokenizer(model_dir)
-    tokenizer.add_special_tokens({"eos_token": "<new_end>"})
-    with pytest.raises(ConfigError, match="token ids up to 512, but the model's embedding ends at 511"):
-        check_tokenizer_fits(load_config(model_dir), tokenizer)
-
-
-def test_check_tokenizer_fits_without_end_token_hints_at_the_file(model_dir):
-    tokenizer = load_tokenizer(model_dir)
-    tokenizer.eos_token = None
-    with pytest.raises(ConfigError, match=r"no end-of-sequence token\n\nhint: .*tokenizer_config.json"):
-        check_tokenizer_fits(load_config(model_dir), tokenizer)
+    change(tokenizer)
+    with pytest.raises(ConfigError, match=fits) if isinstance(fits, str) else nullcontext():
+        assert check_tokenizer_fits(load_config(model_dir), tokenizer) == fits
 
 
 def test_resolve_dtype_other_than_two_is_refused():

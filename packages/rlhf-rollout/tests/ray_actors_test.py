@@ -88,20 +88,6 @@ def run(coroutine: Any) -> Any:
     return asyncio.run(asyncio.wait_for(coroutine, 180))
 
 
-def test_ray_engine_generates_many_at_once(handle: Any) -> None:
-    engine = RayEngine(handle)
-
-    async def wave() -> Any:
-        return await asyncio.gather(
-            *(engine.generate(PROMPT, SamplingParams(num_samples=2, seed=seed, max_tokens=8)) for seed in range(20))
-        )
-
-    groups = run(wave())
-    assert [len(group) for group in groups] == [2] * 20
-    again = run(engine.generate(PROMPT, SamplingParams(num_samples=2, seed=7, max_tokens=8)))
-    np.testing.assert_array_equal(groups[7][1].token_ids, again[1].token_ids)
-
-
 def test_ray_engine_errors_arrive_as_themselves(handle: Any) -> None:
     with pytest.raises(EngineError, match="outside the model's vocabulary") as caught:
         run(RayEngine(handle).generate(np.array([900], np.int32), SamplingParams()))
@@ -183,40 +169,6 @@ def test_what_a_killed_process_wrote_is_known_and_another_one_finishes_it(cluste
         found = [(span.policy_version, len(span.token_ids)) for span in completion.spans]
         assert found == [(0, size), (4, max(known) + 30 - size)]
     assert engine._reading is None and not engine._drafts
-    ray.kill(engine.handle)
-
-
-def test_ray_engine_keeps_and_restarts_what_is_in_flight_and_puts_its_deadline_off(cluster: None) -> None:
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
-    actor = ray.remote(concurrency_groups={"requests": 4, "control": 4})(SlowActor)
-    spec = EngineSpec(model="fake", request_timeout_s=8.0)  # a request takes 0.5 s on an idle machine
-    engine = RayEngine(actor.options(num_cpus=0).remote(spec), spec)
-
-    async def pass_through(mode: Any, version: int) -> Any:
-        sampling = SamplingParams(num_samples=2, max_tokens=100, min_tokens=100)
-        task = asyncio.create_task(engine.generate(PROMPT, sampling))
-        while not (num_found := await engine.pause(mode)):
-            await engine.resume()
-            await asyncio.sleep(0.02)
-            if task.done():  # before `pause` came
-                task = asyncio.create_task(engine.generate(PROMPT, sampling))
-        await engine.begin_weight_update(version)
-        await engine.finish_weight_update()
-        if version == 1:
-            await asyncio.sleep(8.5)  # longer than both of its deadlines, here and in the actor
-        assert not task.done()
-        await engine.resume()
-        completions = await task
-        return num_found, [[span.policy_version for span in completion.spans] for completion in completions]
-
-    async def scenario() -> Any:
-        await engine.ready()  # otherwise the start of the process counts against the deadline
-        return [await pass_through("keep", 1), await pass_through("restart", 2), await engine.pause("drain")]
-
-    kept, restarted, drained = run(scenario())
-    assert (kept[0], restarted[0], drained) == (2, 2, 0)
-    assert all(versions in ([0, 1], [1]) for versions in kept[1])
-    assert all(versions in ([1, 2], [2]) for versions in restarted[1])
     ray.kill(engine.handle)
 
 

@@ -216,9 +216,8 @@ def test_seconds_of_decode_steps(planner):
 
 def test_seconds_of_a_reward_model(planner):
     """64 rollouts of 2,048 tokens in 4 calls, and a head of one output; --ref_reward_offload loads it each time."""
-    words = model(
-        "qwen2.5-0.5b", 1, "--rollout_batch_size", "16", "--train_batch_size", "64", "--remote_rm_url", "None"
-    )
+    sizes = "--rollout_batch_size 16 --train_batch_size 64"
+    words = model("qwen2.5-0.5b", 1, *sizes.split(), "--remote_rm_url", "None")
     words += ["--generate_max_len", "1024", "--reward_pretrain", "qwen2.5-0.5b", "--reward_batch_size", "16"]
     plan = planner(1)(words)
     of_layers = 64 * (2 * 357_826_560 * 2048 + 24 * 4 * 14 * 64 * 2048 * 2049 / 2)
@@ -241,18 +240,20 @@ def test_sides_that_work_at_the_same_time_take_as_long_as_the_longer_one(planner
     assert shared["step"] == pytest.approx(shared["generation"] + shared["policy training"])
 
 
+def picture_of(planned, size):
+    return describe(planned, size).partition("GPUs, at the peak\n")[2].partition("\n\n")[0].splitlines()
+
+
 def test_picture_has_a_line_per_range_of_equal_gpus(planner):
     words = model("llama-3.1-70b", 64, *SLEEP, "--zero_stage", "3", "--train_batch_size", "512")
-    text = describe(planner(64, 80.0)(words), 80 * GIB)
-    picture = text.partition("GPUs, at the peak\n")[2].partition("\n\n")[0].splitlines()
+    picture = picture_of(planner(64, 80.0)(words), 80 * GIB)
     assert [line.split("  ")[1] for line in picture] == [f"node {node} GPU 0-7" for node in range(8)]
     for line in picture:
         bar, size = re.search(r"\|([#.]+)\| +([\d.]+) of 80\.0 GiB", line).groups()
         assert bar.count("#") == min(round(24 * float(size) / 80), 24)
         assert "[1 x train] [1 x engines]" in line
     apart = ["--pretrain", "qwen2.5-1.5b", *GROUP]
-    text = describe(planner(2)(apart), None)
-    picture = text.partition("GPUs, at the peak\n")[2].partition("\n\n")[0].splitlines()
+    picture = picture_of(planner(2)(apart), None)
     assert ["actor" in picture[0], "engines" in picture[1], "|" in picture[0]] == [True, True, False]
 
 
@@ -289,17 +290,13 @@ def test_run_that_nothing_makes_fit(planner):
 
 def test_engine_whose_share_is_too_small_is_found(planner):
     found = planner(1, 80.0)(model("qwen2.5-7b", 1, "--vllm_gpu_memory_utilization", "0.1"))
-    assert re.fullmatch(r"an engine needs [\d.]+ GiB, and its share of a GPU is 8\.0 GiB", found.lacks(80 * GIB)), (
-        found.lacks(80 * GIB)
-    )
+    assert re.fullmatch(r"an engine needs [\d.]+ GiB, and its share of a GPU is 8\.0 GiB", found.lacks(80 * GIB))
 
 
 def test_expected_passes_have_the_longest_of_geometric_lengths(planner):
     """The longest of n has mean (log n + 0.577) tokens, the k-th longest mean / (k - 1) less than the one before."""
-    words = model(
-        "qwen2.5-1.5b", 2, "--rollout_batch_size", "16", "--prompt_max_len", "100", "--generate_max_len", "9000"
-    )
-
+    sizes = "--rollout_batch_size 16 --prompt_max_len 100 --generate_max_len 9000"
+    words = model("qwen2.5-1.5b", 2, *sizes.split())
     plan = planner(2)
 
     def passes(mean: float | None, num_rows: int, *more: str, num_shards: int = 2) -> Passes:
@@ -358,9 +355,7 @@ def test_seconds_are_those_of_the_kind_of_gpu_and_the_lengths(capsys):
     assert step("--mean_response_tokens", "100") < 0.5 * step()
     own = ["--gpus", "2", "--mean_response_tokens", "100"]
     _, out, _ = run(capsys, *model("qwen2.5-7b", 2), *own)
-    told = re.search(
-        r"have 100 tokens on average: ([\d.]+) GiB for a training process, ([\d.]+) GiB on the fullest", out
-    )
+    told = re.search(r"100 tokens on average: ([\d.]+) GiB for a training process, ([\d.]+) GiB on the fullest", out)
     trainer, fullest = (float(re.search(rf"\n  {name} +(\d+\.\d)", out)[1]) for name in ("train", "fullest GPU"))
     assert float(told[1]) < trainer
     assert float(told[2]) - fullest == pytest.approx(float(told[1]) - trainer, abs=0.11)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from rlhf_rollout.host import free_port
 from rlhf_train.engine import host_adamw
@@ -14,6 +13,7 @@ from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.shards import ShardReader, Shards
 from rlhf_train.specs import OptimizerSpec
+from small_net import Net, equal, kept, same
 from trainer_testing import run_ranks
 
 SPEC = OptimizerSpec(
@@ -25,23 +25,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 NUM_UPDATES = 30
 
 
-class Net(nn.Module):
-    """Weights with and without decay, of odd sizes, and a frozen one."""
-
-    def __init__(self, dtype) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.Sequential(nn.Linear(5, 17), nn.Tanh(), nn.Linear(17, 3))
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.to(dtype)
-
-    def forward(self, rows):
-        return self.layers(rows) * self.frozen
-
-
 def new_engine(stage, dtype, **changes):
     spec = dataclasses.replace(SPEC, **changes)
-    return DeepSpeedEngine(Net(dtype), spec, zero_stage=stage, dtype=dtype, device="cpu")
+    return DeepSpeedEngine(Net(17).to(dtype), spec, zero_stage=stage, dtype=dtype, device="cpu")
 
 
 def train(engine, updates, rank=0):
@@ -51,12 +37,6 @@ def train(engine, updates, rank=0):
         engine.backward(engine.forward(rows).float().square().sum(), is_last=True)
         engine.step()
     return engine
-
-
-def kept(engine):
-    shards = Shards()
-    engine.save_shards(shards)
-    return {name: part.clone() for name, part in shards.tensors.items()}
 
 
 def save(engine, path):
@@ -70,14 +50,6 @@ def save(engine, path):
 def load(engine, folder, name):
     engine.load_shards(ShardReader(sorted(Path(folder).glob(f"{name}-*.safetensors"))))
     return engine
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def equal(one, other):
-    return same(kept(one), kept(other)) and same(one.state_dict(), other.state_dict())
 
 
 def distances(engine, plain, start):
@@ -96,7 +68,7 @@ def learn(rank, num_ranks, master, folder):
     wrong = []
     for stage, dtype in itertools.product(STAGES, DTYPES):
         case = f"rank {rank} of {num_ranks}, stage {stage}, {dtype}"
-        start = {name: weight.float() for name, weight in Net(dtype).state_dict().items()}
+        start = {name: weight.float() for name, weight in Net(17).to(dtype).state_dict().items()}
         straight, plain = new_engine(stage, dtype), new_engine(stage, dtype, bf16_moments=False)
         for engine, name in ((straight, "bf16"), (plain, "fp32")):
             train(engine, range(2), rank)

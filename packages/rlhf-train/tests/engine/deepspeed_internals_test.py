@@ -36,6 +36,7 @@ from rlhf_train.engine.deepspeed_internals import (
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.shards import Shards, WeightSlice
 from rlhf_train.specs import OptimizerSpec
+from small_net import Net
 from trainer_testing import run_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -50,19 +51,6 @@ USES = {"BF16_Optimizer": (1, BF16), "DeepSpeedZeroOptimizer": (2, BF16), "DeepS
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL = [(stage, dtype, False) for stage in range(4) for dtype in (FP32, BF16)]
 ALL += [(stage, BF16, True) for stage in (0, 1, 3)]  # what can be kept in host memory
-
-
-class Net(nn.Module):
-    """Weights with and without decay, of odd sizes, one of them frozen; no two values are the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-
-    def forward(self, rows):
-        return self.layers(rows) * self.frozen
 
 
 def new_engine(stage, dtype, **changes):

@@ -19,6 +19,7 @@ from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.shards import ShardReader, Shards
 from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
+from small_net import equal
 from trainer_testing import lone_worker, random_rollouts, whole_shard
 
 SPEC = OptimizerSpec(
@@ -53,19 +54,6 @@ def train(engine, updates):
     return norms
 
 
-def kept(engine):
-    shards = Shards()
-    engine.save_shards(shards)
-    return {name: part.clone() for name, part in shards.tensors.items()}
-
-
-def check_equal(one, other):
-    for found, wanted in ((kept(one), kept(other)), (one.state_dict(), other.state_dict())):
-        assert found.keys() == wanted.keys()
-        for name, part in found.items():
-            assert torch.equal(part, wanted[name]), name
-
-
 @pytest.mark.parametrize("width", [1024, 1022])  # of the second, no vectors of four elements have all master weights
 @pytest.mark.parametrize("chunk_size", [1 << 16, 70_000, 1 << 23])
 @pytest.mark.parametrize("bf16_moments", [False, True])
@@ -89,7 +77,7 @@ def test_updates_by_chunks_are_those_of_states_on_the_device_bit_for_bit(
     resumed.load_shards(ShardReader([tmp_path / "0.safetensors"]))
     for engine in (streamed, resumed):
         assert train(engine, range(3, 5)) == norms[3:]
-        check_equal(engine, plain)
+        assert equal(engine, plain)
 
 
 def test_states_are_in_pinned_memory_and_an_update_needs_little_of_the_device():

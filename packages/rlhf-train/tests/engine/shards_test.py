@@ -11,6 +11,7 @@ from torch import nn
 from rlhf_data.errors import CheckpointError
 from rlhf_train.engine.shards import ShardReader, Shards
 from rlhf_train.specs import OptimizerSpec
+from small_net import same
 from trainer_testing import run_ranks
 
 # Muon trains the matrices of the layers, one more than there are ranks, and AdamW the rest.
@@ -96,10 +97,6 @@ def train_save_and_go_on(rank: int, num_ranks: int, master, folder: str) -> list
             if not same(weights(straight), weights(engine)):
                 wrong.append(f"rank {rank}, stage {stage}, {dtype}: {name} weights")
     return wrong
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def go_on_elsewhere(rank: int, num_ranks: int, master, folder: str) -> list[str]:
