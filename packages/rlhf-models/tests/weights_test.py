@@ -93,14 +93,6 @@ def test_save_hf_actor_loads_in_plain_transformers(tmp_path, tied, state_of):
     assert [path.name for path in folder.parent.iterdir()] == ["to"]
 
 
-@pytest.mark.parametrize("state_of", [lambda c: None, gathered])
-def test_save_hf_critic_keeps_backbone_and_head(model_dir, tmp_path, state_of):
-    critic = load_critic(model_dir, dtype="float32")
-    torch.nn.init.normal_(critic.value_head.weight)
-    folder = save_hf(critic, state_of(critic), None, tmp_path / "critic")
-    assert same(load_critic(folder, dtype="float32"), critic)
-
-
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "mixtral", "qwen3_moe"])
 def test_save_hf_reward_model_gives_its_scores_in_plain_transformers(tmp_path, architecture):
     base = tiny_model_dir(tmp_path / "base", architecture=architecture)

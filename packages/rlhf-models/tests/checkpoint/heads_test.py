@@ -88,16 +88,6 @@ def test_code_in_a_pickled_head_is_not_run(model_dir, tmp_path):
     assert not (tmp_path / "was_run").exists()
 
 
-def test_critic_saved_is_a_reward_model_and_a_critic(model_dir, tmp_path, sequences):
-    critic = load_critic(model_dir, dtype="float32")
-    torch.nn.init.normal_(critic.value_head.weight)
-    folder = save_hf(critic, None, load_tokenizer(model_dir), tmp_path / "critic")
-    batch = TokenBatch.padded(sequences, 0)
-    torch.testing.assert_close(load_reward_model(folder, dtype="float32")(batch), final_values(critic, sequences))
-    assert torch.equal(load_critic(folder, dtype="float32")(batch), critic(batch))
-    check_reward_model(folder)
-
-
 def test_critic_of_a_reward_model_begins_with_its_scores_and_keeps_its_head_when_saved(reward_dir, tmp_path, sequences):
     batch = TokenBatch.padded(sequences, 0)
     expected = load_reward_model(reward_dir, dtype="float32")(batch)
