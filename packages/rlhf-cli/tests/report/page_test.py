@@ -51,8 +51,9 @@ def with_script(page, script, after_ms=100):
 def visit(tmp_path):
     """Opens an address of a page with a script; returns the script's result. No error may occur."""
 
-    def visit(address, size="1400,900"):
-        words = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={size}"]
+    def visit(address, size="1400,900", scheme="light"):
+        colours = f"--blink-settings=preferredColorScheme={['dark', 'light'].index(scheme)}"
+        words = ["--headless", colours, "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={size}"]
         words += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=9000", "--dump-dom", address]
         done = subprocess.run([CHROMIUM, *words], capture_output=True, text=True, timeout=240, check=True)
         assert "CONSOLE" not in done.stderr
@@ -68,7 +69,7 @@ def visit(tmp_path):
 def browse(tmp_path, visit):
     """Opens the page in a file at a part of it, and runs a script there; see `visit`."""
 
-    def browse(path, script, part="", size="1400,900"):
+    def browse(path, script, part="", size="1400,900", scheme="light"):
         page = tmp_path / "page.html"
         page.write_text(with_script(path.read_text(encoding="utf-8"), script), encoding="utf-8")
         address = f"file://{page}{part}"
@@ -77,7 +78,7 @@ def browse(tmp_path, visit):
             frame = tmp_path / "frame.html"
             frame.write_text(FRAME.format(address, width, height), encoding="utf-8")
             address = f"file://{frame}"
-        return visit(address, size)
+        return visit(address, size, scheme)
 
     return browse
 
@@ -323,6 +324,48 @@ def test_tokens_have_the_trainers_values_and_a_legend(browse, tmp_path):
     }
     assert found["read"] == [found["tokens"][at] for at in (0, 2, 2, 1)]
     assert found["shown"] == ["step2/0/0"]
+
+
+@pytest.mark.parametrize(("scheme", "is_dark"), [("light", False), ("dark", True)])
+def test_texts_stand_out_from_what_is_behind_them(scheme, is_dark, browse, tmp_path):
+    """WCAG 2.1, AA: the larger luminance + 0.05 is at least 4.5 times the smaller one + 0.05."""
+    script = """
+        const luminance = (text) => {
+          const parts = text.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255);
+          const [r, g, b] = parts.map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+          return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+        };
+        const behind = (node) => {
+          const bar = node.previousElementSibling;
+          if (node.tagName === "text" && bar?.tagName === "rect") return luminance(getComputedStyle(bar).fill);
+          for (; node; node = node.parentElement) {
+            const colour = getComputedStyle(node).backgroundColor;
+            if (/^rgb\\(/.test(colour)) return luminance(colour);
+          }
+          return null;
+        };
+        const result = {page: behind(document.querySelector("main")), texts: 0, faint: []};
+        for (const part of PARTS) {
+          show(part.name);
+          for (const node of document.querySelectorAll(`header *, #part-${part.name} *`)) {
+            if (![...node.childNodes].some((each) => each.nodeType === 3 && each.data.trim())) continue;
+            if (!node.getClientRects().length || node.classList.contains("t")) continue;
+            const style = getComputedStyle(node);
+            const colour = node.namespaceURI.endsWith("svg") ? style.fill : style.color;
+            if (!/^rgb\\(/.test(colour) || /^(OPTION|TITLE)$/i.test(node.tagName)) continue;
+            const [dark, light] = [luminance(colour), behind(node)].sort((a, b) => a - b);
+            const ratio = (light + 0.05) / (dark + 0.05);
+            result.texts += 1;
+            if (ratio < 4.5) result.faint.push([part.name, node.outerHTML.slice(0, 90), ratio]);
+          }
+        }
+    """
+    run = write_run(tmp_path / "run")
+    write_timeline(run)
+    (run / "log.txt").write_text("WARNING hot\n")
+    found = browse(report(run, path=tmp_path / "report.html"), script, scheme=scheme)
+    assert (found["page"] < 0.1, found["texts"] > 100) == (is_dark, True)
+    assert found["faint"] == []
 
 
 @pytest.mark.parametrize("size", ["390,800", "1920,1000"])
