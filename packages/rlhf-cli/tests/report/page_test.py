@@ -53,7 +53,14 @@ def visit(tmp_path):
 
     def visit(address, size="1400,900", scheme="light"):
         colours = f"--blink-settings=preferredColorScheme={['dark', 'light'].index(scheme)}"
-        words = ["--headless", colours, "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={size}"]
+        words = [
+            "--headless",
+            colours,
+            "--no-sandbox",
+            "--disable-gpu",
+            "--enable-logging=stderr",
+            f"--window-size={size}",
+        ]
         words += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=9000", "--dump-dom", address]
         done = subprocess.run([CHROMIUM, *words], capture_output=True, text=True, timeout=240, check=True)
         assert "CONSOLE" not in done.stderr
