@@ -1,93 +1,19 @@
 """The report in a real browser: no error on its console, all parts drawn, texts of models shown as texts."""
 
-import html
 import json
-import re
-import shutil
-import subprocess
 import threading
 
 import pytest
 
-from record_testing import write_jsonl
 from report_testing import write_run, write_timeline, write_token_values
 from rlhf_cli.commands.report import main
 from rlhf_cli.report.server import Report, open_server
 
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no program `chromium` on PATH")
 HOSTILE = (
     "</pre></script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
     "\x1b[31m\u202eabc&lt;"
 )
 SHOWN = HOSTILE.replace("\x1b", "\u241b").replace("\u202e", "⟨U+202E⟩")
-
-
-BEGIN = """<body><script>
-    const failures = [];
-    addEventListener("error", (event) => failures.push(String(event.message)));
-    function answer(value) {
-      const box = document.createElement("output");
-      box.textContent = JSON.stringify({value, failures});
-      document.body.append(box);
-      if (parent !== window) parent.postMessage(box.textContent, "*");
-    }</script>"""
-# A page in a frame, because no window of Chromium is narrower than 500 pixels.
-FRAME = """<!doctype html><body><iframe src="{}" style="width: {}px; height: {}px; border: 0"></iframe><script>
-    addEventListener("message", (event) => {{
-      const box = document.createElement("output");
-      box.textContent = event.data;
-      document.body.append(box);
-    }});</script></body>"""
-
-
-def with_script(page, script, after_ms=100):
-    """Return a page in which a script runs once it is drawn, and notes its `result`."""
-    end = f"<script>setTimeout(() => {{ {script}\n answer(result); }}, {after_ms});</script></body>"
-    return page.replace("<body>", BEGIN, 1).replace("</body>", end)
-
-
-@pytest.fixture
-def visit(tmp_path):
-    """Opens an address of a page with a script; returns the script's result. No error may occur."""
-
-    def visit(address, size="1400,900", scheme="light"):
-        colours = f"--blink-settings=preferredColorScheme={['dark', 'light'].index(scheme)}"
-        words = [
-            "--headless",
-            colours,
-            "--no-sandbox",
-            "--disable-gpu",
-            "--enable-logging=stderr",
-            f"--window-size={size}",
-        ]
-        words += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=9000", "--dump-dom", address]
-        done = subprocess.run([CHROMIUM, *words], capture_output=True, text=True, timeout=240, check=True)
-        assert "CONSOLE" not in done.stderr
-        [found] = re.findall(r"<output>(.*?)</output>", done.stdout, re.DOTALL)
-        answered = json.loads(html.unescape(found))
-        assert answered["failures"] == []
-        return answered["value"]
-
-    return visit
-
-
-@pytest.fixture
-def browse(tmp_path, visit):
-    """Opens the page in a file at a part of it, and runs a script there; see `visit`."""
-
-    def browse(path, script, part="", size="1400,900", scheme="light"):
-        page = tmp_path / "page.html"
-        page.write_text(with_script(path.read_text(encoding="utf-8"), script), encoding="utf-8")
-        address = f"file://{page}{part}"
-        width, height = size.split(",")
-        if int(width) < 500:
-            frame = tmp_path / "frame.html"
-            frame.write_text(FRAME.format(address, width, height), encoding="utf-8")
-            address = f"file://{frame}"
-        return visit(address, size, scheme)
-
-    return browse
 
 
 def report(*folders, path):
@@ -333,95 +259,7 @@ def test_tokens_have_the_trainers_values_and_a_legend(browse, tmp_path):
     assert found["shown"] == ["step2/0/0"]
 
 
-@pytest.mark.parametrize(("scheme", "is_dark"), [("light", False), ("dark", True)])
-def test_texts_stand_out_from_what_is_behind_them(scheme, is_dark, browse, tmp_path):
-    """WCAG 2.1, AA: the larger luminance + 0.05 is at least 4.5 times the smaller one + 0.05."""
-    script = """
-        const luminance = (text) => {
-          const parts = text.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255);
-          const [r, g, b] = parts.map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
-          return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-        };
-        const behind = (node) => {
-          const bar = node.previousElementSibling;
-          if (node.tagName === "text" && bar?.tagName === "rect") return luminance(getComputedStyle(bar).fill);
-          for (; node; node = node.parentElement) {
-            const colour = getComputedStyle(node).backgroundColor;
-            if (/^rgb\\(/.test(colour)) return luminance(colour);
-          }
-          return null;
-        };
-        const result = {page: behind(document.querySelector("main")), texts: 0, faint: []};
-        for (const part of PARTS) {
-          show(part.name);
-          for (const node of document.querySelectorAll(`header *, #part-${part.name} *`)) {
-            if (![...node.childNodes].some((each) => each.nodeType === 3 && each.data.trim())) continue;
-            if (!node.getClientRects().length || node.classList.contains("t")) continue;
-            const style = getComputedStyle(node);
-            const colour = node.namespaceURI.endsWith("svg") ? style.fill : style.color;
-            if (!/^rgb\\(/.test(colour) || /^(OPTION|TITLE)$/i.test(node.tagName)) continue;
-            const [dark, light] = [luminance(colour), behind(node)].sort((a, b) => a - b);
-            const ratio = (light + 0.05) / (dark + 0.05);
-            result.texts += 1;
-            if (ratio < 4.5) result.faint.push([part.name, node.outerHTML.slice(0, 90), ratio]);
-          }
-        }
-    """
-    run = write_run(tmp_path / "run")
-    write_timeline(run)
-    (run / "log.txt").write_text("WARNING hot\n")
-    found = browse(report(run, path=tmp_path / "report.html"), script, scheme=scheme)
-    assert (found["page"] < 0.1, found["texts"] > 100) == (is_dark, True)
-    assert found["faint"] == []
-
-
-@pytest.mark.parametrize("size", ["390,800", "1920,1000"])
-def test_nothing_is_wider_than_the_screen(size, browse, tmp_path):
-    run = write_run(tmp_path / "run")
-    write_timeline(run)
-    path = report(run, write_run(tmp_path / ("o" * 100)), path=tmp_path / "report.html")
-    script = """
-        const result = {width: innerWidth, over: [], tabs: []};
-        const tabs = document.getElementById("tabs");
-        for (const part of [...PARTS, ...PARTS.toReversed()]) {
-          show(part.name);
-          const tab = tabs.querySelector("[aria-selected=true]").getBoundingClientRect();
-          const box = tabs.getBoundingClientRect();
-          result.tabs.push(tab.left >= box.left - 1 && tab.right <= box.right + 1);
-          result.over.push(document.documentElement.scrollWidth - innerWidth);
-        }
-    """
-    found = browse(path, script, size=size)
-    assert found["width"] == int(size.partition(",")[0])
-    assert max(found["over"]) <= 0
-    assert found["tabs"] == [True] * 12  # the part that is shown is named, there and back
-
-
-def test_ten_thousand_rollouts_open(browse, tmp_path):
-    folder = write_run(tmp_path / "run", 1)
-    [right, wrong] = map(json.loads, (folder / "rollouts.jsonl").read_text().splitlines())
-    records = []
-    for step in range(1, 5001):
-        for at, record in enumerate((right, wrong)):
-            ids = {"group_id": f"g{step}", "rollout_id": f"g{step}/{at}", "episode_id": f"g{step}/{at}"}
-            records.append({**record, "step": step, **ids})
-    write_jsonl(folder / "rollouts.jsonl", records)
-    found = browse(
-        report(folder, path=tmp_path / "report.html"),
-        """
-        document.getElementById("f-verdict").value = "ok"; applyFilters();
-        browser.list.scrollTop = 4000 * ROW_HEIGHT; drawRows();
-        const result = [browser.items.length, browser.shown.length, browser.rows.childElementCount];
-        result.push(browser.rows.innerText.includes("4,001"));
-        """,
-        part="#rollouts",
-    )
-    assert found[:2] == [10_000, 5000]
-    assert found[2] < 100  # only rows that can be seen are elements
-    assert found[3]
-
-
-def test_a_served_page_follows_its_run_and_finds_rollouts(visit, tmp_path):
+def test_a_served_page_follows_its_run_and_finds_rollouts(visit, with_script, tmp_path):
     folder = write_run(tmp_path / "run", 2)
     more = write_run(tmp_path / "more", 5)
 
