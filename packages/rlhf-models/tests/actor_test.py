@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from rlhf_data.errors import ConfigError
 from rlhf_kernels import (
@@ -161,6 +161,21 @@ def test_actor_sliding_window_packed_equals_padded(tmp_path, sequences):
     close(torch.cat(batch.split(padded(batch).logprobs)), packed(TokenBatch.packed(sequences)).logprobs[0])
     full = load_actor(tiny_model_dir(tmp_path / "full"), dtype="float32")
     assert not torch.allclose(full(batch).logprobs, padded(batch).logprobs, atol=1e-3)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_actor_head_in_bfloat16_reads_states_in_float32(tmp_path, sequences, packing):
+    config = MambaConfig(vocab_size=512, hidden_size=32, state_size=4, num_hidden_layers=2, pad_token_id=0)
+    model = MambaForCausalLM(config).to(torch.bfloat16)
+    assert model.base_model(torch.as_tensor(sequences[0])[None]).last_hidden_state.dtype == torch.float32
+    model.save_pretrained(tmp_path)
+    actor = load_actor(tmp_path, dtype="bfloat16", packing=packing)
+    batch = TokenBatch.packed(sequences) if packing else TokenBatch.padded(sequences, 0)
+    values = batch.split(actor(batch).logprobs)
+    for one, (want, _) in zip(values, expected_logprobs(model.double(), sequences, 1.0), strict=True):
+        close(one[1:], want, 0.05)
+    sum(one.sum() for one in values).backward()
+    assert all(weight.grad.any() for weight in actor.parameters())
 
 
 def test_actor_logits_that_the_model_caps_after_its_head_are_capped(sequences):

@@ -185,8 +185,12 @@ class Actor(nn.Module):
         return num_bytes > MAX_LOGITS_BYTES and is_plain
 
     def _hidden(self, batch: TokenBatch, index: Tensor) -> Tensor:
-        """Return the hidden states [N, D] at flat positions [N] among the tokens that this rank has."""
-        return batch.states_at(last_hidden_state(self.model.base_model, batch, self.sequence_group), index)
+        """Return the hidden states [N, D] at flat positions [N] among the tokens that this rank has.
+
+        Mamba adds up its layers in float32, for any dtype of the weights. The head takes the dtype of the weights.
+        """
+        states = batch.states_at(last_hidden_state(self.model.base_model, batch, self.sequence_group), index)
+        return states.to(self.model.dtype)
 
     def _logits(self, batch: TokenBatch, index: Tensor) -> Tensor:
         """Return the logits [N, V] at flat positions [N] among the tokens that this rank has."""
