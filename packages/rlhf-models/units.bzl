@@ -11,14 +11,15 @@ UNITS = {
     "dequantize": (["dequantize"], ["rlhf-data/errors", "rlhf-data/options", "rlhf-data/own_code", "rlhf-data/pretrained", "rlhf-models/actor", "rlhf-models/checkpoint", "rlhf-models/loading", "rlhf-models/weights"]),
     "experts": (["experts/"], ["rlhf-data/errors", "rlhf-models/attention"]),
     "fast": (["fast/"], ["rlhf-models/attention", "rlhf-models/compiler"]),
+    "four_bit": (["four_bit"], ["rlhf-data/errors"]),
     "host_states": (["host_states"], ["rlhf-data/errors"]),
     "images": (["images"], ["rlhf-models/attention"]),
     "loading": (["loading"], ["rlhf-data/errors", "rlhf-data/images", "rlhf-data/own_code", "rlhf-data/pretrained", "rlhf-models/actor", "rlhf-models/attention", "rlhf-models/backbone", "rlhf-models/checkpoint", "rlhf-models/critic", "rlhf-models/images", "rlhf-models/reward", "rlhf-models/weights"]),
-    "lora": (["lora"], ["rlhf-data/errors", "rlhf-data/own_code", "rlhf-data/pretrained", "rlhf-data/safety", "rlhf-models/actor", "rlhf-models/checkpoint", "rlhf-models/images", "rlhf-models/loading", "rlhf-models/weights"]),
+    "lora": (["lora"], ["rlhf-data/errors", "rlhf-data/own_code", "rlhf-data/pretrained", "rlhf-data/safety", "rlhf-models/actor", "rlhf-models/checkpoint", "rlhf-models/four_bit", "rlhf-models/images", "rlhf-models/loading", "rlhf-models/weights"]),
     "process_reward": (["process_reward"], ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/loading", "rlhf-models/reward"]),
     "reward": (["reward"], ["rlhf-data/errors", "rlhf-data/images", "rlhf-models/attention", "rlhf-models/backbone", "rlhf-models/critic"]),
     "testing": (["testing"], ["rlhf-data/errors", "rlhf-models/checkpoint"]),
-    "weights": (["weights"], ["rlhf-data/errors", "rlhf-data/own_code", "rlhf-data/pretrained", "rlhf-data/safety", "rlhf-models/checkpoint", "rlhf-models/images"]),
+    "weights": (["weights"], ["rlhf-data/errors", "rlhf-data/own_code", "rlhf-data/pretrained", "rlhf-data/safety", "rlhf-models/checkpoint", "rlhf-models/four_bit", "rlhf-models/images"]),
 }
 
 TESTS = {
@@ -44,6 +45,7 @@ TESTS = {
     "exports_test.py": ["rlhf-models", "rlhf-models/checkpoint", "rlhf-models/testing"],
     "fast/compiled_test.py": ["rlhf-models/attention", "rlhf-models/checkpoint", "rlhf-models/fast", "rlhf-models/loading", "rlhf-models/lora", "rlhf-models/testing"],
     "fast/pack_graph_test.py": ["rlhf-models/attention", "rlhf-models/backbone", "rlhf-models/checkpoint", "rlhf-models/fast", "rlhf-models/loading", "rlhf-models/testing"],
+    "four_bit_test.py": ["rlhf-data/errors", "rlhf-models/attention", "rlhf-models/checkpoint", "rlhf-models/four_bit", "rlhf-models/loading", "rlhf-models/lora", "rlhf-models/testing"],
     "host_states_test.py": ["rlhf-data/errors", "rlhf-models/checkpoint", "rlhf-models/host_states", "rlhf-models/testing"],
     "images_test.py": ["rlhf-data/errors", "rlhf-data/examples", "rlhf-data/images", "rlhf-data/pretrained", "rlhf-data/rows", "rlhf-models/attention", "rlhf-models/checkpoint", "rlhf-models/loading", "rlhf-models/lora", "rlhf-models/reward", "rlhf-models/testing", "rlhf-models/weights", "tests/support/tiny_vision"],
     "loading_test.py": ["rlhf-data/errors", "rlhf-data/pretrained", "rlhf-models/attention", "rlhf-models/checkpoint", "rlhf-models/loading", "rlhf-models/testing"],

@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 projects=(pyproject.toml kernels/pyproject.toml packages/*/pyproject.toml)
-extras=(--group dev --extra code --extra datasets --extra gymnasium --extra hf --extra lora --extra math --extra mcp
+extras=(--group dev --extra 4bit --extra code --extra datasets --extra gymnasium --extra hf --extra lora --extra math --extra mcp
   --extra mlflow --extra models --extra openenv --extra ray --extra server --extra verifiers --extra wandb)
 
 resolve() { # NAME EXTRA

@@ -11,8 +11,9 @@ from memory_models import ADAMW, BF16, FAMILIES, NOTHING, SMALL, config_of
 from rlhf_kernels.ops.linear_policy_loss import triton as policy_kernel
 from rlhf_models import actor as actor_module
 from rlhf_models.batch import TokenBatch
+from rlhf_models.four_bit import packed_layers
 from rlhf_models.loading import load_actor, load_config
-from rlhf_models.lora import LoraSpec, check_lora
+from rlhf_models.lora import LoraSpec, add_lora, check_lora
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.weights import source
 from rlhf_train import memory
@@ -59,6 +60,25 @@ def test_adapters_are_those_that_peft_adds(name: str, targets: str | tuple[str, 
         count_adapters(config, 8, "q_proj") < count_adapters(config, 8, ("q_proj", "o_proj")) < adapters
         or targets != "all-linear"
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_base_in_4_bits_takes_what_its_tensors_do(dtype: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    lora = LoraSpec(rank=2, load_in_4bit=True)
+    path = tiny_model_dir(tmp_path, hidden_size=256, intermediate_size=512)
+    model = load_actor(path, dtype=dtype)
+    add_lora(model, lora)
+    scales = [layer._scales for layer in packed_layers(model).values()]
+    held = sum(weight.nbytes for weight in model.parameters())
+    held += sum(scale.absmax.nbytes + scale.state2.absmax.nbytes for scale in scales)
+    spec = replace(BF16, dtype=dtype, lora=lora)
+    found = trainer_memory([Model(load_config(path), spec)], NOTHING, 1).items["weights"]
+    assert found == pytest.approx(held, rel=1e-3)
+    whole = trainer_memory([Model(load_config(path), replace(spec, lora=LoraSpec(rank=2)))], NOTHING, 1).items[
+        "weights"
+    ]
+    assert found < 0.6 * whole
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "qwen3_moe", "qwen2_moe", "mixtral"])

@@ -81,6 +81,20 @@ TABLE = [
         "error: --lora_sync adapter is not tested with --image_key",
         "use --lora_sync merge",
     ),
+    ("ppo --load_in_4bit", "error: --load_in_4bit is for frozen weights under adapters, and --lora", "--lora_rank 16"),
+    (f"{SFT} --load_in_4bit --lora_rank 2 --zero_stage 3", "error: --load_in_4bit restores weights", "--zero_stage 2"),
+    ("ppo --load_in_4bit --lora_rank 2 --torch_compile on", "error: --load_in_4bit restores", "leave --torch_compile"),
+    ("ppo --load_in_4bit --lora_rank 2 --image_key image", "error: --load_in_4bit restores", "drop --load_in_4bit"),
+    (
+        "ppo --load_in_4bit --lora_rank 2 --bf16 --vllm_quantization fp8",
+        "error: --load_in_4bit is not tested with --vllm_quantization fp8",
+        "drop one of them",
+    ),
+    (
+        "ppo --load_in_4bit --lora_rank 2 --lora_sync adapter",
+        "error: engines of --lora_sync adapter read the base",
+        "use --lora_sync merge",
+    ),
     (
         "ppo --ds_tensor_parallel_size 2",
         r"error: --ds_tensor_parallel_size is 2, and a model has 1 training process\(es\)",

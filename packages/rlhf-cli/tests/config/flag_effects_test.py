@@ -72,6 +72,8 @@ REACHES = [
     ("lora_rank", "2", "--ref_num_gpus_per_node 3", "plan.trainers.0.roles", ("actor", "reference")),
     ("lora_alpha", "4", "--lora_rank 2", "models.actor.lora.alpha", 4.0),
     ("target_modules", "q_proj,v_proj", "--lora_rank 2", "models.actor.lora.target_modules", ("q_proj", "v_proj")),
+    ("load_in_4bit", "", "--lora_rank 2", "models.actor.lora.load_in_4bit", True),
+    ("load_in_4bit", "", "--critic_lora_rank 2", "models.critic.lora.load_in_4bit", True),
     ("torch_compile", "off", "", "models.critic.torch_compile", "off"),
     ("ref_reward_offload", "", "", "models.reference.offload", True),
     ("ref_reward_offload", "", "--teacher_model t", "models.teacher.offload", True),

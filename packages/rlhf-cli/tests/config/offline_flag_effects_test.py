@@ -67,6 +67,7 @@ REACHES = [
     ("sft", "lora_alpha", "4", LORA, "model.lora.alpha", 4.0),
     ("sft", "lora_dropout", "0.1", LORA, "model.lora.dropout", 0.1),
     ("sft", "target_modules", "q_proj,v_proj", LORA, "model.lora.target_modules", ("q_proj", "v_proj")),
+    ("sft", "load_in_4bit", "", LORA, "model.lora.load_in_4bit", True),
     ("dpo", "ref_pretrain", "OTHER", "", "reference.path", "OTHER"),
     ("kto", "ref_pretrain", "OTHER", "--bf16", "reference.dtype", "bfloat16"),
     ("dpo", "precompute_reference", "", "", "precompute_reference", True),

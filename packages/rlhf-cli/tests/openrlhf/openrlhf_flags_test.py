@@ -185,7 +185,6 @@ def test_flag_with_nothing_left_to_choose_is_one_notice(command, argv):
         ("ppo", "--ref_pretrain other", "a reference model other than the policy before the run"),
         ("ppo", "--actor.muon.lr 0.02", "a learning rate of its own for Muon"),
         ("ppo", "--ds.param_dtype fp16", "float16"),
-        ("sft", "--load_in_4bit", "weights in 4 bits"),
         ("kto", "--vanilla_loss", "KTO on pairs"),
     ],
 )

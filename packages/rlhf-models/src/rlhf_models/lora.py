@@ -18,6 +18,7 @@ from rlhf_data.safety import open_to_others
 from rlhf_models.actor import Actor
 from rlhf_models.checkpoint.beyond_text import linear_layers_beyond_text
 from rlhf_models.checkpoint.files import CONFIG_FIELDS_FILE, VALUE_HEAD_FILE, quiet_transformers
+from rlhf_models.four_bit import pack_layers, round_layers
 from rlhf_models.images import language_model_class
 from rlhf_models.loading import load_actor, load_config, load_critic
 from rlhf_models.weights import HEAD_PREFIX, save_hf, written
@@ -36,6 +37,8 @@ class LoraSpec:
         target_modules: names of the linear layers that get an adapter; "all-linear" means all except the LM head. The
             experts of a mixture and their routers are no linear layers, and layers that text does not reach get none,
             nor do those of Mamba whose weight a kernel reads, which would pass an adapter by.
+        load_in_4bit: store the frozen weights of all layers that "all-linear" means in 4 bits; see `four_bit`. The
+            other weights stay as they are.
 
     Raises:
         ConfigError: an attribute out of its range.
@@ -47,6 +50,7 @@ class LoraSpec:
     alpha: float = 16.0
     dropout: float = 0.0
     target_modules: str | tuple[str, ...] = "all-linear"
+    load_in_4bit: bool = False
 
     def __post_init__(self) -> None:
         if self.rank < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1:
@@ -58,12 +62,15 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
     """Add adapters to an actor, critic or reward model and freeze all other weights except its value head.
 
     Raises:
-        ConfigError: there is no fitting peft, a target matches no linear layer, or one is the embedding or tied to it.
+        ConfigError: there is no fitting peft, a target matches no linear layer, or one is the embedding or tied to it;
+            with `LoraSpec.load_in_4bit`, bitsandbytes is missing.
     """
     peft = _import_peft()
     hint = "``target_modules`` takes all-linear, or names of layers such as q_proj,v_proj"
     beyond_text = linear_layers_beyond_text(model.model)
     targets = _targets(model.model, spec, beyond_text)
+    if spec.load_in_4bit:
+        pack_layers(model.model, _linear_layers(model.model, beyond_text))
     config = peft.LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,
@@ -92,14 +99,19 @@ def _targets(model: Any, spec: LoraSpec, excluded: Collection[str]) -> str | lis
     if spec.target_modules != "all-linear":
         return spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules)
     head = model.get_output_embeddings()
+    every = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
+    return "all-linear" if _linear_layers(model) == every else _linear_layers(model, excluded)
+
+
+def _linear_layers(model: Any, excluded: Collection[str] = ()) -> list[str]:
+    """Return the names of the layers that "all-linear" means, without the excluded ones."""
+    head = model.get_output_embeddings()
     modules = dict(model.named_modules())
-    every = [name for name, layer in modules.items() if isinstance(layer, nn.Linear) and layer is not head]
     # A subclass with a forward pass of its own may return more than a product, as routers do.
-    chosen = [name for name in every if type(modules[name]).forward is nn.Linear.forward]
-    chosen = [name for name in chosen if not _is_read_by_kernel(modules, name)]
+    chosen = [name for name, layer in modules.items() if getattr(type(layer), "forward", None) is nn.Linear.forward]
+    chosen = [name for name in chosen if modules[name] is not head and not _is_read_by_kernel(modules, name)]
     # What an indexer selects has no gradient.
-    chosen = [name for name in chosen if "indexer" not in name.split(".")]
-    return "all-linear" if chosen == every else [name for name in chosen if name not in excluded]
+    return [name for name in chosen if "indexer" not in name.split(".") and name not in excluded]
 
 
 def _is_read_by_kernel(modules: Mapping[str, Any], name: str) -> bool:
@@ -158,7 +170,7 @@ class Adapter(NamedTuple):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """Return W + scale B A, computed in float32 and rounded once, and leave `weight` as it is."""
+        """Return W + scale B A, computed in float32 and rounded once, and leave the whole `weight` as it is."""
         change = (self.b.float() @ self.a.float()).mul_(self.scale)
         return (change.T if self.is_transposed else change).add_(weight).to(weight.dtype)
 
@@ -234,6 +246,7 @@ def merge_adapter(
     out: str | Path,
     *,
     dtype: str,
+    load_in_4bit: bool = False,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Merge an adapter into its base model. Write a plain Hugging Face folder.
@@ -245,10 +258,11 @@ def merge_adapter(
         adapter: a folder in peft's layout. If it holds a value head, the result is the folder of a reward model.
         out: the folder to write. An existing one is replaced.
         dtype: dtype of the merged weights, "float32" or "bfloat16".
+        load_in_4bit: merge into the weights that a base in 4 bits computes with, beside which the adapter was trained.
         report: called with the number of weights that are merged and their total, from 0 to all of them.
 
     Raises:
-        ConfigError: no such model, or no adapter that matches it.
+        ConfigError: no such model, or no adapter that matches it; with `load_in_4bit`, bitsandbytes is missing.
     """
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -262,6 +276,8 @@ def merge_adapter(
     load: Any = load_critic if head.is_file() else load_actor
     reads_text_alone = language_model_class(load_config(base)) is AutoModelForCausalLM
     model = load(base, dtype=dtype, images="" if reads_text_alone else "frozen")
+    if load_in_4bit:
+        round_layers(model.model, _linear_layers(model.model, linear_layers_beyond_text(model.model)))
     with clear_errors("adapter", adapter), _names_meant_as_they_are():
         model.model = _merged(peft.PeftModel.from_pretrained(model.model, str(adapter)), report)
         if head.is_file():

@@ -18,6 +18,7 @@ from rlhf_data.safety import open_to_others
 from rlhf_models.checkpoint.beyond_text import save_left_out
 from rlhf_models.checkpoint.empty import load_empty
 from rlhf_models.checkpoint.files import VALUE_HEAD_FILE, quiet_transformers, without_wrappers, write_fields
+from rlhf_models.four_bit import packed_layers
 from rlhf_models.images import language_model_class
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def hf_named_weights(
     Args:
         model: the model.
         whole: gives the full tensor of a parameter, in a `with` block that lasts until the next weight is read. None
-            for the parameter itself. Buffers are always whole.
+            for the parameter itself; that of a layer in 4 bits needs it. Buffers are always whole.
 
     Raises:
         ConfigError: a tensor of the checkpoint is made of several parameters.
@@ -271,7 +272,9 @@ def _converted_names(model: Any, named: Mapping[str, Tensor]) -> set[str]:
     if getattr(model, "_weight_conversions", None) == []:
         return set()  # a loaded model that was stored as it is: its names need not be tried
     # Meta tensors have the right shapes and take no memory. ZeRO-3 keeps the shape of a whole weight beside its part.
-    shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in named.items()}
+    packed = packed_layers(model)
+    wholes = {name: packed.get(part, part) for name, part in named.items()}
+    shapes = {name: tuple(getattr(whole, "ds_shape", whole.shape)) for name, whole in wholes.items()}
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     together = set(_in_checkpoint(model, empty))
     if together == empty.keys():

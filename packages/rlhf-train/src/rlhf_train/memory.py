@@ -27,6 +27,8 @@ UPDATE_CHUNK_SIZE = 1 << 23
 REDUCE_BUCKET_SIZE = 500_000_000
 MAX_LIVE_PARAMETERS = 1_000_000_000
 SUB_GROUP_SIZE = 1_000_000_000
+# Of a weight in 4 bits: half a byte; a byte for each 64 weights, and a float32 number for each 64 * 256.
+PACKED_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 _ATTENDING = {"full_attention", "sliding_attention"}  # kinds of layers that are compiled
 _TRANSFORMED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
@@ -173,6 +175,12 @@ def _linears(config: Any, mlp: Mlp) -> dict[str, tuple[int, int]]:
     return linears | ({"shared_expert_gate": (hidden, 1)} if mlp.num_experts and mlp.shared else {})
 
 
+def count_linear_weights(config: Any) -> int:
+    """Return the weights of the linear modules of the layers."""
+    config = config.get_text_config()
+    return sum(count * sum(a * b for a, b in _linears(config, mlp).values()) for mlp, count in mlps_of(config).items())
+
+
 def count_adapters(config: Any, rank: int, targets: str | Sequence[str]) -> int:
     """Return the weights of LoRA adapters: rank (inputs + outputs) for each linear module of the layers in `targets`,
     by their last name, or for all of them with "all-linear"."""
@@ -209,6 +217,9 @@ def trainer_memory(
     | float32 0                               | 4 n     | 4 t        | 0              | 8 t     |
     | float32 1 (or 2 on one rank), 2         | 4 n     | 4 t, 4 t/R | 4 t / R        | 8 t / R |  stage_1_and_2.py
     | float32 3                               | 4 n / R | 4 t / R    | 4 t / R        | 8 t / R |  stage3.py
+
+    With `LoraSpec.load_in_4bit` the linear modules of the layers take `PACKED_BYTES` per weight, and a pass restores
+    one of them at a time.
 
     With `ModelSpec.tensor_parallel_size` of P, n has 1 / P of the matrices of layers, and R is the number of ranks that
     have the same part. Muon has 4 instead of 8 for matrices of layers, and `OptimizerSpec.bf16_moments` for all
@@ -263,6 +274,9 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
         num_weights += adapters
         trained = adapters + (0 if model.has_head else sizes_of(model.config).hidden)
     item = ITEM_BYTES[spec.dtype]
+    saved = 0
+    if spec.is_in_4bit:
+        saved = round((item - PACKED_BYTES) * count_linear_weights(model.config))
     is_float32 = spec.dtype == "float32"
     moments_item = 4 if optimizer.bf16_moments else 8  # bytes of both
     stage = 1 if spec.zero_stage == 2 and num_ranks == 1 else spec.zero_stage
@@ -270,7 +284,7 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
     own = _share(trained, num_owners)
     # An adapter consists of matrices in layers.
     by_muon = (counts.matrices if spec.lora is None else trained) if optimizer.muon_momentum is not None else 0
-    weights = item * (_share(num_weights, num_ranks) if stage == 3 else num_weights)
+    weights = item * (_share(num_weights, num_ranks) if stage == 3 else num_weights) - saved
     masters = 4 * own * (stage > 0 or not is_float32)
     both_moments = moments_item * own - 4 * _share(by_muon, num_owners)
     reduced = 2 if num_ranks == 1 and not is_float32 else 4  # bytes per gradient that is sent
@@ -373,8 +387,10 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
     working = max(max(layers), head)
     gathered = min(num_weights, MAX_LIVE_PARAMETERS)
     gathered += (1 + with_gradients) * _whole_layer(config, spec) * (num_weights > 0)
+    restored = max(a * b for mlp in mlps_of(config) for a, b in _linears(config, mlp).values())
     return {
         "activations": kept if with_gradients else 0,
+        "restored": item * restored * spec.is_in_4bit,
         "logits" if working == head else "working": working,
         "gathered": item * gathered * (spec.zero_stage == 3),
     }
@@ -392,7 +408,14 @@ def layer_bytes(config: Any, spec: ModelSpec, mlp: Mlp) -> int:
     )
     size += item * 2 * hidden * mlp.per_token * (mlp.num_experts > 0)
     is_inside = spec.zero_stage == 3 and not _whole_layer(config, spec)
-    cannot = is_inside or spec.ranks_per_batch > 1 or spec.aux_loss_coef or spec.routing_replay or spec.images
+    cannot = (
+        is_inside
+        or spec.ranks_per_batch > 1
+        or spec.aux_loss_coef
+        or spec.routing_replay
+        or spec.images
+        or spec.is_in_4bit
+    )
     cannot = cannot or not _ATTENDING.issuperset(getattr(config.get_text_config(), "layer_types", None) or ())
     is_compiled = not cannot and (spec.torch_compile == "on" or (spec.torch_compile == "auto" and spec.packing))
     rest = 2 * hidden * (4 + item) + _share(item * width, spec.tensor_parallel_size)

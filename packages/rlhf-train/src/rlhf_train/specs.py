@@ -109,6 +109,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         check_bounds(self)
         self._check_images()
+        self._check_4bit()
         divides_tokens = self.sequence_parallel_size > 1
         size = f"``sequence_parallel_size={self.sequence_parallel_size}``"
         if self.zpg > 1 and self.zero_stage < 3:
@@ -142,6 +143,15 @@ class ModelSpec:
             if self.images and is_wrong:
                 message = "a model that reads images is trained on whole sequences with whole layers, not compiled"
                 raise ConfigError(f"{message}: {reason}", hint=hint)
+
+    def _check_4bit(self) -> None:
+        for is_wrong, reason, hint in (
+            (self.zero_stage == 3, "ZeRO stage 3 divides weights of one form", "use ``zero_stage=2``"),
+            (self.images, "it is not tested for models that read images", "drop ``load_in_4bit``"),
+            (self.torch_compile == "on", "the layers are not compiled", "leave ``torch_compile`` at auto"),
+        ):
+            if self.is_in_4bit and is_wrong:
+                raise ConfigError(f"``load_in_4bit`` restores weights inside the layers: {reason}", hint=hint)
 
     def check_passes(self, max_tokens: int | None) -> None:
         """Raise ConfigError for passes of at most `max_tokens` tokens, unless this is None or samples are packed."""
@@ -201,7 +211,13 @@ class ModelSpec:
 
         At ZeRO stage 3 the first step compiles them, because passes need DeepSpeed's engine.
         """
-        return self.torch_compile != "off" and self.zero_stage < 3 and self.ranks_per_batch == 1 and not self.images
+        has_whole_layers = self.ranks_per_batch == 1 and not self.images and not self.is_in_4bit
+        return self.torch_compile != "off" and self.zero_stage < 3 and has_whole_layers
+
+    @property
+    def is_in_4bit(self) -> bool:
+        """Whether its frozen weights are in 4 bits."""
+        return self.lora is not None and self.lora.load_in_4bit
 
     @property
     def ranks_per_batch(self) -> int:

@@ -1,5 +1,7 @@
 """A rank that trains adapters: what it trains and sends, what its reference is, what it saves, and how it goes on."""
 
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -7,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rlhf_models.loading import load_reference
-from rlhf_models.lora import LoraSpec
+from rlhf_models.loading import load_actor, load_reference
+from rlhf_models.lora import LoraSpec, add_lora, merge_adapter, save_adapter
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.engine.shards import ShardReader
@@ -21,6 +23,8 @@ pytest.importorskip("peft")
 VOCAB_SIZE = 512
 KL_COEF = 0.05
 ADAPTERS = LoraSpec(rank=3, alpha=6.0)
+# The second has its base in 4 bits.
+SPECS = [ADAPTERS, replace(ADAPTERS, load_in_4bit=True)][: 2 if find_spec("bitsandbytes") else 1]
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +70,28 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     assert not [name for name in one if not torch.equal(one[name], other[name])]
 
 
+@pytest.fixture(scope="module", params=SPECS, ids=lambda spec: "4 bits" if spec.load_in_4bit else "whole")
+def lora(request) -> LoraSpec:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def stepped(path) -> tuple[TrainWorker, set[str]]:
+def base(lora, path, tmp_path_factory) -> str:
+    """The folder of the weights that the base computes with: those of `path`, or rounded by an adapter of zeros."""
+    if not lora.load_in_4bit:
+        return path
+    actor, folder = load_actor(path, dtype="float32"), tmp_path_factory.mktemp("rounded")
+    add_lora(actor, ADAPTERS)
+    adapter = save_adapter(actor, actor.state_dict(), folder / "adapter")
+    return str(merge_adapter(path, adapter, folder / "model", dtype="float32", load_in_4bit=True))
+
+
+@pytest.fixture(scope="module")
+def stepped(lora, path, base) -> tuple[TrainWorker, set[str]]:
     """A worker after a step, and the names of the weights that the step moved."""
-    worker = make_worker(path)
+    worker = make_worker(path, lora=lora)
     before = state(worker)
-    assert_equal(sent(worker), loaded(path))  # B starts at zero
+    assert_equal(sent(worker), loaded(base))  # B starts at zero
     step(worker)
     moved = {name for name, weight in state(worker).items() if not torch.equal(weight, before[name])}
     return worker, moved
@@ -84,18 +104,18 @@ def test_updates_move_adapters_and_the_value_head_alone(stepped):
     assert {name.split(".")[0] for name in moved} == {"actor", "critic"}
 
 
-def test_reference_is_the_actor_without_adapters_and_equals_a_loaded_one_exactly(stepped, path):
+def test_reference_is_the_actor_without_adapters_and_equals_a_loaded_one_exactly(stepped, base):
     worker, _ = stepped
     batch = worker._batch("reference", range(4))
     with torch.no_grad():
         own = worker._frozen["reference"](batch).logprobs
         adapted = worker.engines["actor"].forward(batch).logprobs
-        assert torch.equal(own, load_reference(path, dtype="float32")(batch).logprobs)
+        assert torch.equal(own, load_reference(base, dtype="float32")(batch).logprobs)
     assert not isinstance(worker._frozen["reference"], torch.nn.Module)
     assert (adapted - own).abs().max() > 1e-3
 
 
-def test_sent_weights_are_those_that_peft_merges_and_sending_changes_nothing(stepped, path, tmp_path):
+def test_sent_weights_are_those_that_peft_merges_and_sending_changes_nothing(stepped, base, tmp_path):
     worker, _ = stepped
     before, numbers = state(worker), torch.get_rng_state()
     weights = sent(worker)
@@ -104,7 +124,7 @@ def test_sent_weights_are_those_that_peft_merges_and_sending_changes_nothing(ste
     assert torch.equal(torch.get_rng_state(), numbers)
     assert_equal(weights, loaded(tmp_path / "model"))
     assert (tmp_path / "model/adapter/adapter_config.json").is_file()
-    changed = {name for name, weight in loaded(path).items() if not torch.equal(weight, weights[name])}
+    changed = {name for name, weight in loaded(base).items() if not torch.equal(weight, weights[name])}
     assert {name.split(".")[-2] for name in changed} == {
         *("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj"),
     }  # fmt: skip
@@ -123,7 +143,7 @@ def test_sent_adapters_are_those_of_peft_with_their_scale_and_sending_changes_no
     )
 
 
-def test_moving_average_has_the_adapters_alone_and_is_saved_merged(stepped, tmp_path):
+def test_moving_average_has_the_adapters_alone_and_is_saved_merged(stepped, base, tmp_path):
     worker, _ = stepped
     average = worker._average.values()
     assert average and all(".lora_" in name for name in average)
@@ -132,17 +152,17 @@ def test_moving_average_has_the_adapters_alone_and_is_saved_merged(stepped, tmp_
     assert_equal(state(worker), before)
     merged = loaded(tmp_path / "average")["model.layers.0.self_attn.q_proj.weight"]
     a, b = (average[f"model.model.layers.0.self_attn.q_proj.lora_{letter}.default.weight"] for letter in "AB")
-    base = before["actor.model.model.layers.0.self_attn.q_proj.base_layer.weight"]
-    torch.testing.assert_close(merged.double(), base.double() + 2.0 * b.double() @ a.double(), rtol=0, atol=1e-6)
+    weight = loaded(base)["model.layers.0.self_attn.q_proj.weight"]
+    torch.testing.assert_close(merged.double(), weight.double() + 2.0 * b.double() @ a.double(), rtol=0, atol=1e-6)
 
 
-def test_rank_with_adapters_goes_on_bit_for_bit_from_files_that_hold_them_alone(stepped, path, tmp_path):
+def test_rank_with_adapters_goes_on_bit_for_bit_from_files_that_hold_them_alone(stepped, lora, path, tmp_path):
     worker, _ = stepped
     worker.save_state(str(tmp_path))
     worker.finish_state()
     names = [*ShardReader([tmp_path / "actor-0-of-1.safetensors"])._parts]
     assert all(".lora_" in name or name.startswith("random/") for name in names)
-    other = make_worker(path, seed=7)  # other first adapters
+    other = make_worker(path, lora=lora, seed=7)  # other first adapters
     other.load_state(str(tmp_path))
     assert_equal(state(other), state(worker))
     for each in (worker, other):
@@ -151,8 +171,8 @@ def test_rank_with_adapters_goes_on_bit_for_bit_from_files_that_hold_them_alone(
     assert_equal(other._average.values(), worker._average.values())
 
 
-def test_gradients_of_adapters_follow_from_those_of_the_merged_weights(path, tmp_path):
-    worker = make_worker(path, estimator="rloo")
+def test_gradients_of_adapters_follow_from_those_of_the_merged_weights(lora, path, tmp_path):
+    worker = make_worker(path, estimator="rloo", lora=lora)
     step(worker)
     worker.save("actor", str(tmp_path / "model"))
     full = make_worker(str(tmp_path / "model"), estimator="rloo", lora=None)

@@ -28,6 +28,11 @@ class MergeSection(with_defaults(PrecisionSection, bf16=True), TrustSection, tit
         None, "folder of the adapter; for a reward model it also contains the score head", names_model=True
     )
     output_path: str | None = flag(None, "new or empty folder for the merged model")
+    load_in_4bit: bool = flag(
+        False,
+        "merge into the weights that training with --load_in_4bit computed with, which makes the policy that was"
+        " trained; else into those of --model_path",
+    )
 
 
 class LoraCombinerConfig(Config):
@@ -90,4 +95,4 @@ def _merge(merge: MergeSection, out: Path) -> None:
         from rlhf_models.lora import merge_adapter  # imports torch, which takes seconds
 
         base, adapter = model_path(merge.model_path), model_of_run(user_path(merge.lora_path))
-        merge_adapter(base, adapter, out, dtype=merge.dtype, report=report)
+        merge_adapter(base, adapter, out, dtype=merge.dtype, load_in_4bit=merge.load_in_4bit, report=report)

@@ -210,7 +210,10 @@ def _check_turns(config: PpoConfig, given: Collection[str]) -> list[str]:
 
 
 def _check_adapters(config: PpoConfig) -> None:
-    """Raise ConfigError for options that engines with adapters alone do not support."""
+    """Raise ConfigError for options that engines do not support with adapters alone, or with a base in 4 bits."""
+    if config.model.load_in_4bit and config.engine.vllm_quantization is not None:
+        message = f"--load_in_4bit is not tested with --vllm_quantization {config.engine.vllm_quantization}"
+        raise ConfigError(message, hint="drop one of them")
     if config.engine.lora_sync != "adapter":
         return
     hint = "use --lora_sync merge"
@@ -220,6 +223,11 @@ def _check_adapters(config: PpoConfig) -> None:
         )
     if config.engine.vllm_quantization is not None:
         message = f"--lora_sync adapter is not tested with --vllm_quantization {config.engine.vllm_quantization}"
+        raise ConfigError(message, hint=hint)
+    if config.model.load_in_4bit:
+        message = (
+            "engines of --lora_sync adapter read the base from its folder, and not what --load_in_4bit makes of it"
+        )
         raise ConfigError(message, hint=hint)
     if config.images:
         raise ConfigError("--lora_sync adapter is not tested with --image_key", hint=hint)

@@ -136,6 +136,8 @@ def compile_model(model: Any, spec: ModelSpec, device: str) -> bool:
         reason = "the load-balancing loss reads what routers compute inside the layers"
     if spec.routing_replay:
         reason = "routing replay gives routers inside the layers another choice with every pass"
+    if spec.is_in_4bit:
+        reason = "its weights are restored from 4 bits inside the layers"
     if spec.images:
         reason = "what reads images gives the layers more than tokens"
     if reason is None and spec.torch_compile == "auto" and not spec.packing:

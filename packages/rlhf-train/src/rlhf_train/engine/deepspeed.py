@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import CheckpointError, EngineError
+from rlhf_models.four_bit import packed_layers
 from rlhf_models.host_states import HostStates, RestingModel
 from rlhf_models.loading import resolve_dtype
 from rlhf_models.lora import adapters_by_weight
@@ -113,6 +114,7 @@ class DeepSpeedEngine:
         except (AssertionError, NotImplementedError, ValueError) as error:
             raise EngineError(f"DeepSpeed: {error}", hint="try another ``zero_stage``") from error
         self.module = self._engine.module
+        self._packed = packed_layers(self.module)
         wrapper = self._engine.optimizer
         check_optimizer(wrapper, optimizer)
         self._inner_optimizer = optimizer  # PyTorch's, around which DeepSpeed puts its own
@@ -189,7 +191,8 @@ class DeepSpeedEngine:
         def whole(weight: torch.nn.Parameter) -> Iterator[Tensor]:
             adapter = adapters.get(weight)
             with self._gathered([weight, *(adapter or ())[:2]]):
-                yield adapter.merged(weight) if adapter else self._whole(weight)
+                base = self._packed[weight].whole() if weight in self._packed else self._whole(weight)
+                yield adapter.merged(base) if adapter else base
 
         yield from hf_named_weights(self.module, whole)
 
@@ -208,7 +211,8 @@ class DeepSpeedEngine:
     def state_dict(self, *, wanted: bool = True) -> dict[str, Tensor]:
         """Return all full weights and buffers on the CPU, under the module's own names. Collective.
 
-        A rank with `wanted` False takes part in the gathering and returns an empty dict.
+        Those of layers in 4 bits are as the layers store them. A rank with `wanted` False takes part in the gathering
+        and returns an empty dict.
         """
         state = {}
         for name, parameter in self.module.named_parameters():

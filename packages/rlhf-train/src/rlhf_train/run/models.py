@@ -117,5 +117,5 @@ def write_model(
     # New modules draw their first weights, which must not change what the training draws, such as dropout.
     with TemporaryDirectory() as scratch, torch.random.fork_rng(devices=[]):
         adapter = save_adapter(model, state, scratch, tokenizer, fields)
-        merge_adapter(spec.path, adapter, folder, dtype=spec.dtype)
+        merge_adapter(spec.path, adapter, folder, dtype=spec.dtype, load_in_4bit=spec.lora.load_in_4bit)
     save_adapter(model, state, folder / ADAPTER_FOLDER, tokenizer, fields)
