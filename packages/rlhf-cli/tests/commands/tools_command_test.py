@@ -64,6 +64,15 @@ def test_lora_combiner_writes_the_model_with_its_adapter(tmp_path, capsys, monke
     assert not torch.allclose(merged, plain, atol=1e-3)
     assert main(["lora_combiner", *words, str(tmp_path / "merged")]) == 2
     assert "is not an empty folder" in capsys.readouterr().err
+    pytest.importorskip("bitsandbytes")
+    assert main(["lora_combiner", *words, str(tmp_path / "rounded"), "--bf16", "false", "--load_in_4bit"]) == 0
+    add_lora(rounded := load_actor(base, dtype="float32"), LoraSpec(rank=2, load_in_4bit=True))
+    rounded.load_state_dict(
+        {name: weight for name, weight in model.state_dict().items() if "lora" in name}, strict=False
+    )
+    found = load_actor(tmp_path / "rounded", dtype="float32").eval()(BATCH).logprobs.detach()
+    assert torch.allclose(found, rounded.eval()(BATCH).logprobs.detach(), atol=1e-5)
+    assert not torch.allclose(found, merged, atol=1e-3)
 
 
 def test_lora_combiner_of_a_reward_model_keeps_the_head_of_the_adapter(tmp_path):
