@@ -1,13 +1,18 @@
 """Variants are read and kept apart when one fails; engines share prompts; the time of a step is divided into parts."""
 
 import argparse
+import json
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from models import Place
 from rlhf_data.errors import ConfigError, EngineError
+from rlhf_models.testing import tiny_model_dir
 from workloads.speed import generation, generation_engine
 
 
@@ -100,7 +105,7 @@ def test_variant_that_fails_is_reported_beside_the_others(monkeypatch):
         return [FakeEngine(index, log, fails="broken" in settings) for index in range(number)]
 
     monkeypatch.setattr(generation, "start_engines", start)
-    options = argparse.Namespace(engines=[2, 1], samples=2, response_tokens=4, rounds=1, timeout_s=1.0)
+    options = argparse.Namespace(engines=[2, 1], samples=2, response_tokens=4, rounds=1, timeout_s=1.0, questions=None)
     variants = {name: {"settings": {name: 1}} for name in ("base", "broken", "later")}
     work = generation.Work(np.zeros((4, 3), int), np.ones((4, 2), int))
     assert len(list(generation.measure_variants(variants, None, lambda: work, options))) == 4
@@ -110,6 +115,32 @@ def test_variant_that_fails_is_reported_beside_the_others(monkeypatch):
     assert ["profile" in figures for figures in variants["base"]["engines"].values()] == [True, False]
     assert variants["later"]["seconds_start"] == [2.5, 2.5]
     assert len([entry for entry in log if entry[0] == "end"]) == 8  # the first one ends before the others start
+
+
+def test_questions_get_the_chat_template_and_long_ones_are_left_out(tmp_path):
+    model = tiny_model_dir(tmp_path / "model")
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"question": word}) + "\n" for word in ("a", "b" * 40, "c")))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    found = generation.read_questions(str(file), model, 30)
+    assert [tokenizer.decode(ids) for ids in found] == [
+        tokenizer.apply_chat_template([{"role": "user", "content": word}], add_generation_prompt=True, tokenize=False)
+        for word in "ac"
+    ]
+    options = argparse.Namespace(prompts=2, samples=1, response_tokens=5, mean_response_tokens=None)
+    work = generation.Work.drawn(options, 512, np.random.default_rng(0), found)
+    assert sorted(map(list, work.prompts)) == sorted(map(list, found)) and work.lengths.tolist() == [[5], [5]]
+
+
+def test_gap_is_the_distance_from_log_probs_of_transformers(tmp_path, monkeypatch):
+    monkeypatch.setattr(generation, "place", lambda: Place(torch.device("cpu"), torch.float32))
+    model = tiny_model_dir(tmp_path / "model")
+    reference = AutoModelForCausalLM.from_pretrained(model).double().requires_grad_(False)
+    prompt, tokens = np.array([5, 6, 7]), np.array([8, 9])
+    logits = reference(torch.tensor([[5, 6, 7, 8]])).logits[0]
+    logprobs = [float(logits[2].log_softmax(-1)[8]) + 0.25, float(logits[3].log_softmax(-1)[9])]
+    gap = generation.logprob_gap(model, [(prompt, tokens, np.array(logprobs))])
+    assert gap == {"largest": pytest.approx(0.25, abs=1e-4), "mean": pytest.approx(0.125, abs=1e-4), "tokens": 2}
 
 
 def test_time_of_a_step_outside_its_parts_is_waiting(monkeypatch):

@@ -72,6 +72,26 @@ TABLE = [
         "use --lora_sync merge",
     ),
     (
+        "ppo --vllm_speculative ngram --min_p 0.1",
+        "error: --vllm_speculative ngram drafts tokens, which vLLM cannot with --min_p 0.1",
+        "drop one of them",
+    ),
+    (
+        "ppo --vllm_speculative ngram --lora_sync adapter --lora_rank 8",
+        "error: --vllm_speculative ngram is not tested with --lora_rank",
+        "drop one of them",
+    ),
+    (
+        "ppo --vllm_speculative ngram --image_key image",
+        "error: --vllm_speculative ngram is not tested with --image_key",
+        "drop one of them",
+    ),
+    (
+        "ppo --vllm_speculative ngram --routing_replay --packing_samples",
+        "error: --vllm_speculative ngram is not tested with --routing_replay",
+        "drop one of them",
+    ),
+    (
         "ppo --lora_sync adapter --lora_rank 8 --bf16 --vllm_quantization fp8",
         "error: --lora_sync adapter is not tested with --vllm_quantization fp8",
         "use --lora_sync merge",

@@ -247,6 +247,8 @@ REACHES = [
     ("vllm_max_num_seqs", "3", "", "engine.max_num_seqs", 3),
     ("vllm_quantization", "fp8", "--bf16", "engine.quantization", "fp8"),
     ("vllm_quantization", "fp8", "--bf16", "algorithm.correction.level", "token"),
+    ("vllm_speculative", "ngram", "", "engine.speculative", "ngram"),
+    ("vllm_speculative_tokens", "7", "--vllm_speculative ngram", "engine.speculative_tokens", 7),
     ("vllm_skip_patches", "idle_slots,bulk_decoding", "", "engine.skip_patches", ("idle_slots", "bulk_decoding")),
     ("engine_timeout_s", "60", "", "engine.request_timeout_s", 60.0),
     ("enforce_eager", "", "", "engine.enforce_eager", True),

@@ -305,6 +305,12 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
             "--vllm_quantization fp8 samples tokens from rounded weights, and nothing corrects for their probabilities:"
             " --is_correction_level token or --old_logprobs rollout does",
         ),
+        (
+            "--vllm_speculative ngram",
+            "--vllm_speculative ngram: engines do without the speed-ups of single tokens, idle_slots, bulk_decoding,"
+            " multi_step, sampling_head, replayed_steps",
+        ),
+        ("--vllm_speculative_tokens 3", "--vllm_speculative_tokens has no effect: there is no --vllm_speculative"),
         ("--ema_beta 0.9", "--ema_beta has no effect: --enable_ema is off"),
         ("--eval_data None --source_key set", "--source_key has no effect: there is no --eval_data"),
         (

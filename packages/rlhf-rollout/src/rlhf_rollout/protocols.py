@@ -84,12 +84,14 @@ class Completion:
             say.
         routes: the experts of the first R tokens of prompt and completion, as in `Rollout`. The last token has none: it
             has not gone through the model.
+        drafts: how many drafts of vLLM the model has checked, how many tokens they had, and how many were accepted.
     """
 
     spans: tuple[Span, ...]
     finish_reason: FinishReason
     num_cached_tokens: int | None = None
     routes: np.ndarray | None = None
+    drafts: tuple[int, int, int] = (0, 0, 0)
 
     def __post_init__(self) -> None:
         freeze_routes(self)
@@ -133,6 +135,7 @@ class Draft:
         routes: parts [n, layers, top_k] of the experts of prompt and sample, from the prompt's first token on.
         num_cached_tokens: see `Completion`.
         finish_reason: why it ended; None before. It is set after the last token.
+        drafts: see `Completion`.
     """
 
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
@@ -141,6 +144,7 @@ class Draft:
     routes: list[np.ndarray] = field(default_factory=list)
     num_cached_tokens: int | None = None
     finish_reason: FinishReason | None = None
+    drafts: tuple[int, int, int] = (0, 0, 0)
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, array):
@@ -164,7 +168,7 @@ class Draft:
         ] or [Span(SpanSource.POLICY, [], [], self.versions[-1][1])]
         is_told = sum(map(len, self.routes)) == num_prompt_tokens + len(self.token_ids) - 1
         routes = np.concatenate(self.routes) if self.routes and is_told else None
-        return Completion(tuple(spans), self.finish_reason, self.num_cached_tokens, routes)
+        return Completion(tuple(spans), self.finish_reason, self.num_cached_tokens, routes, self.drafts)
 
     def reopen(self, num_prompt_tokens: int) -> None:
         """Prepare a sample of a failed engine for another one, which writes the rest.

@@ -46,6 +46,7 @@ class EngineRouter:
         num_retries: how many requests were sent again so far.
         unfinished: what is written of groups that are not complete.
         prompt_tokens: prompt tokens so far of completions whose engine says how many of them were cached, and these.
+        drafts: the sum of `Completion.drafts` so far.
         busy_s: seconds, summed over the engines, in which an engine had a completion in flight, by the clock of the
             event loop. Read it in the loop.
         on_result: called after each attempt with its engine and its error, which is None after a success.
@@ -60,6 +61,7 @@ class EngineRouter:
         self.num_retries = 0
         self.unfinished = UnfinishedGroups()
         self.prompt_tokens = np.zeros(2, np.int64)
+        self.drafts = np.zeros(3, np.int64)
         self._num_busy = 0  # engines with a completion in flight
         self._busy_s = 0.0  # ends of busy times less their beginnings
         self.on_result: Callable[[RolloutEngine, Exception | None], None] | None = None
@@ -165,6 +167,7 @@ class EngineRouter:
                 place.num_failures = 0
                 self._report(place, None)
                 for completion in completions:
+                    self.drafts += completion.drafts
                     if completion.num_cached_tokens is not None:
                         self.prompt_tokens += (len(token_ids), completion.num_cached_tokens)
                 return completions

@@ -209,6 +209,7 @@ def test_main_without_a_command_lists_the_commands(capsys):
         ([*_MATH, "--normalize_reward"], "--normalize_reward has no effect: there is no --reward_pretrain"),
         (["--reward_template", "{input}"], "--reward_template has no effect: --post_processor is rollouts"),
         (["--vllm_quantization", "fp8"], "--vllm_quantization has no effect: --engine is fake"),
+        (["--vllm_speculative", "ngram"], "--vllm_speculative has no effect: --engine is fake"),
         (["--enforce_eager"], "--enforce_eager has no effect: --engine is fake"),
         (["--enable_prefix_caching", "false"], "--enable_prefix_caching has no effect: --engine is fake"),
         (["--base_url", "http://x"], "--base_url has no effect: --engine is fake"),
@@ -375,6 +376,19 @@ def test_engine_sampling_and_rewards_are_what_the_flags_say():
     calls = CallOptions(timeout_s=3.0, num_workers=4, batch_size=6, worker=worker, failed_reward=-1.0)
     assert config.reward.calls() == calls
     assert config.output.rollouts_path == Path("o.rollouts.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [("generate", "--prompt_data p --output_path o"), ("bench", "--prompt_data p"), ("chat", ""), ("serve", "")],
+)
+def test_every_command_with_an_engine_drafts_tokens_and_says_what_that_turns_off(command, more):
+    flags = f"--pretrain m --vllm_speculative ngram --vllm_speculative_tokens 6 {more}"
+    parsed = COMMANDS[command].command_line("x").parse(flags.split())
+    spec = make_engine(parsed.config.model, parsed.config.engine, 30).spec
+    assert (spec.speculative, spec.speculative_tokens) == ("ngram", 6)
+    [notice] = parsed.notices
+    assert notice.startswith("--vllm_speculative ngram: engines do without the speed-ups of single tokens, idle_slots")
 
 
 def test_threads_of_a_command_wait_passively_on_cpus(monkeypatch, capsys):

@@ -28,7 +28,7 @@ BLOCK_SIZE = 4
 def make_scheduler(spec):
     config = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     manager = KVCacheManager(config, max_model_len=64, scheduler_block_size=BLOCK_SIZE, hash_block_size=BLOCK_SIZE)
-    return SimpleNamespace(kv_cache_manager=manager, num_lookahead_tokens=0, connector=None)
+    return SimpleNamespace(kv_cache_manager=manager, num_lookahead_tokens=0, num_spec_tokens=0, connector=None)
 
 
 def full_attention():
@@ -113,11 +113,12 @@ def test_hashes_are_left_to_vllm_where_there_are_none_or_where_they_depend_on_an
     assert core.request_block_hasher is hasher
 
 
-@pytest.mark.parametrize("case", ["window", "speculative", "connector"])
+@pytest.mark.parametrize("case", ["window", "speculative", "looked up", "connector"])
 def test_anything_but_plain_full_attention_is_left_to_vllm(case):
     window = SlidingWindowSpec(BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=8)
     scheduler = make_scheduler(window if case == "window" else full_attention())
     scheduler.num_lookahead_tokens = 2 if case == "speculative" else 0
+    scheduler.num_spec_tokens = 2 if case == "looked up" else 0
     scheduler.connector = object() if case == "connector" else None
     skip_idle_slots(scheduler)
     assert not {"allocate_slots", "cache_blocks"} & vars(scheduler.kv_cache_manager).keys()

@@ -74,6 +74,10 @@ class Report:
         self.add({**drawn.overlap, **drawn.pool})
         if drawn.cached_share is not None:
             self.add({"throughput/cached_prompt_share": drawn.cached_share})
+        num_drafts, num_drafted, num_accepted = drawn.drafts
+        if num_drafts:
+            lengths = {"throughput/accepted_length": num_accepted / num_drafts}
+            self.add({"throughput/accepted_drafts": num_accepted / num_drafted, **lengths})
 
     def write_rollouts(self) -> None:
         """Hand the rollouts of the step to their writer, unless that is done.

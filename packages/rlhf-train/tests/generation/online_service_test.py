@@ -136,6 +136,19 @@ def test_every_group_is_said_to_be_settled_once_and_with_what_will_be_trained():
     assert settled.keys() - kept.keys() == left_out and len(left_out) > 1
 
 
+def test_drafts_are_those_since_the_batch_before():
+    run = Run([2, 4], batch_size=2, staleness=0, num_batches=2)
+    answer = run.answers.run
+
+    async def answer_with_drafts(prompt, *rest):
+        run.answers.router.drafts += (1, 4, len(run.batches))
+        return await answer(prompt, *rest)
+
+    run.answers.run = answer_with_drafts
+    simulate(run.train(1))
+    assert [drawn.drafts for drawn in run.batches] == [(2, 8, 0), (2, 8, 2)]
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 def test_reward_that_scores_all_groups_is_never_said_to_be_idle(staleness, tmp_path):
     """Groups of a batch may all have been made, and scored, before the batch in front of it was taken."""

@@ -13,6 +13,14 @@ A variant is a name and settings: fields of `EngineSpec` or of vLLM's `EngineArg
 
     --variant base --variant v1 VLLM_USE_V2_MODEL_RUNNER=0 --variant mps mps=true --variant blocks block_size=64
 
+With `--model FOLDER --questions FILE.jsonl`, a published model answers the `question` of rows, by its chat template and
+until it ends, so that drafts meet real text:
+
+    --model SmolLM2 --questions gsm8k.jsonl --variant base --variant ngram speculative=ngram speculative_tokens=4
+
+The report then has, of the first engine, the numbers of drafts, of their tokens and of the accepted ones, and how far
+log-probs are from those of transformers.
+
 More samples than an engine has slots (`max_num_seqs=256`) of mixed lengths (`--mean_response_tokens`, before they are
 cut at `--response_tokens`) are what engines have in an asynchronous run: whenever a response ends, another begins.
 
@@ -58,6 +66,8 @@ FLAGS = {
     "rounds": (3, "per number of engines"),
     "timeout_s": (300.0, "of an engine's start, and of a round"),
     "variant": {"nargs": "+", "action": "append", "metavar": ("NAME", "KEY=VALUE")},
+    "model": (str, "folder of a published model; default: random weights of --shape"),
+    "questions": (str, "rows of JSON with `question`; default: random tokens"),
     "shape": {"choices": SHAPES, "default": "qwen2-0.5b"},
 }
 
@@ -83,13 +93,18 @@ def parse_variant(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
 class Work(NamedTuple):
     """What engines generate in a round: for each of N prompts [N, P] the tokens of its responses [N, S]."""
 
-    prompts: np.ndarray
+    prompts: Sequence[np.ndarray]
     lengths: np.ndarray
 
     @classmethod
-    def drawn(cls, options: Namespace, vocab_size: int, rng: np.random.Generator) -> "Work":
-        """Return new prompts, with lengths as `options` says."""
-        prompts = rng.integers(vocab_size, size=(options.prompts, options.prompt_tokens))
+    def drawn(
+        cls, options: Namespace, vocab_size: int, rng: np.random.Generator, questions: Sequence[np.ndarray] = ()
+    ) -> "Work":
+        """Return new prompts, or some of `questions`, with lengths as `options` says."""
+        if questions:
+            prompts = [questions[row] for row in rng.choice(len(questions), options.prompts, replace=False)]
+        else:
+            prompts = rng.integers(vocab_size, size=(options.prompts, options.prompt_tokens))
         lengths = np.full((options.prompts, options.samples), options.response_tokens)
         if options.mean_response_tokens:
             mean, sigma = options.mean_response_tokens, options.sigma
@@ -198,7 +213,41 @@ def figures_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "rounds": [each["seconds"] for each in rounds],
         "steps": rounds[-1]["steps"],
         "milliseconds_per_step": rounds[-1]["milliseconds_per_step"],
+        "drafts": rounds[-1].get("drafts"),
     }
+
+
+def read_questions(file: str, model: Path, prompt_tokens: int) -> list[np.ndarray]:
+    """Return the token ids of the questions of a file that have at most `prompt_tokens`, with the chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    asked = ([{"role": "user", "content": row["question"]}] for row in rows)
+    options = {"add_generation_prompt": True, "tokenize": False}
+    texts = [tokenizer.apply_chat_template(messages, **options) for messages in asked]
+    found = [np.array(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    return [ids for ids in found if len(ids) <= prompt_tokens]
+
+
+def logprob_gap(model: Path, answers: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> dict[str, float]:
+    """Return the largest and the mean distance, in nats, of log-probs from those of transformers on the same weights.
+
+    An answer has its prompt [P], its tokens [n] and their log-probs [n].
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    here = place()
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=here.dtype).to(here.device).requires_grad_(False)
+    gaps = []
+    for prompt, tokens, logprobs in answers:
+        ids = torch.tensor(np.concatenate([prompt, tokens]), dtype=torch.long, device=here.device)[None]
+        rows = reference(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        own = rows.gather(1, ids[0, len(prompt) :, None])[:, 0].cpu().numpy()
+        gaps.append(np.abs(own - logprobs))
+    gap = np.concatenate(gaps)
+    return {"largest": float(gap.max()), "mean": float(gap.mean()), "tokens": len(gap)}
 
 
 def measure_variant(
@@ -213,7 +262,10 @@ def measure_variant(
     for number in sorted(options.engines):
         sharing = engines[:number]
         figures = figures_of([run_round(sharing, draw(), options.timeout_s) for _ in range(options.rounds)])
-        if number == 1:
+        if number == 1 and options.questions:
+            last = run_round(sharing, draw(), options.timeout_s)
+            figures |= {"logprob_gap": logprob_gap(Path(options.model), last["answers"])}
+        elif number == 1:
             figures |= {"profile": run_round(sharing, draw(), options.timeout_s, profile=True)["profile"]}
         yield number, figures
 
@@ -269,8 +321,11 @@ def measure(options: Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Measure all variants."""
     if not 1 <= min(options.engines) <= max(options.engines) <= options.prompts:
         raise UsageError("--engines must lie between 1 and the number of --prompts")
+    if options.questions and not options.model:
+        raise UsageError("--questions needs --model, whose tokenizer reads them")
     settings = dict(parse_variant(words) for words in options.variant or [["base"]])
-    model = Path(random_model(options.shape, folder / "model"))
+    model = Path(options.model or random_model(options.shape, folder / "model"))
+    questions = read_questions(options.questions, model, options.prompt_tokens) if options.questions else ()
     vocab_size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     spec = engine_spec(options, model)
     rng = np.random.default_rng(0)
@@ -280,7 +335,7 @@ def measure(options: Namespace, folder: Path) -> Iterator[dict[str, Any]]:
         "kv_cache_memory_bytes": spec.kv_cache_memory_bytes,
         "variants": variants,
     }
-    for _ in measure_variants(variants, spec, lambda: Work.drawn(options, vocab_size, rng), options):
+    for _ in measure_variants(variants, spec, lambda: Work.drawn(options, vocab_size, rng, questions), options):
         yield report
     missed = [f"{name}: {variant['error']}" for name, variant in variants.items() if "error" in variant]
     yield report | {"missed": missed}

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,6 +16,7 @@ from rlhf_rollout.engines.spec import VLLM_PATCHES, EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 
 _SAMPLE_S = 0.002  # between two looks at the number of steps
+_NUM_ANSWERS = 16  # that are told
 _KERNEL_STEPS = 16  # steps whose GPU kernels are timed
 
 
@@ -119,7 +121,7 @@ async def _generate(
     engine: Any,
     watch: Watch,
     sampling: SamplingParams,
-    prompts: np.ndarray,
+    prompts: Sequence[np.ndarray],
     lengths: np.ndarray,
     *,
     profile: bool,
@@ -138,6 +140,11 @@ async def _generate(
     groups = await asyncio.gather(*calls)
     ended.set()
     return {
+        "drafts": np.sum([each.drafts for group in groups for each in group], 0).tolist(),
+        "answers": [
+            (prompt, group[0].token_ids, group[0].logprobs)
+            for prompt, group in zip(prompts[:_NUM_ANSWERS], groups, strict=False)
+        ],
         "tokens": sum(len(span.token_ids) for group in groups for each in group for span in each.spans),
         "steps": watch.steps,
         "milliseconds_per_step": watch.milliseconds_per_step(),

@@ -119,8 +119,9 @@ class PpoConfig(Config):
         """See `Config`. Notices come in a run's order: model, rewards, objective, training, evaluation, placement."""
         given = with_places(self, given)
         self.planned_model.check_passes(self.training.micro_batch_tokens)
-        engine = self.engine.spec("", 1, SHARE_ALONE, dtype=self.model.dtype, adapter_rank=self.adapter_rank)
-        engine.check_kind("vllm")
+        options = {"adapter_rank": self.adapter_rank, "return_routes": self.model.routing_replay}
+        options |= {"dtype": self.model.dtype, "images": self.data.image_key is not None}
+        self.engine.spec("", 1, SHARE_ALONE, **options).check_kind("vllm")
         notices = run_folder_notices(self) + self.model.check(given)
         notices += self.reward.check_training(self.agent.beside(given), self.rollout)
         notices += _check_images(self, given)
@@ -145,7 +146,7 @@ class PpoConfig(Config):
         notices += _check_filtering(self, given)
         notices += _check_pool(self, given)
         notices += _check_evaluation(self, given)
-        notices += _check_sampling(self, given)
+        notices += self.engine.check_drafts(given, self.rollout) + _check_sampling(self, given)
         notices += _check_replay(self, given)
         notices += self.checkpoint.check(given, self.output.save_path)
         notices += self.output.check(given)

@@ -87,12 +87,16 @@ class OneEngineSection(EngineSection):
             lacks.append(missing("base_url", "--engine http asks a server", "give --base_url http://HOST:8000"))
         return lacks
 
-    def check(self, given: Collection[str]) -> list[str]:
-        """Return notices for options that this kind of engine ignores. Raises ConfigError for unknown patches."""
+    def check(self, given: Collection[str], sampling: SamplingSection | None = None) -> list[str]:
+        """Return notices for options that this kind of engine ignores. Raises ConfigError for unknown patches.
+
+        `sampling` is how all responses are sampled; None if each request says that.
+        """
         self.spec("", 1, SHARE_ALONE)
+        drafts = self.check_drafts(given, sampling) if self.engine == "vllm" else []
         kind = f"--engine is {self.engine}"
         computes = self.engine in WITH_MODEL
-        return without_effect(
+        return drafts + without_effect(
             given,
             (self.engine != "http", ["base_url"], kind),
             (self.engine != "vllm", _VLLM_OPTIONS, kind),
@@ -123,9 +127,9 @@ class SeveralEnginesSection(OneEngineSection):
         """The share of a GPU's memory for one engine if no option sets it."""
         return SHARE_ALONE / self.places.most_per_gpu
 
-    def check(self, given: Collection[str]) -> list[str]:
+    def check(self, given: Collection[str], sampling: SamplingSection | None = None) -> list[str]:
         """See `OneEngineSection`; a notice tells where several engines are."""
-        notices = super().check(given)
+        notices = super().check(given, sampling)
         number = self.vllm_num_engines
         if number > 1 and self.engine == "http":
             message = f"--vllm_num_engines is {number}, and --engine http asks one server"
@@ -196,7 +200,7 @@ class GenerateConfig(Config):
         if self.output.overwrite and self.output.resume:
             message = "--overwrite and --resume: a file is either replaced or continued"
             raise ConfigError(message, hint="give one of them")
-        notices = self.engine.check(given) + self.agent.check(given)
+        notices = self.engine.check(given, self.rollout) + self.agent.check(given)
         notices += self.data.check_chat(given, has_agent=has_agent)
         given = self.agent.beside(given)
         if has_reward:
@@ -295,7 +299,7 @@ class BenchConfig(Config):
         self.rollout.check()
         self.sampling()
         lasts = (self.load.fixed_length, ["stop"], "--fixed_length gives every response the same length")
-        return self.engine.check(given) + self.data.check_chat(given) + without_effect(given, lasts)
+        return self.engine.check(given, self.rollout) + self.data.check_chat(given) + without_effect(given, lasts)
 
 
 class ServerSection(Section, title="server"):
@@ -388,4 +392,6 @@ class ChatConfig(Config):
         self.rollout.check()
         given_both = self.data.input_template is not None
         reason = "--input_template takes the place of the chat template"
-        return self.engine.check(given) + without_effect(given, (given_both, ["chat_template_kwargs"], reason))
+        return self.engine.check(given, self.rollout) + without_effect(
+            given, (given_both, ["chat_template_kwargs"], reason)
+        )

@@ -12,7 +12,7 @@ from rlhf_data.options.sections import SOURCES, SPLIT, ChatSection, InputSection
 from rlhf_rollout.agents.agent_spec import AgentSpec
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.engines import EngineSpec
-from rlhf_rollout.engines.spec import QUANTIZATIONS, VLLM_PATCHES
+from rlhf_rollout.engines.spec import DRAFTS, OF_SINGLE_TOKENS, QUANTIZATIONS, VLLM_PATCHES
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.sources import JUDGE_KINDS, CallOptions, JudgeOptions, RewardSource, parse_sources
 from rlhf_rollout.rewards.user_function import EXTRAS, SAMPLE_ARGUMENTS, is_builtin
@@ -168,6 +168,12 @@ class EngineSection(Section, title="generation engine (vLLM)"):
         "fp8: engines round weights and activations of linear layers to FP8 while they load and at each weight update;"
         " needs --bf16 and an Ada, Hopper or newer GPU (on a CPU it works, slowly). None: no rounding",
     )
+    vllm_speculative: one_of(DRAFTS) | None = flag(
+        None,
+        "ngram: engines draft the tokens that followed the last 2 to 4 where these stood before, in prompt or response,"
+        " and check them in one pass of the model; responses have the same distribution. None: no drafts",
+    )
+    vllm_speculative_tokens: int = flag_of(EngineSpec.speculative_tokens, "tokens per draft at most")
     vllm_skip_patches: str | None = flag(
         None,
         "speed-ups of vLLM to do without, separated by commas, in case that one is suspected of a fault; generation is"
@@ -185,6 +191,19 @@ class EngineSection(Section, title="generation engine (vLLM)"):
         True, "keep the KV cache of prefixes that prompts share, and of earlier turns, until the next weight update"
     )
 
+    def check_drafts(self, given: Collection[str], sampling: SamplingSection | None = None) -> list[str]:
+        """Return notices about --vllm_speculative. Raises ConfigError if it does not go with how responses are sampled.
+
+        None for `sampling`: each request says that itself.
+        """
+        if self.vllm_speculative is None:
+            return without_effect(given, (True, ["vllm_speculative_tokens"], "there is no --vllm_speculative"))
+        name = f"--vllm_speculative {self.vllm_speculative}"
+        if sampling is not None and sampling.min_p:
+            message = f"{name} drafts tokens, which vLLM cannot with --min_p {sampling.min_p:g}"
+            raise ConfigError(message, hint="drop one of them")
+        return [f"{name}: engines do without the speed-ups of single tokens, {', '.join(OF_SINGLE_TOKENS)}"]
+
     def spec(self, model: str, max_model_len: int, memory_share: float, **options: Any) -> EngineSpec:
         """Return how an engine is built.
 
@@ -201,6 +220,8 @@ class EngineSection(Section, title="generation engine (vLLM)"):
             gpu_memory_utilization=self.vllm_gpu_memory_utilization or memory_share,
             tensor_parallel_size=self.vllm_tensor_parallel_size,
             quantization=self.vllm_quantization,
+            speculative=self.vllm_speculative,
+            speculative_tokens=self.vllm_speculative_tokens,
             skip_patches=words_of(self.vllm_skip_patches),
             request_timeout_s=self.engine_timeout_s,
             enforce_eager=self.enforce_eager,

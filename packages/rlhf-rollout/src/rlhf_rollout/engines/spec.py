@@ -12,6 +12,7 @@ from rlhf_rollout.weights import MEDIA, Medium
 ENGINE_KINDS = ("fake", "http", "transformers", "vllm")
 _DTYPES = ("float32", "bfloat16")
 QUANTIZATIONS = ("fp8",)
+DRAFTS = ("ngram",)
 # Speed-ups of vLLM, see `rlhf_rollout.engines.vllm.patches`.
 VLLM_PATCHES = (
     "idle_slots",
@@ -24,6 +25,10 @@ VLLM_PATCHES = (
     "sampling_head",
     "replayed_steps",
 )
+
+
+# Those that have nothing to do where sequences get several tokens per step.
+OF_SINGLE_TOKENS = ("idle_slots", "bulk_decoding", "multi_step", "sampling_head", "replayed_steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +64,9 @@ class EngineSpec:
             "transformers" do. Otherwise the parts that read images are left out.
         tensor_parallel_size: GPUs per engine.
         num_threads: CPU threads of the engine's process; None for OMP_NUM_THREADS, or else one per core.
+        speculative: "ngram" has "vllm" draft the tokens that followed the last ones where these stood before, in prompt
+            or response, and check them in one pass of the model. Samples have the same distribution. None: no drafts.
+        speculative_tokens: tokens per draft at most.
         skip_patches: speed-ups of vLLM to do without, of `VLLM_PATCHES`: in case that one is suspected of a fault.
         masked_ids: ids of the model's vocabulary that are never sampled, in ascending ranges: log-probs are those of a
             softmax over the other ids. "vllm" and "transformers" mask them; "fake" follows its script, and a server
@@ -99,6 +107,8 @@ class EngineSpec:
     images: bool = False
     tensor_parallel_size: int = bounded(1, ge=1)
     num_threads: int | None = None
+    speculative: Literal["ngram"] | None = None
+    speculative_tokens: int = bounded(4, ge=1, le=32)
     skip_patches: tuple[str, ...] = ()
     masked_ids: tuple[range, ...] = ()
     expected_sampling: SamplingParams | None = None
@@ -115,9 +125,24 @@ class EngineSpec:
         check_name("engine dtype", self.dtype, _DTYPES)
         if self.quantization not in (None, *QUANTIZATIONS):
             raise ConfigError(unknown("quantization", self.quantization, QUANTIZATIONS))
+        if self.speculative not in (None, *DRAFTS):
+            raise ConfigError(unknown("speculative", self.speculative, DRAFTS))
+        marks = {
+            "``adapter_rank``": self.adapter_rank,
+            "``images``": self.images,
+            "``return_routes``": self.return_routes,
+        }
+        if self.speculative and (others := [mark for mark, value in marks.items() if value]):
+            message = f"``speculative={self.speculative}`` is not tested with {' and '.join(others)}"
+            raise ConfigError(message, hint="drop one of them")
         for name in self.skip_patches:
             check_name("patch of vLLM in ``skip_patches``", name, VLLM_PATCHES)
         check_name("weight transfer", self.weight_transfer, MEDIA)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a sequence, at most, in a step that only decodes."""
+        return 1 + self.speculative_tokens if self.speculative else 1
 
     def check_kind(self, kind: str) -> None:
         """Raise ConfigError for an unknown kind of engine, or one that these settings do not suit."""
@@ -129,6 +154,8 @@ class EngineSpec:
             raise ConfigError(f"engine {kind} does not tell the experts of tokens", hint="use engine vllm")
         if self.adapter_rank and kind != "vllm":
             raise ConfigError(f"engine {kind} applies no adapters", hint="use engine vllm, or ``adapter_rank=0``")
+        if self.speculative and kind != "vllm":
+            raise ConfigError(f"engine {kind} drafts no tokens", hint="use engine vllm, or drop ``speculative``")
         if self.images and kind not in ("transformers", "vllm"):
             raise ConfigError(f"engine {kind} takes no images", hint="use engine vllm or transformers")
         if kind == "vllm" and self.quantization and self.dtype != "bfloat16":

@@ -37,6 +37,7 @@ class Drawn:
         failure: why the last of the failed groups failed; "" without one.
         num_retries: requests that were sent again after an engine failed.
         cached_share: share of all prompt tokens that was in the engines' caches; None if no engine says.
+        drafts: drafts of engines that their models checked, their tokens, and the accepted ones of these.
         reward_wait_s: seconds from the last generation to the last reward, while nothing was generated.
         has_scored: whether the reward has scored a group of this process's run, if there was any; agents may give
             rewards of their own.
@@ -53,6 +54,7 @@ class Drawn:
     failure: str = ""
     num_retries: int = 0
     cached_share: float | None = None
+    drafts: tuple[int, int, int] = (0, 0, 0)
     reward_wait_s: float = 0.0
     has_scored: bool = True
     overlap: Mapping[str, float] = field(default_factory=dict)
@@ -352,6 +354,7 @@ class GenerationService:
             failure=self._failure,
             num_retries=router.num_retries - self._num_retries,
             cached_share=float(num_cached / num_prompt_tokens) if num_prompt_tokens else None,
+            drafts=tuple((router.drafts - self._drafts).tolist()),
             reward_wait_s=0.0 if self._runs_ahead else counts.reward_wait_s,
             has_scored=counts.num_scored_groups > 0 or counts.num_groups == 0,
             overlap=self._overlap() if self._runs_ahead else {},
@@ -389,6 +392,7 @@ class GenerationService:
         router = self.workflow.router
         self._num_retries = router.num_retries
         self._prompt_tokens = router.prompt_tokens.copy()
+        self._drafts = router.drafts.copy()
         self._busy_s = router.busy_s
         self._since = asyncio.get_running_loop().time()
 

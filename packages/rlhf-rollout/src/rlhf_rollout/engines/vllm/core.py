@@ -31,6 +31,7 @@ from rlhf_rollout.engines.vllm.own_classes import (
     model_impl,
     state_dtype,
 )
+from rlhf_rollout.engines.vllm.speculation import check_drafts, draft_options, expand_rows_on_cpu
 from rlhf_rollout.host import place_vllm_sockets
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ def prepare_environment() -> bool:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # FlashInfer's sampler gives no processed log-probs, so vLLM would import it only to reject it.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    # vLLM looks drafts up with one thread. numba's others would wait for it in a loop, on cores that have other work.
+    os.environ.setdefault("NUMBA_NUM_THREADS", "1")
     # The engine core must live in this process, where `StepLoop` steps it.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -130,6 +133,10 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         rotate_heads_on_cpu()
         if spec.adapter_rank:
             multiply_adapters_on_cpu()
+    if spec.speculative:
+        check_drafts()
+        if not on_gpu:
+            expand_rows_on_cpu()
     is_eager = spec.enforce_eager or not on_gpu
     more = replace_processors(classes) if spec.images else {"language_model_only": True}
     config = _engine_config(spec, model_dir, model_config, model_impl(names), more, is_eager=is_eager, on_gpu=on_gpu)
@@ -193,13 +200,13 @@ def _engine_config(
         quantization=_QUANTIZATIONS[spec.quantization],
         max_model_len=spec.max_model_len,
         max_num_seqs=spec.max_num_seqs,
-        max_num_batched_tokens=max(spec.max_num_batched_tokens, spec.max_num_seqs, whole_prompt),
+        max_num_batched_tokens=max(spec.max_num_batched_tokens, spec.max_num_seqs * spec.step_tokens, whole_prompt),
         # On a CPU every row has a seed, and vLLM's CPU sampler fails on one whose prompt is in two chunks.
         enable_chunked_prefill=on_gpu,
         gpu_memory_utilization=spec.gpu_memory_utilization,
         kv_cache_memory_bytes=kv_cache_bytes(spec, model_dir, model_config, on_gpu=on_gpu),
         enforce_eager=is_eager,
-        **({} if is_eager else {"compilation_config": _graphs(spec.max_num_seqs)}),
+        **({} if is_eager else {"compilation_config": _graphs(spec)}),
         enable_sleep_mode=spec.enable_sleep and on_gpu,
         enable_prefix_caching=spec.enable_prefix_caching,
         tensor_parallel_size=spec.tensor_parallel_size,
@@ -215,12 +222,13 @@ def _engine_config(
         worker_cls=f"{__package__}.worker.Worker",
         worker_extension_cls=f"{(adapters if spec.adapter_rank else weights).__name__}.BucketWorkerExtension",
         **adapter_options(spec.adapter_rank),
+        **draft_options(spec),
         additional_config={SETTINGS: worker_settings(spec, model_config)},
     ).create_engine_config()
 
 
 def graph_sizes(num_slots: int) -> list[int]:
-    """Return the numbers of sequences for which a decode step has a CUDA graph; a step takes the next larger one.
+    """Return the numbers of tokens for which a decode step has a CUDA graph; a step takes the next larger one.
 
     They end with all slots. vLLM's own end with 512 sequences, however many or few slots there are, and a step without
     a graph takes several times as long with a small model.
@@ -229,9 +237,12 @@ def graph_sizes(num_slots: int) -> list[int]:
     return [size for size in (1, 2, 4, *steps) if size < num_slots] + [num_slots]
 
 
-def _graphs(num_slots: int) -> dict[str, Any]:
+def _graphs(spec: EngineSpec) -> dict[str, Any]:
     # No compiled layers: compiling takes some 20 s, and graphs hide what it would save.
-    return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graph_sizes(num_slots)}
+    # Drafts differ in length, so that steps are hardly ever those in which all sequences decode as many tokens.
+    kind = "FULL" if spec.speculative else "FULL_DECODE_ONLY"
+    sizes = graph_sizes(spec.max_num_seqs * spec.step_tokens)
+    return {"mode": 0, "cudagraph_mode": kind, "cudagraph_capture_sizes": sizes}
 
 
 def register_architectures(architectures: list[str]) -> list[type]:

@@ -68,6 +68,7 @@ class VllmEngine:
                 seed_every_row=not self._on_gpu,
                 gather_s=0.0 if self._on_gpu else _CPU_GATHER_S,
                 adapter=adapter_request() if spec.adapter_rank else None,
+                drafts=spec.speculative is not None,
             )
         except RlhfError:
             raise
@@ -86,6 +87,8 @@ class VllmEngine:
         """See `RolloutEngine.generate`. Raises EngineError also while the engine sleeps or lacks weights."""
         check_images(images, self._spec)
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
+        if self._spec.speculative and sampling.min_p:
+            raise EngineError("vLLM drafts no tokens for ``min_p``", hint="use ``min_p=0``, or drop ``speculative``")
         if len(token_ids) < self._shortest_prompt:
             message = "vLLM answers a prompt of one token with what layers of linear attention kept of another request"
             raise EngineError(message, hint="use prompts of two tokens or more, such as those of a chat template")

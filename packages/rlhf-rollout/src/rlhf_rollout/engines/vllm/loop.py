@@ -16,6 +16,7 @@ from rlhf_data.records import FinishReason
 from rlhf_rollout.engines.requests import Progress, rest_of, sample_seeds
 from rlhf_rollout.engines.stopping import Decode, StopWatch
 from rlhf_rollout.engines.vllm.internals import core_request, sampler_params
+from rlhf_rollout.engines.vllm.speculation import count_drafts
 from rlhf_rollout.protocols import Completion, Draft, SamplingParams
 
 _MAX_SETTLING_STEPS = 8  # async scheduling is one or two batches ahead
@@ -96,6 +97,7 @@ class StepLoop:
         gather_s: seconds that an idle engine waits after each request for another one. Requests that are sent together
             then start in one batch, which makes runs repeatable.
         adapter: that of all requests, see `adapter_request`; None if the engine takes none.
+        drafts: whether vLLM drafts tokens, which are then counted.
 
     Attributes:
         failure: why the engine can no longer generate; None while it is healthy.
@@ -117,11 +119,13 @@ class StepLoop:
         seed_every_row: bool,
         gather_s: float = 0.0,
         adapter: Any = None,
+        drafts: bool = False,
     ) -> None:
         self._end_token_ids = end_token_ids
         self._seed_every_row = seed_every_row
         self._gather_s = gather_s
         self._adapter = adapter
+        self._drafts = drafts
         self._rng = np.random.default_rng(seed)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
@@ -258,6 +262,8 @@ class StepLoop:
     def _run(self, build: Callable[[], Any], started: "Future[None]") -> None:
         try:
             self._core = build()
+            if self._drafts:
+                count_drafts(self._core, self._samples)
         except BaseException as error:
             started.set_exception(error)
             return

@@ -65,8 +65,9 @@ def gpu_kv_cache_bytes(spec: EngineSpec, model_dir: Path, config: Mapping[str, A
 def gpu_work_bytes(spec: EngineSpec, config: Mapping[str, Any]) -> int:
     """Return an upper bound of what an engine takes on each GPU beside weights and KV cache, in bytes.
 
-        2 GiB + tokens per step * (4 hidden size + 3 MLP width) * item size + 7 * sequences * vocabulary * 4
+        2 GiB + tokens per step * (4 hidden size + 3 MLP width) * item size + 7 * rows * vocabulary * 4
 
+    A sequence has a row of logits, and one for each token that is drafted.
     It is a bound because activations and logits have their peaks at different times.
     """
     hidden = config.get("hidden_size", 0)
@@ -74,6 +75,7 @@ def gpu_work_bytes(spec: EngineSpec, config: Mapping[str, Any]) -> int:
     experts = (config.get("num_experts_per_tok") or 1) * (config.get("moe_intermediate_size") or 0)
     widths = config.get("intermediate_size") or 4 * hidden
     width = max(*(widths if isinstance(widths, list) else [widths]), experts)  # some configs have one per layer
-    num_tokens = max(spec.max_num_batched_tokens, spec.max_num_seqs)
+    rows = spec.max_num_seqs * spec.step_tokens
+    num_tokens = max(spec.max_num_batched_tokens, rows)
     activation_bytes = num_tokens * (4 * hidden + 3 * width) * ITEM_BYTES[spec.dtype]
-    return FIXED_BYTES + activation_bytes + _LOGIT_COPIES * spec.max_num_seqs * config["vocab_size"] * 4
+    return FIXED_BYTES + activation_bytes + _LOGIT_COPIES * rows * config["vocab_size"] * 4

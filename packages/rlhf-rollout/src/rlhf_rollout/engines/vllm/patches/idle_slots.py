@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-PLAIN = ("connector", "kv_cache_manager.coordinator.single_type_managers", "num_lookahead_tokens")
+PLAIN = ("connector", "kv_cache_manager.coordinator.single_type_managers", "num_lookahead_tokens", "num_spec_tokens")
 NEEDS = (
     *PLAIN,
     "kv_cache_manager.allocate_slots",
@@ -17,7 +17,9 @@ def is_plain_attention(scheduler: Any) -> bool:
     """Return whether all layers have full attention, and the engine neither drafts tokens nor sends its KV cache."""
     groups = scheduler.kv_cache_manager.coordinator.single_type_managers
     has_one_kind = [type(group) for group in groups] == [FullAttentionManager]
-    return has_one_kind and not scheduler.num_lookahead_tokens and scheduler.connector is None
+    # Drafts that are looked up in the text need no slots beyond their own.
+    is_drafted = scheduler.num_lookahead_tokens or scheduler.num_spec_tokens
+    return has_one_kind and not is_drafted and scheduler.connector is None
 
 
 def patch(scheduler: Any) -> None:

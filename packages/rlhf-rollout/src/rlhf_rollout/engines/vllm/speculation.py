@@ -1,0 +1,64 @@
+"""Speculative decoding: vLLM drafts tokens, and the model checks them in one pass.
+
+A draft's token is accepted with its probability under the policy; a token that takes the place of the first one that is
+not, is drawn from what the policy's distribution has left without it. Tokens then have the policy's distribution, and
+log-probs are the policy's.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.engines.vllm.internals import require
+from rlhf_rollout.private_names import missing
+
+NAMES = {
+    "vllm.v1.core.sched.scheduler:Scheduler": ("make_spec_decoding_stats",),
+    "vllm.v1.sample.rejection_sampler": ("apply_sampling_constraints", "expand_batch_to_tokens"),
+}
+# Tokens before a draft that must have stood before, in the same order: with one, most drafts are wrong.
+_NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+
+def check_drafts() -> None:
+    """Raise EngineError if this vLLM lacks what speculative decoding needs."""
+    require(missing(NAMES))
+
+
+def draft_options(spec: EngineSpec) -> dict[str, Any]:
+    """Return the arguments of an engine that drafts tokens; none if it does not."""
+    if not spec.speculative:
+        return {}
+    return {"speculative_config": {**_NGRAM, "num_speculative_tokens": spec.speculative_tokens}}
+
+
+def count_drafts(core: Any, samples: Mapping[str, Any]) -> None:
+    """Have a core of vLLM count the drafts of `samples`, by the ids of their requests, in `Draft.drafts` of each.
+
+    vLLM itself counts only for its log.
+    """
+
+    def count(stats: Any, *, num_draft_tokens: int, num_accepted_tokens: int, request_id: str, **_: Any) -> Any:
+        if (sample := samples.get(request_id)) is not None:
+            drafts, drafted, accepted = sample.draft.drafts
+            sample.draft.drafts = drafts + 1, drafted + num_draft_tokens, accepted + num_accepted_tokens
+        return stats
+
+    core.engine_core.scheduler.make_spec_decoding_stats = count
+
+
+@cache
+def expand_rows_on_cpu() -> None:
+    """Have vLLM's sampler repeat temperature, top-p and top-k for the tokens of each draft on a CPU.
+
+    Its own kernel for CPUs writes into a copy, unless the numbers are int64, so that drafts were checked with whatever
+    memory held.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(values: Any, ends: Any, num_tokens: int, replace_from: float = 0, replace_to: float = 0) -> Any:
+        values = values.masked_fill(values == replace_from, replace_to)
+        return values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand

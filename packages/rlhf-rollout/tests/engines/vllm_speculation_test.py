@@ -1,0 +1,166 @@
+"""Tokens that vLLM drafts and checks have the distribution, the log-probs and the weights of the policy."""
+
+import asyncio
+import copy
+import itertools
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine_testing import Subject, stopped_amid, update
+from rlhf_data.errors import ConfigError, EngineError
+from rlhf_models.testing import tiny_model_dir
+from rlhf_rollout.engines import EngineSpec, build_engine
+from rlhf_rollout.protocols import SamplingParams
+
+ALLOWED = range(100, 104)
+UNSEEN = ALLOWED[-1]  # by the prompt
+PAIRS = list(itertools.product(range(100, 103), repeat=2))
+PROMPT = np.array([*itertools.chain(*PAIRS), 101, 101, 102, 100, 100, 102, 101, 100], np.int32)
+BOUND = 1e-4  # nats
+
+
+def spec(path, **options):
+    own = {"max_model_len": 256, "max_num_seqs": 256, "masked_ids": (range(100), range(104, 512)), "seed": 0}
+    return EngineSpec(model=str(path), speculative="ngram", speculative_tokens=3, **(own | options))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model") / "tiny", initializer_range=0.2)
+
+
+@pytest.fixture(scope="module")
+def engine(path):
+    engine = build_engine("vllm", spec(path, enable_sleep=True))
+    yield engine
+    asyncio.run(engine.close())
+
+
+@pytest.fixture
+def model(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
+
+
+def log_softmax(model, tokens, *, temperature=1.0, top_k=None, penalty=1.0):
+    """Return what `tokens` [n, L] are drawn from, [n, L - P, allowed], in float64."""
+    ids = torch.as_tensor(tokens, dtype=torch.long)
+    logits = model(ids).logits[:, len(PROMPT) - 1 : -1, list(ALLOWED)].double()
+    for place, number in itertools.product(range(logits.shape[1]), range(len(ALLOWED))):
+        seen = (ids[:, : len(PROMPT) + place] == ALLOWED[number]).any(1)
+        value = logits[:, place, number]
+        logits[:, place, number] = torch.where(seen, torch.where(value > 0, value / penalty, value * penalty), value)
+    logits /= temperature
+    if top_k is not None:
+        logits[logits < logits.topk(top_k).values[..., -1:]] = -torch.inf
+    return logits.log_softmax(-1)
+
+
+def expected(model, completion, **sampling):
+    """Return the log-probs of a completion by transformers, [n]."""
+    places = torch.tensor(completion.token_ids, dtype=torch.long)[:, None] - ALLOWED.start
+    rows = log_softmax(model, np.concatenate([PROMPT, completion.token_ids])[None], **sampling)[0]
+    return rows.gather(1, places)[:, 0].numpy()
+
+
+def generate(engine, **sampling):
+    return asyncio.run(engine.generate(PROMPT, SamplingParams(**sampling)))
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 2.0, "top_k": 3}], ids=str)
+def test_samples_and_their_logprobs_are_those_of_the_policy(engine, model, sampling):
+    length, number = 3, 4000
+    completions = generate(engine, max_tokens=length, num_samples=number, seed=5, **sampling)
+    drafts, drafted, accepted = np.sum([completion.drafts for completion in completions], 0)
+    assert drafts > number / 2 and drafted / 10 < accepted < 0.9 * drafted
+    outcomes = np.array(list(itertools.product(ALLOWED, repeat=length)))
+    rows = log_softmax(model, np.concatenate([np.tile(PROMPT, (len(outcomes), 1)), outcomes], 1), **sampling)
+    logprobs = rows.gather(2, torch.tensor(outcomes)[..., None] - ALLOWED.start)[..., 0].numpy()
+    weights = len(ALLOWED) ** np.arange(length)[::-1]
+    drawn = np.array([(completion.token_ids - ALLOWED.start) @ weights for completion in completions])
+    for completion, outcome in zip(completions, drawn, strict=True):
+        assert np.abs(completion.logprobs - logprobs[outcome]).max() < BOUND
+    probabilities = np.exp(logprobs.sum(1))
+    counts = np.bincount(drawn, minlength=len(outcomes))
+    often = number * probabilities > 5
+    assert often.sum() > 10 and not counts[probabilities == 0].any()
+    seen, means = (np.array([*part[often], part[~often].sum()]) for part in (counts, number * probabilities))
+    statistic = ((seen - means) ** 2 / means)[means > 0].sum()
+    # The share of chi-square's distribution above it.
+    assert torch.special.gammaincc(torch.tensor(often.sum() / 2.0), torch.tensor(statistic / 2)) > 1e-3
+
+
+def test_greedy_tokens_are_the_most_likely_ones(engine, model):
+    [completion] = generate(engine, max_tokens=80, temperature=0.0)
+    rows = log_softmax(model, np.concatenate([PROMPT, completion.token_ids])[None])[0]
+    assert completion.token_ids.tolist() == (rows.argmax(-1) + ALLOWED.start).tolist()
+    assert completion.drafts[2] > 20
+
+
+def test_penalties_count_the_tokens_of_drafts(engine, model):
+    sampling = {"temperature": 0.8, "repetition_penalty": 1.5}
+    completions = generate(engine, max_tokens=30, num_samples=8, seed=1, **sampling)
+    assert any(UNSEEN in completion.token_ids for completion in completions)
+    for completion in completions:
+        gap = completion.logprobs - expected(model, completion, temperature=0.8, penalty=1.5)
+        assert np.abs(gap).max() < BOUND and completion.drafts[2]
+
+
+def subject_of(engine, model):
+    weights = {name: value.numpy() for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    return Subject("vllm", engine, weights, 512)
+
+
+@pytest.mark.parametrize("mode", ["keep", "restart"])
+def test_each_token_has_the_logprob_of_the_weights_that_drew_it(engine, model, mode):
+    """Sequences go on behind an update, with drafts from before it; then the engine sleeps and wakes."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in other.parameters():
+        parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    subjects = [subject_of(engine, each) for each in (model, other)]
+
+    async def update_amid():
+        await update(subjects[0], 1)
+        requests = [engine.generate(PROMPT, SamplingParams(max_tokens=120, num_samples=4, seed=2))]
+        async with stopped_amid(engine, requests, num_sequences=4) as tasks:
+            pausing = asyncio.create_task(engine.pause(mode))
+        await pausing
+        await update(subjects[1], 2)
+        await engine.resume()
+        completions = await tasks[0]
+        await engine.sleep()
+        await engine.wake_up()
+        return completions, await engine.generate(PROMPT, SamplingParams(max_tokens=9, seed=2))
+
+    completions, [later] = asyncio.run(update_amid())
+    assert np.abs(later.logprobs - expected(other, later)).max() < BOUND
+    for completion in completions:
+        assert [span.policy_version for span in completion.spans] == [1, 2] and completion.drafts[2]
+        first = len(completion.spans[0].token_ids)
+        for own, part in zip((model, other), (slice(first), slice(first, None)), strict=True):
+            assert np.abs(completion.logprobs - expected(own, completion))[part].max() < BOUND
+
+
+def test_speed_ups_of_single_tokens_are_left_out(engine):
+    scheduler = engine._loop._core.engine_core.scheduler
+    assert "schedule" not in vars(scheduler)
+    assert not {"allocate_slots", "cache_blocks"} & vars(scheduler.kv_cache_manager).keys()
+
+
+def test_what_drafts_do_not_go_with_is_refused(engine):
+    with pytest.raises(EngineError, match=r"vLLM drafts no tokens for ``min_p``(.|\n)*hint: use ``min_p=0``"):
+        generate(engine, max_tokens=1, min_p=0.1)
+    with pytest.raises(ConfigError, match="unknown speculative"):
+        EngineSpec(model="", speculative="eagle")
+    for option in ({"return_routes": True}, {"adapter_rank": 4}, {"images": True}):
+        with pytest.raises(ConfigError, match=r"not tested with ``(.|\n)*hint: drop one of them"):
+            EngineSpec(model="", speculative="ngram", **option)
+    for kind in ("fake", "transformers"):
+        with pytest.raises(ConfigError, match=f"engine {kind} drafts no tokens"):
+            EngineSpec(model="", speculative="ngram").check_kind(kind)
