@@ -17,7 +17,7 @@ from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_train.algorithms import table as tables
 from rlhf_train.algorithms.group import relative_rewards
 from rlhf_train.algorithms.table import AlgorithmSpec, make_algorithm
-from rlhf_train.algorithms.token_specs import CORRECTION_LEVELS, CORRECTION_MODES, CorrectionSpec
+from rlhf_train.algorithms.token_specs import CORRECTION_LEVELS, CORRECTION_MODES, CorrectionSpec, DistributionSpec
 from rlhf_train.batching import RankPlan, plan_batches
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -37,7 +37,7 @@ NOTICED = 20 * WEIGHT_TOLERANCE
 TWO_RANKS = {
     "gae": 0, "gae, GSPO": 2, "reinforce, CISPO": 3, "reinforce_baseline": 2, "group_norm": 3,
     "group_norm, GSPO, centred": 0, "dr_grpo": 3, "rloo, REINFORCE, own log-probs": 2,
-    "rloo, engine's log-probs, masked": 3, "gae, stale": 2,
+    "rloo, engine's log-probs, masked": 3, "gae, stale": 2, "group_norm, teacher's distribution": 3,
 }  # fmt: skip
 # Versions of the weights at the start of the last steps, two updates each; tokens are 0 to 3 steps old, and half of the
 # rollouts lived through updates. After it: the versions of the parts of the first turn, by rollout number.
@@ -53,6 +53,9 @@ def spec_of(recipe: Recipe) -> AlgorithmSpec:
         fields["correction"] = CorrectionSpec(**dict(zip(names, recipe.correction, strict=False)))
     else:
         del fields["correction"]
+    if recipe.distribution is not None:
+        names = ("top_k", "divergence", "jsd_beta")
+        fields["distribution"] = DistributionSpec(**dict(zip(names, recipe.distribution, strict=True)))
     return make_algorithm(**fields)
 
 
@@ -108,6 +111,7 @@ def run_worker(
             for role in reversed(trained)
         ]
         left_out = ("trained", "last_values", "trainer_logprobs")  # the last is the record's, worker_token_values_test
+        left_out += ("teacher_logprobs",) if recipe.distribution else ()  # which are distributions
         names = [name for name in worker._experience.columns if name not in left_out]
         outcomes[name] = {
             "columns": worker.export_columns(names),

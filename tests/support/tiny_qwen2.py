@@ -58,12 +58,16 @@ class TinyQwen2:
 
     def logprobs(self, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-prob and entropy [B, T] of each token given those before it; 0.0 for the first."""
-        logits = self.hidden(tokens) @ self.weights["model.embed_tokens.weight"].T / temperature
-        table = logits - logits.logsumexp(-1, keepdim=True)
+        table = self.distributions(tokens, temperature)
         chosen = table[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
         entropy = -(table.exp() * table).sum(-1)[:, :-1]
         first = torch.zeros(len(tokens), 1, dtype=torch.float64)
         return torch.cat([first, chosen], 1), torch.cat([first, entropy], 1)
+
+    def distributions(self, tokens: Tensor, temperature: float) -> Tensor:
+        """Return the log-probs [B, T, V] of all tokens after each token."""
+        logits = self.hidden(tokens) @ self.weights["model.embed_tokens.weight"].T / temperature
+        return logits - logits.logsumexp(-1, keepdim=True)
 
     def values_after(self, tokens: Tensor) -> Tensor:
         """Return the value [B, T] of the state that each token leads to."""

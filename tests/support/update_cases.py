@@ -52,6 +52,15 @@ CASES = {
     "group_norm, teacher": Case(Recipe(
         estimator="group_norm", teacher_coef=0.7, correction=("token", "mask", 0.9, 1.1),
     )),
+    "group_norm, teacher's distribution": Case(Recipe(
+        estimator="group_norm", teacher_coef=2.0, distribution=(5, "reverse_kl", 0.5), old_logprobs="rollout",
+    )),
+    "dr_grpo, teacher, JSD": Case(Recipe(
+        estimator="dr_grpo", teacher_coef=20.0, distribution=(9, "jsd", 0.3), mask_stale=1,
+    ), packing=True),
+    "rloo, teacher, forward": Case(Recipe(
+        estimator="rloo", teacher_coef=0.5, distribution=(7, "forward_kl", 0.5), old_logprobs="skip",
+    ), max_epochs=1, packing=True),
     "reinforce": Case(Recipe(
         estimator="reinforce", gamma=0.95, kl_coef=0.1, kl_estimator="k2", old_logprobs="rollout",
         reduction="seq_mean_token_sum", entropy_coef=0.02, clip_low=0.1, clip_high=0.1,
@@ -148,6 +157,10 @@ FEATURES = {
     "teacher": ("group_norm, teacher", {"teacher_coef": 0.0}),
     "teacher's weight": ("gae, teacher", {"teacher_coef": 0.4}),
     "teacher, whitened": ("reinforce, teacher", {"teacher_coef": 0.0}),
+    "teacher's distribution": ("group_norm, teacher's distribution", {"teacher_coef": 0.0}),
+    "teacher's likeliest tokens": ("group_norm, teacher's distribution", {"distribution": (6, "reverse_kl", 0.5)}),
+    "weight in the JSD": ("dr_grpo, teacher, JSD", {"distribution": (9, "jsd", 0.4)}),
+    "direction of the divergence": ("rloo, teacher, forward", {"distribution": (7, "reverse_kl", 0.5)}),
     "KL estimator in the reward": ("rloo", {"kl_estimator": "k1"}),
     "KL estimator in the loss": ("group_norm", {"kl_estimator": "k2"}),
     "unbiased gradient": ("dr_grpo, CISPO", {"kl_unbiased_gradient": False}),

@@ -60,6 +60,7 @@ class Recipe:
     use_kl_loss: bool = False
     kl_unbiased_gradient: bool = False
     teacher_coef: float = 0.0
+    distribution: tuple[Any, ...] | None = None  # top_k, divergence, beta; without it the teacher judges sampled tokens
     old_logprobs: str = "recompute"
     correction: tuple[Any, ...] | None = None  # level, mode, low, high, and whether masked tokens are not counted
     mask_stale: int | None = None
@@ -121,6 +122,7 @@ class Oracle:
         ]
         self.columns: dict[str, np.ndarray] = {}
         self.metrics: dict[str, float] = {}
+        self.distances: list[float] = []  # from the teacher
 
     # Rewards, columns
 
@@ -169,7 +171,9 @@ class Oracle:
                 self._keep("old_logprobs", torch.tensor(rows, dtype=torch.float64))
             if recipe.kl_coef:
                 self._keep("ref_logprobs", self.models["reference"].logprobs(self.tokens, self.temperature)[0])
-            if recipe.teacher_coef:
+            if recipe.distribution:
+                self.taught = self.models["teacher"].distributions(self.tokens, self.temperature).exp()
+            elif recipe.teacher_coef:
                 self._keep("teacher_logprobs", self.models["teacher"].logprobs(self.tokens, self.temperature)[0])
             after = self.models["critic"].values_after(self.tokens).numpy() if self.uses_critic else np.zeros(shape)
             if self.uses_critic:
@@ -177,7 +181,7 @@ class Oracle:
         self._mask_stale()
         self._correct(before)
         self._credit(after)
-        if recipe.teacher_coef:
+        if recipe.teacher_coef and not recipe.distribution:
             self._teach()
         if self.whitens:
             self._whiten()
@@ -370,7 +374,32 @@ class Oracle:
                     slope += recipe.kl_coef * pull
                 slopes[row, t] = share * slope
                 shares[row, t] = share
-        return (slopes * logprobs).sum() - recipe.entropy_coef * (shares * entropy).sum(), total
+        loss = (slopes * logprobs).sum() - recipe.entropy_coef * (shares * entropy).sum()
+        if recipe.distribution:
+            loss = loss + recipe.teacher_coef * self._distance(members, rows, shares)
+        return loss, total
+
+    def _distance(self, members: Sequence[int], rows: dict[int, list[int]], shares: Tensor) -> Tensor:
+        """Return the sum of the shares of the divergences from the teacher, over its likeliest tokens and the rest."""
+        top_k, divergence, beta = self.recipe.distribution
+        policy = self.models["actor"].distributions(self.tokens[members], self.temperature).exp()
+        total = torch.zeros((), dtype=torch.float64)
+        for row, i in enumerate(members):
+            for t in rows.get(i, []):
+                likeliest = self.taught[i, t - 1].argsort(descending=True)[:top_k]
+                q, p = (table[likeliest] for table in (self.taught[i, t - 1], policy[row, t - 1]))
+                q, p = (torch.cat([each, (1 - each.sum())[None]]) for each in (q, p))
+                if divergence == "forward_kl":
+                    found = (q * (q / p).log()).sum()
+                elif divergence == "reverse_kl":
+                    found = (p * (p / q).log()).sum()
+                else:
+                    m = beta * q + (1 - beta) * p
+                    found = beta * (q * (q / m).log()).sum() + (1 - beta) * (p * (p / m).log()).sum()
+                self.distances.append(float(found.detach()))
+                total = total + shares[row, t] * found
+        self.metrics["kl/teacher"] = float(np.mean(self.distances))
+        return total
 
     def _critic_loss(self, members: Sequence[int]) -> tuple[Tensor, float]:
         """Return the critic's loss, with its gradient, and its value."""

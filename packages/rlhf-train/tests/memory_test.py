@@ -54,6 +54,8 @@ def test_half_a_billion_weights_on_one_gpu_by_hand() -> None:
     assert with_adapters.items == engine.items | {"weights": 2 * (weights + adapters)}
     few = Passes(train=(12_288, 8192), forward=(12_288, 8192), most_targets=8192)  # 2.5e9 bytes: whole logits
     assert items(BF16, passes=few)["logits"] == 2 * 151_936 * 8192 + 2 * embedding
+    # A teacher's distributions: all logits of a training pass, and two gradients of their size.
+    assert items(BF16, passes=W1, num_logits=3)["logits"] == 3 * 2 * 151_936 * 8192 + 2 * embedding
 
 
 def test_the_line_of_70_billion_weights_by_hand() -> None:

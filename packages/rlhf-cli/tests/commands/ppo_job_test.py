@@ -255,6 +255,7 @@ ONE_UPDATE = ("--train_batch_size", "128", "--init_kl_coef", "0")
         # something else needs them
         (["--init_kl_coef", "0.1"], "recompute"),
         (["--teacher_model", "m"], "recompute"),
+        (["--teacher_model", "m", "--teacher_top_k", "9"], "skip"),
         (["--is_correction_level", "token"], "recompute"),
         ([*FP8], "recompute"),
         ([*FP8, "--policy_loss_type", "reinforce", "--is_correction_level", "off"], "recompute"),

@@ -182,7 +182,12 @@ def notices_with(text: str, *argv: str) -> list[str]:
         (f"{TAUGHT} --difficulty_pool", "--difficulty_pool compares scores, and nothing", "--reward_weights 0"),
         (f"{TAUGHT} --dynamic_filtering", "--dynamic_filtering compares scores, and nothing", "--reward_weights 0"),
         (f"{TAUGHT} --best_metric_key eval/accuracy", "--best_metric_key compares scores", "add --remote_rm_url"),
-        (f"{TAUGHT} --init_kl_coef 0 --old_logprobs skip {ONE_UPDATE}", "a teacher needs log-probs", "recompute"),
+        (
+            f"{TAUGHT} --init_kl_coef 0 --old_logprobs skip {ONE_UPDATE}",
+            "a teacher's log-ratio needs log-probs",
+            "recompute",
+        ),
+        (f"{TAUGHT} --teacher_top_k 0", "--teacher_top_k is 0; it must be at least 1", ""),
         (f"--teacher_coef 0 {TAUGHT}", "--teacher_coef is 0; it must be above 0", ""),
         # training, evaluation, placement
         (f"{GRPO} --freezing_actor_steps 3", "GRPO (group_norm) has none", "--advantage_estimator gae"),
@@ -220,6 +225,9 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ("--lora_rank 8 --ref_num_nodes 2", "--ref_num_nodes has no effect: with --lora_rank the reference"),
         ("--kl_horizon 500", "--kl_horizon has no effect: there is no --kl_target"),
         ("--teacher_coef 2", "--teacher_coef has no effect: there is no --teacher_model"),
+        ("--teacher_top_k 2", "--teacher_top_k has no effect: there is no --teacher_model"),
+        (f"{TAUGHT} --kd_divergence jsd", "--kd_divergence has no effect: there is no --teacher_top_k"),
+        (f"{TAUGHT} --teacher_top_k 9 --jsd_beta 0.1", "--jsd_beta has no effect: --kd_divergence is reverse_kl"),
         ("--teacher_num_nodes 2", "--teacher_num_nodes has no effect: there is no --teacher_model"),
         (f"{TAUGHT} --running_reward_norm", "--running_reward_norm has no effect: there is no reward, only --teacher"),
         (TAUGHT, "PPO (gae) trains a critic, and without a reward it has nothing to predict but penalties"),

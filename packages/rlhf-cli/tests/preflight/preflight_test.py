@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from rlhf_cli.builtin import MODEL_DIR
+from rlhf_models.testing import tiny_model_dir, tiny_tokenizer
 from tiny_vision import drawn_shapes, tiny_vision_model_dir, tiny_vision_reward_dir
 
 
@@ -155,11 +156,13 @@ def test_check_inputs_teacher_is_accepted_alone_and_refused_with_a_short_context
     (folder / "short" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 39}))
     text = refused(*argv, "short")
     assert text.startswith("--teacher_model: --prompt_max_len 32 + --generate_max_len 8 is 40 tokens")
+    num_tokens = len(tiny_tokenizer())
+    check(*argv, str(models / "policy"), "--teacher_top_k", str(num_tokens))
+    text = refused(*argv, str(models / "policy"), "--teacher_top_k", str(num_tokens + 1))
+    assert f"--teacher_top_k is {num_tokens + 1}, and the tokenizer has {num_tokens} tokens" in text
 
 
 def test_check_inputs_ids_without_token_are_found_for_policy_and_teacher_and_told_once(check, folder, models):
-    from rlhf_models.testing import tiny_model_dir, tiny_tokenizer
-
     num_tokens = len(tiny_tokenizer())
     for name, num_rows in (("padded", 600), ("teacher", 640)):
         tiny_model_dir(folder / name, vocab_size=num_rows)

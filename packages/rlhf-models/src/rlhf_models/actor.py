@@ -1,7 +1,8 @@
 """The policy: a causal language model that returns log-probs of the tokens of a batch, or their policy loss."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,20 @@ from rlhf_models.batch import TokenBatch, to_device
 # Above this, compute logits in blocks and recompute them in the backward pass: slower, less memory.
 MAX_LOGITS_BYTES = 4 << 30
 
-Terms = tuple[PolicyStream, PolicyObjective]
+
+class VocabularyTerm(Protocol):
+    """A term of the loss that compares log-probs of other tokens than the one that was written.
+
+    Attributes:
+        ids: [N, K] int64, the tokens to compare, for each token of the stream.
+        coef: weight of the term, which is reduced like the policy loss.
+    """
+
+    ids: Tensor
+    coef: float
+
+    def __call__(self, logprobs: Tensor) -> Tensor:
+        """Return the term of each token, [N] float32, from the log-probs [N, K] float32 of `ids`."""
 
 
 class ActorOutput(NamedTuple):
@@ -34,6 +48,9 @@ class ActorOutput(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor
+
+
+Terms = tuple[PolicyStream, PolicyObjective, VocabularyTerm | None]
 
 
 class PolicyOutput(NamedTuple):
@@ -82,6 +99,7 @@ class Actor(nn.Module):
         logits_after: Tensor | None = None,
         stream: PolicyStream | None = None,
         objective: PolicyObjective | None = None,
+        term: VocabularyTerm | None = None,
         max_tokens: int | None = None,
     ) -> ActorOutput | PolicyOutput | Tensor:
         """Return log-probs and entropies, 0.0 for the first token of a sequence and for padding.
@@ -96,6 +114,7 @@ class Actor(nn.Module):
             stream, objective: if given, both, the result is a `PolicyOutput`. The tokens of the stream are those of
                 `logits_mask`, without first tokens and padding, in the order of the flattened batch. With no tokens
                 the loss is 0.0, with a gradient of zeros.
+            term: with a stream, what its loss has besides. All logits are then computed at once.
             max_tokens: tokens of the largest pass whose log-probs are compared with those of this one; None for this
                 pass alone. It decides whether logits are computed in blocks, which round differently from whole ones.
 
@@ -120,11 +139,12 @@ class Actor(nn.Module):
         index = to_device(found, batch.input_ids.device)
         token_ids = batch.input_ids.flatten()[index]
         before = (index if group is None else found) - 1  # what is divided over ranks is read on the host
-        in_blocks = self._needs_blocks(len(index) if max_tokens is None else max_tokens)
+        in_blocks = term is None and self._needs_blocks(len(index) if max_tokens is None else max_tokens)
         if stream is None:
             values = self._after(batch, before, token_ids, temperature, in_blocks)
             return ActorOutput(*(_spread(column, index, wanted) for column in values))
-        loss, metrics, *values = self._learn(batch, before, token_ids, temperature, (stream, objective), in_blocks)
+        terms = stream, objective, term
+        loss, metrics, *values = self._learn(batch, before, token_ids, temperature, terms, in_blocks)
         return PolicyOutput(loss, metrics, *(_spread(column.detach(), index, wanted) for column in values))
 
     def _learn(
@@ -136,11 +156,21 @@ class Actor(nn.Module):
             # float32 rounds the weight's gradient once, not once per block.
             options = {"temperature": temperature, "weight_grad_dtype": torch.float32}
             options["bias"] = self._bias(head)
-            return linear_policy_loss(self._hidden(batch, index), head.weight, token_ids, *terms, **options)
-        logprobs, entropy = self._after(batch, index, token_ids, temperature, in_blocks)
+            return linear_policy_loss(self._hidden(batch, index), head.weight, token_ids, *terms[:2], **options)
+        stream, objective, term = terms
+        ids = None if term is None else term.ids
+        logprobs, entropy, *others = self._after(batch, index, token_ids, temperature, in_blocks, ids)
         # Without an entropy bonus, detach: a gradient of zeros would cost as much as any other.
-        bonus = entropy if terms[1].entropy_coef else entropy.detach()
-        return *packed_policy_loss(logprobs, *terms, entropy=bonus), logprobs, entropy
+        bonus = entropy if objective.entropy_coef else entropy.detach()
+        loss, metrics = packed_policy_loss(logprobs, stream, objective, entropy=bonus)
+        if term is not None:
+            found = term(*others)
+            alone = replace(
+                stream, own_loss=lambda _: found, weights=None, penalties=None, old_logprobs=None, ref_logprobs=None
+            )
+            by_itself = PolicyObjective(reduction=objective.reduction)
+            loss = loss + term.coef * packed_policy_loss(logprobs.detach(), alone, by_itself)[0]
+        return loss, metrics, logprobs, entropy
 
     def _is_fused(self, device: torch.device) -> bool:
         """Whether to compute a loss in blocks from the head's input. On CPUs that would round logits differently.
@@ -151,20 +181,37 @@ class Actor(nn.Module):
         return has_all and device.type == "cuda" and self.model.get_output_embeddings().bias is None
 
     def _after(
-        self, batch: TokenBatch, index: Tensor, token_ids: Tensor, temperature: float, in_blocks: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return the log-probs of tokens [N] after flat positions [N], and the entropies there."""
+        self,
+        batch: TokenBatch,
+        index: Tensor,
+        token_ids: Tensor,
+        temperature: float,
+        in_blocks: bool,
+        ids: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return the log-probs of tokens [N] after flat positions [N], and the entropies there.
+
+        With other `ids` [N, K], also their log-probs [N, K] there. These are not computed in blocks.
+        """
         group = self.sequence_group
         if group is None:
-            return self._own_after(batch, index, token_ids, temperature, in_blocks)
+            return self._own_after(batch, index, token_ids, temperature, in_blocks, ids)
         own, counts = group.divide(index, batch)
-        own_ids = token_ids.split(counts)[group.rank]
-        values = torch.stack(self._own_after(batch, own, own_ids, temperature, in_blocks), dim=1)
-        return group.gather(values, counts).unbind(1)
+        own_ids, others = (None if each is None else each.split(counts)[group.rank] for each in (token_ids, ids))
+        parts = self._own_after(batch, own, own_ids, temperature, in_blocks, others)
+        values = torch.cat([part if part.ndim == 2 else part[:, None] for part in parts], dim=1)
+        values = group.gather(values, counts)
+        return *values[:, :2].unbind(1), *([] if ids is None else [values[:, 2:]])
 
     def _own_after(
-        self, batch: TokenBatch, index: Tensor, token_ids: Tensor, temperature: float, in_blocks: bool
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        batch: TokenBatch,
+        index: Tensor,
+        token_ids: Tensor,
+        temperature: float,
+        in_blocks: bool,
+        ids: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         """Do as `_after` for positions among the tokens that this rank has."""
         # The choice does not depend on whether gradients are wanted: old and current log-probs of a batch then come
         # from the same code, and their ratio is exactly 1. The fused policy loss on Hopper GPUs gives the same numbers
@@ -175,8 +222,12 @@ class Actor(nn.Module):
             options = {"temperature": temperature, "bias": self._bias(head)}
             return linear_token_logprobs(hidden, head.weight, token_ids, **options)[:2]
         logits = self._logits(batch, index)
-        # Autograd keeps the head's input, not its logits, and nothing else reads them: the gradient may overwrite them.
-        return token_logprobs(logits, token_ids, temperature=temperature, inplace_backward=True)[:2]
+        # Autograd keeps the head's input, not its logits. If nothing else reads them, the gradient may overwrite them.
+        values = token_logprobs(logits, token_ids, temperature=temperature, inplace_backward=ids is None)[:2]
+        if ids is None:
+            return values
+        own, others = (logits.gather(1, each).float() / temperature for each in (token_ids[:, None], ids))
+        return *values, values[0][:, None] + others - own
 
     def _needs_blocks(self, num_tokens: int) -> bool:
         """Whether the logits of `num_tokens` exceed `MAX_LOGITS_BYTES` and can be computed from the head's weight."""

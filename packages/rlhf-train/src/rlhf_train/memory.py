@@ -99,6 +99,7 @@ class Model:
         has_head: whether it predicts tokens; otherwise it has one output.
         is_adapted: it is the base of the trained model of the same process, whose weights it uses.
         runs_forward: whether it also runs without gradients.
+        num_logits: tensors of the size of all logits in a pass with gradients; 0 if logits may be computed in chunks.
     """
 
     config: Any
@@ -106,6 +107,7 @@ class Model:
     has_head: bool = True
     is_adapted: bool = False
     runs_forward: bool = True
+    num_logits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,8 +362,7 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
     Logits of S trained tokens are S V in the dtype of the model, with a gradient of the head of V H. Above
     `MAX_LOGITS_BYTES` they are computed in chunks, with a float32 gradient, unless ZeRO 3 divides the head.
 
-    T and S are those of the pass divided by the ranks of a sequence group. A tensor group divides h, k and A. It is an
-    estimate: see the figures of the tests for how far it is from measured peaks.
+    A sequence group divides T and S, a tensor group h, k and A.
     """
     spec = model.spec
     config = model.config.get_text_config()
@@ -379,8 +380,9 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
     if model.has_head:
         table = sizes.vocab * sizes.hidden
         is_plain = spec.zero_stage < 3 and all(getattr(config, name, None) is None for name in _TRANSFORMED)
+        num_targets *= max(model.num_logits, 1) if with_gradients else 1
         whole = item * sizes.vocab * _share(num_targets, spec.sequence_parallel_size) + item * table
-        in_blocks = item * sizes.vocab * passes.most_targets > MAX_LOGITS_BYTES and is_plain
+        in_blocks = is_plain and not model.num_logits and item * sizes.vocab * passes.most_targets > MAX_LOGITS_BYTES
         head = LOGITS_CHUNK_BYTES + 4 * table if in_blocks else whole
         if not with_gradients or spec.lora is not None:
             head -= (4 if in_blocks else item) * table

@@ -107,7 +107,9 @@ def _trainer(job: OnlineJob, placed: ProcessPlan, mean_response_tokens: float | 
         is_adapted = role == "reference" and "actor" in placed.roles and spec.is_base_of(actor)
         runs_forward = role != "actor" or job.algorithm.runs_actor
         config = _config(spec.path)
-        models.append(Model(config, spec, role != "critic", is_adapted, runs_forward))
+        # With a teacher's distributions: the logits, their gradient by the policy loss, and that by the teacher's term.
+        num_logits = 3 * (job.algorithm.distribution is not None)
+        models.append(Model(config, spec, role != "critic", is_adapted, runs_forward, num_logits))
     passes = largest_passes(job, placed.num_ranks // actor.ranks_per_batch, mean_response_tokens)
     copies = {"ipc": 1, "nccl": 2}.get(job.engine.weight_transfer, 0) if "actor" in placed.roles else 0
     copies = copies if job.plan.engines.places else 0

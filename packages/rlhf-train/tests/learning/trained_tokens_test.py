@@ -61,6 +61,18 @@ def test_drop_nonfinite_leaves_tokens_out_of_every_mask_and_column_and_counts_th
         assert torch.equal(column, torch.where(left, -1.0, 0.0))
 
 
+def test_a_teachers_distributions_move_between_ranks_and_leave_a_rollout_out_that_has_a_nan():
+    numbers = torch.arange(2 * 4 * 6.0).view(2, 4, 6)
+    giver, taker = (experience_of(torch.zeros(2, 4), torch.zeros(2, 4)) for _ in range(2))
+    giver.set_column("teacher_logprobs", numbers)
+    taker.adopt(giver.export(["teacher_logprobs"]))
+    assert taker.columns["teacher_logprobs"].equal(torch.where(MASK[..., None], numbers, 0.0))
+    taker.columns["teacher_logprobs"][0, 2, 5] = NAN
+    drop_nonfinite(taker)
+    assert taker.loss_mask.tolist() == [[False] * 4, MASK[1].tolist()]
+    assert taker.columns["teacher_logprobs"][0].eq(0.0).all() and taker.columns["teacher_logprobs"].isfinite().all()
+
+
 def test_drop_nonfinite_looks_at_trained_tokens_only():
     old = torch.where(MASK, -1.0, NAN)
     experience = experience_of(old, torch.where(MASK, -1.0, 0.0))

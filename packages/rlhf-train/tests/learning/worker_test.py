@@ -14,6 +14,7 @@ from rlhf_models.host_states import RestingModel
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_train.algorithms.table import make_algorithm
+from rlhf_train.algorithms.token_specs import DistributionSpec
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.learning import rehearsal
 from rlhf_train.learning.rank_actor import RankActor
@@ -76,7 +77,7 @@ def test_old_and_new_logprobs_of_a_step_come_from_the_same_head_path(worker, mon
     actor = worker.engines["actor"].module
     chosen = []
     after = actor._after
-    monkeypatch.setattr(actor, "_after", lambda *args: chosen.append(args[-1]) or after(*args))
+    monkeypatch.setattr(actor, "_after", lambda *args: chosen.append(args[4]) or after(*args))
     worker.run_model("actor")
     worker.assign_advantages(0.0)
     worker.update("actor", max_epochs=1, seed=0)
@@ -310,6 +311,20 @@ def test_every_kind_of_pass_is_rehearsed_with_the_inputs_of_a_real_one(job, monk
     learning = calls[0][3]
     assert learning["stream"].loss_mask.shape == (8 * 12,) and learning["max_tokens"] == 16 * 12
     assert learning["stream"].old_logprobs is not None and learning["stream"].ref_logprobs is None
+
+
+def test_a_teachers_distributions_are_rehearsed(job):
+    algorithm = make_algorithm(kl_coef=0.0, teacher_coef=0.1, distribution=DistributionSpec(top_k=3))
+    models = {"actor": job.models["actor"], "critic": job.models["critic"], "teacher": job.models["reference"]}
+    taught = SimpleNamespace(**{name: getattr(job, name) for name in ("batch", "engine", "sampling", "seed")})
+    taught.models, taught.algorithm = models, algorithm
+    worker = lone_worker(models, algorithm)
+    losses = []
+    loss = worker._actor_loss
+    worker._actor_loss = lambda *args: losses.append(loss(*args)) or losses[-1]
+    with without_trace(worker):
+        run_passes(worker, list(models), taught)
+    assert [metrics["kl/teacher"].count for _, metrics in losses] == [96, 95]
 
 
 def test_ranks_without_the_actor_rehearse_their_own_models(job):

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PositiveFloat
 
+from rlhf_cli.config.teacher import OnPolicyTeacherSection
 from rlhf_cli.paths import user_path
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import without_effect
-from rlhf_data.options.declare import Section, flag, flag_of, matching, one_of
+from rlhf_data.options.declare import flag, flag_of, matching, one_of
 from rlhf_kernels import PolicyObjective
 from rlhf_train.algorithms.own_code import OwnCode
 from rlhf_train.algorithms.table import (
@@ -70,7 +71,11 @@ _CRITIC_OPTIONS = (
 )
 # Options without effect when there is no reference model.
 _REFERENCE_OPTIONS = ("kl_estimator", "ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
-_TEACHER_OPTIONS = ("teacher_coef", "teacher_num_nodes", "teacher_num_gpus_per_node")
+_DISTRIBUTION_OPTIONS = ("kd_divergence", "jsd_beta")
+_TEACHER_OPTIONS = (
+    *("teacher_coef", "teacher_top_k", *_DISTRIBUTION_OPTIONS),
+    *("teacher_num_nodes", "teacher_num_gpus_per_node"),
+)
 _CORRECTION_OPTIONS = ("is_correction_mode", "is_correction_threshold")
 # Options of the user's own code to the name of its function, and to the options of what it replaces.
 OWN_CODE = {"policy_loss_path": "policy_loss", "advantage_path": "advantages"}
@@ -102,7 +107,7 @@ ClipRange = tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge
 ReductionName = Annotated[one_of(REDUCTIONS), BeforeValidator(_underscored)]
 
 
-class AlgorithmSection(Section, title="algorithm"):
+class AlgorithmSection(OnPolicyTeacherSection):
     """Estimator, policy loss, KL, teacher and corrections."""
 
     advantage_estimator: Estimator = flag(
@@ -193,15 +198,6 @@ class AlgorithmSection(Section, title="algorithm"):
     use_kl_loss: bool = flag(False, "add the KL to the loss, instead of subtracting it from the reward")
     kl_unbiased_gradient: bool = flag(
         False, "with --use_kl_loss: use the exact gradient of the KL in expectation, for every --kl_estimator"
-    )
-    teacher_model: str | None = flag(
-        None,
-        "on-policy distillation: a model folder or hub name with the same tokenizer, towards which the policy's own"
-        " responses are trained; with a reward beside it, or without",
-        names_model=True,
-    )
-    teacher_coef: float = flag(
-        1.0, "weight of the log-ratio teacher / policy in a token's advantage, in reward per nat", gt=0
     )
     old_logprobs: OldLogprobs | None = flag(
         None,
@@ -390,6 +386,12 @@ class AlgorithmSection(Section, title="algorithm"):
             (self.kl_target is None, ["kl_horizon"], "there is no --kl_target"),
             (self.group_by != "state", ["state_coef"], f"--group_by is {self.group_by}"),
             (not spec.uses_teacher, _TEACHER_OPTIONS, "there is no --teacher_model"),
+            (spec.teaches_advantages, _DISTRIBUTION_OPTIONS, "there is no --teacher_top_k"),
+            (
+                spec.distribution is not None and self.kd_divergence != "jsd",
+                ["jsd_beta"],
+                f"--kd_divergence is {self.kd_divergence}",
+            ),
             (not self.row.uses_critic, _CRITIC_OPTIONS, f"{self.row.full_name} has no critic"),
             (
                 not self.row.divides_by_std,

@@ -20,6 +20,7 @@ from rlhf_cli.config.model import (
     TaughtModelSection,
 )
 from rlhf_cli.config.output import OutputSection
+from rlhf_cli.config.teacher import Divergence, divergence_flag, jsd_beta_flag
 from rlhf_cli.config.training import (
     CautiousTrainingSection,
     OfflineTrainingSection,
@@ -31,11 +32,10 @@ from rlhf_data.options.checks import check_has_metric, lacking, once, without_ef
 from rlhf_data.options.declare import Config, Section, flag, one_of
 from rlhf_data.options.sections import ImageSection
 from rlhf_data.rows.sources import parse_probs
-from rlhf_train.losses.preference_table import DISCOPOP_TAU, DIVERGENCES, PREFERENCE_LOSSES
+from rlhf_train.losses.preference_table import DISCOPOP_TAU, PREFERENCE_LOSSES
 from rlhf_train.specs import ModelSpec
 
 RewardLoss = one_of(("sigmoid", "logexp"))
-Divergence = one_of(DIVERGENCES)
 PreferenceLoss = one_of(PREFERENCE_LOSSES, {name: row.title for name, row in PREFERENCE_LOSSES.items()})
 
 
@@ -109,12 +109,8 @@ class DistillationSection(Section, title="objective"):
     """How much the student learns from the teacher."""
 
     kd_coef: float = flag(0.4, "weight of the teacher's term in the loss; the examples' term has 1 - X", gt=0, le=1)
-    kd_divergence: Divergence = flag(
-        "forward_kl",
-        "how far the student is from the teacher. forward_kl: their cross-entropy, which covers what the teacher may"
-        " say; reverse_kl: KL(student, teacher), which avoids what it would not say; jsd: between both, by --jsd_beta",
-    )
-    jsd_beta: float = flag(0.5, "with jsd: 0 is next to forward_kl, 1 to reverse_kl", gt=0, lt=1)
+    kd_divergence: Divergence = divergence_flag("forward_kl", "their cross-entropy")
+    jsd_beta: float = jsd_beta_flag()
 
 
 class KdConfig(OfflineConfig):

@@ -197,7 +197,8 @@ def check_teacher(config: PpoConfig, tokenizer: Any, reader: Any = None) -> str 
 
     Raises:
         ConfigError: a teacher that cannot be run, or is too short of context for the longest rollouts, or whose
-            tokenizer differs from the policy's `tokenizer`, or that does not read images as `reader` does.
+            tokenizer differs from the policy's `tokenizer`, or that does not read images as `reader` does; or more
+            --teacher_top_k than there are tokens.
     """
     name = config.algorithm.teacher_model
     if name is None:
@@ -206,6 +207,10 @@ def check_teacher(config: PpoConfig, tokenizer: Any, reader: Any = None) -> str 
     model_config = check_companion("teacher_model", config.model, teacher, tokenizer, reader)
     num_tokens, flags = longest_sequence(config)
     check_context(model_config, num_tokens, f"--teacher_model: {flags}")
+    top_k = config.algorithm.teacher_top_k
+    if top_k is not None and top_k > len(tokenizer):
+        message = f"--teacher_top_k is {top_k}, and the tokenizer has {len(tokenizer)} tokens"
+        raise ConfigError(message, hint=f"--teacher_top_k {len(tokenizer)} compares them all")
     return teacher
 
 

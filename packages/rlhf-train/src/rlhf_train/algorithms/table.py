@@ -13,7 +13,7 @@ from rlhf_data.errors import ConfigError, check_name
 from rlhf_kernels import PolicyObjective
 from rlhf_kernels.objective import KlEstimator, Reduction
 from rlhf_train.algorithms.own_code import OwnCode
-from rlhf_train.algorithms.token_specs import CorrectionSpec, CovarianceSpec
+from rlhf_train.algorithms.token_specs import CorrectionSpec, CovarianceSpec, DistributionSpec
 
 if TYPE_CHECKING:
     from rlhf_rollout.protocols import SamplingParams
@@ -171,8 +171,10 @@ class AlgorithmSpec:
             of the loss. The initial value when the coefficient adapts.
         kl_target: KL in nats per token that an adaptive coefficient steers towards; None keeps the coefficient fixed.
         kl_horizon: rollouts over which an adaptive coefficient can change by about a fifth.
-        teacher_coef: weight of the reverse KL to a teacher in the advantages, in reward units per nat, >= 0; 0 for no
-            teacher. See `gae.distilled_advantages`.
+        teacher_coef: weight of the divergence from a teacher, in reward units per nat, >= 0; 0 for no teacher. See
+            `gae.distilled_advantages`.
+        distribution: compares the teacher's distributions, as a term of the loss; None compares the log-probs of tokens
+            that were sampled, in the advantages.
         gamma: discount per token, in [0, 1].
         turn_gamma: discount of the step from one turn to the next, in [0, 1]; None for `gamma`. 0 makes each turn an
             episode of its own.
@@ -206,6 +208,7 @@ class AlgorithmSpec:
     kl_target: float | None = bounded(None, gt=0)
     kl_horizon: int = bounded(10_000, ge=1)
     teacher_coef: float = bounded(0.0, ge=0)
+    distribution: DistributionSpec | None = None
     gamma: float = bounded(1.0, ge=0, le=1)
     turn_gamma: float | None = bounded(None, ge=0, le=1)
     group_by: str = "episode"
@@ -249,7 +252,7 @@ class AlgorithmSpec:
             hint = "add ``use_kl_loss``, or set ``kl_coef=0`` or ``old_logprobs=recompute``"
             raise ConfigError("``old_logprobs=skip`` leaves nothing to compute the reward's KL penalty from", hint=hint)
         for use, is_on, other in (
-            ("a teacher", self.uses_teacher, "rollout"),
+            ("a teacher's log-ratio", self.teaches_advantages, "rollout"),
             ("``mask_off_policy``", self.objective.mask_off_policy is not None, "rollout"),
             ("Clip-Cov or KL-Cov", self.covariance.is_on, "rollout"),
             (
@@ -361,7 +364,7 @@ class AlgorithmSpec:
     def needs_old_logprobs(self) -> bool:
         """Whether something other than the policy ratio needs the trainer's log-probs before the update."""
         is_corrected = self.correction.is_on or self.covariance.is_on
-        return self.kl_reward_coef > 0 or self.uses_teacher or is_corrected
+        return self.kl_reward_coef > 0 or self.teaches_advantages or is_corrected
 
     @property
     def weighs(self) -> bool:
@@ -390,6 +393,11 @@ class AlgorithmSpec:
     def uses_teacher(self) -> bool:
         """Whether a teacher is needed."""
         return self.teacher_coef > 0
+
+    @property
+    def teaches_advantages(self) -> bool:
+        """Whether the teacher's log-probs of the sampled tokens are part of the advantages."""
+        return self.uses_teacher and self.distribution is None
 
 
 def make_algorithm(

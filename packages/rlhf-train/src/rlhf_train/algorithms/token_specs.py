@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from math import inf
 
+from rlhf_data.bounds import bounded, check_bounds
 from rlhf_data.errors import ConfigError, check_name
+from rlhf_train.losses.preference_table import DIVERGENCES
 
 CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
 CORRECTION_MODES = ("truncate", "mask")
@@ -88,3 +90,22 @@ class CovarianceSpec:
     def is_on(self) -> bool:
         """Whether any token is treated."""
         return self.clip_cov is not None or self.kl_cov is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistributionSpec:
+    """How a teacher's distributions are compared with the policy's; see `losses.distillation`.
+
+    Attributes:
+        top_k: the teacher's most likely tokens that are compared one by one; all others count as one.
+        divergence: "forward_kl", "reverse_kl" or "jsd"; see `losses.preference.distillation_loss`.
+        jsd_beta: weight of the teacher in the mean distribution of "jsd".
+    """
+
+    top_k: int = bounded(64, ge=1)
+    divergence: str = "reverse_kl"
+    jsd_beta: float = bounded(0.5, gt=0, lt=1)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        check_name("divergence", self.divergence, DIVERGENCES)

@@ -95,9 +95,9 @@ def charged_rewards(experience: Experience, spec: AlgorithmSpec, *, kl_coef: flo
 def distilled(advantages: Tensor, experience: Experience, spec: AlgorithmSpec) -> tuple[Tensor, dict[str, Metric]]:
     """Return the advantages with the teacher's term, [B, T] float, and the mean reverse KL to the teacher in nats.
 
-    Without a teacher the advantages are unchanged.
+    Without a teacher, or with one whose distributions are a term of the loss, the advantages are unchanged.
     """
-    if not spec.uses_teacher:
+    if not spec.teaches_advantages:
         return advantages, {}
     columns = experience.columns
     reverse_kl = kl_estimate(columns["old_logprobs"], columns["teacher_logprobs"], "k1")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_train.algorithms.own_code import INPUTS
+from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.learning.columns import RolloutColumns
 
 # Role to the column that its model fills in.
@@ -33,6 +34,16 @@ COLUMNS = (
 )
 
 
+def columns_of(role: str, spec: AlgorithmSpec) -> dict[str, tuple[int, ...]]:
+    """Return the columns that the model of `role` fills in, with what their shape has beside [B, T]."""
+    columns: dict[str, tuple[int, ...]] = {MODEL_COLUMNS[role]: ()}
+    if role == "critic" and spec.bootstrap_truncated:
+        columns["last_values"] = ()
+    if role == "teacher" and spec.distribution is not None:
+        columns["teacher_logprobs"] = (2 * spec.distribution.top_k + 1,)
+    return columns
+
+
 class Experience:
     """One rank's rollouts of one step, padded from their flat columns.
 
@@ -52,7 +63,9 @@ class Experience:
         prompt_lengths: tokens of each rollout before its first trained one, at least 1; all if none is trained.
         routes: B arrays [R_i, layers, top_k], the experts of the first R_i tokens; None if no rollout has any.
         images: per rollout, the paths of its images.
-        columns: name to [B, T] float32, filled in as models run; 0.0 where the mask is False. `last_values` holds the
+        columns: name to [B, T] float32, filled in as models run; 0.0 where the mask is False. Where a teacher's
+            distributions are compared, `teacher_logprobs` is [B, T, 2 K + 1] instead, of
+            `losses.distillation.most_likely`. `last_values` holds the
             value of the state after a truncated rollout, at its last trained token. `trained` is 1.0 where the loss
             mask is True. `weights` multiply the policy loss, and `penalties` hold tokens to the old policy; see
             `PolicyStream`. `trainer_logprobs` are the old log-probs as the trainer computed them, even where
@@ -87,24 +100,28 @@ class Experience:
         self.columns: dict[str, Tensor] = {}
 
     def set_column(self, name: str, values: Tensor) -> None:
-        """Store a [B, T] tensor under `name`, with 0.0 at tokens that are not trained."""
+        """Store a [B, T] or [B, T, C] tensor under `name`, with 0.0 at tokens that are not trained."""
         assert name in COLUMNS, name
-        self.columns[name] = values.detach().float().cpu().masked_fill(~self.loss_mask, 0.0)
+        self.columns[name] = self._cleared(values.detach().float().cpu())
 
     def restrict(self, kept: Tensor) -> None:
         """Stop training the tokens where `kept` [B, T] bool is False: clear them in the masks, set columns to 0.0."""
         self.loss_mask &= kept
         self.policy_mask &= kept
         for name, column in self.columns.items():
-            self.columns[name] = column.masked_fill(~self.loss_mask, 0.0)
+            self.columns[name] = self._cleared(column)
         self.rollout_logprobs = self.rollout_logprobs.masked_fill(~self.loss_mask, 0.0)
+
+    def _cleared(self, column: Tensor) -> Tensor:
+        left_out = ~self.loss_mask
+        return column.masked_fill(left_out if column.ndim == 2 else left_out[..., None], 0.0)
 
     def own_inputs(self) -> dict[str, object]:
         """Return what a user's advantages are computed from, by the names of `algorithms.own_code.INPUTS`."""
         return {name: getattr(self, name) for name in INPUTS["advantages"]}
 
     def export(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
-        """Return the named columns for ranks of another rank set, as name to rollout id to [L_i] array.
+        """Return the named columns for ranks of another rank set, as name to rollout id to [L_i] or [L_i, C] array.
 
         The keys are rollout ids, because the other rank set has dealt the rollouts to its ranks in its own way.
         """
@@ -119,7 +136,8 @@ class Experience:
         """Store the columns of this shard's rollouts. `parts` are the exports of all ranks of the other rank set."""
         for name in {name for part in parts for name in part}:
             exported = {rollout_id: values for part in parts for rollout_id, values in part.get(name, {}).items()}
-            column = torch.zeros(self.loss_mask.shape)
+            more = next(iter(exported.values()), np.zeros(0)).shape[1:]
+            column = torch.zeros(*self.loss_mask.shape, *more)
             for row, rollout_id in enumerate(self.rollout_ids):
                 column[row, : len(exported[rollout_id])] = torch.tensor(exported[rollout_id])
             self.set_column(name, column)

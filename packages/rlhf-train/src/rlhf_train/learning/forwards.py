@@ -9,7 +9,7 @@ from rlhf_train.batching import RankPlan, plan_rollouts
 from rlhf_train.cluster.ray_session import wait
 from rlhf_train.generation.summaries import scored
 from rlhf_train.learning.columns import RolloutColumns
-from rlhf_train.learning.experience import MODEL_COLUMNS
+from rlhf_train.learning.experience import columns_of
 from rlhf_train.learning.learning_spec import LearningSpec
 from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
@@ -156,8 +156,7 @@ class BlockForwards:
         return RankPlan(plan.rows, plan.forward_batches, (), batch.most_pass_tokens(self._job.sampling.max_tokens))
 
     def _columns_of(self, roles: Sequence[str]) -> list[str]:
-        last_values = ["last_values"] if "critic" in roles and self._job.algorithm.bootstrap_truncated else []
-        return [MODEL_COLUMNS[role] for role in roles] + last_values
+        return [name for role in roles for name in columns_of(role, self._job.algorithm)]
 
     def _has_routes(self, roles: Sequence[str]) -> bool:
         return self._job.models["actor"].routing_replay and "actor" in roles

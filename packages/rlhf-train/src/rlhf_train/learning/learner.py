@@ -16,6 +16,7 @@ from rlhf_train.costs import PassCosts
 from rlhf_train.generation.baseline import subtract_baseline
 from rlhf_train.generation.scoring import RewardShaper
 from rlhf_train.learning.columns import RolloutColumns
+from rlhf_train.learning.experience import columns_of
 from rlhf_train.learning.forwards import BlockForwards
 from rlhf_train.learning.learning_spec import LearningSpec
 from rlhf_train.learning.rank_actor import RankActor
@@ -155,10 +156,8 @@ class Learner:
         # Start all before waiting for any, so that models in separate processes run at the same time.
         pending = {role: self._set_of[role].start(TrainWorker.run_model, role) for role in roles}
         metrics = _merged(part for references in pending.values() for part in wait(references))
-        self._move_columns(["ref_logprobs"], "reference", "actor")
-        self._move_columns(["teacher_logprobs"], "teacher", "actor")
-        last_values = ["last_values"] if algorithm.bootstrap_truncated else []
-        self._move_columns(["values", *last_values], "critic", "actor")
+        for role in ("reference", "teacher", "critic"):
+            self._move_columns(list(columns_of(role, algorithm)), role, "actor")
         return metrics
 
     def assign_advantages(self) -> dict[str, float]:

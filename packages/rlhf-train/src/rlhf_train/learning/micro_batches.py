@@ -14,6 +14,7 @@ from rlhf_models.batch import TokenBatch, to_device
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch
 from rlhf_train.learning.experience import Experience
+from rlhf_train.losses.distillation import TeacherTerm
 from rlhf_train.losses.own import OwnTokenLoss
 from rlhf_train.specs import ModelSpec
 
@@ -93,6 +94,16 @@ def policy_stream(
         num_sequences=denominators.num_sequences,
         max_tokens=denominators.max_tokens,
     )
+
+
+def teacher_term(
+    experience: Experience, rows: Sequence[int], spec: AlgorithmSpec, device: torch.device | str
+) -> TeacherTerm | None:
+    """Return the teacher's term for the trained tokens of a micro-batch; None if it is no part of the loss."""
+    if not spec.uses_teacher or spec.distribution is None:
+        return None
+    column = experience.columns["teacher_logprobs"][list(rows)][experience.policy_mask[list(rows)]]
+    return TeacherTerm(to_device(column, device), spec.distribution, spec.teacher_coef)
 
 
 def recounted(mini_batches: Sequence[MiniBatch], trained_mask: Tensor, device: torch.device | str) -> list[MiniBatch]:

@@ -19,7 +19,7 @@ from rlhf_train.batching import RankPlan, plan_rollouts
 from rlhf_train.cluster.places import PlacementPlan
 from rlhf_train.engine.protocol import StepStats
 from rlhf_train.learning.columns import RolloutColumns
-from rlhf_train.learning.experience import MODEL_COLUMNS
+from rlhf_train.learning.experience import columns_of
 from rlhf_train.learning.learning_spec import LearningSpec
 from rlhf_train.learning.worker import TrainWorker
 
@@ -137,11 +137,12 @@ def run_passes(
     columns, plan = made_up_step(job, most_tokens=most_tokens)
     worker.load_rollouts(columns, plan)
     run = [role for role in job.models if role != "actor" or algorithm.runs_actor]
-    names = [*(MODEL_COLUMNS[role] for role in run), *(["last_values"] if algorithm.bootstrap_truncated else [])]
+    filled = {name: more for role in run for name, more in columns_of(role, algorithm).items()}
     if "actor" not in roles:
-        names.append("returns")
-    zeros = {rollout: np.zeros(length) for rollout, length in zip(columns.rollout_ids, columns.lengths, strict=True)}
-    worker.adopt_columns(dict.fromkeys(names, zeros))
+        filled["returns"] = ()
+    lengths = dict(zip(columns.rollout_ids, columns.lengths, strict=True))
+    zeros = {name: {row: np.zeros((n, *more)) for row, n in lengths.items()} for name, more in filled.items()}
+    worker.adopt_columns(zeros)
     calls = [partial(worker.assign_advantages, algorithm.kl_coef)] if "actor" in roles else []
     for role in worker.engines:
         calls.append(partial(worker.update, role, max_epochs=1, seed=0, kl_coef=algorithm.kl_coef))

@@ -6,13 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_kernels import PolicyStream
+from rlhf_models.batch import to_device
 from rlhf_train.algorithms.correction import bounded_weights, importance_weights, rejection_statistic
 from rlhf_train.algorithms.covariance import clipping_keys, token_covariances
 from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.algorithms.token_specs import CovarianceSpec
 from rlhf_train.learning.experience import MODEL_COLUMNS, Experience
-from rlhf_train.learning.loss_metrics import masked_mean
+from rlhf_train.learning.loss_metrics import masked_mean, reference_kl_metrics
 from rlhf_train.run.metrics import Max, Metric, Sum
 from rlhf_train.tracing.token_values import COLUMNS, TokenValues, halves
 
@@ -30,7 +32,9 @@ def drop_nonfinite(experience: Experience) -> dict[str, Metric]:
     finite = experience.rollout_logprobs.isfinite()
     for name in (*MODEL_COLUMNS.values(), "last_values"):
         if name in experience.columns:
-            finite &= (experience.columns[name].isfinite() | ~experience.loss_mask).all(dim=1, keepdim=True)
+            values = experience.columns[name].isfinite()
+            values = values if values.ndim == 2 else values.all(dim=2)
+            finite &= (values | ~experience.loss_mask).all(dim=1, keepdim=True)
     dropped = Sum(float((experience.loss_mask & ~finite).sum()))
     experience.restrict(finite)
     return {"samples/nonfinite_tokens": dropped}
@@ -191,6 +195,26 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -
 # A micro-batch that was trained: its rows of the shard, which tokens of its layout [b, t] are trained, and their
 # log-probs and entropies in this layout.
 Pass = tuple[Sequence[int], Tensor, Tensor, Tensor]
+
+
+def first_pass_metrics(
+    experience: Experience, spec: AlgorithmSpec, trained: Pass, stream: PolicyStream
+) -> dict[str, Metric]:
+    """Return the entropy, the gap to the engine and the KL to the reference from a pass of the step's first update.
+
+    Where no pass came before the update, it is the first to know them, of the tokens that the stream holds.
+    """
+    rows, wanted, *values = trained
+    mask = stream.loss_mask
+    positions = to_device(wanted.flatten().nonzero()[:, 0], mask.device)
+    logprobs, entropy = (column.flatten()[positions] for column in values)
+    rollout_logprobs = experience.rollout_logprobs[list(rows)][experience.policy_mask[list(rows)]]
+    metrics: dict[str, Metric] = {"policy/entropy": masked_mean(entropy, mask)}
+    metrics |= mismatch_metrics(logprobs, to_device(rollout_logprobs, mask.device), mask)
+    if spec.use_kl_loss:
+        estimator = spec.objective.kl_estimator
+        metrics |= reference_kl_metrics(kl_estimate(logprobs, stream.ref_logprobs, estimator), mask, estimator)
+    return metrics
 
 
 def token_values(experience: Experience, computed: Tensor | None) -> TokenValues:

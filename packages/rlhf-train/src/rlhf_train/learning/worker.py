@@ -18,7 +18,6 @@ from rlhf_kernels import PolicyObjective
 from rlhf_models.batch import TokenBatch, to_device
 from rlhf_models.host_states import awake
 from rlhf_train.algorithms.gae import moments, whiten
-from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
 from rlhf_train.engine.accelerate import join_groups, start_engine, start_frozen
@@ -27,26 +26,26 @@ from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.residence import Residence, release_cache
 from rlhf_train.learning.advantages import advantages_and_returns, values_before
 from rlhf_train.learning.columns import RolloutColumns
-from rlhf_train.learning.experience import MODEL_COLUMNS, Experience
+from rlhf_train.learning.experience import MODEL_COLUMNS, Experience, columns_of
 from rlhf_train.learning.loss_metrics import (
     critic_loss,
     masked_mean,
     policy_metrics,
-    reference_kl_metrics,
     update_metrics,
 )
-from rlhf_train.learning.micro_batches import lay_out, policy_stream, recounted, token_batch
+from rlhf_train.learning.micro_batches import lay_out, policy_stream, recounted, teacher_term, token_batch
 from rlhf_train.learning.trained_tokens import (
     Pass,
     by_rollout,
     correct_mismatch,
     drop_nonfinite,
+    first_pass_metrics,
     leave_truncated_out,
     limit_staleness,
-    mismatch_metrics,
     token_values,
     treat_covariance,
 )
+from rlhf_train.losses.distillation import teacher_column
 from rlhf_train.losses.own import own_advantages
 from rlhf_train.run.ema import WeightAverage
 from rlhf_train.run.load_balance import LoadBalance, load_balance
@@ -160,8 +159,9 @@ class TrainWorker:
             self.engines[role].module.eval()
         else:
             self._residence.reload_frozen()
-        # Both stay on the device until the end: copying the part of each pass would wait for it.
-        column, last_values = torch.zeros(2, *self._experience.loss_mask.shape, device=self._device)
+        # All stay on the device until the end: copying the part of each pass would wait for it.
+        shape, more = self._experience.loss_mask.shape, columns_of(role, self._algorithm)
+        columns = {name: torch.zeros(*shape, *sizes, device=self._device) for name, sizes in more.items()}
         entropy = Mean(0.0, 0.0)
         with awake(self._frozen.get(role)):
             for rows in self._plan.forward_batches:
@@ -169,16 +169,13 @@ class TrainWorker:
                     outputs, mask = self._forward(role, rows)
                 if not rows:
                     continue
-                values = outputs["values" if role == "critic" else "logprobs"]
                 positions = to_device(torch.tensor(rows), self._device)
-                column[positions, : values.shape[1]] = values.float()
-                if "last_values" in outputs:
-                    last_values[positions, : values.shape[1]] = outputs["last_values"].float()
+                for name, column in columns.items():
+                    column[positions, : mask.shape[1]] = outputs[name].float()
                 if role == "actor":
                     entropy = entropy.merge(masked_mean(outputs["entropy"], mask))
-        self._experience.set_column(MODEL_COLUMNS[role], column)
-        if role == "critic" and self._algorithm.bootstrap_truncated:
-            self._experience.set_column("last_values", last_values)
+        for name, column in columns.items():
+            self._experience.set_column(name, column)
         return self._reported({"policy/entropy": entropy} if role == "actor" else {})
 
     def export_columns(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
@@ -333,28 +330,23 @@ class TrainWorker:
         experience = self._experience
         batch = self._batch("actor", rows)
         stream = policy_stream(experience, rows, spec, denominators, self._device)
+        term = teacher_term(experience, rows, spec, self._device)
         wanted = lay_out(experience.policy_mask, rows, batch)
         output = self.engines["actor"].forward(
             batch,
             logits_mask=wanted,
             temperature=self._temperature,
-            max_tokens=self._plan.max_pass_tokens,
+            max_tokens=self._max_tokens,
             stream=stream,
             objective=objective,
+            term=term,
         )
         self._passes.append((rows, wanted, output.logprobs, output.entropy))
         metrics = policy_metrics(output.metrics, spec, getattr(stream.own_loss, "metrics", None))
+        if term is not None:
+            metrics["kl/teacher"] = masked_mean(term.divergence, stream.loss_mask)
         if is_first and not spec.runs_actor:
-            # This pass is the first to know the gap to the engine, of the tokens that the stream holds.
-            mask = stream.loss_mask
-            positions = to_device(wanted.flatten().nonzero()[:, 0], self._device)
-            logprobs = output.logprobs.flatten()[positions]
-            metrics["policy/entropy"] = masked_mean(output.entropy.flatten()[positions], mask)
-            rollout_logprobs = experience.rollout_logprobs[list(rows)][experience.policy_mask[list(rows)]]
-            metrics |= mismatch_metrics(logprobs, to_device(rollout_logprobs, self._device), mask)
-            if spec.use_kl_loss:
-                kl = kl_estimate(logprobs, stream.ref_logprobs, objective.kl_estimator)
-                metrics |= reference_kl_metrics(kl, mask, objective.kl_estimator)
+            metrics |= first_pass_metrics(experience, spec, self._passes[-1], stream)
         return output.loss, metrics
 
     def _run_layers(self, role: str, rows: Sequence[int]) -> None:
@@ -379,11 +371,19 @@ class TrainWorker:
             outputs = {"values": model(batch)}
         else:
             wanted = lay_out(loss_mask, rows, batch)
-            output = model(
-                batch, logits_mask=wanted, temperature=self._temperature, max_tokens=self._plan.max_pass_tokens
-            )
-            outputs = output._asdict()
+            options = {"temperature": self._temperature}
+            if role == "teacher" and self._algorithm.distribution is not None:
+                top_k = self._algorithm.distribution.top_k
+                outputs = {"teacher_logprobs": teacher_column(model, batch, wanted, top_k=top_k, **options)}
+            else:
+                output = model(batch, logits_mask=wanted, max_tokens=self._max_tokens, **options)
+                outputs = {MODEL_COLUMNS[role]: output.logprobs, "entropy": output.entropy}
         return {name: pad_sequence(batch.split(values), batch_first=True) for name, values in outputs.items()}, mask
+
+    @property
+    def _max_tokens(self) -> int | None:
+        # Old and current log-probs shall come from the same code, and a teacher's term takes all logits at once.
+        return self._plan.max_pass_tokens if self._algorithm.distribution is None else 0
 
     def _batch(self, role: str, rows: Sequence[int]) -> TokenBatch:
         """Return rows of the shard as a batch, packed or padded as `role` needs. Only the actor replays routes."""

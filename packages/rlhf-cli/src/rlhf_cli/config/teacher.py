@@ -1,0 +1,57 @@
+"""Options of a teacher: of `ppo`, whose policy writes what it is taught on, and what `kd` has in common with it."""
+
+from typing import Any
+
+from rlhf_data.options.declare import Section, flag, flag_of, one_of
+from rlhf_train.algorithms.token_specs import DistributionSpec
+from rlhf_train.losses.preference_table import DIVERGENCES
+
+Divergence = one_of(DIVERGENCES)
+
+
+def divergence_flag(default: str, cross_entropy: str = "") -> Any:
+    """Return --kd_divergence; `cross_entropy` says what forward_kl adds."""
+    return flag(
+        default,
+        f"how far the student is from the teacher. forward_kl: {cross_entropy or 'KL(teacher, student)'}, which covers"
+        " what the teacher may say; reverse_kl: KL(student, teacher), which avoids what it would not say; jsd: between"
+        " both, by --jsd_beta",
+    )
+
+
+def jsd_beta_flag() -> Any:
+    """Return --jsd_beta."""
+    return flag_of(DistributionSpec.jsd_beta, "with jsd: 0 is next to forward_kl, 1 to reverse_kl")
+
+
+class OnPolicyTeacherSection(Section, title="algorithm"):
+    """The teacher of a policy that learns on its own responses."""
+
+    teacher_model: str | None = flag(
+        None,
+        "on-policy distillation: a model folder or hub name with the same tokenizer, towards which the policy's own"
+        " responses are trained; with a reward beside it, or without",
+        names_model=True,
+    )
+    teacher_coef: float = flag(
+        1.0,
+        "weight of the log-ratio teacher / policy in a token's advantage, or with --teacher_top_k of --kd_divergence in"
+        " the loss, in reward per nat",
+        gt=0,
+    )
+    teacher_top_k: int | None = flag(
+        None,
+        "compare the teacher's N most likely tokens, and all others as one, with what the policy would have written, by"
+        " --kd_divergence in the loss; as many as the tokenizer has is the whole vocabulary. None: compare the tokens"
+        " that were sampled, in the advantages",
+        ge=1,
+    )
+    kd_divergence: Divergence = divergence_flag(DistributionSpec().divergence)
+    jsd_beta: float = jsd_beta_flag()
+
+    @property
+    def distribution(self) -> DistributionSpec | None:
+        """How the teacher's distributions are compared; None if they are not."""
+        if self.teacher_model is None or self.teacher_top_k is None:
+            return None
+        return DistributionSpec(top_k=self.teacher_top_k, divergence=self.kd_divergence, jsd_beta=self.jsd_beta)
