@@ -31,6 +31,7 @@ TESTS = {
     "algorithms/advantages_test.py": ["rlhf-data/errors", "rlhf-train/algorithms"],
     "algorithms/corrections_test.py": ["rlhf-train/algorithms"],
     "algorithms/decoupled_rewards_test.py": ["rlhf-train/algorithms"],
+    "algorithms/entropy_test.py": ["rlhf-train/algorithms"],
     "algorithms/episode_baselines_test.py": ["rlhf-train/algorithms"],
     "algorithms/kl_test.py": ["rlhf-train/algorithms"],
     "algorithms/step_rewards_test.py": ["rlhf-train/algorithms"],

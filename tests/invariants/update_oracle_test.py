@@ -17,7 +17,13 @@ from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_train.algorithms import table as tables
 from rlhf_train.algorithms.group import relative_rewards
 from rlhf_train.algorithms.table import AlgorithmSpec, make_algorithm
-from rlhf_train.algorithms.token_specs import CORRECTION_LEVELS, CORRECTION_MODES, CorrectionSpec, DistributionSpec
+from rlhf_train.algorithms.token_specs import (
+    CORRECTION_LEVELS,
+    CORRECTION_MODES,
+    CorrectionSpec,
+    DistributionSpec,
+    EntropySpec,
+)
 from rlhf_train.batching import RankPlan, plan_batches
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -38,6 +44,7 @@ TWO_RANKS = {
     "gae": 0, "gae, GSPO": 2, "reinforce, CISPO": 3, "reinforce_baseline": 2, "group_norm": 3,
     "group_norm, GSPO, centred": 0, "dr_grpo": 3, "rloo, REINFORCE, own log-probs": 2,
     "rloo, engine's log-probs, masked": 3, "gae, stale": 2, "group_norm, teacher's distribution": 3,
+    "group_norm, uncertain tokens": 0,
 }  # fmt: skip
 # Versions of the weights at the start of the last steps, two updates each; tokens are 0 to 3 steps old, and half of the
 # rollouts lived through updates. After it: the versions of the parts of the first turn, by rollout number.
@@ -56,6 +63,7 @@ def spec_of(recipe: Recipe) -> AlgorithmSpec:
     if recipe.distribution is not None:
         names = ("top_k", "divergence", "jsd_beta")
         fields["distribution"] = DistributionSpec(**dict(zip(names, recipe.distribution, strict=True)))
+    fields["entropy"] = EntropySpec(top_quantile=fields.pop("top_quantile"))
     return make_algorithm(**fields)
 
 

@@ -13,7 +13,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import local_gpus
 from rlhf_train.algorithms.group import relative_rewards
 from rlhf_train.algorithms.table import AlgorithmSpec, make_algorithm
-from rlhf_train.algorithms.token_specs import CovarianceSpec
+from rlhf_train.algorithms.token_specs import CovarianceSpec, EntropySpec
 from rlhf_train.batching import RankPlan, plan_batches
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -32,9 +32,11 @@ TOLERANCE = 2e-5
 # gradients that was rounded to bfloat16 then changes many weights. There is no clipping, because the last digits of its
 # factor differ between the stages.
 BFLOAT16_OPTIMIZER = OptimizerSpec(learning_rate=1.0, eps=1.0, scheduler="constant", max_norm=0.0)
-# Clip-Cov leaves a tenth of the tokens out, and KL-Cov holds a tenth, which a split must choose alike.
+# Clip-Cov leaves a tenth of the tokens out, KL-Cov holds a tenth, and 0.6 are kept by entropy: a split chooses alike.
 BY_COVARIANCE = CovarianceSpec(clip_cov=(0.1, 0.0, 100.0), kl_cov=(0.1, 0.5))
-PPO_WITH_KL_LOSS = make_algorithm(kl_coef=0.05, use_kl_loss=True, kl_estimator="k3", covariance=BY_COVARIANCE)
+PPO_WITH_KL_LOSS = make_algorithm(
+    kl_coef=0.05, use_kl_loss=True, kl_estimator="k3", covariance=BY_COVARIANCE, entropy=EntropySpec(top_quantile=0.6)
+)
 
 
 @dataclasses.dataclass(frozen=True)

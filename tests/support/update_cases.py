@@ -61,6 +61,12 @@ CASES = {
     "rloo, teacher, forward": Case(Recipe(
         estimator="rloo", teacher_coef=0.5, distribution=(7, "forward_kl", 0.5), old_logprobs="skip",
     ), max_epochs=1, packing=True),
+    "group_norm, uncertain tokens": Case(Recipe(
+        estimator="group_norm", top_quantile=0.3, old_logprobs="rollout", clip_low=0.02, clip_high=0.02, mask_stale=1,
+    ), packing=True),
+    "dr_grpo, uncertain tokens": Case(Recipe(
+        estimator="dr_grpo", top_quantile=0.5, correction=("token", "truncate", 0.9, 1.1), entropy_coef=0.01,
+    )),
     "reinforce": Case(Recipe(
         estimator="reinforce", gamma=0.95, kl_coef=0.1, kl_estimator="k2", old_logprobs="rollout",
         reduction="seq_mean_token_sum", entropy_coef=0.02, clip_low=0.1, clip_high=0.1,
@@ -161,6 +167,8 @@ FEATURES = {
     "teacher's likeliest tokens": ("group_norm, teacher's distribution", {"distribution": (6, "reverse_kl", 0.5)}),
     "weight in the JSD": ("dr_grpo, teacher, JSD", {"distribution": (9, "jsd", 0.4)}),
     "direction of the divergence": ("rloo, teacher, forward", {"distribution": (7, "reverse_kl", 0.5)}),
+    "tokens of high entropy": ("group_norm, uncertain tokens", {"top_quantile": None}),
+    "share of these tokens": ("dr_grpo, uncertain tokens", {"top_quantile": 0.4}),
     "KL estimator in the reward": ("rloo", {"kl_estimator": "k1"}),
     "KL estimator in the loss": ("group_norm", {"kl_estimator": "k2"}),
     "unbiased gradient": ("dr_grpo, CISPO", {"kl_unbiased_gradient": False}),

@@ -65,6 +65,7 @@ class Recipe:
     correction: tuple[Any, ...] | None = None  # level, mode, low, high, and whether masked tokens are not counted
     mask_stale: int | None = None
     whiten_std: bool = True
+    top_quantile: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,7 +164,8 @@ class Oracle:
         """Compute everything that stays constant during the update."""
         recipe, shape = self.recipe, (len(self.samples), self.width)
         with torch.no_grad():
-            before = self.models["actor"].logprobs(self.tokens, self.temperature)[0].numpy()
+            before, before_entropy = self.models["actor"].logprobs(self.tokens, self.temperature)
+            before = before.numpy()
             if recipe.old_logprobs == "recompute":
                 self._keep("old_logprobs", before)
             elif recipe.old_logprobs == "rollout":
@@ -185,6 +187,8 @@ class Oracle:
             self._teach()
         if self.whitens:
             self._whiten()
+        if recipe.top_quantile is not None:
+            self._keep_uncertain(before_entropy)
 
     def _keep(self, name: str, values: Any) -> None:
         kept = np.zeros((len(self.samples), self.width))
@@ -268,6 +272,17 @@ class Oracle:
                 gaps.append(self.columns["old_logprobs"][i, t] - self.columns["teacher_logprobs"][i, t])
                 self.columns["advantages"][i, t] -= self.recipe.teacher_coef * gaps[-1]
         self.metrics["kl/teacher"] = float(np.mean(gaps))
+
+    def _keep_uncertain(self, entropy: Tensor) -> None:
+        """Set the weights of all tokens to 0 whose entropy is below the quantile of the batch."""
+        self._keep("entropy", entropy)
+        policy = [(i, t) for i, places in enumerate(self.policy_places) for t in places]
+        bound = np.quantile([self.columns["entropy"][place] for place in policy], 1 - self.recipe.top_quantile)
+        weights = self.columns.get("weights", np.ones((len(self.samples), self.width)))
+        for i, places in enumerate(self.places):
+            for t in places:
+                weights[i, t] *= (i, t) in policy and self.columns["entropy"][i, t] >= bound
+        self._keep("weights", weights)
 
     def _chosen(self, values: np.ndarray) -> list[float]:
         return [values[i, t] for i, places in enumerate(self.places) for t in places]

@@ -256,6 +256,8 @@ ONE_UPDATE = ("--train_batch_size", "128", "--init_kl_coef", "0")
         (["--init_kl_coef", "0.1"], "recompute"),
         (["--teacher_model", "m"], "recompute"),
         (["--teacher_model", "m", "--teacher_top_k", "9"], "skip"),
+        (["--top_entropy_quantile", "0.2"], "recompute"),
+        (["--entropy_target", "0.2"], "recompute"),
         (["--is_correction_level", "token"], "recompute"),
         ([*FP8], "recompute"),
         ([*FP8, "--policy_loss_type", "reinforce", "--is_correction_level", "off"], "recompute"),

@@ -8,11 +8,12 @@ import pytest
 
 from online_fakes import FakeRanks, LoggedRanks, World
 from rlhf_data.errors import ConfigError
-from rlhf_train.algorithms.token_specs import CorrectionSpec
+from rlhf_train.algorithms.token_specs import CorrectionSpec, EntropySpec
 from rlhf_train.cluster.places import Place, PlacementPlan, ProcessPlan
 from rlhf_train.generation.run_spec import AsyncSpec
 from rlhf_train.learning.learner import Learner
-from rlhf_train.run.metrics import Sum
+from rlhf_train.learning.worker import TrainWorker
+from rlhf_train.run.metrics import Mean, Sum
 from trainer_testing import random_rollouts, tiny_job
 
 
@@ -73,6 +74,32 @@ def test_models_in_the_same_processes_exchange_nothing(job):
     learner.fill_columns()
     learner.assign_advantages()
     assert log == [(("actor", "critic", "reference"), part) for part in ("actor", "reference", "critic", 0.01)]
+
+
+def test_weight_of_the_entropy_bonus_adapts_step_by_step_and_is_restored(job):
+    algorithm = dataclasses.replace(job.algorithm, entropy=EntropySpec(target=0.5, coef_step=0.01))
+    job = dataclasses.replace(job, algorithm=algorithm, num_frozen_steps=1)
+    ranks = LoggedRanks([], "actor", "critic", "reference")
+    learner, given = Learner(job, [ranks]), []
+    start = ranks.start
+    entropies = iter((0.1, 0.4, 0.3, 0.6, 0.2))  # the actor is frozen in the first step
+
+    def measured(method, *arguments, **options):
+        if method is TrainWorker.run_model:
+            return [{"policy/entropy": Mean(next(entropies), 1.0)} if arguments == ("actor",) else {}]
+        if method is TrainWorker.update and arguments == ("actor",):
+            given.append(options["entropy_coef"])
+        return start(method, *arguments, **options)
+
+    ranks.start = measured
+    for step in range(1, 6):
+        learner.fill_columns()
+        metrics, _ = learner.update(step)
+        assert metrics.get("entropy/coef") == (given[-1] if step > 1 else None)
+    assert given == pytest.approx([0.0, 0.01, 0.0, 0.01])
+    resumed = Learner(job, [ranks])
+    resumed.restore(learner.state())
+    assert resumed.entropy_coef == learner.entropy_coef == pytest.approx(0.02)
 
 
 def test_columns_without_a_use_are_not_made(job):

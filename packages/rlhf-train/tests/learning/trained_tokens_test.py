@@ -19,6 +19,7 @@ from rlhf_train.learning.micro_batches import policy_stream, recounted
 from rlhf_train.learning.trained_tokens import (
     correct_mismatch,
     drop_nonfinite,
+    keep_uncertain,
     leave_truncated_out,
     limit_staleness,
     treat_covariance,
@@ -180,6 +181,17 @@ def test_tokens_of_high_covariance_are_left_out_of_the_policy_loss_and_held_to_t
     assert results(metrics) == {"samples/clipped_tokens": float(num_clipped), "samples/held_tokens": num_held}
     left_out = {tuple(place) for place in ((experience.columns["weights"] == 0.0) & MASK).nonzero().tolist()}
     assert len(left_out) == num_clipped and left_out <= candidates
+    assert torch.equal(experience.policy_mask, MASK)
+
+
+def test_tokens_of_high_entropy_are_kept_with_their_weights_and_the_others_get_none():
+    entropy = torch.tensor([[9.0, 0.5, 2.0, 1.0], [9.0, 3.0, 9.0, 9.0]])
+    experience = experience_of(torch.zeros(2, 4), torch.zeros(2, 4), entropy=entropy, weights=torch.full((2, 4), 0.5))
+    with one_rank():
+        metrics = keep_uncertain(experience, 0.5, torch.device("cpu"), counts=True)
+    # Of 3, 2, 1 and 0.5 those at or above the median, 1.5.
+    assert experience.columns["weights"].tolist() == [[0.0, 0.0, 0.5, 0.0], [0.0, 0.5, 0.0, 0.0]]
+    assert results(metrics) == {"samples/low_entropy_tokens": 2.0, "policy/top_entropy": 2.5}
     assert torch.equal(experience.policy_mask, MASK)
 
 

@@ -113,7 +113,7 @@ def test_interrupted_run_saves_at_once_and_goes_on_as_if_nothing_had_happened(ma
     train(second.controller)
     assert numbers(first) + numbers(second) == numbers(whole)
     assert second.controller.ledger.run == whole.controller.ledger.run
-    for name in ("kl_coef", "policy_version"):
+    for name in ("kl_coef", "entropy_coef", "policy_version"):
         assert getattr(second.controller.learner, name) == getattr(whole.controller.learner, name)
     asked = [[rollout.token_ids.tolist() for rollout in batch] for batch in whole.world.rollouts]
     assert [[rollout.token_ids.tolist() for rollout in batch] for batch in second.world.rollouts] == asked[step:]

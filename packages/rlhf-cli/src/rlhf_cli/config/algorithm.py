@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PositiveFloat
 
-from rlhf_cli.config.teacher import OnPolicyTeacherSection
+from rlhf_cli.config.terms import EntropySection, OnPolicyTeacherSection
 from rlhf_cli.paths import user_path
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import without_effect
@@ -107,7 +107,7 @@ ClipRange = tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge
 ReductionName = Annotated[one_of(REDUCTIONS), BeforeValidator(_underscored)]
 
 
-class AlgorithmSection(OnPolicyTeacherSection):
+class AlgorithmSection(OnPolicyTeacherSection, EntropySection):
     """Estimator, policy loss, KL, teacher and corrections."""
 
     advantage_estimator: Estimator = flag(
@@ -384,6 +384,7 @@ class AlgorithmSection(OnPolicyTeacherSection):
                 "the only update of a step begins with the policy of --old_logprobs recompute",
             ),
             (self.kl_target is None, ["kl_horizon"], "there is no --kl_target"),
+            (self.entropy_target is None, ["entropy_coef_step"], "there is no --entropy_target"),
             (self.group_by != "state", ["state_coef"], f"--group_by is {self.group_by}"),
             (not spec.uses_teacher, _TEACHER_OPTIONS, "there is no --teacher_model"),
             (spec.teaches_advantages, _DISTRIBUTION_OPTIONS, "there is no --teacher_top_k"),
@@ -412,10 +413,9 @@ class AlgorithmSection(OnPolicyTeacherSection):
                 f" {num_updates} updates per step, all but the first are off-policy"
             )
         if spec.old_logprobs == "rollout" and spec.runs_actor:
-            notices.append(
-                f"--old_logprobs rollout saves no forward pass with {self._correcting(spec)}: the"
-                " correction compares the engine's log-probs with the trainer's"
-            )
+            wanted = self._correcting(spec) if spec.correction.is_on else "--top_entropy_quantile and --entropy_target"
+            reason = "which need the trainer's distributions before the update, and not the engine's log-probs alone"
+            notices.append(f"--old_logprobs rollout saves no forward pass with {wanted}, {reason}")
         # k1 is log p - log q. Its gradient is that of log p alone, whose expectation under p is zero.
         if self.use_kl_loss and self.kl_estimator == "k1" and not self.kl_unbiased_gradient:
             notices.append(

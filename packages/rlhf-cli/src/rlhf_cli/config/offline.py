@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from rlhf_cli.config.checkpoint import CheckpointSection
+from rlhf_cli.config.checkpoint import CheckpointSection, EvaluationSection
 from rlhf_cli.config.data import (
     DemonstrationSection,
     ExampleSection,
@@ -12,7 +12,6 @@ from rlhf_cli.config.data import (
     StepSection,
     VerdictSection,
 )
-from rlhf_cli.config.evaluation import EvaluationSection
 from rlhf_cli.config.model import (
     ComparedModelSection,
     ImageOfflineModelSection,
@@ -20,7 +19,7 @@ from rlhf_cli.config.model import (
     TaughtModelSection,
 )
 from rlhf_cli.config.output import OutputSection
-from rlhf_cli.config.teacher import Divergence, divergence_flag, jsd_beta_flag
+from rlhf_cli.config.terms import Divergence, divergence_flag, jsd_beta_flag
 from rlhf_cli.config.training import (
     CautiousTrainingSection,
     OfflineTrainingSection,

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from rlhf_cli.config.algorithm import AlgorithmSection
 from rlhf_cli.config.asynchrony import AsyncSection
-from rlhf_cli.config.checkpoint import CheckpointSection
+from rlhf_cli.config.checkpoint import CheckpointSection, PpoEvaluationSection
 from rlhf_cli.config.data import PromptSection
-from rlhf_cli.config.evaluation import PpoEvaluationSection
 from rlhf_cli.config.model import PpoModelSection
 from rlhf_cli.config.output import PpoOutputSection
 from rlhf_cli.config.placement import EngineSection, PlacementSection

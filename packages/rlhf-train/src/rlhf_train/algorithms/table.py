@@ -13,7 +13,7 @@ from rlhf_data.errors import ConfigError, check_name
 from rlhf_kernels import PolicyObjective
 from rlhf_kernels.objective import KlEstimator, Reduction
 from rlhf_train.algorithms.own_code import OwnCode
-from rlhf_train.algorithms.token_specs import CorrectionSpec, CovarianceSpec, DistributionSpec
+from rlhf_train.algorithms.token_specs import CorrectionSpec, CovarianceSpec, DistributionSpec, EntropySpec
 
 if TYPE_CHECKING:
     from rlhf_rollout.protocols import SamplingParams
@@ -171,10 +171,8 @@ class AlgorithmSpec:
             of the loss. The initial value when the coefficient adapts.
         kl_target: KL in nats per token that an adaptive coefficient steers towards; None keeps the coefficient fixed.
         kl_horizon: rollouts over which an adaptive coefficient can change by about a fifth.
-        teacher_coef: weight of the divergence from a teacher, in reward units per nat, >= 0; 0 for no teacher. See
-            `gae.distilled_advantages`.
-        distribution: compares the teacher's distributions, as a term of the loss; None compares the log-probs of tokens
-            that were sampled, in the advantages.
+        teacher_coef: weight of the divergence from a teacher, in reward units per nat, >= 0; 0 for no teacher.
+        distribution: compares the teacher's distributions in the loss; None compares sampled tokens in the advantages.
         gamma: discount per token, in [0, 1].
         turn_gamma: discount of the step from one turn to the next, in [0, 1]; None for `gamma`. 0 makes each turn an
             episode of its own.
@@ -195,8 +193,8 @@ class AlgorithmSpec:
             trains on all. Steps in which the actor is frozen do not count.
         mask_truncated: leave rollouts that the length limit ended out of the actor's loss.
         covariance: tokens that lower the entropy the most are left out of the actor's loss, or held to the old policy.
-        whiten_std: False subtracts the mean without dividing by the deviation: of the batch where the estimator
-            whitens, of the group where it does not.
+        entropy: which tokens the actor's loss keeps by their entropy, and how the weight of the bonus adapts.
+        whiten_std: False divides by no standard deviation: of the batch where the estimator whitens, else of the group.
         own_policy_loss: a user's loss of a token, in place of that of the objective, whose other terms and reduction
             stay; None without.
         own_advantages: a user's advantages, in place of those of the estimator; None without.
@@ -221,6 +219,7 @@ class AlgorithmSpec:
     mask_stale: int | None = bounded(None, ge=0)
     mask_truncated: bool = False
     covariance: CovarianceSpec = field(default_factory=CovarianceSpec)
+    entropy: EntropySpec = field(default_factory=EntropySpec)
     whiten_std: bool = True
     own_policy_loss: OwnCode | None = None
     own_advantages: OwnCode | None = None
@@ -255,6 +254,7 @@ class AlgorithmSpec:
             ("a teacher's log-ratio", self.teaches_advantages, "rollout"),
             ("``mask_off_policy``", self.objective.mask_off_policy is not None, "rollout"),
             ("Clip-Cov or KL-Cov", self.covariance.is_on, "rollout"),
+            ("``top_entropy_quantile`` or ``entropy_target``", self.entropy.is_on, "rollout"),
             (
                 "an importance correction",
                 self.correction.is_on,
@@ -357,14 +357,14 @@ class AlgorithmSpec:
 
     @property
     def runs_actor(self) -> bool:
-        """Whether the actor computes log-probs before the updates: for the old ones, or for the correction."""
-        return self.old_logprobs == "recompute" or self.correction.is_on
+        """Whether the actor runs before the updates: for old log-probs, for the correction, or for the entropy."""
+        return self.old_logprobs == "recompute" or self.correction.is_on or self.entropy.is_on
 
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether something other than the policy ratio needs the trainer's log-probs before the update."""
-        is_corrected = self.correction.is_on or self.covariance.is_on
-        return self.kl_reward_coef > 0 or self.teaches_advantages or is_corrected
+        by_token = self.correction.is_on or self.covariance.is_on or self.entropy.is_on
+        return self.kl_reward_coef > 0 or self.teaches_advantages or by_token
 
     @property
     def weighs(self) -> bool:

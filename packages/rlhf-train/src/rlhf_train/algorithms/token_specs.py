@@ -93,6 +93,31 @@ class CovarianceSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EntropySpec:
+    """What the policy's entropy before the updates of a step decides.
+
+    Attributes:
+        top_quantile: share of the tokens that the policy loss keeps, those with the highest entropy; None for all. See
+            `entropy.num_kept`.
+        target: nats per token towards which the weight of the entropy bonus adapts; None keeps it. See
+            `entropy.adapted_entropy_coef`.
+        coef_step: by how much the weight changes in a step.
+    """
+
+    top_quantile: float | None = bounded(None, gt=0, lt=1)
+    target: float | None = bounded(None, gt=0)
+    coef_step: float = bounded(1e-4, gt=0)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything depends on the entropy, which takes a pass of the policy before the updates."""
+        return self.top_quantile is not None or self.target is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DistributionSpec:
     """How a teacher's distributions are compared with the policy's; see `losses.distillation`.
 

@@ -25,6 +25,7 @@ MODEL_COLUMNS = {
 COLUMNS = (
     *MODEL_COLUMNS.values(),
     "trainer_logprobs",
+    "entropy",
     "last_values",
     "advantages",
     "returns",
@@ -39,6 +40,8 @@ def columns_of(role: str, spec: AlgorithmSpec) -> dict[str, tuple[int, ...]]:
     columns: dict[str, tuple[int, ...]] = {MODEL_COLUMNS[role]: ()}
     if role == "critic" and spec.bootstrap_truncated:
         columns["last_values"] = ()
+    if role == "actor" and spec.entropy.top_quantile is not None:
+        columns["entropy"] = ()
     if role == "teacher" and spec.distribution is not None:
         columns["teacher_logprobs"] = (2 * spec.distribution.top_k + 1,)
     return columns
@@ -69,7 +72,7 @@ class Experience:
             value of the state after a truncated rollout, at its last trained token. `trained` is 1.0 where the loss
             mask is True. `weights` multiply the policy loss, and `penalties` hold tokens to the old policy; see
             `PolicyStream`. `trainer_logprobs` are the old log-probs as the trainer computed them, even where
-            `old_logprobs` are the engine's.
+            `old_logprobs` are the engine's. `entropy` is that of the policy before the updates, nats.
     """
 
     def __init__(self, columns: RolloutColumns) -> None:

@@ -1,6 +1,7 @@
 """The training side: distributes a batch over the rank sets and calls them in the order of the algorithm."""
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout
+from rlhf_train.algorithms.entropy import adapted_entropy_coef, bonus_weight
 from rlhf_train.algorithms.kl import adapted_kl_coef
 from rlhf_train.batching import RankPlan, pass_fill, plan_rollouts
 from rlhf_train.cluster.ray_session import wait
@@ -43,6 +45,7 @@ class Learner:
     Attributes:
         policy_version: number of updates applied to the actor's weights.
         kl_coef: weight of the KL to the reference in the next step.
+        entropy_coef: weight of the entropy bonus, if the entropy is below its target.
         forwards: runs the models on complete groups while others generate; None if that waits for all groups.
         weights_bytes: size of the weights that were sent last; 0 before.
         flops: operations of the models' passes since the last step, by "generate", "experience" and "train", for
@@ -71,6 +74,8 @@ class Learner:
         # Of the weights at the start of the last steps. A token older than all of them counts as old as the first.
         self._step_versions = deque([0], maxlen=max(_KEPT_VERSIONS, (job.algorithm.mask_stale or 0) + 2))
         self.kl_coef = job.algorithm.kl_coef
+        self.entropy_coef = job.algorithm.objective.entropy_coef
+        self._entropy = math.inf  # nats per token, of the policy before the updates of the current batch
 
     # -- the algorithm -------------------------------------------------------------------------------------------
 
@@ -152,10 +157,12 @@ class Learner:
         if self.forwards is not None:
             metrics = self.forwards.fill_columns()
             wait(self._loading)
+            self._entropy = metrics.get("policy/entropy", math.inf)
             return metrics
         # Start all before waiting for any, so that models in separate processes run at the same time.
         pending = {role: self._set_of[role].start(TrainWorker.run_model, role) for role in roles}
         metrics = _merged(part for references in pending.values() for part in wait(references))
+        self._entropy = metrics.get("policy/entropy", math.inf)
         for role in ("reference", "teacher", "critic"):
             self._move_columns(list(columns_of(role, algorithm)), role, "actor")
         return metrics
@@ -182,6 +189,8 @@ class Learner:
         roles = [role for role in ("critic", "actor") if role in self._set_of]
         if step <= job.num_frozen_steps:
             roles.remove("actor")
+        target = job.algorithm.entropy.target
+        bonus = self.entropy_coef if target is None else bonus_weight(self.entropy_coef, self._entropy, target=target)
         # A backward pass costs as much as two forward passes.
         self._count("train", roles, passes=3 * job.batch.max_epochs)
         with self._weights:
@@ -193,6 +202,7 @@ class Learner:
                     max_epochs=job.batch.max_epochs,
                     seed=job.seed + step,
                     kl_coef=self.kl_coef,
+                    entropy_coef=bonus,
                 )
                 pending.append(started)
                 if job.trainer_sleep:
@@ -206,6 +216,10 @@ class Learner:
             if "actor" in roles:
                 self.policy_version += job.batch.num_mini_batches(num_trained) * job.batch.max_epochs
                 self._adapt_kl(metrics.get("kl/reference", self._kl), int(num_trained))
+            if "actor" in roles and target is not None:
+                metrics["entropy/coef"] = bonus
+                rule = {"target": target, "step": job.algorithm.entropy.coef_step}
+                self.entropy_coef = adapted_entropy_coef(self.entropy_coef, self._entropy, **rule)
         return metrics, num_trained
 
     def token_values(self) -> list[TokenValues]:
@@ -260,6 +274,7 @@ class Learner:
             "policy_version": self.policy_version,
             "step_versions": list(self._step_versions),
             "kl_coef": self.kl_coef,
+            "entropy_coef": self.entropy_coef,
             "reward": self._shaper.state(),
         }
 
@@ -269,6 +284,7 @@ class Learner:
         self._step_versions.clear()
         self._step_versions.extend(state["step_versions"])
         self.kl_coef = state["kl_coef"]
+        self.entropy_coef = state["entropy_coef"]
         self._shaper.restore(state["reward"])
 
     def save_state(self, folder: str) -> list[str]:

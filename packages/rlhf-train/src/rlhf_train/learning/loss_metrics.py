@@ -50,7 +50,7 @@ def policy_metrics(sums: Tensor, spec: AlgorithmSpec, own: Mapping[str, Tensor] 
     metrics: dict[str, Metric] = {"policy/loss": Sum(sums_by_name["policy_loss"])}
     if spec.use_kl_loss:
         metrics["kl/loss"] = Sum(sums_by_name["kl_loss"])
-    if spec.objective.entropy_coef:
+    if spec.objective.entropy_coef or spec.entropy.target is not None:
         metrics["entropy/loss"] = Sum(-sums_by_name["entropy_bonus"])
     if spec.loss.uses_ratio and spec.own_policy_loss is None:
         metrics["policy/clip_fraction"] = Mean(sums_by_name["clipped"], sums_by_name["tokens"])

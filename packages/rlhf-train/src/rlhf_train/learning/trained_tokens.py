@@ -10,6 +10,7 @@ from rlhf_kernels import PolicyStream
 from rlhf_models.batch import to_device
 from rlhf_train.algorithms.correction import bounded_weights, importance_weights, rejection_statistic
 from rlhf_train.algorithms.covariance import clipping_keys, token_covariances
+from rlhf_train.algorithms.entropy import num_kept
 from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.algorithms.token_specs import CovarianceSpec
@@ -85,6 +86,25 @@ def leave_truncated_out(experience: Experience) -> dict[str, Metric]:
     return {"samples/truncated_tokens": left_out}
 
 
+def choose_tokens(
+    experience: Experience, spec: AlgorithmSpec, device: torch.device, *, counts: bool
+) -> dict[str, Metric]:
+    """Treat tokens by their covariance and by their entropy, compared with those of all ranks; return metrics.
+
+    Args:
+        experience: the shard, with its advantages.
+        spec: says what is done.
+        device: of collectives.
+        counts: False if another rank has the same shard.
+    """
+    metrics: dict[str, Metric] = {}
+    if spec.covariance.is_on:
+        metrics |= treat_covariance(experience, spec.covariance, device, counts=counts)
+    if spec.entropy.top_quantile is not None:
+        metrics |= keep_uncertain(experience, spec.entropy.top_quantile, device, counts=counts)
+    return metrics
+
+
 def treat_covariance(
     experience: Experience, spec: CovarianceSpec, device: torch.device, *, counts: bool
 ) -> dict[str, Metric]:
@@ -122,6 +142,30 @@ def treat_covariance(
         experience.set_column("penalties", coef * held)
         metrics["samples/held_tokens"] = Sum(float(held.sum()))
     return metrics
+
+
+def keep_uncertain(experience: Experience, share: float, device: torch.device, *, counts: bool) -> dict[str, Metric]:
+    """Take all tokens but those of the highest entropy out of the policy loss. Collective.
+
+    Their column `weights` is set to 0.0, so that they count where losses are divided.
+
+    Args:
+        experience: the shard, with the column "entropy".
+        share: of the tokens that are kept, see `algorithms.entropy.num_kept`.
+        device, counts: see `treat_covariance`.
+
+    Returns:
+        The number of tokens that are left out, and the mean entropy of the others.
+    """
+    mask = experience.policy_mask
+    count = (mask.sum() * counts).to(device)
+    torch.distributed.all_reduce(count)
+    entropy = experience.columns["entropy"]
+    kept = _smallest((-entropy).masked_fill(~mask, torch.inf), num_kept(int(count), share), counts=counts)
+    weights = experience.columns.get("weights", torch.ones(mask.shape))
+    experience.set_column("weights", weights.masked_fill(~kept, 0.0))
+    left_out = Sum(float((mask & ~kept).sum()))
+    return {"samples/low_entropy_tokens": left_out, "policy/top_entropy": masked_mean(entropy, kept)}
 
 
 def _smallest(keys: Tensor, number: int, *, counts: bool) -> Tensor:

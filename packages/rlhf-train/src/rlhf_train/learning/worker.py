@@ -37,13 +37,13 @@ from rlhf_train.learning.micro_batches import lay_out, policy_stream, recounted,
 from rlhf_train.learning.trained_tokens import (
     Pass,
     by_rollout,
+    choose_tokens,
     correct_mismatch,
     drop_nonfinite,
     first_pass_metrics,
     leave_truncated_out,
     limit_staleness,
     token_values,
-    treat_covariance,
 )
 from rlhf_train.losses.distillation import teacher_column
 from rlhf_train.losses.own import own_advantages
@@ -224,31 +224,33 @@ class TrainWorker:
             advantages = whiten(advantages, mask, total.cpu(), divide_by_std=spec.whiten_std)
         experience.set_column("advantages", advantages)
         experience.set_column("returns", returns)
-        if spec.covariance.is_on:
-            metrics |= treat_covariance(experience, spec.covariance, self._device, counts=self._leads_group)
+        metrics |= choose_tokens(experience, spec, self._device, counts=self._leads_group)
         metrics["policy/advantage_abs"] = masked_mean(columns["advantages"].abs(), mask)
         metrics["value/return"] = masked_mean(columns["returns"], mask)
         return self._reported(metrics)
 
-    def update(self, role: str, *, max_epochs: int, seed: int, kl_coef: float = 0.0) -> dict[str, Metric]:
+    def update(
+        self, role: str, *, max_epochs: int, seed: int, kl_coef: float = 0.0, entropy_coef: float = 0.0
+    ) -> dict[str, Metric]:
         """Train `role` on the shard, one update per mini-batch and epoch. Collective.
 
         Args:
             role: "actor" or "critic".
             max_epochs: passes over the shard.
             seed: of the order of mini-batches, which differs between epochs.
-            kl_coef: weight of the KL term in the actor's loss; ignored when the loss has no KL term.
+            kl_coef, entropy_coef: weights in the actor's loss, of a KL that is a term there and of a bonus that adapts.
 
         Raises:
             EngineError: a gradient is not finite.
         """
         with self._residence.in_turn(role):
-            return self._update(role, max_epochs=max_epochs, seed=seed, kl_coef=kl_coef)
+            spec = self._algorithm
+            objective = replace(spec.objective, kl_coef=kl_coef * spec.use_kl_loss)
+            if spec.entropy.target is not None:
+                objective = replace(objective, entropy_coef=entropy_coef)
+            return self._update(role, objective, max_epochs=max_epochs, seed=seed)
 
-    def _update(self, role: str, *, max_epochs: int, seed: int, kl_coef: float) -> dict[str, Metric]:
-        objective = self._algorithm.objective
-        if self._algorithm.use_kl_loss:
-            objective = replace(objective, kl_coef=kl_coef)
+    def _update(self, role: str, objective: PolicyObjective, *, max_epochs: int, seed: int) -> dict[str, Metric]:
         counted = self._trained_mask(role) & self._leads_group
         mini_batches = recounted(self._plan.mini_batches, counted, self._device)
         parts: list[Mapping[str, Metric]] = []
@@ -373,8 +375,8 @@ class TrainWorker:
             wanted = lay_out(loss_mask, rows, batch)
             options = {"temperature": self._temperature}
             if role == "teacher" and self._algorithm.distribution is not None:
-                top_k = self._algorithm.distribution.top_k
-                outputs = {"teacher_logprobs": teacher_column(model, batch, wanted, top_k=top_k, **options)}
+                options |= {"top_k": self._algorithm.distribution.top_k}
+                outputs = {"teacher_logprobs": teacher_column(model, batch, wanted, **options)}
             else:
                 output = model(batch, logits_mask=wanted, max_tokens=self._max_tokens, **options)
                 outputs = {MODEL_COLUMNS[role]: output.logprobs, "entropy": output.entropy}

@@ -1,9 +1,9 @@
-"""Options of a teacher: of `ppo`, whose policy writes what it is taught on, and what `kd` has in common with it."""
+"""Options of the objective of `ppo` beside the policy loss: teacher and entropy. `kd` shares those of divergences."""
 
 from typing import Any
 
 from rlhf_data.options.declare import Section, flag, flag_of, one_of
-from rlhf_train.algorithms.token_specs import DistributionSpec
+from rlhf_train.algorithms.token_specs import DistributionSpec, EntropySpec
 from rlhf_train.losses.preference_table import DIVERGENCES
 
 Divergence = one_of(DIVERGENCES)
@@ -55,3 +55,29 @@ class OnPolicyTeacherSection(Section, title="algorithm"):
         if self.teacher_model is None or self.teacher_top_k is None:
             return None
         return DistributionSpec(top_k=self.teacher_top_k, divergence=self.kd_divergence, jsd_beta=self.jsd_beta)
+
+
+class EntropySection(Section, title="algorithm"):
+    """What the entropy of the policy decides."""
+
+    top_entropy_quantile: float | None = flag_of(
+        EntropySpec.top_quantile,
+        "leave all tokens out of the policy loss but this share, those with the highest entropy of all responses of the"
+        " step; the paper's is 0.2. None: train on all",
+    )
+    entropy_target: float | None = flag_of(
+        EntropySpec.target,
+        "adapt the weight of the entropy bonus, which begins at --entropy_loss_coef, step by step until the entropy is"
+        " X nats per token; above it there is no bonus. Skywork-OR1's scripts have 0.2, and steps of 1e-4. None: keep"
+        " the weight",
+    )
+    entropy_coef_step: float = flag_of(
+        EntropySpec.coef_step, "by how much --entropy_target changes the weight of the entropy bonus in a step"
+    )
+
+    @property
+    def entropy(self) -> EntropySpec:
+        """The options as a record."""
+        return EntropySpec(
+            top_quantile=self.top_entropy_quantile, target=self.entropy_target, coef_step=self.entropy_coef_step
+        )
