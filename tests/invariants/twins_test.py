@@ -354,7 +354,7 @@ def test_corrected_loss_and_gradient_equal_the_slow_twin(batch, level, mode, red
     beyond = {place for place, weight in exact.items() if not low <= weight <= high}
     assert beyond and len(beyond) < len(exact)
     assert set(trained(outside)) == beyond
-    assert set(trained(kept)) == set(exact) - (beyond if mode == "mask" else set())
+    assert set(trained(kept)) == set(exact) - (set() if mode == "truncate" else beyond)
 
     logprobs = batch["logprobs"].clone().requires_grad_()
     counts = Denominators(int(kept.sum()), int(kept.any(dim=1).sum()), MAX_TOKENS)

@@ -148,8 +148,8 @@ class World:
         self.kl_coefs.append(kl_coef)
         return {"kl/reference": Mean(self.kl, 1)}
 
-    def on_update(self, role, *, max_epochs, seed, kl_coef):
-        assert kl_coef == self.kl_coefs[-1]
+    def on_update(self, role, *, max_epochs, seed, kl_coef, entropy_coef):
+        assert (kl_coef, entropy_coef) == (self.kl_coefs[-1], 0.0)
         passes = len(self.rollouts[-1]) * max_epochs - self.lost.get(role, 0)
         name = {"actor": "policy", "critic": "value"}[role]
         return {f"{name}/rollout_passes": Sum(passes), f"{name}/loss": Mean(0.5, 1)}

@@ -65,7 +65,13 @@ CASES = {
         estimator="group_norm", top_quantile=0.3, old_logprobs="rollout", clip_low=0.02, clip_high=0.02, mask_stale=1,
     ), packing=True),
     "dr_grpo, uncertain tokens": Case(Recipe(
-        estimator="dr_grpo", top_quantile=0.5, correction=("token", "truncate", 0.9, 1.1), entropy_coef=0.01,
+        estimator="dr_grpo", top_quantile=0.5, correction=("token", "filter", 0.9, 1.1), entropy_coef=0.01,
+    )),
+    "gae, MIS-PO": Case(Recipe(
+        estimator="gae", policy_loss="reinforce", correction=("geometric", "filter", 0.98, 1.02),
+    ), packing=True),
+    "rloo, filtered": Case(Recipe(
+        estimator="rloo", clip_low=0.1, clip_high=0.2, correction=("sequence", "filter", 0.7, 1.4, True),
     )),
     "reinforce": Case(Recipe(
         estimator="reinforce", gamma=0.95, kl_coef=0.1, kl_estimator="k2", old_logprobs="rollout",
@@ -167,6 +173,8 @@ FEATURES = {
     "teacher's likeliest tokens": ("group_norm, teacher's distribution", {"distribution": (6, "reverse_kl", 0.5)}),
     "weight in the JSD": ("dr_grpo, teacher, JSD", {"distribution": (9, "jsd", 0.4)}),
     "direction of the divergence": ("rloo, teacher, forward", {"distribution": (7, "reverse_kl", 0.5)}),
+    "filter of responses": ("gae, MIS-PO", {"correction": None}),
+    "filter, and no weights": ("gae, MIS-PO", {"correction": ("geometric", "mask", 0.98, 1.02)}),
     "tokens of high entropy": ("group_norm, uncertain tokens", {"top_quantile": None}),
     "share of these tokens": ("dr_grpo, uncertain tokens", {"top_quantile": 0.4}),
     "KL estimator in the reward": ("rloo", {"kl_estimator": "k1"}),

@@ -229,8 +229,8 @@ class Oracle:
                 self.policy_places[i] = [t for t in self.policy_places[i] if inside[t]]
             else:
                 for t in places:
-                    weights[i, t] = inside[t] * (weights[i, t] if weighs else 1.0)
-        if weighs or (mode == "mask" and drops != [True]):
+                    weights[i, t] = inside[t] * (weights[i, t] if weighs and mode == "mask" else 1.0)
+        if (weighs and mode != "filter") or (mode != "truncate" and drops != [True]):
             self._keep("weights", weights)
 
     def _credit(self, after: np.ndarray) -> None:

@@ -416,7 +416,7 @@ def test_make_job_clip_range_is_what_was_said_or_the_losss_own(argv, low, high):
     assert (algorithm.objective.clip_low, algorithm.objective.clip_high) == (low, high)
 
 
-@pytest.mark.parametrize(("mode", "bounds"), [("truncate", (0.0, 2.0)), ("mask", (0.5, 5.0))])
+@pytest.mark.parametrize(("mode", "bounds"), [("truncate", (0.0, 2.0)), ("mask", (0.5, 5.0)), ("filter", (0.5, 2.0))])
 def test_make_job_correction_without_threshold_takes_that_of_its_mode(mode, bounds):
     correction = job_of("--is_correction_level", "token", "--is_correction_mode", mode).algorithm.correction
     assert (correction.low, correction.high) == bounds

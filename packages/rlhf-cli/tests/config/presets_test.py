@@ -23,6 +23,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         ("grpo", ("group_norm", "ppo", "seq_mean_token_mean", (0.2, 0.2), 0.04, True, False)),
         ("dr_grpo", ("dr_grpo", "ppo", "seq_mean_token_sum_norm", (0.2, 0.2), 0.0, False, False)),
         ("gspo", ("group_norm", "gspo", "seq_mean_token_mean", (3e-4, 4e-4), 0.0, False, False)),
+        ("mis_po", ("gae", "reinforce", "token_mean", (0.2, 0.2), 0.01, False, False)),
         ("cispo", ("group_norm", "cispo", "token_mean", (0.999, 0.2), 0.0, False, True)),
     ],
 )
@@ -38,20 +39,31 @@ def test_preset_is_what_its_paper_says_on_the_builtin_task(name, expected):
         spec.use_kl_loss,
         parsed.config.rollout.dynamic_filtering,
     ) == expected
-    assert [notice.split(";")[0] for notice in parsed.notices] == (
-        ["--policy_loss_type cispo: --clip_eps_high is 0.2"] if name == "cispo" else []
-    )
+    told = {
+        "cispo": ["--policy_loss_type cispo: --clip_eps_high is 0.2"],
+        "mis_po": ["--policy_loss_type reinforce does not use the policy ratio, so nothing corrects for samples of an"],
+    }
+    starts = [
+        notice.split(";")[0][: len(text)] for notice, text in zip(parsed.notices, told.get(name, []), strict=True)
+    ]
+    assert starts == told.get(name, [])
     rollout = parsed.config.rollout
     assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt) == (32, 4)  # the recipe's
 
 
 def test_preset_names_its_source():
-    assert set(PRESETS) == {"cispo", "dapo", "dr_grpo", "gspo", "grpo"}
+    assert set(PRESETS) == {"cispo", "dapo", "dr_grpo", "gspo", "grpo", "mis_po"}
     assert all("arXiv:" in path.read_text(encoding="utf-8").partition("[")[0] for path in PRESETS.values())
 
 
 def test_preset_dapo_penalises_the_last_fifth_of_a_response():
     assert ppo("--preset", "dapo").config.reward.overlong_buffer(20) == 4
+
+
+def test_preset_mis_po_leaves_tokens_and_responses_out_and_weighs_none():
+    found = ppo("--preset", "mis_po").config.algorithm.spec().correction
+    assert (found.level, found.mode, found.low, found.high) == ("token", "filter", 0.5, 2.0)
+    assert (found.reject, found.reject_low, found.reject_high) == ("geometric", 0.996, 1.001)
 
 
 def test_preset_grpo_estimates_the_kl_by_k3():
@@ -96,7 +108,7 @@ def test_preset_options_without_effect_give_no_notice():
 def test_preset_unknown_name_fails_with_the_nearest():
     with pytest.raises(ConfigError) as caught:
         ppo("--preset", "dappo")
-    message = "--preset: unknown value `dappo`; known: cispo, dapo, dr_grpo, grpo, gspo"
+    message = "--preset: unknown value `dappo`; known: cispo, dapo, dr_grpo, grpo, gspo, mis_po"
     assert str(caught.value) == f"{message}\n\nhint: did you mean `dapo`?"
 
 

@@ -52,7 +52,7 @@ _CLIP_RANGE = (_OBJECTIVE.clip_low, _OBJECTIVE.clip_high)
 _CLIP_RANGES = {row.name: row.clip_range for row in POLICY_LOSSES.values() if row.clip_range not in (None, _CLIP_RANGE)}
 # Truncation only limits large weights: a small one adds little variance. A mask drops tokens on which trainer and
 # engine disagree in either direction.
-_CORRECTION_BOUNDS = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0)}
+_CORRECTION_BOUNDS = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0), "filter": (0.5, 2.0)}
 # Each inner tuple is one way to set the same two numbers. If a way is used in a higher layer (flags over file over
 # preset), the other ways in lower layers are dropped, so that a preset's clip range does not conflict with a flag.
 _CLIP_SPELLINGS = (("eps_clip",), ("eps_clip_low_high",), ("clip_eps_low", "clip_eps_high"))
@@ -214,8 +214,8 @@ class AlgorithmSection(OnPolicyTeacherSection, EntropySection):
     )
     is_correction_mode: CorrectionMode = flag(
         _DEFAULTS.correction.mode,
-        "truncate weights at the threshold, or mask tokens whose weight is beyond it; with --old_logprobs rollout a"
-        " policy ratio weighs already, and only mask is possible",
+        "truncate weights at the threshold, mask tokens whose weight is beyond it, or filter: mask them, and weigh no"
+        " token; with --old_logprobs rollout a policy ratio weighs already, and truncate is not possible",
     )
     is_correction_threshold: tuple[float, float] | None = flag(
         None,

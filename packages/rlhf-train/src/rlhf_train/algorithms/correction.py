@@ -72,7 +72,7 @@ def bounded_weights(
     Args:
         weights: [B, T] float, from `importance_weights`.
         loss_mask: [B, T] bool.
-        mode: "truncate" sets a weight beyond a bound to the bound. "mask" masks the token.
+        mode: "truncate" sets a weight beyond a bound to the bound. "mask" and "filter" mask the token.
         low: smallest weight.
         high: largest weight.
 
@@ -81,13 +81,13 @@ def bounded_weights(
         weight out of bounds, [B, T] bool.
 
     Source: truncate: Yao et al. 2025 (above), after Ionides 2008, "Truncated importance sampling"; mask: Ling
-    Team 2025, arXiv:2510.18855 (IcePop).
+    Team 2025, arXiv:2510.18855 (IcePop); filter: StepFun 2026 (MIS-PO), arXiv:2602.10604.
     """
     check_same_shape(weights=weights, loss_mask=loss_mask)
     outside = ((weights < low) | (weights > high)) & loss_mask
     if mode == "truncate":
         return weights.clamp(low, high), loss_mask, outside
-    if mode == "mask":
+    if mode in CORRECTION_MODES:
         return weights, loss_mask & ~outside, outside
     raise ValueError(unknown("correction mode", mode, CORRECTION_MODES))
 

@@ -8,7 +8,7 @@ from rlhf_data.errors import ConfigError, check_name
 from rlhf_train.losses.preference_table import DIVERGENCES
 
 CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
-CORRECTION_MODES = ("truncate", "mask")
+CORRECTION_MODES = ("truncate", "mask", "filter")
 REJECTIONS = ("off", "geometric", "token_k2", "token_k3", "mean_k2", "mean_k3", "max_k2", "max_k3")
 
 
@@ -19,14 +19,15 @@ class CorrectionSpec:
     Attributes:
         level: "off", "token" (a weight per token), "sequence" (the product over a rollout's tokens) or "geometric"
             (their geometric mean).
-        mode: "truncate" bounds the weights; "mask" takes tokens with weights out of bounds out of the policy loss.
+        mode: "truncate" bounds the weights; "mask" takes tokens with weights out of bounds out of the policy loss;
+            "filter" does so, and the other tokens have the weight 1.
         low: smallest weight, >= 0.
         high: largest weight, > low.
         reject: what else decides which tokens are taken out of the policy loss, beside the weights or without them:
             "off", or a name of `correction.rejection_statistic`.
         reject_low: smallest value of it, >= 0.
         reject_high: its largest value, > reject_low.
-        drops_masked: whether tokens that "mask" or `reject` takes out are also taken out of KL and entropy terms and of
+        drops_masked: whether tokens that `mode` or `reject` takes out are also taken out of KL and entropy terms and of
             the counts by which losses are divided, so that the others weigh more.
     """
 
@@ -59,7 +60,7 @@ class CorrectionSpec:
     @property
     def masks(self) -> bool:
         """Whether tokens are taken out of the policy loss."""
-        return (self.level != "off" and self.mode == "mask") or self.reject != "off"
+        return (self.level != "off" and self.mode != "truncate") or self.reject != "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -181,7 +181,7 @@ def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, M
     """Measure the gap between the trainer's and the engine's log-probs, and correct for it as `spec` says.
 
     A correction sets the column `weights`: importance weights, or ones where the policy ratio weighs already
-    (`AlgorithmSpec.weighs`) or tokens are rejected only. Mode "mask" and a rejection set those out of bounds to 0.0, or
+    (`AlgorithmSpec.weighs`) or tokens are filtered or rejected only. These and mode "mask" set some to 0.0, or
     with `drops_masked` remove the tokens from the policy mask. The column `old_logprobs` has the trainer's. Metrics,
     over the trained tokens: mean and maximum of the absolute gap in nats, the k3 estimate of KL(engine || trainer), the
     share of importance weights out of bounds (those of the correction; without one, `MISMATCH_BOUNDS` per token), and
@@ -193,7 +193,7 @@ def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, M
     correction = spec.correction
     kept = mask
     column = torch.ones_like(old_logprobs)
-    weighs = spec.weighs and correction.level != "off"
+    weighs = spec.weighs and correction.level != "off" and correction.mode != "filter"
     if correction.level != "off":
         weights = importance_weights(old_logprobs, experience.rollout_logprobs, mask, level=correction.level)
         weights, kept, outside = bounded_weights(
