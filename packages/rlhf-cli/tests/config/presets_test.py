@@ -114,5 +114,5 @@ def test_preset_unknown_name_fails_with_the_nearest():
 
 def test_preset_is_a_flag_only_where_there_are_presets():
     with_presets = CommandLine(config=PpoConfig, prog="p", presets=PRESETS).parser()
-    assert "--preset {cispo,dapo,dr_grpo,grpo,gspo}" in with_presets.format_help()
+    assert "--preset {cispo,dapo,dr_grpo,grpo,gspo,mis_po}" in with_presets.format_help()
     assert "--preset {" not in CommandLine(config=PpoConfig, prog="p").parser().format_help()

@@ -27,6 +27,8 @@ FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
         "CorrectionSpec.mode": "--is_correction_mode",
         "CorrectionSpec.reject": "--is_reject",
         "CorrectionSpec.reject_low/reject_high": "--is_reject_threshold",
+        "EntropySpec.top_quantile": "--top_entropy_quantile",
+        "EntropySpec.target": "--entropy_target",
         "EngineSpec.tensor_parallel_size": "--vllm_tensor_parallel_size",
         "JudgeOptions.model": "--judge_model",
         "JudgeOptions.url": "--judge_url",

@@ -254,7 +254,7 @@ class AlgorithmSpec:
             ("a teacher's log-ratio", self.teaches_advantages, "rollout"),
             ("``mask_off_policy``", self.objective.mask_off_policy is not None, "rollout"),
             ("Clip-Cov or KL-Cov", self.covariance.is_on, "rollout"),
-            ("``top_entropy_quantile`` or ``entropy_target``", self.entropy.is_on, "rollout"),
+            ("``EntropySpec.top_quantile`` or ``EntropySpec.target``", self.entropy.is_on, "rollout"),
             (
                 "an importance correction",
                 self.correction.is_on,
