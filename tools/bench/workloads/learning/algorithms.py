@@ -47,6 +47,9 @@ RECIPES = {
     "off-policy failures left out": f"{GROUP} --mask_off_policy 0.01",
     "clip-cov": f"{GROUP} --clip_cov 0.002 1 5",
     "kl-cov": f"{GROUP} --kl_cov 0.002 1",
+    "tokens of high entropy": f"{GROUP} --top_entropy_quantile 0.2",
+    "adaptive entropy": f"{GROUP} --entropy_target 0.1",
+    "preset mis_po": "--preset mis_po",
 }
 
 

@@ -1,6 +1,6 @@
 """The policy loss of an update, which online algorithms share: its definition.
 
-    loss = R(w_t l_t) + kl_coef R(k_t) - entropy_coef R(H_t)
+    loss = R(w_t l_t) + kl_coef R(k_t) - entropy_coef R(H_t) + teacher_coef R(D_t)
 
     r_t = pi(t) / pi_old(t)                   the ratio of a token
     l_t = -min(r_t A_t, clip(r_t) A_t)        PPO, GRPO, REINFORCE++, RLOO, DAPO; with the ratio of the sequence: GSPO
@@ -14,10 +14,11 @@
                                               VESPO: w_i = W_i^c1 exp(c2 (1 - W_i)), W_i the product of the ratios
 
 With `mask_off_policy`, l_t is 0 where A_t < 0 and the mean of -log r_t over the response is above the limit.
-`penalties` add p_t |log r_t| to l_t (KL-Cov).
+`penalties` add p_t |log r_t| to l_t (KL-Cov). w_t is 0 for tokens of low entropy with `algorithms.entropy`.
 A_t is the advantage, of `algorithms.group` or `algorithms.gae`. w_t corrects for the gap between trainer and engine, of
-`algorithms.correction`. k_t estimates the KL to the reference, of `algorithms.kl`. H_t is the entropy, and R sums over
-the tokens of the update and divides by one of its counts. `algorithms.table` has a row for each algorithm.
+`algorithms.correction`. k_t estimates the KL to the reference, of `algorithms.kl`. H_t is the entropy, D_t the
+divergence from a teacher's distribution, of `losses.distillation`, and R sums over the tokens of the update and divides
+by one of its counts. `algorithms.table` has a row for each algorithm.
 
 `rlhf_kernels.ops.packed_policy_loss.reference` has a function of plain torch for each line above, with its source.
 Updates compute the loss with the operators `packed_policy_loss` and `linear_policy_loss`, which take packed tokens and,
