@@ -66,8 +66,8 @@ def test_old_logprobs_come_from_evaluation_mode_and_updates_from_training_mode(w
     assert modes == [False] * 3 + [True] * 4
 
 
-@pytest.mark.parametrize("is_large", [False, True])
-def test_old_and_new_logprobs_of_a_step_come_from_the_same_head_path(worker, monkeypatch, is_large):
+@pytest.mark.parametrize(("is_large", "is_taught"), [(False, False), (True, False), (True, True)])
+def test_old_and_new_logprobs_of_a_step_come_from_the_same_head_path(worker, monkeypatch, is_large, is_taught):
     # Passes of three rollouts for old log-probs and of two for updates: the limit lies between them, or above all.
     lengths = sorted((rollout.num_response_tokens for rollout in worker.shard), reverse=True)
     num_bytes = VOCAB_SIZE * 4
@@ -79,9 +79,15 @@ def test_old_and_new_logprobs_of_a_step_come_from_the_same_head_path(worker, mon
     after = actor._after
     monkeypatch.setattr(actor, "_after", lambda *args: chosen.append(args[4]) or after(*args))
     worker.run_model("actor")
+    if is_taught:  # which takes whole logits in the updates
+        worker._algorithm = make_algorithm("rloo", kl_coef=0, teacher_coef=1.0, distribution=DistributionSpec(top_k=1))
+        chosen.clear()
+        worker.run_model("actor")
+        shape = *worker._experience.loss_mask.shape, 3
+        worker._experience.set_column("teacher_logprobs", torch.full(shape, -1.0).index_fill(2, torch.tensor([0]), 5))
     worker.assign_advantages(0.0)
     worker.update("actor", max_epochs=1, seed=0)
-    assert chosen == [is_large] * (3 + 4)
+    assert chosen == [is_large and not is_taught] * (3 + 4)
 
 
 def test_passes_and_steps_of_the_optimizer_are_on_the_timeline_with_their_size(worker):
