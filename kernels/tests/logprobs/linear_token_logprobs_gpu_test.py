@@ -12,11 +12,6 @@ HIDDEN_SIZE = 256
 VOCAB_SIZES = [32_000, 50_257, 128_256, 151_936, 262_144]
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def count_blocks(monkeypatch):
     """Return a function that makes blocks small and has none kept, and returns the list of those made by `product`."""

@@ -17,11 +17,7 @@ else:
     from rlhf_kernels.ops.linear_token_logprobs import triton as fused
     from rlhf_kernels.ops.linear_token_logprobs.reference import linear_token_logprobs_reference
 
-    # Masked lanes hold -inf, which numpy, not the GPU, warns of.
-    pytestmark = [
-        pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-        pytest.mark.usefixtures("form", "poisoned_buffers"),
-    ]
+    pytestmark = pytest.mark.usefixtures("form")
 
     @pytest.fixture
     def small_blocks(monkeypatch):

@@ -11,11 +11,6 @@ HIDDEN_SIZE = 256
 VOCAB_SIZES = [32_000, 50_257, 128_256, 151_936, 262_144]
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def make(num_rows, vocab_size, dtype=torch.bfloat16):
     """Return hidden states and heads of a policy and of its reference near it, and token ids, some of them ignored."""
     hidden = torch.randn(num_rows, HIDDEN_SIZE, device="cuda") / HIDDEN_SIZE**0.5

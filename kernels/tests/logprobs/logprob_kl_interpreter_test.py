@@ -17,11 +17,7 @@ else:
     from rlhf_kernels.ops.logprob_kl.reference import logprob_kl_reference
     from rlhf_kernels.ops.logprob_kl.triton import logprob_kl_triton
 
-    # Masked lanes hold -inf, which numpy, not the GPU, warns of.
-    pytestmark = [
-        pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-        pytest.mark.usefixtures("poisoned_buffers", "small_blocks"),
-    ]
+    pytestmark = pytest.mark.usefixtures("small_blocks")
 
     @pytest.fixture
     def small_blocks(monkeypatch):

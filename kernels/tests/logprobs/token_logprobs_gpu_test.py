@@ -11,11 +11,6 @@ from rlhf_kernels.ops.token_logprobs.reference import token_logprobs_reference
 VOCAB_SIZES = [32_000, 50_257, 128_256, 151_936, 262_144, 262_145]
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def test_triton_unavailable_reason_on_this_gpu_is_none():
     assert triton_unavailable_reason() is None
 

@@ -17,12 +17,6 @@ else:
     from rlhf_kernels.ops.token_logprobs import triton as fused
     from rlhf_kernels.ops.token_logprobs.reference import token_logprobs_reference
 
-    # Masked lanes hold -inf, which numpy, not the GPU, warns of.
-    pytestmark = [
-        pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-        pytest.mark.usefixtures("poisoned_buffers"),
-    ]
-
     def check(logits, token_ids, temperature=0.7, tolerance=2e-6):
         """Compare values and gradients, by random weights on both outputs, with the twin in float64."""
         expected_logits = logits.detach().double().requires_grad_()

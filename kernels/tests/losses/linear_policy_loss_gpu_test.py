@@ -15,11 +15,6 @@ WITH_ENTROPY = replace(PPO, entropy_coef=0.01)  # for which each row of logits i
 BOTH = pytest.mark.parametrize("objective", [PPO, WITH_ENTROPY], ids=["once", "twice"])
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def problem(num_tokens, vocab_size, hidden_size=256, dtype=torch.bfloat16):
     """Arguments of the operator; two sequences of each ten tokens in a hundred untrained."""
     hidden = torch.randn(num_tokens, hidden_size, device="cuda").to(dtype).requires_grad_()

@@ -23,11 +23,6 @@ OBJECTIVES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def problem(num_tokens):
     """Log-probs, entropy, and a stream of sequences of 100 to 8000 tokens."""
     lengths = torch.randint(100, 8001, (num_tokens // 100 + 1,)).cumsum(0)

@@ -6,11 +6,6 @@ import torch
 from rlhf_kernels import accumulate_
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("shape", [(0,), (1,), (63,), (896,), (4097,), (1000, 1536)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_accumulate_equals_cast_and_add_and_touches_nothing_else(shape, dtype):

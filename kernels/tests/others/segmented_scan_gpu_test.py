@@ -9,11 +9,6 @@ from rlhf_kernels import packed_gae, segmented_scan
 from rlhf_kernels.ops.segmented_scan.reference import packed_gae_reference, segmented_scan_reference
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def stream(shape):
     """Bounds of one token, of a few odd lengths, of single tokens, or of about 1M tokens, 100 to 8,000 each or 40."""
     lengths = {

@@ -23,8 +23,6 @@ else:
     # In chunks of 16: sequences over many of them, ends at their borders and beside, empty ones there, many in one.
     BORDERS = [(16, 16), (0, 0, 16, 0, 0, 1, 15, 0), (150,), (15, 17, 33, 31), (1,) * 40, (48, 0, 0, 2, 1, 0, 45, 100)]
 
-    pytestmark = pytest.mark.usefixtures("poisoned_buffers")
-
     def bounds(lengths, dtype=torch.int32):
         return torch.tensor([0, *accumulate(lengths)], dtype=dtype)
 

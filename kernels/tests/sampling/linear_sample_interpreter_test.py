@@ -18,11 +18,7 @@ else:
     from rlhf_kernels.ops.linear_sample import triton as fused
     from rlhf_kernels.ops.linear_sample.reference import linear_sample_reference, random_words
 
-    # Masked lanes hold -inf, which numpy, not the GPU, warns of.
-    pytestmark = [
-        pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-        pytest.mark.usefixtures("poisoned_buffers", "small_blocks"),
-    ]
+    pytestmark = pytest.mark.usefixtures("small_blocks")
 
     @pytest.fixture
     def small_blocks(monkeypatch):

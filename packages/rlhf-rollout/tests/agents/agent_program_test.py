@@ -3,34 +3,25 @@
 import asyncio
 import shlex
 import sys
+from functools import partial
 
 import pytest
 
+import agent_testing
+from agent_testing import TOKENIZER
 from process_testing import eventually, is_running
 from record_testing import make_prompt
 from rlhf_data.errors import ConfigError
 from rlhf_data.records import FinishReason, SpanSource, VerdictKind
-from rlhf_data.testing import EOS_ID, ByteTokenizer
 from rlhf_rollout.agents.agent_spec import AgentSpec, make_workflow
 from rlhf_rollout.agents.hosted import HostedAgent
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.agents.user_agent import PROGRAM, parse_agent
-from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
 
-TOKENIZER = ByteTokenizer(add_bos=False)
+writes = partial(agent_testing.writes, sign="assistant: ")
 OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
-
-
-def writes(answers):
-    """Return an engine that gives one answer after the other, by the number of answers in the conversation."""
-
-    def script(prompt, _):
-        turn = min(bytes(prompt).count(b"assistant: ") - 1, len(answers) - 1)
-        return [*answers[max(turn, 0)].encode(), EOS_ID]
-
-    return FakeEngine(script=script)
 
 
 def run(path, engine, *, label="4", samples=1, limits=None, gives_reward=True, timeout_s=30.0):
@@ -145,7 +136,8 @@ def test_program_has_no_secrets_and_leaves_nothing_behind(tmp_path, monkeypatch)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     pid, env = tmp_path / "pid", tmp_path / "env"
     [episode] = run(
-        shell(f"env > {env}; sleep 1000 & echo $! > {pid}; " + ASK.replace("\n", "") + "echo 1"), writes(["a"])
+        shell(f"env > {env}; sleep 1000 & echo $! > {pid}; " + ASK.replace("\n", "") + "echo 1"),
+        writes(["a"]),
     )
     assert episode.verdict.reward == 1.0
     assert "secret" not in env.read_text() and "OPENAI_API_KEY=none" in env.read_text()

@@ -6,24 +6,12 @@ import itertools
 import numpy as np
 import pytest
 
+from online_fakes import LoggedRanks
 from rlhf_data.records import Span, SpanSource
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import Experience
 from rlhf_train.learning.learner import Learner
-from rlhf_train.learning.ranks import RankSet
 from trainer_testing import random_rollouts, tiny_job
-
-
-class Ranks(RankSet):
-    """Ranks that keep their shards."""
-
-    def __init__(self, *roles: str, count: int) -> None:
-        super().__init__(roles, range(count))
-        self.shards: list[tuple] = []
-
-    def start_each(self, method, arguments):
-        self.shards += arguments
-        return [{} for _ in self.handles]
 
 
 def rollouts_of_three_prompts():
@@ -42,7 +30,7 @@ def test_rollouts_of_a_prompt_stay_together_if_they_share_it(tmp_path, monkeypat
     models = {
         role: dataclasses.replace(spec, packing=True, share_prompts=is_shared) for role, spec in job.models.items()
     }
-    ranks = Ranks("actor", "critic", "reference", count=1)
+    ranks = LoggedRanks([], "actor", "critic", "reference")
     rollouts = rollouts_of_three_prompts()
     Learner(dataclasses.replace(job, models=models), [ranks]).deal(rollouts, step=1)
     ((columns, plan, _),) = ranks.shards
