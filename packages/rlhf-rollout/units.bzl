@@ -132,7 +132,6 @@ TESTS = {
     "supervisor_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/router", "rlhf-rollout/supervisor"],
     "unfinished_test.py": ["rlhf-data/records", "rlhf-rollout/agents", "rlhf-rollout/engines", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/router", "rlhf-rollout/unfinished"],
     "weights/broadcast_group_test.py": ["rlhf-rollout/http", "rlhf-rollout/protocols"],
-    "weights/failed_updates_test.py": ["rlhf-data/errors", "rlhf-rollout/engines", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/router", "rlhf-rollout/supervisor", "tests/support/weight_recorder"],
     "weights/ipc_test.py": ["rlhf-data/errors", "rlhf-rollout/http", "rlhf-rollout/protocols"],
     "weights/media_test.py": ["rlhf-data/errors", "rlhf-rollout/http", "rlhf-rollout/protocols", "tests/support/weight_recorder"],
     "weights/reader_test.py": ["rlhf-data/errors", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/rewards", "rlhf-rollout/workers", "tests/support/rollout_testing", "tests/support/weight_recorder"],

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import pickle
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +16,8 @@ from rlhf_data.errors import ConfigError, DataError, EngineError, RewardError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, VerdictKind
 from rlhf_models.testing import tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
-from rlhf_rollout.engines.fake import FakeEngine
-from rlhf_rollout.protocols import Draft, SamplingParams
+from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.ray_actors import (
-    EngineActor,
     RayEngine,
     RayScorer,
     RemoteEngine,
@@ -128,48 +125,6 @@ def test_engine_that_is_hung_in_its_start_misses_the_deadline(monkeypatch: pytes
     handle.ready = handle
     with pytest.raises(EngineError, match="the start of an engine's process took longer"):
         run(RayEngine(handle, EngineSpec(model="x", start_timeout_s=0.05)).ready())
-
-
-class SlowActor(EngineActor):
-    """Writes a token every 5 ms."""
-
-    def __init__(self, spec: EngineSpec) -> None:
-        self._error = None
-        self._built = FakeEngine(spec, token_latency_s=0.005)
-        self._startup_s = 0.0
-        self._drafts = {}
-
-
-def test_what_a_killed_process_wrote_is_known_and_another_one_finishes_it(cluster: None) -> None:
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
-    actor = ray.remote(concurrency_groups={"requests": 4, "control": 4})(SlowActor)
-    start = lambda: actor.options(num_cpus=0).remote(EngineSpec(model="fake", max_model_len=10_000))  # noqa: E731
-    engine = RayEngine(start(), start=start)
-    drafts = [Draft(), Draft()]
-
-    async def scenario() -> Any:
-        await engine.ready()
-        sampling = SamplingParams(num_samples=2, max_tokens=4000, min_tokens=4000)
-        task = asyncio.create_task(engine.generate(PROMPT, sampling, drafts=drafts))
-        while not all(draft.token_ids for draft in drafts):
-            await asyncio.sleep(0.05)
-        engine.kill()
-        with pytest.raises(EngineError, match="the engine's process is gone"):
-            await task
-        known = [len(draft.token_ids) for draft in drafts]
-        engine.restart()
-        await engine.ready()
-        await engine.begin_weight_update(4)
-        await engine.finish_weight_update()
-        rest = SamplingParams(num_samples=2, max_tokens=max(known) + 30, min_tokens=max(known) + 30)
-        return known, await engine.generate(PROMPT, rest, drafts=drafts)
-
-    known, completions = run(scenario())
-    for size, completion in zip(known, completions, strict=True):
-        found = [(span.policy_version, len(span.token_ids)) for span in completion.spans]
-        assert found == [(0, size), (4, max(known) + 30 - size)]
-    assert engine._reading is None and not engine._drafts
-    ray.kill(engine.handle)
 
 
 @pytest.mark.parametrize("leave", ["cancel", "deadline"])

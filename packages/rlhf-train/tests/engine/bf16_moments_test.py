@@ -13,7 +13,7 @@ from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.shards import ShardReader, Shards
 from rlhf_train.specs import OptimizerSpec
-from small_net import Net, equal, kept, same
+from small_net import Net, equal, kept
 from trainer_testing import run_ranks
 
 SPEC = OptimizerSpec(
@@ -133,13 +133,3 @@ def test_states_in_host_memory_make_the_same_updates_bit_for_bit(tmp_path, monke
     for state in streamed._inner_optimizer.state.values():
         assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
         assert state["exp_avg"].untyped_storage().nbytes() < 4 * sum(map(len, streamed._inner_optimizer.state)) + 2048
-
-
-def test_a_gradient_that_is_not_finite_changes_nothing():
-    init_process_group(rank=0, world_size=1, master=("127.0.0.1", free_port()), device="cpu")
-    for stage, dtype in ((0, torch.float32), (1, torch.bfloat16)):
-        engine = train(new_engine(stage, dtype), range(2))
-        before = kept(engine)
-        engine.backward(engine.forward(torch.ones(1, 5, dtype=dtype)).float().sum() * float("inf"), is_last=True)
-        engine.step()
-        assert same(kept(engine), before)

@@ -1,5 +1,6 @@
 """A gradient that is not finite on one rank: no rank updates anything, and training goes on as if it had never been."""
 
+import dataclasses
 import math
 
 import pytest
@@ -10,17 +11,20 @@ from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.specs import OptimizerSpec
 from trainer_testing import run_ranks
 
-CASES = [(stage, dtype) for stage in (0, 1, 2, 3) for dtype in ("float32", "bfloat16")]
+CASES = [(stage, dtype, "") for stage in (0, 1, 2, 3) for dtype in ("float32", "bfloat16")]
+CASES += [(0, "float32", "bf16_moments"), (1, "bfloat16", "bf16_moments"), (1, "bfloat16", "offload")]
 GOOD = (1.0, 8.0)  # scales of the loss in the updates before and after the bad one
 
 
-def learn(num_ranks, rank, zero_stage, dtype, bad):
+def learn(num_ranks, rank, zero_stage, dtype, states, bad):
     """Two updates with a bad one in between, if any: the weights around it, the final ones, and the reports."""
     torch.manual_seed(0)
     dtype = getattr(torch, dtype)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).to(dtype)
     # The schedule changes with each update: an update that is not made must not count.
     spec = OptimizerSpec(learning_rate=0.1, max_norm=0.5, scheduler="linear", total_steps=4)
+    if states:
+        spec = dataclasses.replace(spec, **{states: True})
     engine = DeepSpeedEngine(model, spec, zero_stage=zero_stage, dtype=dtype, device="cpu")
 
     def update(scale):
@@ -51,7 +55,7 @@ def results():
     return run_ranks(all_cases, 2)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"ZeRO {case[0]} {case[1]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"ZeRO {case[0]} {case[1]} {case[2]}".strip())
 def test_bad_gradient_of_one_rank_leaves_weights_optimizer_and_schedule_as_they_were(results, case):
     for rank in results:
         (_, moved, weights, stats, _), *spoiled = rank[case]

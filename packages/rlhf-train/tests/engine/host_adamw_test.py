@@ -30,14 +30,14 @@ def new_engine(zero_stage=1, offload=True, folder=None):
     return DeepSpeedEngine(Net().bfloat16(), spec, zero_stage=zero_stage, dtype=torch.bfloat16, device="cpu")
 
 
-def train(engine, updates, rank=0, scale=1.0):
+def train(engine, updates, rank=0):
     """Two micro-batches per update; returns the gradient norms."""
     norms = []
     for update in updates:
         for part in range(2):
             seed = 100 * update + 10 * part + rank
             rows = torch.randn(8, 5, generator=torch.Generator().manual_seed(seed)).bfloat16()
-            engine.backward(engine.forward(rows).float().square().sum() * scale, is_last=part == 1)
+            engine.backward(engine.forward(rows).float().square().sum(), is_last=part == 1)
         norms.append(engine.step().grad_norm)
     return norms
 
@@ -141,17 +141,6 @@ def learn(rank, num_ranks, master, folder):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_engine_has_the_weights_and_states_of_one_that_keeps_them_on_the_device(tmp_path, num_ranks):
     assert [*itertools.chain(*run_ranks(learn, num_ranks, str(tmp_path)))] == []
-
-
-def test_gradient_that_is_not_finite_changes_nothing():
-    init_process_group(rank=0, world_size=1, master=("127.0.0.1", free_port()), device="cpu")
-    engine, untouched = new_engine(), new_engine()
-    for one in (engine, untouched):
-        train(one, [0])
-    assert train(engine, [1], scale=float("inf")) == [float("inf")]
-    assert same(kept(engine), kept(untouched))
-    assert train(engine, [2]) == train(untouched, [2])
-    assert equal(engine, untouched)
 
 
 @pytest.mark.parametrize(("zero_stage", "num_ranks"), [(0, 1), (0, 2), (1, 2), (2, 1), (3, 1), (3, 2)])
