@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +43,19 @@ class Scaler:
 
     def __call__(self, queries, prompts, labels):
         return {"rewards": [self.factor * float(label) for label in labels]}
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Return a function that puts a shell script in the place of the interpreter that runs commands."""
+
+    def put(script: str) -> None:
+        program = tmp_path / "python"
+        program.write_text(f"#!/bin/sh\n{script}")
+        program.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(program))
+
+    return put
 
 
 @pytest.fixture
@@ -144,13 +158,10 @@ def test_bad_options_are_errors_before_anything_starts(
 
 @pytest.mark.parametrize(("status", "kind"), [(2, ConfigError), (1, RlhfError)])
 def test_error_of_the_command_is_raised_with_its_hint(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], status: int, kind: type
+    stand_in: Callable[[str], None], tmp_path: Path, capfd: pytest.CaptureFixture[str], status: int, kind: type
 ) -> None:
-    program = tmp_path / "python"
     said = "step 1\\nnotice: error: none\\nerror: no room, error: 28\\n\\nhint: make some\\n"
-    program.write_text(f"#!/bin/sh\necho $3\nprintf '{said}' >&2\nexit {status}\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    stand_in(f"echo $3\nprintf '{said}' >&2\nexit {status}\n")
     with pytest.raises(RlhfError, match=r"^no room, error: 28\n\nhint: make some$") as caught:
         api.sft(pretrain="builtin", dataset="rows.jsonl", save_path=tmp_path / "run")
     assert type(caught.value) is kind
@@ -158,23 +169,17 @@ def test_error_of_the_command_is_raised_with_its_hint(
 
 
 def test_command_that_ends_without_an_error_of_its_own_is_named_with_its_status(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stand_in: Callable[[str], None], tmp_path: Path
 ) -> None:
-    program = tmp_path / "python"
-    program.write_text("#!/bin/sh\necho step 1\nkill -9 $$\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    stand_in("echo step 1\nkill -9 $$\n")
     with pytest.raises(RlhfError, match=r"^`rlhf sft` ended with status -9\n\nhint: see its output"):
         api.sft(pretrain="builtin", dataset="rows.jsonl", save_path=tmp_path / "run")
 
 
 def test_interrupt_is_passed_on_once_and_the_command_ends_in_its_own_way(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    program = tmp_path / "python"
-    program.write_text("#!/bin/sh\ntrap 'echo saved; exit 130' INT\necho ready\nwhile :; do sleep 0.1; done\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    stand_in("trap 'echo saved; exit 130' INT\necho ready\nwhile :; do sleep 0.1; done\n")
     said = []
 
     def interrupted_print(line: str, **options: Any) -> None:

@@ -160,6 +160,15 @@ def changed(line, **values):
     return json.dumps(json.loads(line) | values) + "\n"
 
 
+def first(**values):
+    """Return what leaves two lines, the first of them changed."""
+    return lambda rows: [changed(rows[0], **values), rows[1]]
+
+
+def routes(shape, dtype, data):
+    return {"shape": shape, "dtype": dtype, "data": data}
+
+
 DAMAGES = {
     "cut in the middle of a line": (lambda rows: [*rows[:3], rows[3][:40]], 4, "Unterminated|Expecting|Invalid"),
     "cut between two lines": (lambda rows: rows[:3], 3, "1 records of its batch should follow, and none does"),
@@ -179,44 +188,24 @@ DAMAGES = {
         3,
         "it lacks 'source_rewards'",
     ),
-    "an unknown field": (lambda rows: [changed(rows[0], colour="red"), rows[1]], 1, "`colour` does not fit the rest"),
-    "fractions of tokens": (
-        lambda rows: [changed(rows[0], token_ids=[1.5] * 7), rows[1]],
-        1,
-        "`token_ids` does not fit the rest",
-    ),
-    "fewer tokens than its spans": (lambda rows: [changed(rows[0], token_ids=[1, 2]), rows[1]], 1, "log-probs for"),
-    "fewer log-probs": (lambda rows: [changed(rows[0], logprobs=[0.0] * 6), rows[1]], 1, "1 log-probs for 2 tokens"),
-    "more log-probs": (lambda rows: [changed(rows[0], logprobs=[0.0] * 8), rows[1]], 1, "`logprobs` does not fit"),
+    "an unknown field": (first(colour="red"), 1, "`colour` does not fit the rest"),
+    "fractions of tokens": (first(token_ids=[1.5] * 7), 1, "`token_ids` does not fit the rest"),
+    "fewer tokens than its spans": (first(token_ids=[1, 2]), 1, "log-probs for"),
+    "fewer log-probs": (first(logprobs=[0.0] * 6), 1, "1 log-probs for 2 tokens"),
+    "more log-probs": (first(logprobs=[0.0] * 8), 1, "`logprobs` does not fit"),
     "routes of more tokens": (
-        lambda rows: [changed(rows[0], routes={"shape": [8, 1, 1], "dtype": "uint8", "data": "AAAAAAAAAAA="}), rows[1]],
+        first(routes=routes([8, 1, 1], "uint8", "AAAAAAAAAAA=")),
         1,
         "has 7 tokens and routes of 8",
     ),
-    "routes of another shape": (
-        lambda rows: [changed(rows[0], routes={"shape": [3, 1, 1], "dtype": "uint8", "data": "AAA="}), rows[1]],
-        1,
-        "cannot reshape",
-    ),
-    "routes that are no Base64": (
-        lambda rows: [changed(rows[0], routes={"shape": [1, 1, 1], "dtype": "uint8", "data": "A?=="}), rows[1]],
-        1,
-        "base64",
-    ),
-    "routes of a larger type": (
-        lambda rows: [changed(rows[0], routes={"shape": [1, 1, 1], "dtype": "uint16", "data": "AAA="}), rows[1]],
-        1,
-        "`routes` does not fit the rest",
-    ),
-    "routes of an unknown type": (
-        lambda rows: [changed(rows[0], routes={"shape": [1, 1, 1], "dtype": "expert", "data": "AA=="}), rows[1]],
-        1,
-        "expert",
-    ),
-    "a reward that is no number": (lambda rows: [changed(rows[0], reward="one"), rows[1]], 1, "isfinite"),
-    "an infinite reward": (lambda rows: [changed(rows[0], reward=float("inf")), rows[1]], 1, "the reward is inf"),
-    "a verdict without its reward": (lambda rows: [changed(rows[0], reward=None), rows[1]], 1, "without a reward"),
-    "an unknown verdict": (lambda rows: [changed(rows[0], verdict="good"), rows[1]], 1, "'good' is not a valid"),
+    "routes of another shape": (first(routes=routes([3, 1, 1], "uint8", "AAA=")), 1, "cannot reshape"),
+    "routes that are no Base64": (first(routes=routes([1, 1, 1], "uint8", "A?==")), 1, "base64"),
+    "routes of a larger type": (first(routes=routes([1, 1, 1], "uint16", "AAA=")), 1, "`routes` does not fit the rest"),
+    "routes of an unknown type": (first(routes=routes([1, 1, 1], "expert", "AA==")), 1, "expert"),
+    "a reward that is no number": (first(reward="one"), 1, "isfinite"),
+    "an infinite reward": (first(reward=float("inf")), 1, "the reward is inf"),
+    "a verdict without its reward": (first(reward=None), 1, "without a reward"),
+    "an unknown verdict": (first(verdict="good"), 1, "'good' is not a valid"),
     "another prompt within a group": (
         lambda rows: [changed(rows[0], group_id="g", num_left=1), changed(rows[1], group_id="g", label="5")],
         2,
