@@ -341,15 +341,17 @@ async def test_generate_groups_scores_all_rollouts_of_an_episode_and_keeps_them_
     assert (counts.num_requested, counts.num_generated, counts.verdicts) == (2, 2, {VerdictKind.OK: 3})
 
 
-def test_share_of_cached_prompt_tokens_is_counted_for_engines_that_tell_it():
+def test_cached_prompt_tokens_and_drafts_are_counted_for_engines_that_tell_them():
     told = ScriptedEngine(
         transform=lambda found: [
-            dataclasses.replace(each, num_cached_tokens=size) for each, size in zip(found, (1, 0), strict=True)
+            dataclasses.replace(each, num_cached_tokens=size, drafts=(1, 4, size))
+            for each, size in zip(found, (1, 0), strict=True)
         ]
     )
     counts = GenerationCounts()
     run(prompts_of(3), [told], counts=counts)
     assert counts.cached_share == 3 / 12  # three prompts of two tokens, twice each
+    assert counts.drafts == (6, 24, 3)
     counts = GenerationCounts()
     run(prompts_of(3), [ScriptedEngine()], counts=counts)
     assert counts.cached_share is None

@@ -46,6 +46,7 @@ class GenerationCounts:
         num_retries: requests that were sent again after an engine failed, since the start of the call.
         num_response_tokens: response tokens in complete groups.
         cached_share: share of all prompt tokens that was in the engines' caches; None if no engine says.
+        drafts: drafts of engines that their models checked, their tokens, and the accepted ones of these.
         verdicts: number of rollouts per kind of verdict; empty without a reward.
         num_scored_groups: groups of which the reward has scored a rollout; a workflow may give verdicts of its own.
         generate_s: seconds from the start of the call to the end of the last generation.
@@ -63,6 +64,7 @@ class GenerationCounts:
     num_retries: int = 0
     num_response_tokens: int = 0
     cached_share: float | None = None
+    drafts: tuple[int, int, int] = (0, 0, 0)
     verdicts: Counter[VerdictKind] = field(default_factory=Counter)
     num_scored_groups: int = 0
     generate_s: float = 0.0
@@ -139,6 +141,7 @@ async def generate_groups(
     seed_key = group_id_prefix if seed_key is None else seed_key
     num_retries = workflow.router.num_retries
     prompt_tokens = workflow.router.prompt_tokens.copy()
+    drafts = workflow.router.drafts.copy()
     tasks: set[asyncio.Task[GroupResult]] = set()
     done: list[asyncio.Task[GroupResult]] = []
     # `asyncio.wait` would look at every group in flight each time that one is complete.
@@ -162,6 +165,7 @@ async def generate_groups(
             maker.counts.num_retries = workflow.router.num_retries - num_retries
             num_prompt_tokens, num_cached = workflow.router.prompt_tokens - prompt_tokens
             maker.counts.cached_share = float(num_cached / num_prompt_tokens) if num_prompt_tokens else None
+            maker.counts.drafts = tuple((workflow.router.drafts - drafts).tolist())
             for result in [task.result() for task in done]:
                 maker.counts.add(result, sampling.num_samples)
                 if settle is not None:

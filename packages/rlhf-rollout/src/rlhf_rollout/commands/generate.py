@@ -306,6 +306,10 @@ def _summary(counts: GenerationCounts, rewards: Sequence[float], seconds: float,
     lines = [f"{counts.num_generated} rollouts in {seconds:.1f} s, {tokens_per_s:.0f} tokens/s"]
     if counts.num_failed:
         lines.append(f"{counts.num_failed} rollouts failed, of {counts.num_failed_groups} prompts")
+    num_drafts, num_drafted, num_accepted = counts.drafts
+    if num_drafts:
+        gain = f"{num_accepted / num_drafts:.2f} more tokens each"
+        lines.append(f"{num_drafts} drafts: {num_accepted} of {num_drafted} tokens accepted, {gain}")
     if rewards:
         lines.append(f"mean reward {sum(rewards) / len(rewards):.4f}")
     if counts.verdicts:
