@@ -13,7 +13,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import local_gpus
 from rlhf_train.algorithms.group import relative_rewards
 from rlhf_train.algorithms.table import AlgorithmSpec, make_algorithm
-from rlhf_train.algorithms.token_specs import CovarianceSpec, EntropySpec
+from rlhf_train.algorithms.token_specs import CovarianceSpec, DistributionSpec, EntropySpec
 from rlhf_train.batching import RankPlan, plan_batches
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -35,8 +35,9 @@ BFLOAT16_OPTIMIZER = OptimizerSpec(learning_rate=1.0, eps=1.0, scheduler="consta
 # Clip-Cov leaves a tenth of the tokens out, KL-Cov holds a tenth, and 0.6 are kept by entropy: a split chooses alike.
 BY_COVARIANCE = CovarianceSpec(clip_cov=(0.1, 0.0, 100.0), kl_cov=(0.1, 0.5))
 PPO_WITH_KL_LOSS = make_algorithm(
-    kl_coef=0.05, use_kl_loss=True, kl_estimator="k3", covariance=BY_COVARIANCE, entropy=EntropySpec(top_quantile=0.6)
-)
+    kl_coef=0.05, use_kl_loss=True, kl_estimator="k3", covariance=BY_COVARIANCE, entropy=EntropySpec(top_quantile=0.6),
+    teacher_coef=0.1, distribution=DistributionSpec(top_k=5, divergence="jsd"),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +77,13 @@ def device_of(rank: int, num_ranks: int) -> str:
 
 
 def split_model(folder: Path) -> str:
-    """Return the path of a new model whose heads four ranks can divide into pairs, and whose vocabulary is padded."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return str(tiny_model_dir(folder, vocab_size=MASKED_IDS[0].stop, **heads))
+    """Return the path of a new model whose heads four ranks can divide into pairs, and whose vocabulary is padded.
+
+    The folder "teacher" in it has another one.
+    """
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": MASKED_IDS[0].stop}
+    tiny_model_dir(folder / "teacher", seed=1, **sizes)
+    return str(tiny_model_dir(folder, **sizes))
 
 
 def grouped_rollouts(count: int) -> list[Rollout]:
@@ -135,8 +140,11 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     optimizer = OPTIMIZER if case.dtype == "float32" else BFLOAT16_OPTIMIZER
     lora = LoraSpec(rank=case.lora_rank) if case.lora_rank else None
     trained = dataclasses.replace(spec, optimizer=optimizer, lora=lora)
+    models = {"actor": trained, "critic": trained, "reference": spec}
+    if case.algorithm.uses_teacher:
+        models["teacher"] = dataclasses.replace(spec, path=f"{path}/teacher")
     worker = TrainWorker(
-        {"actor": trained, "critic": trained, "reference": spec},
+        models,
         case.algorithm,
         temperature=0.8,
         rank=rank,
@@ -155,7 +163,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     worker.load_rollouts(
         RolloutColumns.of([rollouts[row] for row in plan.rows], [rewards[row] for row in plan.rows]), plan
     )
-    metrics = [worker.run_model(role) for role in ("actor", "reference", "critic")]
+    metrics = [worker.run_model(role) for role in models]
     experience = worker._experience
     before = {name: column.clone() for name, column in experience.columns.items()}
     metrics.append(worker.assign_advantages(case.algorithm.kl_coef))

@@ -14,7 +14,7 @@ def num_kept(num_tokens: int, share: float) -> int:
         num_tokens: n, of the batch of all ranks.
         share: of the tokens, in (0, 1).
 
-    Source: Wang et al. 2025, arXiv:2506.01939, eq. 5.
+    Source: Wang et al. 2025, arXiv:2506.01939; TRL takes the same quantile.
     """
     return int(share * max(num_tokens - 1, 0)) + 1
 

@@ -72,7 +72,7 @@ def coarse_divergence(logprobs: Tensor, teacher_logprobs: Tensor, spec: Distribu
     Returns:
         [N] float32, nats, >= 0 up to rounding. Only one backward pass is possible.
 
-    Source: Agarwal et al. 2023 (GKD, on-policy), arXiv:2306.13649, eq. 3, over the whole vocabulary.
+    Source: Agarwal et al. 2023 (GKD, on-policy), arXiv:2306.13649, over the whole vocabulary.
     """
     # A probability of 0 is one of e^-1000, and that of all others is at least `MIN_REST`.
     logprobs, target = (each.float().clamp(min=MIN_LOGPROB) for each in (logprobs, teacher_logprobs.detach()))
