@@ -88,12 +88,14 @@ def test_outputs_and_gradients_are_those_of_the_restored_weights_in_every_mode(m
 
 def test_a_product_keeps_no_whole_weights_for_the_backward_pass():
     kept = []
-    packed = Linear4bit(linear())
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: kept.append(tensor.shape) or tensor, lambda tensor: tensor
-    ):
-        y = packed(torch.randn(3, 5, 128, requires_grad=True))
-    assert y.shape == (3, 5, 96) and torch.Size((96, 128)) not in kept
+    layer = linear()
+    packed = Linear4bit(layer)
+    x = torch.randn(3, 5, 128, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda _: None):
+        y = packed(x)
+    exact = x.double() @ packed.whole().double().T + layer.bias.double()
+    torch.testing.assert_close(y.double(), exact, rtol=0, atol=1e-5)
+    assert torch.Size((96, 128)) not in kept
 
 
 def test_only_linear_layers_are_in_4_bits_and_take_half_a_byte_per_weight(qwen2_dir):
