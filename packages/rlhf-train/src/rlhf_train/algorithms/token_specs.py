@@ -120,7 +120,7 @@ class EntropySpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributionSpec:
-    """How a teacher's distributions are compared with the policy's; see `losses.distillation`.
+    """How a teacher's distributions are compared with the policy's; see `losses.teacher`.
 
     Attributes:
         top_k: the teacher's most likely tokens that are compared one by one; all others count as one.

@@ -68,7 +68,7 @@ class Experience:
         images: per rollout, the paths of its images.
         columns: name to [B, T] float32, filled in as models run; 0.0 where the mask is False. Where a teacher's
             distributions are compared, `teacher_logprobs` is [B, T, 2 K + 1] instead, of
-            `losses.distillation.most_likely`. `last_values` holds the
+            `losses.teacher.most_likely`. `last_values` holds the
             value of the state after a truncated rollout, at its last trained token. `trained` is 1.0 where the loss
             mask is True. `weights` multiply the policy loss, and `penalties` hold tokens to the old policy; see
             `PolicyStream`. `trainer_logprobs` are the old log-probs as the trainer computed them, even where

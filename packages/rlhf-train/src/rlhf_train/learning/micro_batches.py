@@ -14,8 +14,8 @@ from rlhf_models.batch import TokenBatch, to_device
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch
 from rlhf_train.learning.experience import Experience
-from rlhf_train.losses.distillation import TeacherTerm
 from rlhf_train.losses.own import OwnTokenLoss
+from rlhf_train.losses.teacher import TeacherTerm
 from rlhf_train.specs import ModelSpec
 
 # The input of a rank without rows, which must run a pass because collectives need every rank. It has two tokens,

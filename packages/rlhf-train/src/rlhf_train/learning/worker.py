@@ -45,8 +45,8 @@ from rlhf_train.learning.trained_tokens import (
     limit_staleness,
     token_values,
 )
-from rlhf_train.losses.distillation import teacher_column
 from rlhf_train.losses.own import own_advantages
+from rlhf_train.losses.teacher import teacher_column
 from rlhf_train.run.ema import WeightAverage
 from rlhf_train.run.load_balance import LoadBalance, load_balance
 from rlhf_train.run.metrics import METRIC_PREFIXES, Mean, Metric, merge_metrics, on_host

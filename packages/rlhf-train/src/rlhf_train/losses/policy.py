@@ -17,7 +17,7 @@ With `mask_off_policy`, l_t is 0 where A_t < 0 and the mean of -log r_t over the
 `penalties` add p_t |log r_t| to l_t (KL-Cov). w_t is 0 for tokens of low entropy with `algorithms.entropy`.
 A_t is the advantage, of `algorithms.group` or `algorithms.gae`. w_t corrects for the gap between trainer and engine, of
 `algorithms.correction`. k_t estimates the KL to the reference, of `algorithms.kl`. H_t is the entropy, D_t the
-divergence from a teacher's distribution, of `losses.distillation`, and R sums over the tokens of the update and divides
+divergence from a teacher's distribution, of `losses.teacher`, and R sums over the tokens of the update and divides
 by one of its counts. `algorithms.table` has a row for each algorithm.
 
 `rlhf_kernels.ops.packed_policy_loss.reference` has a function of plain torch for each line above, with its source.

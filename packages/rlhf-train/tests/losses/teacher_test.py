@@ -5,8 +5,8 @@ import torch
 from torch.distributions import Categorical, kl_divergence
 
 from rlhf_train.algorithms.token_specs import DistributionSpec
-from rlhf_train.losses import distillation
-from rlhf_train.losses.distillation import TeacherTerm, coarse_divergence, most_likely
+from rlhf_train.losses import teacher as teacher_file
+from rlhf_train.losses.teacher import TeacherTerm, coarse_divergence, most_likely
 
 N, V = 6, 11
 
@@ -19,7 +19,7 @@ def logits():
 
 @pytest.mark.parametrize("rows", [100, 4])
 def test_most_likely_tokens_are_those_of_the_distribution_at_the_temperature(logits, rows, monkeypatch):
-    monkeypatch.setattr(distillation, "MAX_BLOCK", V * rows)
+    monkeypatch.setattr(teacher_file, "MAX_BLOCK", V * rows)
     found = most_likely(logits[0].float(), 3, 0.7)
     expected = Categorical(logits=logits[0] / 0.7).probs.log()
     order = expected.argsort(dim=1, descending=True)[:, :3]
