@@ -3,8 +3,7 @@
 from typing import Any
 
 from rlhf_data.options.declare import Section, flag, flag_of, one_of
-from rlhf_train.algorithms.token_specs import DistributionSpec, EntropySpec
-from rlhf_train.losses.preference_table import DIVERGENCES
+from rlhf_train.algorithms.token_specs import DIVERGENCES, DistributionSpec, EntropySpec
 
 Divergence = one_of(DIVERGENCES)
 

@@ -5,10 +5,10 @@ from math import inf
 
 from rlhf_data.bounds import bounded, check_bounds
 from rlhf_data.errors import ConfigError, check_name
-from rlhf_train.losses.preference_table import DIVERGENCES
 
 CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
 CORRECTION_MODES = ("truncate", "mask", "filter")
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")  # of distillation; see `losses.preference.distillation_loss`
 REJECTIONS = ("off", "geometric", "token_k2", "token_k3", "mean_k2", "mean_k3", "max_k2", "max_k3")
 
 

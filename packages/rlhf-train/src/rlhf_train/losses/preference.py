@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax, logsigmoid
 
 from rlhf_data.errors import unknown
-from rlhf_train.losses.preference_table import DIVERGENCES
+from rlhf_train.algorithms.token_specs import DIVERGENCES
 from rlhf_train.shapes import check_same_shape
 
 MAX_BLOCK = 2**22  # logits whose distributions are held at a time: 16 MiB in float32

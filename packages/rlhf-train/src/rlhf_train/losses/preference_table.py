@@ -53,8 +53,6 @@ class PreferenceLossRow:
             raise ConfigError(message, hint="use ``label_smoothing=0.001``, or ``loss_type=dpo``")
 
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")  # of distillation; see `preference.distillation_loss`
-
 PREFERENCE_LOSSES: Mapping[str, PreferenceLossRow] = {
     row.name: row
     for row in (

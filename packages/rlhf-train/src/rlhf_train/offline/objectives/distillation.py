@@ -10,10 +10,10 @@ from rlhf_data.errors import ConfigError, check_name
 from rlhf_data.examples.sft import SftExample
 from rlhf_kernels import token_logprobs
 from rlhf_models.batch import to_device
+from rlhf_train.algorithms.token_specs import DIVERGENCES
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.preference import distillation_loss
-from rlhf_train.losses.preference_table import DIVERGENCES
 from rlhf_train.offline.epochs import LossShare, Objective
 from rlhf_train.offline.sequences import lay_out, mean_metrics, trained_mask
 
