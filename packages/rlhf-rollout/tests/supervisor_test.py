@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rlhf_data.errors import EngineError, WeightSyncError
+from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.protocols import Completion, EngineHealth, SamplingParams
 from rlhf_rollout.router import EngineRouter
@@ -301,13 +301,6 @@ def test_synchronize_without_any_engine_left_raises_the_reason():
     with pytest.raises(EngineError, match="no engine is left; engine 0 failed 3 times in a row: no memory"):
         fleet.run()
     assert fleet.engines[0].log == ["restart"] * 2
-
-
-def test_synchronize_error_of_the_transfer_itself_is_raised():
-    fleet = Fleet(Engine())
-    fleet.error = WeightSyncError("a weight has another shape")
-    with pytest.raises(WeightSyncError, match="another shape"):
-        fleet.run()
 
 
 def test_transfer_that_fails_while_requests_wait_fails_the_requests():
