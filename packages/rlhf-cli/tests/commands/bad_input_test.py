@@ -82,6 +82,11 @@ TABLE = [
         "drop one of them",
     ),
     (
+        "ppo --vllm_speculative ngram --vllm_tensor_parallel_size 2",
+        "error: --vllm_speculative ngram is not tested with --vllm_tensor_parallel_size",
+        "drop one of them",
+    ),
+    (
         "ppo --vllm_speculative ngram --image_key image",
         "error: --vllm_speculative ngram is not tested with --image_key",
         "drop one of them",

@@ -158,7 +158,7 @@ def test_what_drafts_do_not_go_with_is_refused(engine):
         generate(engine, max_tokens=1, min_p=0.1)
     with pytest.raises(ConfigError, match="unknown speculative"):
         EngineSpec(model="", speculative="eagle")
-    for option in ({"return_routes": True}, {"adapter_rank": 4}, {"images": True}):
+    for option in ({"return_routes": True}, {"adapter_rank": 4}, {"images": True}, {"tensor_parallel_size": 2}):
         with pytest.raises(ConfigError, match=r"not tested with ``(.|\n)*hint: drop one of them"):
             EngineSpec(model="", speculative="ngram", **option)
     for kind in ("fake", "transformers"):

@@ -131,6 +131,7 @@ class EngineSpec:
             "``adapter_rank``": self.adapter_rank,
             "``images``": self.images,
             "``return_routes``": self.return_routes,
+            "``EngineSpec.tensor_parallel_size``": self.tensor_parallel_size > 1,
         }
         if self.speculative and (others := [mark for mark, value in marks.items() if value]):
             message = f"``speculative={self.speculative}`` is not tested with {' and '.join(others)}"
