@@ -58,7 +58,7 @@ def test_dapo_learns_the_built_in_task(rlhf, tmp_path):
 
 def test_drafted_tokens_have_the_log_probs_of_the_policy_and_are_counted(rlhf, tmp_path):
     flags = "--vllm_speculative ngram --vllm_speculative_tokens 3 --rollout_batch_size 8 --n_samples_per_prompt 4"
-    flags += " --train_batch_size 32 --train_steps 3 --actor_learning_rate 1e-3 --seed 1"
+    flags += " --train_batch_size 32 --train_steps 3 --actor_learning_rate 1e-3 --seed 1 --enforce_eager"
     steps = [line for line in ppo(rlhf, *flags.split(), folder=tmp_path) if "time/step" in line]
     assert len(steps) == 3
     for line in steps:

@@ -153,6 +153,13 @@ def test_speed_ups_of_single_tokens_are_left_out(engine):
     assert not {"allocate_slots", "cache_blocks"} & vars(scheduler.kv_cache_manager).keys()
 
 
+def test_drafts_are_refused_on_a_gpu_with_cuda_graphs(path, monkeypatch):
+    monkeypatch.setattr("rlhf_rollout.engines.vllm.engine.prepare_environment", lambda: True)
+    with pytest.raises(ConfigError, match=r"GPU with CUDA graphs(.|\n)*hint: add ``enforce_eager``"):
+        build_engine("vllm", spec(path))
+    spec(path, enforce_eager=True).check_drafts(on_gpu=True)
+
+
 def test_what_drafts_do_not_go_with_is_refused(engine):
     with pytest.raises(EngineError, match=r"vLLM drafts no tokens for ``min_p``(.|\n)*hint: use ``min_p=0``"):
         generate(engine, max_tokens=1, min_p=0.1)

@@ -65,7 +65,8 @@ class EngineSpec:
         tensor_parallel_size: GPUs per engine.
         num_threads: CPU threads of the engine's process; None for OMP_NUM_THREADS, or else one per core.
         speculative: "ngram" has "vllm" draft the tokens that followed the last ones where these stood before, in prompt
-            or response, and check them in one pass of the model. Samples have the same distribution. None: no drafts.
+            or response, and check them in one pass of the model. Samples have the same distribution. On a GPU it needs
+            `enforce_eager`. None: no drafts.
         speculative_tokens: tokens per draft at most.
         skip_patches: speed-ups of vLLM to do without, of `VLLM_PATCHES`: in case that one is suspected of a fault.
         masked_ids: ids of the model's vocabulary that are never sampled, in ascending ranges: log-probs are those of a
@@ -144,6 +145,12 @@ class EngineSpec:
     def step_tokens(self) -> int:
         """Tokens of a sequence, at most, in a step that only decodes."""
         return 1 + self.speculative_tokens if self.speculative else 1
+
+    def check_drafts(self, *, on_gpu: bool) -> None:
+        """Raise ConfigError for drafts on a GPU with CUDA graphs, whose samples and log-probs were wrong there."""
+        if self.speculative and on_gpu and not self.enforce_eager:
+            message = f"``speculative={self.speculative}`` gives wrong samples on a GPU with CUDA graphs"
+            raise ConfigError(message, hint="add ``enforce_eager``, or drop ``speculative``")
 
     def check_kind(self, kind: str) -> None:
         """Raise ConfigError for an unknown kind of engine, or one that these settings do not suit."""

@@ -206,7 +206,7 @@ def _engine_config(
         gpu_memory_utilization=spec.gpu_memory_utilization,
         kv_cache_memory_bytes=kv_cache_bytes(spec, model_dir, model_config, on_gpu=on_gpu),
         enforce_eager=is_eager,
-        **({} if is_eager else {"compilation_config": _graphs(spec)}),
+        **({} if is_eager else {"compilation_config": _graphs(spec.max_num_seqs)}),
         enable_sleep_mode=spec.enable_sleep and on_gpu,
         enable_prefix_caching=spec.enable_prefix_caching,
         tensor_parallel_size=spec.tensor_parallel_size,
@@ -228,7 +228,7 @@ def _engine_config(
 
 
 def graph_sizes(num_slots: int) -> list[int]:
-    """Return the numbers of tokens for which a decode step has a CUDA graph; a step takes the next larger one.
+    """Return the numbers of sequences for which a decode step has a CUDA graph; a step takes the next larger one.
 
     They end with all slots. vLLM's own end with 512 sequences, however many or few slots there are, and a step without
     a graph takes several times as long with a small model.
@@ -237,12 +237,9 @@ def graph_sizes(num_slots: int) -> list[int]:
     return [size for size in (1, 2, 4, *steps) if size < num_slots] + [num_slots]
 
 
-def _graphs(spec: EngineSpec) -> dict[str, Any]:
+def _graphs(num_slots: int) -> dict[str, Any]:
     # No compiled layers: compiling takes some 20 s, and graphs hide what it would save.
-    # Drafts differ in length, so that steps are hardly ever those in which all sequences decode as many tokens.
-    kind = "FULL" if spec.speculative else "FULL_DECODE_ONLY"
-    sizes = graph_sizes(spec.max_num_seqs * spec.step_tokens)
-    return {"mode": 0, "cudagraph_mode": kind, "cudagraph_capture_sizes": sizes}
+    return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graph_sizes(num_slots)}
 
 
 def register_architectures(architectures: list[str]) -> list[type]:

@@ -36,6 +36,7 @@ class VllmEngine:
         self._on_gpu = prepare_environment()
         if spec.weight_transfer == "ipc" and not self._on_gpu:
             raise ConfigError("weight_transfer ipc needs a GPU", hint="use weight_transfer shared_memory")
+        spec.check_drafts(on_gpu=self._on_gpu)
         if spec.tensor_parallel_size > 1:
             check_visible_gpus(spec.tensor_parallel_size)
         if spec.seed is None:
