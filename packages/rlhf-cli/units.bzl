@@ -34,7 +34,7 @@ TESTS = {
     "commands/offline_images_test.py": ["rlhf-cli/commands", "rlhf-models/checkpoint", "rlhf-models/testing", "rlhf-train/offline", "tests/support/tiny_vision"],
     "commands/own_code_test.py": ["rlhf-cli/commands", "rlhf-cli/console", "rlhf-data/main", "rlhf-data/options", "rlhf-data/own_code", "rlhf-models/loading", "rlhf-models/testing", "rlhf-models/weights", "tests/support/own_code_testing"],
     "commands/paths_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-cli/paths", "rlhf-data/errors", "rlhf-models/testing", "rlhf-rollout/commands"],
-    "commands/plan_test.py": ["rlhf-cli/commands", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-models/testing", "rlhf-train/memory", "rlhf-train/run_memory"],
+    "commands/plan_test.py": ["rlhf-cli/commands", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-models/testing", "rlhf-train/costs", "rlhf-train/memory", "rlhf-train/run_memory"],
     "commands/ppo_command_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-models/testing", "rlhf-train/online"],
     "commands/ppo_job_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-data/prompts", "rlhf-data/records", "rlhf-data/rows", "rlhf-models/testing", "rlhf-rollout/rewards", "rlhf-train/cluster"],
     "commands/replay_command_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-data/options", "rlhf-data/records", "rlhf-data/testing", "rlhf-models/testing", "rlhf-rollout/records_io", "rlhf-train/online", "rlhf-train/online_job", "rlhf-train/run", "tests/support/record_testing"],

@@ -17,11 +17,12 @@ from rlhf_models.lora import LoraSpec, add_lora, check_lora
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.weights import source
 from rlhf_train import memory
+from rlhf_train.costs import count_adapters, count_parameters
 from rlhf_train.engine import host_adamw
 from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.engine.optimizer import is_hidden_matrix
 from rlhf_train.engine.process_group import init_process_group
-from rlhf_train.memory import Model, Passes, count_adapters, count_parameters, trainer_memory
+from rlhf_train.memory import Model, Passes, trainer_memory
 from rlhf_train.specs import ModelSpec
 from trainer_testing import run_ranks
 

@@ -7,7 +7,8 @@ import pytest
 from memory_models import ADAMW, BF16, NOTHING, config_of
 from rlhf_models.lora import LoraSpec
 from rlhf_rollout.engines import EngineSpec
-from rlhf_train.memory import Model, Passes, count_parameters, engine_memory, pass_memory, trainer_memory
+from rlhf_train.costs import count_parameters
+from rlhf_train.memory import Model, Passes, engine_memory, pass_memory, trainer_memory
 from rlhf_train.specs import ModelSpec
 
 W1 = Passes(train=(16 * 768, 16 * 512), forward=(32 * 768, 32 * 512), most_targets=32 * 512)

@@ -13,7 +13,8 @@ from rlhf_cli.main import main
 from rlhf_cli.preflight.plan_changes import adapters, changes
 from rlhf_cli.preflight.shapes import _SIZES, shape_config
 from rlhf_data.errors import ConfigError
-from rlhf_train.memory import Passes, count_parameters
+from rlhf_train.costs import count_parameters
+from rlhf_train.memory import Passes
 from rlhf_train.run_memory import largest_passes
 
 GIB = 1 << 30

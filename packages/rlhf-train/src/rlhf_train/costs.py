@@ -1,7 +1,7 @@
-"""What a pass of a model costs, in floating-point operations, by which ranks get equal work. Torch-free."""
+"""What a model has and costs: its weights, and the floating-point operations of a pass. Torch-free."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -64,6 +64,26 @@ def pass_costs(config: Any, *, has_head: bool = True) -> PassCosts:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Numbers of weights.
+
+    Attributes:
+        matrices: in the layers, experts and routers included.
+        others: embedding, head, norms and biases.
+        largest: of the largest single weight, an expert counting by itself.
+    """
+
+    matrices: int
+    others: int
+    largest: int
+
+    @property
+    def total(self) -> int:
+        """All weights."""
+        return self.matrices + self.others
+
+
 class Mlp(NamedTuple):
     """The MLP of a layer, or its mixture of `num_experts` MLPs.
 
@@ -124,6 +144,72 @@ def mlps_of(config: Any) -> Counter[Mlp]:
     if not number(config, "num_experts", "num_local_experts", default=0):
         return Counter({mlp_of(config, 0): num_layers})
     return Counter(mlp_of(config, layer) for layer in range(num_layers))
+
+
+def count_parameters(config: Any, *, has_head: bool = True) -> Parameters:
+    """Return the weights of a model of the families Llama, Mistral, Mixtral, Qwen2, Qwen3 and their mixtures.
+
+        layer     = attention 2 H D (h + k) + MLP 3 H I + norms 2 H
+        mixture   = E experts 3 H I, router E H, shared expert 3 H S with a gate H, in place of the MLP
+        model     = layers + embedding V H + head V H, unless it is the embedding, + norm H
+
+    with hidden size H, h heads of size D, k key-value heads, and V tokens; Qwen2 has biases D (h + 2 k), Qwen3 norms
+    2 D. Models of other families are counted like these. Without a head, the model has one output of H weights.
+    """
+    config = config.get_text_config()
+    sizes = sizes_of(config)
+    hidden = sizes.hidden
+    kind = getattr(config, "model_type", "")
+    vectors = 2 * hidden
+    if kind.startswith("qwen3"):
+        vectors += 2 * sizes.head_dim
+    if kind.startswith("qwen2") or getattr(config, "attention_bias", False):
+        vectors += sizes.head_dim * (sizes.num_heads + 2 * sizes.num_kv_heads)
+    if not kind.startswith("qwen2") and getattr(config, "attention_bias", False):
+        vectors += hidden  # of the output
+    matrices = 0
+    biases = 0
+    largest = sizes.vocab * hidden
+    for mlp, count in mlps_of(config).items():
+        of_layer = sum(rows * columns for rows, columns in linears_of(config, mlp).values())
+        of_layer += mlp.num_experts * hidden * (3 * mlp.width + 1)
+        matrices += count * of_layer
+        biases += count * (2 * mlp.width + hidden) * bool(getattr(config, "mlp_bias", False))
+        largest = max(largest, hidden * mlp.width)
+    num_tables = 1 + (has_head and not getattr(config, "tie_word_embeddings", False))
+    others = sizes.num_layers * vectors + biases + num_tables * sizes.vocab * hidden + hidden
+    return Parameters(matrices, others + (0 if has_head else hidden), largest)
+
+
+def linears_of(config: Any, mlp: Mlp) -> dict[str, tuple[int, int]]:
+    """Return inputs and outputs of the linear modules of a layer, by name. Experts and routers are none."""
+    hidden, _, _, num_heads, num_kv_heads, head_dim = sizes_of(config)
+    width = mlp.shared if mlp.num_experts else mlp.width
+    linears = {"q_proj": (hidden, num_heads * head_dim), "o_proj": (num_heads * head_dim, hidden)}
+    linears |= dict.fromkeys(("k_proj", "v_proj"), (hidden, num_kv_heads * head_dim))
+    if width:
+        linears |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, width)) | {"down_proj": (width, hidden)}
+    return linears | ({"shared_expert_gate": (hidden, 1)} if mlp.num_experts and mlp.shared else {})
+
+
+def count_linear_weights(config: Any) -> int:
+    """Return the weights of the linear modules of the layers."""
+    config = config.get_text_config()
+    return sum(
+        count * sum(a * b for a, b in linears_of(config, mlp).values()) for mlp, count in mlps_of(config).items()
+    )
+
+
+def count_adapters(config: Any, rank: int, targets: str | Sequence[str]) -> int:
+    """Return the weights of LoRA adapters: rank (inputs + outputs) for each linear module of the layers in `targets`,
+    by their last name, or for all of them with "all-linear"."""
+    config = config.get_text_config()
+    wanted = None if targets == "all-linear" else {targets} if isinstance(targets, str) else set(targets)
+    total = 0
+    for mlp, count in mlps_of(config).items():
+        sizes = (size for name, size in linears_of(config, mlp).items() if wanted is None or name in wanted)
+        total += count * rank * sum(map(sum, sizes))
+    return total
 
 
 def _mlp_weights(hidden: int, mlp: Mlp) -> int:

@@ -12,7 +12,16 @@ from typing import Any
 
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.vllm.memory import FIXED_BYTES, ITEM_BYTES, gpu_work_bytes
-from rlhf_train.costs import Mlp, mlps_of, sizes_of
+from rlhf_train.costs import (
+    Mlp,
+    Parameters,
+    count_adapters,
+    count_linear_weights,
+    count_parameters,
+    linears_of,
+    mlps_of,
+    sizes_of,
+)
 from rlhf_train.specs import ModelSpec
 
 SPARE = 0.1
@@ -31,26 +40,6 @@ SUB_GROUP_SIZE = 1_000_000_000
 PACKED_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 _ATTENDING = {"full_attention", "sliding_attention"}  # kinds of layers that are compiled
 _TRANSFORMED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-
-
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    """Numbers of weights.
-
-    Attributes:
-        matrices: in the layers, experts and routers included.
-        others: embedding, head, norms and biases.
-        largest: of the largest single weight, an expert counting by itself.
-    """
-
-    matrices: int
-    others: int
-    largest: int
-
-    @property
-    def total(self) -> int:
-        """All weights."""
-        return self.matrices + self.others
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,70 +118,6 @@ class _Parts:
     forward: dict[str, int]
     kept: int
     stays: bool
-
-
-def count_parameters(config: Any, *, has_head: bool = True) -> Parameters:
-    """Return the weights of a model of the families Llama, Mistral, Mixtral, Qwen2, Qwen3 and their mixtures.
-
-        layer     = attention 2 H D (h + k) + MLP 3 H I + norms 2 H
-        mixture   = E experts 3 H I, router E H, shared expert 3 H S with a gate H, in place of the MLP
-        model     = layers + embedding V H + head V H, unless it is the embedding, + norm H
-
-    with hidden size H, h heads of size D, k key-value heads, and V tokens; Qwen2 has biases D (h + 2 k), Qwen3 norms
-    2 D. Models of other families are counted like these. Without a head, the model has one output of H weights.
-    """
-    config = config.get_text_config()
-    sizes = sizes_of(config)
-    hidden = sizes.hidden
-    kind = getattr(config, "model_type", "")
-    vectors = 2 * hidden
-    if kind.startswith("qwen3"):
-        vectors += 2 * sizes.head_dim
-    if kind.startswith("qwen2") or getattr(config, "attention_bias", False):
-        vectors += sizes.head_dim * (sizes.num_heads + 2 * sizes.num_kv_heads)
-    if not kind.startswith("qwen2") and getattr(config, "attention_bias", False):
-        vectors += hidden  # of the output
-    matrices = 0
-    biases = 0
-    largest = sizes.vocab * hidden
-    for mlp, count in mlps_of(config).items():
-        of_layer = sum(rows * columns for rows, columns in _linears(config, mlp).values())
-        of_layer += mlp.num_experts * hidden * (3 * mlp.width + 1)
-        matrices += count * of_layer
-        biases += count * (2 * mlp.width + hidden) * bool(getattr(config, "mlp_bias", False))
-        largest = max(largest, hidden * mlp.width)
-    num_tables = 1 + (has_head and not getattr(config, "tie_word_embeddings", False))
-    others = sizes.num_layers * vectors + biases + num_tables * sizes.vocab * hidden + hidden
-    return Parameters(matrices, others + (0 if has_head else hidden), largest)
-
-
-def _linears(config: Any, mlp: Mlp) -> dict[str, tuple[int, int]]:
-    """Return inputs and outputs of the linear modules of a layer, by name. Experts and routers are none."""
-    hidden, _, _, num_heads, num_kv_heads, head_dim = sizes_of(config)
-    width = mlp.shared if mlp.num_experts else mlp.width
-    linears = {"q_proj": (hidden, num_heads * head_dim), "o_proj": (num_heads * head_dim, hidden)}
-    linears |= dict.fromkeys(("k_proj", "v_proj"), (hidden, num_kv_heads * head_dim))
-    if width:
-        linears |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, width)) | {"down_proj": (width, hidden)}
-    return linears | ({"shared_expert_gate": (hidden, 1)} if mlp.num_experts and mlp.shared else {})
-
-
-def count_linear_weights(config: Any) -> int:
-    """Return the weights of the linear modules of the layers."""
-    config = config.get_text_config()
-    return sum(count * sum(a * b for a, b in _linears(config, mlp).values()) for mlp, count in mlps_of(config).items())
-
-
-def count_adapters(config: Any, rank: int, targets: str | Sequence[str]) -> int:
-    """Return the weights of LoRA adapters: rank (inputs + outputs) for each linear module of the layers in `targets`,
-    by their last name, or for all of them with "all-linear"."""
-    config = config.get_text_config()
-    wanted = None if targets == "all-linear" else {targets} if isinstance(targets, str) else set(targets)
-    total = 0
-    for mlp, count in mlps_of(config).items():
-        sizes = (size for name, size in _linears(config, mlp).items() if wanted is None or name in wanted)
-        total += count * rank * sum(map(sum, sizes))
-    return total
 
 
 def trainer_memory(
@@ -389,7 +314,7 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
     working = max(max(layers), head)
     gathered = min(num_weights, MAX_LIVE_PARAMETERS)
     gathered += (1 + with_gradients) * _whole_layer(config, spec) * (num_weights > 0)
-    restored = max(a * b for mlp in mlps_of(config) for a, b in _linears(config, mlp).values())
+    restored = max(a * b for mlp in mlps_of(config) for a, b in linears_of(config, mlp).values())
     return {
         "activations": kept if with_gradients else 0,
         "restored": item * restored * spec.is_in_4bit,

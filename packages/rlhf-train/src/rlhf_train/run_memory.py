@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from rlhf_train.cluster.places import ProcessPlan
-from rlhf_train.memory import ITEM_BYTES, Model, Need, Passes, count_parameters, engine_memory, trainer_memory
+from rlhf_train.costs import count_parameters
+from rlhf_train.memory import ITEM_BYTES, Model, Need, Passes, engine_memory, trainer_memory
 from rlhf_train.online_job import OnlineJob
 from rlhf_train.specs import ModelSpec
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from rlhf_train.costs import mlps_of, pass_costs, sizes_of
-from rlhf_train.memory import ITEM_BYTES, count_adapters, count_parameters, layer_bytes
+from rlhf_train.costs import count_adapters, count_parameters, mlps_of, pass_costs, sizes_of
+from rlhf_train.memory import ITEM_BYTES, layer_bytes
 from rlhf_train.online_job import OnlineJob
 from rlhf_train.specs import ModelSpec
 
