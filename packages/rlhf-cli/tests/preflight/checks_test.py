@@ -234,7 +234,7 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ("--entropy_coef_step 1", "--entropy_coef_step has no effect: there is no --entropy_target"),
         (
             "--old_logprobs rollout --entropy_target 1",
-            "--old_logprobs rollout saves no forward pass with --top_ent",
+            "--old_logprobs rollout saves no forward pass with --entropy_target: the entropy",
         ),
         ("--teacher_top_k 2", "--teacher_top_k has no effect: there is no --teacher_model"),
         (f"{TAUGHT} --kd_divergence jsd", "--kd_divergence has no effect: there is no --teacher_top_k"),

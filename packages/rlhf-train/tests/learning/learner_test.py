@@ -100,6 +100,11 @@ def test_weight_of_the_entropy_bonus_adapts_step_by_step_and_is_restored(job):
     resumed = Learner(job, [ranks])
     resumed.restore(learner.state())
     assert resumed.entropy_coef == learner.entropy_coef == pytest.approx(0.02)
+    older = learner.state()
+    del older["entropy_coef"]
+    restored = Learner(job, [ranks])
+    restored.restore(older)
+    assert (restored.entropy_coef, restored.kl_coef) == (0.0, learner.kl_coef)
 
 
 def test_columns_without_a_use_are_not_made(job):

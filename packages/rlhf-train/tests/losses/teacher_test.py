@@ -29,6 +29,14 @@ def test_most_likely_tokens_are_those_of_the_distribution_at_the_temperature(log
     assert found[:, 6].double().allclose(others, atol=1e-6)
 
 
+@pytest.mark.parametrize("top_k", [4, V])
+def test_log_probs_of_tokens_that_have_none_are_finite_and_those_of_a_broken_teacher_are_not(logits, top_k):
+    logits[0, :, 3:] = -torch.inf  # ids without a token; with all V there is no other either
+    logits[0, 0, 1] = torch.nan
+    finite = most_likely(logits[0].float(), top_k, 1.0).isfinite()
+    assert finite[1:].all() and not finite[0].all()
+
+
 def grouped(probs, ids):
     """The distribution over the tokens `ids` and all others, if there are any, as one."""
     chosen = probs.gather(1, ids)

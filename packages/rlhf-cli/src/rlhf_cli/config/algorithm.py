@@ -413,9 +413,7 @@ class AlgorithmSection(OnPolicyTeacherSection, EntropySection):
                 f" {num_updates} updates per step, all but the first are off-policy"
             )
         if spec.old_logprobs == "rollout" and spec.runs_actor:
-            wanted = self._correcting(spec) if spec.correction.is_on else "--top_entropy_quantile and --entropy_target"
-            reason = "which need the trainer's distributions before the update, and not the engine's log-probs alone"
-            notices.append(f"--old_logprobs rollout saves no forward pass with {wanted}, {reason}")
+            notices.append(f"--old_logprobs rollout saves no forward pass with {self._use_of_pass(spec)}")
         # k1 is log p - log q. Its gradient is that of log p alone, whose expectation under p is zero.
         if self.use_kl_loss and self.kl_estimator == "k1" and not self.kl_unbiased_gradient:
             notices.append(
@@ -424,9 +422,14 @@ class AlgorithmSection(OnPolicyTeacherSection, EntropySection):
             )
         return notices if skips else notices + self._clip_notices(loss)
 
-    def _correcting(self, spec: AlgorithmSpec) -> str:
+    def _use_of_pass(self, spec: AlgorithmSpec) -> str:
+        """Return which options take the trainer's pass before the updates, and why."""
+        if not spec.correction.is_on:
+            names = [f"--{name}" for name in ("top_entropy_quantile", "entropy_target") if getattr(self, name)]
+            return f"{' and '.join(names)}: the entropy is that of the trainer's policy before the updates"
         level = spec.correction.level
-        return f"--is_reject {self.is_reject}" if level == "off" else f"--is_correction_level {level}"
+        option = f"--is_reject {self.is_reject}" if level == "off" else f"--is_correction_level {level}"
+        return f"{option}: the correction compares the engine's log-probs with the trainer's"
 
     def _clip_notices(self, loss: str) -> list[str]:
         (low, high), given = self.clip_range, self.clip_spellings

@@ -284,7 +284,7 @@ class Learner:
         self._step_versions.clear()
         self._step_versions.extend(state["step_versions"])
         self.kl_coef = state["kl_coef"]
-        self.entropy_coef = state["entropy_coef"]
+        self.entropy_coef = state.get("entropy_coef", self.entropy_coef)  # older checkpoints have none
         self._shaper.restore(state["reward"])
 
     def save_state(self, folder: str) -> list[str]:

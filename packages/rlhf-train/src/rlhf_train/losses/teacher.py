@@ -26,7 +26,8 @@ def most_likely(logits: Tensor, top_k: int, temperature: float) -> Tensor:
         temperature: of the distribution, > 0.
 
     Returns:
-        [N, 2 K + 1] float32, K ids and then K + 1 log-probs in nats. Ids are exact up to 2**24.
+        [N, 2 K + 1] float32, K ids and then K + 1 log-probs in nats, at least `MIN_LOGPROB`: of no others, too, where K
+        is V. Ids are exact up to 2**24.
     """
     found = []
     for block in logits.split(max(MAX_BLOCK // logits.shape[-1], 1)):
@@ -35,7 +36,7 @@ def most_likely(logits: Tensor, top_k: int, temperature: float) -> Tensor:
         # From the others themselves: 1 minus the sum of the first would have no digit left where they have nearly all.
         rest = logprobs.scatter(1, top.indices, -torch.inf).logsumexp(-1, keepdim=True)
         found.append(torch.cat([top.indices.float(), top.values, rest], dim=1))
-    return torch.cat(found)
+    return torch.cat(found).clamp(min=MIN_LOGPROB)
 
 
 def teacher_column(
