@@ -11,7 +11,7 @@ from rlhf_rollout.commands import generate as generate_command
 from rlhf_rollout.commands import parts
 from rlhf_rollout.commands.main import main
 from rlhf_rollout.commands.parts import RewardJob
-from rlhf_rollout.commands.sections import RewardSection
+from rlhf_rollout.commands.reward_section import RewardSection
 from rlhf_rollout.engines import process
 from rlhf_rollout.engines.fake import FakeEngine
 

@@ -6,7 +6,7 @@ from rlhf_cli.config.rollout import RolloutSection
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import without_effect
 from rlhf_data.options.declare import SymmetricRange, flag, matching, one_of
-from rlhf_rollout.commands import sections
+from rlhf_rollout.commands import reward_section
 from rlhf_train.generation.run_spec import RewardSpec
 
 Normalization = one_of(("together", "each", "none"))
@@ -18,7 +18,7 @@ _MODEL_OPTIONS = (
 )
 
 
-class RewardSection(sections.RewardSection):
+class RewardSection(reward_section.RewardSection):
     """Adds how rewards are normalized, clipped and shaped before an algorithm uses them."""
 
     step_separator: str = flag(

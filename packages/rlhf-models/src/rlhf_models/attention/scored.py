@@ -14,8 +14,8 @@ from torch.nn.functional import dropout as drop
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rlhf_data.errors import ConfigError
+from rlhf_models.attention.compiler import configure_compiler
 from rlhf_models.attention.shared_prompts import Copies
-from rlhf_models.compiler import configure_compiler
 
 SCORED_ATTENTION = "rlhf_packed_scored"
 UNPACKED = "turn packing off, with ``packing=false``"  # a hint

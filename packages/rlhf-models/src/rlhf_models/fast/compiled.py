@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.functional import linear
 
+from rlhf_models.attention.compiler import configure_compiler
 from rlhf_models.attention.packed import PACKED_ATTENTIONS, head_sizes, varlen_unavailable_reason
 from rlhf_models.attention.scored import SCORED_ATTENTION
-from rlhf_models.compiler import configure_compiler
 
 # A matrix product with fewer columns leaves most of a GPU idle, so it is joined with other products of the same input.
 _FEW_COLUMNS = 1024

@@ -18,6 +18,7 @@ from rlhf_data.options.sections import (
 from rlhf_data.rows.sources import parse_probs
 from rlhf_rollout.agents import AgentSpec
 from rlhf_rollout.commands.outputs import GenerateFileSection, ScoreFileSection
+from rlhf_rollout.commands.reward_section import RewardSection
 from rlhf_rollout.commands.sections import (
     SHARE_ALONE,
     AgentSection,
@@ -28,7 +29,6 @@ from rlhf_rollout.commands.sections import (
     PromptSection,
     PromptSourceSection,
     ReferenceSection,
-    RewardSection,
     SamplingSection,
     TokenizerSection,
 )

@@ -20,7 +20,8 @@ from rlhf_data.rows.sources import Rows, may_be_on_hub, open_sources, parse_prob
 from rlhf_data.stored_weights import check_tied_head
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.commands.configs import WITH_MODEL, OneEngineSection
-from rlhf_rollout.commands.sections import SHARE_ALONE, EngineModelSection, PromptSourceSection, RewardSection
+from rlhf_rollout.commands.reward_section import RewardSection
+from rlhf_rollout.commands.sections import SHARE_ALONE, EngineModelSection, PromptSourceSection
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.model_files import read_config, resolve_model_dir
