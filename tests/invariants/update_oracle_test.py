@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from exact_losses import Recipe
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_train.algorithms import table as tables
@@ -30,7 +31,7 @@ from rlhf_train.specs import ModelSpec, OptimizerSpec
 from tiny_qwen2 import TinyQwen2
 from trainer_testing import random_rollouts, run_ranks
 from update_cases import CASES, FEATURES, Case
-from update_oracle import Oracle, Outcome, Recipe, Sample
+from update_oracle import Oracle, Outcome, Sample
 
 NUM_ROLLOUTS, NUM_MINI_BATCHES, VOCAB_SIZE, MAX_TOKENS, TEMPERATURE, SEED = 24, 2, 272, 24, 0.8, 5
 # Float32 against float64. Weights move by about 1e-2 per update and 4e-2 in all.

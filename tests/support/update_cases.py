@@ -3,7 +3,7 @@
 import dataclasses
 
 from exact_adam import Adam
-from update_oracle import Recipe
+from exact_losses import Recipe
 
 # Adam divides by the gradient's own size; its epsilon lies above the rounding of gradients near 0.
 ADAM = Adam(learning_rate=1e-2, eps=1e-4)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from exact_adam import Adam
+from exact_losses import Recipe, kl_of_token, sequence_term, token_term
 from tiny_qwen2 import TinyQwen2
 
 # estimator: (baseline within the group, reduction, whitened over the batch, uses a critic)
@@ -36,36 +37,6 @@ LOSS_REDUCTIONS = {
     "gspo": "seq_mean_token_mean", "sapo": "seq_mean_token_mean", "cispo": "token_mean", "kimi": "token_mean",
     "gmpo": "seq_mean_token_mean", "topr": "seq_mean_token_mean", "vespo": "seq_mean_token_sum",
 }  # fmt: skip
-MAX_K3 = 10.0  # nats per token; the bound of verl and OpenRLHF
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """What is computed. Names and meanings are those of the command line; None stands for "off" or "the default"."""
-
-    estimator: str
-    policy_loss: str = "ppo"
-    reduction: str | None = None
-    gamma: float = 1.0
-    turn_gamma: float | None = None
-    lambd: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    entropy_coef: float = 0.0
-    value_clip: float | None = None
-    bootstrap_truncated: bool = False
-    kl_coef: float = 0.0
-    kl_estimator: str = "k1"
-    use_kl_loss: bool = False
-    kl_unbiased_gradient: bool = False
-    teacher_coef: float = 0.0
-    distribution: tuple[Any, ...] | None = None  # top_k, divergence, beta; without it the teacher judges sampled tokens
-    old_logprobs: str = "recompute"
-    correction: tuple[Any, ...] | None = None  # level, mode, low, high, and whether masked tokens are not counted
-    mask_stale: int | None = None
-    whiten_std: bool = True
-    top_quantile: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -251,7 +222,8 @@ class Oracle:
                     gamma = recipe.turn_gamma
                 reward = rewards[i] if t == places[-1] else 0.0
                 if recipe.kl_coef and recipe.old_logprobs != "skip":
-                    kls.append(self._kl(self.columns["old_logprobs"][i, t], self.columns["ref_logprobs"][i, t])[0])
+                    pair = self.columns["old_logprobs"][i, t], self.columns["ref_logprobs"][i, t]
+                    kls.append(kl_of_token(recipe, *pair)[0])
                     reward -= 0.0 if recipe.use_kl_loss else recipe.kl_coef * kls[-1]
                 surprise = reward + gamma * next_value - values[i, t]
                 lambd = recipe.lambd if self.uses_critic else 1.0
@@ -297,61 +269,6 @@ class Oracle:
 
     # Losses
 
-    def _kl(self, logprob: float, ref_logprob: float) -> tuple[float, float]:
-        """Return the estimate of one token and its derivative by the log-prob."""
-        d = logprob - ref_logprob
-        k3 = math.exp(-d) - 1 + d
-        return {
-            "k1": (d, 1.0),
-            "k2": (d * d / 2, d),
-            "k3": (k3, 1 - math.exp(-d)) if k3 < MAX_K3 else (MAX_K3, 0.0),
-        }[self.recipe.kl_estimator]
-
-    def _policy_term(self, logprob: float, ratio: float, advantage: float) -> tuple[float, float]:
-        """Return the policy loss of one token and its derivative by the log-prob; `ratio` is GSPO's or the token's."""
-        recipe = self.recipe
-        bounded = min(max(ratio, 1 - recipe.clip_low), 1 + recipe.clip_high)
-        if recipe.policy_loss == "reinforce":
-            return -advantage * logprob, -advantage
-        if recipe.policy_loss == "cispo":
-            return -bounded * advantage * logprob, -bounded * advantage
-        if recipe.policy_loss == "sapo":
-            tau = 1.0 if advantage > 0 else 1.05
-            gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
-            return -4 / tau * gate * advantage, -4 * gate * (1 - gate) * ratio * advantage
-        if recipe.policy_loss == "kimi":
-            slope = 0.0 if bounded != ratio else -ratio * advantage
-            return -bounded * advantage + 1e-3 * math.log(ratio) ** 2, slope + 2e-3 * math.log(ratio)
-        loss, slope = -ratio * advantage, -ratio * advantage
-        if recipe.policy_loss.startswith("dppo"):
-            p, q = math.exp(logprob), math.exp(logprob) / ratio
-            kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
-            distance = abs(p - q) if recipe.policy_loss == "dppo_tv" else kl
-            limit = recipe.clip_high if advantage > 0 else recipe.clip_low
-            return (0.0, 0.0) if distance > limit and (p > q) == (advantage > 0) else (loss, slope)
-        if bounded * advantage < ratio * advantage:
-            loss, slope = -bounded * advantage, 0.0
-        if recipe.dual_clip is not None and advantage < 0 and loss > -recipe.dual_clip * advantage:
-            loss, slope = -recipe.dual_clip * advantage, 0.0
-        return loss, slope
-
-    def _sequence_term(
-        self, logprob: float, gap: float, advantage: float, gaps: list[float], advantages: list[float]
-    ) -> tuple[float, float]:
-        """Return the same for losses of a whole response with these log ratios and advantages."""
-        name, low, high = self.recipe.policy_loss, 1 - self.recipe.clip_low, 1 + self.recipe.clip_high
-        if name == "gmpo":
-            pairs = zip(gaps, advantages, strict=True)
-            ratios = [min(math.exp(g), high) if a > 0 else max(math.exp(g), low) for g, a in pairs]
-            loss = -advantage * math.prod(ratios) ** (1 / len(ratios))
-            return loss, 0.0 if (math.exp(gap) > high if advantage > 0 else math.exp(gap) < low) else loss
-        if name == "topr":
-            weight = 1.0 if advantage >= 0 else min(math.exp(sum(gaps) / len(gaps)), 1.0)
-        else:
-            whole, (c1, c2) = math.exp(sum(gaps)), (2, 3) if advantage > 0 else (3, 2)
-            weight = whole**c1 * math.exp(c2 * (1 - whole))
-        return -weight * advantage * logprob, -weight * advantage
-
     def _actor_loss(self, members: Sequence[int]) -> tuple[Tensor, float]:
         """Return a number with the gradient of the actor's loss, and the value of its policy term."""
         recipe, columns = self.recipe, self.columns
@@ -374,16 +291,16 @@ class Oracle:
                 advantage = columns["advantages"][i, t]
                 if recipe.policy_loss in ("gmpo", "topr", "vespo"):
                     others = [columns["advantages"][i, k] for k in places]
-                    loss, slope = self._sequence_term(now[row, t], gap, advantage, gaps, others)
+                    loss, slope = sequence_term(recipe, now[row, t], gap, advantage, gaps, others)
                 else:
                     ratio = math.exp(sum(gaps) / len(gaps) if recipe.policy_loss == "gspo" else gap)
-                    loss, slope = self._policy_term(now[row, t], ratio, advantage)
+                    loss, slope = token_term(recipe, now[row, t], ratio, advantage)
                 weight = columns["weights"][i, t] if "weights" in columns else 1.0
                 total += share * weight * loss
                 slope *= weight
                 if recipe.use_kl_loss:
                     reference = columns["ref_logprobs"][i, t]
-                    pull = self._kl(now[row, t], reference)[1]
+                    pull = kl_of_token(recipe, now[row, t], reference)[1]
                     if recipe.kl_unbiased_gradient:
                         pull = min(math.exp(gap), 10.0) * (now[row, t] - reference)
                     slope += recipe.kl_coef * pull

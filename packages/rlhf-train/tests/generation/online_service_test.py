@@ -88,20 +88,13 @@ class Run:
             dynamic_sampling=dynamic,
             difficulty=None,
         )
-        for name, value in changes.items():
-            setattr(self.job, name, value)
+        vars(self.job).update(changes)
         self.num_batches = num_batches
         self.answers = SlowAnswers()
         self.stream = SampleStream(batch_size, num_batches, staleness)
         self.shown: list[tuple[int, int]] = []
-        self.service = GenerationService(
-            self.job,
-            self.answers,
-            Scores(),
-            self.stream,
-            lambda *parts: self.shown.append(parts),
-            greedy_baseline=greedy,
-        )
+        parts = self.job, self.answers, Scores(), self.stream, lambda *counts: self.shown.append(counts)
+        self.service = GenerationService(*parts, greedy_baseline=greedy)
         self.batches: list = []
         self.staleness: list[int] = []
 
@@ -164,9 +157,8 @@ def test_reward_that_scores_all_groups_is_never_said_to_be_idle(staleness, tmp_p
 
 @pytest.mark.parametrize(("was", "own", "fits"), [("a", "a", 1), ("a", "b", 0), ("", "b", 1), ("a", "", 1)])
 def test_run_continues_with_its_own_rows_only(was, own, fits, tmp_path):
-    first, second = (
-        Run([10], batch_size=2, staleness=0, num_batches=2, prompts_digest=digest) for digest in (was, own)
-    )
+    options = {"batch_size": 2, "staleness": 0, "num_batches": 2}
+    first, second = (Run([10], prompts_digest=digest, **options) for digest in (was, own))
     state = saved(first.service.state(), tmp_path)
     if fits:
         second.service.restore(state)
@@ -232,10 +224,8 @@ def test_lengths_that_are_trained_are_those_that_were_asked_for(staleness):
     assert sorted(trained) == sorted(np.repeat(lengths, 2))
     assert max(run.staleness) <= staleness
     # The first half of a run has no shorter answers than the second half: none waits for the end.
-    halves = np.split(np.array(trained), 2)
-    assert (
-        abs(np.log(halves[0]).mean() - np.log(halves[1]).mean()) < 3 * np.log(trained).std() * (2 / len(trained)) ** 0.5
-    )
+    first, second = (np.log(half).mean() for half in np.split(np.array(trained), 2))
+    assert abs(first - second) < 3 * np.log(trained).std() * (2 / len(trained)) ** 0.5
 
 
 def test_more_staleness_is_never_slower_on_long_tails():
@@ -442,11 +432,9 @@ def test_groups_have_the_reward_of_a_greedy_response_that_no_count_has():
         for name in sorted(group.group_id for group in drawn.kept)
         for entry in ((name, 2, 1.0), (f"{name}/greedy", 1, 0.0))
     ]
+    extra = {"greedy_reward": 0.25}
     for group in drawn.kept:
-        assert [(r.verdict.reward, r.verdict.extra) for r in group.rollouts] == [
-            (1.0, {"greedy_reward": 0.25}),
-            (0.0, {"greedy_reward": 0.25}),
-        ]
+        assert [(r.verdict.reward, r.verdict.extra) for r in group.rollouts] == [(1.0, extra), (0.0, extra)]
     assert (drawn.num_requested, drawn.num_failed) == (4, 0)
 
 

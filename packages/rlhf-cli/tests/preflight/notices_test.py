@@ -1,0 +1,89 @@
+"""Notices of the checks across options that depend on sizes, on a recorded run, or on several options."""
+
+import re
+
+import pytest
+
+from rlhf_cli.commands.ppo import lowest_layer
+from rlhf_cli.config.ppo import PpoConfig
+from rlhf_cli.preflight.devices import on_cpu
+from rlhf_data.options.command_line import CommandLine, Parsed
+
+
+def ppo(*argv: str) -> Parsed[PpoConfig]:
+    return CommandLine(config=PpoConfig, prog="rlhf ppo", recipe=lowest_layer).parse(argv)
+
+
+def notices_with(text: str, *argv: str) -> list[str]:
+    return [notice for notice in ppo(*argv).notices if text in notice]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            "--train_batch_size 1024 --packing_samples",
+            "makes 128 passes per update, of 8 packed samples .*: --micro_batch_tokens 16384, or ",
+        ),
+        ("--train_batch_size 64 --packing_samples", "makes 8 passes per update, of 8 packed"),
+        (
+            "--train_batch_size 1024 --packing_samples --generate_max_len 30000 --prompt_max_len 2000",
+            "--micro_batch_tokens 32000, or ",
+        ),
+        ("--train_batch_size 56 --packing_samples", None),
+        ("--train_batch_size 1024", None),  # samples are padded
+        ("--train_batch_size 1024 --packing_samples --actor_num_gpus_per_node 16", "makes 8 passes per update"),
+        (
+            "--train_batch_size 1024 --packing_samples --actor_num_gpus_per_node 16 --sequence_parallel_size 2",
+            "makes 16 passes per update",
+        ),
+        ("--train_batch_size 504 --packing_samples --actor_num_gpus_per_node 9", None),
+        ("--train_batch_size 1024 --packing_samples --micro_train_batch_size 4", None),
+        ("--train_batch_size 1024 --packing_samples --micro_batch_tokens 4096", None),
+    ],
+)
+def test_many_packed_passes_whose_size_nobody_chose_are_told(argv, says):
+    # The recipe of the built-in task, which is left with a model, chooses a size.
+    words = f"--pretrain m --prompt_data p.jsonl --remote_rm_url r.py --rollout_batch_size {argv.split()[1]} {argv}"
+    found = notices_with("passes", *words.split())
+    assert [bool(re.search(says or "", notice)) for notice in found] == [True] * (says is not None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        ("--reward_batch_size 8 --reward_num_gpus_per_node 2", "no effect"),
+        ("--ref_reward_offload --init_kl_coef 0", "ref_reward_offload"),
+        ("--ref_reward_offload --lora_rank 2", "ref_reward_offload"),
+        ("--dynamic_filtering --dynamic_filtering_reward_range 0 1", "--dynamic_filtering"),
+    ],
+)
+def test_check_ppo_reward_model_options_have_effect_with_one(argv, text):
+    assert notices_with(text, *["--remote_rm_url", "None", "--reward_pretrain", "m"], *argv.split()) == []
+
+
+def test_check_ppo_mask_of_stale_tokens_has_an_effect_on_recorded_rollouts(tmp_path):
+    (tmp_path / "config.toml").write_text("", encoding="utf-8")
+    argv = ["--pretrain", "builtin", "--prompt_data", "builtin", "--remote_rm_url", "r.py", "--mask_stale", "1"]
+    assert notices_with("mask_stale", "--replay", str(tmp_path), *argv) == []
+
+
+def test_recorded_rollouts_of_a_quantized_engine_are_corrected_as_in_their_run(tmp_path):
+    argv = ("--pretrain", "builtin", "--prompt_data", "builtin", "--remote_rm_url", "r.py", "--replay", str(tmp_path))
+    (tmp_path / "config.toml").write_text('[engine]\nvllm_quantization = "fp8"\n[model]\nbf16 = true\n')
+    replayed = ppo(*argv)
+    assert replayed.config.objective.correction.level == "token"
+    assert [notice for notice in replayed.notices if "no effect" in notice and "quantization" in notice] == []
+    assert notices_with("early_forwards", *argv, "--early_forwards") == []
+
+
+def test_check_ppo_option_without_effect_for_two_reasons_is_one_notice():
+    argv = ["--colocate_actor_ref", "--init_kl_coef", "0", "--colocate_all_models"]
+    (notice,) = [notice for notice in ppo(*argv).notices if notice.startswith("--colocate_actor_ref")]
+    assert notice == "--colocate_actor_ref has no effect: --init_kl_coef is 0, so there is no reference model"
+
+
+def test_on_cpu_colocation_of_reward_models_has_no_effect():
+    assert on_cpu({"colocate_critic_reward"}) == [
+        "--colocate_critic_reward has no effect: there is no GPU, everything shares the CPU"
+    ]
