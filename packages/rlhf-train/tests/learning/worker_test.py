@@ -14,7 +14,7 @@ from rlhf_models.host_states import RestingModel
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_train.algorithms.table import make_algorithm
-from rlhf_train.algorithms.token_specs import DistributionSpec
+from rlhf_train.algorithms.token_specs import DistributionSpec, EntropySpec
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.learning import rehearsal
 from rlhf_train.learning.rank_actor import RankActor
@@ -331,6 +331,18 @@ def test_a_teachers_distributions_are_rehearsed(job):
     with without_trace(worker):
         run_passes(worker, list(models), taught)
     assert [metrics["kl/teacher"].count for _, metrics in losses] == [96, 95]
+
+
+@pytest.mark.parametrize(("target", "is_bonus"), [(0.5, True), (None, False)])
+def test_an_adaptive_bonus_is_rehearsed_though_its_weight_begins_at_0(job, target, is_bonus):
+    algorithm = dataclasses.replace(job.algorithm, entropy=EntropySpec(target=target))
+    worker = started(dataclasses.replace(job, algorithm=algorithm), "actor", "reference")
+    coefs = []
+    loss = worker._actor_loss
+    worker._actor_loss = lambda *args: coefs.append(args[2].entropy_coef) or loss(*args)
+    with without_trace(worker):
+        run_passes(worker, ["actor", "reference"], dataclasses.replace(job, algorithm=algorithm))
+    assert [coef > 0 for coef in coefs] == [is_bonus] * 2
 
 
 def test_ranks_without_the_actor_rehearse_their_own_models(job):

@@ -144,8 +144,10 @@ def run_passes(
     zeros = {name: {row: np.zeros((n, *more)) for row, n in lengths.items()} for name, more in filled.items()}
     worker.adopt_columns(zeros)
     calls = [partial(worker.assign_advantages, algorithm.kl_coef)] if "actor" in roles else []
+    # A bonus that adapts may begin at 0, and passes with it run other kernels.
+    weights = {"kl_coef": algorithm.kl_coef, "entropy_coef": algorithm.entropy.coef_step}
     for role in worker.engines:
-        calls.append(partial(worker.update, role, max_epochs=1, seed=0, kl_coef=algorithm.kl_coef))
+        calls.append(partial(worker.update, role, max_epochs=1, seed=0, **weights))
     calls += [partial(worker.run_model, role) for role in run if role in roles]
     for call in calls:
         # One by one: ranks wait for each other at the beginning of a call, which another rank may not have left early.
