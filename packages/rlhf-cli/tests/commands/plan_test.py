@@ -248,6 +248,12 @@ def test_links_between_nodes_are_said_to_be_unmeasured(gpus, says, capsys):
     assert (status, "\n  links between nodes are counted like those within a node" in out) == (0, says)
 
 
+@pytest.mark.parametrize("four_bit", [[], ["--load_in_4bit"]], ids=str)
+def test_the_time_to_restore_weights_is_said_to_be_left_out(four_bit, capsys):
+    status, out, _ = run(capsys, *model("qwen2.5-7b", 2), "--gpus", "2", "--lora_rank", "8", *four_bit)
+    assert (status, "from 4 bits is not counted" in out) == (0, bool(four_bit))
+
+
 def test_adapters_are_suggested_where_all_weights_cannot_be_trained(capsys, planner):
     """7 billion weights in bfloat16 are 14.2 GiB, and adapters of rank 64 add 64 (inputs + outputs) of 7 matrices."""
     own = ["--gpus", "1", "--gpu_memory_gb", "80"]

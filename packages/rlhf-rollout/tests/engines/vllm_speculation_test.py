@@ -163,6 +163,10 @@ def test_drafts_are_refused_on_a_gpu_with_cuda_graphs(path, monkeypatch):
 def test_what_drafts_do_not_go_with_is_refused(engine):
     with pytest.raises(EngineError, match=r"vLLM drafts no tokens for ``min_p``(.|\n)*hint: use ``min_p=0``"):
         generate(engine, max_tokens=1, min_p=0.1)
+    with pytest.raises(EngineError, match=r"longer than min_tokens 8 (.|\n)*hint: use min_tokens 0"):
+        generate(engine, max_tokens=9, min_tokens=8)
+    [completion] = generate(engine, max_tokens=9, min_tokens=9, stop_token_ids=(101,))
+    assert len(completion.token_ids) == 9 and 101 not in completion.token_ids
     with pytest.raises(ConfigError, match="unknown speculative"):
         EngineSpec(model="", speculative="eagle")
     for option in ({"return_routes": True}, {"adapter_rank": 4}, {"images": True}, {"tensor_parallel_size": 2}):

@@ -198,6 +198,8 @@ def describe_seconds(job: OnlineJob, kind: str, mean_response_tokens: float | No
     lines = [f"seconds per step, estimated for {kind.upper()}", *rows, speed]
     if len({place.node for placed in [*job.plan.trainers, job.plan.engines] for place in placed.places}) > 1:
         lines.append("  links between nodes are counted like those within a node, as they were not measured")
+    if any(spec.is_in_4bit for spec in job.models.values()):
+        lines.append("  the time to restore weights from 4 bits is not counted")
     return "\n".join(lines)
 
 

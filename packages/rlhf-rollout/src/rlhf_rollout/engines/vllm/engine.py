@@ -20,6 +20,7 @@ from rlhf_rollout.engines.vllm.core import build_core, check_visible_gpus, prepa
 from rlhf_rollout.engines.vllm.images import features
 from rlhf_rollout.engines.vllm.internals import adapter_request, check_vllm
 from rlhf_rollout.engines.vllm.own_classes import shortest_prompt
+from rlhf_rollout.engines.vllm.speculation import check_sampling
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.weights.bucket import WeightBucket
 from rlhf_rollout.weights.senders import Senders, merged
@@ -88,8 +89,8 @@ class VllmEngine:
         """See `RolloutEngine.generate`. Raises EngineError also while the engine sleeps or lacks weights."""
         check_images(images, self._spec)
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
-        if self._spec.speculative and sampling.min_p:
-            raise EngineError("vLLM drafts no tokens for ``min_p``", hint="use ``min_p=0``, or drop ``speculative``")
+        if self._spec.speculative:
+            check_sampling(sampling)
         if len(token_ids) < self._shortest_prompt:
             message = "vLLM answers a prompt of one token with what layers of linear attention kept of another request"
             raise EngineError(message, hint="use prompts of two tokens or more, such as those of a chat template")

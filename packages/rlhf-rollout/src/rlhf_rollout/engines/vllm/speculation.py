@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from rlhf_data.errors import EngineError
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.internals import require
 from rlhf_rollout.private_names import missing
+from rlhf_rollout.protocols import SamplingParams
 
 NAMES = {
     "vllm.v1.core.sched.scheduler:Scheduler": ("make_spec_decoding_stats",),
@@ -24,6 +26,19 @@ _NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 def check_drafts() -> None:
     """Raise EngineError if this vLLM lacks what speculative decoding needs."""
     require(missing(NAMES))
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raise EngineError for samples that vLLM draws otherwise where it drafts tokens.
+
+    For the token behind an accepted draft, it compares `min_tokens` with the length before the draft. It then masks end
+    tokens that are allowed, and log-probs are those of the masked distribution.
+    """
+    if sampling.min_p:
+        raise EngineError("vLLM drafts no tokens for ``min_p``", hint="use ``min_p=0``, or drop ``speculative``")
+    if 0 < sampling.min_tokens < sampling.max_tokens:
+        message = f"vLLM holds end tokens back for longer than min_tokens {sampling.min_tokens} where it drafts tokens"
+        raise EngineError(message, hint="use min_tokens 0 or that of max_tokens, or drop ``speculative``")
 
 
 def draft_options(spec: EngineSpec) -> dict[str, Any]:
