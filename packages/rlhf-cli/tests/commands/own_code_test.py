@@ -71,7 +71,8 @@ def run(words):
 
 
 @pytest.mark.parametrize("words", NAMING.values(), ids=NAMING)
-def test_dry_run_refuses_code_without_the_flag_and_runs_none(folder, capsys, words):
+def test_dry_run_refuses_code_without_the_flag_and_runs_none(folder, capsys, monkeypatch, words):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # what transformers would ask for at a terminal
     words = words.format(out=folder / "out").split()
     assert run([*words, "--dry_run"]) == 2
     error = capsys.readouterr().err
