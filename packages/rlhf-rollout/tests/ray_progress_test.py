@@ -59,3 +59,18 @@ async def test_ray_engine_waits_for_requests_as_long_as_they_get_further(monkeyp
         "call": engine.sleep(),
     }
     assert dict(zip(calls, await asyncio.gather(*map(end, calls.values())), strict=True)) == ends
+
+
+@simulated
+async def test_pause_puts_deadlines_off_until_the_engine_is_restarted(monkeypatch) -> None:
+    for name in ("cancel", "kill"):
+        monkeypatch.setattr(ray, name, lambda reference: None)
+    actor = WritingActor(num_new=0)
+    actor.call = SimpleNamespace(remote=lambda *_: asyncio.sleep(0, 0))
+    spec = EngineSpec(model="fake", request_timeout_s=8.0)
+    engine = RayEngine(actor, spec, start=lambda: WritingActor(num_new=0))
+    await engine.pause("keep")
+    assert await engine.generate(PROMPT, SamplingParams(max_tokens=200)) == ["done"]
+    engine.restart()
+    with pytest.raises(EngineError, match="a request"):
+        await engine.generate(PROMPT, SamplingParams(max_tokens=200))
