@@ -4,7 +4,7 @@
 
 Runs `rlhf ppo` on the built-in task for 40 steps, once for each seed and row of `RECIPES`. Accuracy is measured as by
 `learning`. Each row has the hardware, versions and commit of its runs: with `--add_to`, rows of an earlier
-report stay.
+report stay, but for those that are measured anew.
 """
 
 import json
@@ -48,7 +48,7 @@ RECIPES = {
     "clip-cov": f"{GROUP} --clip_cov 0.002 1 5",
     "kl-cov": f"{GROUP} --kl_cov 0.002 1",
     "tokens of high entropy": f"{GROUP} --top_entropy_quantile 0.2",
-    "adaptive entropy": f"{GROUP} --entropy_target 0.1",
+    "adaptive entropy": f"{GROUP} --entropy_target 0.1 --entropy_coef_step 0.001",
     "preset mis_po": "--preset mis_po",
 }
 
@@ -65,7 +65,8 @@ def measure(options: Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     table = []
     if options.add_to is not None:
         earlier = json.loads(options.add_to.read_text(encoding="utf-8"))
-        table = [{"environment": earlier["environment"], **row} for row in earlier["table"]]
+        rows = [row for row in earlier["table"] if row["name"] not in options.only]
+        table = [{"environment": earlier["environment"], **row} for row in rows]
     for number, name in enumerate(options.only):
         flags = RECIPES[name].split()
         runs = [run([*flags, "--seed", str(seed)], folder / f"{number}-{seed}") for seed in options.seeds]
