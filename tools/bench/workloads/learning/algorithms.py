@@ -4,7 +4,7 @@
 
 Runs `rlhf ppo` on the built-in task for 40 steps, once for each seed and row of `RECIPES`. Accuracy is measured as by
 `learning`. Each row has the hardware, versions and commit of its runs: with `--add_to`, rows of an earlier
-report stay, but for those that are measured anew.
+report stay, and those that are measured anew take their place.
 """
 
 import json
@@ -62,14 +62,12 @@ FLAGS = {
 
 def measure(options: Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Run every recipe with every seed."""
-    table = []
+    table: dict[str, dict[str, Any]] = {}
     if options.add_to is not None:
         earlier = json.loads(options.add_to.read_text(encoding="utf-8"))
-        rows = [row for row in earlier["table"] if row["name"] not in options.only]
-        table = [{"environment": earlier["environment"], **row} for row in rows]
+        table = {row["name"]: {"environment": earlier["environment"], **row} for row in earlier["table"]}
     for number, name in enumerate(options.only):
         flags = RECIPES[name].split()
         runs = [run([*flags, "--seed", str(seed)], folder / f"{number}-{seed}") for seed in options.seeds]
-        row = {"name": name, "flags": RECIPES[name], **over_seeds(runs), "environment": environment()}
-        table.append(row)
-        yield {"table": table}
+        table[name] = {"name": name, "flags": RECIPES[name], **over_seeds(runs), "environment": environment()}
+        yield {"table": [*table.values()]}
