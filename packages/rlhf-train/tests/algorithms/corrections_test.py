@@ -91,7 +91,7 @@ def test_unknown_levels_and_modes_and_other_shapes_are_refused():
         weights("tokens")
     with pytest.raises(ValueError, match="did you mean `mean_k3`"):
         rejection_statistic(RATIOS, RATIOS, MASK, by="mean_k4")
-    with pytest.raises(ValueError, match="known: mask, truncate"):
+    with pytest.raises(ValueError, match="known: filter, mask, truncate"):
         bounded_weights(RATIOS, MASK, mode="drop", low=0.5, high=5.0)
     with pytest.raises(ValueError, match="shapes differ"):
         importance_weights(torch.zeros(1, 2), torch.zeros(1, 3), torch.zeros(1, 2).bool(), level="token")

@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 from rlhf_data.errors import ConfigError
+from rlhf_models.lora import LoraSpec
 from rlhf_train.engine.tensor_parallel import check_divides, divide_weights, join_tensor_group
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import run_ranks
@@ -122,7 +123,7 @@ ADAMW = OptimizerSpec(learning_rate=1e-2)
             "``sequence_parallel_size`` divides tokens",
             "use one of them",
         ),
-        ({"lora": object()}, 2, "LoRA adapters add matrices", "drop one"),
+        ({"lora": LoraSpec(rank=1)}, 2, "LoRA adapters add matrices", "drop one"),
         (
             {"optimizer": dataclasses.replace(ADAMW, muon_momentum=0.9)},
             2,
