@@ -15,7 +15,7 @@ import vllm
 import rlhf_rollout.engines.vllm as package
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_rollout.engines.spec import VLLM_PATCHES, EngineSpec
-from rlhf_rollout.engines.vllm import internals, patches
+from rlhf_rollout.engines.vllm import internals, patches, speculation
 
 FOLDER = Path(package.__file__).parent
 SCHEDULER = [
@@ -170,9 +170,9 @@ def of_vllm(path: Path) -> tuple[set[str], set[str]]:
 
 def test_all_that_files_beside_the_patches_import_from_vllm_is_checked_at_the_start() -> None:
     tables = (internals.NAMES, internals.ON_CPU, internals.ROUTES_ON_CPU, internals.IMAGES)
-    tables += (internals.ADAPTERS, internals.ADAPTERS_ON_CPU)
+    tables += (internals.ADAPTERS, internals.ADAPTERS_ON_CPU, speculation.NAMES)
     known = {f"{place.partition(':')[0]}.{name}" for table in tables for place in table for name in table[place]}
-    known |= {place.replace(":", ".") for table in tables for place in table if ":" in place}
+    known |= {place.replace(":", ".") for table in tables for place in table}
     # These are looked for where they are used, as versions differ.
     known |= {"vllm.model_executor.warmup.kernel_warmup"}
     known |= {"vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest"}
