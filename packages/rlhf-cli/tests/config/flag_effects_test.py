@@ -18,6 +18,7 @@ from rlhf_data.records import Prompt
 from rlhf_data.rows.row import Counts
 from rlhf_train.algorithms.token_specs import CorrectionSpec
 from rlhf_train.generation.difficulty import DifficultySpec
+from rlhf_train.generation.mixing import MixSpec
 from rlhf_train.generation.run_spec import AsyncSpec, DynamicSampling
 
 CPU, MANY_GPUS = 0, 8
@@ -134,6 +135,9 @@ REACHES = [
     ("target_pass_rate", "0.3", "--difficulty_pool", "difficulty.target_pass_rate", 0.3),
     ("pool_uniform_share", "0", "--difficulty_pool", "difficulty.pool_uniform_share", 0.0),
     ("pool_retire_visits", "3", "--difficulty_pool", "difficulty.pool_retire_visits", 3),
+    ("adaptive_mix", "", "", "difficulty", MixSpec()),
+    ("mix_temperature", "0.3", "--adaptive_mix", "difficulty.mix_temperature", 0.3),
+    ("mix_window", "9", "--adaptive_mix", "difficulty.mix_window", 9),
     ("advantage_estimator", "rloo", "", "algorithm.estimator", "rloo"),
     ("agent_func_path", "agents:Two", "", "agent.path", "agents:Two"),
     ("max_steps", "3", AGENT, "agent.limits.max_turns", 3),

@@ -177,8 +177,12 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
             "--difficulty_pool counts responses that are right, and scores of --reward_pretrain have no bounds",
             "add --success_threshold SCORE",
         ),
+        (f"{MODEL_ONLY} --adaptive_mix", "--adaptive_mix counts responses that are right", "add --success_threshold"),
+        ("--adaptive_mix --difficulty_pool", "both decide the next prompt", "drop one of them"),
+        ("--adaptive_mix --prompt_data_probs 1,2", "--prompt_data_probs fixes the shares", "drop one of them"),
         # the teacher
         (f"{TAUGHT} --difficulty_pool", "--difficulty_pool compares scores, and nothing", "--reward_weights 0"),
+        (f"{TAUGHT} --adaptive_mix", "--adaptive_mix compares scores, and nothing scores", "--reward_weights 0"),
         (f"{TAUGHT} --dynamic_filtering", "--dynamic_filtering compares scores, and nothing", "--reward_weights 0"),
         (f"{TAUGHT} --best_metric_key eval/accuracy", "--best_metric_key compares scores", "add --remote_rm_url"),
         (
@@ -284,6 +288,7 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ("--dynamic_filtering_max_batches 3", "--dynamic_filtering_max_batches has no effect: --dynamic_filtering"),
         ("--dynamic_filtering_reward_range 0 1", "--dynamic_filtering_reward_range has no effect"),
         ("--target_pass_rate 0.3", "--target_pass_rate has no effect: --difficulty_pool is off"),
+        ("--mix_window 3", "--mix_window has no effect: --adaptive_mix is off"),
         (
             f"--mask_off_policy 0.5 --old_logprobs recompute {ONE_UPDATE}",
             "--mask_off_policy has no effect: the only update of a step begins with the policy of --old_logprobs",

@@ -27,6 +27,14 @@ def test_check_inputs_prompts_of_several_sources_are_read_one_after_the_other_or
     assert "2 data sources need as many probabilities" in refused(*argv, "--prompt_data_probs", "1")
 
 
+def test_check_inputs_mixed_prompts_know_their_source_and_are_of_several(check, refused):
+    both = ["--prompt_data", "prompts.jsonl,math.jsonl", "--adaptive_mix"]
+    assert {prompt.source for prompt in check(*both).prompts} == {"prompts.jsonl", "math.jsonl"}
+    text = refused("--prompt_data", "prompts.jsonl", "--adaptive_mix")
+    assert "--adaptive_mix sets the shares of several sources, and all prompts are of train" in text
+    assert "hint: name several in --prompt_data" in text
+
+
 def test_check_inputs_prompt_split_reaches_the_data_set(check, folder):
     from datasets import Dataset, DatasetDict
 

@@ -218,7 +218,15 @@ def test_run_on_fixed_examples_takes_its_options_too_and_keeps_its_examples(tmp_
         changed_options(line.parse(["--resume", str(run), "--dataset", "b.jsonl"]).config, run)
 
 
-@pytest.mark.parametrize("flags", [["--seed", "8"], ["--advantage_estimator", "rloo"], ["--difficulty_pool", "True"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--seed", "8"],
+        ["--advantage_estimator", "rloo"],
+        ["--difficulty_pool", "True"],
+        ["--adaptive_mix", "True"],
+    ],
+)
 def test_options_that_the_state_belongs_to_cannot_change(tmp_path, flags):
     run = written(tmp_path / "run")
     with pytest.raises(

@@ -54,7 +54,7 @@ def load_prompts(
     prompt_max_len: int = 1024,
     num_ids: int | None = None,
     skip_bad_rows: bool = False,
-    source: str = "default",
+    source: str | None = "default",
     source_key: str | None = None,
     extra_keys: Sequence[str] = (),
     image_key: str | None = None,
@@ -73,7 +73,7 @@ def load_prompts(
         prompt_max_len: largest number of tokens per prompt. Longer prompts are left out and counted, never cut.
         num_ids: number of token ids that the model knows; a row with another one cannot be used. None: it knows all.
         skip_bad_rows: leave out any number of rows that cannot be used. Otherwise more than 1 % is an error.
-        source: name of the data source, stored in every prompt.
+        source: name of the data source, stored in every prompt; None for the name of each row's file or data set.
         source_key: the key under which a row names its data source; replaces `source`.
         extra_keys: the keys of further cells, see `Prompt.extra`.
         image_key: the key of a row's images, which are files; see `rlhf_data.images.rows.take_images`. None for text
@@ -102,7 +102,8 @@ def load_prompts(
                 row, images = take_image_files(row, input_key, image_key)
             text = template.render(row, input_key)
             label = None if label_key is None else row.label(label_key)
-            origin = source if source_key is None else row.text(source_key)
+            named = row.source_name if source is None else source
+            origin = named if source_key is None else row.text(source_key)
             messages = tuple(row_messages(row, input_key)) if apply_chat_template else None
             extra = {key: row.plain(key) for key in extra_keys}
             drafts.append((row, text, label, origin, messages, extra, images))

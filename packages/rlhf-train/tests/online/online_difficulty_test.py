@@ -8,6 +8,7 @@ import pytest
 from online_fakes import by_step, tiny_batch
 from rlhf_data.records import Prompt, Verdict, VerdictKind
 from rlhf_train.generation.difficulty import DifficultySpec
+from rlhf_train.generation.mixing import MixSpec
 from rlhf_train.generation.run_spec import AsyncSpec, DynamicSampling
 from rlhf_train.online import train_and_save
 from rlhf_train.online_job import CheckpointSpec
@@ -54,24 +55,36 @@ def trained(run):
     return [[item for _, item in sorted(batch.items())] for batch in groups]
 
 
-@pytest.mark.parametrize("dynamic", [None, DynamicSampling(max_batches=3)])
-def test_draws_depend_on_pass_rates_and_not_on_times_or_interruptions(pool_run, tmp_path, dynamic):
+@pytest.mark.parametrize(
+    ("dynamic", "difficulty"),
+    [
+        (None, DifficultySpec()),
+        (DynamicSampling(max_batches=3), DifficultySpec()),
+        (None, MixSpec(mix_temperature=0.3)),
+        (DynamicSampling(max_batches=3), MixSpec(mix_temperature=0.3)),
+    ],
+)
+def test_draws_depend_on_pass_rates_and_not_on_times_or_interruptions(pool_run, tmp_path, dynamic, difficulty):
     saving = CheckpointSpec(folder=str(tmp_path / "checkpoints"), every=3)
-    whole = pool_run("whole", dynamic_sampling=dynamic, checkpoints=saving)
+    options = {"dynamic_sampling": dynamic, "difficulty": difficulty}
+    whole = pool_run("whole", **options, checkpoints=saving)
     train_and_save(whole.job, whole.controller, whole.recorder)
-    other = pool_run("other", seed=1, dynamic_sampling=dynamic, max_in_flight=3)
+    other = pool_run("other", seed=1, **options, max_in_flight=3)
     train_and_save(other.job, other.controller, other.recorder)
     assert trained(whole) == trained(other)
     checkpoint = next(found for found in Checkpoints(tmp_path / "checkpoints").all() if found.step == 3)
-    resumed = pool_run("resumed", seed=2, dynamic_sampling=dynamic)
+    resumed = pool_run("resumed", seed=2, **options)
     resumed.controller.first_step = resumed.controller.checkpointer.restore(checkpoint) + 1
     train_and_save(resumed.job, resumed.controller, resumed.recorder)
     assert trained(resumed) == trained(whole)[3:]
-    names = ("pool/solved", "pool/unseen", "pool/mean_pass_rate")
     [mine, same, rest] = [
-        [[line[n] for n in names] for line in by_step(run.lines())] for run in (whole, other, resumed)
+        [{name: line[name] for name in line if name.startswith(("pool/", "mix/"))} for line in by_step(run.lines())]
+        for run in (whole, other, resumed)
     ]
-    assert mine == same and rest == mine[3:]
+    assert mine == same and rest == mine[3:] and len(mine[0]) >= 3
+    if isinstance(difficulty, MixSpec):  # of both sources, two of five prompts are always or never solved
+        assert 0.5 == mine[0]["mix/share_a"] != mine[-1]["mix/share_a"]
+        return
     # Prompts of the pass rates 0.25 to 0.75 have at least half of the largest weight, and the pass rate 0 has none.
     later = np.concatenate(trained(whole)[3:]) % 5
     assert np.isin(later, [1, 2, 3]).mean() > 0.6 and (dynamic is None or np.isin(later, [1, 2, 3]).all())

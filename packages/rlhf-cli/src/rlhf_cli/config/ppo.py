@@ -23,11 +23,13 @@ from rlhf_rollout.protocols import SamplingParams
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import BatchSizes
 from rlhf_train.generation.difficulty import DifficultySpec
+from rlhf_train.generation.mixing import MixSpec
 from rlhf_train.generation.run_spec import DynamicSampling
 from rlhf_train.specs import ModelSpec
 
 _FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batches")
 _POOL_OPTIONS = ("target_pass_rate", "pool_uniform_share", "pool_retire_visits")
+_MIX_OPTIONS = ("mix_temperature", "mix_window")
 _EVALUATION_OPTIONS = ("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "source_key")
 _SLEEP = ("vllm_enable_sleep", "deepspeed_enable_sleep")
 _REFERENCE_PLACES = ("ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
@@ -106,8 +108,10 @@ class PpoConfig(Config):
         )
 
     @property
-    def difficulty(self) -> DifficultySpec | None:
-        """How prompts are drawn by their pass rates; None for each of them once per episode."""
+    def difficulty(self) -> DifficultySpec | MixSpec | None:
+        """How prompts, or their sources, are drawn by pass rates; None for each prompt once per episode."""
+        if self.rollout.adaptive_mix:
+            return MixSpec(**matching(MixSpec, self.rollout))
         return DifficultySpec(**matching(DifficultySpec, self.rollout)) if self.rollout.difficulty_pool else None
 
     def steps_of_episodes(self, num_prompts: int) -> int:
@@ -293,7 +297,7 @@ def _check_teacher_alone(config: PpoConfig, given: Collection[str]) -> list[str]
     algorithm = config.algorithm
     if algorithm.teacher_model is None or config.reward.sources() or config.agent.agent_func_path is not None:
         return []
-    for name in ("dynamic_filtering", "difficulty_pool", "best_metric_key"):
+    for name in ("dynamic_filtering", "difficulty_pool", "adaptive_mix", "best_metric_key"):
         if name in given:
             hint = "add --remote_rm_url, with --reward_weights 0 if the policy shall not learn from it"
             raise ConfigError(f"--{name} compares scores, and nothing scores: there is only --teacher_model", hint=hint)
@@ -322,21 +326,31 @@ def _check_filtering(config: PpoConfig, given: Collection[str]) -> list[str]:
 
 
 def _check_pool(config: PpoConfig, given: Collection[str]) -> list[str]:
-    """Check the options of prompts that are drawn by their pass rates."""
-    if config.difficulty is None:
-        return without_effect(given, (True, _POOL_OPTIONS, "--difficulty_pool is off"))
+    """Check the options of prompts, or sources, that are drawn by pass rates."""
+    is_pool, is_mix = config.rollout.difficulty_pool, config.rollout.adaptive_mix
+    notices = without_effect(
+        given,
+        (not is_pool, _POOL_OPTIONS, "--difficulty_pool is off"),
+        (not is_mix, _MIX_OPTIONS, "--adaptive_mix is off"),
+    )
+    if is_pool and is_mix:
+        raise ConfigError("--difficulty_pool and --adaptive_mix both decide the next prompt", hint="drop one of them")
+    if is_mix and config.data.prompt_data_probs is not None:
+        message = "--prompt_data_probs fixes the shares of the sources, and --adaptive_mix changes them"
+        raise ConfigError(message, hint="drop one of them")
     first = [source.kind for source in config.reward.sources()[:1]]
-    if first == ["model"] and "success_threshold" not in given:
-        message = "--difficulty_pool counts responses that are right, and scores of --reward_pretrain have no bounds"
+    if (is_pool or is_mix) and first == ["model"] and "success_threshold" not in given:
+        name = "difficulty_pool" if is_pool else "adaptive_mix"
+        message = f"--{name} counts responses that are right, and scores of --reward_pretrain have no bounds"
         raise ConfigError(message, hint="add --success_threshold SCORE, from which on a response is right")
-    return []
+    return notices
 
 
 def _check_replay(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Return a notice for each option of what a run on recorded rollouts does not start."""
     if config.rollout.replay is None:
         return []
-    unused = ["difficulty_pool", *_POOL_OPTIONS]
+    unused = ["difficulty_pool", *_POOL_OPTIONS, "adaptive_mix", *_MIX_OPTIONS]
     unused += [
         name
         for part in (config.data, config.agent, config.evaluation, config.engine, config.asynchrony)

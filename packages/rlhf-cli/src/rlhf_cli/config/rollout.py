@@ -1,7 +1,8 @@
 """Options of rollouts: how responses are sampled for training."""
 
-from rlhf_data.options.declare import flag
+from rlhf_data.options.declare import flag, flag_of
 from rlhf_rollout.commands.sections import GroupSamplingSection
+from rlhf_train.generation.mixing import MixSpec
 
 
 class RolloutSection(GroupSamplingSection):
@@ -35,6 +36,15 @@ class RolloutSection(GroupSamplingSection):
         " are, or all are retired",
         ge=1,
     )
+    adaptive_mix: bool = flag(
+        False,
+        "let the shares of the sources of --prompt_data follow how much there is to learn from each: by its pass rates"
+        " (--success_threshold) and the upper confidence bounds of DUMP",
+    )
+    mix_temperature: float = flag_of(
+        MixSpec.mix_temperature, "a high one makes the shares of the sources equal, a low one follows the bounds alone"
+    )
+    mix_window: int = flag_of(MixSpec.mix_window, "newest prompts of a source that say what can be learned from it")
 
     replay: str | None = flag(
         None,

@@ -46,7 +46,12 @@ class Row:
     @property
     def row_id(self) -> str:
         """The origin without the folder of the file; unique among the sources that are read together."""
-        return self._numbered(self.short_name or self.source.rpartition("/")[2])
+        return self._numbered(self.source_name)
+
+    @property
+    def source_name(self) -> str:
+        """The short name of the source, or its name without the folder."""
+        return self.short_name or self.source.rpartition("/")[2]
 
     def _numbered(self, name: str) -> str:
         return f"{name}{':' if self.has_lines else '#'}{self.number}"

@@ -52,48 +52,16 @@ def draw_probabilities(pass_rates: np.ndarray, *, target: float, uniform_share: 
     return uniform_share * uniform + (1 - uniform_share) * (weights / total if total else uniform)
 
 
-class DifficultyPool(EpochSampler):
-    """An endless stream of indices of prompts, which are drawn by their pass rates.
+class PassRateSampler(EpochSampler):
+    """A sampler of `num_items` prompts, whose draws follow the pass rates of the visits up to the last `settle`.
 
-    Between two calls of `settle`, prompts come in a random order without repetition. The next prompt is drawn from
-    those that are left, in proportion to their probabilities. Draws therefore do not depend on the order in which
-    groups become complete. When no prompt is left, a new order begins.
-
-    The pass rate of a prompt is that of its first visit. Each further visit moves it half of the way to the visit's own
-    rate. Retired prompts return when as many prompts were drawn as there are (an episode), and when all are retired.
-    One more solved visit retires such a prompt again.
-
-    Args:
-        num_items: number of prompts, N.
-        spec: how they are drawn.
-        seed: determines each order, together with its number.
+    `order` says how, for checkpoints: another one cannot continue them.
     """
 
-    def __init__(self, num_items: int, spec: DifficultySpec, *, seed: int) -> None:
+    def __init__(self, num_items: int, order: str, *, seed: int) -> None:
         super().__init__(num_items, 1, seed=seed)
-        self._identity["shuffle"] = "by pass rate"
-        self._spec = spec
-        self._pass_rates = np.full(num_items, np.nan)
-        self._num_solved = np.zeros(num_items, np.int32)  # visits in a row
-        self._episode = 0
-        self._round = 0  # number of the order
-        self._position = 0  # in the order
-        self._drawn_from: np.ndarray | None = None  # the order, made when it is needed
+        self._identity["shuffle"] = order
         self._observed: list[tuple[int, int, float]] = []  # number, item and pass rate, since the last `settle`
-
-    def take(self, count: int) -> np.ndarray:
-        """Return the next [count] int64 indices."""
-        batch = []
-        for _ in range(count):
-            if self._drawn_from is None:
-                self._drawn_from = self._order(self._round)
-            if self._position >= len(self._drawn_from):
-                self._begin_round()
-                self._drawn_from = self._order(self._round)
-            batch.append(self._drawn_from[self._position])
-            self._position += 1
-        self.num_seen += count
-        return np.array(batch, np.int64)
 
     def observe(self, number: int, item: int, verdicts: Sequence[VerdictKind]) -> None:
         """Note a visit, whose pass rate is the share of responses that are right.
@@ -112,11 +80,71 @@ class DifficultyPool(EpochSampler):
 
     def settle(self) -> tuple[dict[str, float], list[str]]:
         """Let the visits since the last call decide further draws. Return metrics, and notices for people."""
-        for _, item, rate in sorted(self._observed):
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `EpochSampler`."""
+        return super().state_dict() | {"observed": list(self._observed)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `EpochSampler`."""
+        super().load_state_dict(state)
+        self._observed = [(number, item, rate) for number, item, rate in state["observed"]]
+
+    def _settled(self) -> list[tuple[int, int, float]]:
+        """Return the visits since the last call, in the order of their draws."""
+        settled = sorted(self._observed)
+        self._observed = []
+        return settled
+
+
+class DifficultyPool(PassRateSampler):
+    """An endless stream of indices of prompts, which are drawn by their pass rates.
+
+    Between two calls of `settle`, prompts come in a random order without repetition. The next prompt is drawn from
+    those that are left, in proportion to their probabilities. Draws therefore do not depend on the order in which
+    groups become complete. When no prompt is left, a new order begins.
+
+    The pass rate of a prompt is that of its first visit. Each further visit moves it half of the way to the visit's own
+    rate. Retired prompts return when as many prompts were drawn as there are (an episode), and when all are retired.
+    One more solved visit retires such a prompt again.
+
+    Args:
+        num_items: number of prompts, N.
+        spec: how they are drawn.
+        seed: determines each order, together with its number.
+    """
+
+    def __init__(self, num_items: int, spec: DifficultySpec, *, seed: int) -> None:
+        super().__init__(num_items, "by pass rate", seed=seed)
+        self._spec = spec
+        self._pass_rates = np.full(num_items, np.nan)
+        self._num_solved = np.zeros(num_items, np.int32)  # visits in a row
+        self._episode = 0
+        self._round = 0  # number of the order
+        self._position = 0  # in the order
+        self._drawn_from: np.ndarray | None = None  # the order, made when it is needed
+
+    def take(self, count: int) -> np.ndarray:
+        """Return the next [count] int64 indices."""
+        batch = []
+        for _ in range(count):
+            if self._drawn_from is None:
+                self._drawn_from = self._order(self._round)
+            if self._position >= len(self._drawn_from):
+                self._begin_round()
+                self._drawn_from = self._order(self._round)
+            batch.append(self._drawn_from[self._position])
+            self._position += 1
+        self.num_seen += count
+        return np.array(batch, np.int64)
+
+    def settle(self) -> tuple[dict[str, float], list[str]]:
+        """Let the visits since the last call decide further draws. Return metrics, and notices for people."""
+        for _, item, rate in self._settled():
             known = self._pass_rates[item]
             self._pass_rates[item] = rate if np.isnan(known) else (known + rate) / 2
             self._num_solved[item] = self._num_solved[item] + 1 if rate == 1 else 0
-        self._observed = []
         is_seen = ~np.isnan(self._pass_rates)
         is_retired = self._num_solved >= self._spec.pool_retire_visits
         metrics = {"pool/solved": float(is_retired.mean()), "pool/unseen": float(1 - is_seen.mean())}
@@ -134,7 +162,7 @@ class DifficultyPool(EpochSampler):
         """See `EpochSampler`; the pass rates and visits are arrays [N]."""
         arrays = {"pass_rates": self._pass_rates.copy(), "num_solved": self._num_solved.copy()}
         numbers = {"episode": self._episode, "round": self._round, "position": self._position}
-        return super().state_dict() | arrays | numbers | {"observed": list(self._observed)}
+        return super().state_dict() | arrays | numbers
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `EpochSampler`."""
@@ -145,7 +173,6 @@ class DifficultyPool(EpochSampler):
         self._round = state["round"]
         self._position = state["position"]
         self._drawn_from = None
-        self._observed = [(number, item, rate) for number, item, rate in state["observed"]]
 
     def _begin_round(self) -> None:
         self._round += 1

@@ -15,6 +15,7 @@ from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import BatchSizes
 from rlhf_train.cluster.places import PlacementPlan
 from rlhf_train.generation.difficulty import DifficultySpec
+from rlhf_train.generation.mixing import MixSpec
 
 
 def _check_range(name: str, bounds: tuple[float, float] | None) -> None:
@@ -199,7 +200,7 @@ class GenerationSpec(RunSpec):
             the sources of `reward` score it.
         max_in_flight: largest number of rollout groups that generate at once.
         dynamic_sampling: which groups are trained; None for all.
-        difficulty: how prompts are drawn by their pass rates; None draws each of them once per episode.
+        difficulty: how prompts, or their sources, are drawn by pass rates; None draws each prompt once per episode.
     """
 
     eval_sampling: SamplingParams
@@ -209,4 +210,4 @@ class GenerationSpec(RunSpec):
     agent: AgentSpec | None = None
     max_in_flight: int = 256
     dynamic_sampling: DynamicSampling | None = None
-    difficulty: DifficultySpec | None = None
+    difficulty: DifficultySpec | MixSpec | None = None

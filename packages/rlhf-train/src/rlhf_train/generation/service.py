@@ -13,7 +13,8 @@ from rlhf_rollout.generator import GenerationCounts, GroupMaker, GroupResult, ge
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.records_io import parse_group
 from rlhf_train.generation.baseline import GREEDY_REWARD
-from rlhf_train.generation.difficulty import DifficultyPool
+from rlhf_train.generation.difficulty import DifficultyPool, PassRateSampler
+from rlhf_train.generation.mixing import MixSpec, SourceMix
 from rlhf_train.generation.run_spec import GenerationSpec
 from rlhf_train.generation.scoring import is_worth_training
 from rlhf_train.generation.stream import SampleStream, Ticket
@@ -42,7 +43,7 @@ class Drawn:
         has_scored: whether the reward has scored a group of this process's run, if there was any; agents may give
             rewards of their own.
         overlap: metrics of a run in which generation goes on while the learner works.
-        pool: metrics of prompts that are drawn by their pass rates.
+        pool: metrics of prompts, or their sources, that are drawn by pass rates.
         notices: what a person may want to know of these prompts.
     """
 
@@ -99,7 +100,11 @@ class GenerationService:
     def __post_init__(self) -> None:
         job = self.job
         num_prompts = len(job.prompts)
-        self._pool = DifficultyPool(num_prompts, job.difficulty, seed=job.seed) if job.difficulty else None
+        self._pool: PassRateSampler | None = None
+        if isinstance(job.difficulty, MixSpec):
+            self._pool = SourceMix([prompt.source for prompt in job.prompts], job.difficulty, seed=job.seed)
+        elif job.difficulty is not None:
+            self._pool = DifficultyPool(num_prompts, job.difficulty, seed=job.seed)
         self._sampler = self._pool or EpochSampler(num_prompts, job.batch.rollout_batch_size, seed=job.seed)
         self._runs_ahead = job.max_staleness > 0
         self._limit = job.max_in_flight  # groups that generate at once
