@@ -1,12 +1,12 @@
-"""Held-out accuracy at equal updates, by seed: prompts drawn uniformly and by pass rate, sources of fixed and other shares.
+"""Held-out accuracy at equal updates by seed: prompts drawn uniformly and by pass rate, and sources in two ways.
 
     python tools/bench/run.py curriculum --out curriculum.json
 
 Trains the built-in model by GRPO for 12 steps on its prompts. The held-out prompts are those of the built-in task.
-`uniform` and `by_pass_rate` (`--difficulty_pool`) have 128 prompts, which are three episodes. Three in four have a wrong
-label, as in data with mistakes, so that no response to them is right. `fixed_shares` and `adaptive_shares`
-(`--adaptive_mix`) have a source of 256 prompts, and one of 256 sums of three numbers, which the model hardly ever gets
-right.
+`uniform` and `by_pass_rate` (`--difficulty_pool`) have 128 prompts, which are three episodes. Three in four have a
+wrong label, as in data with mistakes, so that no response to them is right. `fixed_shares` (half of each) and
+`adaptive_shares` (`--adaptive_mix`) have a source of 256 prompts, and one of 256 sums of three numbers, which the model
+hardly ever gets right.
 """
 
 import json
