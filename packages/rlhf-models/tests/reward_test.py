@@ -3,7 +3,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    Gemma2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen2Config,
+)
 
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_models import reward
@@ -14,6 +22,7 @@ from rlhf_models.reward import (
     InputLimits,
     RewardModel,
     check_sequences,
+    has_packed_kernel,
     moments_fields,
     score_sequences,
     stored_moments,
@@ -89,8 +98,33 @@ def test_reward_model_gives_the_scores_of_transformers(reward_dir, sequences):
 
 def test_reward_model_packed_equals_padded(reward_dir, sequences):
     padded = load_reward_model(reward_dir, dtype="float32")(TokenBatch.padded(sequences, 0))
-    packed = load_reward_model(reward_dir, dtype="float32", packing=True)(TokenBatch.packed(sequences))
-    torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
+    model = load_reward_model(reward_dir, dtype="float32", packing=True)
+    torch.testing.assert_close(model(TokenBatch.packed(sequences)), padded, atol=1e-5, rtol=1e-5)
+    # Two sequences per pass, by length.
+    seen = []
+    model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    scores = score_sequences(model, sequences, batch_size=2, packing=True)
+    torch.testing.assert_close(torch.tensor(scores), padded, atol=1e-5, rtol=1e-5)
+    assert {batch.is_packed for batch in seen} == {True} and max(len(batch.lengths) for batch in seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "has"),
+    [
+        (Qwen2Config(), "bfloat16", True),
+        (LlamaConfig(), "float16", True),
+        (Qwen2Config(), "float32", False),  # the kernel takes halves
+        (LlamaConfig(head_dim=260), "bfloat16", False),
+        (MistralConfig(sliding_window=64), "bfloat16", False),  # which the kernels of some versions do not know
+        (Gemma2Config(), "bfloat16", False),  # soft caps
+        (MambaConfig(), "bfloat16", False),  # a state from token to token
+        (BertConfig(), "bfloat16", False),  # not among the families that were examined
+    ],
+)
+def test_packs_are_for_models_whose_sequences_a_kernel_keeps_apart(monkeypatch, model, dtype, has):
+    assert not has_packed_kernel(model, dtype, "cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    assert has_packed_kernel(model, dtype, "cuda") is has
 
 
 def test_reward_model_does_not_see_the_padding(reward_dir, sequences):

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.images.reader import ImageReader
+from rlhf_models.attention.packed import PACKED_ATTENTION, choose_attention, head_sizes, varlen_unavailable_reason
 from rlhf_models.attention.sequence_parallel import SequenceGroup
-from rlhf_models.backbone import last_hidden_state
+from rlhf_models.attention.states_apart import stateful_layers
+from rlhf_models.backbone import PACKED_FAMILIES, last_hidden_state
 from rlhf_models.batch import TokenBatch
 from rlhf_models.critic import ValueHead
 
@@ -78,17 +80,39 @@ def moments_fields(mean: float, std: float) -> dict[str, float | None]:
     return {"mean": None, "std": None}
 
 
-@torch.inference_mode()
+def has_packed_kernel(config: Any, dtype: str, device: str) -> bool:
+    """Return whether a kernel of the device takes packed sequences of a family that is known to keep them apart.
+
+    Args:
+        config: of a transformers model.
+        dtype, device: torch's names of them.
+    """
+    text = config.get_text_config()
+    if text.model_type not in PACKED_FAMILIES or stateful_layers(config) or getattr(text, "sliding_window", None):
+        return False
+    of_keys, of_values = head_sizes(config)
+    if of_keys != of_values or choose_attention(config, "auto", packing=True) != PACKED_ATTENTION:
+        return False
+    return varlen_unavailable_reason(torch.device(device), getattr(torch, dtype), of_keys, 0.0) is None
+
+
+@torch.no_grad()
 def score_sequences(
-    model: RewardModel, samples: Sequence[Any], *, batch_size: int, reader: ImageReader | None = None
+    model: RewardModel,
+    samples: Sequence[Any],
+    *,
+    batch_size: int,
+    reader: ImageReader | None = None,
+    packing: bool = False,
 ) -> list[float]:
     """Return the score of each sample, in order.
 
-    A sample is a token sequence, or a pair of one and the paths of its images, which `reader` reads.
+    A sample is a token sequence, or a pair of one and the paths of its images, which `reader` reads. With `packing`,
+    for a model that was loaded with it, the sequences of a pass are packed and not padded.
 
-    Sequences are batched by length, with at most `batch_size` sequences and `MAX_BATCH_TOKENS` tokens per pass. On a
-    CPU each sequence has a pass of its own, which costs little there and makes scores independent of the batch to the
-    last bit.
+    Sequences are batched by length, with at most `batch_size` sequences and `MAX_BATCH_TOKENS` tokens per pass. Padded
+    on a CPU, each sequence has a pass of its own, which costs little there and makes scores independent of the batch to
+    the last bit.
 
     Raises:
         DataError: as `check_sequences`, or an image that cannot be read.
@@ -98,8 +122,10 @@ def score_sequences(
     check_sequences(sequences, InputLimits.of(model.model), "the reward model")
     device = model.value_head.weight.device
     scores = [0.0] * len(sequences)
-    for rows in length_batches([len(sequence) for sequence in sequences], 1 if device.type == "cpu" else batch_size):
-        batch = TokenBatch.padded([sequences[row] for row in rows], 0, device)
+    size = 1 if device.type == "cpu" and not packing else batch_size
+    for rows in length_batches([len(sequence) for sequence in sequences], size):
+        tokens = [sequences[row] for row in rows]
+        batch = TokenBatch.packed(tokens, device) if packing else TokenBatch.padded(tokens, 0, device)
         if reader is not None:
             batch = batch.with_images(reader.arrays([path for row in rows for path in pairs[row][1]]))
         for row, score in zip(rows, model(batch).tolist(), strict=True):

@@ -248,10 +248,13 @@ def reward_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_reward_model_dir(tmp_path_factory.mktemp("reward"), mean=2.0, std=0.5)
 
 
-def test_local_scorer_gives_the_models_scores_in_order(reward_dir: Path) -> None:
+@pytest.mark.parametrize("packs", [False, True])
+def test_local_scorer_gives_the_models_scores_in_order(reward_dir: Path, monkeypatch: Any, packs: bool) -> None:
     from rlhf_models.batch import TokenBatch
     from rlhf_models.loading import load_reward_model
 
+    asked: list[Any] = []
+    monkeypatch.setattr("rlhf_models.reward.has_packed_kernel", lambda *model: asked.append(model[1:]) or packs)
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 512, length).astype(np.int32) for length in (5, 1, 40, 12)]
     expected = load_reward_model(reward_dir, dtype="float32")(TokenBatch.padded(sequences, 0)).numpy()
@@ -259,6 +262,11 @@ def test_local_scorer_gives_the_models_scores_in_order(reward_dir: Path) -> None
     np.testing.assert_allclose(run(raw.score(sequences)), expected, atol=1e-5)
     np.testing.assert_allclose(run(normalized.score(sequences)), (expected - 2.0) / 0.5, atol=1e-5)
     assert normalized.has_moments and not raw.has_moments
+    assert asked == [("float32", "cpu")] * 2
+    assert (
+        raw._run.keywords["packing"] is packs
+        and (raw._run.args[0].model.config._attn_implementation == "sdpa") is not packs
+    )
     raw.close()
 
 

@@ -15,6 +15,7 @@ from rlhf_rollout.rewards.outcomes import Failure, judge
 from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions
 from rlhf_rollout.rewards.user_function import Scored
 
+_FIRST_TOKENS = 512  # of the sequences of a first pass, whose scores nobody reads
 MODEL_TIMEOUT_S = 1800.0  # as long as an engine's request: a call may wait for all calls before it
 
 
@@ -186,26 +187,32 @@ class LocalScorer:
     ) -> None:
         try:
             from rlhf_models.host_states import RestingModel, awake
-            from rlhf_models.loading import load_reward_model
+            from rlhf_models.loading import load_config, load_reward_model
             from rlhf_models.process_reward import StepJudge
-            from rlhf_models.reward import score_sequences
+            from rlhf_models.reward import has_packed_kernel, score_sequences
         except ImportError as error:
             raise ConfigError("reward models need rlhf-models", hint=installs("rlhf-rollout[models]")) from error
         options = {"dtype": dtype, "attn_implementation": attn_implementation, "max_length": max_length}
         self._path = path
+        packs = False
         self.has_moments = False  # whether scores are normalised by moments that are stored with the model
         if step_separator is None:
             reader = open_image_reader(path) if images else None
-            kept = "frozen" if images else ""
-            model: Any = load_reward_model(path, normalize=normalize, images=kept, **options).to(device)
+            options |= {"images": "frozen" if images else ""}
+            is_plain = attn_implementation == "auto" and not images
+            packs = is_plain and has_packed_kernel(load_config(path), dtype, device)
+            model: Any = load_reward_model(path, normalize=normalize, packing=packs, **options).to(device)
             self.has_moments = model.moments is not None
-            self._run: Callable[..., list[Any]] = partial(score_sequences, model, batch_size=batch_size, reader=reader)
+            passes = {"batch_size": batch_size, "reader": reader, "packing": packs}
+            self._run: Callable[..., list[Any]] = partial(score_sequences, model, **passes)
         else:
             self._run = judge = StepJudge(path, step_separator, device=device, batch_size=batch_size, **options)
             model = judge.model
         rests = offload and device != "cpu"
         self._awake = partial(awake, RestingModel(model, model.parameters()) if rests else model)
         self._thread = ThreadPoolExecutor(1, "reward-model")
+        if packs:  # the first pass compiles kernels and starts libraries, which takes seconds
+            self._thread.submit(self._score, [[0] * min(max_length or 2, _FIRST_TOKENS)] * 4).result()
 
     async def score(self, samples: list[Any]) -> list[Any]:
         """Return one answer per sample: scores as `Scorer`, or with a `step_separator` what `StepJudge` returns.

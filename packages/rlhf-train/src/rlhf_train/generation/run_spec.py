@@ -198,7 +198,7 @@ class GenerationSpec(RunSpec):
             `rlhf_data.rows.row.Counts`; a run continues with the same one only. "" leaves that unchecked.
         agent: turns a prompt into episodes of several turns; None for single turns. If it gives an episode no reward,
             the sources of `reward` score it.
-        max_in_flight: largest number of rollout groups that generate at once.
+        max_in_flight: largest number of rollout groups that generate at once; an evaluation has as many episodes.
         dynamic_sampling: which groups are trained; None for all.
         difficulty: how prompts, or their sources, are drawn by pass rates; None draws each prompt once per episode.
     """

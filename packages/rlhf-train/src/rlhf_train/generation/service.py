@@ -171,14 +171,17 @@ class GenerationService:
             self._trace.group(result.group_id, None)
             settle(result)
 
-        limit = self.job.max_in_flight
+        job = self.job
+        limit = job.max_in_flight
         share = max(limit // _EVALUATION_SHARE, 1) if self._runs_ahead else limit
+        # The limit is one of groups to train on, which may have more or fewer episodes.
+        num_episodes = share * job.sampling.num_samples
         groups = generate_groups(
-            self.job.eval_prompts,
+            job.eval_prompts,
             self.workflow,
-            self.job.eval_sampling,
+            job.eval_sampling,
             self.reward,
-            max_in_flight=share,
+            max_in_flight=max(num_episodes // job.eval_sampling.num_samples, 1),
             group_id_prefix=f"eval{step}",
             seed_key="eval",
             settle=end,
