@@ -16,6 +16,7 @@ import rlhf_rollout.engines.vllm as package
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_rollout.engines.spec import VLLM_PATCHES, EngineSpec
 from rlhf_rollout.engines.vllm import internals, patches, speculation
+from rlhf_rollout.engines.vllm.worker import take_adapters
 
 FOLDER = Path(package.__file__).parent
 SCHEDULER = [
@@ -125,10 +126,14 @@ def test_vllm_that_lacks_a_name_is_refused_with_what_to_do(place, names, lost, m
 
 def test_worker_without_the_layers_of_adapters_is_refused() -> None:
     layers = SimpleNamespace(model=None, modules={}, packed_modules={})
-    internals.check_adapter_manager(SimpleNamespace(_adapter_manager=layers, device="cpu"))
+    manager = SimpleNamespace(_adapter_manager=layers, device="cpu")
+    take_adapters(manager, None, rank=3)
+    layers.model = SimpleNamespace(hf_to_vllm_mapper=SimpleNamespace())
+    with pytest.raises(EngineError, match=r"has no orig_to_new_stacked"):
+        take_adapters(manager, None, rank=3)
     del layers.packed_modules
     with pytest.raises(EngineError, match=r"has no _adapter_manager\.packed_modules"):
-        internals.check_adapter_manager(SimpleNamespace(_adapter_manager=layers, device="cpu"))
+        take_adapters(manager, None, rank=3)
 
 
 def test_core_without_a_queue_of_batches_is_refused() -> None:

@@ -6,6 +6,7 @@ What the engine wants of it is in vLLM's configuration, which all of its process
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -15,8 +16,9 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.platforms import current_platform
 
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_rollout.engines.vllm.internals import SETTINGS, check_adapter_manager, check_worker, limited_warm_up
+from rlhf_rollout.engines.vllm.internals import SETTINGS, check_adapter_manager, check_worker, limited_warm_up, require
 from rlhf_rollout.engines.vllm.patches import patch_runner, replays_of
+from rlhf_rollout.private_names import missing_paths
 from rlhf_rollout.protocols import SamplingParams
 
 if current_platform.is_cpu():
@@ -188,9 +190,10 @@ def take_adapters(manager: Any, receiver: Any, rank: int) -> None:
 
     check_adapter_manager(manager)
     layers = manager._adapter_manager
-    # Names of parts survive, as in q_proj: vLLM itself joins the adapters of layers that it has fused.
-    mapper = getattr(layers.model, "hf_to_vllm_mapper", None)
-    mapper = getattr(mapper, "get_unstacked_mapper", lambda: mapper)()
+    if mapper := getattr(layers.model, "hf_to_vllm_mapper", None):
+        require(missing_paths(mapper, ("orig_to_new_stacked",)))
+        # Names of parts survive, as in q_proj: vLLM itself joins the adapters of layers that it has fused.
+        mapper = replace(mapper, orig_to_new_stacked={})
 
     def load(request: Any) -> Any:
         number = request.lora_int_id
