@@ -298,7 +298,8 @@ def scoring_job(folders, **request):
     sources = tuple(RewardSource(kind="model", targets=(str(folder),)) for folder in folders)
     plan = plan_placement(PlacementRequest(ranks={"actor": 1}, **request), [])
     reward = RewardSpec(sources=sources, calls=CallOptions(batch_size=2), normalize_reward=True)
-    return SimpleNamespace(plan=plan, reward=reward, engine=EngineSpec(model="none"))
+    models = {"actor": SimpleNamespace(packing=True, torch_compile="auto")}
+    return SimpleNamespace(plan=plan, reward=reward, engine=EngineSpec(model="none"), models=models)
 
 
 def test_reward_models_that_judge_steps_know_what_ends_a_step_and_others_do_not(monkeypatch):
@@ -312,6 +313,12 @@ def test_reward_models_that_judge_steps_know_what_ends_a_step_and_others_do_not(
         *((rank, "reserved", "a", None, 2) for rank in (0, 1)),
         *((rank, "reserved", "b", "\n\n", 2) for rank in (0, 1)),
     ]
+    compiled = [options["compiles"] for _, options in started]
+    for change in ({"torch_compile": "off"}, {"packing": False, "torch_compile": "auto"}):
+        vars(job.models["actor"]).update(change)
+        start_scorers(job, "reserved")
+        compiled += [options["compiles"] for _, options in started[-1:]]
+    assert compiled == [True] * 4 + [False] * 2
 
 
 def test_reward_models_that_the_plan_has_no_places_for_are_refused():

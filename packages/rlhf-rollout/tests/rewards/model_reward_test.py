@@ -250,23 +250,34 @@ def reward_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("packs", [False, True])
 def test_local_scorer_gives_the_models_scores_in_order(reward_dir: Path, monkeypatch: Any, packs: bool) -> None:
+    from rlhf_models import reward
     from rlhf_models.batch import TokenBatch
     from rlhf_models.loading import load_reward_model
 
     asked: list[Any] = []
-    monkeypatch.setattr("rlhf_models.reward.has_packed_kernel", lambda *model: asked.append(model[1:]) or packs)
+    passes: list[Any] = []
+    compiled: list[Any] = []
+
+    def watched(model: Any, samples: Any, **options: Any) -> Any:
+        passes.append(([len(sample) for sample in samples], options["packing"]))
+        return score(model, samples, **options)
+
+    score = reward.score_sequences
+    monkeypatch.setattr(reward, "score_sequences", watched)
+    monkeypatch.setattr(reward, "has_packed_kernel", lambda *model: asked.append(model[1:]) or packs)
+    monkeypatch.setattr("rlhf_models.fast.compiled.compile_layers", compiled.append)
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 512, length).astype(np.int32) for length in (5, 1, 40, 12)]
     expected = load_reward_model(reward_dir, dtype="float32")(TokenBatch.padded(sequences, 0)).numpy()
-    raw, normalized = LocalScorer(str(reward_dir)), LocalScorer(str(reward_dir), normalize=True)
+    raw = LocalScorer(str(reward_dir), max_length=40, compiles=True)
+    # Packs are tried before anybody waits for scores, on as many tokens as the run and the model allow.
+    assert passes == ([([40] * 4, True), ([39, 1, 1], True)] if packs else [])
+    normalized = LocalScorer(str(reward_dir), normalize=True)
     np.testing.assert_allclose(run(raw.score(sequences)), expected, atol=1e-5)
     np.testing.assert_allclose(run(normalized.score(sequences)), (expected - 2.0) / 0.5, atol=1e-5)
     assert normalized.has_moments and not raw.has_moments
-    assert asked == [("float32", "cpu")] * 2
-    assert (
-        raw._run.keywords["packing"] is packs
-        and (raw._run.args[0].model.config._attn_implementation == "sdpa") is not packs
-    )
+    assert (passes[-1], asked) == (([5, 1, 40, 12], packs), [("float32", "cpu")] * 2)
+    assert compiled == ([raw._run.args[0].model] if packs else [])
     raw.close()
 
 

@@ -266,7 +266,7 @@ def start_engines(
     return engines
 
 
-def start_scorers(run: RunSpec, reserved: Reserved) -> list[list[RayScorer | DividedScorer]]:
+def start_scorers(run: OnlineJob, reserved: Reserved) -> list[list[RayScorer | DividedScorer]]:
     """Start the reward models; return the replicas of each without waiting until they are loaded.
 
     Raises ConfigError when the plan has places for reward models and the job has none, or the other way round.
@@ -294,6 +294,7 @@ def start_scorers(run: RunSpec, reserved: Reserved) -> list[list[RayScorer | Div
             continue
         separator = run.reward.step_separator if path in run.reward.process_models else None
         own = {**options, "step_separator": separator, "batch_size": batch_size, "images": run.engine.images}
+        own["compiles"] = run.models["actor"].packing and run.models["actor"].torch_compile != "off"
         starts = [partial(_start_one, scorer, placed, rank, reserved, path, **own) for rank in ranks]
         scorers.append([RayScorer(start(), start) for start in starts])
     return scorers

@@ -38,6 +38,7 @@ from rlhf_train.processes import placed_bundles, start_scorers
 from trainer_testing import random_rollouts
 
 VOCAB_SIZE = 512
+MODELS = {"actor": SimpleNamespace(packing=False, torch_compile="auto")}
 
 # Processes get the classes below by value. By name they would import this file, and PyTorch with it, in seconds.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -301,7 +302,7 @@ def test_reward_models_of_a_run_have_the_frequencies_of_its_longest_sequence_and
     )
     plan = plan_placement(PlacementRequest(ranks={"actor": 1}, reward_ranks=1), [])
     engine = EngineSpec(model="none", max_model_len=77, images=True)
-    start_scorers(SimpleNamespace(plan=plan, reward=reward, engine=engine), None)
+    start_scorers(SimpleNamespace(plan=plan, reward=reward, engine=engine, models=MODELS), None)
     assert [kind for kind, _ in started] == [RewardRank, RewardModelActor, RewardModelActor]
     assert [options["max_length"] for _, options in started] == [77, 77, 77]
     assert [options.get("images") for _, options in started] == [None, True, True]
@@ -327,7 +328,7 @@ def test_a_run_starts_one_scorer_of_a_divided_model_and_replicas_of_another(fold
     calls = CallOptions(batch_size=2)
     reward = RewardSpec(sources=sources, calls=calls, divided_models=(folder,), normalize_reward=True)
     plan = plan_placement(PlacementRequest(ranks={"actor": 1}, reward_ranks=2), [])
-    job = SimpleNamespace(plan=plan, reward=reward, engine=EngineSpec(model="none"))
+    job = SimpleNamespace(plan=plan, reward=reward, engine=EngineSpec(model="none"), models=MODELS)
     wanted = sequences(5)
     with placed_bundles(plan) as reserved:
         [divided], replicas = start_scorers(job, reserved)

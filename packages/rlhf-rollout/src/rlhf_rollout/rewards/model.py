@@ -166,6 +166,7 @@ class LocalScorer:
         step_separator: the text that ends a step, for a process reward model, which judges each step; None for a model
             with a scalar head.
         offload: keep the weights in host memory, pinned, between calls. Without effect on a CPU.
+        compiles: compile the layers where passes are packed (bfloat16 on a GPU). The start then takes seconds longer.
 
     Raises:
         ConfigError: the model cannot be loaded, or the extra `models` is not installed.
@@ -184,12 +185,14 @@ class LocalScorer:
         images: bool = False,
         step_separator: str | None = None,
         offload: bool = False,
+        compiles: bool = False,
     ) -> None:
         try:
+            from rlhf_models.fast.compiled import compile_layers
             from rlhf_models.host_states import RestingModel, awake
             from rlhf_models.loading import load_config, load_reward_model
             from rlhf_models.process_reward import StepJudge
-            from rlhf_models.reward import has_packed_kernel, score_sequences
+            from rlhf_models.reward import InputLimits, has_packed_kernel, score_sequences
         except ImportError as error:
             raise ConfigError("reward models need rlhf-models", hint=installs("rlhf-rollout[models]")) from error
         options = {"dtype": dtype, "attn_implementation": attn_implementation, "max_length": max_length}
@@ -211,8 +214,13 @@ class LocalScorer:
         rests = offload and device != "cpu"
         self._awake = partial(awake, RestingModel(model, model.parameters()) if rests else model)
         self._thread = ThreadPoolExecutor(1, "reward-model")
-        if packs:  # the first pass compiles kernels and starts libraries, which takes seconds
-            self._thread.submit(self._score, [[0] * min(max_length or 2, _FIRST_TOKENS)] * 4).result()
+        if packs and compiles:
+            self._thread.submit(compile_layers, model.model).result()
+        if packs:  # the first passes compile kernels and start libraries, which takes seconds
+            longest = int(min(max_length or _FIRST_TOKENS, _FIRST_TOKENS, InputLimits.of(model.model).context))
+            # Kernels may be compiled for multiples of 16 tokens, and again for others.
+            for lengths in ([longest] * 4, [longest - 1, 1, 1]):
+                self._thread.submit(self._score, [[0] * length for length in lengths]).result()
 
     async def score(self, samples: list[Any]) -> list[Any]:
         """Return one answer per sample: scores as `Scorer`, or with a `step_separator` what `StepJudge` returns.
