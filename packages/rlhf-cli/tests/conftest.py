@@ -28,3 +28,16 @@ def folder(tmp_path, monkeypatch) -> Path:
     reward = "def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0] * len(queries)}\n"
     (tmp_path / "reward.py").write_text(reward)
     return tmp_path
+
+
+@pytest.fixture
+def planner(tmp_path):
+    """A function that returns a planner for so many GPUs, of so many GiB, with a scratch folder of its own."""
+    from rlhf_cli.commands.plan import Planner, PlanSection
+
+    def make(gpus: int, gib: float | None = None) -> Planner:
+        folder = tmp_path / f"scratch-{gpus}-{gib}"
+        folder.mkdir()
+        return Planner(PlanSection(gpus=gpus, gpu_memory_gb=gib), folder)
+
+    return make

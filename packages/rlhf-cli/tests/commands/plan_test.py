@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.commands.plan import Planner, PlanSection, describe
+from rlhf_cli.commands.plan import describe
 from rlhf_cli.main import main
 from rlhf_cli.preflight.plan_changes import adapters, changes
 from rlhf_cli.preflight.shapes import _SIZES, shape_config
@@ -42,16 +42,6 @@ def no_network(monkeypatch, tmp_path):
     monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("socket.socket.connect", lambda *words: pytest.fail("a plan used the network"))
-
-
-@pytest.fixture
-def planner(tmp_path):
-    def make(gpus: int, gib: float | None = None) -> Planner:
-        folder = tmp_path / f"scratch-{gpus}-{gib}"
-        folder.mkdir()
-        return Planner(PlanSection(gpus=gpus, gpu_memory_gb=gib), folder)
-
-    return make
 
 
 def model(name: str, gpus: int, *more: str) -> list[str]:

@@ -5,23 +5,12 @@ import math
 
 import pytest
 
-from rlhf_cli.commands.plan import Planner, PlanSection
 from rlhf_cli.preflight.seconds import Rates, step_seconds
 
 WEIGHTS = {"qwen2.5-0.5b": 494_032_768}  # as its owner publishes them
 GROUP = ["--advantage_estimator", "group_norm", "--n_samples_per_prompt", "4", "--init_kl_coef", "0", "--bf16"]
 SLEEP = ["--vllm_enable_sleep", "--deepspeed_enable_sleep"]
 ASYNC = ["--async_train", "--old_logprobs", "rollout"]
-
-
-@pytest.fixture
-def planner(tmp_path):
-    def make(gpus: int, gib: float | None = None) -> Planner:
-        folder = tmp_path / f"scratch-{gpus}-{gib}"
-        folder.mkdir()
-        return Planner(PlanSection(gpus=gpus, gpu_memory_gb=gib), folder)
-
-    return make
 
 
 def model(name: str, gpus: int, *more: str) -> list[str]:
@@ -91,6 +80,14 @@ def test_seconds_of_gathering_weights_that_are_divided(planner):
     assert (found["weight sync"], found["policy training"]) == (24, 2 * 3 * 24)
     assert seconds(plan, link_bytes=1e12)["weight sync"] == pytest.approx(2 * WEIGHTS["qwen2.5-0.5b"] / 1e12)
     assert "weight sync" not in seconds(planner(2, 1.0)([*words, "--zero_stage", "2"]), zero3_layer_s=3.0)
+
+
+@pytest.mark.parametrize(("gpus", "more", "copied"), [(1, [], 2), (2, [], 2), (2, ["--zero_stage", "3"], 1)])
+def test_seconds_of_copying_a_reference_from_host_memory(gpus, more, copied, planner):
+    """2 bytes per weight in each step; at ZeRO 3, each of two ranks copies one half of them."""
+    words = model("qwen2.5-0.5b", gpus, "--init_kl_coef", "0.1", "--ref_reward_offload", *more)
+    found = seconds(planner(gpus)(words), copied_bytes=1e12)
+    assert found["reference"] == pytest.approx(copied * WEIGHTS["qwen2.5-0.5b"] / 1e12)
 
 
 def test_seconds_of_sending_adapters_alone(planner):
