@@ -34,10 +34,17 @@ print(json.dumps([sum(weight.nbytes for weight in weights), loaded, private_byte
 pytestmark = pytest.mark.skipif(not STATUS.exists(), reason="needs Linux's /proc")
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A small model, and one of over 100 MB."""
+    home = tmp_path_factory.mktemp("models")
+    small = tiny_model_dir(home / "small", dtype=torch.bfloat16)
+    return small, tiny_model_dir(home / "large", dtype=torch.bfloat16, **SIZES)
+
+
 @pytest.mark.parametrize("load", ["load_actor", "load_critic"])
-def test_weights_that_are_loaded_in_the_type_of_their_file_take_no_memory_of_the_process(tmp_path, load):
-    small = tiny_model_dir(tmp_path / "small", dtype=torch.bfloat16)
-    large = tiny_model_dir(tmp_path / "large", dtype=torch.bfloat16, **SIZES)
+def test_weights_that_are_loaded_in_the_type_of_their_file_take_no_memory_of_the_process(folders, load):
+    small, large = folders
     command = [sys.executable, "-c", PROGRAM, load, str(small), str(large)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     size, loaded, copied = json.loads(done.stdout.splitlines()[-1])
