@@ -257,6 +257,7 @@ def test_local_scorer_gives_the_models_scores_in_order(reward_dir: Path, monkeyp
     asked: list[Any] = []
     passes: list[Any] = []
     compiled: list[Any] = []
+    reasons = ["no layers", None]
 
     def watched(model: Any, samples: Any, **options: Any) -> Any:
         passes.append(([len(sample) for sample in samples], options["packing"]))
@@ -266,13 +267,14 @@ def test_local_scorer_gives_the_models_scores_in_order(reward_dir: Path, monkeyp
     monkeypatch.setattr(reward, "score_sequences", watched)
     monkeypatch.setattr(reward, "has_packed_kernel", lambda *model: asked.append(model[1:]) or packs)
     monkeypatch.setattr("rlhf_models.fast.compiled.compile_layers", compiled.append)
+    monkeypatch.setattr("rlhf_models.fast.compiled.compile_unavailable_reason", lambda *_: reasons.pop())
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 512, length).astype(np.int32) for length in (5, 1, 40, 12)]
     expected = load_reward_model(reward_dir, dtype="float32")(TokenBatch.padded(sequences, 0)).numpy()
     raw = LocalScorer(str(reward_dir), max_length=40, compiles=True)
     # Packs are tried before anybody waits for scores, on as many tokens as the run and the model allow.
     assert passes == ([([40] * 4, True), ([39, 1, 1], True)] if packs else [])
-    normalized = LocalScorer(str(reward_dir), normalize=True)
+    normalized = LocalScorer(str(reward_dir), normalize=True, compiles=True)
     np.testing.assert_allclose(run(raw.score(sequences)), expected, atol=1e-5)
     np.testing.assert_allclose(run(normalized.score(sequences)), (expected - 2.0) / 0.5, atol=1e-5)
     assert normalized.has_moments and not raw.has_moments

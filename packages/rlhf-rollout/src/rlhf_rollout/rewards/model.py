@@ -188,7 +188,7 @@ class LocalScorer:
         compiles: bool = False,
     ) -> None:
         try:
-            from rlhf_models.fast.compiled import compile_layers
+            from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
             from rlhf_models.host_states import RestingModel, awake
             from rlhf_models.loading import load_config, load_reward_model
             from rlhf_models.process_reward import StepJudge
@@ -214,7 +214,7 @@ class LocalScorer:
         rests = offload and device != "cpu"
         self._awake = partial(awake, RestingModel(model, model.parameters()) if rests else model)
         self._thread = ThreadPoolExecutor(1, "reward-model")
-        if packs and compiles:
+        if packs and compiles and compile_unavailable_reason(model.model, model.value_head.weight.device) is None:
             self._thread.submit(compile_layers, model.model).result()
         if packs:  # the first passes compile kernels and start libraries, which takes seconds
             longest = int(min(max_length or _FIRST_TOKENS, _FIRST_TOKENS, InputLimits.of(model.model).context))
