@@ -245,7 +245,7 @@ def test_model_reward_without_rollouts_asks_nobody_and_without_scorers_is_refuse
 
 @pytest.fixture(scope="module")
 def reward_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_reward_model_dir(tmp_path_factory.mktemp("reward"), mean=2.0, std=0.5)
+    return tiny_reward_model_dir(tmp_path_factory.mktemp("reward"), mean=2.0, std=0.5, max_position_embeddings=48)
 
 
 @pytest.mark.parametrize("packs", [False, True])
@@ -275,6 +275,7 @@ def test_local_scorer_gives_the_models_scores_in_order(reward_dir: Path, monkeyp
     # Packs are tried before anybody waits for scores, on as many tokens as the run and the model allow.
     assert passes == ([([40] * 4, True), ([39, 1, 1], True)] if packs else [])
     normalized = LocalScorer(str(reward_dir), normalize=True, compiles=True)
+    assert passes[2:] == ([([48] * 4, True), ([47, 1, 1], True)] if packs else [])
     np.testing.assert_allclose(run(raw.score(sequences)), expected, atol=1e-5)
     np.testing.assert_allclose(run(normalized.score(sequences)), (expected - 2.0) / 0.5, atol=1e-5)
     assert normalized.has_moments and not raw.has_moments
