@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
@@ -98,6 +98,11 @@ class Completion:
         if not self.spans or any(span.source is not SpanSource.POLICY for span in self.spans):
             raise DataError(f"a completion is made of policy spans, got {[str(span.source) for span in self.spans]}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Between processes, the arrays of thousands of spans would take several times as long as their bytes.
+        spans = [(span.token_ids.tobytes(), span.logprobs.tobytes(), span.policy_version) for span in self.spans]
+        return _completion, (spans, self.finish_reason, self.num_cached_tokens, self.routes, self.drafts)
+
     @classmethod
     def single(
         cls, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: FinishReason, policy_version: int
@@ -152,6 +157,11 @@ class Draft:
         if not isinstance(self.logprobs, array):
             self.logprobs = array("f", np.asarray(self.logprobs, np.float32).tobytes())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        numbers = self.token_ids.tobytes(), self.logprobs.tobytes()  # see `Completion.__reduce__`
+        more = self.versions, self.routes, self.num_cached_tokens, self.finish_reason, self.drafts
+        return _draft, (*numbers, *more)
+
     def go_on(self, policy_version: int) -> None:
         """Count the tokens from here on as those of `policy_version`."""
         if not self.versions or self.versions[-1][1] != policy_version:
@@ -196,6 +206,18 @@ class Draft:
             self.num_cached_tokens,
             reason,
         )
+
+
+def _completion(spans: Sequence[tuple[bytes, bytes, int]], *others: Any) -> Completion:
+    made = [
+        Span(SpanSource.POLICY, np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32), version)
+        for token_ids, logprobs, version in spans
+    ]
+    return Completion(tuple(made), *others)
+
+
+def _draft(token_ids: bytes, logprobs: bytes, *others: Any) -> Draft:
+    return Draft(array("i", token_ids), array("f", logprobs), *others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Samples that are written, reported in parts, and finished by another engine."""
 
 import contextlib
+import copy
 import pickle
 
 import numpy as np
@@ -113,6 +114,27 @@ def test_report_leaves_out_versions_of_which_no_token_is_known_yet():
     assert there.after(0, 0).versions == [(0, 3), (3, 4)] and there.after(0, 0).token_ids.tolist() == [1, 2, 3]
     there = Draft([1, 2, 3], [-1.0] * 3, [(0, 3), (3, 4)])
     assert there.after(0, 0).versions == [(0, 3)] and there.after(0, 0).token_ids.tolist() == [1, 2]
+
+
+def test_sample_and_completion_are_whole_in_another_process():
+    there = Draft(
+        [1, 2, 3], [-0.5, -1.5, -2.5], [(0, 3), (2, 4)], [rows(7), rows(8, 9, 5)], 2, FinishReason.STOP, (4, 3, 2)
+    )
+    for here in (pickle.loads(pickle.dumps(there)), copy.deepcopy(there)):
+        assert spans(here) == [(3, [1, 2], [-0.5, -1.5]), (4, [3], [-2.5])]
+        assert (here.num_cached_tokens, here.finish_reason, here.drafts) == (2, FinishReason.STOP, (4, 3, 2))
+        assert [part[:, 0, 0].tolist() for part in here.routes] == [[7], [8, 9, 5]]
+        write(here, 4, 4)
+        assert (len(here.token_ids), len(there.token_ids), len(there.versions)) == (4, 3, 2)
+    found = pickle.loads(pickle.dumps(there.completion(2)))
+    parts = [
+        (span.source, span.policy_version, span.token_ids.tolist(), span.logprobs.tolist()) for span in found.spans
+    ]
+    assert parts == [(SpanSource.POLICY, 3, [1, 2], [-0.5, -1.5]), (SpanSource.POLICY, 4, [3], [-2.5])]
+    assert (found.num_cached_tokens, found.finish_reason, found.drafts) == (2, FinishReason.STOP, (4, 3, 2))
+    assert found.routes[:, 0, 0].tolist() == [7, 8, 9, 5]
+    empty = pickle.loads(pickle.dumps(Draft()))
+    assert (list(empty.token_ids), list(empty.logprobs), empty.versions, empty.finish_reason) == ([], [], [], None)
 
 
 @pytest.mark.parametrize(

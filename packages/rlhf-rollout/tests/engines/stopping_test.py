@@ -2,11 +2,12 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.testing import ByteTokenizer
-from rlhf_rollout.engines.stopping import StopWatch, before_stop, decoder
+from rlhf_rollout.engines.stopping import StopWatch, answer_decoder, before_stop, decoder
 from rlhf_rollout.protocols import SamplingParams
 
 
@@ -91,6 +92,22 @@ def test_special_tokens_count_by_their_text(tmp_path):
     assert decoder(tmp_path)([0, 2]).endswith("</s>")
     tokens = ByteTokenizer().encode("ab<bos>cd", add_special_tokens=False)
     assert watched(tokens, decoder(None), stop=("<bos>",)) == 3
+
+
+@pytest.mark.parametrize(("own", "cleans", "text"), [(False, False, "a ."), (False, True, "a."), (True, False, "own")])
+def test_answers_are_decoded_as_their_tokenizer_does(own, cleans, text):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    class Own(PreTrainedTokenizerFast):
+        def _decode(self, token_ids, **options):
+            return "own"
+
+    core = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1, "</s>": 2, ".": 3}, "<unk>"))
+    core.add_special_tokens(["</s>"])
+    kind = Own if own else PreTrainedTokenizerFast
+    tokenizer = kind(tokenizer_object=core, eos_token="</s>", clean_up_tokenization_spaces=cleans)
+    assert answer_decoder(tokenizer)(np.array([0, 3, 2], np.int32)) == text
 
 
 @pytest.mark.parametrize("stop", ["END", ("END", ""), (3,)])

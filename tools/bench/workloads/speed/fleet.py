@@ -157,18 +157,11 @@ class FleetActor(EngineActor):
         self._drafts = {}
 
     @ray.method(concurrency_group="requests")
-    async def generate(
-        self,
-        token_ids: np.ndarray,
-        sampling: SamplingParams,
-        name: str,
-        drafts: Sequence[Any],
-        timeout_s: float,
-        images: Sequence[str] = (),
-    ) -> list[Completion]:
+    async def generate(self, request: Sequence[Any]) -> list[Completion]:
         """See `EngineHost.generate`."""
+        token_ids, sampling, name, drafts, *others = request
         paced = [self.part.begin(sampling.max_tokens) for _ in drafts]
-        return await super().generate(token_ids, sampling, name, paced, timeout_s, images)
+        return await super().generate((token_ids, sampling, name, paced, *others))
 
 
 class Scores:

@@ -3,7 +3,6 @@
 import asyncio
 import importlib.util
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from rlhf_rollout.agents.hosted import HostedAgent
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.agents.single_turn import SingleTurn
 from rlhf_rollout.agents.user_agent import parse_agent
+from rlhf_rollout.engines.stopping import answer_decoder
 from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD
 from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.workers.guarded import DEFAULT_WORKER, WorkerOptions
@@ -84,7 +84,7 @@ def make_workflow(
         log_path: file for what the agent prints; None for standard error.
     """
     if spec is None:
-        return SingleTurn(router, partial(tokenizer.decode, skip_special_tokens=True))
+        return SingleTurn(router, answer_decoder(tokenizer))
     pool = make_pool(spec, tokenizer_path, log_path)
     return HostedAgent(
         router,

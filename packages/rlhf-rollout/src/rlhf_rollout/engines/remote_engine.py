@@ -88,16 +88,13 @@ class EngineHost:
     part: RolloutEngine
     _drafts: dict[str, Sequence[Draft]]  # by the names of the requests in flight
 
-    async def generate(
-        self,
-        token_ids: np.ndarray,
-        sampling: SamplingParams,
-        name: str,
-        drafts: Sequence[Draft],
-        timeout_s: float | None = None,
-        images: Sequence[str] = (),
-    ) -> list[Completion]:
-        """See `RolloutEngine.generate`; the caller enforces the deadline. `written` knows the request by its name."""
+    async def generate(self, request: Sequence[Any]) -> list[Completion]:
+        """See `RolloutEngine.generate`; the caller enforces the deadline. `written` knows the request by its name.
+
+        `request` has the prompt's tokens, the sampling, the name, the drafts, the deadline in seconds, and the images:
+        Ray would pickle each argument of a call apart, which takes longer than the engine's work on a request.
+        """
+        token_ids, sampling, name, drafts, timeout_s, images = request
         self._drafts[name] = drafts
         try:
             more = {"images": images} if images else {}
@@ -172,7 +169,7 @@ class EngineClient(ABC):
         try:
             # This side's deadline counts, also for the message: the engine's own one comes later.
             request = (token_ids, sampling, name, drafts, 2 * timeout_s, tuple(images))
-            return await self._await("a request", timeout_s, self._progress, "generate", *request)
+            return await self._await("a request", timeout_s, self._progress, "generate", request)
         finally:
             del self._drafts[name]
             if not self._drafts:

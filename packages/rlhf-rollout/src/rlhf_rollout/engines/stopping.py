@@ -4,6 +4,9 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from rlhf_data.pretrained import load_tokenizer
 from rlhf_data.testing import ByteTokenizer
@@ -12,6 +15,8 @@ from rlhf_rollout.protocols import SamplingParams
 Decode = Callable[[Sequence[int]], str]
 _BROKEN = "\ufffd"  # what decoders write for bytes that are no character yet
 _CHARACTER_BYTES = 4  # at most
+# Where transformers has the methods of tokenizers that add nothing to their backend but the cleaning of spaces.
+_PLAIN_DECODERS = {"transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"}
 
 
 class StopWatch:
@@ -80,3 +85,12 @@ def decoder(tokenizer: str | Path | None) -> Decode:
     # What transformers adds around the decoder takes several times as long as decoding a few tokens.
     backend = getattr(loaded, "backend_tokenizer", loaded)
     return functools.partial(backend.decode, skip_special_tokens=False)
+
+
+def answer_decoder(tokenizer: Any) -> Callable[[np.ndarray], str]:
+    """Return the function that decodes the token ids of an answer, [n], as `tokenizer` does without special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    own = {getattr(getattr(type(tokenizer), name, None), "__module__", "") for name in ("decode", "_decode")}
+    if backend is None or tokenizer.clean_up_tokenization_spaces or not own <= _PLAIN_DECODERS:
+        return functools.partial(tokenizer.decode, skip_special_tokens=True)
+    return lambda token_ids: backend.decode(token_ids.tolist(), skip_special_tokens=True)

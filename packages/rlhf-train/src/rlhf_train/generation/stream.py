@@ -150,6 +150,9 @@ class SampleStream:
         fresh: list[RolloutGroup] = []
         stale: list[RolloutGroup] = []
         for group in [ticket.group for ticket in batch if ticket.group is not None]:
+            if not any(map(self._is_stale, group.rollouts)):
+                fresh.append(group)
+                continue
             fresh += _part(group, lambda rollout: not self._is_stale(rollout))
             stale += _part(group, self._is_stale)
         return fresh, stale
