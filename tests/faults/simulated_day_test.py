@@ -61,6 +61,7 @@ class Day:
             max_in_flight=8,
             dynamic_sampling=None,
             difficulty=None,
+            reuse=None,
         )
         self.engines = [MortalEngine(make_engine, START_S), MortalEngine(make_engine, START_S)]
         router = EngineRouter()

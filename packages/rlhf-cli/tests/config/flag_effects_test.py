@@ -19,6 +19,7 @@ from rlhf_data.rows.row import Counts
 from rlhf_train.algorithms.token_specs import CorrectionSpec
 from rlhf_train.generation.difficulty import DifficultySpec
 from rlhf_train.generation.mixing import MixSpec
+from rlhf_train.generation.reuse import ReuseSpec
 from rlhf_train.generation.run_spec import AsyncSpec, DynamicSampling
 
 CPU, MANY_GPUS = 0, 8
@@ -138,6 +139,9 @@ REACHES = [
     ("adaptive_mix", "", "", "difficulty", MixSpec()),
     ("mix_temperature", "0.3", "--adaptive_mix", "difficulty.mix_temperature", 0.3),
     ("mix_window", "9", "--adaptive_mix", "difficulty.mix_window", 9),
+    ("reuse_solved", "7", "", "reuse", ReuseSpec(reuse_solved=7)),
+    ("reuse_max_age", "9", "--reuse_solved 7", "reuse.reuse_max_age", 9),
+    ("reuse_pass_rate", "0.3", "--reuse_solved 7", "reuse.reuse_pass_rate", 0.3),
     ("advantage_estimator", "rloo", "", "algorithm.estimator", "rloo"),
     ("agent_func_path", "agents:Two", "", "agent.path", "agents:Two"),
     ("max_steps", "3", AGENT, "agent.limits.max_turns", 3),

@@ -180,8 +180,24 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         (f"{MODEL_ONLY} --adaptive_mix", "--adaptive_mix counts responses that are right", "add --success_threshold"),
         ("--adaptive_mix --difficulty_pool", "both decide the next prompt", "drop one of them"),
         ("--adaptive_mix --prompt_data_probs 1,2", "--prompt_data_probs fixes the shares", "drop one of them"),
+        (f"{MODEL_ONLY} --reuse_solved 9", "--reuse_solved counts responses that are right", "add --success_threshold"),
+        *(
+            (f"--reuse_solved 9 {flags}", f"answers of earlier steps, and {reason}", "drop one of them")
+            for flags, reason in (
+                ("--async_train", "--async_train takes"),
+                (ONE_TURN, "--agent_func_path makes"),
+                ("--n_samples_per_prompt 1 --train_batch_size 32", "--n_samples_per_prompt 1 leaves"),
+                ("--advantage_estimator remax", "--advantage_estimator remax compares"),
+                (f"{PAIRWISE} {JUDGE}", "a pairwise judge compares"),
+                ("--routing_replay", "--routing_replay knows"),
+                ("--image_key i", "--image_key is not tested"),
+                ("--mask_stale 99", "--mask_stale 99 leaves out tokens that --reuse_max_age 100 keeps"),
+            )
+        ),
+        (f"--reuse_solved 9 {SKIP} {ONE_UPDATE}", "rollouts may be stale", ""),
         # the teacher
         (f"{TAUGHT} --difficulty_pool", "--difficulty_pool compares scores, and nothing", "--reward_weights 0"),
+        (f"{TAUGHT} --reuse_solved 9", "--reuse_solved compares scores, and nothing scores", "--reward_weights 0"),
         (f"{TAUGHT} --adaptive_mix", "--adaptive_mix compares scores, and nothing scores", "--reward_weights 0"),
         (f"{TAUGHT} --dynamic_filtering", "--dynamic_filtering compares scores, and nothing", "--reward_weights 0"),
         (f"{TAUGHT} --best_metric_key eval/accuracy", "--best_metric_key compares scores", "add --remote_rm_url"),
@@ -289,6 +305,13 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ("--dynamic_filtering_reward_range 0 1", "--dynamic_filtering_reward_range has no effect"),
         ("--target_pass_rate 0.3", "--target_pass_rate has no effect: --difficulty_pool is off"),
         ("--mix_window 3", "--mix_window has no effect: --adaptive_mix is off"),
+        ("--reuse_solved 9 --mask_stale 100", "--mask_stale has no effect: no token is more than 100 steps old"),
+        ("--reuse_max_age 3", "--reuse_max_age has no effect: there is no --reuse_solved"),
+        (
+            "--reuse_solved 9 --old_logprobs recompute",
+            "--reuse_solved trains on answers of older weights, and nothing corrects for their probabilities:"
+            " --is_correction_level token or --old_logprobs rollout does",
+        ),
         (
             f"--mask_off_policy 0.5 --old_logprobs recompute {ONE_UPDATE}",
             "--mask_off_policy has no effect: the only update of a step begins with the policy of --old_logprobs",
@@ -389,6 +412,7 @@ def test_check_ppo_what_has_no_effect_is_a_notice(argv, notice):
         "--async_train --max_staleness 2 --mask_stale 1 --old_logprobs rollout",
         "--async_train --is_correction_level token",
         "--async_train --max_staleness 0",
+        "--reuse_solved 9",
         "--use_kl_loss --kl_unbiased_gradient",
         "--use_kl_loss --kl_estimator k2",
         "--use_kl_loss --kl_estimator k3",

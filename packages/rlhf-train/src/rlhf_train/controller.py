@@ -70,7 +70,7 @@ class Controller:
         """Have prompts answered and scored, and take the batch to learn from."""
         self.turns.give_to_engines()
         drawn = self.rollouts.next_batch(step)
-        self._batch = drawn.kept
+        self._batch = drawn.batch
         # Rollouts fail in two places: whole groups in an engine, and single rollouts in the reward.
         num_rollouts = sum(len(group.rollouts) for group in drawn.groups)
         num_failed = num_rollouts - len(scored(drawn.groups))

@@ -91,7 +91,7 @@ class Report:
         with self.timeline.phase("write"):
             if self.record:
                 left_out = [*drawn.stale, *drawn.dropped]
-                for kept, groups, num_later in ((True, drawn.kept, len(left_out)), (False, left_out, 0)):
+                for kept, groups, num_later in ((True, drawn.batch, len(left_out)), (False, left_out, 0)):
                     self.recorder.rollouts(
                         "rollouts", step, groups, num_later=num_later, num_steps=self.num_steps, kept=kept
                     )

@@ -87,6 +87,7 @@ class Run:
             max_in_flight=max_in_flight,
             dynamic_sampling=dynamic,
             difficulty=None,
+            reuse=None,
         )
         vars(self.job).update(changes)
         self.num_batches = num_batches

@@ -46,6 +46,7 @@ class Trainer:
             max_in_flight=999,
             dynamic_sampling=None,
             difficulty=None,
+            reuse=None,
         )
         self.engine = FakeEngine(SPEC, script=self.write, token_latency_s=1.0)
         self.ledger = Ledger()

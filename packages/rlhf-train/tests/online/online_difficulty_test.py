@@ -1,4 +1,4 @@
-"""A whole run that draws prompts by their pass rates: what decides the draws, what it counts, and how it continues."""
+"""Whole runs that draw prompts by pass rates or keep right answers: what decides, what counts, how they continue."""
 
 import asyncio
 
@@ -9,6 +9,7 @@ from online_fakes import by_step, tiny_batch
 from rlhf_data.records import Prompt, Verdict, VerdictKind
 from rlhf_train.generation.difficulty import DifficultySpec
 from rlhf_train.generation.mixing import MixSpec
+from rlhf_train.generation.reuse import ReuseSpec
 from rlhf_train.generation.run_spec import AsyncSpec, DynamicSampling
 from rlhf_train.online import train_and_save
 from rlhf_train.online_job import CheckpointSpec
@@ -128,3 +129,50 @@ def test_asynchronous_run_continues_with_the_pool_of_its_checkpoint(pool_run, tm
     counts = second.controller.ledger.run
     assert (counts.requested, counts.trained, counts.failed) == (6 * 32, 6 * 32, 0)
     assert by_step(second.lines())[-1]["pool/unseen"] < 1
+
+
+class Forgets:
+    """Solves each prompt in one of four samples, but only with the weights of the first step."""
+
+    async def score(self, prompt, rollouts):
+        is_right = [index == 2 and rollout.policy_version == 0 for index, rollout in enumerate(rollouts)]
+        return [Verdict(VerdictKind.OK if right else VerdictKind.WRONG, float(right)) for right in is_right]
+
+    async def close(self):
+        pass
+
+
+@pytest.mark.parametrize("dynamic", [None, DynamicSampling(max_batches=3)])
+def test_right_answers_of_earlier_steps_are_trained_in_the_place_of_wrong_ones(make_run, tmp_path, dynamic):
+    def run_of(name, seed, **changes):
+        options = {"prompts": PROMPTS, "batch": tiny_batch(8), "num_steps": 6, "dynamic_sampling": dynamic}
+        run = make_run(
+            Forgets(), reuse=ReuseSpec(reuse_solved=99), save_path=str(tmp_path / name), **options, **changes
+        )
+        answer_at_random_times(run, seed)
+        return run
+
+    whole = run_of("whole", 0, checkpoints=CheckpointSpec(folder=str(tmp_path / "checkpoints"), every=3))
+    train_and_save(whole.job, whole.controller, whole.recorder)
+    checkpoint = next(found for found in Checkpoints(tmp_path / "checkpoints").all() if found.step == 3)
+    resumed = run_of("resumed", 1)
+    resumed.controller.first_step = resumed.controller.checkpointer.restore(checkpoint) + 1
+    train_and_save(resumed.job, resumed.controller, resumed.recorder)
+    batches = [
+        [
+            [(one.rollout_id, one.policy_version, one.token_ids.tolist(), one.reward) for one in sorted(batch)]
+            for batch in run.world.rollouts
+        ]
+        for run in (whole, resumed)
+    ]
+    assert batches[1] == batches[0][3:]
+    lines = by_step(whole.lines())
+    for step, (line, batch) in enumerate(zip(lines, batches[0], strict=True), start=1):
+        reused = [(name, version) for name, version, *_ in batch if name.endswith("/reused")]
+        assert len(reused) == line["reuse/answers"] and len(batch) == line["samples/trained"]
+        assert all(version == 0 and step > 1 and name.startswith(f"step{step}/") for name, version in reused)
+    assert len(batches[0][-1]) == 32 and lines[-1]["reuse/answers"] > 3 and lines[-1]["rollout/accuracy"] == 0
+    assert (
+        whole.controller.ledger.run.requested
+        == whole.controller.ledger.run.trained + whole.controller.ledger.run.filtered
+    )

@@ -1,4 +1,4 @@
-"""Held-out accuracy at equal updates by seed: prompts drawn uniformly and by pass rate, and sources in two ways.
+"""Held-out accuracy at equal updates by seed: prompts and sources drawn in two ways, and answers used once or again.
 
     python tools/bench/run.py curriculum --out curriculum.json
 
@@ -6,7 +6,7 @@ Trains the built-in model by GRPO for 12 steps on its prompts. The held-out prom
 `uniform` and `by_pass_rate` (`--difficulty_pool`) have 128 prompts, which are three episodes. Three in four have a
 wrong label, as in data with mistakes, so that no response to them is right. `fixed_shares` (half of each) and
 `adaptive_shares` (`--adaptive_mix`) have a source of 256 prompts, and one of 256 sums of three numbers, which the model
-hardly ever gets right.
+hardly ever gets right. `fresh` and `reused` (`--reuse_solved`) have 128 prompts with right labels.
 """
 
 import json
@@ -19,12 +19,14 @@ from typing import Any
 from rlhf_cli.builtin import RECIPE_FILE, TRAIN_FILE
 from runner import over_seeds, progress, read_lines, run_ppo
 
-ONE, TWO = "prompts.jsonl", "two.jsonl,three.jsonl"
+ONE, TWO, RIGHT = "prompts.jsonl", "two.jsonl,three.jsonl", "right.jsonl"
 DRAWS = {
     "uniform": (ONE, ""),
     "by_pass_rate": (ONE, "--difficulty_pool"),
     "fixed_shares": (TWO, "--prompt_data_probs 1,1"),
     "adaptive_shares": (TWO, "--adaptive_mix"),
+    "fresh": (RIGHT, "--old_logprobs rollout"),
+    "reused": (RIGHT, "--old_logprobs rollout --reuse_solved 128"),
 }
 NUM_PROMPTS = 128
 NUM_OF_SOURCE = 256
@@ -41,7 +43,8 @@ def write_prompts(folder: Path) -> None:
         {"prompt": row["prompt"].replace("?", f" + {more}?"), "answer": str(int(row["answer"]) + more)}
         for more, row in enumerate(rows[NUM_OF_SOURCE : 2 * NUM_OF_SOURCE], start=11)
     ]
-    for name, part in zip((ONE, *TWO.split(",")), (wrong[:NUM_PROMPTS], sums, longer), strict=True):
+    parts = wrong[:NUM_PROMPTS], sums, longer, rows[:NUM_PROMPTS]
+    for name, part in zip((ONE, *TWO.split(","), RIGHT), parts, strict=True):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
 
 
@@ -49,7 +52,9 @@ def run(files: str, flags: Sequence[str], folder: Path) -> dict[str, Any]:
     """Run the job with `folder` as its --save_path; return accuracies, and by step what was drawn."""
     data = ",".join(str(folder.parent / name) for name in files.split(","))
     metrics = run_ppo(["--config", str(RECIPE_FILE), "--prompt_data", data, *COMMON.split(), *flags], folder)
-    names = [name for name in metrics.steps[0] if name.startswith(("rollout/accuracy", "pool/", "mix/"))]
+    names = [
+        name for name in metrics.steps[0] if name.startswith(("rollout/accuracy", "pool/", "mix/", "reuse/answers"))
+    ]
     found = {
         "flags": " ".join([*COMMON.split(), *flags]),
         **metrics.accuracies(),

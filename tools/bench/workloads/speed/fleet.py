@@ -241,6 +241,7 @@ def make_job(options: Namespace, folder: Path) -> Any:
         max_in_flight=options.prompts,
         dynamic_sampling=None,
         difficulty=None,
+        reuse=None,
     )
 
 

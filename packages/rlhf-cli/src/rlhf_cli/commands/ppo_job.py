@@ -152,6 +152,7 @@ def make_job(
         ray_address=ray_address,
         dynamic_sampling=config.filtering,
         difficulty=config.difficulty,
+        reuse=config.reuse,
         num_frozen_steps=num_frozen,
         ema_beta=training.ema_beta if training.enable_ema else None,
         save_critic=config.output.save_value_network and spec.row.uses_critic,

@@ -24,12 +24,14 @@ from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import BatchSizes
 from rlhf_train.generation.difficulty import DifficultySpec
 from rlhf_train.generation.mixing import MixSpec
+from rlhf_train.generation.reuse import ReuseSpec
 from rlhf_train.generation.run_spec import DynamicSampling
 from rlhf_train.specs import ModelSpec
 
 _FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batches")
 _POOL_OPTIONS = ("target_pass_rate", "pool_uniform_share", "pool_retire_visits")
 _MIX_OPTIONS = ("mix_temperature", "mix_window")
+_REUSE_OPTIONS = ("reuse_max_age", "reuse_pass_rate")
 _EVALUATION_OPTIONS = ("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "source_key")
 _SLEEP = ("vllm_enable_sleep", "deepspeed_enable_sleep")
 _REFERENCE_PLACES = ("ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
@@ -61,9 +63,8 @@ class PpoConfig(Config):
         # An agent's episode may become several rollouts, and a step then have more updates than were planned.
         is_certain = self.agent.agent_func_path is None and self.training.freezing_actor_steps <= 0
         single_update = is_certain and self.batch.num_updates == 1
-        return self.algorithm.spec(
-            stale=self.asynchrony.runs_ahead, quantized=self.quantizes, single_update=single_update
-        )
+        is_stale = self.asynchrony.runs_ahead or self.reuse is not None
+        return self.algorithm.spec(stale=is_stale, quantized=self.quantizes, single_update=single_update)
 
     @property
     def quantizes(self) -> bool:
@@ -114,6 +115,18 @@ class PpoConfig(Config):
             return MixSpec(**matching(MixSpec, self.rollout))
         return DifficultySpec(**matching(DifficultySpec, self.rollout)) if self.rollout.difficulty_pool else None
 
+    @property
+    def reuse(self) -> ReuseSpec | None:
+        """Which right answers are trained on again; None for none."""
+        return ReuseSpec(**matching(ReuseSpec, self.rollout)) if self.rollout.reuse_solved is not None else None
+
+    @property
+    def oldest(self) -> int:
+        """Steps by which the weights that drew a token may be older than those that are trained."""
+        if self.reuse is not None:
+            return self.reuse.reuse_max_age
+        return self.asynchrony.max_staleness if self.asynchrony.async_train else 0
+
     def steps_of_episodes(self, num_prompts: int) -> int:
         """Return the number of steps that --num_episodes passes over `num_prompts` prompts need."""
         return math.ceil(self.training.num_episodes * num_prompts / self.rollout.rollout_batch_size)
@@ -135,7 +148,7 @@ class PpoConfig(Config):
             num_rollouts=self.batch.num_rollouts,
             num_updates=self.batch.num_updates,
             num_frozen_steps=self.training.freezing_actor_steps,
-            max_staleness=self.asynchrony.max_staleness if self.asynchrony.async_train else 0,
+            max_staleness=self.oldest,
         )
         self.objective.check_rewards(self.reward.reward_normalize, self.reward.spec(self.rollout).changes)
         notices += self.algorithm.check(given, self.objective, self.batch.num_updates)
@@ -148,6 +161,7 @@ class PpoConfig(Config):
         notices += _check_teacher_alone(self, given)
         notices += _check_filtering(self, given)
         notices += _check_pool(self, given)
+        notices += _check_reuse(self, given)
         notices += _check_evaluation(self, given)
         notices += self.engine.check_drafts(given, self.rollout) + _check_sampling(self, given)
         notices += _check_replay(self, given)
@@ -272,15 +286,17 @@ def _check_passes(config: PpoConfig, given: Collection[str]) -> list[str]:
 def _check_staleness(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Check what becomes of tokens of older weights."""
     algorithm = config.algorithm
-    bound = config.asynchrony.max_staleness if config.asynchrony.async_train else 0
+    bound = config.oldest
     # A replay has the staleness of the run that it replays.
     is_bound = config.rollout.replay is None and (algorithm.mask_stale is None or algorithm.mask_stale >= bound)
-    reason = f"no token is more than {bound} steps old (--async_train, --max_staleness)"
+    reason = f"no token is more than {bound} steps old (--max_staleness, --reuse_max_age)"
     notices = without_effect(given, (is_bound, ["mask_stale"], reason))
     spec = config.objective
     runs_none = not (spec.runs_actor or spec.uses_reference or spec.uses_teacher or spec.row.uses_critic)
     notices += without_effect(given, (runs_none, ["early_forwards"], "no model runs before the update"))
-    causes = ["--async_train trains on tokens of older weights"] if bound else []
+    causes = ["--async_train trains on tokens of older weights"] if config.asynchrony.runs_ahead else []
+    if config.reuse is not None:
+        causes.append("--reuse_solved trains on answers of older weights")
     if config.quantizes:
         causes.append(f"--vllm_quantization {config.engine.vllm_quantization} samples tokens from rounded weights")
     if spec.weighs and spec.correction.level == "off":
@@ -297,7 +313,7 @@ def _check_teacher_alone(config: PpoConfig, given: Collection[str]) -> list[str]
     algorithm = config.algorithm
     if algorithm.teacher_model is None or config.reward.sources() or config.agent.agent_func_path is not None:
         return []
-    for name in ("dynamic_filtering", "difficulty_pool", "adaptive_mix", "best_metric_key"):
+    for name in ("dynamic_filtering", "difficulty_pool", "adaptive_mix", "reuse_solved", "best_metric_key"):
         if name in given:
             hint = "add --remote_rm_url, with --reward_weights 0 if the policy shall not learn from it"
             raise ConfigError(f"--{name} compares scores, and nothing scores: there is only --teacher_model", hint=hint)
@@ -339,18 +355,40 @@ def _check_pool(config: PpoConfig, given: Collection[str]) -> list[str]:
         message = "--prompt_data_probs fixes the shares of the sources, and --adaptive_mix changes them"
         raise ConfigError(message, hint="drop one of them")
     first = [source.kind for source in config.reward.sources()[:1]]
-    if (is_pool or is_mix) and first == ["model"] and "success_threshold" not in given:
-        name = "difficulty_pool" if is_pool else "adaptive_mix"
-        message = f"--{name} counts responses that are right, and scores of --reward_pretrain have no bounds"
-        raise ConfigError(message, hint="add --success_threshold SCORE, from which on a response is right")
+    for name in ("difficulty_pool", "adaptive_mix", "reuse_solved"):
+        if getattr(config.rollout, name) and first == ["model"] and "success_threshold" not in given:
+            message = f"--{name} counts responses that are right, and scores of --reward_pretrain have no bounds"
+            raise ConfigError(message, hint="add --success_threshold SCORE, from which on a response is right")
     return notices
+
+
+def _check_reuse(config: PpoConfig, given: Collection[str]) -> list[str]:
+    """Check what is used beside right answers of earlier steps."""
+    if config.reuse is None:
+        return without_effect(given, (True, _REUSE_OPTIONS, "there is no --reuse_solved"))
+    stale, age = config.algorithm.mask_stale, config.reuse.reuse_max_age
+    for is_wrong, reason in (
+        (config.asynchrony.runs_ahead, "--async_train takes answers of old weights for those of a lost engine"),
+        (config.agent.agent_func_path is not None, "--agent_func_path makes episodes of several turns"),
+        (config.rollout.n_samples_per_prompt < 2, "--n_samples_per_prompt 1 leaves no answer to compare it with"),
+        (config.algorithm.row.baseline == "greedy", "--advantage_estimator remax compares with a response of its step"),
+        ("pairwise" in {one.kind for one in config.reward.sources()}, "a pairwise judge compares answers of one step"),
+        (config.model.routing_replay, "--routing_replay knows experts of the newest weights alone"),
+        (config.data.image_key is not None, "--image_key is not tested with it"),
+        (stale is not None and stale < age, f"--mask_stale {stale} leaves out tokens that --reuse_max_age {age} keeps"),
+    ):
+        if is_wrong:
+            raise ConfigError(
+                f"--reuse_solved trains on answers of earlier steps, and {reason}", hint="drop one of them"
+            )
+    return []
 
 
 def _check_replay(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Return a notice for each option of what a run on recorded rollouts does not start."""
     if config.rollout.replay is None:
         return []
-    unused = ["difficulty_pool", *_POOL_OPTIONS, "adaptive_mix", *_MIX_OPTIONS]
+    unused = ["difficulty_pool", *_POOL_OPTIONS, "adaptive_mix", *_MIX_OPTIONS, "reuse_solved", *_REUSE_OPTIONS]
     unused += [
         name
         for part in (config.data, config.agent, config.evaluation, config.engine, config.asynchrony)

@@ -3,6 +3,7 @@
 from rlhf_data.options.declare import flag, flag_of
 from rlhf_rollout.commands.sections import GroupSamplingSection
 from rlhf_train.generation.mixing import MixSpec
+from rlhf_train.generation.reuse import ReuseSpec
 
 
 class RolloutSection(GroupSamplingSection):
@@ -45,6 +46,16 @@ class RolloutSection(GroupSamplingSection):
         MixSpec.mix_temperature, "a high one makes the shares of the sources equal, a low one follows the bounds alone"
     )
     mix_window: int = flag_of(MixSpec.mix_window, "newest prompts of a source that say what can be learned from it")
+    reuse_solved: int | None = flag(
+        None,
+        "keep up to so many right answers to prompts that are hardly ever solved: when a later visit of a prompt finds"
+        " none, the kept answer is trained in the place of a wrong one (AR3PO); None: off",
+        ge=1,
+    )
+    reuse_max_age: int = flag_of(ReuseSpec.reuse_max_age, "steps after which a kept answer is given up")
+    reuse_pass_rate: float = flag_of(
+        ReuseSpec.reuse_pass_rate, "keep answers to prompts of which at most this share of the responses was right"
+    )
 
     replay: str | None = flag(
         None,

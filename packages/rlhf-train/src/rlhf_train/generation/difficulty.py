@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_data.bounds import bounded, check_bounds
-from rlhf_data.records import VerdictKind
+from rlhf_data.records import RolloutGroup, VerdictKind
 from rlhf_data.sampler import EpochSampler
 
 _NO_VERDICT = (VerdictKind.ABSTAINED, VerdictKind.UNSCORED)
@@ -52,6 +52,20 @@ def draw_probabilities(pass_rates: np.ndarray, *, target: float, uniform_share: 
     return uniform_share * uniform + (1 - uniform_share) * (weights / total if total else uniform)
 
 
+def verdict_kinds(group: RolloutGroup) -> list[VerdictKind]:
+    """Return the verdicts of a group's episodes."""
+    return [episode.verdict.kind for episode in group.episodes if episode.verdict is not None]
+
+
+def pass_rate(verdicts: Sequence[VerdictKind]) -> float | None:
+    """Return the share of responses that are right, or None if no verdict is about the policy.
+
+    Responses whose scorer failed or abstained, or that have no scorer, do not count.
+    """
+    is_right = [kind is VerdictKind.OK for kind in verdicts if not kind.failed and kind not in _NO_VERDICT]
+    return sum(is_right) / len(is_right) if is_right else None
+
+
 class PassRateSampler(EpochSampler):
     """A sampler of `num_items` prompts, whose draws follow the pass rates of the visits up to the last `settle`.
 
@@ -64,19 +78,15 @@ class PassRateSampler(EpochSampler):
         self._observed: list[tuple[int, int, float]] = []  # number, item and pass rate, since the last `settle`
 
     def observe(self, number: int, item: int, verdicts: Sequence[VerdictKind]) -> None:
-        """Note a visit, whose pass rate is the share of responses that are right.
-
-        Responses whose scorer failed or abstained, or that have no scorer, do not count. Nor does a visit that has only
-        such responses.
+        """Note a visit, unless it has no pass rate; see `pass_rate`.
 
         Args:
             number: of the draw. Visits count in the order of their numbers.
             item: index of the prompt.
             verdicts: of the responses.
         """
-        is_right = [kind is VerdictKind.OK for kind in verdicts if not kind.failed and kind not in _NO_VERDICT]
-        if is_right:
-            self._observed.append((number, item, sum(is_right) / len(is_right)))
+        if (rate := pass_rate(verdicts)) is not None:
+            self._observed.append((number, item, rate))
 
     def settle(self) -> tuple[dict[str, float], list[str]]:
         """Let the visits since the last call decide further draws. Return metrics, and notices for people."""

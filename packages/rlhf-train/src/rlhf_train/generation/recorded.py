@@ -120,7 +120,7 @@ class RecordedRollouts:
         for group in kept:
             self._check_ids(step, group)
         num_episodes = sum(len(group.episodes) for group in (*kept, *dropped))
-        return Drawn(tuple(kept), (), tuple(dropped), num_requested=num_episodes, num_failed=0)
+        return Drawn(tuple(kept), (), tuple(dropped), num_requested=num_episodes, num_failed=0, batch=tuple(kept))
 
     def _check_ids(self, step: int, group: RolloutGroup) -> None:
         """Raise DataError for a token of the policy that it masks: the log-prob is -inf, and no gradient is finite."""

@@ -16,6 +16,7 @@ from rlhf_train.batching import BatchSizes
 from rlhf_train.cluster.places import PlacementPlan
 from rlhf_train.generation.difficulty import DifficultySpec
 from rlhf_train.generation.mixing import MixSpec
+from rlhf_train.generation.reuse import ReuseSpec
 
 
 def _check_range(name: str, bounds: tuple[float, float] | None) -> None:
@@ -201,6 +202,7 @@ class GenerationSpec(RunSpec):
         max_in_flight: largest number of rollout groups that generate at once; an evaluation has as many episodes.
         dynamic_sampling: which groups are trained; None for all.
         difficulty: how prompts, or their sources, are drawn by pass rates; None draws each prompt once per episode.
+        reuse: which right answers are kept and trained on again; None for none.
     """
 
     eval_sampling: SamplingParams
@@ -211,3 +213,4 @@ class GenerationSpec(RunSpec):
     max_in_flight: int = 256
     dynamic_sampling: DynamicSampling | None = None
     difficulty: DifficultySpec | MixSpec | None = None
+    reuse: ReuseSpec | None = None

@@ -6,15 +6,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhf_data.errors import EngineError
-from rlhf_data.records import Prompt, RolloutGroup, VerdictKind
+from rlhf_data.records import Prompt, RolloutGroup
 from rlhf_data.sampler import EpochSampler
 from rlhf_rollout.agents.base import Workflow
 from rlhf_rollout.generator import GenerationCounts, GroupMaker, GroupResult, generate_groups, with_extra
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.records_io import parse_group
 from rlhf_train.generation.baseline import GREEDY_REWARD
-from rlhf_train.generation.difficulty import DifficultyPool, PassRateSampler
+from rlhf_train.generation.difficulty import DifficultyPool, PassRateSampler, verdict_kinds
 from rlhf_train.generation.mixing import MixSpec, SourceMix
+from rlhf_train.generation.reuse import SolvedAnswers
 from rlhf_train.generation.run_spec import GenerationSpec
 from rlhf_train.generation.scoring import is_worth_training
 from rlhf_train.generation.stream import SampleStream, Ticket
@@ -43,7 +44,8 @@ class Drawn:
         has_scored: whether the reward has scored a group of this process's run, if there was any; agents may give
             rewards of their own.
         overlap: metrics of a run in which generation goes on while the learner works.
-        pool: metrics of prompts, or their sources, that are drawn by pass rates.
+        pool: metrics of prompts, or their sources, that are drawn by pass rates, and of answers that are reused.
+        batch: the groups to train on: those of `kept`, some with an older answer in the place of a wrong one.
         notices: what a person may want to know of these prompts.
     """
 
@@ -61,6 +63,7 @@ class Drawn:
     overlap: Mapping[str, float] = field(default_factory=dict)
     pool: Mapping[str, float] = field(default_factory=dict)
     notices: Sequence[str] = ()
+    batch: tuple[RolloutGroup, ...] = ()
 
     @property
     def groups(self) -> tuple[RolloutGroup, ...]:
@@ -106,6 +109,7 @@ class GenerationService:
         elif job.difficulty is not None:
             self._pool = DifficultyPool(num_prompts, job.difficulty, seed=job.seed)
         self._sampler = self._pool or EpochSampler(num_prompts, job.batch.rollout_batch_size, seed=job.seed)
+        self._solved = SolvedAnswers(job.reuse) if job.reuse else None
         self._runs_ahead = job.max_staleness > 0
         self._limit = job.max_in_flight  # groups that generate at once
         self._num_generating = 0
@@ -221,6 +225,7 @@ class GenerationService:
             "num_failed": self._num_failed,
             "failure": self._failure,
             "dropped": list(self._dropped),
+            "solved": self._solved.state() if self._solved is not None else None,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -237,6 +242,8 @@ class GenerationService:
         self._num_failed = state["num_failed"]
         self._failure = state["failure"]
         self._dropped = [_group(group) for group in state["dropped"]]
+        if self._solved is not None and state.get("solved"):
+            self._solved.restore(state["solved"])
 
     # -- internals -----------------------------------------------------------------------------------------------------
 
@@ -307,7 +314,8 @@ class GenerationService:
         made = maker.make(ticket.group_id, prompt, ticket.group_id, generated=self._generated)
         result = await (self._beside_greedy(made, ticket.group_id, prompt) if self.greedy_baseline else made)
         dynamic = self.job.dynamic_sampling  # without it, all groups are trained
-        is_kept = result.group is not None and (dynamic is None or is_worth_training(result.group, dynamic))
+        trained = self._solved.filled(result.group) if self._solved and result.group else result.group
+        is_kept = trained is not None and (dynamic is None or is_worth_training(trained, dynamic))
         kept = result.group if is_kept else None
         if kept is not None:
             self.stream.put(ticket, kept)
@@ -321,7 +329,7 @@ class GenerationService:
         else:
             self._counts.num_groups += 1
             if self._pool is not None:
-                self._pool.observe(ticket.number, ticket.item, _verdicts(result.group))
+                self._pool.observe(ticket.number, ticket.item, verdict_kinds(result.group))
             if kept is None:
                 self._dropped.append(result.group)
         self.settled(ticket.group_id, kept)
@@ -353,6 +361,7 @@ class GenerationService:
         router = self.workflow.router
         num_prompt_tokens, num_cached = router.prompt_tokens - self._prompt_tokens
         pool, notices = self._pool.settle() if self._pool is not None else ({}, [])
+        batch, reuse = self._solved.settle(fresh, self._dropped) if self._solved is not None else (fresh, {})
         drawn = Drawn(
             kept=tuple(fresh),
             stale=tuple(stale),
@@ -366,7 +375,8 @@ class GenerationService:
             reward_wait_s=0.0 if self._runs_ahead else counts.reward_wait_s,
             has_scored=counts.num_scored_groups > 0 or counts.num_groups == 0,
             overlap=self._overlap() if self._runs_ahead else {},
-            pool=pool,
+            pool=pool | reuse,
+            batch=tuple(batch),
             notices=notices,
         )
         if not drawn.groups:
@@ -403,10 +413,6 @@ class GenerationService:
         self._drafts = router.drafts.copy()
         self._busy_s = router.busy_s
         self._since = asyncio.get_running_loop().time()
-
-
-def _verdicts(group: RolloutGroup) -> list[VerdictKind]:
-    return [episode.verdict.kind for episode in group.episodes if episode.verdict is not None]
 
 
 def _group(saved: Any) -> RolloutGroup:
