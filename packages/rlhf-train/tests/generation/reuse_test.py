@@ -109,8 +109,9 @@ def test_newest_visit_age_and_number_decide_what_stays_kept():
     one.settle([], [])
     one.settle([], [])
     assert kept(one, "b", "c") == [True, False]  # three steps are the limit
-    one.settle([group("step5/0", "oo", "b")], [])
-    assert kept(one, "b") == [False]  # it is solved
+    one.settle([group("step5/0", "ow", "b"), group("step5/1", "ow", "c")], [])
+    one.settle([group("step6/0", "oo", "b")], [])
+    assert kept(one, "b", "c") == [False, True]  # it is solved
 
 
 def test_saved_answers_are_those_that_are_restored(tmp_path):

@@ -90,13 +90,14 @@ class SourceMix(PassRateSampler):
 
     def settle(self) -> tuple[dict[str, float], list[str]]:
         """Let the visits since the last call decide the shares. Return metrics; notices for people there are none."""
-        metrics = {f"mix/share_{name}": float(share) for name, share in zip(self._names, self._shares, strict=True)}
+        shares = dict(zip(self._names, self._shares.tolist(), strict=True))
         for _, item, rate in self._settled():
             self._rates[self._source_of[item]].append(rate)
             self._num_visits[self._source_of[item]] += 1
         means = {name: sum(rates) / len(rates) for name, rates in zip(self._names, self._rates, strict=True) if rates}
         self._shares = self._next_shares()
-        return metrics | {f"mix/pass_rate_{name}": mean for name, mean in means.items()}, []
+        numbers = {"share": shares, "pass_rate": means}
+        return {f"mix/{what}_{name}": value for what, of in numbers.items() for name, value in of.items()}, []
 
     def state_dict(self) -> dict[str, Any]:
         """See `EpochSampler`."""
