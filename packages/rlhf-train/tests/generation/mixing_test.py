@@ -64,7 +64,7 @@ def test_draws_have_the_shares_and_each_source_goes_through_all_its_prompts():
 
 def test_newest_visits_in_the_order_of_the_draws_count_and_failures_do_not():
     one = mix(mix_window=2)
-    for number, letters in ((9, "oo"), (7, "ww"), (8, "ow"), (6, "oo"), (5, "tt")):
+    for number, letters in ((9, "oo"), (8, "ow"), (7, "ww"), (6, "oo"), (5, "tt")):
         one.observe(number, 0, [KINDS[letter] for letter in letters])
     metrics, _ = one.settle()
     assert metrics["mix/pass_rate_easy"] == 0.75 and "mix/pass_rate_hard_a" not in metrics

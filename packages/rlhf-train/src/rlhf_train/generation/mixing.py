@@ -111,12 +111,9 @@ class SourceMix(PassRateSampler):
         self._num_visits = np.array(state["num_visits"])
         self._lack = np.array(state["lack"])
         self._shares = np.array(state["shares"])
-        for order, rates, num_seen, saved in zip(
-            self._orders, self._rates, state["orders"], state["rates"], strict=True
-        ):
+        self._rates = [deque(rates, self._spec.mix_window) for rates in state["rates"]]
+        for order, num_seen in zip(self._orders, state["orders"], strict=True):
             order.num_seen = num_seen
-            rates.clear()
-            rates.extend(saved)
 
     def _next_shares(self) -> np.ndarray:
         sizes = [[2 * math.sqrt(rate * (1 - rate)) for rate in rates] for rates in self._rates]
