@@ -179,7 +179,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         ),
         (f"{MODEL_ONLY} --adaptive_mix", "--adaptive_mix counts responses that are right", "add --success_threshold"),
         ("--adaptive_mix --difficulty_pool", "both decide the next prompt", "drop one of them"),
-        ("--adaptive_mix --prompt_data_probs 1,2", "--prompt_data_probs fixes the shares", "drop one of them"),
+        ("--adaptive_mix --prompt_data_probs 1,2", "the shares that --prompt_data_probs fixes", "drop one of them"),
         (f"{MODEL_ONLY} --reuse_solved 9", "--reuse_solved counts responses that are right", "add --success_threshold"),
         *(
             (f"--reuse_solved 9 {flags}", f"answers of earlier steps, and {reason}", "drop one of them")

@@ -46,7 +46,7 @@ def test_draws_have_the_shares_and_each_source_goes_through_all_its_prompts():
     one = mix()
     first = one.take(16).tolist()
     assert sorted(first) == list(range(16)) and [item % 2 for item in first] == [0, 1] * 8
-    assert first[::2] != sorted(first[::2])
+    assert first[::2] != sorted(first[::2]) and one.num_seen == 16
     # Pass rates 1/2 and 1: L is 1 and 0, 4 visits each. The shares are 1 / (1 + e^-1) at the temperature 1.
     one = mix(mix_temperature=1.0)
     metrics, notices = visit(one, *[(0, "ow"), (1, "oo")] * 4)

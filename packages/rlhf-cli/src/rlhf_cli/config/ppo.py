@@ -123,9 +123,8 @@ class PpoConfig(Config):
     @property
     def oldest(self) -> int:
         """Steps by which the weights that drew a token may be older than those that are trained."""
-        if self.reuse is not None:
-            return self.reuse.reuse_max_age
-        return self.asynchrony.max_staleness if self.asynchrony.async_train else 0
+        ahead = self.asynchrony.max_staleness if self.asynchrony.async_train else 0
+        return self.reuse.reuse_max_age if self.reuse is not None else ahead
 
     def steps_of_episodes(self, num_prompts: int) -> int:
         """Return the number of steps that --num_episodes passes over `num_prompts` prompts need."""
@@ -161,7 +160,7 @@ class PpoConfig(Config):
         notices += _check_teacher_alone(self, given)
         notices += _check_filtering(self, given)
         notices += _check_pool(self, given)
-        notices += _check_reuse(self, given)
+        _check_reuse(self)
         notices += _check_evaluation(self, given)
         notices += self.engine.check_drafts(given, self.rollout) + _check_sampling(self, given)
         notices += _check_replay(self, given)
@@ -343,30 +342,30 @@ def _check_filtering(config: PpoConfig, given: Collection[str]) -> list[str]:
 
 def _check_pool(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Check the options of prompts, or sources, that are drawn by pass rates."""
-    is_pool, is_mix = config.rollout.difficulty_pool, config.rollout.adaptive_mix
+    rollout = config.rollout
     notices = without_effect(
         given,
-        (not is_pool, _POOL_OPTIONS, "--difficulty_pool is off"),
-        (not is_mix, _MIX_OPTIONS, "--adaptive_mix is off"),
+        (not rollout.difficulty_pool, _POOL_OPTIONS, "--difficulty_pool is off"),
+        (not rollout.adaptive_mix, _MIX_OPTIONS, "--adaptive_mix is off"),
+        (config.reuse is None, _REUSE_OPTIONS, "there is no --reuse_solved"),
     )
-    if is_pool and is_mix:
+    if rollout.difficulty_pool and rollout.adaptive_mix:
         raise ConfigError("--difficulty_pool and --adaptive_mix both decide the next prompt", hint="drop one of them")
-    if is_mix and config.data.prompt_data_probs is not None:
-        message = "--prompt_data_probs fixes the shares of the sources, and --adaptive_mix changes them"
-        raise ConfigError(message, hint="drop one of them")
+    if rollout.adaptive_mix and config.data.prompt_data_probs is not None:
+        raise ConfigError("--adaptive_mix changes the shares that --prompt_data_probs fixes", hint="drop one of them")
     first = [source.kind for source in config.reward.sources()[:1]]
     for name in ("difficulty_pool", "adaptive_mix", "reuse_solved"):
-        if getattr(config.rollout, name) and first == ["model"] and "success_threshold" not in given:
+        if getattr(rollout, name) and first == ["model"] and "success_threshold" not in given:
             message = f"--{name} counts responses that are right, and scores of --reward_pretrain have no bounds"
             raise ConfigError(message, hint="add --success_threshold SCORE, from which on a response is right")
     return notices
 
 
-def _check_reuse(config: PpoConfig, given: Collection[str]) -> list[str]:
-    """Check what is used beside right answers of earlier steps."""
+def _check_reuse(config: PpoConfig) -> None:
+    """Raise ConfigError for what cannot be used beside right answers of earlier steps."""
     if config.reuse is None:
-        return without_effect(given, (True, _REUSE_OPTIONS, "there is no --reuse_solved"))
-    stale, age = config.algorithm.mask_stale, config.reuse.reuse_max_age
+        return
+    stale, age = config.algorithm.mask_stale, config.oldest
     for is_wrong, reason in (
         (config.asynchrony.runs_ahead, "--async_train takes answers of old weights for those of a lost engine"),
         (config.agent.agent_func_path is not None, "--agent_func_path makes episodes of several turns"),
@@ -378,10 +377,8 @@ def _check_reuse(config: PpoConfig, given: Collection[str]) -> list[str]:
         (stale is not None and stale < age, f"--mask_stale {stale} leaves out tokens that --reuse_max_age {age} keeps"),
     ):
         if is_wrong:
-            raise ConfigError(
-                f"--reuse_solved trains on answers of earlier steps, and {reason}", hint="drop one of them"
-            )
-    return []
+            message = f"--reuse_solved trains on answers of earlier steps, and {reason}"
+            raise ConfigError(message, hint="drop one of them")
 
 
 def _check_replay(config: PpoConfig, given: Collection[str]) -> list[str]:

@@ -88,10 +88,6 @@ class PassRateSampler(EpochSampler):
         if (rate := pass_rate(verdicts)) is not None:
             self._observed.append((number, item, rate))
 
-    def settle(self) -> tuple[dict[str, float], list[str]]:
-        """Let the visits since the last call decide further draws. Return metrics, and notices for people."""
-        raise NotImplementedError
-
     def state_dict(self) -> dict[str, Any]:
         """See `EpochSampler`."""
         return super().state_dict() | {"observed": list(self._observed)}

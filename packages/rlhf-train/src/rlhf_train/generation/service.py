@@ -13,7 +13,7 @@ from rlhf_rollout.generator import GenerationCounts, GroupMaker, GroupResult, ge
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.records_io import parse_group
 from rlhf_train.generation.baseline import GREEDY_REWARD
-from rlhf_train.generation.difficulty import DifficultyPool, PassRateSampler, verdict_kinds
+from rlhf_train.generation.difficulty import DifficultyPool, verdict_kinds
 from rlhf_train.generation.mixing import MixSpec, SourceMix
 from rlhf_train.generation.reuse import SolvedAnswers
 from rlhf_train.generation.run_spec import GenerationSpec
@@ -103,7 +103,7 @@ class GenerationService:
     def __post_init__(self) -> None:
         job = self.job
         num_prompts = len(job.prompts)
-        self._pool: PassRateSampler | None = None
+        self._pool: DifficultyPool | SourceMix | None = None
         if isinstance(job.difficulty, MixSpec):
             self._pool = SourceMix([prompt.source for prompt in job.prompts], job.difficulty, seed=job.seed)
         elif job.difficulty is not None:
