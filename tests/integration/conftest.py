@@ -14,8 +14,8 @@ TIMEOUT_S = 600
 
 @pytest.fixture(scope="session")
 def words() -> Iterator[list[str]]:
-    """The words that start a command that trains, before its name."""
-    with warm_commands(["trainer"]) as words:
+    """The words that start a command that trains, before its name. Its ranks and engines are forks, too."""
+    with warm_commands(["trainer", "worker"]) as words:
         yield words
 
 

@@ -6,14 +6,13 @@ import shlex
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rlhf_rollout.host import local_gpus
-from warm_commands import SOCKETS, for_workers, warm_commands
+from warm_commands import SOCKETS, for_workers
 
 pytestmark = pytest.mark.skipif(local_gpus() > 0, reason="with a GPU, nothing is forked")
 PROGRAM = """
@@ -28,13 +27,11 @@ sys.exit(7)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[None]:
+def server(words: list[str]) -> None:
     """The process that is forked."""
-    with warm_commands(["worker"]), socket.socket(socket.AF_UNIX) as connection:
+    with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(f"{os.environ[SOCKETS]}/worker")
         connection.recv(1)  # it has imported the libraries: no caller will lose its patience
-        connection.close()
-        yield
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 from record_testing import read_jsonl
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.host import local_gpus
-from warm_commands import warm_commands
 
 ON_GPU = local_gpus() > 0
 # Other tests run beside these on a GPU: an engine that can sleep would measure what they do.
@@ -25,13 +24,6 @@ def reward_func(queries, prompts, labels):
         raise KeyError("no such prompt")
     return {"rewards": [len(query) % 2 for query in queries]}
 """
-
-
-@pytest.fixture(scope="session")
-def words() -> Iterator[list[str]]:
-    """As for other tests, but ranks and engines are forks, too."""
-    with warm_commands(["trainer", "worker"]) as words:
-        yield words
 
 
 def ppo(rlhf: Callable[..., str], *flags: str, folder: Path, **variables: str) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ def expected_reward(rollout: dict) -> float:
     return 1.0 if int(re.match(r"\d+", said)[0]) == first + second else 0.2
 
 
+@pytest.mark.usefixtures("words")  # ranks and engines are forks
 def test_example_trains_on_its_function_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")
     command = [sys.executable, str(EXAMPLE), str(tmp_path / "run")]

@@ -1,6 +1,10 @@
 """Imports what a process with vLLM imports on a CPU, for `family_engines`. It starts no engine."""
 
-from rlhf_rollout.engines.vllm.core import prepare_environment
+import gc
+
+gc.disable()  # it would look at all imported modules again and again, here and in each fork
+
+from rlhf_rollout.engines.vllm.core import prepare_environment  # noqa: E402
 
 prepare_environment()
 
@@ -11,3 +15,6 @@ import family_engines  # noqa: E402
 import rlhf_rollout.engines.vllm.engine  # noqa: E402
 
 __all__ = ["family_engines", "rlhf_rollout", "vllm"]
+
+gc.freeze()
+gc.enable()

@@ -114,6 +114,7 @@ def serve(numbers: dict[str, int]) -> None:
     from rlhf_rollout.host import wait_passively
 
     started = dict(os.environ)
+    gc.disable()  # it would look at all imported modules again and again
     wait_passively()  # as every command does before it imports torch
     importlib.import_module("transformers.models.qwen2.modeling_qwen2")
     *others, kind = numbers
@@ -133,6 +134,7 @@ def serve(numbers: dict[str, int]) -> None:
     own = dict(os.environ.items() - before.items())  # which a new interpreter would set, too
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
     gc.freeze()
+    gc.enable()
     run(*next_call(listener, own, is_worker=kind == "worker"))
 
 

@@ -79,11 +79,11 @@ def test_nothing_is_wider_than_the_screen(size, browse, tmp_path):
     assert found["tabs"] == [True] * 12  # the part that is shown is named, there and back
 
 
-def test_ten_thousand_rollouts_open(browse, tmp_path):
+def test_thousands_of_rollouts_open(browse, tmp_path):
     folder = write_run(tmp_path / "run", 1)
     [right, wrong] = map(json.loads, (folder / "rollouts.jsonl").read_text().splitlines())
     records = []
-    for step in range(1, 5001):
+    for step in range(1, 1201):
         for at, record in enumerate((right, wrong)):
             ids = {"group_id": f"g{step}", "rollout_id": f"g{step}/{at}", "episode_id": f"g{step}/{at}"}
             records.append({**record, "step": step, **ids})
@@ -92,13 +92,13 @@ def test_ten_thousand_rollouts_open(browse, tmp_path):
         report(folder, path=tmp_path / "report.html"),
         """
         document.getElementById("f-verdict").value = "ok"; applyFilters();
-        browser.list.scrollTop = 4000 * ROW_HEIGHT; drawRows();
+        browser.list.scrollTop = 1100 * ROW_HEIGHT; drawRows();
         const result = [browser.items.length, browser.shown.length, browser.rows.childElementCount];
-        result.push(browser.rows.innerText.includes("4,001"));
+        result.push(browser.rows.innerText.includes("1,101"));
         """,
         part="#rollouts",
     )
-    assert found[:2] == [10_000, 5000]
+    assert found[:2] == [2400, 1200]
     assert found[2] < 100  # only rows that can be seen are elements
     assert found[3]
 
