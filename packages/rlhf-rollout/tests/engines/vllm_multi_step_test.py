@@ -181,6 +181,20 @@ def test_there_are_as_many_steps_as_the_host_needs_to_keep_up(model, monkeypatch
     assert seen[2::2] == expected
 
 
+def test_a_host_that_is_slower_soon_has_more_steps_at_a_time(model, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(multi_step, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    engine = running(model, num_tokens=64, max_tokens=400, num_blocks=800, max_length=512, num_steps=1)
+    seen = []
+    for _ in range(20):
+        engine.begin()
+        engine.pending[-1][0].launched_at = now[0] = now[0] + 1
+        engine.end()
+        seen.append(engine.control.number)
+    # Two rounds of 1, two of 2, four of 4 and eight of 8.
+    assert seen == [1, 2, 2, 4, 4, 4, 4, 8, 8, 8, 8, 8, 8, 8, 8, 16, 16, 16, 16, 16]
+
+
 def test_workers_that_say_no_time_leave_the_number_of_steps(model):
     engine = running(model, num_tokens=64, num_steps=1)
     assert set(numbers(engine, 20)) == {1} and engine.control.number == 1

@@ -25,8 +25,10 @@ MOST_STEPS = 16
 # rest of these, and those in flight, for nothing: about 1.5 times as many as it is given. The bound keeps that small
 # beside the response, and short answers from waiting for the GPU.
 TOKENS_PER_STEP = 1
-# The share of the time of `ROUNDS` steps of the scheduler in which the host waits for the GPU. With less than the first
-# share, it asks for twice as many steps at a time, and with more than the second, for half as many.
+# The share of the time of some steps of the scheduler in which the host waits for the GPU. With less than the first
+# share, it asks for twice as many steps at a time, and with more than the second, for half as many. It decides after as
+# many rounds as it asks for steps, at least 2 and at most `ROUNDS`: an engine that starts with single steps soon has
+# the number that suits it.
 WAITS = (0.12, 0.4)
 ROUNDS = 8
 NEEDS = (
@@ -145,7 +147,7 @@ class _MultiStep:
         launched_at = getattr(self._last_step, "launched_at", None)  # None with workers in other processes
         if launched_at is not None and self._last_step.num_steps == step.num_steps == self.number:
             self._seconds.append((now - launched_at, now - self._updated_at))
-        if len(self._seconds) == ROUNDS:
+        if len(self._seconds) >= min(max(self.number, 2), ROUNDS):
             waited, total = map(sum, zip(*self._seconds, strict=True))
             self._seconds.clear()
             if waited < WAITS[0] * total:
