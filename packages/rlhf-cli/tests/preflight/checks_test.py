@@ -184,7 +184,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         *(
             (f"--reuse_solved 9 {flags}", f"answers of earlier steps, and {reason}", "drop one of them")
             for flags, reason in (
-                ("--async_train", "--async_train takes"),
+                ("--async_train", "--async_train bounds"),
                 (ONE_TURN, "--agent_func_path makes"),
                 ("--n_samples_per_prompt 1 --train_batch_size 32", "--n_samples_per_prompt 1 leaves"),
                 ("--advantage_estimator remax", "--advantage_estimator remax compares"),

@@ -31,7 +31,7 @@ def test_check_inputs_mixed_prompts_know_their_source_and_are_of_several(check, 
     both = ["--prompt_data", "prompts.jsonl,math.jsonl", "--adaptive_mix"]
     assert {prompt.source for prompt in check(*both).prompts} == {"prompts.jsonl", "math.jsonl"}
     text = refused("--prompt_data", "prompts.jsonl", "--adaptive_mix")
-    assert "--adaptive_mix sets the shares of several sources, and all prompts are of train" in text
+    assert "--adaptive_mix sets the shares of several sources, and all usable prompts are of one" in text
     assert "hint: name several in --prompt_data" in text
 
 

@@ -367,7 +367,7 @@ def _check_reuse(config: PpoConfig) -> None:
         return
     stale, age = config.algorithm.mask_stale, config.oldest
     for is_wrong, reason in (
-        (config.asynchrony.runs_ahead, "--async_train takes answers of old weights for those of a lost engine"),
+        (config.asynchrony.runs_ahead, "--async_train bounds their age by --max_staleness"),
         (config.agent.agent_func_path is not None, "--agent_func_path makes episodes of several turns"),
         (config.rollout.n_samples_per_prompt < 2, "--n_samples_per_prompt 1 leaves no answer to compare it with"),
         (config.algorithm.row.baseline == "greedy", "--advantage_estimator remax compares with a response of its step"),

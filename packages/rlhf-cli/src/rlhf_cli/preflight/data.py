@@ -81,7 +81,7 @@ def load_all(
     )
     prompts = load(rows, source="train" if len(rows.sources) == 1 else None, source_key=None)
     if config.rollout.adaptive_mix and len({prompt.source for prompt in prompts}) < 2:
-        message = f"--adaptive_mix sets the shares of several sources, and all prompts are of {prompts[0].source}"
+        message = "--adaptive_mix sets the shares of several sources, and all usable prompts are of one"
         raise ConfigError(message, hint="name several in --prompt_data, separated by commas, or drop it")
     check_has_images(prompts, "--prompt_data", config.data.image_key)
     sets = [load(part, source=name) for name, part in held_out_rows.items()]
