@@ -1,5 +1,6 @@
 """GPUs that a process may see, and how its threads wait."""
 
+import gc
 import os
 import socket
 from pathlib import Path
@@ -7,7 +8,30 @@ from pathlib import Path
 import pytest
 
 from rlhf_rollout import host
-from rlhf_rollout.host import free_port, local_gpus, place_vllm_sockets, socket_folder, wait_passively
+from rlhf_rollout.host import (
+    free_port,
+    local_gpus,
+    place_vllm_sockets,
+    socket_folder,
+    spare_collection,
+    wait_passively,
+)
+
+
+def test_spared_collections_skip_what_exists_and_come_after_more_than_nine_thousand_objects():
+    before = gc.get_threshold()
+    gc.collect()
+    try:
+        spare_collection()
+        assert gc.get_freeze_count() > 1000
+        number = gc.get_stats()[0]["collections"]
+        kept = [[] for _ in range(9000)]
+        assert gc.get_stats()[0]["collections"] == number
+        kept += [[] for _ in range(9000)]
+        assert gc.get_stats()[0]["collections"] == number + 1
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize(

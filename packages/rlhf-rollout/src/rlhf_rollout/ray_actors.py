@@ -1,7 +1,6 @@
 """Engines and reward models as Ray actors, and handles to them. Only this file and `ray_internals` import Ray."""
 
 import asyncio
-import gc
 import getpass
 import os
 import tempfile
@@ -18,7 +17,7 @@ from rlhf_data.errors import EngineError, RewardError, RlhfError
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.remote_engine import EngineClient, EngineHost
 from rlhf_rollout.engines.requests import Progress
-from rlhf_rollout.host import collection_paused, place_vllm_sockets, wait_passively
+from rlhf_rollout.host import collection_paused, place_vllm_sockets, spare_collection, wait_passively
 from rlhf_rollout.ray_internals import process_name, session_folder
 from rlhf_rollout.rewards.model import LocalScorer
 
@@ -78,7 +77,7 @@ class _Actor:
         try:
             with collection_paused():
                 self._built = build()
-            gc.freeze()  # for as long as the process lives: an engine's steps would wait while all this is looked at
+            spare_collection()
         except RlhfError as error:
             self._error = error
         self._startup_s = time.perf_counter() - started

@@ -1,6 +1,5 @@
 """The process of a `ProcessEngine`: builds the engine and answers calls."""
 
-import gc
 import logging
 import os
 import socket
@@ -14,7 +13,7 @@ from rlhf_rollout.engines.build import build_engine
 from rlhf_rollout.engines.process import packed, unpacked
 from rlhf_rollout.engines.remote_engine import EngineHost
 from rlhf_rollout.engines.spec import EngineSpec
-from rlhf_rollout.host import collection_paused
+from rlhf_rollout.host import collection_paused, spare_collection
 from rlhf_rollout.workers.serving import serve_side_by_side
 from rlhf_rollout.workers.user_code import Target
 
@@ -43,7 +42,7 @@ class _Host(EngineHost):
         os.environ.update(environ)
         with collection_paused():
             self.part = build_engine(kind, spec)
-        gc.freeze()  # for as long as the process lives: an engine's steps would wait while all this is looked at
+        spare_collection()
 
 
 def serve(connection: socket.socket, first: Mapping[str, Any]) -> None:
