@@ -34,6 +34,7 @@ from rlhf_train.online_job import CheckpointSpec, OnlineJob
 from rlhf_train.processes import check_files, placed_bundles
 from rlhf_train.run.observer import Observer
 from trainer_testing import NUM_CLUSTER_CPUS, tiny_job
+from warm_commands import warm_commands
 
 
 def actors(name: str) -> list[psutil.Process]:
@@ -91,8 +92,8 @@ def add_node(cluster: Cluster, num_cpus: int) -> Any:
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A head without CPUs, and the nodes for the runs, by their ids: see `two_nodes`."""
-    with pytest.MonkeyPatch.context() as patch:
+    """A head without CPUs, and the nodes for the runs, by their ids: see `two_nodes`. Ranks and engines are forks."""
+    with pytest.MonkeyPatch.context() as patch, warm_commands(["worker"]):
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         cluster = Cluster()
         add_node(cluster, 0)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_data.sampler import EpochSampler
+from warm_commands import warm_commands
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 500
@@ -45,6 +46,13 @@ def scratch() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.fixture(scope="module")
+def forked(scratch: Path) -> Iterator[list[str]]:
+    """The words that start a run whose processes are forks. Runs that are to be killed are new interpreters."""
+    with warm_commands(["trainer", "worker"]) as words:
+        yield words
+
+
 def processes_in(folder: Path) -> list[psutil.Process]:
     """Return the processes that have a file of a folder open or name it in their command."""
     found = []
@@ -64,17 +72,22 @@ def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "plasma"))}
 
 
-def start(folder: Path, *flags: str, **variables: str) -> subprocess.Popen[bytes]:
-    """Start `ppo` in a session of its own: Bazel's binary where there is one, else the module."""
+def start(folder: Path, *flags: str, words: Sequence[str] = (), **variables: str) -> subprocess.Popen[bytes]:
+    """Start `ppo` in a session of its own: by `words`, Bazel's binary where there is one, or the module."""
     binary = ROOT / "packages/rlhf-cli/ppo"
     command = [str(binary)] if binary.is_file() else [sys.executable, "-m", "rlhf_cli.commands.ppo"]
     environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(folder.parent), "RAY_ADDRESS": "local"} | variables
+    environment["OMP_NUM_THREADS"] = "1"  # as forks have
+    if words:
+        command = [*words, "ppo"]
+    else:
+        environment.pop("RAY_RUNTIME_ENV_HOOK", None)  # which lets Ray's workers be forks
     with folder.with_suffix(".log").open("ab") as log:
         return subprocess.Popen([*command, *flags], env=environment, stdout=log, stderr=log, start_new_session=True)
 
 
-def finish(folder: Path, *flags: str, **variables: str) -> None:
-    status = start(folder, *flags, **variables).wait(TIMEOUT_S)
+def finish(folder: Path, words: Sequence[str], *flags: str, **variables: str) -> None:
+    status = start(folder, *flags, words=words, **variables).wait(TIMEOUT_S)
     assert status == 0, folder.with_suffix(".log").read_text()[-4000:]
 
 
@@ -140,7 +153,7 @@ def check_that_nothing_is_left(scratch: Path, shared_before: set[str]) -> None:
         time.sleep(0.1)
 
 
-def test_killed_run_goes_on_bit_for_bit_and_leaves_nothing(scratch, tmp_path, request):
+def test_killed_run_goes_on_bit_for_bit_and_leaves_nothing(scratch, forked, tmp_path, request):
     shared_before = shared_memory()
     folder = tmp_path / "run"
     checkpoints = folder / "checkpoints"
@@ -152,13 +165,13 @@ def test_killed_run_goes_on_bit_for_bit_and_leaves_nothing(scratch, tmp_path, re
     assert processes_in(scratch) and list(scratch.glob("ray/session_*"))  # the killed run left them
     # Beside what follows: the same run without an interruption and without checkpoints.
     whole = tmp_path / "whole"
-    uninterrupted = start(whole, *FLAGS, "--save_path", str(whole))
+    uninterrupted = start(whole, *FLAGS, "--save_path", str(whole), words=forked)
     request.addfinalizer(uninterrupted.kill)
     # The newest checkpoint is torn: the run says so and goes on from the one before.
     newest = max(checkpoints.glob("step-*"))
     torn = newest / "actor-0-of-1.safetensors"
     torn.write_bytes(torn.read_bytes()[:-1])
-    finish(folder, "--resume", str(folder))
+    finish(folder, forked, "--resume", str(folder))
     text = folder.with_suffix(".log").read_text()
     assert f"the checkpoint {newest} is skipped: actor-0-of-1.safetensors has" in text
     assert uninterrupted.wait(TIMEOUT_S) == 0, whole.with_suffix(".log").read_text()[-4000:]
@@ -170,7 +183,7 @@ def test_killed_run_goes_on_bit_for_bit_and_leaves_nothing(scratch, tmp_path, re
     check_that_nothing_is_left(scratch, shared_before)
 
 
-def test_terminated_asynchronous_run_trains_every_prompt_once(scratch, tmp_path):
+def test_terminated_asynchronous_run_trains_every_prompt_once(scratch, forked, tmp_path):
     """With groups that wait and groups in flight: none is lost, none trained twice, none older than allowed."""
     shared_before = shared_memory()
     folder = tmp_path / "run"
@@ -190,7 +203,7 @@ def test_terminated_asynchronous_run_trains_every_prompt_once(scratch, tmp_path)
     state = json.loads((saved / "state.json").read_bytes())["rollouts"]["stream"]
     assert len(state["tickets"]) == (max_staleness + 1) * batch_size  # queued and in flight
     # The command of the start with --load_checkpoint does the same as --resume.
-    finish(folder, *flags, "--load_checkpoint")
+    finish(folder, forked, *flags, "--load_checkpoint")
     records = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     assert [one["step"] for one in records] == sorted(one["step"] for one in records)
     groups = {one["group_id"]: one for one in records}
@@ -211,7 +224,7 @@ def test_terminated_asynchronous_run_trains_every_prompt_once(scratch, tmp_path)
     (tmp_path / "poison").mkdir()
     (tmp_path / "poison/vllm.py").write_text("import os\n\nos._exit(99)\n")
     paths = os.pathsep.join(filter(None, [str(tmp_path / "poison"), os.environ.get("PYTHONPATH")]))
-    finish(again, "--replay", str(folder), "--save_path", str(again), PYTHONPATH=paths)
+    finish(again, forked, "--replay", str(folder), "--save_path", str(again), PYTHONPATH=paths)
     check_same_weights(again, folder)
     assert (again / "rollouts.jsonl").read_bytes() == (folder / "rollouts.jsonl").read_bytes()
     check_that_nothing_is_left(scratch, shared_before)
