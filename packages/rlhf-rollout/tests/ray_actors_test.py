@@ -3,7 +3,7 @@
 import asyncio
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +42,13 @@ def cluster() -> Iterator[None]:
                 raise
     yield
     ray.shutdown()
+
+
+async def until_it_raises(call: Callable[[], Awaitable[Any]]) -> None:
+    """Repeat a call: a process that was killed may still answer for a moment."""
+    async with asyncio.timeout(60):
+        while True:
+            await call()
 
 
 def start_engine() -> Any:
@@ -97,7 +104,7 @@ def test_killed_engine_raises_instead_of_hanging(cluster: None) -> None:
     ray.get(handle.ready.remote())
     ray.kill(handle)
     with pytest.raises(EngineError, match="the engine's process is gone"):
-        run(engine.generate(PROMPT, SamplingParams()))
+        run(until_it_raises(lambda: engine.generate(PROMPT, SamplingParams())))
     with pytest.raises(EngineError, match="the engine's process is gone"):
         run(engine.begin_weight_update(1))
 
@@ -220,14 +227,8 @@ def test_ray_scorer_gives_the_scores_of_its_model_and_its_errors(cluster: None, 
     with pytest.raises(DataError, match="got the token id 512"):
         run(scorer.score([np.array([512], np.int32)]))
     ray.kill(handle)
-
-    async def until_it_is_gone() -> None:
-        async with asyncio.timeout(60):
-            while True:
-                await scorer.score(sequences)
-
     with pytest.raises(RewardError, match="the reward model's process is gone"):
-        run(until_it_is_gone())
+        run(until_it_raises(lambda: scorer.score(sequences)))
 
 
 def test_hung_reward_model_process_is_a_timeout_and_its_call_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
