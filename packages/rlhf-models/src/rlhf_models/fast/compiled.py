@@ -16,6 +16,7 @@ from rlhf_models.attention.scored import SCORED_ATTENTION
 
 # A matrix product with fewer columns leaves most of a GPU idle, so it is joined with other products of the same input.
 _FEW_COLUMNS = 1024
+_Backend = str | Callable[..., Any]  # of torch.compile: a name, or a function of a graph and its inputs
 _LINEAR = torch._C._nn.linear  # what `torch.nn.functional.linear` is until DeepSpeed replaces it
 _eager_linear: Callable[..., Tensor] = _LINEAR  # what it was when a layer of `compile_forwards` was last called
 
@@ -48,21 +49,22 @@ def compile_unavailable_reason(model: nn.Module, device: torch.device, *, inside
     return None
 
 
-def compile_layers(model: nn.Module, *, backend: str = "inductor") -> None:
+def compile_layers(model: nn.Module, *, backend: _Backend = "inductor") -> None:
     """Compile the layers of a transformers model, and the norm after them, at their first call.
 
     Equal layers share one compiled code, so compilation takes seconds for any depth. Shapes may change between calls.
     Names of weights do not change. Call this only if `compile_unavailable_reason` returns None.
     """
     configure_compiler()
+    chosen = _joining(_rounding(backend, [model]))
     for layer in [*_layers(model), *_final_norms(model)]:
-        layer.compile(dynamic=True, backend=_joining(backend))
+        layer.compile(dynamic=True, backend=chosen)
     embedding = model.get_input_embeddings()
     if any(weight.requires_grad for weight in model.parameters()) and not embedding.weight.requires_grad:
         embedding.register_forward_hook(_require_gradient)
 
 
-def compile_forwards(layers: Sequence[nn.Module], *, backend: str | Callable[..., Any] = "inductor") -> None:
+def compile_forwards(layers: Sequence[nn.Module], *, backend: _Backend = "inductor") -> None:
     """Compile what layers compute between their hooks, at their first call: the layers that ZeRO stage 3 takes whole.
 
     The hooks gather the weights before, and release them and reduce their gradients after; they stay as they are.
@@ -70,8 +72,9 @@ def compile_forwards(layers: Sequence[nn.Module], *, backend: str | Callable[...
     reference, and DeepSpeed fills them again. Products are not joined, because joined copies of weights would stay.
     """
     configure_compiler()
+    chosen = _rounding(backend, layers)
     for layer in layers:
-        layer.forward = _with_plain_linear(torch.compile(layer.forward, dynamic=True, backend=backend))
+        layer.forward = _with_plain_linear(torch.compile(layer.forward, dynamic=True, backend=chosen))
 
 
 def _with_plain_linear(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,8 +116,24 @@ def is_compiled(model: nn.Module) -> bool:
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 
+def _rounding(backend: _Backend, models: Sequence[nn.Module]) -> _Backend:
+    """Return the backend for models, or layers: for those with adapters, inductor that rounds as eager code does.
+
+    Within a kernel, inductor keeps results in float32. Around adapters it divides a layer into other kernels with
+    gradients than without, so that in bfloat16 a policy differs by 0.1 % from its own old log-probs.
+    """
+    has_adapters = any(hasattr(module, "lora_A") for model in models for module in model.modules())
+    return _rounding_inductor if has_adapters and backend == "inductor" else backend
+
+
+def _rounding_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """Backend of torch.compile: inductor that rounds each result within a kernel to its dtype."""
+    inductor = torch._dynamo.lookup_backend("inductor")
+    return inductor(module, inputs, config_patches={"emulate_precision_casts": True})
+
+
 @functools.cache  # torch.compile compiles a layer again for another backend object, even an equivalent one
-def _joining(backend: str) -> Callable[..., Any]:
+def _joining(backend: _Backend) -> Callable[..., Any]:
     """Return a backend of torch.compile that joins matrix products and passes the graph on to `backend`."""
     inner = torch._dynamo.lookup_backend(backend)
 
