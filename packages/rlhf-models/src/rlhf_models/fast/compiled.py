@@ -56,7 +56,8 @@ def compile_layers(model: nn.Module, *, backend: _Backend = "inductor") -> None:
     Names of weights do not change. Call this only if `compile_unavailable_reason` returns None.
     """
     configure_compiler()
-    chosen = _joining(_rounding(backend, [model]))
+    has_adapters = any(hasattr(module, "lora_A") for module in model.modules())
+    chosen = _joining(_rounding_inductor if has_adapters and backend == "inductor" else backend)
     for layer in [*_layers(model), *_final_norms(model)]:
         layer.compile(dynamic=True, backend=chosen)
     embedding = model.get_input_embeddings()
@@ -72,9 +73,8 @@ def compile_forwards(layers: Sequence[nn.Module], *, backend: _Backend = "induct
     reference, and DeepSpeed fills them again. Products are not joined, because joined copies of weights would stay.
     """
     configure_compiler()
-    chosen = _rounding(backend, layers)
     for layer in layers:
-        layer.forward = _with_plain_linear(torch.compile(layer.forward, dynamic=True, backend=chosen))
+        layer.forward = _with_plain_linear(torch.compile(layer.forward, dynamic=True, backend=backend))
 
 
 def _with_plain_linear(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,18 +116,12 @@ def is_compiled(model: nn.Module) -> bool:
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 
-def _rounding(backend: _Backend, models: Sequence[nn.Module]) -> _Backend:
-    """Return the backend for models, or layers: for those with adapters, inductor that rounds as eager code does.
-
-    Within a kernel, inductor keeps results in float32. Around adapters it divides a layer into other kernels with
-    gradients than without, so that in bfloat16 a policy differs by 0.1 % from its own old log-probs.
-    """
-    has_adapters = any(hasattr(module, "lora_A") for model in models for module in model.modules())
-    return _rounding_inductor if has_adapters and backend == "inductor" else backend
-
-
 def _rounding_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """Backend of torch.compile: inductor that rounds each result within a kernel to its dtype."""
+    """Backend of torch.compile: inductor that rounds results within a kernel to their dtype, as eager code does.
+
+    By itself it keeps them in float32. Around adapters it divides a layer into other kernels with gradients than
+    without, so that in bfloat16 a policy differs by 0.1 % from its own old log-probs.
+    """
     inductor = torch._dynamo.lookup_backend("inductor")
     return inductor(module, inputs, config_patches={"emulate_precision_casts": True})
 
