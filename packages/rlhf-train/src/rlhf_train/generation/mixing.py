@@ -42,7 +42,7 @@ def source_shares(learnability: np.ndarray, num_visits: np.ndarray, *, temperatu
         num_visits: [J], n_j, prompts of the source that were answered.
         temperature: above 0.
 
-    Source: Wang et al. 2025, arXiv:2504.09710 (DUMP), sec. 3.3.
+    Source: Wang et al. 2025, arXiv:2504.09710 (DUMP), whose code counts responses where this counts prompts.
     """
     bounds = learnability + np.sqrt(2 * math.log(num_visits.sum() + 1) / (num_visits + 1))
     weights = np.exp((bounds - bounds.max()) / temperature)
