@@ -264,6 +264,17 @@ class Listener(Observer):
         self.warnings.append(text)
 
 
+class Forgets:
+    """Solves each prompt in one of four samples, but only with the weights of the first step."""
+
+    async def score(self, prompt, rollouts):
+        is_right = [index == 2 and rollout.policy_version == 0 for index, rollout in enumerate(rollouts)]
+        return [Verdict(VerdictKind.OK if right else VerdictKind.WRONG, float(right)) for right in is_right]
+
+    async def close(self):
+        pass
+
+
 class SpreadReward:
     """Tells the samples of even prompts apart, gives all samples of odd ones the same."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from rlhf_data.records import RolloutGroup
 from rlhf_train.cluster.utilization import GpuWatch
+from rlhf_train.generation.reuse import replaced_answers
 from rlhf_train.generation.service import Drawn
 from rlhf_train.generation.summaries import summarize
 from rlhf_train.generation.turns import TURN_PHASES
@@ -90,7 +91,7 @@ class Report:
         self._unwritten = None
         with self.timeline.phase("write"):
             if self.record:
-                left_out = [*drawn.stale, *drawn.dropped]
+                left_out = [*drawn.stale, *drawn.dropped, *replaced_answers(drawn.kept, drawn.batch)]
                 for kept, groups, num_later in ((True, drawn.batch, len(left_out)), (False, left_out, 0)):
                     self.recorder.rollouts(
                         "rollouts", step, groups, num_later=num_later, num_steps=self.num_steps, kept=kept

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from online_fakes import BrokenReward, SpreadReward
+from online_fakes import BrokenReward, Forgets, SpreadReward
 from rlhf_data.errors import ConfigError
 from rlhf_data.records import Episode, FinishReason, Prompt, RolloutGroup, Verdict, VerdictKind
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.batching import RankPlan
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
+from rlhf_train.generation.reuse import ReuseSpec
 from rlhf_train.generation.run_spec import AsyncSpec, DynamicSampling
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.forwards import BlockForwards
@@ -284,6 +285,14 @@ def test_run_sends_blocks_before_generation_ends_and_only_those_that_are_trained
     assert run.world.log[start + 1 : start + 3] == ["adopt_columns", "assign_advantages"]
     lines = [line for line in run.lines() if "time/step" in line]
     assert all(0.5 <= line["throughput/early_forward_share"] <= 1.0 for line in lines)
+
+
+def test_answers_of_earlier_steps_are_in_the_blocks_that_are_sent_before_generation_ends(make_run):
+    run = make_run(Forgets(), early_forwards=True, reuse=ReuseSpec(reuse_solved=99))
+    train_and_save(run.job, run.controller, run.recorder)
+    ids = [rollout_id for block in run.world.blocks for rollout_id in block]
+    assert sorted(ids) == sorted(rollout.rollout_id for dealt in run.world.rollouts for rollout in dealt)
+    assert sum(rollout_id.endswith("/reused") for rollout_id in ids) == 2 * 16  # each prompt in the steps 2 and 3
 
 
 def test_failed_rewards_and_groups_enter_no_block(make_run):

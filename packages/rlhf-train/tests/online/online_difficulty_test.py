@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from online_fakes import by_step, tiny_batch
+from online_fakes import Forgets, by_step, tiny_batch
 from rlhf_data.records import Prompt, Verdict, VerdictKind
 from rlhf_train.generation.difficulty import DifficultySpec
 from rlhf_train.generation.mixing import MixSpec
@@ -129,17 +129,6 @@ def test_asynchronous_run_continues_with_the_pool_of_its_checkpoint(pool_run, tm
     counts = second.controller.ledger.run
     assert (counts.requested, counts.trained, counts.failed) == (6 * 32, 6 * 32, 0)
     assert by_step(second.lines())[-1]["pool/unseen"] < 1
-
-
-class Forgets:
-    """Solves each prompt in one of four samples, but only with the weights of the first step."""
-
-    async def score(self, prompt, rollouts):
-        is_right = [index == 2 and rollout.policy_version == 0 for index, rollout in enumerate(rollouts)]
-        return [Verdict(VerdictKind.OK if right else VerdictKind.WRONG, float(right)) for right in is_right]
-
-    async def close(self):
-        pass
 
 
 @pytest.mark.parametrize("dynamic", [None, DynamicSampling(max_batches=3)])

@@ -7,20 +7,21 @@ import re
 import numpy as np
 import pytest
 
-from online_fakes import BrokenReward, SpreadReward, by_step, held_out, tiny_batch
+from online_fakes import BrokenReward, Forgets, SpreadReward, by_step, held_out, tiny_batch
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_rollout.records_io import read_batches, read_lines
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.generation.recorded import RecordedRollouts, Recording, find_recording
+from rlhf_train.generation.reuse import ReuseSpec
 from rlhf_train.generation.run_spec import AsyncSpec, DynamicSampling, RewardSpec
 from rlhf_train.generation.scoring import RewardShaper
 from rlhf_train.online import train_and_save
 from rlhf_train.run.checkpoint import Checkpoints, CheckpointSpec
 from rlhf_train.run.checkpointing import find_checkpoint
 
-HOW_MADE = ("time/", "throughput/", "async/", "sync/", "memory/", "samples/generated", "samples/failed")
+HOW_MADE = ("time/", "throughput/", "async/", "sync/", "memory/", "samples/generated", "samples/failed", "reuse/")
 
 
 def numbers(run):
@@ -59,6 +60,8 @@ def finished(make_run, reward, shaping=None, **changes):
 
 
 NORM = RewardSpec(sources=(RewardSource(kind="function", targets=("f.py",)),), running_reward_norm=True)
+
+
 CASES = {
     "plain": (SpreadReward(), {}),
     "dynamic sampling": (SpreadReward(), {"dynamic_sampling": DynamicSampling(max_batches=3), "shaping": NORM}),
@@ -72,6 +75,7 @@ CASES = {
             "shaping": NORM,
         },
     ),
+    "answers of earlier steps": (Forgets(), {"reuse": ReuseSpec(reuse_solved=9), "shaping": NORM}),
     "adaptive KL": (SpreadReward(), {"algorithm": make_algorithm(kl_target=0.5, kl_horizon=64)}),
     "a record of columns": (SpreadReward(), {"record_format": "columns"}),
 }

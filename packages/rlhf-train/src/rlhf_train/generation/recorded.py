@@ -10,6 +10,7 @@ from pathlib import Path
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import RolloutGroup, SpanSource
 from rlhf_rollout.records_io import NUM_LEFT, parse_batches, read_lines
+from rlhf_train.generation.reuse import as_sampled
 from rlhf_train.generation.service import Drawn
 from rlhf_train.run.recorder import GROUPS_LEFT, artifact_path
 
@@ -119,8 +120,9 @@ class RecordedRollouts:
             raise ConfigError(message, hint=f"use ``rollout_batch_size={len(kept)}``")
         for group in kept:
             self._check_ids(step, group)
-        num_episodes = sum(len(group.episodes) for group in (*kept, *dropped))
-        return Drawn(tuple(kept), (), tuple(dropped), num_requested=num_episodes, num_failed=0, batch=tuple(kept))
+        sampled, dropped = as_sampled(kept, dropped)
+        num_episodes = sum(len(group.episodes) for group in (*sampled, *dropped))
+        return Drawn(tuple(sampled), (), tuple(dropped), num_requested=num_episodes, num_failed=0, batch=tuple(kept))
 
     def _check_ids(self, step: int, group: RolloutGroup) -> None:
         """Raise DataError for a token of the policy that it masks: the log-prob is -inf, and no gradient is finite."""

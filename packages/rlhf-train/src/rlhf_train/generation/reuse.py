@@ -29,6 +29,43 @@ class ReuseSpec:
         check_bounds(self)
 
 
+def replaced_answers(sampled: Sequence[RolloutGroup], trained: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """Return the answers of `sampled` groups in whose places `trained` has kept ones, as groups of these alone."""
+    found = []
+    for old, new in zip(sampled, trained, strict=True):
+        if old is not new:
+            ids = {episode.episode_id for episode in new.episodes}
+            found.append(replace(old, episodes=tuple(each for each in old.episodes if each.episode_id not in ids)))
+    return found
+
+
+def as_sampled(
+    trained: Sequence[RolloutGroup], others: Sequence[RolloutGroup]
+) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
+    """Return recorded groups as their step sampled them, and `others` without the answers that were replaced.
+
+    Args:
+        trained: groups of one step, some of them with a kept answer.
+        others: the groups that were not trained, the `replaced_answers` last.
+    """
+    left = list(others)
+    sampled = []
+    for group in trained:
+        name = reused_id(group.group_id)
+        if name in (names := [episode.episode_id for episode in group.episodes]):
+            last = max(index for index, other in enumerate(left) if other.group_id == group.group_id)
+            at = names.index(name)
+            episodes = (*group.episodes[:at], *left.pop(last).episodes, *group.episodes[at + 1 :])
+            group = replace(group, episodes=episodes)
+        sampled.append(group)
+    return sampled, left
+
+
+def reused_id(group_id: str) -> str:
+    """Return the id of a kept answer in a group."""
+    return f"{group_id}/reused"
+
+
 class SolvedAnswers:
     """The best right answer to each hard prompt, with the log-probs and the policy version that it was sampled with.
 
@@ -51,7 +88,7 @@ class SolvedAnswers:
         if kept is None or not known or pass_rate(verdict_kinds(group)) != 0:
             return group
         worst = min(known, key=lambda index: rewards[index])
-        name = f"{group.group_id}/reused"
+        name = reused_id(group.group_id)
         rollout = replace(kept.rollouts[0], rollout_id=name, group_id=group.group_id)
         episodes = list(group.episodes)
         episodes[worst] = Episode(name, group.group_id, (rollout,))

@@ -332,7 +332,7 @@ class GenerationService:
                 self._pool.observe(ticket.number, ticket.item, verdict_kinds(result.group))
             if kept is None:
                 self._dropped.append(result.group)
-        self.settled(ticket.group_id, kept)
+        self.settled(ticket.group_id, trained if is_kept else None)
         self.progress(min(self.stream.num_queued, self.stream.batch_size), self.stream.batch_size)
 
     async def _beside_greedy(
