@@ -194,7 +194,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
                 ("--mask_stale 99", "--mask_stale 99 leaves out tokens that --reuse_max_age 100 keeps"),
             )
         ),
-        (f"--reuse_solved 9 {SKIP} {ONE_UPDATE}", "rollouts may be stale", ""),
+        (f"--reuse_solved 9 {SKIP} {ONE_UPDATE}", "rollouts may be stale", "recompute, or rollout"),
         # the teacher
         (f"{TAUGHT} --difficulty_pool", "--difficulty_pool compares scores, and nothing", "--reward_weights 0"),
         (f"{TAUGHT} --reuse_solved 9", "--reuse_solved compares scores, and nothing scores", "--reward_weights 0"),

@@ -128,6 +128,11 @@ def test_saved_answers_are_those_that_are_restored(tmp_path):
         assert np.array_equal(mine.rollout_logprobs, same.rollout_logprobs)
     _, metrics = other.settle([group("step3/0", "ww", "b")], [])
     assert metrics == {"reuse/answers": 1, "reuse/age": 1, "reuse/kept": 1}  # the older one has reached its age
+    for lower in ({"reuse_max_age": 1}, {"reuse_solved": 1}):  # of the run that goes on
+        other = answers(**lower)
+        other.restore(read_state(tmp_path)["solved"])
+        filled = [other.filled(asked := group("step3/0", "ww", name)) is not asked for name in "ab"]
+        assert filled == [False, True]
 
 
 @pytest.mark.parametrize("settings", [{"reuse_solved": 0}, {"reuse_max_age": 0}, {"reuse_pass_rate": 1.0}])

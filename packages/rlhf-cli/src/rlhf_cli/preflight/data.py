@@ -150,4 +150,9 @@ def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | No
             f"--train_steps {wanted} is not reached: {count} / --rollout_batch_size {size} give {steps} step(s);"
             f" --num_episodes {needed} suffices"
         )
+    may_repeat = rollout.dynamic_filtering or rollout.difficulty_pool or rollout.adaptive_mix
+    num_steps = steps if wanted is None else min(steps, wanted)
+    if config.reuse is not None and not may_repeat and num_steps * size <= len(prompts):
+        count = f"{num_steps} step(s) x --rollout_batch_size {size}"
+        notices.append(f"--reuse_solved has no effect: {count} draw each of the {len(prompts)} prompts at most once")
     return notices

@@ -292,7 +292,7 @@ class AlgorithmSpec:
             raise ConfigError(message, hint=hint)
         if max_staleness:
             message = "old log-probs are skipped, which needs rollouts of the newest weights, and rollouts may be stale"
-            raise ConfigError(message, hint="use ``old_logprobs=recompute`` or rollout with ``asynchronous``")
+            raise ConfigError(message, hint="use ``old_logprobs=recompute``, or rollout")
 
     def check_sampling(self, sampling: "SamplingParams", *, is_replay: bool = False) -> None:
         """Raise ConfigError for greedy sampling, and if log-probs of the engine that it makes differ from the trainer's

@@ -111,9 +111,7 @@ class SolvedAnswers:
         self._step += 1
         for group in sorted((*batch, *others), key=lambda group: group.group_id):  # not by when it was complete
             self._keep(group)
-        oldest = self._step - self._spec.reuse_max_age
-        fresh = [(prompt_id, kept) for prompt_id, kept in self._kept.items() if kept[0] > oldest]
-        self._kept = dict(fresh[-self._spec.reuse_solved :])
+        self._give_up()
         return filled, metrics | {"reuse/kept": float(len(self._kept))}
 
     def state(self) -> dict[str, Any]:
@@ -124,6 +122,13 @@ class SolvedAnswers:
         """Continue with the answers of another process."""
         self._step = state["step"]
         self._kept = {group.prompt.prompt_id: (step, group) for step, group in state["kept"]}
+        self._give_up()  # the limits may be lower than they were
+
+    def _give_up(self) -> None:
+        """Let go of the answers that are too old or too many for the next step."""
+        oldest = self._step - self._spec.reuse_max_age
+        fresh = [(prompt_id, kept) for prompt_id, kept in self._kept.items() if kept[0] > oldest]
+        self._kept = dict(fresh[-self._spec.reuse_solved :])
 
     def _keep(self, group: RolloutGroup) -> None:
         rate = pass_rate(verdict_kinds(group))
