@@ -119,6 +119,7 @@ def test_reward_model_packed_equals_padded(reward_dir, sequences):
         (Gemma2Config(sliding_window=None), "bfloat16", False),  # soft caps
         (MambaConfig(), "bfloat16", False),  # a state from token to token
         (BertConfig(), "bfloat16", False),  # not among the families that were examined
+        (Qwen2Config(auto_map={"AutoModel": "mine.Model"}), "bfloat16", False),  # a model with code of its own
     ],
 )
 def test_packs_are_for_models_whose_sequences_a_kernel_keeps_apart(monkeypatch, model, dtype, has):

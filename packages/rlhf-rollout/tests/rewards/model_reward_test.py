@@ -341,6 +341,25 @@ def test_local_scorer_whose_weights_rest_between_calls_gives_the_same_answers(
     assert isinstance(model, RestingModel) and not model._is_awake
 
 
+def test_local_scorer_whose_weights_rest_between_calls_has_compiled_layers(reward_dir: Path, monkeypatch: Any) -> None:
+    from rlhf_models import host_states, reward
+    from rlhf_models.fast import compiled
+
+    events: list[str] = []
+
+    class Resting(RestingModel):
+        def __init__(self, *args: Any) -> None:
+            events.append("weights are on the CPU")
+            super().__init__(*args)
+
+    monkeypatch.setattr(host_states, "RestingModel", Resting)
+    monkeypatch.setattr(reward, "has_packed_kernel", lambda *_: True)
+    monkeypatch.setattr(compiled, "compile_unavailable_reason", lambda *_: events[-1] if events else None)
+    monkeypatch.setattr(compiled, "compile_layers", lambda _: events.append("compiled"))
+    LocalScorer(str(reward_dir), device="cpu:0", offload=True, compiles=True).close()
+    assert events == ["compiled", "weights are on the CPU"]
+
+
 def test_local_scorer_does_not_depend_on_who_is_scored_beside(reward_dir: Path) -> None:
     sequences = [np.arange(3, 3 + length, dtype=np.int32) for length in range(1, 30)]
     scorer = LocalScorer(str(reward_dir))

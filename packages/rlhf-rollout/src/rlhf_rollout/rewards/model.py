@@ -211,11 +211,12 @@ class LocalScorer:
         else:
             self._run = judge = StepJudge(path, step_separator, device=device, batch_size=batch_size, **options)
             model = judge.model
-        rests = offload and device != "cpu"
-        self._awake = partial(awake, RestingModel(model, model.parameters()) if rests else model)
         self._thread = ThreadPoolExecutor(1, "reward-model")
+        # Asked before the weights rest, because none can be compiled for the CPU.
         if packs and compiles and compile_unavailable_reason(model.model, model.value_head.weight.device) is None:
             self._thread.submit(compile_layers, model.model).result()
+        rests = offload and device != "cpu"
+        self._awake = partial(awake, RestingModel(model, model.parameters()) if rests else model)
         if packs:  # the first passes compile kernels and start libraries, which takes seconds
             longest = int(min(max_length or _FIRST_TOKENS, _FIRST_TOKENS, InputLimits.of(model.model).context))
             # Kernels may be compiled for multiples of 16 tokens, and again for others.
