@@ -10,6 +10,7 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    Qwen2AudioConfig,
     Qwen2Config,
 )
 
@@ -119,6 +120,7 @@ def test_reward_model_packed_equals_padded(reward_dir, sequences):
         (Gemma2Config(sliding_window=None), "bfloat16", False),  # soft caps
         (MambaConfig(), "bfloat16", False),  # a state from token to token
         (BertConfig(), "bfloat16", False),  # not among the families that were examined
+        (Qwen2AudioConfig(text_config=Qwen2Config()), "bfloat16", False),  # whose attention cannot be replaced
         (Qwen2Config(auto_map={"AutoModel": "mine.Model"}), "bfloat16", False),  # a model with code of its own
     ],
 )

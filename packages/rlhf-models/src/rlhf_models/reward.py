@@ -87,10 +87,10 @@ def has_packed_kernel(config: Any, dtype: str, device: str) -> bool:
         config: of a transformers model.
         dtype, device: torch's names of them.
     """
-    text = config.get_text_config()
     if getattr(config, "auto_map", None):  # the model's own code, which may call itself a known family
         return False
-    if text.model_type not in PACKED_FAMILIES or stateful_layers(config) or getattr(text, "sliding_window", None):
+    # Models that also read images or sounds have other names than their layers for text.
+    if config.model_type not in PACKED_FAMILIES or stateful_layers(config) or getattr(config, "sliding_window", None):
         return False
     of_keys, of_values = head_sizes(config)
     if of_keys != of_values or choose_attention(config, "auto", packing=True) != PACKED_ATTENTION:
