@@ -74,7 +74,7 @@ class SourceMix(PassRateSampler):
         self._spec = spec
         self._rates = [deque[float](maxlen=spec.mix_window) for _ in names]  # of the newest visits
         self._num_visits = np.zeros(len(names), np.int64)
-        self._lack = np.zeros(len(names))  # prompts that each source is owed, at most one from what its share is
+        self._lack = np.zeros(len(names))  # prompts that each source is owed; below 0 after more than its share
         self._shares = self._next_shares()
 
     def take(self, count: int) -> np.ndarray:
