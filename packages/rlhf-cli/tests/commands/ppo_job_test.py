@@ -78,25 +78,6 @@ def test_train_steps_that_the_prompts_do_not_suffice_for_are_a_notice(argv, num_
     assert count_steps(configure(*argv, "--num_episodes", str(int(episodes) - 1)), num_prompts) < int(argv[1])
 
 
-@pytest.mark.parametrize(
-    ("argv", "num_prompts", "is_told"),
-    [
-        ("--train_steps 3", 96, True),
-        ("--train_steps 3", 95, False),
-        ("--train_steps None", 96, True),
-        ("--train_steps None --num_episodes 2", 96, False),
-        ("--train_steps 3 --num_episodes 2", 96, True),
-        ("--train_steps 3 --difficulty_pool", 96, False),
-        ("--train_steps 3 --adaptive_mix", 96, False),
-        ("--train_steps 1 --dynamic_filtering", 320, False),
-    ],
-)
-def test_answers_to_prompts_that_do_not_come_again_are_a_notice(argv, num_prompts, is_told):
-    found = data_notices(configure("--reuse_solved", "9", *argv.split()), prompt_set(num_prompts), None)
-    told = "--reuse_solved has no effect: 3 step(s) x --rollout_batch_size 32 draw each of the 96 prompts at most once"
-    assert found == [told] * is_told
-
-
 FEW = "--rollout_batch_size 32 is more than the 20 prompts: each is used 1.6 times per step"
 MANY = (
     "--dynamic_filtering may draw 320 prompts per step (--rollout_batch_size x --dynamic_filtering_max_batches), more"

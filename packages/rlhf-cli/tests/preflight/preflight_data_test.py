@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from record_testing import make_group
+from rlhf_cli.commands.ppo import lowest_layer
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.preflight.data import data_notices, load_all, metric_names, open_prompts
 from rlhf_data.options.command_line import CommandLine
@@ -227,3 +228,25 @@ def test_rows_that_are_left_out_of_training_or_held_out_prompts_are_a_notice():
         for sets in ((PromptSet(part, found), None), (PromptSet(whole, Counts(40)), PromptSet(part, found))):
             [notice] = data_notices(config, *sets)
             assert notice.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("argv", "num_prompts", "is_told"),
+    [
+        ("--train_steps 3", 96, True),
+        ("--train_steps 3", 95, False),
+        ("--train_steps None", 96, True),
+        ("--train_steps None --num_episodes 2", 96, False),
+        ("--train_steps 3 --num_episodes 2", 96, True),
+        ("--train_steps 3 --difficulty_pool", 96, False),
+        ("--train_steps 3 --adaptive_mix", 96, False),
+        ("--train_steps 1 --dynamic_filtering", 320, False),
+    ],
+)
+def test_answers_to_prompts_that_do_not_come_again_are_a_notice(argv, num_prompts, is_told):
+    command_line = CommandLine(config=PpoConfig, prog="", recipe=lowest_layer)
+    config = command_line.parse(["--reuse_solved", "9", *argv.split()]).config
+    prompts = tuple(Prompt(f"p{i}", np.array([1, 2]), f"prompt {i}") for i in range(num_prompts))
+    found = data_notices(config, PromptSet(prompts, Counts(num_prompts)), None)
+    told = "--reuse_solved has no effect: 3 step(s) x --rollout_batch_size 32 draw each of the 96 prompts at most once"
+    assert found == [told] * is_told
