@@ -110,8 +110,8 @@ def collection_paused() -> Iterator[None]:
 def spare_collection() -> None:
     """Let Python's garbage collector skip all objects that exist, and look at new ones less often, from now on.
 
-    For processes of engines: their steps make thousands of objects, of which hardly any is in a cycle, and would wait
-    while all are looked at.
+    For the processes of engines and reward models. Their steps make thousands of objects, hardly any of which is in a
+    cycle, and would wait while the collector looks at all.
     """
     gc.freeze()
     gc.set_threshold(_OBJECTS_PER_COLLECTION)

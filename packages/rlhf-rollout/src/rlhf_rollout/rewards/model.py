@@ -219,7 +219,7 @@ class LocalScorer:
         self._awake = partial(awake, RestingModel(model, model.parameters()) if rests else model)
         if packs:  # the first passes compile kernels and start libraries, which takes seconds
             longest = int(min(max_length or _FIRST_TOKENS, _FIRST_TOKENS, InputLimits.of(model.model).context))
-            # Kernels may be compiled for multiples of 16 tokens, and again for others.
+            # Kernels for numbers of tokens that 16 divides are not those for other numbers.
             for lengths in ([longest] * 4, [longest - 1, 1, 1]):
                 self._thread.submit(self._score, [[0] * length for length in lengths]).result()
 

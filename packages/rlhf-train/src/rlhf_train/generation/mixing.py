@@ -89,7 +89,7 @@ class SourceMix(PassRateSampler):
         return np.array(batch, np.int64)
 
     def settle(self) -> tuple[dict[str, float], list[str]]:
-        """Let the visits since the last call decide the shares. Return metrics; notices for people there are none."""
+        """Let the visits since the last call decide the shares. Return metrics, and no notices."""
         shares = dict(zip(self._names, self._shares.tolist(), strict=True))
         for _, item, rate in self._settled():
             self._rates[self._source_of[item]].append(rate)

@@ -192,7 +192,7 @@ def take_adapters(manager: Any, receiver: Any, rank: int) -> None:
     layers = manager._adapter_manager
     if mapper := getattr(layers.model, "hf_to_vllm_mapper", None):
         require(missing_paths(mapper, ("orig_to_new_stacked",)))
-        # Names of parts survive, as in q_proj: vLLM itself joins the adapters of layers that it has fused.
+        # Adapters keep the names of parts, such as q_proj: vLLM itself joins those of layers that it has fused.
         mapper = replace(mapper, orig_to_new_stacked={})
 
     def load(request: Any) -> Any:
