@@ -10,8 +10,8 @@ from importlib.metadata import version
 import pytest
 
 from rlhf_cli.builtin import BUILTIN, MODEL_DIR, TRAIN_FILE
+from rlhf_cli.config.paths import with_full_paths
 from rlhf_cli.main import COMMANDS, GROUPS, command_line, main
-from rlhf_cli.paths import with_full_paths
 from rlhf_data.options.declare import options
 from rlhf_data.options.exits import exit_status
 

@@ -17,9 +17,9 @@ from inspect import getmodule, isroutine
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from rlhf_cli.config.paths import INPUTS_FOLDER, user_path
 from rlhf_cli.console.exits import BAD_INPUT, SUCCESS
 from rlhf_cli.main import command_line
-from rlhf_cli.paths import INPUTS_FOLDER, user_path
 from rlhf_cli.preflight.resume import check_run_folders, run_folder
 from rlhf_cli.report.runs import Run, read_run
 from rlhf_cli.report.samples import recorded

@@ -79,8 +79,8 @@ def command_line(name: str) -> CommandLine[Any]:
 def _found(name: str) -> tuple[CommandLine[Any], Callable[[Sequence[str]], int]]:
     """Import a command; return its command line, and the function that runs it."""
     if name in ROLLOUT_COMMANDS:
+        from rlhf_cli.config.paths import user_path
         from rlhf_cli.openrlhf.flags import adapt, flags_of
-        from rlhf_cli.paths import user_path
 
         command = ROLLOUT_COMMANDS[name]
         line = command.command_line("rlhf", resolve=user_path, foreign=flags_of(name), adapt=adapt)
@@ -95,7 +95,7 @@ def _found(name: str) -> tuple[CommandLine[Any], Callable[[Sequence[str]], int]]
 
 def _completed(config: Config) -> Config:
     """Return the configuration of a command of `rlhf-rollout` with full paths, and the files that `builtin` names."""
-    from rlhf_cli.paths import run_folder_notices, with_full_paths
+    from rlhf_cli.config.paths import run_folder_notices, with_full_paths
     from rlhf_rollout.commands.terminal import TERMINAL
 
     for notice in run_folder_notices(config):

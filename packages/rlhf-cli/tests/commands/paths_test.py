@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli import main, paths
+from rlhf_cli import main
 from rlhf_cli.builtin import HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
 from rlhf_cli.commands import lora_combiner, ppo
 from rlhf_cli.commands.examples import COMMANDS
+from rlhf_cli.config import paths
 from rlhf_data.errors import ConfigError
 
 

@@ -9,9 +9,9 @@ import pytest
 from rlhf_cli.commands.examples import COMMANDS
 from rlhf_cli.config.offline import SftConfig
 from rlhf_cli.config.output import OutputSection
+from rlhf_cli.config.paths import with_full_paths
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.console.secrets import restart_without_key
-from rlhf_cli.paths import with_full_paths
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.command_line import CommandLine, to_toml
 from rlhf_train.run.trackers.spec import TrackerSpec

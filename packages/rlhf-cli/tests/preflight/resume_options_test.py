@@ -11,7 +11,7 @@ from rlhf_cli.builtin import MODEL_DIR
 from rlhf_cli.commands.examples import COMMANDS
 from rlhf_cli.commands.offline import _updates_of_ended_run
 from rlhf_cli.commands.ppo import COMMAND_LINE, main
-from rlhf_cli.paths import check_output_folder
+from rlhf_cli.config.paths import check_output_folder
 from rlhf_cli.preflight.resume import (
     changed_options,
     check_can_continue,

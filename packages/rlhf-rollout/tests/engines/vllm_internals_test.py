@@ -181,7 +181,7 @@ def test_all_that_files_beside_the_patches_import_from_vllm_is_checked_at_the_st
     # These are looked for where they are used, as versions differ.
     known |= {"vllm.model_executor.warmup.kernel_warmup"}
     known |= {"vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest"}
-    known |= {"vllm.tool_parsers.ToolParserManager"}
+    known |= {"vllm.tool_parsers.ToolParserManager", "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager"}
     known |= {"vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker"}
     for path in FOLDER.glob("*.py"):
         imported, private = of_vllm(path)
@@ -257,3 +257,20 @@ def test_a_patch_whose_imports_fail_is_left_out_with_the_reason(name, monkeypatc
     monkeypatch.setattr(patches, "import_module", fail)
     assert patches.load(name, ()) is None
     assert f"does without the speed-up {name}" in warnings() and "cannot import name 'gone'" in warnings()
+
+
+def test_a_patch_is_left_out_if_what_it_looks_up_is_gone(monkeypatch, warnings) -> None:
+    path = "vllm.v1.core.single_type_kv_cache_manager"
+    monkeypatch.setitem(sys.modules, path, SimpleNamespace(__name__=path))
+    allocate = object()
+    manager = SimpleNamespace(
+        allocate_slots=allocate,
+        cache_blocks=None,
+        empty_kv_cache_blocks=None,
+        coordinator=SimpleNamespace(single_type_managers=[None]),
+    )
+    scheduler = SimpleNamespace(connector=None, kv_cache_manager=manager, num_lookahead_tokens=0, num_spec_tokens=0)
+    others = set(SCHEDULER) - {"idle_slots"}
+    patches.patch_scheduler(scheduler, others, uses_graphs=False)
+    assert manager.allocate_slots is allocate
+    assert "does without the speed-up idle_slots" in warnings() and "FullAttentionManager" in warnings()

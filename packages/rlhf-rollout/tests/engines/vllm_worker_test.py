@@ -23,8 +23,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines.model_files import read_config
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.core import build_core, prepare_environment, worker_settings
-from rlhf_rollout.engines.vllm.internals import limited_warm_up
-from rlhf_rollout.engines.vllm.worker import complete_logits, mask_logits
+from rlhf_rollout.engines.vllm.worker import complete_logits, limited_warm_up, mask_logits
 from rlhf_rollout.protocols import SamplingParams
 
 ROUTERS = "_warmup_ll_bf16_router_gemm"

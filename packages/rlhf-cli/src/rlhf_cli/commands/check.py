@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from rlhf_cli.config.paths import user_path
 from rlhf_cli.console.exits import SUCCESS, exit_status
-from rlhf_cli.paths import user_path
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import lacking
 from rlhf_data.options.command_line import CommandLine, show_parsed

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.config.model import OfflineModelSection
+from rlhf_cli.config.paths import CONFIG_FILE, check_output_folder, model_path, parts, user_path
 from rlhf_cli.console.exits import SUCCESS, exit_status
-from rlhf_cli.paths import CONFIG_FILE, check_output_folder, model_path, parts, user_path
 from rlhf_cli.preflight.here import Absent
 from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_data.options.checks import lacking, without_effect

@@ -9,9 +9,9 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
+from rlhf_cli.config.paths import user_folder, user_path
 from rlhf_cli.console.exits import SUCCESS, exit_status
 from rlhf_cli.doctor.finding import FAULT, Finding, of_error, public
-from rlhf_cli.paths import user_folder, user_path
 from rlhf_data.options.command_line import CommandLine, show_parsed
 from rlhf_data.options.declare import Config, Section, flag
 from rlhf_data.options.exits import FAILURE

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from rlhf_cli.commands.ppo_job import describe_batches, make_job, make_plan, make_request
+from rlhf_cli.config.paths import model_path, with_full_paths
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.console.exits import SUCCESS
 from rlhf_cli.console.views import Console
-from rlhf_cli.paths import model_path, with_full_paths
 from rlhf_cli.preflight.data import open_prompts
 from rlhf_cli.preflight.devices import GPU_FLAGS, check_device, find_gpus
 from rlhf_cli.preflight.here import Absent, show_lacks

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from rlhf_cli.config.paths import check_output_folder, model_of_run, model_path, run_folder_notices, user_path
 from rlhf_cli.console.exits import SUCCESS, exit_status
 from rlhf_cli.openrlhf.flags import flags_of
-from rlhf_cli.paths import check_output_folder, model_of_run, model_path, run_folder_notices, user_path
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import lacking
 from rlhf_data.options.command_line import CommandLine, show_parsed

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.commands.objectives import encoder_of, objective_of
 from rlhf_cli.config.checkpoint import CheckpointSection, resumed_config
-from rlhf_cli.config.differences import offline_differences
 from rlhf_cli.config.offline import OfflineConfig
+from rlhf_cli.config.paths import LOG_FILE, model_path, source_names, user_path, with_full_paths
 from rlhf_cli.console.capture import captured
 from rlhf_cli.console.exits import SUCCESS, exit_status
 from rlhf_cli.console.secrets import restart_without_key
 from rlhf_cli.doctor.environment import keep_environment
+from rlhf_cli.openrlhf.differences import offline_differences
 from rlhf_cli.openrlhf.flags import adapt, flags_of
-from rlhf_cli.paths import LOG_FILE, model_path, source_names, user_path, with_full_paths
 from rlhf_cli.preflight.devices import on_cpu
 from rlhf_cli.preflight.launcher import Launch, launch
 from rlhf_cli.preflight.resume import (

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rlhf_cli.commands.ppo import COMMAND_LINE as PPO
+from rlhf_cli.config.paths import user_path
 from rlhf_cli.console.exits import SUCCESS, exit_status
-from rlhf_cli.paths import user_path
 from rlhf_cli.preflight.plan_changes import Planned, adapters, changes
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.command_line import CommandLine

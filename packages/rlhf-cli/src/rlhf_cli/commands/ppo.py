@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.builtin import RECIPE_FILE
 from rlhf_cli.config.checkpoint import resumed_config
-from rlhf_cli.config.differences import online_differences
+from rlhf_cli.config.paths import LOG_FILE, user_path
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.console.capture import captured
 from rlhf_cli.console.exits import SUCCESS, exit_status
 from rlhf_cli.console.secrets import restart_without_key
 from rlhf_cli.doctor.environment import keep_environment
+from rlhf_cli.openrlhf.differences import online_differences
 from rlhf_cli.openrlhf.flags import adapt, flags_of
-from rlhf_cli.paths import LOG_FILE, user_path
 from rlhf_cli.preflight.resume import (
     changed_options,
     check_can_continue,

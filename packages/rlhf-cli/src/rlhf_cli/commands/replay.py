@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from rlhf_cli.commands.ppo import COMMAND_LINE as PPO
 from rlhf_cli.config.algorithm import OWN_CODE
+from rlhf_cli.config.paths import CONFIG_FILE, user_path
 from rlhf_cli.console.capture import captured
 from rlhf_cli.console.exits import SUCCESS, exit_status
-from rlhf_cli.paths import CONFIG_FILE, user_path
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.options.checks import lacking
 from rlhf_data.options.command_line import CommandLine, read_toml, show_parsed

@@ -6,8 +6,8 @@ from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
+from rlhf_cli.config.paths import parts, user_path
 from rlhf_cli.console.exits import SUCCESS, exit_status
-from rlhf_cli.paths import parts, user_path
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import lacking, without_effect
 from rlhf_data.options.command_line import CommandLine, show_parsed

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator
 
+from rlhf_cli.config.paths import user_path
 from rlhf_cli.console.exits import SUCCESS, exit_status
-from rlhf_cli.paths import user_path
 from rlhf_cli.report.rollouts import SORTS, Filter, RolloutFile, Row, sort_rows, with_gaps
 from rlhf_data.errors import ConfigError, DataError, unknown, with_hint
 from rlhf_data.options.checks import lacking

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PositiveFloat
 
+from rlhf_cli.config.paths import user_path
 from rlhf_cli.config.terms import EntropySection, OnPolicyTeacherSection
-from rlhf_cli.paths import user_path
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import without_effect
 from rlhf_data.options.declare import flag, flag_of, matching, one_of

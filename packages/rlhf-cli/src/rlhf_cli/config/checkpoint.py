@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.paths import CONFIG_FILE, user_path
+from rlhf_cli.config.paths import CONFIG_FILE, user_path
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import without_effect
 from rlhf_data.options.declare import Section, flag

@@ -19,13 +19,13 @@ from rlhf_cli.config.model import (
     TaughtModelSection,
 )
 from rlhf_cli.config.output import OutputSection
+from rlhf_cli.config.paths import run_folder_notices
 from rlhf_cli.config.terms import Divergence, divergence_flag, jsd_beta_flag
 from rlhf_cli.config.training import (
     CautiousTrainingSection,
     OfflineTrainingSection,
     RewardTrainingSection,
 )
-from rlhf_cli.paths import run_folder_notices
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import check_has_metric, lacking, once, without_effect
 from rlhf_data.options.declare import Config, Section, flag, one_of

@@ -10,11 +10,11 @@ from rlhf_cli.config.checkpoint import CheckpointSection, PpoEvaluationSection
 from rlhf_cli.config.data import PromptSection
 from rlhf_cli.config.model import PpoModelSection
 from rlhf_cli.config.output import PpoOutputSection
+from rlhf_cli.config.paths import run_folder_notices
 from rlhf_cli.config.placement import EngineSection, PlacementSection
 from rlhf_cli.config.reward import RewardSection
 from rlhf_cli.config.rollout import RolloutSection
 from rlhf_cli.config.training import PpoTrainingSection
-from rlhf_cli.paths import run_folder_notices
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import check_has_metric, missing, once, without_effect
 from rlhf_data.options.declare import Config, matching

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from rlhf_cli.paths import user_path
+from rlhf_cli.config.paths import user_path
 from rlhf_data.options.checks import without_effect
 from rlhf_data.options.declare import Section, flag, flag_of, one_of, with_defaults
 from rlhf_train.specs import ModelSpec, OptimizerSpec

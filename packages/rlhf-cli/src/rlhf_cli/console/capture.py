@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from rlhf_cli.paths import LOG_FILE
+from rlhf_cli.config.paths import LOG_FILE
 from rlhf_data.errors import RlhfError
 from rlhf_data.options import capture
 

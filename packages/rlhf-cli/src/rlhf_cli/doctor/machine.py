@@ -12,8 +12,8 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli.config.paths import check_writable
 from rlhf_cli.doctor.finding import FAULT, NOTICE, OK, Finding, of_error
-from rlhf_cli.paths import check_writable
 from rlhf_data.errors import ConfigError, first_line
 from rlhf_data.pretrained import hub_date
 from rlhf_rollout.host import free_port, local_gpus

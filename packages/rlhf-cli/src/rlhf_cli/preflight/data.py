@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rlhf_cli.config.paths import data_path, source_names, user_folder
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.paths import data_path, source_names, user_folder
 from rlhf_data import keys
 from rlhf_data.errors import ConfigError, DataError, missing_file, unknown
 from rlhf_data.images.reader import ImageReader

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_cli.builtin import BUILTIN
 from rlhf_cli.config.offline import OfflineConfig
-from rlhf_cli.paths import is_data_path, model_path, parts, reward_path, user_path
+from rlhf_cli.config.paths import is_data_path, model_path, parts, reward_path, user_path
 from rlhf_data.hub_names import hub_name
 from rlhf_data.options.command_line import Parsed
 from rlhf_data.options.exits import with_flags

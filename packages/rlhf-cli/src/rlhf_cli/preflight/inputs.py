@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from rlhf_cli.config.paths import model_path, user_path
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.paths import model_path, user_path
 from rlhf_cli.preflight.data import check_best_metric, data_notices, load_all, open_prompts
 from rlhf_cli.preflight.models import (
     check_adapters,

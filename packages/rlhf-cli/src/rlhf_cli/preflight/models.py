@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlhf_cli.config.model import ModelSection
+from rlhf_cli.config.paths import model_path
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.paths import model_path
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.pretrained import ids_without_token, masked_ids_notice
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.config.checkpoint import CheckpointSection
-from rlhf_cli.paths import (
+from rlhf_cli.config.paths import (
     CONFIG_FILE,
     check_output_folder,
     check_writable,

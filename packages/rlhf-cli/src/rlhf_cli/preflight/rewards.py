@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlhf_cli.config.paths import agent_path, model_path, reward_path, user_path
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.paths import agent_path, model_path, reward_path, user_path
 from rlhf_cli.preflight.models import check_attention, check_context, longest_sequence, naming
 from rlhf_data.errors import ConfigError, DataError, RewardError
 from rlhf_data.records import Prompt

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli.config.paths import model_path, parts, user_path
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.paths import model_path, parts, user_path
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.hub_names import hub_name
 from rlhf_data.options.declare import options

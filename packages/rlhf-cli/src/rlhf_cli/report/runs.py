@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli.config.paths import CONFIG_FILE, LOG_FILE
 from rlhf_cli.doctor.environment import MARK
-from rlhf_cli.paths import CONFIG_FILE, LOG_FILE
 from rlhf_data.errors import DataError
 from rlhf_data.options.command_line import ORIGINS
 from rlhf_data.options.declare import Config, options

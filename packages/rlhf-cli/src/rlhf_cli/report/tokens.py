@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.paths import model_path
+from rlhf_cli.config.paths import model_path
 from rlhf_cli.report.runs import Run
 from rlhf_data.hub_names import hub_name
 

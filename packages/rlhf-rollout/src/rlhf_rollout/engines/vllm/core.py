@@ -15,6 +15,7 @@ from rlhf_rollout.engines.vllm.internals import (
     adapter_options,
     adapter_request,
     check_core,
+    expand_rows_on_cpu,
     multiply_adapters_on_cpu,
     replace_processors,
     rotate_heads_on_cpu,
@@ -31,7 +32,7 @@ from rlhf_rollout.engines.vllm.own_classes import (
     model_impl,
     state_dtype,
 )
-from rlhf_rollout.engines.vllm.speculation import check_drafts, draft_options, expand_rows_on_cpu
+from rlhf_rollout.engines.vllm.speculation import check_drafts, draft_options
 from rlhf_rollout.host import place_vllm_sockets
 
 logger = logging.getLogger(__name__)

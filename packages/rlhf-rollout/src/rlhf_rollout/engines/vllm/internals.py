@@ -5,11 +5,9 @@ are the functions of vLLM that every engine replaces. Optional speed-ups replace
 they are in `patches`, and say themselves what they need.
 """
 
-import inspect
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -305,47 +303,14 @@ def image_feature(
     return MultiModalFeatureSpec(data=item, modality="image", identifier=name, mm_position=place, mm_hash=name)
 
 
+def has_full_attention(cache_manager: Any) -> bool:
+    """Return whether vLLM's manager of one group's KV cache is that of layers that attend to all tokens."""
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    return type(cache_manager) is FullAttentionManager
+
+
 # -- what is replaced of vLLM ------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def limited_warm_up(sampling: SamplingParams | None, *, has_experts: bool) -> Iterator[None]:
-    """Have vLLM warm up for `sampling` in this process, for the time of a `with` block.
-
-    vLLM's own warm-up compiles all that its sampler can do, such as penalties, top-k and top-p, which takes 15 s on a
-    machine that has not compiled it before. What is left out is compiled when a request first needs it.
-
-    Args:
-        sampling: how requests will mostly sample; None leaves the sampler's warm-up as it is.
-        has_experts: whether the model is a mixture of experts.
-    """
-    from vllm.sampling_params import SamplingParams as VllmSamplingParams
-
-    own = VllmSamplingParams.for_sampler_warmup
-    try:
-        if sampling is not None:
-            VllmSamplingParams.for_sampler_warmup = staticmethod(lambda: sampler_params(sampling))
-        with nullcontext() if has_experts else _no_router_kernels():
-            yield
-    finally:
-        VllmSamplingParams.for_sampler_warmup = staticmethod(own)
-
-
-@contextmanager
-def _no_router_kernels() -> Iterator[None]:
-    """Keep versions of vLLM before 0.28 from compiling kernels of other models' routers, which takes 10 s."""
-    from vllm.model_executor.warmup import kernel_warmup
-
-    own = getattr(kernel_warmup, "_warmup_ll_bf16_router_gemm", None)
-    # Later versions take the model and see for themselves whether it has a router.
-    if own is None or inspect.signature(own).parameters:
-        yield
-        return
-    kernel_warmup._warmup_ll_bf16_router_gemm = lambda: None
-    try:
-        yield
-    finally:
-        kernel_warmup._warmup_ll_bf16_router_gemm = own
 
 
 @cache
@@ -409,6 +374,22 @@ def rotate_heads_on_cpu() -> None:
         return query.unflatten(1, heads), None if key is None else key.unflatten(1, heads)
 
     RotaryEmbedding.forward_cpu = rotate_flat
+
+
+@cache
+def expand_rows_on_cpu() -> None:
+    """Have vLLM's sampler repeat temperature, top-p and top-k for the tokens of each draft on a CPU.
+
+    Its own kernel for CPUs writes into a copy, unless the numbers are int64, so that drafts were checked with whatever
+    memory held.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(values: Any, ends: Any, num_tokens: int, replace_from: float = 0, replace_to: float = 0) -> Any:
+        values = values.masked_fill(values == replace_from, replace_to)
+        return values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand
 
 
 class _ImageInfo:

@@ -6,7 +6,6 @@ log-probs are the policy's.
 """
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 from rlhf_data.errors import EngineError
@@ -61,19 +60,3 @@ def count_drafts(core: Any, samples: Mapping[str, Any]) -> None:
         return stats
 
     core.engine_core.scheduler.make_spec_decoding_stats = count
-
-
-@cache
-def expand_rows_on_cpu() -> None:
-    """Have vLLM's sampler repeat temperature, top-p and top-k for the tokens of each draft on a CPU.
-
-    Its own kernel for CPUs writes into a copy, unless the numbers are int64, so that drafts were checked with whatever
-    memory held.
-    """
-    from vllm.v1.sample import rejection_sampler
-
-    def expand(values: Any, ends: Any, num_tokens: int, replace_from: float = 0, replace_to: float = 0) -> Any:
-        values = values.masked_fill(values == replace_from, replace_to)
-        return values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=num_tokens)
-
-    rejection_sampler.expand_batch_to_tokens = expand

@@ -3,6 +3,7 @@
 What the engine wants of it is in vLLM's configuration, which all of its processes get: see `core.worker_settings`.
 """
 
+import inspect
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.warmup import kernel_warmup
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_rollout.engines.vllm.internals import SETTINGS, check_adapter_manager, check_worker, limited_warm_up, require
+from rlhf_rollout.engines.vllm.internals import SETTINGS, check_adapter_manager, check_worker, require, sampler_params
 from rlhf_rollout.engines.vllm.patches import patch_runner, replays_of
 from rlhf_rollout.private_names import missing_paths
 from rlhf_rollout.protocols import SamplingParams
@@ -107,6 +110,42 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
         if current_platform.is_cuda():
             self._replays = replays_of(self.model_runner, self._settings["skip_patches"])
         return seconds
+
+
+@contextmanager
+def limited_warm_up(sampling: SamplingParams | None, *, has_experts: bool) -> Iterator[None]:
+    """Have vLLM warm up for `sampling` in this process, for the time of a `with` block.
+
+    vLLM's own warm-up compiles all that its sampler can do, such as penalties, top-k and top-p, which takes 15 s on a
+    machine that has not compiled it before. What is left out is compiled when a request first needs it.
+
+    Args:
+        sampling: how requests will mostly sample; None leaves the sampler's warm-up as it is.
+        has_experts: whether the model is a mixture of experts.
+    """
+    own = VllmSamplingParams.for_sampler_warmup
+    try:
+        if sampling is not None:
+            VllmSamplingParams.for_sampler_warmup = staticmethod(lambda: sampler_params(sampling))
+        with nullcontext() if has_experts else _no_router_kernels():
+            yield
+    finally:
+        VllmSamplingParams.for_sampler_warmup = staticmethod(own)
+
+
+@contextmanager
+def _no_router_kernels() -> Iterator[None]:
+    """Keep versions of vLLM before 0.28 from compiling kernels of other models' routers, which takes 10 s."""
+    own = getattr(kernel_warmup, "_warmup_ll_bf16_router_gemm", None)
+    # Later versions take the model and see for themselves whether it has a router.
+    if own is None or inspect.signature(own).parameters:
+        yield
+        return
+    kernel_warmup._warmup_ll_bf16_router_gemm = lambda: None
+    try:
+        yield
+    finally:
+        kernel_warmup._warmup_ll_bf16_router_gemm = own
 
 
 def complete_logits(model: nn.Module, config: Any) -> None:

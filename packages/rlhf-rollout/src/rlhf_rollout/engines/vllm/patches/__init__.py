@@ -33,16 +33,12 @@ def patch_scheduler(scheduler: Any, skipped: Collection[str], *, uses_graphs: bo
     # lengthens the steps that `bulk_decoding` makes, and `bulk_admission` counts how many there are.
     names = ["idle_slots", "bulk_decoding", "list_logprobs", "multi_step", *(["bulk_admission"] if uses_graphs else [])]
     for name in names:
-        module = _load_for(name, scheduler, "scheduler", skipped)
-        if module is not None:
-            module.patch(scheduler)
+        _patch(name, scheduler, "scheduler", skipped)
 
 
 def patch_core(core: Any, skipped: Collection[str]) -> None:
     """Have vLLM's engine core start samples quicker; `skipped` are names of patches to leave out."""
-    module = _load_for("shared_hashes", core, "engine core", skipped)
-    if module is not None:
-        module.patch(core)
+    _patch("shared_hashes", core, "engine core", skipped)
 
 
 def patch_runner(runner: Any, skipped: Collection[str], masked_ids: Sequence[Sequence[int]]) -> None:
@@ -55,9 +51,7 @@ def patch_runner(runner: Any, skipped: Collection[str], masked_ids: Sequence[Seq
     """
     if not _is_second(runner) or find_spec("rlhf_kernels") is None:
         return
-    module = _load_for("sampling_head", runner, "model runner", skipped)
-    if module is not None:
-        module.patch(runner, masked_ids)
+    _patch("sampling_head", runner, "model runner", skipped, masked_ids)
 
 
 def replays_of(runner: Any, skipped: Collection[str]) -> Any:
@@ -73,6 +67,17 @@ def replays_of(runner: Any, skipped: Collection[str]) -> Any:
 
 def _is_second(runner: Any) -> bool:
     return type(runner).__module__ == _SECOND_RUNNER
+
+
+def _patch(name: str, owner: Any, called: str, skipped: Collection[str], *more: Any) -> None:
+    """Have a patch change its `owner`, given `more`, unless it is skipped or vLLM has not what it needs."""
+    module = _load_for(name, owner, called, skipped)
+    if module is None:
+        return
+    try:
+        module.patch(owner, *more)
+    except ImportError as error:  # of what `internals` imports for it, before it changes anything
+        _leave_out(name, str(error))
 
 
 def _load_for(name: str, owner: Any, called: str, skipped: Collection[str]) -> ModuleType | None:

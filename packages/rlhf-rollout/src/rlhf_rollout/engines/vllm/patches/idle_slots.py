@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from rlhf_rollout.engines.vllm.internals import has_full_attention
 
 PLAIN = ("connector", "kv_cache_manager.coordinator.single_type_managers", "num_lookahead_tokens", "num_spec_tokens")
 NEEDS = (
@@ -16,7 +16,7 @@ NEEDS = (
 def is_plain_attention(scheduler: Any) -> bool:
     """Return whether all layers have full attention, and the engine neither drafts tokens nor sends its KV cache."""
     groups = scheduler.kv_cache_manager.coordinator.single_type_managers
-    has_one_kind = [type(group) for group in groups] == [FullAttentionManager]
+    has_one_kind = len(groups) == 1 and has_full_attention(groups[0])
     # Drafts that are looked up in the text need no slots beyond their own.
     is_drafted = scheduler.num_lookahead_tokens or scheduler.num_spec_tokens
     return has_one_kind and not is_drafted and scheduler.connector is None
