@@ -72,7 +72,11 @@ def random_group(rng, number):
             routes = None
             if rng.random() < 0.5:
                 routes = rng.integers(0, rng.choice([4, 256, 257]), (rng.integers(rollout.num_tokens + 1), 3, 2))
-            found = {"verdict": random_verdict(rng, rollout), "routes": routes, "images": images}
+            found = {
+                "verdict": random_verdict(rng, rollout),
+                "routes": routes,
+                "images": images + ("shown.png",) * (number % 2),
+            }
             rollouts.append(dataclasses.replace(rollout, **found))
         episodes.append(Episode(f"{group_id}/e{index}", group_id, tuple(rollouts)))
     return RolloutGroup(group_id, prompt, tuple(episodes))

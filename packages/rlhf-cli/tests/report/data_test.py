@@ -106,6 +106,13 @@ def test_a_prompt_with_images_has_small_copies_of_them(tmp_path):
     copy = Image.open(io.BytesIO(base64.b64decode(content)))
     assert (kind, copy.format, copy.size) == ("data:image/jpeg;base64", "JPEG", (128, 43))
     assert copy.getpixel((64, 20))[0] > 240 > 20 > copy.getpixel((64, 20))[1]
+    assert all("images" not in rollout for rollout in run["groups"][0]["rollouts"])
+
+    # An agent has shown two more.
+    file.write_text(file.read_text().replace('"images": [', '"prompt_images": ["gone.png"], "images": ['))
+    [run] = data_of(folder)["runs"]
+    assert run["groups"][0]["images"] == [{"path": "gone.png"}]
+    assert [one["path"] for one in run["groups"][0]["rollouts"][0]["images"]] == images["images"]
 
 
 def test_token_values_are_those_of_the_step_where_they_fit(tmp_path):

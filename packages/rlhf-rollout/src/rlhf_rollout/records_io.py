@@ -49,8 +49,8 @@ def rollout_record(
     bytes in Base64. `prompt_token_ids` is null where they are the tokens of the first span. `turn_rewards` and
     `earned_elsewhere` add up to `reward`. `token_rewards` holds pairs of a place in `token_ids` and a reward. `reward`,
     `score`, `verdict` and `score_seconds` are null for a rollout that was not scored. `prompt_extra` is there if the
-    prompt has extra cells, `images` with the paths of its images if it has any. Without `has_tokens`, `token_ids` and
-    `logprobs` are null.
+    prompt has extra cells, `images` with the paths of the rollout's images if it has any, and `prompt_images` if the
+    prompt has others. Without `has_tokens`, `token_ids` and `logprobs` are null.
     """
     prompt = group.prompt
     is_first_span = np.array_equal(prompt.token_ids, rollout.spans[0].token_ids)
@@ -67,6 +67,7 @@ def rollout_record(
         "label": prompt.label,
         **({"prompt_extra": dict(prompt.extra)} if prompt.extra else {}),
         **({"images": list(rollout.images)} if rollout.images else {}),
+        **({"prompt_images": list(prompt.images)} if prompt.images != rollout.images else {}),
         "text": rollout.text,
         "token_ids": rollout.token_ids.tolist() if has_tokens else None,
         "logprobs": _logprobs(rollout) if has_tokens else None,
@@ -273,7 +274,8 @@ def _group(lines: Sequence[_Parsed], fields: Mapping[str, Any]) -> RolloutGroup:
         messages = None if first["messages"] is None else tuple(first["messages"])
         token_ids = first["prompt_token_ids"] or rollout.spans[0].token_ids
         known = (first["prompt"], first["label"], first["source"], messages, first.get("prompt_extra", {}))
-        prompt = Prompt(first["prompt_id"], token_ids, *known, rollout.images)
+        images = tuple(first.get("prompt_images", rollout.images))
+        prompt = Prompt(first["prompt_id"], token_ids, *known, images)
     except _UNREADABLE as error:
         raise _unreadable(where, error) from None
     group = RolloutGroup(rollout.group_id, prompt, tuple(episodes))

@@ -133,7 +133,7 @@ class EngineRouter:
         """
         errors: list[str] = []
         failed: _Place | None = None
-        drafts = self.unfinished.drafts(group_id, conversation, token_ids, sampling)
+        drafts = self.unfinished.drafts(group_id, conversation, token_ids, sampling, images)
         if all(draft.finish_reason for draft in drafts):  # before the run was interrupted
             return [draft.completion(len(token_ids)) for draft in drafts]
         num_written = 0

@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +35,9 @@ class UnfinishedGroups:
 
     A group that is drawn anew because its run was interrupted would have shorter answers than the policy writes: short
     ones are complete before the interruption, and long ones get a second chance to be short. So another process goes
-    on behind what was written. Its requests find their samples by what they ask: the conversation, its tokens, and the
-    sampling. An agent's episode begins again, and has its earlier answers at once as long as its environment says the
-    same.
+    on behind what was written. Its requests find their samples by what they ask: the conversation, its tokens and
+    images, and the sampling. An agent's episode begins again, and has its earlier answers at once as long as its
+    environment says the same.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,12 @@ class UnfinishedGroups:
         self._found: dict[str, list[tuple[str, list[Draft]]]] = {}  # those of another process, until they are taken
 
     def drafts(
-        self, group_id: str | None, conversation: str | None, token_ids: np.ndarray, sampling: SamplingParams
+        self,
+        group_id: str | None,
+        conversation: str | None,
+        token_ids: np.ndarray,
+        sampling: SamplingParams,
+        images: Sequence[str] = (),
     ) -> list[Draft]:
         """Return the samples of a request of a group: those of an equal one in another process, or empty ones.
 
@@ -53,7 +58,8 @@ class UnfinishedGroups:
         """
         if group_id is None:
             return [Draft() for _ in range(sampling.num_samples)]
-        state = hashlib.blake2b(repr((conversation, sampling)).encode(), digest_size=16)
+        asked = (conversation, sampling, *images)
+        state = hashlib.blake2b(repr(asked).encode(), digest_size=16)
         state.update(np.ascontiguousarray(token_ids, np.int32))
         digest = state.hexdigest()
         found = self._found.get(group_id, [])

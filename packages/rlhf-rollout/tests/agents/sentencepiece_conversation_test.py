@@ -41,7 +41,7 @@ def test_follow_up_of_messages_has_the_tokens_of_the_whole(tokenizer):
     start = ids(tokenizer, "user\nWhat is 3 plus 4?|\nassistant\nIt is 7.")
     agent = HostedAgent(EngineRouter([FakeEngine()]), None, tokenizer, EpisodeLimits())
     assert agent.render([QUESTION], [], [], "e") == ids(tokenizer, "user\nWhat is 3 plus 4?|\nassistant\n")
-    assert agent.render([NEXT], [], start, "e") == whole
+    assert [*start, *agent.render([NEXT], [], start, "e")] == whole
     chats = Conversations(tokenizer)
     chats.add_chat([QUESTION, ANSWER], [], np.array(start), is_ended=False)
     assert chats.encode_chat(messages, []).tolist() == whole

@@ -114,7 +114,6 @@ def test_engines_sample_no_token_that_stands_for_an_image(folder):
     ("more", "says"),
     [
         (["--engine", "fake"], "use --engine transformers or vllm"),
-        (["--agent_func_path", "agent.py"], "drop --agent_func_path"),
         (["--post_processor", "plain"], "drop --post_processor"),
         (["--image_key", "picture"], "no row of --prompt_data has images"),
         (["--apply_chat_template", "false"], "add --apply_chat_template"),

@@ -83,7 +83,8 @@ def load_all(
     if config.rollout.adaptive_mix and len({prompt.source for prompt in prompts}) < 2:
         message = "--adaptive_mix sets the shares of several sources, and all usable prompts are of one"
         raise ConfigError(message, hint="name several in --prompt_data, separated by commas, or drop it")
-    check_has_images(prompts, "--prompt_data", config.data.image_key)
+    if config.agent.agent_func_path is None:  # an agent may give images where prompts have none
+        check_has_images(prompts, "--prompt_data", config.data.image_key)
     sets = [load(part, source=name) for name, part in held_out_rows.items()]
     if not sets:
         return prompts, None

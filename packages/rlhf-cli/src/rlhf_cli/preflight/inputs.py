@@ -29,7 +29,7 @@ from rlhf_cli.preflight.rewards import (
     try_rewards,
 )
 from rlhf_data.errors import ConfigError
-from rlhf_data.images.reader import load_image_reader
+from rlhf_data.images.reader import PartsTokenizer, load_image_reader
 from rlhf_data.keys import unread_tools
 from rlhf_data.pretrained import set_chat_template
 from rlhf_data.prompts import PromptSet
@@ -123,7 +123,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     notices += data_notices(config, prompts, held_out)
     notices += try_rewards(config, sources, prompts.prompts)
     if agent is not None:
-        notices += try_agent(config, agent, tokenizer)
+        notices += try_agent(config, agent, PartsTokenizer(tokenizer, reader) if reader else tokenizer)
     return Inputs(
         model=model,
         critic=critic,

@@ -147,6 +147,8 @@ def group_data(recorded: Recorded, rows: Sequence[Any], texts: Texts) -> list[di
             read = (members[0].step, read_values(folder, members[0].step))
         for row, record in zip(members, records, strict=False):
             prompt = _prompt_tokens(record)
+            images = record.get("images", [])
+            asked = record.get("prompt_images", images)
             if not group:
                 group = {
                     "kind": recorded.kind,
@@ -157,13 +159,19 @@ def group_data(recorded: Recorded, rows: Sequence[Any], texts: Texts) -> list[di
                     "rollouts": [],
                     **record_fields(record, ("prompt_id", "source", "prompt", "label")),
                 }
-                if images := record.get("images"):
-                    group["images"] = [thumbnail(str(path)) for path in images]
+                if asked:
+                    group["images"] = _thumbnails(asked)
             same = len(prompt) if prompt == group["prompt_tokens"] else 0
             rollout = _rollout_data(record, row.num_tokens, same, texts)
+            if images != asked:  # an agent has shown others
+                rollout["images"] = _thumbnails(images)
             group["rollouts"].append(rollout | _value_data(read[1].get(row.rollout_id, {}), row.num_tokens))
         groups.append(group)
     return groups
+
+
+def _thumbnails(images: Sequence[Any]) -> list[dict[str, Any]]:
+    return [thumbnail(str(path)) for path in images]
 
 
 def _prompt_tokens(record: Mapping[str, Any]) -> list[int]:

@@ -64,6 +64,25 @@ def image_ref(value: Any, origin: str, folder: Path) -> ImageRef:
     raise DataError(f"{origin}: there is no image {path}", hint=f"relative paths are those in {folder.absolute()}")
 
 
+def kept_image(value: Any, origin: str) -> str:
+    """Return the path of an image's file that nobody changes, from what `image_ref` takes.
+
+    A file is copied, because an agent may write its next picture into the same file. Raises as `image_ref` and
+    `stored_image`, and DataError for a file that cannot be read or has more than `MAX_BYTES` bytes.
+    """
+    ref = image_ref(value, origin, Path.cwd())
+    if isinstance(ref, str):
+        if Path(ref).parent == _cache():
+            return ref
+        try:
+            with Path(ref).open("rb") as file:
+                ref = file.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise DataError(f"{origin}: the image {ref} cannot be read: {error}") from None
+    _check(len(ref) <= MAX_BYTES, f"{origin}: an image has more than {MAX_BYTES} bytes")
+    return stored_image(ref)
+
+
 def stored_image(content: bytes) -> str:
     """Return the path of a file with this content, in the user's cache; it is written if there is none.
 

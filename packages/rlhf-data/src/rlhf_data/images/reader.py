@@ -16,7 +16,7 @@ import numpy as np
 from rlhf_data.chat.tokens import Tokenizer
 from rlhf_data.errors import ConfigError, DataError, first_line
 from rlhf_data.images.files import ImageRef, read_image
-from rlhf_data.images.rows import IMAGE_MARK
+from rlhf_data.images.rows import text_parts
 from rlhf_data.pretrained import clear_errors, load_tokenizer, located_model
 
 _GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -37,17 +37,22 @@ _MAX_TILES = 9  # `vision_aspect_ratio` is anyres_max_9 in all published models
 
 
 class PartsTokenizer:
-    """A tokenizer whose chat template gets each message as parts, with an image at each `IMAGE_MARK` of its text.
+    """A tokenizer whose chat template gets each message as parts.
+
+    A content may be a list of parts. In one that is a text, each `IMAGE_MARK` is an image if `has_marks`.
 
     What the template writes for an image becomes `reader.image_text` if the family has such a text.
     """
 
-    def __init__(self, inner: Any, reader: "ImageReader") -> None:
+    def __init__(self, inner: Any, reader: "ImageReader", *, has_marks: bool = True) -> None:
         self.inner = inner
         self.reader = reader
+        self.has_marks = has_marks
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("inner", "reader") or name.startswith("__"):  # asked for by pickle before there is an `inner`
+        if name in ("inner", "reader", "has_marks") or name.startswith(
+            "__"
+        ):  # asked for by pickle before there is an `inner`
             raise AttributeError(name)
         return getattr(self.inner, name)
 
@@ -59,19 +64,15 @@ class PartsTokenizer:
         return self.inner(*args, **options)
 
     def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **options: Any) -> Any:
-        """Return the rendered conversation. The content of each message is text."""
-        messages = [{**message, "content": _parts(message["content"])} for message in conversation]
+        """Return the rendered conversation. The content of each message is text or a list of parts."""
+        messages = [{**message, "content": self._parts(message.get("content"))} for message in conversation]
         rendered = self.inner.apply_chat_template(messages, **options)
         return rendered.replace(*self.reader.image_text) if self.reader.image_text else rendered
 
-
-def _parts(text: str) -> list[dict[str, str]]:
-    first, *others = text.split(IMAGE_MARK)
-    parts = [{"type": "text", "text": first}] if first or not others else []
-    for other in others:
-        parts.append({"type": "image"})
-        parts += [{"type": "text", "text": other}] if other else []
-    return parts
+    def _parts(self, content: Any) -> Any:
+        if isinstance(content, list):
+            return content
+        return text_parts(content or "") if self.has_marks else [{"type": "text", "text": content or ""}]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,8 +155,24 @@ class ImageReader:
         # All images as those of one row: rows of different numbers of tiles would be filled up with empty tiles.
         return {**self.processor(images=[list(images)], return_tensors="np", return_row_col_info=True)}
 
+    def image_sizes(self, refs: Sequence[ImageRef], origin: str) -> list[tuple[int, int]]:
+        """Return the width and the height of images. Raises DataError for one that cannot be read."""
+        return [read_image(ref, origin).size for ref in refs]
+
+    def check_number(self, number: int, origin: str) -> None:
+        """Raise DataError if the model does not read this number of images in one sequence."""
+        if self.family in _ANYRES and number > 1:
+            # Transformers' processor reads several images of a row as others do whole ones, vLLM's does not.
+            message = f"{origin}: rows for a {self.family} have one image, and this one has {number}"
+            raise DataError(message, hint="put the images into one, or use a model of another family")
+
     def expand(
-        self, token_ids: np.ndarray, loss_mask: np.ndarray, refs: Sequence[ImageRef], origin: str
+        self,
+        token_ids: np.ndarray,
+        loss_mask: np.ndarray,
+        refs: Sequence[ImageRef],
+        origin: str,
+        sizes: Sequence[tuple[int, int]] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return a sequence with all tokens of its images in place of one token each. They are not trained.
 
@@ -164,6 +181,7 @@ class ImageReader:
             loss_mask: [L] bool, the trained tokens.
             refs: the images, in order.
             origin: of the row, for messages.
+            sizes: what `image_sizes` returns for them; None reads them.
 
         Raises:
             DataError: another number of images than of tokens, or an image that cannot be read.
@@ -177,18 +195,15 @@ class ImageReader:
             raise DataError(message, hint=hint)
         if not refs:
             return token_ids, loss_mask
-        if self.family in _ANYRES and len(refs) > 1:
-            # Transformers' processor reads several images of a row as others do whole ones, vLLM's does not.
-            message = f"{origin}: rows for a {self.family} have one image, and this one has {len(refs)}"
-            raise DataError(message, hint="put the images into one, or use a model of another family")
-        images = [read_image(ref, origin) for ref in refs]
+        self.check_number(len(refs), origin)
+        sizes = self.image_sizes(refs, origin) if sizes is None else sizes
         if self.image_text is not None:
             return token_ids, loss_mask & (token_ids != self.image_id)
         try:
-            runs = [_tokens_of(self, image.size) for image in images]
+            runs = [_tokens_of(self, size) for size in sizes]
         except ValueError as error:  # a shape that the family refuses, such as one side 200 times the other
-            sizes = ", ".join("{} x {}".format(*image.size) for image in images)
-            message = f"{origin}: the model takes no images of {sizes} pixels: {first_line(error)}"
+            told = ", ".join("{} x {}".format(*size) for size in sizes)
+            message = f"{origin}: the model takes no images of {told} pixels: {first_line(error)}"
             raise DataError(message, hint="cut or scale the image, or leave the row out") from None
         lengths = np.ones(len(token_ids), int)
         lengths[places] = [len(run) for run in runs]
@@ -200,10 +215,16 @@ class ImageReader:
             ids[starts[place] : starts[place] + len(run)] = run
         return ids, np.repeat(mask, lengths)
 
-    def expand_prompt(self, token_ids: Sequence[int], refs: Sequence[ImageRef], origin: str) -> list[int]:
+    def expand_prompt(
+        self,
+        token_ids: Sequence[int],
+        refs: Sequence[ImageRef],
+        origin: str,
+        sizes: Sequence[tuple[int, int]] | None = None,
+    ) -> list[int]:
         """Return a prompt with all tokens of its images; see `expand`."""
         ids = np.asarray(token_ids, np.int32)
-        return list(self.expand(ids, np.zeros(len(ids), bool), refs, origin)[0].tolist())
+        return list(self.expand(ids, np.zeros(len(ids), bool), refs, origin, sizes)[0].tolist())
 
     def _anyres_tokens(self, height: int, width: int) -> int:
         """Return the number of tokens of an image: those of the whole, and those of its tiles without their borders."""

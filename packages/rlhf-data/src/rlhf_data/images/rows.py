@@ -1,6 +1,6 @@
-"""The images of a row: in a column, or in the messages, whose parts say where they belong."""
+"""The images of a row: in a column, or in the messages, whose parts say where they belong; and those of messages."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,46 @@ def take_image_files(row: Row, input_key: str, image_key: str) -> tuple[Row, tup
     return marked, tuple(ref if isinstance(ref, str) else stored_image(ref) for ref in refs)
 
 
+def with_image_parts(messages: Sequence[Mapping[str, Any]], images: Sequence[str]) -> list[dict[str, Any]]:
+    """Return messages whose contents are texts with marks as messages with parts, in OpenAI's form.
+
+    The part of an image has the file URL of its path in `images`, which has the order of the marks. A message without a
+    mark stays as it is.
+    """
+    urls = ({"type": "image_url", "image_url": {"url": Path(path).as_uri()}} for path in images)
+    found = []
+    for message in messages:
+        text = message["content"]
+        if IMAGE_MARK in text:
+            parts = [next(urls) if part["type"] == "image" else part for part in text_parts(text)]
+            message = {**message, "content": parts}
+        found.append({**message})
+    return found
+
+
+def text_parts(text: str) -> list[dict[str, Any]]:
+    """Return a text as parts, with one of type `image` at each mark."""
+    first, *others = text.split(IMAGE_MARK)
+    parts = [{"type": "text", "text": first}] if first or not others else []
+    for other in others:
+        parts.append({"type": "image"})
+        parts += [{"type": "text", "text": other}] if other else []
+    return parts
+
+
+def change_images(messages: Sequence[Mapping[str, Any]], see: Callable[[Any], Any]) -> list[Mapping[str, Any]]:
+    """Return messages in which the part of an image names what `see` returns for what it named; None for nothing."""
+
+    def changed(part: Any) -> Any:
+        return {"type": "image", "image": see(_named(part))} if _is_image(part) else part
+
+    found = []
+    for message in messages:
+        parts = message.get("content")
+        found.append({**message, "content": [*map(changed, parts)]} if isinstance(parts, list) else message)
+    return found
+
+
 def _marked(messages: list[Any], named: list[Any]) -> Iterator[Any]:
     """Yield messages with marks in place of images; add to `named` what each place names."""
     for message in messages:
@@ -72,15 +112,22 @@ def _marked(messages: list[Any], named: list[Any]) -> Iterator[Any]:
 
 
 def _marked_part(part: Any, named: list[Any]) -> Any:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text" and isinstance(part.get("text"), str):
+    if _is_image(part):
+        named.append(_named(part))
+        return {"type": "text", "text": IMAGE_MARK}
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         named += [None] * part["text"].count(IMAGE_MARK)
-    if kind not in ("image", "image_url"):
-        return part
-    found = [part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None]
-    one = found[0] if found else None
-    named.append(one.get("url") if kind == "image_url" and isinstance(one, Mapping) else one)
-    return {"type": "text", "text": IMAGE_MARK}
+    return part
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def _named(part: Mapping[str, Any]) -> Any:
+    """Return what the part of an image names; None if nothing."""
+    one = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
+    return one.get("url") if part["type"] == "image_url" and isinstance(one, Mapping) else one
 
 
 def _with_marks_first(value: Any, marks: str) -> Any:

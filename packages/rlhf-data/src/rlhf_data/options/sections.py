@@ -137,19 +137,18 @@ class ImageSection(ChatSection):
     image_key: str | None = flag(
         None,
         "key of the images of a row, for a model that reads images: a path, a file or data URL, bytes, or a list of"
-        " them, at `<image>` in the text, at parts of type `image`, or else before the text; None: text alone",
+        " them, at `<image>` in the text, at parts of type `image`, or else before the text; an agent may give images"
+        " beside those of rows; None: text alone",
     )
 
-    def check_images(self, *others: tuple[Any, str, str], agent: str | None = None) -> None:
+    def check_images(self, *others: tuple[Any, str, str]) -> None:
         """Raise ConfigError for images without a chat template, or with what gets none.
 
-        Each of `others` says whether it is used, what images need instead, and what to do. `agent` is the value of
-        --agent_func_path.
+        Each of `others` says whether it is used, what images need instead, and what to do.
         """
         template = "a chat template, which writes the tokens around an image"
         for is_wrong, reason, hint in (
             (not self.apply_chat_template, template, "add --apply_chat_template"),
-            (agent, "single turns: agents get no images", "drop --agent_func_path"),
             *others,
         ):
             if self.image_key is not None and is_wrong:

@@ -4,7 +4,7 @@ import asyncio
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_data.chat.tokens import Tokenizer
 from rlhf_data.own_code import is_trusted
@@ -20,6 +20,9 @@ from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.workers.guarded import DEFAULT_WORKER, WorkerOptions
 from rlhf_rollout.workers.pool import WorkerPool
 from rlhf_rollout.workers.rpc import UserCode
+
+if TYPE_CHECKING:
+    from rlhf_data.images.reader import ImageReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,7 @@ def make_workflow(
     tokenizer_path: str | None = None,
     gives_reward: bool = True,
     log_path: Path | None = None,
+    reader: "ImageReader | None" = None,
 ) -> Workflow:
     """Return the workflow that runs an agent or, without an agent, single turns.
 
@@ -82,9 +86,14 @@ def make_workflow(
         tokenizer_path: its folder or hub name, for agents that load it.
         gives_reward: see `HostedAgent`.
         log_path: file for what the agent prints; None for standard error.
+        reader: of the images that agents get and give; None for text alone.
     """
     if spec is None:
         return SingleTurn(router, answer_decoder(tokenizer))
+    if reader is not None:
+        from rlhf_data.images.reader import PartsTokenizer
+
+        tokenizer = PartsTokenizer(tokenizer, reader, has_marks=False)
     pool = make_pool(spec, tokenizer_path, log_path)
     return HostedAgent(
         router,
@@ -95,6 +104,7 @@ def make_workflow(
         gives_reward=gives_reward,
         failed_reward=spec.failed_reward,
         success_threshold=spec.success_threshold,
+        reader=reader,
     )
 
 

@@ -1,6 +1,6 @@
 """Environments: `reset`, `step` and `close`, made before the episodes that need them. Runs in agent processes.
 
-    reset(prompt, label, seed) -> observation       it receives those that it has parameters for, or **kwargs
+    reset(prompt, label, seed, images) -> observation      it receives those that it has parameters for, or **kwargs
     step(action) -> (observation, reward, done, info), or a dictionary with these keys
     close()                                         optional
 
@@ -27,6 +27,8 @@ from rlhf_rollout.policy_json import read_json
 from rlhf_rollout.workers.threads import CodeThread
 
 _CLOSE_TIMEOUT_S = 5.0
+
+Observed = str | list[Any]  # text, or parts of a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class EnvironmentAgent:
 
     Attributes:
         make: the environment's class, or a function without parameters that makes one.
-        render: returns the text of an observation.
+        render: returns the text of an observation, or parts of a message in OpenAI's form.
         parse: returns the action in an answer, or raises ValueError.
         pool_size: environments that are kept ready. After an episode that has ended well, an environment returns to
             them if its attribute `reusable` is true, or left out with Gymnasium's `action_space`.
@@ -113,7 +115,7 @@ class EnvironmentAgent:
 
     make: Callable[[], Any]
     _: KW_ONLY
-    render: Callable[[Any], str] = lambda observation: "" if observation is None else str(observation)
+    render: Callable[[Any], "Observed"] = lambda observation: observed(observation)
     parse: Callable[[str], Any] = find_action
     pool_size: int = 1
     _ready: list["_Environment"] = field(default_factory=list, init=False)
@@ -184,13 +186,13 @@ class EnvironmentAgent:
             print(f"an environment could not be made ahead: {error}", file=sys.stderr)
 
     async def _play(self, environment: "_Environment", session: Session) -> dict[str, Any]:
-        text = self.render(await environment.reset(session))
+        seen = self.render(await environment.reset(session))
         rewards: list[float] = []
         num_invalid = 0
         step = Step(None, 0.0, is_done=False)
         while not step.is_done:
             try:
-                reply = await _ask(session, text, is_first=not rewards)
+                reply = await _ask(session, seen, is_first=not rewards)
             except BudgetSpentError:
                 break
             try:
@@ -198,11 +200,11 @@ class EnvironmentAgent:
             except (ValueError, RecursionError) as error:  # the answer's fault, which must not leave it untrained
                 num_invalid += 1
                 rewards.append(0.0)
-                text = f"\nInvalid action: {error}\n"
+                seen = f"\nInvalid action: {error}\n"
                 continue
             step = await environment.step(action)
             rewards.append(step.reward)
-            text = self.render(step.observation)
+            seen = self.render(step.observation)
         extra = {"turns": len(rewards), "invalid_actions": num_invalid}
         result = {"rewards": rewards, "truncated": step.is_cut or not step.is_done, "extra": extra}
         return {**result, "score": step.info["score"]} if "score" in step.info else result
@@ -230,6 +232,8 @@ class _Environment:
         seed = episode_seed(session.prompt, session.label)
         given = {"prompt": session.prompt, "label": session.label, "seed": seed}
         parameters = inspect.signature(self._inner.reset).parameters
+        if session.images or "images" in parameters:
+            given["images"] = session.images
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         named = {name: value for name, value in given.items() if takes_all or name in parameters}
         return read_reset(await self._thread.run(self._inner.reset, **named))
@@ -250,16 +254,36 @@ class _Environment:
         self._thread.close()
 
 
-async def _ask(session: Session, text: str, *, is_first: bool) -> Reply:
+def observed(observation: Any) -> Observed:
+    """Return an observation as text; parts of a message stay as they are, and an image of Pillow becomes one."""
+    parts = observation if isinstance(observation, list) else []
+    if parts and all(isinstance(part, Mapping) and "type" in part for part in parts):
+        return parts
+    if callable(getattr(observation, "save", None)):
+        return [{"type": "image", "image": observation}]
+    return "" if observation is None else str(observation)
+
+
+async def _ask(session: Session, seen: Observed, *, is_first: bool) -> Reply:
     """Return the policy's answer to an observation: text after the conversation, or a user's message in a chat."""
     if not session.is_chat:
-        return await session.reply(text)
+        if not isinstance(seen, str):
+            raise TypeError("an observation with parts is a message, and the run has no chat template")
+        return await session.reply(seen)
+    seen = seen.strip() if isinstance(seen, str) else seen
     if not is_first:
-        return await session.chat([{"role": "user", "content": text.strip()}])
+        return await session.chat([{"role": "user", "content": seen}])
     *earlier, last = session.messages
-    observed = text.strip()
-    if not observed:
+    if not seen:
         return await session.chat(session.messages)
     if last["role"] != "user":  # an answer that the prompt begins is the policy's, not the environment's
-        return await session.chat([*session.messages, {"role": "user", "content": observed}])
-    return await session.chat([*earlier, {**last, "content": f"{last['content']}\n\n{observed}"}])
+        return await session.chat([*session.messages, {"role": "user", "content": seen}])
+    asked = last["content"]
+    if isinstance(asked, str) and isinstance(seen, str):
+        return await session.chat([*earlier, {**last, "content": f"{asked}\n\n{seen}"}])
+    content = [*_parts(asked), {"type": "text", "text": "\n\n"}, *_parts(seen)]
+    return await session.chat([*earlier, {**last, "content": content}])
+
+
+def _parts(content: Observed) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content

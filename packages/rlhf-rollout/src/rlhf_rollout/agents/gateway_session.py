@@ -161,9 +161,10 @@ class GatewaySession:
             )
         else:
             token_ids = self._conversations.encode_text(given) if isinstance(given, str) else list(given or [])
+        token_ids, images = await self.recorder.with_images(token_ids)
         shorter = {"max_tokens": request.max_tokens, "stop": self._stop(request)}
         try:
-            sampled = await self.recorder.sample(token_ids, shorter)
+            sampled = await self.recorder.sample(token_ids, shorter, images)
         except BudgetSpentError:
             if self._is_spent:
                 self.is_refused = True

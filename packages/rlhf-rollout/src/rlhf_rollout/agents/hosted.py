@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_data.chat.template import render_follow_up, render_prompt
 from rlhf_data.chat.tokens import Tokenizer, encode_continuation
+from rlhf_data.images.rows import change_images, with_image_parts
 from rlhf_data.records import Episode, Prompt, Verdict, VerdictKind
 from rlhf_rollout.agents.interface import BudgetSpentError
 from rlhf_rollout.agents.recorder import EpisodeLimits, EpisodeRecorder
@@ -23,6 +24,7 @@ from rlhf_rollout.workers.pool import WorkerPool
 from rlhf_rollout.workers.rpc import Call, CallError
 
 if TYPE_CHECKING:
+    from rlhf_data.images.reader import ImageReader
     from rlhf_rollout.agents.gateway import Gateway
     from rlhf_rollout.agents.gateway_session import GatewaySession
 
@@ -51,6 +53,8 @@ class HostedAgent:
         failed_reward: reward and score of an episode that failed after an answer of the policy; None for none.
         success_threshold: lowest score of an episode that counts as right, unless the agent says what is right.
         gateway: serves agents that speak HTTP; it starts and ends with the workflow. None without one.
+        reader: of the images in prompts and in what agents say; `tokenizer` is then a `PartsTokenizer`. None for text
+            alone.
     """
 
     router: EngineRouter
@@ -62,6 +66,7 @@ class HostedAgent:
     gives_reward: bool = True
     failed_reward: float | None = None
     success_threshold: float = SUCCESS_THRESHOLD
+    reader: "ImageReader | None" = None
 
     async def run(self, prompt: Prompt, sampling: SamplingParams, group_id: str) -> tuple[Episode, ...]:
         """See `Workflow.run`: `sampling.num_samples` episodes, which run at the same time."""
@@ -88,12 +93,14 @@ class HostedAgent:
             limits=self.limits,
             decode=functools.partial(self.tokenizer.decode, skip_special_tokens=True),
             vocab_size=len(self.tokenizer),
+            reader=self.reader,
         )
         told = {
             "episode": name,
             "prompt": prompt.text,
             "prompt_token_ids": prompt.token_ids.tolist(),
-            "messages": prompt.messages,
+            "messages": with_image_parts(prompt.messages, prompt.images) if prompt.images else prompt.messages,
+            "images": list(prompt.images),
             "label": prompt.label or "",
             "extra": dict(prompt.extra),
             "max_turns": self.limits.max_turns,
@@ -154,15 +161,15 @@ class HostedAgent:
     def render(
         self, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]], before: Sequence[int], name: str
     ) -> list[int]:
-        """Return the conversation `before` with messages after it, as token ids; nothing before begins one.
+        """Return the token ids of messages after the conversation `before`; nothing before begins one.
 
-        Raises DataError when the chat template refuses them.
+        Each image has the tokens that the chat template writes. Raises DataError when it refuses the messages.
         """
         options = {"origin": f"episode {name}", "tools": tools}
         if before:
             added = self.encode(render_follow_up(list(messages), self.tokenizer, **options))
             # The template writes the end of the answer, and an answer that was not cut has it already.
-            return [*before, *(added[1:] if added[:1] == list(before[-1:]) else added)]
+            return added[1:] if added[:1] == list(before[-1:]) else added
         text = render_prompt(list(messages), self.tokenizer, **options)
         return self.encode(text, "")
 
@@ -214,12 +221,12 @@ class _Attempt(Call):
         """
         recorder = self.recorder
         try:
-            token_ids = self._conversation(request, recorder)
-        except (LookupError, TypeError, ValueError) as error:  # also DataError
+            token_ids, images = await self._conversation(request, recorder)
+        except (LookupError, TypeError, ValueError, OverflowError) as error:  # also DataError
             return {"error": str(error)}
         try:
             with self.activity.waiting():
-                completion = await recorder.generate(token_ids, request.get("sampling"))
+                completion = await recorder.generate(token_ids, request.get("sampling"), images)
         except BudgetSpentError:
             return {"spent": True}
         except (TypeError, ValueError) as error:  # also DataError and ConfigError, from what the agent asks for
@@ -236,15 +243,23 @@ class _Attempt(Call):
             "finish_reason": str(completion.finish_reason),
         }
 
-    def _conversation(self, request: Mapping[str, Any], recorder: EpisodeRecorder) -> list[int]:
-        """Return the whole conversation that a request asks about, as token ids."""
+    async def _conversation(
+        self, request: Mapping[str, Any], recorder: EpisodeRecorder
+    ) -> tuple[list[int], tuple[str, ...]]:
+        """Return the whole conversation that a request asks about, as token ids, and the paths of its images."""
         if request.get("token_ids") is not None:
-            return request["token_ids"]
+            return await recorder.with_images(request["token_ids"])
         if "messages" in request:
-            before = recorder.token_ids.tolist() if recorder.num_answers else []
-            return self._workflow.render(request["messages"], request["tools"], before, recorder.name)
-        before = [] if request.get("new") else recorder.token_ids.tolist()
-        return [*before, *self._workflow.encode(request.get("text", ""), None if before else "")]
+            paths: list[str] = []
+            messages = change_images(request["messages"], paths.append)
+            recorder.check_images(paths)
+            before, images = (recorder.token_ids.tolist(), recorder.images) if recorder.num_answers else ([], ())
+            added = self._workflow.render(messages, request["tools"], before, recorder.name)
+            return await recorder.extended(before, images, added, paths)
+        if request.get("new"):
+            return await recorder.with_images(self._workflow.encode(request["text"], ""))
+        added = self._workflow.encode(request.get("text", ""))
+        return await recorder.extended(recorder.token_ids.tolist(), recorder.images, added)
 
 
 def read_outcome(said: Mapping[str, Any], success_threshold: float) -> tuple[tuple[float, ...], Verdict | None]:

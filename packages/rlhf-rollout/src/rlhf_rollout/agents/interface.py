@@ -7,12 +7,16 @@ Source of the classes: OpenRLHF, `openrlhf/utils/agent.py`, versions 0.8.8 to 0.
 """
 
 import abc
+import asyncio
 import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
+from rlhf_data.images.files import kept_image
+from rlhf_data.images.rows import change_images
 from rlhf_rollout.workers.threads import called
 
 Ask = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
@@ -56,6 +60,7 @@ class Session:
         messages: the prompt as messages; one message of the user, unless the chat template has rendered it.
         is_chat: whether the chat template has rendered the prompt.
         label: the reference answer, "" without one.
+        images: the paths of the prompt's images, which `messages` name in parts of type `image_url`.
         extra: further cells of the prompt's row, by the keys that the run names.
         max_turns, max_length: limits of the episode, in answers and tokens.
         timeout_s: seconds that the agent's code may take between two answers.
@@ -67,6 +72,7 @@ class Session:
         self.prompt_token_ids: list[int] = request["prompt_token_ids"]
         self.is_chat = request.get("messages") is not None
         self.messages: list[dict[str, Any]] = request.get("messages") or [{"role": "user", "content": self.prompt}]
+        self.images: list[str] = request.get("images", [])
         self.label: str = request["label"]
         self.extra: dict[str, Any] = request.get("extra", {})
         self.max_turns: int = request["max_turns"]
@@ -109,7 +115,12 @@ class Session:
 
         The first request of an episode begins the conversation with its messages, in place of the prompt. Later ones
         add theirs after the last answer, which is not rendered again. `tools` are JSON schemas in OpenAI's form.
+
+        A message's content is text, or a list of parts in OpenAI's form. A part of type `image_url` or `image` names an
+        image in any form that rows have, or is one of Pillow. Raises DataError for an image that is not there.
         """
+        if any(isinstance(message.get("content"), list) for message in messages):
+            messages = await asyncio.to_thread(change_images, messages, self._kept)
         return await self._request({"messages": list(messages), "tools": list(tools)}, sampling)
 
     async def complete(self, token_ids: Sequence[int], *, sampling: Mapping[str, Any] | None = None) -> Reply:
@@ -118,6 +129,11 @@ class Session:
         Tokens that extend an earlier conversation and answer continue it. Others begin another rollout of the episode.
         """
         return await self._request({"token_ids": [int(token) for token in token_ids]}, sampling)
+
+    def _kept(self, image: Any) -> str:
+        """Return the path of an image as it is now. The prompt's images stay where they are."""
+        path = unquote(urlsplit(image).path) if isinstance(image, str) and image.startswith("file://") else image
+        return path if path in self.images else kept_image(image, "an agent")
 
     async def _request(self, request: dict[str, Any], sampling: Mapping[str, Any] | None) -> Reply:
         answer = await self._ask(request | {"sampling": sampling})

@@ -1,12 +1,13 @@
 """Records an episode as token spans while an agent asks the policy for one answer after another."""
 
+import asyncio
 import dataclasses
 import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from rlhf_rollout.agents.interface import BudgetSpentError
 from rlhf_rollout.engines.stopping import texts_of
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.router import EngineRouter
+
+if TYPE_CHECKING:
+    from rlhf_data.images.reader import ImageReader
 
 # `min_tokens` is not among them: an engine takes end tokens out of the distribution until then, and a trainer does not.
 _OVERRIDES = ("max_tokens", "stop_token_ids", "stop")
@@ -50,7 +54,7 @@ class _Branch:
     """A conversation of which no token was rewritten: it becomes one rollout.
 
     `ends` holds the number of tokens up to the end of each answer, `requests` the number of its request in the episode.
-    `routes` are those of the rollout, see `Rollout`.
+    `routes` and `images` are those of the rollout, see `Rollout`.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -58,6 +62,7 @@ class _Branch:
     requests: list[int] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.STOP
     routes: np.ndarray | None = None
+    images: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -83,12 +88,14 @@ class Sampled:
     Attributes:
         token_ids: [n] int32, the whole conversation before it.
         completion: the answer.
+        images: the paths of the images whose tokens it has, in order.
         request: the number of its request in the episode.
         is_truncated: a limit of the run has cut the answer; a lower `max_tokens` of the agent's own is none.
     """
 
     token_ids: np.ndarray
     completion: Completion
+    images: tuple[str, ...]
     request: int
     is_truncated: bool
 
@@ -110,6 +117,7 @@ class EpisodeRecorder:
         limits: see `EpisodeLimits`.
         decode: returns the text of token ids [n].
         vocab_size: ids that an agent gives must lie below it.
+        reader: of images; None for text alone.
         num_turns: requests that were answered or are under way, whether or not their answers are recorded.
         error: the error of the engine that ends the episode; None without one.
     """
@@ -123,6 +131,7 @@ class EpisodeRecorder:
     limits: EpisodeLimits
     decode: Callable[[Sequence[int]], str]
     vocab_size: int = 2**31
+    reader: "ImageReader | None" = None
     num_turns: int = field(default=0, init=False)
     error: EngineError | None = field(default=None, init=False)
     _branches: list[_Branch] = field(default_factory=list, init=False)
@@ -135,20 +144,75 @@ class EpisodeRecorder:
         return self._branches[-1].token_ids() if self._branches else self.prompt.token_ids
 
     @property
+    def images(self) -> tuple[str, ...]:
+        """The paths of the images of this conversation."""
+        return self._branches[-1].images if self._branches else self.prompt.images
+
+    @property
     def num_answers(self) -> int:
         """Answers that are recorded."""
         return sum(len(branch.ends) for branch in self._branches)
 
+    async def with_images(self, token_ids: Sequence[int] | np.ndarray) -> tuple[Any, tuple[str, ...]]:
+        """Return the tokens of a conversation of which an agent gave all, and the paths of its images.
+
+        What begins with a recorded conversation or the prompt has their images, and no others. Anything else may have
+        one token for each image of the prompt, and then gets all of their tokens. Raises as `extended`.
+        """
+        if self.reader is None:
+            return token_ids, ()
+        given = _integers(token_ids)
+        asked = self.prompt.token_ids
+        found = [(asked, self.prompt.images), *((branch.token_ids(), branch.images) for branch in self._branches)]
+        known = [(len(own), images) for own, images in found if np.array_equal(given[: len(own)], own)]
+        # Of those with the same tokens, whose images may differ, the latest.
+        size, images = max(reversed(known), key=lambda one: one[0], default=(0, ()))
+        paths = () if size or self.reader.image_id not in given else self.prompt.images
+        return await self.extended(given[:size].tolist(), images, given[size:].tolist(), paths)
+
+    def check_images(self, paths: Sequence[str]) -> None:
+        """Raise DataError if an agent gives images to a run that reads text only."""
+        if paths and self.reader is None:
+            hint = "make the models read images: name the key of the prompts' images with ``image_key``"
+            raise DataError("an agent gave an image, and this run reads text only", hint=hint)
+
+    async def extended(
+        self, before: Sequence[int], images: Sequence[str], added: Sequence[int], paths: Sequence[str] = ()
+    ) -> tuple[list[int], tuple[str, ...]]:
+        """Return the tokens of a conversation with more after it, and the paths of all of its images.
+
+        Args:
+            before: its tokens, with all tokens of its `images`.
+            images: their paths.
+            added: tokens, of which the chat template wrote those that stand for the images at `paths`.
+            paths: of images that have not been read yet.
+
+        Raises:
+            DataError: images that cannot be read, or another number of them than of places.
+        """
+        if self.reader is None:
+            return [*before, *added], ()
+        origin = f"episode {self.name}"
+        self.reader.check_number(len(images) + len(paths), origin)
+        sizes = await asyncio.to_thread(self.reader.image_sizes, paths, origin) if paths else []
+        return [*before, *self.reader.expand_prompt(added, paths, origin, sizes)], (*images, *paths)
+
     async def generate(
-        self, token_ids: Sequence[int] | np.ndarray, overrides: Mapping[str, Any] | None = None
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        overrides: Mapping[str, Any] | None = None,
+        images: tuple[str, ...] = (),
     ) -> Completion:
         """Return the policy's answer to a conversation and record both. See `sample` for arguments and errors."""
-        sampled = await self.sample(token_ids, overrides)
+        sampled = await self.sample(token_ids, overrides, images)
         self.add(sampled)
         return sampled.completion
 
     async def sample(
-        self, token_ids: Sequence[int] | np.ndarray, overrides: Mapping[str, Any] | None = None
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        overrides: Mapping[str, Any] | None = None,
+        images: tuple[str, ...] = (),
     ) -> Sampled:
         """Return the policy's answer to a conversation. It is no part of the episode until `add` gets it.
 
@@ -156,6 +220,7 @@ class EpisodeRecorder:
             token_ids: the whole conversation.
             overrides: sampling of this answer that differs: `max_tokens`, which may be lower than the run's,
                 `stop_token_ids` or `stop`.
+            images: the paths of the images whose tokens the conversation has, in order.
 
         Raises:
             BudgetSpentError: the episode has reached one of its limits.
@@ -167,7 +232,7 @@ class EpisodeRecorder:
         token_ids = _integers(token_ids)
         sampling = self._sampling_for(len(token_ids), overrides or {})
         # An engine that gets such a token fails, which would cost the run more than this episode.
-        added = token_ids[self._branch_of(token_ids).size :]
+        added = token_ids[self._branch_of(token_ids, images).size :]
         for given in (added, np.array(sampling.stop_token_ids, object)):
             strange = given[(given < 0) | (given >= self.vocab_size)]
             if len(strange):
@@ -176,21 +241,22 @@ class EpisodeRecorder:
         token_ids = token_ids.astype(np.int32, copy=False)
         self.num_turns += 1
         request = self.num_turns
+        more = {"images": images} if images else {}
         try:
             [completion] = await self.router.generate(
-                token_ids, sampling, conversation=self.name, group_id=self.group_id
+                token_ids, sampling, conversation=self.name, group_id=self.group_id, **more
             )
         except EngineError as error:
             self.error = error
             raise
         is_own_limit = sampling.max_tokens < min(self.sampling.max_tokens, self.limits.max_length - len(token_ids))
         is_truncated = completion.finish_reason is FinishReason.LENGTH and not is_own_limit
-        return Sampled(token_ids, completion, request, is_truncated)
+        return Sampled(token_ids, completion, images, request, is_truncated)
 
     def add(self, sampled: Sampled) -> None:
         """Record a conversation and its answer, once."""
         # Looked for only now: another answer may have continued the same conversation meanwhile.
-        branch = self._branch_of(sampled.token_ids)
+        branch = self._branch_of(sampled.token_ids, sampled.images)
         completion = sampled.completion
         added = sampled.token_ids[branch.size :]
         if len(added):
@@ -200,6 +266,7 @@ class EpisodeRecorder:
             self._branches.append(branch)
         branch.spans += completion.spans
         branch.add_routes(completion.routes)
+        branch.images = sampled.images
         branch.ends.append(len(sampled.token_ids) + len(completion.token_ids))
         branch.requests.append(sampled.request)
         branch.finish_reason = FinishReason.LENGTH if sampled.is_truncated else FinishReason.STOP
@@ -214,14 +281,16 @@ class EpisodeRecorder:
             is_cut: the episode was ended by a limit of its own, not by the policy.
         """
         if not self._branches:
-            self._branches.append(_Branch([Span(SpanSource.PROMPT, self.prompt.token_ids)]))
+            asked = Span(SpanSource.PROMPT, self.prompt.token_ids)
+            self._branches.append(_Branch([asked], images=self.prompt.images))
         rollouts = []
         for number, branch in enumerate(self._branches):
             name = self.name if len(self._branches) == 1 else f"{self.name}.{number}"
             is_last = number == len(self._branches) - 1
             reason = FinishReason.LENGTH if is_last and (is_cut or self._is_cut) else branch.finish_reason
             text = self.decode([token for span in branch.spans[1:] for token in span.token_ids.tolist()])
-            rollout = Rollout(name, self.group_id, tuple(branch.spans), reason, text, routes=branch.routes)
+            known = {"routes": branch.routes, "images": branch.images}
+            rollout = Rollout(name, self.group_id, tuple(branch.spans), reason, text, **known)
             if verdict is not None:
                 rollout = dataclasses.replace(
                     rollout, verdict=self._verdict_for(rollout, branch, verdict, turn_rewards)
@@ -274,11 +343,13 @@ class EpisodeRecorder:
             seed=None if seed is None else (seed + self.num_turns) % 2**31,
         )
 
-    def _branch_of(self, token_ids: np.ndarray) -> _Branch:
+    def _branch_of(self, token_ids: np.ndarray, images: tuple[str, ...]) -> _Branch:
         """Return the rollout that the conversation continues, or an empty one."""
         best = _Branch()
         for branch in self._branches:
-            if best.size < branch.size and np.array_equal(token_ids[: branch.size], branch.token_ids()):
+            # Images of one size have the same tokens.
+            is_longer = best.size < branch.size and images[: len(branch.images)] == branch.images
+            if is_longer and np.array_equal(token_ids[: branch.size], branch.token_ids()):
                 best = branch
         return best
 

@@ -171,7 +171,8 @@ def _load_prompts(
     rows = replace(open_prompts(data, config.rollout.seed or 0, extra_keys), skip_samples=data.skip_samples)
     options = matching(load_prompts, data)
     prompts = load_prompts(rows, tokenizer, extra_keys=extra_keys, reader=reader, **options)
-    check_has_images(prompts, "--prompt_data", data.image_key)
+    if config.agent.agent_func_path is None:  # an agent may give images where prompts have none
+        check_has_images(prompts, "--prompt_data", data.image_key)
     # A second pass gives the same rows in the same order; rows that made no prompt are skipped.
     again = iter(rows.read(RowErrors()))
     keys = {"input": data.input_key} | ({} if data.tools_key is None else {"tools": data.tools_key})
@@ -247,6 +248,7 @@ async def _write_rollouts(task: _Task, calls: CallOptions) -> int:
             task.tokenizer,
             tokenizer_path=task.engine.tokenizer,
             gives_reward=not task.reward.sources,
+            reader=task.reader,
         )
         stack.push_async_callback(workflow.close)
         await workflow.start()

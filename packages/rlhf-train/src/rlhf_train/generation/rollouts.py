@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from rlhf_data.chat.template import template_clock
 from rlhf_data.errors import EngineError
+from rlhf_data.images.reader import open_image_reader
 from rlhf_data.options.progress import duration
 from rlhf_data.pretrained import set_chat_template
 from rlhf_data.records import RolloutGroup
@@ -108,6 +109,7 @@ class Rollouts:
             tokenizer_path=tokenizer_path,
             gives_reward=not job.reward.sources and not job.algorithm.uses_teacher,
             log_path=agent_log,
+            reader=open_image_reader(job.engine.model) if job.agent and job.engine.images else None,
         )
         self._supervisor = EngineSupervisor(
             engines,

@@ -267,8 +267,12 @@ function drawDetail() {
     shared || !other ? promptOf(item) : "",
     colourBar(columns),
     el("div", { class: columns.length > 1 ? "pair" : "" }, columns.map((each) => el("article", {},
-      columns.length > 1 && !shared ? promptOf(each) : "", membersOf(each), factsOf(each), tokensOf(each)))),
+      columns.length > 1 && !shared ? promptOf(each) : "", membersOf(each), factsOf(each), imagesOf(each.rollout.images), tokensOf(each)))),
     el("p", { class: "reading", id: "reading", role: "status" }, "Point at a token, or select the tokens and use the arrow keys, to read values."));
+}
+
+function imagesOf(images) {
+  return (images ?? []).map(({ path, src }) => el("img", { src, alt: visible(path), title: visible(path) }));
 }
 
 function promptOf(item) {
@@ -280,7 +284,7 @@ function promptOf(item) {
     el("h2", {}, RUNS.length > 1 ? [swatch(item.runAt), visible(RUNS[item.runAt].name), ", "] : "", `${group.kind}, step ${fmt(group.step)}`,
       el("span", { class: "quiet" }, [` ${visible(group.id)}`, group.kept === false ? ", not trained" : ""].join(""))),
     prompt.length > 1200 ? el("details", {}, el("summary", {}, `Prompt, ${count(prompt.length, "character")}`), body) : body,
-    (group.images ?? []).map(({ path, src }) => el("img", { src, alt: visible(path), title: visible(path) })),
+    imagesOf(group.images),
     el("p", { class: "quiet" }, group.label === undefined ? "" : ["Label ", el("b", { class: "text" }, visible(group.label).slice(-300)), " · "],
       "Prompt ", visible(group.prompt_id ?? "without id"), group.source ? ` of ${visible(group.source)}` : ""),
     same.length ? el("label", { class: "same" }, `The same prompt elsewhere (${same.length}) `, el("select", {

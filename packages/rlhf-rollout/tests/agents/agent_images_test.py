@@ -1,0 +1,228 @@
+"""Agents with images: in prompts and in observations, token by token, with the log-probs of plain transformers."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from agent_testing import agent_pool
+from rlhf_data.images.reader import PartsTokenizer, open_image_reader
+from rlhf_data.prompts import load_prompts
+from rlhf_data.records import RolloutGroup, SpanSource, VerdictKind
+from rlhf_data.rows.sources import open_sources
+from rlhf_rollout.agents.hosted import HostedAgent
+from rlhf_rollout.agents.recorder import EpisodeLimits
+from rlhf_rollout.commands.parts import EngineJob
+from rlhf_rollout.engines import EngineSpec, build_engine
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.records_io import parse_group, rollout_record
+from rlhf_rollout.router import EngineRouter
+from tiny_vision import tiny_vision_model_dir
+
+PROMPT, POLICY, ENVIRONMENT = SpanSource.PROMPT, SpanSource.POLICY, SpanSource.ENVIRONMENT
+SAMPLING = SamplingParams(max_tokens=5, seed=3, num_samples=1)
+# Each picture is in the same file as the one before it.
+ENVIRONMENT_CODE = """
+from PIL import Image
+
+class Environment:
+    def reset(self, prompt, images):
+        self.images = images
+        self.turns = 0
+        return ""
+
+    def step(self, action):
+        self.turns += 1
+        if self.turns == 1:
+            Image.new("RGB", (32, 32), (0, 0, 200)).save("frame.png")
+            picture = {"type": "image_url", "image_url": {"url": "frame.png"}}
+            return [picture, {"type": "text", "text": TEXT}], 0.0, False, {}
+        if self.turns == 2:
+            Image.new("RGB", (32, 32), (200, 0, 0)).save("frame.png")
+            picture = {"type": "image", "image": Image.open("frame.png")}
+            return [{"type": "text", "text": "or "}, picture], 0.0, False, {}
+        return "", 1.0, True, {"score": float(len(self.images))}
+"""
+IMAGE = {"qwen2_5_vl": "<|vision_start|>" + "<|image_pad|>" * 16 + "<|vision_end|>"}
+TILE = "<image>" * 16
+ROWS = "".join(
+    "".join(f"<fake_token_around_image><row_{row}_col_{column}>{TILE}" for column in (1, 2)) + "\n" for row in (1, 2)
+)
+IMAGE["smolvlm"] = f"{ROWS}\n<fake_token_around_image><global-img>{TILE}<fake_token_around_image>"
+# What the chat templates write after an answer: its end, a message with two parts, and the beginning of an answer.
+FOLLOWING = {
+    "qwen2_5_vl": "<|im_end|>\n<|im_start|>user\n{}{}<|im_end|>\n<|im_start|>assistant\n",
+    "smolvlm": "<end_of_utterance>\nUser:{}{}<end_of_utterance>\nAssistant:",
+}
+
+
+class Agent:
+    """An agent, its process and an engine of transformers with a tiny model."""
+
+    def __init__(self, path, source, *, reads=True, max_length=700):
+        self.reader = open_image_reader(path)
+        rows = open_sources(str(path.parent / "rows.jsonl"))
+        [self.prompt] = load_prompts(
+            rows, self.reader.tokenizer, apply_chat_template=True, image_key="images", reader=self.reader
+        )
+        self.pool = agent_pool(source)
+        job = EngineJob(kind="transformers", spec=EngineSpec(model=str(path)), tokenizer=str(path))
+        self.spec = job.masked_spec(self.reader.tokenizer, self.reader)
+        self.engine = build_engine("transformers", self.spec)
+        tokenizer = PartsTokenizer(self.reader.tokenizer, self.reader, has_marks=False)
+        self.agent = HostedAgent(
+            EngineRouter([self.engine]),
+            self.pool,
+            tokenizer if reads else self.reader.tokenizer,
+            EpisodeLimits(max_length=max_length),
+            reader=self.reader if reads else None,
+        )
+
+    def episode(self):
+        async def run():
+            await self.pool.start()
+            try:
+                return (await self.agent.run(self.prompt, SAMPLING, "g"))[0]
+            finally:
+                await self.pool.close()
+                await self.engine.close()
+
+        return asyncio.run(run())
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    noise = np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8)
+    Image.fromarray(noise).save("first.png")
+    Path("rows.jsonl").write_text('{"input": "what <image>?", "images": "first.png"}\n')
+    return tmp_path
+
+
+def expected(agent, path, rollout):
+    """Return plain transformers' log-probs of a rollout's tokens but the first."""
+    model = AutoModelForImageTextToText.from_pretrained(path)
+    ids = torch.from_numpy(rollout.token_ids.astype(np.int64))[None]
+    more = {name: torch.from_numpy(array) for name, array in agent.reader.arrays(rollout.images).items()}
+    if agent.reader.family.startswith("qwen"):
+        more["mm_token_type_ids"] = (ids == agent.reader.image_id).int()
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits[0, :-1]
+    for masked in agent.spec.masked_ids:
+        logits[:, masked.start : masked.stop] = -torch.inf
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize(("family", "text"), [("qwen2_5_vl", "and <image>?"), ("smolvlm", "and <b>?")])
+def test_observed_images_have_the_templates_tokens_and_answers_have_plain_transformers_logprobs(
+    folder, write, family, text
+):
+    path = tiny_vision_model_dir(folder / family, family)
+    agent = Agent(path, write(ENVIRONMENT_CODE.replace("TEXT", repr(text))))
+    episode = agent.episode()
+    [rollout] = episode.rollouts
+    assert (episode.verdict.kind, episode.verdict.score) == (VerdictKind.OK, 1.0)
+    sources = [PROMPT, POLICY, ENVIRONMENT, POLICY, ENVIRONMENT, POLICY]
+    assert [span.source for span in rollout.spans] == sources
+
+    tokenizer = agent.reader.tokenizer
+    first, answer, second, other_answer, third, _ = [span.token_ids.tolist() for span in rollout.spans]
+    assert first == agent.prompt.token_ids.tolist()
+    for before, added, parts in (
+        (answer, second, (IMAGE[family], text)),
+        (other_answer, third, ("or ", IMAGE[family])),
+    ):
+        wanted = tokenizer(FOLLOWING[family].format(*parts).replace("User:or", "User: or"))["input_ids"]
+        assert added == (wanted[1:] if before[-1] == tokenizer.eos_token_id else wanted)
+
+    own, *stored = rollout.images
+    assert own == str(folder / "first.png")
+    assert [Image.open(name).getpixel((5, 5)) for name in stored] == [(0, 0, 200), (200, 0, 0)]
+    assert all(folder / "cache" in Path(name).parents for name in stored)
+    mask = rollout.loss_mask
+    np.testing.assert_allclose(
+        rollout.rollout_logprobs[mask], expected(agent, path, rollout)[mask[1:]], atol=2e-5, rtol=0
+    )
+    # The pictures make a difference that this bound would show.
+    swapped = dataclasses.replace(rollout, images=(own, *stored[::-1]))
+    assert np.abs(expected(agent, path, swapped)[mask[1:]] - rollout.rollout_logprobs[mask]).max() > 1e-3
+
+    group = RolloutGroup("g", agent.prompt, (episode,))
+    again = parse_group([{"num_left": 0, **rollout_record(group, episode, rollout)}], "here")
+    assert (again.prompt.images, again.rollouts[0].images) == ((own,), rollout.images)
+
+
+FUNCTION = """
+from pathlib import Path
+
+async def run_episode(session):
+    first = await session.{first}
+    second = await session.{second}
+    return 1.0
+"""
+PICTURE = "{'type': 'image', 'image': %s}"
+
+
+def chat(image):
+    return f"chat([{{'role': 'user', 'content': [{PICTURE % image}]}}])"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "images"),
+    [
+        ("reply()", "reply('more')", 1),
+        ("chat(session.messages)", "chat([{'role': 'user', 'content': 'no <image>'}])", 1),
+        ("chat(session.messages)", chat("session.images[0]"), 2),
+        ("complete(session.prompt_token_ids)", "complete(first.prompt_token_ids + first.token_ids + [40])", 1),
+        # Tokens of the prompt's own text have one for the image.
+        ("begin(session.prompt)", "reply('more')", 1),
+        ("begin('nothing to see')", "reply('more')", 0),
+    ],
+)
+def test_every_way_to_ask_keeps_the_images_of_its_conversation(folder, write, first, second, images):
+    path = tiny_vision_model_dir(folder / "model", "qwen2_5_vl")
+    agent = Agent(path, write(FUNCTION.format(first=first, second=second)))
+    episode = agent.episode()
+    assert episode.verdict.detail == ""
+    [rollout] = episode.rollouts
+    assert rollout.images == (str(folder / "first.png"),) * images
+    assert (rollout.token_ids == agent.reader.image_id).sum() == 16 * images
+    assert not (rollout.token_ids[rollout.loss_mask] == agent.reader.image_id).any()
+    assert (rollout.spans[0].token_ids.tolist() == agent.prompt.token_ids.tolist()) == bool(images)
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        (chat("'none.png'"), "there is no image none.png"),
+        (chat("'https://example.com/a.png'"), "no URL is fetched"),
+        (chat("Path('torn.png').read_bytes()"), "cannot be read"),
+        (chat("'deep.png'"), "no 8-bit colours"),
+        (chat("'data:image/png;base64,!'"), "not base64"),
+        (chat("None"), "an image is null"),
+        ("reply('<|image_pad|>')", "1 places for 0 images"),
+        ("complete(session.prompt_token_ids + [session.prompt_token_ids[20]])", "1 places for 0 images"),
+    ],
+)
+def test_an_image_that_cannot_be_used_costs_its_episode_alone(folder, write, second, says):
+    Path("torn.png").write_bytes(Path("first.png").read_bytes()[:60])
+    Image.new("I;16", (40, 40)).save("deep.png")
+    path = tiny_vision_model_dir(folder / "model", "qwen2_5_vl")
+    episode = Agent(path, write(FUNCTION.format(first="reply()", second=second))).episode()
+    assert episode.verdict.kind is VerdictKind.CRASH
+    assert says in episode.verdict.detail
+    assert episode.rollouts[0].images == (str(folder / "first.png"),)
+
+
+def test_a_run_that_reads_text_refuses_an_agents_image(folder, write):
+    path = tiny_vision_model_dir(folder / "model", "qwen2_5_vl")
+    agent = Agent(path, write(FUNCTION.format(first=chat("'first.png'"), second="reply()")), reads=False)
+    verdict = agent.episode().verdict
+    assert verdict.kind is VerdictKind.CRASH
+    assert "this run reads text only" in verdict.detail
