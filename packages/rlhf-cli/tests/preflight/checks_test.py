@@ -350,7 +350,10 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
             "--vllm_speculative ngram: engines do without the speed-ups of single tokens, idle_slots, bulk_decoding,"
             " multi_step, sampling_head, replayed_steps",
         ),
-        ("--vllm_speculative_tokens 3", "--vllm_speculative_tokens has no effect: there is no --vllm_speculative"),
+        (
+            "--vllm_speculative_tokens 3",
+            "--vllm_speculative_tokens has no effect: there is no --vllm_speculative or --vllm_draft_model",
+        ),
         ("--ema_beta 0.9", "--ema_beta has no effect: --enable_ema is off"),
         ("--eval_data None --source_key set", "--source_key has no effect: there is no --eval_data"),
         (

@@ -384,17 +384,22 @@ def test_engine_sampling_and_rewards_are_what_the_flags_say():
     [("generate", "--prompt_data p --output_path o"), ("bench", "--prompt_data p"), ("chat", ""), ("serve", "")],
 )
 def test_every_command_with_an_engine_drafts_tokens_and_says_what_that_turns_off(command, more, monkeypatch):
+    parse = COMMANDS[command].command_line("x").parse
     flags = f"--pretrain m --vllm_speculative ngram --vllm_speculative_tokens 6 {more}".split()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(ConfigError, match=r"GPU with CUDA graphs(.|\n)*hint: add ``enforce_eager``"):
-        COMMANDS[command].command_line("x").parse(flags)
-    assert COMMANDS[command].command_line("x").parse([*flags, "--enforce_eager"]).config.engine.enforce_eager
+        parse(flags)
+    assert parse([*flags, "--enforce_eager"]).config.engine.enforce_eager
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    parsed = COMMANDS[command].command_line("x").parse(flags)
+    parsed = parse(flags)
     spec = make_engine(parsed.config.model, parsed.config.engine, 30).spec
-    assert (spec.speculative, spec.speculative_tokens) == ("ngram", 6)
+    assert (spec.speculative, spec.speculative_tokens, spec.draft_model) == ("ngram", 6, None)
     [notice] = parsed.notices
     assert notice.startswith("--vllm_speculative ngram: engines do without the speed-ups of single tokens, idle_slots")
+    parsed = parse(f"--pretrain m --vllm_draft_model org/small {more}".split())
+    assert make_engine(parsed.config.model, parsed.config.engine, 30).spec.draft_model == "org/small"
+    [notice] = parsed.notices
+    assert notice.startswith("--vllm_draft_model org/small: engines do without the speed-ups of single tokens")
 
 
 def test_threads_of_a_command_wait_passively_on_cpus(monkeypatch, capsys):

@@ -219,6 +219,9 @@ def test_gpu_kv_cache_bytes_are_what_weights_and_work_leave_of_the_share(tmp_pat
     assert gpu_kv_cache_bytes(spec, tmp_path, SMALL, 80 << 30) == found
     rounded = dataclasses.replace(spec, quantization="fp8")
     assert gpu_kv_cache_bytes(rounded, tmp_path, SMALL, 80 << 30) == found + (100 << 20)
+    # A draft model has weights, too, and each drafted token a row of logits.
+    drafting = dataclasses.replace(spec, draft_model=str(tmp_path))
+    assert gpu_kv_cache_bytes(drafting, tmp_path, SMALL, 80 << 30) == found - 268_437_456 - 4 * 2_178_154_496
     # A token goes through eight experts.
     experts = SMALL | {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
     assert gpu_kv_cache_bytes(spec, tmp_path, experts, 80 << 30) == found - 8192 * 3 * (8 * 768 - 4864) * 2

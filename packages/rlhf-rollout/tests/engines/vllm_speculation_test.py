@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,11 +12,14 @@ pytest.importorskip("vllm")
 
 import torch
 from transformers import AutoModelForCausalLM
+from vllm.config import CUDAGraphMode
 
 from engine_testing import Subject, stopped_amid, update
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec, build_engine
+from rlhf_rollout.engines.vllm.core import graph_options
+from rlhf_rollout.engines.vllm.speculation import plan_as_captured
 from rlhf_rollout.protocols import SamplingParams
 
 ALLOWED = range(100, 104)
@@ -27,7 +31,8 @@ BOUND = 1e-4  # nats
 
 def spec(path, **options):
     own = {"max_model_len": 256, "max_num_seqs": 256, "masked_ids": (range(100), range(104, 512)), "seed": 0}
-    return EngineSpec(model=str(path), speculative="ngram", speculative_tokens=3, **(own | options))
+    own |= {} if "draft_model" in options else {"speculative": "ngram"}
+    return EngineSpec(model=str(path), speculative_tokens=3, **(own | options))
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +41,27 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(path):
-    engine = build_engine("vllm", spec(path, enable_sleep=True))
+def draft_path(path, tmp_path_factory):
+    """A model that differs from the policy as one of an earlier step does, and in its depth."""
+    shallow = tiny_model_dir(tmp_path_factory.mktemp("model") / "draft", initializer_range=0.2, num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_pretrained(shallow)
+    policy = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    model.load_state_dict({name: policy[name] for name in model.state_dict()})
+    model.save_pretrained(shallow)
+    return shallow
+
+
+@pytest.fixture(scope="module", params=["ngram", "model"])
+def engine(request, path, draft_path):
+    drafts = {"draft_model": str(draft_path)} if request.param == "model" else {}
+    engine = build_engine("vllm", spec(path, enable_sleep=True, **drafts))
     yield engine
     asyncio.run(engine.close())
+
+
+def draft_weights(engine):
+    model = engine._loop._core.engine_core.model_executor.driver_worker.model_runner.get_draft_model()
+    return {} if model is None else {name: value.clone() for name, value in model.named_parameters()}
 
 
 @pytest.fixture
@@ -124,6 +146,7 @@ def test_each_token_has_the_logprob_of_the_weights_that_drew_it(engine, model, m
     for parameter in other.parameters():
         parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     subjects = [subject_of(engine, each) for each in (model, other)]
+    before = draft_weights(engine)
 
     async def update_amid():
         await update(subjects[0], 1)
@@ -139,6 +162,9 @@ def test_each_token_has_the_logprob_of_the_weights_that_drew_it(engine, model, m
         return completions, await engine.generate(PROMPT, SamplingParams(max_tokens=9, seed=2))
 
     completions, [later] = asyncio.run(update_amid())
+    after = draft_weights(engine)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert bool(before) == (engine._spec.draft_model is not None)
     assert np.abs(later.logprobs - expected(other, later)).max() < BOUND
     for completion in completions:
         assert [span.policy_version for span in completion.spans] == [1, 2] and completion.drafts[2]
@@ -153,11 +179,42 @@ def test_speed_ups_of_single_tokens_are_left_out(engine):
     assert not {"allocate_slots", "cache_blocks"} & vars(scheduler.kv_cache_manager).keys()
 
 
+@pytest.mark.parametrize(
+    ("slots", "length", "last"), [(2, 256, [1, 2, 4, 8]), (64, 256, [224, 232, 240, 248, 256]), (64, 30, [16, 24, 28])]
+)
+def test_graphs_hold_drafts_of_any_length_and_no_more_tokens_than_a_sequence(path, slots, length, last):
+    options = graph_options(spec(path, max_num_seqs=slots, max_model_len=length))
+    assert options["cudagraph_mode"] == "FULL" and options["cudagraph_capture_sizes"][-len(last) :] == last
+    plain = graph_options(spec(path, max_num_seqs=2, speculative=None))
+    assert plain == {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("mode", "padded", "planned"), [("FULL", 24, 24), ("FULL", None, 1), ("FULL_DECODE_ONLY", 24, 1)]
+)
+def test_attention_is_planned_for_the_kernel_of_the_graph_that_a_step_replays(mode, padded, planned):
+    runner = SimpleNamespace(cudagraph_dispatcher=SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode]))
+    runner._build_attention_metadata = lambda **options: options
+    plan_as_captured(runner)
+    given = {"num_tokens": 20, "num_tokens_padded": padded}
+    assert runner._build_attention_metadata(max_query_len=1, **given) == {"max_query_len": planned, **given}
+
+
 def test_drafts_are_refused_on_a_gpu_with_cuda_graphs(path, monkeypatch):
     monkeypatch.setattr("rlhf_rollout.engines.vllm.engine.prepare_environment", lambda: True)
     with pytest.raises(ConfigError, match=r"GPU with CUDA graphs(.|\n)*hint: add ``enforce_eager``"):
         build_engine("vllm", spec(path))
     spec(path, enforce_eager=True).check_drafts(on_gpu=True)
+
+
+def test_draft_models_of_other_vocabularies_are_refused(path, tmp_path):
+    other = tiny_model_dir(tmp_path / "other", vocab_size=300)
+    with pytest.raises(
+        ConfigError, match=r"vocabulary of 300 tokens, and the policy one of 512(.|\n)*hint: draft with"
+    ):
+        build_engine("vllm", spec(path, draft_model=str(other)))
+    with pytest.raises(ConfigError, match="none"):
+        build_engine("vllm", spec(path, draft_model=str(tmp_path / "none")))
 
 
 def test_what_drafts_do_not_go_with_is_refused(engine):
@@ -167,11 +224,13 @@ def test_what_drafts_do_not_go_with_is_refused(engine):
         generate(engine, max_tokens=9, min_tokens=8)
     [completion] = generate(engine, max_tokens=9, min_tokens=9, stop_token_ids=(101,))
     assert len(completion.token_ids) == 9 and 101 not in completion.token_ids
+    with pytest.raises(ConfigError, match=r"two ways to draft tokens(.|\n)*hint: drop one of them"):
+        EngineSpec(model="", speculative="ngram", draft_model="small")
     with pytest.raises(ConfigError, match="unknown speculative"):
         EngineSpec(model="", speculative="eagle")
     for option in ({"return_routes": True}, {"adapter_rank": 4}, {"images": True}, {"tensor_parallel_size": 2}):
         with pytest.raises(ConfigError, match=r"not tested with ``(.|\n)*hint: drop one of them"):
-            EngineSpec(model="", speculative="ngram", **option)
+            EngineSpec(model="", draft_model="small", **option)
     for kind in ("fake", "transformers"):
         with pytest.raises(ConfigError, match=f"engine {kind} drafts no tokens"):
             EngineSpec(model="", speculative="ngram").check_kind(kind)

@@ -86,6 +86,7 @@ def _look(parsed: Parsed[PpoConfig], folder: Path, absent: Absent) -> tuple[Inpu
         absent.rewards("remote_rm_url", functions)
     absent.models("critic_pretrain", critic)
     absent.models("teacher_model", config.algorithm.teacher_model)
+    absent.models("vllm_draft_model", config.engine.vllm_draft_model)
     if not absent and not parsed.missing:
         inputs = check_inputs(config, folder)
         return inputs, len(inputs.prompts) or None

@@ -47,6 +47,7 @@ FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
         "adapter_rank=0": "--lora_sync merge",
         "asynchronous": "--async_train",
         "betas": "--adam_betas",
+        "draft_model": "--vllm_draft_model",
         "dtype=bfloat16": "--bf16",
         "enable_sleep": "--vllm_enable_sleep",
         "estimator": "--advantage_estimator",

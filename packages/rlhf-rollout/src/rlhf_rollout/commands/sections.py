@@ -173,6 +173,12 @@ class EngineSection(Section, title="generation engine (vLLM)"):
         " and check them in one pass of the model; responses have the same distribution. On GPUs it"
         " needs --enforce_eager. None: no drafts",
     )
+    vllm_draft_model: str | None = flag(
+        None,
+        "a smaller model with the policy's vocabulary, a folder or hub name: its most likely tokens are drafts, which"
+        " engines check as with --vllm_speculative; it stays as it is. None: no such drafts",
+        names_model=True,
+    )
     vllm_speculative_tokens: int = flag_of(EngineSpec.speculative_tokens, "tokens per draft at most")
     vllm_skip_patches: str | None = flag(
         None,
@@ -192,13 +198,15 @@ class EngineSection(Section, title="generation engine (vLLM)"):
     )
 
     def check_drafts(self, given: Collection[str], sampling: SamplingSection | None = None) -> list[str]:
-        """Return notices about --vllm_speculative. Raises ConfigError if it does not go with how responses are sampled.
+        """Return notices about drafts. Raises ConfigError if they do not go with how responses are sampled.
 
         None for `sampling`: each request says that itself.
         """
-        if self.vllm_speculative is None:
-            return without_effect(given, (True, ["vllm_speculative_tokens"], "there is no --vllm_speculative"))
-        name = f"--vllm_speculative {self.vllm_speculative}"
+        if self.vllm_speculative is None and self.vllm_draft_model is None:
+            unused = "there is no --vllm_speculative or --vllm_draft_model"
+            return without_effect(given, (True, ["vllm_speculative_tokens"], unused))
+        kind = self.vllm_speculative
+        name = f"--vllm_speculative {kind}" if kind else f"--vllm_draft_model {self.vllm_draft_model}"
         if sampling is not None and sampling.min_p:
             message = f"{name} drafts tokens, which vLLM cannot with --min_p {sampling.min_p:g}"
             raise ConfigError(message, hint="drop one of them")
@@ -222,6 +230,7 @@ class EngineSection(Section, title="generation engine (vLLM)"):
             tensor_parallel_size=self.vllm_tensor_parallel_size,
             quantization=self.vllm_quantization,
             speculative=self.vllm_speculative,
+            draft_model=self.vllm_draft_model,
             speculative_tokens=self.vllm_speculative_tokens,
             skip_patches=words_of(self.vllm_skip_patches),
             request_timeout_s=self.engine_timeout_s,

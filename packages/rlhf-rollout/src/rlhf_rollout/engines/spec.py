@@ -67,6 +67,8 @@ class EngineSpec:
         speculative: "ngram" has "vllm" draft the tokens that followed the last ones where these stood before, in prompt
             or response, and check them in one pass of the model. Samples have the same distribution. On a GPU it needs
             `enforce_eager`. None: no drafts.
+        draft_model: folder or hub name of a smaller model with the same vocabulary, whose most likely tokens "vllm"
+            takes for drafts, as with `speculative`. Updates leave its weights as they are. None: no such drafts.
         speculative_tokens: tokens per draft at most.
         skip_patches: speed-ups of vLLM to do without, of `VLLM_PATCHES`: in case that one is suspected of a fault.
         masked_ids: ids of the model's vocabulary that are never sampled, in ascending ranges: log-probs are those of a
@@ -109,6 +111,7 @@ class EngineSpec:
     tensor_parallel_size: int = bounded(1, ge=1)
     num_threads: int | None = None
     speculative: Literal["ngram"] | None = None
+    draft_model: str | None = None
     speculative_tokens: int = bounded(4, ge=1, le=32)
     skip_patches: tuple[str, ...] = ()
     masked_ids: tuple[range, ...] = ()
@@ -128,29 +131,39 @@ class EngineSpec:
             raise ConfigError(unknown("quantization", self.quantization, QUANTIZATIONS))
         if self.speculative not in (None, *DRAFTS):
             raise ConfigError(unknown("speculative", self.speculative, DRAFTS))
+        if self.speculative and self.draft_model:
+            message = f"``speculative={self.speculative}`` and ``draft_model`` are two ways to draft tokens"
+            raise ConfigError(message, hint="drop one of them")
         marks = {
             "``adapter_rank``": self.adapter_rank,
             "``images``": self.images,
             "``return_routes``": self.return_routes,
             "``EngineSpec.tensor_parallel_size``": self.tensor_parallel_size > 1,
         }
-        if self.speculative and (others := [mark for mark, value in marks.items() if value]):
-            message = f"``speculative={self.speculative}`` is not tested with {' and '.join(others)}"
+        if self.has_drafts and (others := [mark for mark, value in marks.items() if value]):
+            own = f"``speculative={self.speculative}``" if self.speculative else "``draft_model``"
+            message = f"{own} is not tested with {' and '.join(others)}"
             raise ConfigError(message, hint="drop one of them")
         for name in self.skip_patches:
             check_name("patch of vLLM in ``skip_patches``", name, VLLM_PATCHES)
         check_name("weight transfer", self.weight_transfer, MEDIA)
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether tokens are drafted."""
+        return bool(self.speculative or self.draft_model)
+
+    @property
     def step_tokens(self) -> int:
         """Tokens of a sequence, at most, in a step that only decodes."""
-        return 1 + self.speculative_tokens if self.speculative else 1
+        return 1 + self.speculative_tokens if self.has_drafts else 1
 
     def check_drafts(self, *, on_gpu: bool) -> None:
         """Raise ConfigError for drafts on a GPU with CUDA graphs, whose samples and log-probs were wrong there."""
-        if self.speculative and on_gpu and not self.enforce_eager:
-            message = f"``speculative={self.speculative}`` gives wrong samples on a GPU with CUDA graphs"
-            raise ConfigError(message, hint="add ``enforce_eager``, or drop ``speculative``")
+        if self.has_drafts and on_gpu and not self.enforce_eager:
+            own = "speculative" if self.speculative else "draft_model"
+            message = f"``{own}`` gave wrong samples on a GPU with CUDA graphs"
+            raise ConfigError(message, hint=f"add ``enforce_eager``, or drop ``{own}``")
 
     def check_kind(self, kind: str) -> None:
         """Raise ConfigError for an unknown kind of engine, or one that these settings do not suit."""
@@ -162,8 +175,9 @@ class EngineSpec:
             raise ConfigError(f"engine {kind} does not tell the experts of tokens", hint="use engine vllm")
         if self.adapter_rank and kind != "vllm":
             raise ConfigError(f"engine {kind} applies no adapters", hint="use engine vllm, or ``adapter_rank=0``")
-        if self.speculative and kind != "vllm":
-            raise ConfigError(f"engine {kind} drafts no tokens", hint="use engine vllm, or drop ``speculative``")
+        if self.has_drafts and kind != "vllm":
+            own = "speculative" if self.speculative else "draft_model"
+            raise ConfigError(f"engine {kind} drafts no tokens", hint=f"use engine vllm, or drop ``{own}``")
         if self.images and kind not in ("transformers", "vllm"):
             raise ConfigError(f"engine {kind} takes no images", hint="use engine vllm or transformers")
         if kind == "vllm" and self.quantization and self.dtype != "bfloat16":

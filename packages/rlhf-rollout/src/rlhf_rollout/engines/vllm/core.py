@@ -134,7 +134,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         rotate_heads_on_cpu()
         if spec.adapter_rank:
             multiply_adapters_on_cpu()
-    if spec.speculative:
+    if spec.has_drafts:
         check_drafts()
         if not on_gpu:
             expand_rows_on_cpu()
@@ -207,7 +207,7 @@ def _engine_config(
         gpu_memory_utilization=spec.gpu_memory_utilization,
         kv_cache_memory_bytes=kv_cache_bytes(spec, model_dir, model_config, on_gpu=on_gpu),
         enforce_eager=is_eager,
-        **({} if is_eager else {"compilation_config": _graphs(spec.max_num_seqs)}),
+        **({} if is_eager else {"compilation_config": graph_options(spec)}),
         enable_sleep_mode=spec.enable_sleep and on_gpu,
         enable_prefix_caching=spec.enable_prefix_caching,
         tensor_parallel_size=spec.tensor_parallel_size,
@@ -228,19 +228,27 @@ def _engine_config(
     ).create_engine_config()
 
 
-def graph_sizes(num_slots: int) -> list[int]:
-    """Return the numbers of sequences for which a decode step has a CUDA graph; a step takes the next larger one.
+def graph_sizes(num_tokens: int) -> list[int]:
+    """Return the numbers of tokens for which a decode step has a CUDA graph; a step takes the next larger one.
 
-    They end with all slots. vLLM's own end with 512 sequences, however many or few slots there are, and a step without
-    a graph takes several times as long with a small model.
+    They end with the tokens of all slots. vLLM's own end with 512, however many or few slots there are, and a step
+    without a graph takes several times as long with a small model.
     """
-    steps = (*range(8, 256, 8), *range(256, 512, 16), *range(512, 1024, 32), *range(1024, num_slots, 128))
-    return [size for size in (1, 2, 4, *steps) if size < num_slots] + [num_slots]
+    steps = (*range(8, 256, 8), *range(256, 512, 16), *range(512, 1024, 32), *range(1024, num_tokens, 128))
+    return [size for size in (1, 2, 4, *steps) if size < num_tokens] + [num_tokens]
 
 
-def _graphs(num_slots: int) -> dict[str, Any]:
+def graph_options(spec: EngineSpec) -> dict[str, Any]:
+    """Return vLLM's arguments about CUDA graphs."""
     # No compiled layers: compiling takes some 20 s, and graphs hide what it would save.
-    return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graph_sizes(num_slots)}
+    if not spec.has_drafts:
+        sizes = graph_sizes(spec.max_num_seqs)
+        return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+    # Drafts differ in length, so that steps are hardly ever those in which all sequences decode as many tokens. vLLM
+    # captures a graph of N tokens with sequences of N tokens, and one of more than fit would read beyond its tables.
+    most = min(spec.max_num_seqs, spec.max_model_len // spec.step_tokens) * spec.step_tokens
+    sizes = graph_sizes(max(most, spec.step_tokens))
+    return {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes}
 
 
 def register_architectures(architectures: list[str]) -> list[type]:

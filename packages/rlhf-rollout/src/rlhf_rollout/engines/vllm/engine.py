@@ -20,7 +20,7 @@ from rlhf_rollout.engines.vllm.core import build_core, check_visible_gpus, prepa
 from rlhf_rollout.engines.vllm.images import features
 from rlhf_rollout.engines.vllm.internals import adapter_request, check_vllm
 from rlhf_rollout.engines.vllm.own_classes import shortest_prompt
-from rlhf_rollout.engines.vllm.speculation import check_sampling
+from rlhf_rollout.engines.vllm.speculation import check_sampling, draft_model_dir
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.weights.bucket import WeightBucket
 from rlhf_rollout.weights.senders import Senders, merged
@@ -38,6 +38,8 @@ class VllmEngine:
         if spec.weight_transfer == "ipc" and not self._on_gpu:
             raise ConfigError("weight_transfer ipc needs a GPU", hint="use weight_transfer shared_memory")
         spec.check_drafts(on_gpu=self._on_gpu)
+        if spec.draft_model:
+            spec = replace(spec, draft_model=str(draft_model_dir(spec.draft_model, config)))
         if spec.tensor_parallel_size > 1:
             check_visible_gpus(spec.tensor_parallel_size)
         if spec.seed is None:
@@ -70,7 +72,7 @@ class VllmEngine:
                 seed_every_row=not self._on_gpu,
                 gather_s=0.0 if self._on_gpu else _CPU_GATHER_S,
                 adapter=adapter_request() if spec.adapter_rank else None,
-                drafts=spec.speculative is not None,
+                drafts=spec.has_drafts,
             )
         except RlhfError:
             raise
@@ -89,7 +91,7 @@ class VllmEngine:
         """See `RolloutEngine.generate`. Raises EngineError also while the engine sleeps or lacks weights."""
         check_images(images, self._spec)
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
-        if self._spec.speculative:
+        if self._spec.has_drafts:
             check_sampling(sampling)
         if len(token_ids) < self._shortest_prompt:
             message = "vLLM answers a prompt of one token with what layers of linear attention kept of another request"
@@ -313,7 +315,8 @@ class VllmEngine:
             self._incomplete = DROPPED
         level = 0
         if self._on_gpu:  # vLLM's level 1 moves what the model holds to host memory, 2 keeps its buffers alone
-            level = 1 if keep_weights or any(core.collective_rpc("rlhf_holds_more_than_weights")) else 2
+            has_others = self._spec.draft_model or any(core.collective_rpc("rlhf_holds_more_than_weights"))
+            level = 1 if keep_weights or has_others else 2
         core.sleep(level)
 
     def _wake_up(self, core: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError
-from rlhf_rollout.engines.model_files import checkpoint_shapes, cpu_kv_cache_bytes
+from rlhf_rollout.engines.model_files import checkpoint_shapes, cpu_kv_cache_bytes, read_config
 from rlhf_rollout.engines.spec import EngineSpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -26,29 +26,25 @@ def kv_cache_bytes(spec: EngineSpec, model_dir: Path, config: Mapping[str, Any],
 
         return gpu_kv_cache_bytes(spec, model_dir, config, torch.cuda.get_device_properties(0).total_memory)
     sizes = {"max_num_seqs": spec.max_num_seqs, "max_model_len": spec.max_model_len}
-    return cpu_kv_cache_bytes(config, item_bytes=ITEM_BYTES[spec.dtype], **sizes)
+    configs = [config, *([read_config(Path(spec.draft_model))] if spec.draft_model else [])]
+    return sum(cpu_kv_cache_bytes(each, item_bytes=ITEM_BYTES[spec.dtype], **sizes) for each in configs)
 
 
 def gpu_kv_cache_bytes(spec: EngineSpec, model_dir: Path, config: Mapping[str, Any], gpu_bytes: int) -> int:
     """Return the bytes that an engine's share of each GPU has left for the KV cache.
 
         share     = gpu_memory_utilization * gpu_bytes
-        weights   = those of the checkpoint / tensor_parallel_size; in FP8 one byte for each of a layer's matrices
+        weights   = those of the checkpoint / tensor_parallel_size; in FP8 one byte for each of a layer's matrices; and
+                    those of a draft model
         at work   = `gpu_work_bytes`
         KV cache  = share - weights - at work
 
     Raises ConfigError when nothing is left.
     """
     item_bytes = ITEM_BYTES[spec.dtype]
-    shapes = checkpoint_shapes(model_dir)
-    if shapes is None:
-        weight_bytes = sum(file.stat().st_size for file in model_dir.glob("*.bin"))
-    else:
-        weight_bytes = item_bytes * sum(map(math.prod, shapes.values()))
-        if spec.quantization == "fp8":
-            layers = (shape for name, shape in shapes.items() if any(map(str.isdecimal, name.split("."))))
-            weight_bytes -= (item_bytes - 1) * sum(math.prod(shape) for shape in layers if len(shape) > 1)
-    weight_bytes //= spec.tensor_parallel_size
+    weight_bytes = _weight_bytes(model_dir, item_bytes, spec.quantization) // spec.tensor_parallel_size
+    if spec.draft_model:
+        weight_bytes += _weight_bytes(Path(spec.draft_model), item_bytes, None)
     work_bytes = gpu_work_bytes(spec, config)
     left = int(spec.gpu_memory_utilization * gpu_bytes) - weight_bytes - work_bytes
     if left <= 0:
@@ -60,6 +56,17 @@ def gpu_kv_cache_bytes(spec: EngineSpec, model_dir: Path, config: Mapping[str, A
         hint = f"raise gpu_memory_utilization above {least:.2f}, or lower max_num_seqs"
         raise ConfigError(f"{message} up to {work:.1f} GiB", hint=hint if least < 1 else "use a larger GPU, or several")
     return left
+
+
+def _weight_bytes(model_dir: Path, item_bytes: int, quantization: str | None) -> int:
+    shapes = checkpoint_shapes(model_dir)
+    if shapes is None:
+        return sum(file.stat().st_size for file in model_dir.glob("*.bin"))
+    weight_bytes = item_bytes * sum(map(math.prod, shapes.values()))
+    if quantization == "fp8":
+        layers = (shape for name, shape in shapes.items() if any(map(str.isdecimal, name.split("."))))
+        weight_bytes -= (item_bytes - 1) * sum(math.prod(shape) for shape in layers if len(shape) > 1)
+    return weight_bytes
 
 
 def gpu_work_bytes(spec: EngineSpec, config: Mapping[str, Any]) -> int:

@@ -6,9 +6,11 @@ log-probs are the policy's.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import EngineError
+from rlhf_data.errors import ConfigError, EngineError
+from rlhf_rollout.engines.model_files import read_config, resolve_model_dir
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.internals import require
 from rlhf_rollout.private_names import missing
@@ -17,6 +19,7 @@ from rlhf_rollout.protocols import SamplingParams
 NAMES = {
     "vllm.v1.core.sched.scheduler:Scheduler": ("make_spec_decoding_stats",),
     "vllm.v1.sample.rejection_sampler": ("apply_sampling_constraints", "expand_batch_to_tokens"),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("_build_attention_metadata", "get_draft_model"),
 }
 # Tokens before a draft that must have stood before, in the same order: with one, most drafts are wrong.
 _NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -34,17 +37,40 @@ def check_sampling(sampling: SamplingParams) -> None:
     tokens that are allowed, and log-probs are those of the masked distribution.
     """
     if sampling.min_p:
-        raise EngineError("vLLM drafts no tokens for ``min_p``", hint="use ``min_p=0``, or drop ``speculative``")
+        raise EngineError("vLLM drafts no tokens for ``min_p``", hint="use ``min_p=0``, or draft no tokens")
     if 0 < sampling.min_tokens < sampling.max_tokens:
         message = f"vLLM holds end tokens back for longer than min_tokens {sampling.min_tokens} where it drafts tokens"
-        raise EngineError(message, hint="use min_tokens 0 or that of max_tokens, or drop ``speculative``")
+        raise EngineError(message, hint="use min_tokens 0 or that of max_tokens, or draft no tokens")
 
 
 def draft_options(spec: EngineSpec) -> dict[str, Any]:
     """Return the arguments of an engine that drafts tokens; none if it does not."""
-    if not spec.speculative:
+    if not spec.has_drafts:
         return {}
-    return {"speculative_config": {**_NGRAM, "num_speculative_tokens": spec.speculative_tokens}}
+    # vLLM has graphs of a draft model's passes only with compiled layers.
+    model = {"method": "draft_model", "model": spec.draft_model, "enforce_eager": True}
+    own = model if spec.draft_model else _NGRAM
+    return {
+        "speculative_config": {**own, "num_speculative_tokens": spec.speculative_tokens},
+        "async_scheduling": False,
+    }
+
+
+def draft_model_dir(name: str, config: Mapping[str, Any]) -> Path:
+    """Return the folder of a draft model, given the policy's config.
+
+    Raises:
+        ConfigError: there is none, or it has another vocabulary.
+        EngineError: its download fails.
+    """
+    folder = resolve_model_dir(name)
+    sizes = [int(each["vocab_size"]) for each in (read_config(folder), config)]
+    if sizes[0] != sizes[1]:
+        message = f"the draft model {name} has a vocabulary of {sizes[0]} tokens, and the policy one of {sizes[1]}"
+        raise ConfigError(
+            message, hint="draft with a smaller model of the policy's family, or with ``speculative=ngram``"
+        )
+    return folder
 
 
 def count_drafts(core: Any, samples: Mapping[str, Any]) -> None:
@@ -60,3 +86,25 @@ def count_drafts(core: Any, samples: Mapping[str, Any]) -> None:
         return stats
 
     core.engine_core.scheduler.make_spec_decoding_stats = count
+
+
+def plan_as_captured(runner: Any) -> None:
+    """Have vLLM plan the attention of a step for the kernel in the CUDA graph that the step replays.
+
+    FlashAttention 3 chooses its kernel, and the form of the plan that the kernel reads, by the longest query of a step.
+    vLLM captures a graph of N tokens of any sequences with N for the longest query, and made plans for that of the
+    step: where each sequence decodes one token, for a kernel without a causal mask if heads have 64 numbers or fewer,
+    or more than 128. The kernel in the graph then attended to wrong places.
+
+    Args:
+        runner: vLLM's first model runner, which is the one that drafts tokens.
+    """
+    build = runner._build_attention_metadata
+
+    def build_as_captured(*args: Any, num_tokens_padded: int | None = None, **options: Any) -> Any:
+        # Tokens are padded for graphs of whole steps alone.
+        if num_tokens_padded is not None and runner.cudagraph_dispatcher.cudagraph_mode.mixed_mode().name == "FULL":
+            options["max_query_len"] = num_tokens_padded
+        return build(*args, num_tokens_padded=num_tokens_padded, **options)
+
+    runner._build_attention_metadata = build_as_captured

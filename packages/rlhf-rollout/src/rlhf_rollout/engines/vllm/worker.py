@@ -21,6 +21,7 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_rollout.engines.vllm.internals import SETTINGS, check_adapter_manager, check_worker, require, sampler_params
 from rlhf_rollout.engines.vllm.patches import patch_runner, replays_of
+from rlhf_rollout.engines.vllm.speculation import plan_as_captured
 from rlhf_rollout.private_names import missing_paths
 from rlhf_rollout.protocols import SamplingParams
 
@@ -66,8 +67,13 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
             take_adapters(self.model_runner.lora_manager, self.weight_transfer_engine, rank)
         masked_ids = self._settings["masked_ids"]
         mask_logits(self.get_model(), masked_ids)
+        drafts = self.vllm_config.speculative_config
+        if drafts is not None and drafts.method == "draft_model":
+            mask_logits(self.model_runner.get_draft_model(), masked_ids)
         if current_platform.is_cuda():
             patch_runner(self.model_runner, self._settings["skip_patches"], masked_ids)
+            if drafts is not None:
+                plan_as_captured(self.model_runner)
 
     _step: Any = None  # the scheduler's, between the two calls for it
     _later_steps: Iterator[Any] | None = None  # where there are any
