@@ -69,6 +69,7 @@ def test_reward_that_compares_with_labels_lacks_their_key(folder, capsys):
 
 def test_names_on_the_hub_are_not_looked_at(folder, capsys):
     changes = {"pretrain": "meta/llama", "prompt_data": "gsm8k", "reward_pretrain": "a/b", "critic_pretrain": "c/d"}
+    changes["vllm_draft_model"] = "e/f"
     assert main([*flags(**changes), "--dry_run"]) == 0
     found = lists(capsys)
     assert [line.split(":")[0] for line in found.pop("not looked at")] == [
@@ -76,6 +77,7 @@ def test_names_on_the_hub_are_not_looked_at(folder, capsys):
         "--prompt_data gsm8k",
         "--reward_pretrain a/b",
         "--critic_pretrain c/d",
+        "--vllm_draft_model e/f",
     ]
     assert found == {}
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_cli.config.ppo import PpoConfig
+from rlhf_cli.paths import model_path
 from rlhf_cli.preflight.inputs import Inputs
 from rlhf_cli.preflight.models import longest_sequence
 from rlhf_cli.preflight.resume import to_store
@@ -267,7 +268,7 @@ def _make_engine(config: PpoConfig, inputs: Inputs, plan: PlacementPlan, samplin
         transfer = "nccl"
     if engine.vllm_sync_backend == "host" and transfer == "nccl":
         transfer = "tcp"
-    return engine.spec(
+    spec = engine.spec(
         inputs.model,
         longest_sequence(config)[0],
         _default_share(config, plan),
@@ -283,6 +284,7 @@ def _make_engine(config: PpoConfig, inputs: Inputs, plan: PlacementPlan, samplin
         keep_kv=config.asynchrony.keep_kv,
         return_routes=config.model.routing_replay,
     )
+    return replace(spec, draft_model=model_path(spec.draft_model)) if spec.draft_model else spec
 
 
 def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int, num_frozen_updates: int) -> dict[str, ModelSpec]:

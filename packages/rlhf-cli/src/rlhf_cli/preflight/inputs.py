@@ -11,6 +11,7 @@ from rlhf_cli.preflight.data import check_best_metric, data_notices, load_all, o
 from rlhf_cli.preflight.models import (
     check_adapters,
     check_context,
+    check_draft_model,
     check_engine,
     check_teacher,
     check_trained,
@@ -107,6 +108,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     clock = keep_clock(tokenizer, config.checkpoint, folder)
     check_trained(config.model, model_config, model)
     check_engine(model_config, images=bool(config.images))
+    check_draft_model(config, model_config, tokenizer)
     check_context(model_config, *longest_sequence(config))
     adapter_notices = check_adapters(config.model, model_config)
     process_models = tuple(filter(judges_steps, model_paths(sources)))
