@@ -62,7 +62,7 @@ TESTS = {
     "preflight/launcher_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing"],
     "preflight/memory_notices_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing", "rlhf-train/online", "rlhf-train/run_memory"],
     "preflight/notices_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing"],
-    "preflight/own_losses_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing", "rlhf-train/algorithms"],
+    "preflight/own_losses_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing", "rlhf-train/algorithms", "rlhf-train/generation"],
     "preflight/preflight_data_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-data/prompts", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/testing", "rlhf-models/testing", "rlhf-train/evaluation", "tests/support/record_testing"],
     "preflight/preflight_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/checkpoint", "rlhf-models/testing", "rlhf-models/weights", "tests/support/tiny_vision"],
     "preflight/resume_options_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing", "rlhf-train/offline", "rlhf-train/online"],

@@ -2,7 +2,7 @@
 
 UNITS = {
     "__init__": (["__init__"], []),
-    "algorithms": (["algorithms/"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-rollout/protocols", "rlhf-rollout/workers", "rlhf-train/shapes"]),
+    "algorithms": (["algorithms/"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/protocols", "rlhf-rollout/workers", "rlhf-train/shapes"]),
     "background": (["background"], ["rlhf-data/errors"]),
     "batching": (["batching"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/packing", "rlhf-data/records"]),
     "cluster": (["cluster/"], ["rlhf-data/errors", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/ray_actors", "rlhf-rollout/ray_internals", "rlhf-train/run"]),
@@ -18,9 +18,9 @@ UNITS = {
     "offline": (["offline/"], ["rlhf-data/bounds", "rlhf-data/errors", "rlhf-data/examples", "rlhf-data/images", "rlhf-data/sampler", "rlhf-models/attention", "rlhf-models/loading", "rlhf-models/reward", "rlhf-train/batching", "rlhf-train/costs", "rlhf-train/engine", "rlhf-train/run", "rlhf-train/specs", "rlhf-train/tracing"]),
     "offline/objectives": (["offline/objectives/"], ["rlhf-data/errors", "rlhf-data/examples", "rlhf-models/attention", "rlhf-models/process_reward", "rlhf-train/algorithms", "rlhf-train/batching", "rlhf-train/engine", "rlhf-train/losses", "rlhf-train/offline"]),
     "online": (["online"], ["rlhf-models/loading", "rlhf-rollout/host", "rlhf-rollout/protocols", "rlhf-rollout/supervisor", "rlhf-train/cluster", "rlhf-train/controller", "rlhf-train/costs", "rlhf-train/evaluation", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/loop", "rlhf-train/online_job", "rlhf-train/processes", "rlhf-train/report", "rlhf-train/run", "rlhf-train/tracing"]),
-    "online_job": (["online_job"], ["rlhf-data/errors", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/run"]),
+    "online_job": (["online_job"], ["rlhf-data/errors", "rlhf-train/algorithms", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/run"]),
     "processes": (["processes"], ["rlhf-data/errors", "rlhf-rollout/mps", "rlhf-rollout/ray_actors", "rlhf-train/cluster", "rlhf-train/generation", "rlhf-train/learning", "rlhf-train/online_job"]),
-    "report": (["report"], ["rlhf-data/records", "rlhf-train/cluster", "rlhf-train/generation", "rlhf-train/online_job", "rlhf-train/run", "rlhf-train/tracing"]),
+    "report": (["report"], ["rlhf-data/errors", "rlhf-data/records", "rlhf-train/algorithms", "rlhf-train/cluster", "rlhf-train/generation", "rlhf-train/online_job", "rlhf-train/run", "rlhf-train/tracing"]),
     "run": (["run/", "run/saved/", "run/trackers/"], ["rlhf-data/errors", "rlhf-data/options", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/safety", "rlhf-models/attention", "rlhf-models/experts", "rlhf-models/loading", "rlhf-models/lora", "rlhf-models/reward", "rlhf-models/weights", "rlhf-rollout/records_io", "rlhf-rollout/unfinished", "rlhf-train/background", "rlhf-train/engine", "rlhf-train/losses", "rlhf-train/specs", "rlhf-train/tracing"]),
     "run_memory": (["run_memory"], ["rlhf-models/loading", "rlhf-models/reward", "rlhf-train/cluster", "rlhf-train/costs", "rlhf-train/memory", "rlhf-train/online_job", "rlhf-train/specs"]),
     "shapes": (["shapes"], []),
@@ -35,6 +35,7 @@ TESTS = {
     "algorithms/entropy_test.py": ["rlhf-train/algorithms"],
     "algorithms/episode_baselines_test.py": ["rlhf-train/algorithms"],
     "algorithms/kl_test.py": ["rlhf-train/algorithms"],
+    "algorithms/own_groups_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-data/testing", "rlhf-train/algorithms", "rlhf-train/losses", "tests/support/record_testing"],
     "algorithms/step_rewards_test.py": ["rlhf-train/algorithms"],
     "batching_test.py": ["rlhf-data/errors", "rlhf-train/batching"],
     "cluster/placement_test.py": ["rlhf-data/errors", "rlhf-train/cluster"],

@@ -8,20 +8,22 @@ import runpy
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from agent_testing import TOKENIZER, ToolTokenizer, run, texts_of, writes
-from record_testing import make_prompt
+from record_testing import make_prompt, make_rollout
 from rlhf_cli.builtin import HELD_OUT_FILE
-from rlhf_data.records import SpanSource
+from rlhf_data.records import FinishReason, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.agents.agent_spec import AgentSpec, make_workflow
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.router import EngineRouter
 from rlhf_train.algorithms.own_code import OwnCode
+from rlhf_train.algorithms.own_groups import Group, keeps_group, step_metrics
 from rlhf_train.losses.own_check import check_own_code
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -60,6 +62,31 @@ def test_median_advantage():
     rewards, groups = torch.tensor([1.0, 2.0, 6.0, 5.0]), torch.tensor([3, 3, 3, 0])
     mask = torch.ones(4, 2, dtype=torch.bool)
     assert code.call({"rewards": rewards, "group_ids": groups, "loss_mask": mask})[0].tolist() == [-1.0, 0.0, 4.0, 0.0]
+
+
+def group_of(*marks):
+    """A group whose responses are right (+), wrong (-) or right and truncated (t)."""
+    kinds = [VerdictKind.WRONG if mark == "-" else VerdictKind.OK for mark in marks]
+    prompt = make_prompt()
+    rollouts = [make_rollout(prompt, "4", verdict=Verdict(kind, float(kind is VerdictKind.OK))) for kind in kinds]
+    ends = [FinishReason.LENGTH if mark == "t" else FinishReason.STOP for mark in marks]
+    return Group.of(prompt, [replace(one, finish_reason=end) for one, end in zip(rollouts, ends, strict=True)])
+
+
+def test_group_filter():
+    code = OwnCode.read("keep_group", EXAMPLES / "group_filter.py")
+    assert check_own_code(code) == []
+    assert [keeps_group(code, group_of(*marks)) for marks in ("+-", "++", "--", "-t", "+-t", "tt")] == [
+        *(True, False, False, False, True, False)
+    ]
+
+
+def test_pass_at_k():
+    code = OwnCode.read("step_metrics", EXAMPLES / "pass_at_k.py")
+    assert check_own_code(code) == []
+    # One of four is right, none of two, and the one of one, which is left out. 3 of 6 pairs of four have the right one.
+    found = step_metrics(code, [group_of(*"+---"), group_of(*"--")], [group_of("+")])
+    assert found == pytest.approx({"own/pass_at_1": (1 / 4 + 0 + 1) / 3, "own/pass_at_2": 1 / 4, "own/pass_at_4": 1.0})
 
 
 def test_guess_number():

@@ -324,6 +324,8 @@ REACHES = [
 READ_BEFORE = {
     "policy_loss_path",
     "advantage_path",
+    "group_filter_path",
+    "metrics_path",
     "resume",
     "replay",
     "plan_gpus",

@@ -1,4 +1,4 @@
-"""A policy loss or advantages of the user's own, from the flag to the job: what is read, refused and recorded."""
+"""Functions of the user's own, from the flag to the job: what is read, refused and recorded."""
 
 import hashlib
 from pathlib import Path
@@ -10,9 +10,13 @@ from rlhf_cli.main import main
 from rlhf_cli.preflight.inputs import check_own_losses
 from rlhf_data.errors import ConfigError
 from rlhf_train.algorithms.own_code import OwnCode
+from rlhf_train.generation.run_spec import DynamicSampling
 
 LOSS = "import torch\n\n\ndef policy_loss(logprobs, advantages):\n    return -logprobs * advantages\n"
 ADVANTAGES = "def advantages(rewards):\n    return rewards - rewards.mean()\n"
+KEEP = "def keep_group(group):\n    return group.scores.std() > 0\n"
+METRICS = "def step_metrics(groups, left_out):\n    return {'n': len(groups)}\n"
+OF_GROUPS = "--group_filter_path keep.py --metrics_path metrics.py"
 BOTH = "--policy_loss_path loss.py --advantage_path advantages.py"
 
 
@@ -22,6 +26,33 @@ def files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("loss.py").write_text(LOSS)
     Path("advantages.py").write_text(ADVANTAGES)
+    Path("keep.py").write_text(KEEP)
+    Path("metrics.py").write_text(METRICS)
+
+
+def test_filter_acts_alone_or_beside_the_built_in_one_and_metrics_leave_no_trace_in_what_is_learned(tmp_path):
+    parsed = COMMAND_LINE.parse([*OF_GROUPS.split(), "--dynamic_filtering_max_batches", "3"])
+    keep = OwnCode("keep_group", str(tmp_path / "keep.py"), KEEP)
+    assert parsed.config.filtering == DynamicSampling(scores_differ=False, own_filter=keep, max_batches=3)
+    assert parsed.config.own_code == [keep, OwnCode("step_metrics", str(tmp_path / "metrics.py"), METRICS)]
+    assert not any("dynamic_filtering" in notice for notice in parsed.notices)
+    both = COMMAND_LINE.parse([*OF_GROUPS.split(), "--dynamic_filtering"]).config.filtering
+    assert both == DynamicSampling(own_filter=keep)
+    single = f"{OF_GROUPS} --n_samples_per_prompt 1 --train_batch_size 32 --advantage_estimator reinforce"
+    assert COMMAND_LINE.parse(single.split()).config.filtering.own_filter == keep
+    Path("r").mkdir()
+    Path("r/config.toml").touch()
+    parsed_replay = COMMAND_LINE.parse([*OF_GROUPS.split(), "--replay", "r", "--dry_run"])
+    [notice] = [text for text in parsed_replay.notices if "group_filter" in text]
+    assert notice.startswith("--group_filter_path has no effect: --replay trains on recorded rollouts")
+    # A run goes on with other metrics, and not with another filter.
+    for code in parsed.config.own_code:
+        code.record(tmp_path)
+    Path("metrics.py").write_text(METRICS + "# another\n")
+    check_own_losses(COMMAND_LINE.parse(OF_GROUPS.split()).config.own_code, tmp_path)
+    Path("keep.py").write_text(KEEP + "# another\n")
+    with pytest.raises(ConfigError, match=r"keep.py .* is not the file that the run"):
+        check_own_losses(COMMAND_LINE.parse(OF_GROUPS.split()).config.own_code, tmp_path)
 
 
 def test_files_take_the_place_of_estimator_critic_and_policy_loss(tmp_path):
@@ -37,7 +68,7 @@ def test_files_take_the_place_of_estimator_critic_and_policy_loss(tmp_path):
 
 def test_run_gets_what_was_checked_though_the_file_changes_after_the_check():
     config = COMMAND_LINE.parse(BOTH.split()).config
-    check_own_losses(config.algorithm.own_code.values(), Path("run"))
+    check_own_losses(config.own_code, Path("run"))
     Path("loss.py").write_text(LOSS + "# another\n")
     assert config.objective.own_policy_loss.source == LOSS
 
@@ -121,7 +152,7 @@ def test_run_has_a_copy_and_its_hash_and_goes_on_with_no_other_content(tmp_path)
     assert (run / "own_code/policy_loss.py").read_text() == LOSS
 
     def check():
-        check_own_losses(COMMAND_LINE.parse(BOTH.split()).config.algorithm.own_code.values(), run)
+        check_own_losses(COMMAND_LINE.parse(BOTH.split()).config.own_code, run)
 
     check()
     Path("loss.py").write_text(LOSS + "# another\n")

@@ -140,7 +140,7 @@ def run_processes(
             record_format=job.record_format,
         )
         stack.enter_context(recorder)
-        for code in job.algorithm.own_code:
+        for code in job.own_code:
             code.record(recorder.folder)
         timeline.trace.open(recorder.path("timeline"))
         spec = replace(job.reward, sources=()) if job.replay else job.reward
@@ -226,7 +226,7 @@ def assemble(
         engines_asleep=job.engine.enable_sleep and job.plan.shares_gpus,
     )
     values = job.record and job.record_token_values
-    report = Report(recorder, observer, timeline, job.num_steps, job.record, values, gpus)
+    report = Report(recorder, observer, timeline, job.num_steps, job.record, values, gpus, job.own_metrics)
     best = BestModel(job.best_metric, recorder.path("best model")) if job.best_metric else None
     every = job.eval_steps if job.eval_prompts else None
     evaluator = Evaluator(every, rollouts, learner, turns, report, timeline, best)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlhf_data.errors import ConfigError
+from rlhf_train.algorithms.own_code import OwnCode
 from rlhf_train.generation.run_spec import GenerationSpec
 from rlhf_train.learning.learning_spec import LearningSpec
 from rlhf_train.run.checkpoint import CheckpointSpec
@@ -33,6 +34,7 @@ class OnlineJob(LearningSpec, GenerationSpec):
         record_format: see `Recorder`.
         timeline: write the timeline, a file for Perfetto.
         saves_models: save the final models.
+        own_metrics: the user's `step_metrics`; None for none.
 
     Raises:
         ConfigError: settings that contradict each other.
@@ -54,6 +56,7 @@ class OnlineJob(LearningSpec, GenerationSpec):
     record_format: RecordFormat = "jsonl"
     timeline: bool = False
     saves_models: bool = True
+    own_metrics: OwnCode | None = None
 
     def __post_init__(self) -> None:
         row = self.algorithm.row
@@ -88,6 +91,12 @@ class OnlineJob(LearningSpec, GenerationSpec):
         if self.replay and self.eval_prompts:
             raise ConfigError("held-out prompts need an engine, and a replay has none", hint="give no eval_prompts")
         self.algorithm.check_sampling(self.sampling, is_replay=bool(self.replay))
+
+    @property
+    def own_code(self) -> list[OwnCode]:
+        """The user's functions."""
+        own_filter = self.dynamic_sampling.own_filter if self.dynamic_sampling else None
+        return [*self.algorithm.own_code, *(code for code in (own_filter, self.own_metrics) if code is not None)]
 
     def _check_early_forwards(self) -> None:
         """Check that nothing moves models or needs several processes while groups generate."""

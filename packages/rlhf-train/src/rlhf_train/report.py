@@ -4,11 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_data.errors import ConfigError
 from rlhf_data.records import RolloutGroup
+from rlhf_train.algorithms.own_code import OwnCode
+from rlhf_train.algorithms.own_groups import Group, step_metrics
 from rlhf_train.cluster.utilization import GpuWatch
 from rlhf_train.generation.reuse import replaced_answers
 from rlhf_train.generation.service import Drawn
-from rlhf_train.generation.summaries import summarize
+from rlhf_train.generation.summaries import scored, summarize
 from rlhf_train.generation.turns import TURN_PHASES
 from rlhf_train.online_job import RunSummary
 from rlhf_train.run.observer import Observer
@@ -32,6 +35,7 @@ class Report:
         record: write the rollouts that are trained on.
         record_token_values: write what was computed for each of their tokens.
         gpus: measures the GPUs of the run; None without any.
+        own_metrics: the user's `step_metrics`; None for none.
     """
 
     recorder: Recorder
@@ -41,6 +45,7 @@ class Report:
     record: bool = True
     record_token_values: bool = True
     gpus: GpuWatch | None = None
+    own_metrics: OwnCode | None = None
     _metrics: dict[str, float] = field(default_factory=dict)
     _num_tokens: int = 0
     _unwritten: tuple[int, Drawn] | None = None  # rollouts of the current step
@@ -73,12 +78,26 @@ class Report:
             }
         )
         self.add({**drawn.overlap, **drawn.pool})
+        if self.own_metrics is not None:
+            self._add_own(self.own_metrics, drawn)
         if drawn.cached_share is not None:
             self.add({"throughput/cached_prompt_share": drawn.cached_share})
         num_drafts, num_drafted, num_accepted = drawn.drafts
         if num_drafts:
             lengths = {"throughput/accepted_length": num_accepted / num_drafts}
             self.add({"throughput/accepted_drafts": num_accepted / num_drafted, **lengths})
+
+    def _add_own(self, code: OwnCode, drawn: Drawn) -> None:
+        """Add the user's metrics of a step that trains. Nothing is learned from them, so a fault is a warning."""
+        parts = [
+            # By id: groups come in the order in which they were complete.
+            [Group.of(group.prompt, rollouts) for group in sorted(groups, key=_id) if (rollouts := scored([group]))]
+            for groups in (drawn.kept, (*drawn.stale, *drawn.dropped))
+        ]
+        try:
+            self.add(step_metrics(code, *parts) if parts[0] else {})
+        except ConfigError as error:
+            self.observer.warning(f"this step has no metrics of your own: {error}")
 
     def write_rollouts(self) -> None:
         """Hand the rollouts of the step to their writer, unless that is done.
@@ -186,6 +205,10 @@ class Report:
         for name, value in self.timeline.take().items():
             self._seconds[name] = self._seconds.get(name, 0.0) + value
         return self._seconds
+
+
+def _id(group: RolloutGroup) -> str:
+    return group.group_id
 
 
 def _of_another_model(gap: float) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from online_fakes import Forgets, by_step, tiny_batch
 from rlhf_data.records import Prompt, Verdict, VerdictKind
+from rlhf_train.algorithms.own_code import OwnCode
 from rlhf_train.generation.difficulty import DifficultySpec
 from rlhf_train.generation.mixing import MixSpec
 from rlhf_train.generation.reuse import ReuseSpec
@@ -16,6 +17,8 @@ from rlhf_train.online_job import CheckpointSpec
 from rlhf_train.run.checkpoint import Checkpoints
 
 PROMPTS = tuple(Prompt(f"p{index}", np.array([index, 1]), f"p{index}", source="ab"[index % 2]) for index in range(20))
+
+MOST = OwnCode("keep_group", "/nowhere/mine.py", "def keep_group(group): return group.is_right.sum() < 3")
 
 
 class Graded:
@@ -62,7 +65,7 @@ def trained(run):
         (None, DifficultySpec()),
         (DynamicSampling(max_batches=3), DifficultySpec()),
         (None, MixSpec(mix_temperature=0.3)),
-        (DynamicSampling(max_batches=3), MixSpec(mix_temperature=0.3)),
+        (DynamicSampling(max_batches=3, own_filter=MOST), MixSpec(mix_temperature=0.3)),
     ],
 )
 def test_draws_depend_on_pass_rates_and_not_on_times_or_interruptions(pool_run, tmp_path, dynamic, difficulty):

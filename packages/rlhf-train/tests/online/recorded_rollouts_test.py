@@ -11,6 +11,7 @@ from online_fakes import BrokenReward, Forgets, SpreadReward, by_step, held_out,
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_rollout.records_io import read_batches, read_lines
 from rlhf_rollout.rewards.sources import RewardSource
+from rlhf_train.algorithms.own_code import OwnCode
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.generation.recorded import RecordedRollouts, Recording, find_recording
@@ -39,7 +40,7 @@ def trained(run):
 def replayed(make_run, run, **changes):
     """Make a run that trains on what another one recorded, with the options of that one but for `changes`."""
     run.recorder.close()
-    names = ("num_steps", "algorithm", "batch", "dynamic_sampling", "num_frozen_steps")
+    names = ("num_steps", "algorithm", "batch", "dynamic_sampling", "num_frozen_steps", "own_metrics")
     job = {name: getattr(run.job, name) for name in names}
     own = {"save_path": f"{run.job.save_path}-replay", "replay": str(run.recorder.path("rollouts"))}
     again = make_run(**(job | own | changes))
@@ -62,6 +63,16 @@ def finished(make_run, reward, shaping=None, **changes):
 NORM = RewardSpec(sources=(RewardSource(kind="function", targets=("f.py",)),), running_reward_norm=True)
 
 
+OWN_FILTER = OwnCode("keep_group", "/nowhere/mine.py", "def keep_group(group): return not group.scores.max()")
+# It depends on the order of the groups, so that equal numbers need equal orders.
+OWN_METRICS = OwnCode(
+    "step_metrics",
+    "/nowhere/mine.py",
+    "from zlib import crc32\n"
+    "def step_metrics(groups, left_out):\n"
+    "    prompts = [group.prompt for group in (*groups, *left_out)]\n"
+    "    return {'order': sum(place * crc32(prompt.encode()) for place, prompt in enumerate(prompts))}\n",
+)
 CASES = {
     "plain": (SpreadReward(), {}),
     "dynamic sampling": (SpreadReward(), {"dynamic_sampling": DynamicSampling(max_batches=3), "shaping": NORM}),
@@ -73,6 +84,15 @@ CASES = {
             "dynamic_sampling": DynamicSampling(),
             "num_steps": 4,
             "shaping": NORM,
+        },
+    ),
+    "filter and metrics of the user's own": (
+        SpreadReward(),
+        {
+            "asynchronous": AsyncSpec(max_staleness=2),
+            "dynamic_sampling": DynamicSampling(scores_differ=False, own_filter=OWN_FILTER),
+            "own_metrics": OWN_METRICS,
+            "num_steps": 4,
         },
     ),
     "answers of earlier steps": (Forgets(), {"reuse": ReuseSpec(reuse_solved=9), "shaping": NORM}),

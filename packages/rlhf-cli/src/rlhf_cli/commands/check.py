@@ -1,4 +1,4 @@
-"""`check`: look for faults in a policy loss or advantages of your own on random data, before a run."""
+"""`check`: look for faults in functions of your own on random data, before a run."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from rlhf_data.options.declare import Config, Section, flag
 from rlhf_data.options.exits import FAILURE
 from rlhf_rollout.commands.terminal import TERMINAL
 
-DESCRIPTION = """`rlhf check FILE.py` runs the functions `policy_loss` and `advantages` of a file, as ppo takes them by
---policy_loss_path and --advantage_path, on random data: results, gradients, masks, padding, splits of the batch. The
-status is 1 if something is wrong."""
+DESCRIPTION = """`rlhf check FILE.py` runs the functions `policy_loss`, `advantages`, `keep_group` and `step_metrics` of
+a file, as ppo takes them by --policy_loss_path, --advantage_path, --group_filter_path and --metrics_path, on random
+data: results, gradients, masks, padding, splits of the batch, orders. The status is 1 if something is wrong."""
 
 
 class CheckSection(Section, title="check"):

@@ -90,7 +90,7 @@ def _look(parsed: Parsed[PpoConfig], folder: Path, absent: Absent) -> tuple[Inpu
     if not absent and not parsed.missing:
         inputs = check_inputs(config, folder)
         return inputs, len(inputs.prompts) or None
-    check_own_losses(config.algorithm.own_code.values(), folder)
+    check_own_losses(config.own_code, folder)
     if has_model and config.model.pretrain is not None:
         _check_model(config, config.model.pretrain)
     num_prompts = None

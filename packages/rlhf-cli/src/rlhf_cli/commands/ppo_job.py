@@ -170,6 +170,7 @@ def make_job(
         record_token_values=config.output.record_token_values,
         record_format=config.output.record_format,
         timeline=config.output.timeline,
+        own_metrics=config.output.own_code.get("metrics_path"),
     )
 
 
@@ -219,7 +220,7 @@ def describe_batches(
     if config.asynchrony.async_train and (steps := config.asynchrony.max_staleness):
         most = (steps + 1) * size
         rows["ahead"] = f"at most {most} prompts run or wait; what is trained is at most {steps} step(s) old"
-    if rollout.dynamic_filtering:
+    if rollout.filters:
         most = size * rollout.dynamic_filtering_max_batches
         rows["dynamic sampling"] = f"each step draws prompts until {size} pass the filter, at most {most}"
     num_frozen = config.training.freezing_actor_steps

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_cli.commands.ppo import COMMAND_LINE as PPO
-from rlhf_cli.config.algorithm import OWN_CODE
-from rlhf_cli.config.paths import CONFIG_FILE, user_path
+from rlhf_cli.config.paths import CONFIG_FILE, OWN_CODE, user_path
 from rlhf_cli.console.capture import captured
 from rlhf_cli.console.exits import SUCCESS, exit_status
 from rlhf_data.errors import ConfigError, DataError
@@ -32,7 +31,18 @@ agree, else 1."""
 
 # Metrics that the rollouts and the models decide: the others tell how rollouts were made, or how long things took.
 _COMPARED = (
-    *("rollout/", "train/", "policy/", "value/", "kl/", "entropy/", "mismatch/", "async/staleness", "async/mixed"),
+    *(
+        "rollout/",
+        "train/",
+        "policy/",
+        "value/",
+        "kl/",
+        "entropy/",
+        "mismatch/",
+        "async/staleness",
+        "async/mixed",
+        "own/",
+    ),
     *("samples/trained", "samples/stale_tokens", "samples/nonfinite_tokens"),
 )
 # What a replay must not send to trackers, or write.

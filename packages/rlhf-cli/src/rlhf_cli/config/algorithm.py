@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PositiveFloat
 
-from rlhf_cli.config.paths import user_path
+from rlhf_cli.config.paths import OWN_CODE, read_own_code
 from rlhf_cli.config.terms import EntropySection, OnPolicyTeacherSection
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import without_effect
@@ -77,8 +77,7 @@ _TEACHER_OPTIONS = (
     *("teacher_num_nodes", "teacher_num_gpus_per_node"),
 )
 _CORRECTION_OPTIONS = ("is_correction_mode", "is_correction_threshold")
-# Options of the user's own code to the name of its function, and to the options of what it replaces.
-OWN_CODE = {"policy_loss_path": "policy_loss", "advantage_path": "advantages"}
+# Options of the user's own code to the options of what it replaces.
 _REPLACED = {
     "policy_loss_path": (
         *("policy_loss_type", *_CLIP_OPTIONS, "dual_clip", "sapo_tau", "log_ratio_coef"),
@@ -286,12 +285,8 @@ class AlgorithmSection(OnPolicyTeacherSection, EntropySection):
 
     @cached_property
     def own_code(self) -> dict[str, OwnCode]:
-        """The user's functions by the option that names their file. Raises ConfigError if one cannot be read.
-
-        A file is read once, so that what is checked is what a run gets.
-        """
-        paths = {name: getattr(self, name) for name in OWN_CODE}
-        return {name: OwnCode.read(OWN_CODE[name], user_path(path)) for name, path in paths.items() if path is not None}
+        """See `read_own_code`."""
+        return read_own_code(self)
 
     def spec(self, *, stale: bool = False, quantized: bool = False, single_update: bool = False) -> AlgorithmSpec:
         """Return the algorithm with all its numbers. Raises ConfigError for values that cannot work.

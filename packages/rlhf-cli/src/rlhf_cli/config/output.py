@@ -2,14 +2,17 @@
 
 import os
 from collections.abc import Collection
+from functools import cached_property
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator
 
+from rlhf_cli.config.paths import read_own_code
 from rlhf_data.errors import with_hint
 from rlhf_data.options.checks import without_effect
 from rlhf_data.options.declare import Section, flag, matching
+from rlhf_train.algorithms.own_code import OwnCode
 from rlhf_train.run.recorder import RecordFormat
 from rlhf_train.run.trackers.spec import TrackerSpec
 
@@ -74,7 +77,7 @@ class OutputSection(Section, title="output"):
 
 
 class PpoOutputSection(OutputSection):
-    """Adds the critic."""
+    """Adds the critic, rollouts, and metrics of the user's own."""
 
     save_value_network: bool = flag(False, "save the critic beside the policy")
     record: bool = flag(
@@ -90,6 +93,16 @@ class PpoOutputSection(OutputSection):
         "of rollouts.jsonl and eval_rollouts.jsonl; columns: binary files rollouts.columns and eval_rollouts.columns, a"
         " quarter of the size, which `python -m rlhf_rollout.records_io FILE` prints as JSON lines",
     )
+    metrics_path: str | None = flag(
+        None,
+        "FILE.py with `step_metrics`, your own function of the responses and scores of a step, whose numbers are the"
+        " metrics own/NAME",
+    )
+
+    @cached_property
+    def own_code(self) -> dict[str, OwnCode]:
+        """See `read_own_code`."""
+        return read_own_code(self)
 
     def check(self, given: Collection[str]) -> list[str]:
         """See `OutputSection.check`."""

@@ -11,18 +11,26 @@ from urllib.parse import urlsplit
 from rlhf_cli.builtin import BUILTIN, HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import check_stays
-from rlhf_data.options.declare import AnyConfig, Config, options
+from rlhf_data.options.declare import AnyConfig, Config, Section, options
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.pretrained import is_template_file
 from rlhf_data.rows.sources import SUFFIXES, split_sources
 from rlhf_rollout.agents.user_agent import is_program
 from rlhf_rollout.rewards.sources import JUDGE_KINDS
 from rlhf_rollout.rewards.user_function import BUILTIN as BUILTIN_REWARDS
+from rlhf_train.algorithms.own_code import OwnCode
 
 CONFIG_FILE = "config.toml"  # the configuration of a run, in its folder
 LOG_FILE = "log.txt"  # output of libraries, in the folder of a run
 INPUTS_FOLDER = "inputs"  # what Python gave to a run as objects, in its folder
 _MODEL_FILES = ("config.json", "adapter_config.json")
+# Option that names a file of the user's own code, to the name of its function.
+OWN_CODE = {
+    "policy_loss_path": "policy_loss",
+    "advantage_path": "advantages",
+    "group_filter_path": "keep_group",
+    "metrics_path": "step_metrics",
+}
 
 
 def user_folder() -> Path:
@@ -104,13 +112,22 @@ def agent_path(text: str) -> str:
     return shlex.join([program, *(str(user_path(word)) if user_path(word).is_file() else word for word in words)])
 
 
+def read_own_code(section: Section) -> dict[str, OwnCode]:
+    """Return the user's functions that a section names, by option. Raises ConfigError if a file cannot be read.
+
+    Sections read their files once, so that what is checked is what a run gets.
+    """
+    paths = {name: getattr(section, name, None) for name in OWN_CODE}
+    return {name: OwnCode.read(OWN_CODE[name], user_path(path)) for name, path in paths.items() if path is not None}
+
+
 # By option, how its value is resolved. Names of models (`Option.names_model`) are resolved by `model_path`.
 _RESOLVE = {
     **dict.fromkeys(("prompt_data", "dataset", "eval_dataset"), source_names),
     **dict.fromkeys(("eval_data", "data_cache", "output_path", "ckpt_path", "replay", "adam_offload_path"), user_path),
     "remote_rm_url": reward_path,
     "agent_func_path": agent_path,
-    **dict.fromkeys(("policy_loss_path", "advantage_path", "use_tensorboard"), user_path),
+    **dict.fromkeys((*OWN_CODE, "use_tensorboard"), user_path),
     "use_mlflow": lambda text: text if urlsplit(text).scheme else user_path(text),
     "tokenizer_chat_template": lambda text: user_path(text) if is_template_file(text) else text,
 }

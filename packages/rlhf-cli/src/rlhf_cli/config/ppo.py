@@ -20,6 +20,7 @@ from rlhf_data.options.checks import check_has_metric, missing, once, without_ef
 from rlhf_data.options.declare import Config, matching
 from rlhf_rollout.commands.sections import SHARE_ALONE, AgentSection
 from rlhf_rollout.protocols import SamplingParams
+from rlhf_train.algorithms.own_code import OwnCode
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import BatchSizes
 from rlhf_train.generation.difficulty import DifficultySpec
@@ -28,7 +29,6 @@ from rlhf_train.generation.reuse import ReuseSpec
 from rlhf_train.generation.run_spec import DynamicSampling
 from rlhf_train.specs import ModelSpec
 
-_FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batches")
 _POOL_OPTIONS = ("target_pass_rate", "pool_uniform_share", "pool_retire_visits")
 _MIX_OPTIONS = ("mix_temperature", "mix_window")
 _REUSE_OPTIONS = ("reuse_max_age", "reuse_pass_rate")
@@ -100,13 +100,12 @@ class PpoConfig(Config):
     @property
     def filtering(self) -> DynamicSampling | None:
         """Which prompts are trained on; None for all."""
-        if not self.rollout.dynamic_filtering:
-            return None
-        return DynamicSampling(
-            reward_range=self.rollout.dynamic_filtering_reward_range,
-            max_batches=self.rollout.dynamic_filtering_max_batches,
-            by_source=self.reward.reward_normalize == "each",
-        )
+        return self.rollout.filtering(by_source=self.reward.reward_normalize == "each")
+
+    @property
+    def own_code(self) -> list[OwnCode]:
+        """The user's functions."""
+        return [code for part in (self.algorithm, self.rollout, self.output) for code in part.own_code.values()]
 
     @property
     def difficulty(self) -> DifficultySpec | MixSpec | None:
@@ -158,7 +157,7 @@ class PpoConfig(Config):
         notices += _check_training(self, given)
         notices += _check_staleness(self, given)
         notices += _check_teacher_alone(self, given)
-        notices += _check_filtering(self, given)
+        notices += self.rollout.check_filtering(given, has_model=self.reward.reward_pretrain is not None)
         notices += _check_pool(self, given)
         _check_reuse(self)
         notices += _check_evaluation(self, given)
@@ -327,20 +326,6 @@ def _check_teacher_alone(config: PpoConfig, given: Collection[str]) -> list[str]
     return notices
 
 
-def _check_filtering(config: PpoConfig, given: Collection[str]) -> list[str]:
-    """Check the options of dynamic filtering."""
-    rollout = config.rollout
-    if config.filtering is None:
-        return without_effect(given, (True, _FILTER_OPTIONS, "--dynamic_filtering is off"))
-    config.filtering.check_samples(rollout.n_samples_per_prompt)
-    if config.reward.reward_pretrain is None or rollout.dynamic_filtering_reward_range is not None:
-        return []
-    return [
-        "--dynamic_filtering leaves out prompts whose responses all have the same score, and scores of a reward model"
-        " are hardly ever equal: --dynamic_filtering_reward_range LOW HIGH filters by the mean score"
-    ]
-
-
 def _check_pool(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Check the options of prompts, or sources, that are drawn by pass rates."""
     rollout = config.rollout
@@ -386,7 +371,8 @@ def _check_replay(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Return a notice for each option of what a run on recorded rollouts does not start."""
     if config.rollout.replay is None:
         return []
-    unused = ["difficulty_pool", *_POOL_OPTIONS, "adaptive_mix", *_MIX_OPTIONS, "reuse_solved", *_REUSE_OPTIONS]
+    unused = ["group_filter_path", "difficulty_pool", "adaptive_mix", "reuse_solved"]
+    unused += [*_POOL_OPTIONS, *_MIX_OPTIONS, *_REUSE_OPTIONS]
     unused += [
         name
         for part in (config.data, config.agent, config.evaluation, config.engine, config.asynchrony)

@@ -1,9 +1,16 @@
 """Options of rollouts: how responses are sampled for training."""
 
+from collections.abc import Collection
+from functools import cached_property
+
+from rlhf_cli.config.paths import read_own_code
+from rlhf_data.options.checks import without_effect
 from rlhf_data.options.declare import flag, flag_of
 from rlhf_rollout.commands.sections import GroupSamplingSection
+from rlhf_train.algorithms.own_code import OwnCode
 from rlhf_train.generation.mixing import MixSpec
 from rlhf_train.generation.reuse import ReuseSpec
+from rlhf_train.generation.run_spec import DynamicSampling
 
 
 class RolloutSection(GroupSamplingSection):
@@ -21,6 +28,11 @@ class RolloutSection(GroupSamplingSection):
     )
     dynamic_filtering_max_batches: int = flag(
         10, "largest number of prompts drawn per step, as a multiple of --rollout_batch_size", ge=1
+    )
+    group_filter_path: str | None = flag(
+        None,
+        "FILE.py with `keep_group`, your own function of a prompt's responses and scores: train only on prompts that it"
+        " keeps, and with --dynamic_filtering only on those that both keep; draw further prompts to fill the batch",
     )
     difficulty_pool: bool = flag(
         False,
@@ -63,3 +75,44 @@ class RolloutSection(GroupSamplingSection):
         " override; no engine and no reward is started, and nothing is evaluated",
         instead_of=("save_path", "ckpt_path", "load_checkpoint", "eval_data", "best_metric_key"),
     )
+
+    @cached_property
+    def own_code(self) -> dict[str, OwnCode]:
+        """See `read_own_code`."""
+        return read_own_code(self)
+
+    @property
+    def filters(self) -> bool:
+        """Whether prompts are left out by what their responses are like."""
+        return self.dynamic_filtering or self.group_filter_path is not None
+
+    def check_filtering(self, given: Collection[str], *, has_model: bool) -> list[str]:
+        """Check the options of filters; `has_model` says whether a reward model scores."""
+        spec = self.filtering(by_source=False)
+        if spec is not None:
+            spec.check_samples(self.n_samples_per_prompt)
+        notices = without_effect(
+            given,
+            (not self.dynamic_filtering, ["dynamic_filtering_reward_range"], "--dynamic_filtering is off"),
+            (not self.filters, ["dynamic_filtering_max_batches"], "--dynamic_filtering is off"),
+        )
+        if not self.dynamic_filtering:
+            return notices
+        if not has_model or self.dynamic_filtering_reward_range is not None:
+            return []
+        return [
+            "--dynamic_filtering leaves out prompts whose responses all have the same score, and scores of a reward"
+            " model are hardly ever equal: --dynamic_filtering_reward_range LOW HIGH filters by the mean score"
+        ]
+
+    def filtering(self, *, by_source: bool) -> DynamicSampling | None:
+        """Return which prompts are trained on; None for all. See `DynamicSampling`."""
+        if not self.filters:
+            return None
+        return DynamicSampling(
+            scores_differ=self.dynamic_filtering,
+            reward_range=self.dynamic_filtering_reward_range,
+            max_batches=self.dynamic_filtering_max_batches,
+            by_source=by_source,
+            own_filter=self.own_code.get("group_filter_path"),
+        )

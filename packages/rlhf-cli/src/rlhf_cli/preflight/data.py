@@ -137,9 +137,10 @@ def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | No
     if size > len(prompts):
         times = f"each is used {size / len(prompts):.1f} times per step"
         notices.append(f"--rollout_batch_size {size} is more than the {len(prompts)} prompts: {times}")
-    elif rollout.dynamic_filtering and most > len(prompts):
+    elif rollout.filters and most > len(prompts):
+        name = "dynamic_filtering" if rollout.dynamic_filtering else "group_filter_path"
         notices.append(
-            f"--dynamic_filtering may draw {most} prompts per step (--rollout_batch_size x"
+            f"--{name} may draw {most} prompts per step (--rollout_batch_size x"
             f" --dynamic_filtering_max_batches), more than the {len(prompts)} there are: some are used again"
         )
     wanted = config.training.train_steps
@@ -151,7 +152,7 @@ def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | No
             f"--train_steps {wanted} is not reached: {count} / --rollout_batch_size {size} give {steps} step(s);"
             f" --num_episodes {needed} suffices"
         )
-    may_repeat = rollout.dynamic_filtering or rollout.difficulty_pool or rollout.adaptive_mix
+    may_repeat = rollout.filters or rollout.difficulty_pool or rollout.adaptive_mix
     num_steps = steps if wanted is None else min(steps, wanted)
     if config.reuse is not None and not may_repeat and num_steps * size <= len(prompts):
         count = f"{num_steps} step(s) x --rollout_batch_size {size}"

@@ -41,8 +41,8 @@ from rlhf_train.generation.recorded import Recording, find_recording
 
 
 def check_own_losses(own_code: Iterable[OwnCode], folder: Path) -> None:
-    """Raise ConfigError for a user's policy loss or advantages that `rlhf check` finds faults in, or that are not those
-    of the run that continues in `folder`."""
+    """Raise ConfigError for functions of the user's own that `rlhf check` finds faults in, or that are not those of the
+    run that continues in `folder`."""
     for code in own_code:
         from rlhf_train.losses.own_check import check_own_code  # imports torch
 
@@ -91,7 +91,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
         ConfigError: a model, tokenizer, length or reward that does not work.
         DataError: data that cannot be used.
     """
-    check_own_losses(config.algorithm.own_code.values(), folder)
+    check_own_losses(config.own_code, folder)
     if config.rollout.replay is not None:
         return _check_replay(config)
     from rlhf_models.loading import check_tokenizer_fits  # imports torch

@@ -34,7 +34,7 @@ _NO_TRACE = {
 _FIXED = (
     *("pretrain", "ref_pretrain", "critic_pretrain", "teacher_model", "lora_rank", "critic_lora_rank"),
     *("target_modules", "optim", "advantage_estimator", "prompt_data", "dataset", "seed", "difficulty_pool"),
-    *("policy_loss_path", "advantage_path", "load_in_4bit", "adaptive_mix"),
+    *("policy_loss_path", "advantage_path", "group_filter_path", "load_in_4bit", "adaptive_mix"),
 )
 # Options that decide how many steps a run has, or how many updates on fixed examples.
 _ONLINE_LENGTH = ("train_steps", "num_episodes")

@@ -1,5 +1,5 @@
-"""A user's own policy loss or advantages: a pure function of named tensors in a Python file. docs/own_losses.md has the
-contract.
+"""A user's own function in a Python file: a policy loss or advantages of named tensors, or one of rollout groups, which
+`own_groups` calls. docs/own_losses.md has the contract.
 
     def policy_loss(logprobs, old_logprobs, advantages, loss_mask): return [B, T] losses of tokens
     def advantages(rewards, group_ids): return [B] or [B, T] advantages
@@ -20,11 +20,14 @@ from rlhf_data.errors import ConfigError, missing_file
 from rlhf_rollout.workers.user_code import Target, bound_names, explain
 
 FOLDER = "own_code"  # in the folder of a run
-# Function to the tensors that it may take, by name.
+# Function to the tensors, or groups, that it may take, by name.
 INPUTS: Mapping[str, tuple[str, ...]] = {
     "policy_loss": ("logprobs", "old_logprobs", "advantages", "loss_mask", "rollout_logprobs"),
     "advantages": ("rewards", "group_ids", "loss_mask", "token_rewards", "rollout_logprobs", "truncated"),
+    "keep_group": ("group",),
+    "step_metrics": ("groups", "left_out"),
 }
+_WITHOUT_TRACE = ("step_metrics",)  # in what a run learns: one that continues may have another content of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class OwnCode:
     def check_recorded(self, folder: Path) -> None:
         """Raise ConfigError if the run in `folder` has learned with another content of the file."""
         copy = folder / FOLDER / f"{self.function}.py"
-        if copy.is_file() and copy.read_bytes() != self.source.encode():
+        if self.function not in _WITHOUT_TRACE and copy.is_file() and copy.read_bytes() != self.source.encode():
             message = f"{self.path} (SHA-256 {self.digest[:12]}...) is not the file that the run in {folder} began with"
             raise ConfigError(message, hint=f"copy {copy} to {self.path}, or start a new run with this file")
 
@@ -82,18 +85,25 @@ class OwnCode:
                 contract says.
             torch.OutOfMemoryError: the device has too little memory, which is no fault of the function.
         """
+        result = self.run(tensors)
+        result, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        self._check(result, metrics, tensors["loss_mask"].shape)
+        return result, metrics
+
+    def run(self, inputs: Mapping[str, Any], place: str = "") -> Any:
+        """Return what the function returns for those of `inputs` that it takes. Raises like `call`.
+
+        `place` is where the function was called, for the error.
+        """
         import torch
 
         try:
             function, names = _load(self)
-            result = function(**{name: tensors[name] for name in names})
+            return function(**{name: inputs[name] for name in names})
         except (ConfigError, torch.OutOfMemoryError):
             raise
         except (Exception, SystemExit) as error:
-            raise self.error(f"failed: {explain(error, Target(self.path))}", "mend it there") from error
-        result, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-        self._check(result, metrics, tensors["loss_mask"].shape)
-        return result, metrics
+            raise self.error(f"failed{place}: {explain(error, Target(self.path))}", "mend it there") from error
 
     def error(self, problem: str, hint: str) -> ConfigError:
         """Return the error that says what is wrong with the function."""
@@ -142,7 +152,7 @@ def top_names(path: Path) -> set[str]:
 
 @cache
 def _load(code: OwnCode) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Import the code; return its function, and the names of the tensors that it takes."""
+    """Import the code; return its function, and the names of what it takes."""
     name = f"rlhf_own_{code.digest[:16]}"
     if name not in sys.modules:
         module = types.ModuleType(name)

@@ -11,6 +11,7 @@ from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.rewards.model import MODEL_TIMEOUT_S
 from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions, RewardSource, model_paths
+from rlhf_train.algorithms.own_code import OwnCode
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import BatchSizes
 from rlhf_train.cluster.places import PlacementPlan
@@ -109,18 +110,22 @@ class RewardSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicSampling:
-    """Train only groups whose scores differ, and draw more prompts until the batch is full of such groups.
+    """Train only groups that pass a filter, and draw more prompts until the batch is full of such groups.
 
     Attributes:
+        scores_differ: keep only groups whose scores differ.
         reward_range: bounds that a group's mean score must lie strictly within; None for no bounds.
         max_batches: limit on the prompts drawn per step, as a multiple of the rollout batch size.
         by_source: compare the rewards of each source instead of the scores: a group can have equal sums of rewards that
             differ.
+        own_filter: the user's `keep_group`, which a group must pass, too.
     """
 
+    scores_differ: bool = True
     reward_range: tuple[float, float] | None = None
     max_batches: int = bounded(10, ge=1)
     by_source: bool = False
+    own_filter: OwnCode | None = None
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -128,7 +133,7 @@ class DynamicSampling:
 
     def check_samples(self, num_samples: int) -> None:
         """Raise ConfigError unless the samples of a prompt (`num_samples`) can differ."""
-        if num_samples < 2:
+        if self.scores_differ and num_samples < 2:
             message = "dynamic sampling keeps groups whose samples differ, and a group has one sample"
             raise ConfigError(message, hint="use ``n_samples_per_prompt=4`` or more")
 

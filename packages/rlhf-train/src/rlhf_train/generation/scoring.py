@@ -12,6 +12,7 @@ from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.mix import build_reward
 from rlhf_rollout.rewards.model import ModelReward, ProcessReward, Scorer
 from rlhf_rollout.rewards.shaping import RunningMoments, clip_rewards, overlong_penalty, stop_properly
+from rlhf_train.algorithms.own_groups import Group, keeps_group
 from rlhf_train.generation.run_spec import DynamicSampling, RewardSpec
 from rlhf_train.generation.summaries import scored
 from rlhf_train.tracing.trace import Span, Trace, Track, Work, machine
@@ -140,14 +141,22 @@ def _raw(rollouts: Sequence[Rollout]) -> np.ndarray:
 
 
 def is_worth_training(group: RolloutGroup, spec: DynamicSampling) -> bool:
-    """Return whether a group's scores differ and, with `reward_range`, their mean lies strictly within its bounds.
+    """Return whether a group passes the filters of `spec`. A group without a score passes none.
 
-    With `by_source` the rewards of a source must differ, instead of the scores. A group of equal ones has no advantage
-    to learn from. Rollouts without a score are ignored.
+    With `scores_differ` its scores must differ and, with `reward_range`, their mean must lie strictly within its
+    bounds. With `by_source` the rewards of a source must differ, instead of the scores. A group of equal ones has no
+    advantage to learn from. Rollouts without a score are ignored.
 
     Source: Yu et al. 2025, arXiv:2503.14476, sec. 3.2 (DAPO), eq. 11.
     """
-    verdicts = [rollout.verdict for rollout in scored([group])]
+    rollouts = scored([group])
+    if not rollouts or (spec.scores_differ and not _scores_differ(rollouts, spec)):
+        return False
+    return spec.own_filter is None or keeps_group(spec.own_filter, Group.of(group.prompt, rollouts))
+
+
+def _scores_differ(rollouts: Sequence[Rollout], spec: DynamicSampling) -> bool:
+    verdicts = [rollout.verdict for rollout in rollouts]
     scores = [verdict.score for verdict in verdicts]
     compared = [verdict.source_rewards for verdict in verdicts] if spec.by_source else scores
     if len(set(compared)) < 2:

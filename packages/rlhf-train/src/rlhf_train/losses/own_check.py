@@ -1,4 +1,4 @@
-"""Checks of a user's policy loss or advantages on random data, before a run; see docs/own_losses.md.
+"""Checks of a user's own functions on random data, before a run; see docs/own_losses.md.
 
 Each check looks for one property that the product's own losses have: it changes what must not matter, and compares.
 """
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhf_data.errors import ConfigError
 from rlhf_train.algorithms.own_code import OwnCode
+from rlhf_train.algorithms.own_groups import GROUP_FUNCTIONS, check_group_function
 
 Inputs = Mapping[str, Tensor]
 # Trained tokens of the rollouts, and their groups: a response of one token, a group of one rollout, and one of equal
@@ -26,6 +27,8 @@ def check_own_code(code: OwnCode, *, seed: int = 0) -> list[ConfigError]:
 
     After a finding, checks that could only find the same again are left out.
     """
+    if code.function in GROUP_FUNCTIONS:
+        return check_group_function(code)
     inputs = random_inputs(code.function, seed)
     findings: list[ConfigError] = []
     try:
