@@ -13,6 +13,7 @@ import numpy as np
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason, Prompt, Verdict, VerdictKind
 from rlhf_rollout.protocols import Completion, EngineHealth
+from rlhf_train.algorithms.own_code import OwnCode
 from rlhf_train.batching import BatchSizes
 from rlhf_train.learning.ranks import RankSet
 from rlhf_train.run.checkpoint import write_receipt
@@ -273,6 +274,17 @@ class Forgets:
 
     async def close(self):
         pass
+
+
+# It depends on the order of the groups, so that equal numbers need equal orders.
+OWN_METRICS = OwnCode(
+    "step_metrics",
+    "/nowhere/mine.py",
+    "from zlib import crc32\n"
+    "def step_metrics(groups, left_out):\n"
+    "    prompts = [group.prompt for group in (*groups, *left_out)]\n"
+    "    return {'order': sum(place * crc32(prompt.encode()) for place, prompt in enumerate(prompts))}\n",
+)
 
 
 class SpreadReward:

@@ -62,15 +62,23 @@ def test_metrics_are_numbers_by_name():
 @pytest.mark.parametrize(
     ("text", "problem", "hint"),
     [
-        (f"{KEEP}return group.nope", "failed for prompt check:0: AttributeError", "mend it there"),
+        (f"{KEEP}return group.nope", "failed for prompt 0 of the check (usual): AttributeError", "mend it there"),
         (f"{KEEP}return group.scores.mean()", "returned float64, not True or False", "a comparison"),
         (
             f"{KEEP}group.scores.sort(); return True",
-            "failed for prompt check:0: ValueError: sort array is read",
+            "failed for prompt 0 of the check (usual): ValueError: sort array is read",
             "mend",
         ),
-        (f"{KEEP}return max(group.is_right[1:]) > 0", "failed for prompt check:1: ValueError", "mend it there"),
-        (f"{KEEP}return int(group.label) > 3", "failed for prompt check:4: TypeError", "mend it there"),
+        (
+            f"{KEEP}return max(group.is_right[1:]) > 0",
+            "failed for prompt 1 of the check (one response): ValueError",
+            "mend it there",
+        ),
+        (
+            f"{KEEP}return int(group.label) > 3",
+            "failed for prompt 4 of the check (no label): TypeError",
+            "mend it there",
+        ),
         (f"{KEEP}return random.random() < 0.5", "gives another result for the same group", "no random numbers"),
         (f"{KEEP}calls.append(1); return len(calls) % 3 == 0", "gives another result for the same", "keep nothing"),
         (f"{KEEP}return group.scores[0] > 0", "depends on the order of the rollouts", "a place in the arrays"),

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from online_fakes import Forgets, by_step, tiny_batch
+from online_fakes import OWN_METRICS, Forgets, by_step, tiny_batch
 from rlhf_data.records import Prompt, Verdict, VerdictKind
 from rlhf_train.algorithms.own_code import OwnCode
 from rlhf_train.generation.difficulty import DifficultySpec
@@ -70,7 +70,7 @@ def trained(run):
 )
 def test_draws_depend_on_pass_rates_and_not_on_times_or_interruptions(pool_run, tmp_path, dynamic, difficulty):
     saving = CheckpointSpec(folder=str(tmp_path / "checkpoints"), every=3)
-    options = {"dynamic_sampling": dynamic, "difficulty": difficulty}
+    options = {"dynamic_sampling": dynamic, "difficulty": difficulty, "own_metrics": OWN_METRICS}
     whole = pool_run("whole", **options, checkpoints=saving)
     train_and_save(whole.job, whole.controller, whole.recorder)
     other = pool_run("other", seed=1, **options, max_in_flight=3)
@@ -82,10 +82,13 @@ def test_draws_depend_on_pass_rates_and_not_on_times_or_interruptions(pool_run, 
     train_and_save(resumed.job, resumed.controller, resumed.recorder)
     assert trained(resumed) == trained(whole)[3:]
     [mine, same, rest] = [
-        [{name: line[name] for name in line if name.startswith(("pool/", "mix/"))} for line in by_step(run.lines())]
+        [
+            {name: line[name] for name in line if name.startswith(("pool/", "mix/", "own/"))}
+            for line in by_step(run.lines())
+        ]
         for run in (whole, other, resumed)
     ]
-    assert mine == same and rest == mine[3:] and len(mine[0]) >= 3
+    assert mine == same and rest == mine[3:] and len(mine[0]) >= 4
     if isinstance(difficulty, MixSpec):  # of both sources, two of five prompts are always or never solved
         assert 0.5 == mine[0]["mix/share_a"] != mine[-1]["mix/share_a"]
         return

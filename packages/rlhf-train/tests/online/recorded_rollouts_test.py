@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from online_fakes import BrokenReward, Forgets, SpreadReward, by_step, held_out, tiny_batch
+from online_fakes import OWN_METRICS, BrokenReward, Forgets, SpreadReward, by_step, held_out, tiny_batch
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_rollout.records_io import read_batches, read_lines
 from rlhf_rollout.rewards.sources import RewardSource
@@ -64,15 +64,6 @@ NORM = RewardSpec(sources=(RewardSource(kind="function", targets=("f.py",)),), r
 
 
 OWN_FILTER = OwnCode("keep_group", "/nowhere/mine.py", "def keep_group(group): return not group.scores.max()")
-# It depends on the order of the groups, so that equal numbers need equal orders.
-OWN_METRICS = OwnCode(
-    "step_metrics",
-    "/nowhere/mine.py",
-    "from zlib import crc32\n"
-    "def step_metrics(groups, left_out):\n"
-    "    prompts = [group.prompt for group in (*groups, *left_out)]\n"
-    "    return {'order': sum(place * crc32(prompt.encode()) for place, prompt in enumerate(prompts))}\n",
-)
 CASES = {
     "plain": (SpreadReward(), {}),
     "dynamic sampling": (SpreadReward(), {"dynamic_sampling": DynamicSampling(max_batches=3), "shaping": NORM}),

@@ -22,6 +22,7 @@ from rlhf_train.algorithms.own_code import OwnCode
 
 KEEP, METRICS = GROUP_FUNCTIONS = ("keep_group", "step_metrics")
 _NUM_CHECKED = 24  # groups: a function that draws lots then agrees with itself once in 2^24
+_KINDS = ("usual", "one response", "equal scores", "empty responses", "no label", "all truncated")
 _PURE = "use no random numbers and keep nothing between calls"
 _EDGES = "guard what you divide by: a group may have one rollout, equal scores or no tokens, and a list may be empty"
 
@@ -150,16 +151,16 @@ def _look_at_metrics(code: OwnCode, groups: Sequence[Group]) -> Iterator[tuple[s
 
 
 def _random_group(number: int) -> Group:
-    """Return a group: of one rollout, of equal scores, of truncated or of empty responses, without a label, or none of
-    these; `number` says which, and is the seed."""
+    """Return a group of one of `_KINDS`; `number` says which, and is the seed."""
+    kind = _KINDS[number % len(_KINDS)]
     random = np.random.default_rng(number)
-    size = 1 if number % 6 == 1 else 6
-    scores = np.full(size, 0.5) if number % 6 == 2 else random.normal(size=size)
-    lengths = np.zeros(size, np.int64) if number % 6 == 3 else random.integers(1, 99, size)
+    size = 1 if kind == "one response" else 6
+    scores = np.full(size, 0.5) if kind == "equal scores" else random.normal(size=size)
+    lengths = np.zeros(size, np.int64) if kind == "empty responses" else random.integers(1, 99, size)
     return Group(
-        prompt_id=f"check:{number}",
+        prompt_id=f"{number} of the check ({kind})",
         prompt=f"What is {number} + 1?",
-        label=None if number % 6 == 4 else str(number + 1),
+        label=None if kind == "no label" else str(number + 1),
         source="default",
         extra=MappingProxyType({}),
         prompt_tokens=7,
@@ -167,7 +168,7 @@ def _random_group(number: int) -> Group:
         scores=scores,
         rewards=2.0 * scores,
         is_right=scores > 0.5,
-        truncated=np.full(size, True) if number % 6 == 5 else random.random(size) < 0.3,
+        truncated=np.full(size, True) if kind == "all truncated" else random.random(size) < 0.3,
         response_tokens=lengths,
         logs=MappingProxyType({}),
     )
