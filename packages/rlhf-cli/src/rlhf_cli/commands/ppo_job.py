@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rlhf_cli.config.paths import model_path
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.paths import model_path
 from rlhf_cli.preflight.inputs import Inputs
 from rlhf_cli.preflight.models import longest_sequence
 from rlhf_cli.preflight.resume import to_store
