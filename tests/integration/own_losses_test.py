@@ -5,9 +5,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from rlhf_cli.config.own_code import OWN_CODE
 
 from record_testing import read_jsonl
+from rlhf_cli.config.paths import OWN_CODE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = {
