@@ -11,6 +11,21 @@ from rlhf_data.images.files import read_image
 from rlhf_data.images.reader import open_image_reader
 from tiny_vision import drawn_shapes, tiny_vision_model_dir
 
+AGENT = """
+from PIL import Image
+
+class Environment:
+    def reset(self, prompt):
+        self.turns = 0
+        return ""
+
+    def step(self, action):
+        self.turns += 1
+        # The second picture is in the file of the first.
+        Image.new("RGB", (32, 16 * self.turns), ["red", "blue"][self.turns % 2]).save(f"{id(self)}.png")
+        picture = {"type": "image_url", "image_url": {"url": f"{id(self)}.png"}}
+        return [picture, {"type": "text", "text": "and now?"}], float("a" in action), self.turns == 3, {}
+"""
 REWARD = """
 def reward_func(queries, prompts, labels):
     return {"rewards": [float(label in query[len(prompt):]) for query, prompt, label in zip(queries, prompts, labels)]}
@@ -72,3 +87,23 @@ def test_ppo_teaches_a_model_the_colours_of_drawn_shapes_with_the_logprobs_of_pl
     assert largest_gap(tmp_path / "begun/model", first[::8]) < 2e-5
     assert largest_gap(tmp_path / "out/model", last) < 2e-5
     assert largest_gap(tmp_path / "begun/model", last) > 1e-2
+
+
+def test_ppo_trains_an_agent_that_shows_images_with_the_logprobs_of_plain_transformers(rlhf, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tiny_vision_model_dir(tmp_path / "model", "smolvlm")
+    (tmp_path / "agent.py").write_text(AGENT, encoding="utf-8")
+    # Prompts have no images, so that all come from the agent.
+    (tmp_path / "train.jsonl").write_text('{"input": "colour?"}\n{"input": "count?"}\n', encoding="utf-8")
+    words = "--pretrain model --prompt_data train.jsonl --save_path out --agent_func_path agent.py --max_steps 3"
+    words += " --agent_max_len 500 --advantage_estimator group_norm --rollout_batch_size 2 --n_samples_per_prompt 4"
+    words += " --train_batch_size 8 --micro_train_batch_size 4 --num_episodes 2 --generate_max_len 4 --packing_samples"
+    rlhf("ppo", *words.split(), *IMAGES.split(), "--seed", "1", folder=tmp_path)
+
+    steps = [line for line in read_jsonl(tmp_path / "out/metrics.jsonl") if "time/step" in line]
+    assert max(step["mismatch/logprob_gap_max"] for step in steps) < 1e-4
+    assert [step["samples/trained"] for step in steps] == [8, 8]
+    rollouts = read_jsonl(tmp_path / "out/rollouts.jsonl")
+    assert {(len(record["images"]), *record["prompt_images"]) for record in rollouts} == {(2,)}
+    assert len({path for record in rollouts for path in record["images"]}) == 2  # by what is in them
+    assert largest_gap(tmp_path / "model", [record for record in rollouts if record["step"] == 1]) < 2e-5

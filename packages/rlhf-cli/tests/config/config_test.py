@@ -217,6 +217,7 @@ def test_parse_flag_that_resembles_no_other_gets_no_guess(flag):
         ("--eps_clip_low_high 1.5 0.2", "--eps_clip_low_high is 1.5; it must be below 1"),
         ("--image_key i --apply_chat_template false", "--image_key needs a chat template"),
         (f"{IMAGES} --agent_func_path a.py --group_by state", "--image_key needs another comparison"),
+        (f"{IMAGES} --agent_func_path a.py --agent_history split", "--image_key needs histories as they were written"),
         (f"{IMAGES} --packing_samples --share_prompts", "a model that reads images is trained on whole"),
         (f"{IMAGES} --ds_tensor_parallel_size 2", "a model that reads images is trained on whole"),
     ],

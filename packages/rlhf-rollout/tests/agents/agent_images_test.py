@@ -10,18 +10,19 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from agent_testing import agent_pool
-from rlhf_data.images.reader import PartsTokenizer, open_image_reader
+from record_testing import make_prompt
+from rlhf_data.images.reader import open_image_reader
 from rlhf_data.prompts import load_prompts
-from rlhf_data.records import RolloutGroup, SpanSource, VerdictKind
+from rlhf_data.records import FinishReason, RolloutGroup, Span, SpanSource, VerdictKind
 from rlhf_data.rows.sources import open_sources
-from rlhf_rollout.agents.hosted import HostedAgent
-from rlhf_rollout.agents.recorder import EpisodeLimits
+from rlhf_rollout.agents.agent_spec import AgentSpec, make_workflow
+from rlhf_rollout.agents.recorder import EpisodeLimits, EpisodeRecorder
 from rlhf_rollout.commands.parts import EngineJob
 from rlhf_rollout.engines import EngineSpec, build_engine
-from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.records_io import parse_group, rollout_record
 from rlhf_rollout.router import EngineRouter
+from rlhf_rollout.unfinished import UnfinishedGroups
 from tiny_vision import tiny_vision_model_dir
 
 PROMPT, POLICY, ENVIRONMENT = SpanSource.PROMPT, SpanSource.POLICY, SpanSource.ENVIRONMENT
@@ -64,32 +65,26 @@ FOLLOWING = {
 class Agent:
     """An agent, its process and an engine of transformers with a tiny model."""
 
-    def __init__(self, path, source, *, reads=True, max_length=700):
+    def __init__(self, path, source, *, reads=True):
         self.reader = open_image_reader(path)
         rows = open_sources(str(path.parent / "rows.jsonl"))
         [self.prompt] = load_prompts(
             rows, self.reader.tokenizer, apply_chat_template=True, image_key="images", reader=self.reader
         )
-        self.pool = agent_pool(source)
         job = EngineJob(kind="transformers", spec=EngineSpec(model=str(path)), tokenizer=str(path))
         self.spec = job.masked_spec(self.reader.tokenizer, self.reader)
         self.engine = build_engine("transformers", self.spec)
-        tokenizer = PartsTokenizer(self.reader.tokenizer, self.reader, has_marks=False)
-        self.agent = HostedAgent(
-            EngineRouter([self.engine]),
-            self.pool,
-            tokenizer if reads else self.reader.tokenizer,
-            EpisodeLimits(max_length=max_length),
-            reader=self.reader if reads else None,
-        )
+        agent = AgentSpec(path=source, limits=EpisodeLimits(max_length=700), num_processes=1)
+        router = EngineRouter([self.engine])
+        self.agent = make_workflow(agent, router, self.reader.tokenizer, reader=self.reader if reads else None)
 
     def episode(self):
         async def run():
-            await self.pool.start()
+            await self.agent.start()
             try:
                 return (await self.agent.run(self.prompt, SAMPLING, "g"))[0]
             finally:
-                await self.pool.close()
+                await self.agent.close()
                 await self.engine.close()
 
         return asyncio.run(run())
@@ -156,6 +151,68 @@ def test_observed_images_have_the_templates_tokens_and_answers_have_plain_transf
     group = RolloutGroup("g", agent.prompt, (episode,))
     again = parse_group([{"num_left": 0, **rollout_record(group, episode, rollout)}], "here")
     assert (again.prompt.images, again.rollouts[0].images) == ((own,), rollout.images)
+
+
+# The same conversation through `session.chat` and over HTTP, in OpenAI's two forms and Anthropic's.
+ASKING = """
+import base64, httpx
+from pathlib import Path
+
+URL = "data:image/png;base64," + base64.b64encode(Path("first.png").read_bytes()).decode()
+
+async def run_episode(session):
+    messages = session.messages
+    added = messages
+    async with httpx.AsyncClient(base_url=session.base_url, timeout=60) as client:
+        for turn in range(3):
+            if WAY == "session":
+                answer = {"role": "assistant", "content": (await session.chat(added)).text}
+            elif WAY == "chat":
+                body = (await client.post("chat/completions", json={"messages": messages})).raise_for_status().json()
+                answer = body["choices"][0]["message"]
+            elif WAY == "messages":
+                given = {"messages": [*map(as_blocks, messages)], "max_tokens": 5}
+                body = (await client.post("messages", json=given)).raise_for_status().json()
+                answer = {"role": "assistant", "content": body["content"][0]["text"]}
+            else:
+                given = [*map(as_item, messages)]
+                body = (await client.post("responses", json={"input": given})).raise_for_status().json()
+                answer = {"role": "assistant", "content": body["output"][0]["content"][0]["text"]}
+            picture = {"type": "image_url", "image_url": {"url": URL}}
+            added = [{"role": "user", "content": [picture, {"type": "text", "text": f"and <image> {turn}?"}]}]
+            messages = [*messages, answer, *added]
+    return 1.0
+
+def as_blocks(message):
+    if message["role"] == "assistant":
+        return message
+    blocks = []
+    for part in message["content"]:
+        head, _, data = part.get("image_url", {}).get("url", "").partition("base64,")
+        source = {"type": "base64", "media_type": "image/png", "data": data} if data else {"type": "url", "url": head}
+        blocks.append({"type": "image", "source": source} if head else part)
+    return {"role": "user", "content": blocks}
+
+def as_item(message):
+    return {**message, "content": [*map(as_input, message["content"])]} if message["role"] == "user" else message
+
+def as_input(part):
+    is_text = part["type"] == "text"
+    return {**part, "type": "input_text"} if is_text else {"type": "input_image", "image_url": part["image_url"]["url"]}
+"""
+
+
+@pytest.mark.parametrize("way", ["chat", "responses", "messages"])
+def test_images_over_http_have_the_tokens_of_the_same_conversation_with_the_session(folder, write, way):
+    path = tiny_vision_model_dir(folder / "model", "qwen2_5_vl")
+    [found], [wanted] = (
+        Agent(path, write(ASKING.replace("WAY", repr(one)), f"{one}.py")).episode().rollouts for one in (way, "session")
+    )
+    assert len(found.images) == 3 and len(found.turn_ends) == 3
+    assert found.images == wanted.images
+    assert found.spans[0].token_ids.tolist() == wanted.spans[0].token_ids.tolist()
+    assert found.token_ids.tolist() == wanted.token_ids.tolist()
+    np.testing.assert_allclose(found.rollout_logprobs, wanted.rollout_logprobs, atol=1e-5, rtol=0)
 
 
 FUNCTION = """
@@ -226,3 +283,41 @@ def test_a_run_that_reads_text_refuses_an_agents_image(folder, write):
     verdict = agent.episode().verdict
     assert verdict.kind is VerdictKind.CRASH
     assert "this run reads text only" in verdict.detail
+
+
+class Same:
+    """Answers each request with the same token, and keeps the images that came with it."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def generate(self, token_ids, sampling, *, images=(), **_):
+        self.asked.append(images)
+        return [Completion((Span(POLICY, [7], [-1.0], 0),), FinishReason.STOP)]
+
+
+def test_a_conversation_with_another_image_of_the_same_tokens_is_another_rollout():
+    router = Same()
+    recorder = EpisodeRecorder(
+        router, make_prompt("2+2="), SAMPLING, name="e", group_id="g", limits=EpisodeLimits(), decode=str
+    )
+
+    async def run():
+        await recorder.generate([1, 5, 5], {}, ("a.png",))
+        await recorder.generate([1, 5, 5, 7, 5, 5], {}, ("a.png", "c.png"))
+        await recorder.generate([1, 5, 5, 7, 5, 5], {}, ("b.png", "c.png"))
+
+    asyncio.run(run())
+    rollouts = recorder.episode([], None).rollouts
+    assert [rollout.images for rollout in rollouts] == [("a.png", "c.png"), ("b.png", "c.png")]
+    assert [len(rollout.spans[0].token_ids) for rollout in rollouts] == [3, 6]
+    assert router.asked == [("a.png",), ("a.png", "c.png"), ("b.png", "c.png")]
+    # What an interrupted run has written of a request is not taken for another image.
+    groups = UnfinishedGroups()
+    [draft] = groups.drafts("g", "e", np.array([1, 5, 5]), SAMPLING, ("a.png",))
+    draft.token_ids.append(7)
+    draft.logprobs.append(-1.0)
+    later = UnfinishedGroups()
+    later.restore(groups.state(["g"]))
+    kept = [later.drafts("g", "e", np.array([1, 5, 5]), SAMPLING, (name,))[0] for name in ("b.png", "a.png")]
+    assert [len(draft.token_ids) for draft in kept] == [0, 1]

@@ -29,7 +29,7 @@ def test_tokens_of_a_long_conversation_are_kept_once():
     kept = [chat.added for chat in chats._chats.values()]
     assert sum(part.nbytes for part in kept) == tokens.nbytes
     assert all(part.base is None for part in kept)  # no part keeps a longer array
-    last = chats.encode_chat(messages_of(64), [], is_continued=True)
+    last = chats.encode_chat(messages_of(64), [], is_continued=True).token_ids
     np.testing.assert_array_equal(last, tokens)
 
 
@@ -42,7 +42,7 @@ def test_forks_have_the_tokens_before_them_and_rewritten_histories_have_their_ow
     chats.add_chat(messages_of(2, "shorter"), [], np.array([1, 2], np.int32), is_ended=False)
     ends = {"left": [1, 2, 3, 4], "right": [1, 2, 3, 5, 6], "rewritten": [1, 9, 3, 7], "shorter": [1, 2]}
     for last, expected in ends.items():
-        assert chats.encode_chat(messages_of(2, last), [], is_continued=True).tolist() == expected
+        assert chats.encode_chat(messages_of(2, last), [], is_continued=True).token_ids.tolist() == expected
 
 
 def test_texts_differ_where_their_lengths_or_ends_do():

@@ -46,6 +46,7 @@ async def raw(url, content, method="POST"):
 
 
 CHAT = "chat/completions"
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 TEXT = "completions"
 MESSAGES = "messages"
 RESPONSES = "responses"
@@ -63,7 +64,9 @@ RESPONSES = "responses"
         (CHAT, {"messages": ["hi"]}, "a message is no object"),
         (CHAT, {"messages": [{"content": "hi"}]}, "a message's role must be a text"),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "neither text nor a list"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "reads text only"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "URL of an image must be a text"),
+        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "this run reads text only"),
+        (CHAT, {"messages": [HI, {"role": "assistant", "content": [IMAGE]}]}, "reads text only"),
         (CHAT, {"messages": [{"role": "system", "content": "x"}]}, "no user message"),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
         (CHAT, {"messages": [HI], "n": 2}, "`n` must be 1"),
@@ -85,7 +88,7 @@ RESPONSES = "responses"
         (RESPONSES, {"input": 5}, "`input` must be a list"),
         (RESPONSES, {"input": ["hi"]}, "an item of `input` is no object"),
         (RESPONSES, {"input": [{"content": "hi"}]}, "a message's role must be a text"),
-        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "reads text only"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "URL of an image"),
         (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference' is not supported"),
         (RESPONSES, {"input": [{"type": ["x"]}]}, "is not supported"),
         (RESPONSES, {"input": [{"type": "function_call", "name": "add", "arguments": "{}"}]}, "call_id must be a text"),

@@ -44,7 +44,7 @@ def test_follow_up_of_messages_has_the_tokens_of_the_whole(tokenizer):
     assert [*start, *agent.render([NEXT], [], start, "e")] == whole
     chats = Conversations(tokenizer)
     chats.add_chat([QUESTION, ANSWER], [], np.array(start), is_ended=False)
-    assert chats.encode_chat(messages, []).tolist() == whole
+    assert chats.encode_chat(messages, []).token_ids.tolist() == whole
 
 
 def test_follow_up_of_a_text_has_the_tokens_of_the_whole(tokenizer):
@@ -58,7 +58,7 @@ def test_answer_that_is_continued_after_its_end_has_the_tokens_without_the_end(t
     start = ids(tokenizer, "user\nWhat is 3 plus 4?|\nassistant\nIt is 7.")
     for end, is_ended in (([9], True), ([], False)):
         chats.add_chat([QUESTION, ANSWER], [], np.array([*start, *end]), is_ended=is_ended)
-        assert chats.encode_chat([QUESTION, ANSWER], [], is_continued=True).tolist() == start
+        assert chats.encode_chat([QUESTION, ANSWER], [], is_continued=True).token_ids.tolist() == start
 
 
 def test_follow_up_that_a_template_refuses_alone_is_rendered_with_the_whole(tokenizer):
@@ -68,4 +68,4 @@ def test_follow_up_that_a_template_refuses_alone_is_rendered_with_the_whole(toke
     chats = Conversations(tokenizer)
     chats.add_chat([QUESTION, ANSWER], [], np.array([1, 2, 3]), is_ended=True)
     whole = "user\nWhat is 3 plus 4?|\nassistant\nIt is 7.|\nuser\nYes|\nassistant\n"
-    assert chats.encode_chat([QUESTION, ANSWER, NEXT], []).tolist() == ids(tokenizer, whole)
+    assert chats.encode_chat([QUESTION, ANSWER, NEXT], []).token_ids.tolist() == ids(tokenizer, whole)

@@ -298,10 +298,10 @@ def test_program_at_the_door_may_describe_its_tools_itself():
     messages = [{"role": "user", "content": "2+2="}]
     expected = plain("<bos>user: 2+2=<eos>\nassistant: ", add_special_tokens=False)["input_ids"]
     chats = Conversations(plain)
-    assert chats.encode_chat(messages, [schema]).tolist() == expected
+    assert chats.encode_chat(messages, [schema]).token_ids.tolist() == expected
     answer = {"role": "assistant", "content": "4"}
     start = [*expected, *b"4", EOS_ID]
     chats.add_chat([*messages, answer], [schema], np.array(start), is_ended=True)
     more = plain("\nuser: why?<eos>\nassistant: ", add_special_tokens=False)["input_ids"]
     asked = [*messages, answer, {"role": "user", "content": "why?"}]
-    assert chats.encode_chat(asked, [schema]).tolist() == [*start, *more]
+    assert chats.encode_chat(asked, [schema]).token_ids.tolist() == [*start, *more]

@@ -252,7 +252,10 @@ def _check_adapters(config: PpoConfig) -> None:
 def _check_images(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Check what is used beside images."""
     by_state = "another comparison: images of one size have the same tokens, which --group_by state takes for a state"
-    config.data.check_images((config.algorithm.group_by == "state", by_state, "use --group_by turn"))
+    config.data.check_images(
+        (config.algorithm.group_by == "state", by_state, "use --group_by turn"),
+        *config.agent.without_images(),
+    )
     unused = (config.data.image_key is None, ["freeze_visual_encoder"], "there is no --image_key")
     return without_effect(given, unused)
 

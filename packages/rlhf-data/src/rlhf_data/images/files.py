@@ -8,7 +8,7 @@ import io
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -64,15 +64,16 @@ def image_ref(value: Any, origin: str, folder: Path) -> ImageRef:
     raise DataError(f"{origin}: there is no image {path}", hint=f"relative paths are those in {folder.absolute()}")
 
 
-def kept_image(value: Any, origin: str) -> str:
+def kept_image(value: Any, origin: str, known: Sequence[str] = ()) -> str:
     """Return the path of an image's file that nobody changes, from what `image_ref` takes.
 
-    A file is copied, because an agent may write its next picture into the same file. Raises as `image_ref` and
-    `stored_image`, and DataError for a file that cannot be read or has more than `MAX_BYTES` bytes.
+    A file that is not among those `known` is copied, because an agent may write its next picture into the same file.
+    Raises as `image_ref` and `stored_image`, and DataError for a file that cannot be read or has more than `MAX_BYTES`
+    bytes.
     """
     ref = image_ref(value, origin, Path.cwd())
     if isinstance(ref, str):
-        if Path(ref).parent == _cache():
+        if ref in known or Path(ref).parent == _cache():
             return ref
         try:
             with Path(ref).open("rb") as file:

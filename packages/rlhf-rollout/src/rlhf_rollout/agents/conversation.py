@@ -14,6 +14,7 @@ from rlhf_data.chat.tokens import Tokenizer, encode_continuation, encode_prompts
 from rlhf_data.errors import DataError
 
 _ORIGIN = "a request"
+_NO_TOKENS = np.empty(0, np.int32)
 _CHECK = "a conversation with a second question"
 _ANSWERS = {"answers": "It is 4.", "reasoning": "<think>\nTwo and two.\n</think>\n\nIt is 4."}
 
@@ -28,12 +29,14 @@ class _Chat:
         before: an earlier one that it continues, which shares its tokens; None for the first.
         added: [m] int32, its other tokens.
         size: the number of all its tokens.
+        images: the paths of all its images.
         is_ended: a token that the policy wrote ends the answer.
     """
 
     before: "_Chat | None"
     added: np.ndarray
     size: int
+    images: tuple[str, ...]
     is_ended: bool
 
     def tokens(self) -> np.ndarray:
@@ -44,6 +47,28 @@ class _Chat:
             parts.append(chat.added)
             chat = chat.before
         return np.concatenate(parts[::-1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """A conversation as tokens.
+
+    Attributes:
+        recorded: [m] int32, tokens that are known; none for a new conversation.
+        images: the paths of their images.
+        added: [n] int32, those of `messages`, as the chat template writes them: images lack most of their tokens.
+        messages: what follows the recorded ones.
+    """
+
+    recorded: np.ndarray
+    images: tuple[str, ...]
+    added: np.ndarray
+    messages: Sequence[Mapping[str, Any]]
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """[m + n] int32."""
+        return np.concatenate([self.recorded, self.added])
 
 
 class Conversations:
@@ -68,10 +93,8 @@ class Conversations:
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], *, is_continued: bool = False
-    ) -> np.ndarray:
+    ) -> Encoded:
         """Return the tokens of messages with the generation prompt, or with `is_continued` up to the last text.
-
-        They are [n] int32.
 
         Raises DataError if the template refuses the messages, or the last one cannot be continued.
         """
@@ -81,25 +104,25 @@ class Conversations:
         digests = _digests(messages, tools)
         count = self._num_known(digests)
         if not count:
-            return self._encode(render())
+            return self._anew(render(), messages)
         chat = self._chats[digests[count - 1]]
         recorded = chat.tokens()
         following = [dict(message) for message in messages[count:]]
         if is_continued and not following:
-            return self._encode(render()) if chat.is_ended else recorded
+            return self._anew(render(), messages) if chat.is_ended else Encoded(recorded, chat.images, _NO_TOKENS, ())
         try:
             text = render_follow_up(following, self._tokenizer, origin=_ORIGIN, tools=tools, is_continued=is_continued)
         except DataError:  # a template may ask for the tool call that a tool's message answers
-            return self._encode(render())
+            return self._anew(render(), messages)
         added = encode_continuation(text, self._tokenizer)
         if chat.is_ended and added[:1] == recorded[-1:].tolist():
             added = added[1:]
-        token_ids = np.concatenate([recorded, np.array(added, np.int32)])
+        encoded = Encoded(recorded, chat.images, np.array(added, np.int32), following)
         if self._history == "split":
             rendered = render()
-            if self._tokenizer.decode(token_ids.tolist()) != rendered:
-                return self._encode(rendered)
-        return token_ids
+            if self._tokenizer.decode(encoded.token_ids.tolist()) != rendered:
+                return self._anew(rendered, messages)
+        return encoded
 
     def add_chat(
         self,
@@ -108,15 +131,19 @@ class Conversations:
         token_ids: np.ndarray,
         *,
         is_ended: bool,
+        images: tuple[str, ...] = (),
     ) -> None:
-        """Remember the tokens of messages, [n] int32, of which the last is an answer of the assistant."""
+        """Remember the tokens of messages, [n] int32, of which the last is an answer of the assistant.
+
+        `images` are the paths of all images of the messages.
+        """
         *earlier, digest = _digests(messages, tools)
         count = self._num_known(earlier)
         before = self._chats[earlier[count - 1]] if count else None
         if before is not None and not np.array_equal(before.tokens(), token_ids[: before.size]):
             before = None  # the template has rewritten it
         size = 0 if before is None else before.size
-        self._chats[digest] = _Chat(before, token_ids[size:].copy(), len(token_ids), is_ended)
+        self._chats[digest] = _Chat(before, token_ids[size:].copy(), len(token_ids), images, is_ended)
 
     def encode_text(self, text: str) -> np.ndarray:
         """Return the tokens of a prompt for completion, [n] int32."""
@@ -143,8 +170,9 @@ class Conversations:
         begin = {"add_generation_prompt": not is_continued, "is_continued": is_continued}
         return render_chat(plain, self._tokenizer, **begin, **options)
 
-    def _encode(self, text: str) -> np.ndarray:
-        return np.array(encode_continuation(text, self._tokenizer, ""), np.int32)
+    def _anew(self, text: str, messages: Sequence[Mapping[str, Any]]) -> Encoded:
+        added = np.array(encode_continuation(text, self._tokenizer, ""), np.int32)
+        return Encoded(_NO_TOKENS, (), added, messages)
 
 
 def rewritten_parts(tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -175,7 +203,8 @@ def _digests(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> lis
     digests = []
     for message in messages:
         calls = [call["function"] for call in message.get("tool_calls") or []]
-        content = message["content"].strip()
+        content = message["content"]
+        content = json.dumps(content, sort_keys=True) if isinstance(content, list) else content.strip()
         parts = [message["role"], len(content), calls, message.get("tool_call_id")]
         state.update(json.dumps(parts, sort_keys=True).encode())
         state.update(content.encode(errors="surrogatepass"))

@@ -2,14 +2,19 @@
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 import numpy as np
 
 from rlhf_data.chat.tokens import Tokenizer
+from rlhf_data.images.files import kept_image
+from rlhf_data.images.rows import change_images
 from rlhf_data.records import FinishReason
 from rlhf_rollout.agents.conversation import Conversations, History
 from rlhf_rollout.agents.dialects.dialect import Answer, Request, new_id
@@ -137,7 +142,7 @@ class GatewaySession:
         if request.messages:
             is_ended = sampled.completion.finish_reason is FinishReason.STOP
             messages = request.conversation_with(answer.message)
-            self._conversations.add_chat(messages, request.tools, tokens, is_ended=is_ended)
+            self._conversations.add_chat(messages, request.tools, tokens, is_ended=is_ended, images=sampled.images)
         elif isinstance(request.prompt, str):
             self._conversations.add_text(request.prompt + answer.text, tokens)
 
@@ -154,14 +159,13 @@ class GatewaySession:
         Raises ValueError for a request that the template, the tokenizer or the recorder refuses, RefusedError when the
         episode has ended, EngineError.
         """
-        given = request.prompt
-        if request.messages:
-            token_ids = self._conversations.encode_chat(
-                request.messages, request.tools, is_continued=request.is_continued
-            )
-        else:
-            token_ids = self._conversations.encode_text(given) if isinstance(given, str) else list(given or [])
-        token_ids, images = await self.recorder.with_images(token_ids)
+        if request.has_images:
+            self.recorder.check_reads_images()
+            # What is remembered names the files of images, and not what a client has sent.
+            keep = functools.partial(kept_image, origin="a request", known=self.recorder.prompt.images)
+            messages = await asyncio.to_thread(change_images, request.messages, keep)
+            asked.request = request = dataclasses.replace(request, messages=messages)
+        token_ids, images = await self._encoded(request)
         shorter = {"max_tokens": request.max_tokens, "stop": self._stop(request)}
         try:
             sampled = await self.recorder.sample(token_ids, shorter, images)
@@ -176,6 +180,19 @@ class GatewaySession:
         answer = self._read(request, sampled)
         asked.sampled = sampled
         return answer
+
+    async def _encoded(self, request: Request) -> tuple[Any, tuple[str, ...]]:
+        """Return the tokens that a request's answer follows, and the paths of their images."""
+        given = request.prompt
+        if not request.messages:
+            token_ids = self._conversations.encode_text(given) if isinstance(given, str) else list(given or [])
+            return await self.recorder.with_images(token_ids)
+        encoded = self._conversations.encode_chat(request.messages, request.tools, is_continued=request.is_continued)
+        if self.recorder.reader is None:
+            return encoded.token_ids, ()
+        paths: list[str] = []
+        change_images(encoded.messages, paths.append)
+        return await self.recorder.extended(encoded.recorded.tolist(), encoded.images, encoded.added.tolist(), paths)
 
     def _read(self, request: Request, sampled: Sampled) -> Answer:
         """Return an answer as text and tool calls."""

@@ -252,7 +252,8 @@ class _Attempt(Call):
         if "messages" in request:
             paths: list[str] = []
             messages = change_images(request["messages"], paths.append)
-            recorder.check_images(paths)
+            if paths:
+                recorder.check_reads_images()
             before, images = (recorder.token_ids.tolist(), recorder.images) if recorder.num_answers else ([], ())
             added = self._workflow.render(messages, request["tools"], before, recorder.name)
             return await recorder.extended(before, images, added, paths)

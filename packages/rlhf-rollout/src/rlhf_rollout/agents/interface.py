@@ -9,11 +9,11 @@ Source of the classes: OpenRLHF, `openrlhf/utils/agent.py`, versions 0.8.8 to 0.
 import abc
 import asyncio
 import dataclasses
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from rlhf_data.images.files import kept_image
 from rlhf_data.images.rows import change_images
@@ -120,7 +120,8 @@ class Session:
         image in any form that rows have, or is one of Pillow. Raises DataError for an image that is not there.
         """
         if any(isinstance(message.get("content"), list) for message in messages):
-            messages = await asyncio.to_thread(change_images, messages, self._kept)
+            keep = functools.partial(kept_image, origin="an agent", known=self.images)
+            messages = await asyncio.to_thread(change_images, messages, keep)
         return await self._request({"messages": list(messages), "tools": list(tools)}, sampling)
 
     async def complete(self, token_ids: Sequence[int], *, sampling: Mapping[str, Any] | None = None) -> Reply:
@@ -129,11 +130,6 @@ class Session:
         Tokens that extend an earlier conversation and answer continue it. Others begin another rollout of the episode.
         """
         return await self._request({"token_ids": [int(token) for token in token_ids]}, sampling)
-
-    def _kept(self, image: Any) -> str:
-        """Return the path of an image as it is now. The prompt's images stay where they are."""
-        path = unquote(urlsplit(image).path) if isinstance(image, str) and image.startswith("file://") else image
-        return path if path in self.images else kept_image(image, "an agent")
 
     async def _request(self, request: dict[str, Any], sampling: Mapping[str, Any] | None) -> Reply:
         answer = await self._ask(request | {"sampling": sampling})

@@ -170,9 +170,9 @@ class EpisodeRecorder:
         paths = () if size or self.reader.image_id not in given else self.prompt.images
         return await self.extended(given[:size].tolist(), images, given[size:].tolist(), paths)
 
-    def check_images(self, paths: Sequence[str]) -> None:
-        """Raise DataError if an agent gives images to a run that reads text only."""
-        if paths and self.reader is None:
+    def check_reads_images(self) -> None:
+        """Raise DataError if the run reads text only."""
+        if self.reader is None:
             hint = "make the models read images: name the key of the prompts' images with ``image_key``"
             raise DataError("an agent gave an image, and this run reads text only", hint=hint)
 

@@ -218,6 +218,7 @@ class GenerateConfig(Config):
         self.data.check_images(
             (self.engine.engine not in WITH_MODEL, "an engine that reads images", f"use --engine {kinds}"),
             (kind != "rollouts", "the record of rollouts: training data has no images", "drop --post_processor"),
+            *self.agent.without_images(),
         )
 
 

@@ -296,6 +296,12 @@ class AgentSection(Section, title="agent"):
             worker=calls.worker,
         )
 
+    def without_images(self) -> list[tuple[Any, str, str]]:
+        """Return what excludes images, for `ImageSection.check_images`."""
+        is_split = self.agent_func_path is not None and self.agent_history == "split"
+        reason = "histories as they were written, and --agent_history split has them rendered again"
+        return [(is_split, reason, "drop --agent_history")]
+
     def check(self, given: Collection[str], *more: str) -> list[str]:
         """Return notices for options without effect; `more` are further ones that only agents use."""
         own = [name for name in AgentSection.model_fields if name != "agent_func_path"]

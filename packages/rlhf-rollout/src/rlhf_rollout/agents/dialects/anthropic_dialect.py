@@ -10,6 +10,7 @@ from rlhf_rollout.agents.dialects.dialect import (
     Dialect,
     Event,
     Request,
+    content_of,
     list_of,
     new_id,
     read_call,
@@ -53,7 +54,17 @@ def _from_blocks(role: str, content: Any) -> Iterator[dict[str, Any]]:
             yield result | {"tool_call_id": string_of(block.get("tool_use_id"), "tool_use_id")}
     others = [block for block in blocks if block.get("type") not in ("tool_use", "tool_result", "thinking")]
     if others or calls or not blocks:
-        yield {"role": role, "content": text_of(others, ("text",))} | ({"tool_calls": calls} if calls else {})
+        content = content_of(role, [_with_url(block) for block in others], ("text",), "image_url")
+        yield {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})
+
+
+def _with_url(block: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the block of an image in OpenAI's form, and any other block as it is."""
+    source = block.get("source")
+    if block.get("type") != "image" or not isinstance(source, Mapping):
+        return block
+    url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": url if source.get("type") == "base64" else source.get("url")}
 
 
 def _write_messages(request: Request, answer: Answer) -> dict[str, Any]:

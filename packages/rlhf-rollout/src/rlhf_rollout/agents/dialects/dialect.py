@@ -31,7 +31,8 @@ class Request:
     """A request in no particular form.
 
     Attributes:
-        messages: the conversation, each with `role` and a text `content`; a chat template gets them as they are.
+        messages: the conversation, each with `role` and `content`; a chat template gets them as they are. A content is
+            text, or a list of texts and images as parts.
         is_continued: the last message is the beginning of the answer.
         prompt: text or token ids that are continued, in place of messages.
         tools: functions in OpenAI's form.
@@ -55,6 +56,11 @@ class Request:
     include_usage: bool = False
     ignored: list[str] = field(default_factory=list)
     model: str = "policy"
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a message has an image."""
+        return any(isinstance(message["content"], list) for message in self.messages)
 
     def begin_answer(self, wanted: bool | None = None) -> None:
         """Decide whether the last message is the beginning of the answer: if `wanted`, or it is the assistant's."""
@@ -177,6 +183,24 @@ def text_of(content: Any, kinds: Sequence[str]) -> str:
             raise DataError(f"the policy reads text only, got {part!r:.80}")
         texts.append(string_of(part.get("text", part.get("refusal")), "a part's text"))
     return "".join(texts)
+
+
+def content_of(role: str, content: Any, kinds: Sequence[str], image: str) -> str | list[dict[str, Any]]:
+    """Return content that `text_of` takes as one text; with parts of the type `image`, a list of texts and images.
+
+    Answers have no images.
+    """
+    parts = content if isinstance(content, list) and role != "assistant" else []
+    is_image = [isinstance(part, Mapping) and part.get("type") == image for part in parts]
+    if not any(is_image):
+        return text_of(content, kinds)
+    found = []
+    for part, has_url in zip(parts, is_image, strict=True):
+        url = part.get("image_url") if has_url else None
+        url = url.get("url") if isinstance(url, Mapping) else url
+        own = {"type": "image", "image": string_of(url, "the URL of an image")} if has_url else None
+        found.append(own or {"type": "text", "text": text_of([part], kinds)})
+    return found
 
 
 def string_of(value: Any, name: str) -> str:

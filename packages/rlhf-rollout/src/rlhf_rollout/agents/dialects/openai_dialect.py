@@ -12,6 +12,7 @@ from rlhf_rollout.agents.dialects.dialect import (
     Dialect,
     Event,
     Request,
+    content_of,
     list_of,
     new_id,
     read_call,
@@ -82,7 +83,7 @@ def _chat_message(message: Any) -> dict[str, Any]:
     role = string_of(message.get("role"), "a message's role")
     read: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
-        "content": text_of(message.get("content"), ("text", "refusal")),
+        "content": content_of(role, message.get("content"), ("text", "refusal"), "image_url"),
     }
     if calls := list_of(message, "tool_calls"):
         read["tool_calls"] = [read_call(call.get("id"), call["function"]) for call in map(_has_function, calls)]
@@ -192,7 +193,7 @@ def _add_item(messages: list[dict[str, Any]], item: Any) -> None:
     if kind == "message":
         role = string_of(item.get("role"), "a message's role")
         role = "system" if role == "developer" else role
-        messages.append({"role": role, "content": text_of(item.get("content"), _TEXTS)})
+        messages.append({"role": role, "content": content_of(role, item.get("content"), _TEXTS, "input_image")})
     elif kind == "function_call":
         call = read_call(string_of(item.get("call_id"), "call_id"), item)
         if not messages or messages[-1]["role"] != "assistant":
