@@ -304,14 +304,14 @@ def test_a_conversation_with_another_image_of_the_same_tokens_is_another_rollout
 
     async def run():
         await recorder.generate([1, 5, 5], {}, ("a.png",))
-        await recorder.generate([1, 5, 5, 7, 5, 5], {}, ("a.png", "c.png"))
         await recorder.generate([1, 5, 5, 7, 5, 5], {}, ("b.png", "c.png"))
+        await recorder.generate([1, 5, 5, 7, 5, 5], {}, ("a.png", "c.png"))
 
     asyncio.run(run())
     rollouts = recorder.episode([], None).rollouts
     assert [rollout.images for rollout in rollouts] == [("a.png", "c.png"), ("b.png", "c.png")]
     assert [len(rollout.spans[0].token_ids) for rollout in rollouts] == [3, 6]
-    assert router.asked == [("a.png",), ("a.png", "c.png"), ("b.png", "c.png")]
+    assert router.asked == [("a.png",), ("b.png", "c.png"), ("a.png", "c.png")]
     # What an interrupted run has written of a request is not taken for another image.
     groups = UnfinishedGroups()
     [draft] = groups.drafts("g", "e", np.array([1, 5, 5]), SAMPLING, ("a.png",))
