@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from runner import Metrics
-from workloads.learning import preferences, published
+from workloads.learning import beside_trl, preferences, published
 
 REWARDS = {"sft": (0.0, 1.0), "dpo": (0.5, 2.0), "ppo0.1": (3.0, 4.0)}  # of the reward model and of the judge
 
@@ -44,6 +45,58 @@ def test_a_published_model_is_fine_tuned_first_on_gsm8k_and_measured_by_seed(ben
     assert (
         "/sft5/model" in asked[0] and "--eval_data rows/test.jsonl" in asked[0] and "--remote_rm_url math" in asked[0]
     )
+
+
+def test_seconds_beside_trl_are_those_of_steps_without_starts_and_evaluations(bench, monkeypatch):
+    asked = {}
+
+    def run_ppo(flags, folder):
+        asked["ppo"] = " ".join(flags)
+        lines = [{"step": step, "eval/accuracy": 0.1 * step} for step in (0, 2)]
+        steps = [{"time/step": 5.0, "time/evaluate": 2.0}, {"time/step": 4.0}]
+        steps = [step | {"rollout/response_tokens": 8.0} for step in steps]
+        return Metrics([*lines, *steps], steps, {"time/startup": 9.0})
+
+    def train(_, options, seed, train, held_out, folder):
+        asked["trl"] = (seed, len(train.read_text().splitlines()), len(held_out.read_text().splitlines()))
+        return {"curve": []}
+
+    monkeypatch.setattr(beside_trl, "run_ppo", run_ppo)
+    monkeypatch.setattr(beside_trl, "run_trl", lambda *args: train(None, *args))
+    _, report = bench(
+        "beside_trl", "--model", "m", "--seeds", "7", "--prompts", "2", "--held_out", "5", "--", "--x", "1"
+    )
+    [found] = report["rlhf"].values()
+    assert found["curve"] == [
+        {"step": 0, "seconds": 0, "accuracy": 0.0},
+        {"step": 2, "seconds": 7.0, "accuracy": pytest.approx(0.2)},
+    ]
+    assert found["step_seconds"] == [3.0, 4.0] and found["seconds_startup"] == 9.0
+    assert asked["trl"] == (7, 4000, 5) and report["trl"]["7"] == {"curve": []}
+    assert "--rollout_batch_size 2 --n_samples_per_prompt 8 --train_batch_size 16" in asked["ppo"]
+    assert "--seed 7" in asked["ppo"] and asked["ppo"].endswith("--x 1")
+
+
+def test_held_out_answers_of_trl_come_from_its_engine_with_the_current_weights(monkeypatch):
+    clock = iter([0.0, 3.0, 10.0, 11.5, 20.0, 24.0, 24.0])
+    monkeypatch.setattr(beside_trl, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **settings: settings))
+    calls = []
+
+    def chat(chats, settings, **_):
+        assert settings == {"temperature": 0, "max_tokens": 64}
+        calls.append("chat")
+        return [SimpleNamespace(outputs=[SimpleNamespace(text=f" {each[0]['content']} ")]) for each in chats]
+
+    generation = SimpleNamespace(sync_weights=lambda: calls.append("sync"), llm=SimpleNamespace(chat=chat))
+    rules = SimpleNamespace(met=lambda text, label: [True, text == label])
+    rows = [{"input": "a", "label": "a"}, {"input": "b", "label": "c"}]
+    meter = beside_trl._Meter(SimpleNamespace(vllm_generation=generation), rows, rules, eval_steps=2)
+    meter.start()
+    meter.end_step(1)
+    meter.end_step(2)
+    assert calls == ["sync", "chat"] and meter.step_seconds == [3.0, 1.5]
+    assert meter.curve == [{"step": 2, "seconds": 4.5, "accuracy": 0.5}] and meter.evaluation_seconds == [4.0]
 
 
 def test_policies_learn_from_the_first_pairs_and_are_judged_on_the_last(bench, monkeypatch, tmp_path):
