@@ -200,13 +200,6 @@ def test_attention_is_planned_for_the_kernel_of_the_graph_that_a_step_replays(mo
     assert runner._build_attention_metadata(max_query_len=1, **given) == {"max_query_len": planned, **given}
 
 
-def test_drafts_are_refused_on_a_gpu_with_cuda_graphs(path, monkeypatch):
-    monkeypatch.setattr("rlhf_rollout.engines.vllm.engine.prepare_environment", lambda: True)
-    with pytest.raises(ConfigError, match=r"GPU with CUDA graphs(.|\n)*hint: add ``enforce_eager``"):
-        build_engine("vllm", spec(path))
-    spec(path, enforce_eager=True).check_drafts(on_gpu=True)
-
-
 def test_draft_models_of_other_vocabularies_are_refused(path, tmp_path):
     other = tiny_model_dir(tmp_path / "other", vocab_size=300)
     with pytest.raises(

@@ -13,7 +13,6 @@ from rlhf_rollout.agents.agent_spec import AgentSpec
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.spec import DRAFTS, OF_SINGLE_TOKENS, QUANTIZATIONS, VLLM_PATCHES
-from rlhf_rollout.host import visible_gpus
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.sources import CallOptions
 
@@ -170,8 +169,7 @@ class EngineSection(Section, title="generation engine (vLLM)"):
     vllm_speculative: one_of(DRAFTS) | None = flag(
         None,
         "ngram: engines draft the tokens that followed the last 2 to 4 where these stood before, in prompt or response,"
-        " and check them in one pass of the model; responses have the same distribution. On GPUs it"
-        " needs --enforce_eager. None: no drafts",
+        " and check them in one pass of the model; responses have the same distribution. None: no drafts",
     )
     vllm_draft_model: str | None = flag(
         None,
@@ -210,7 +208,6 @@ class EngineSection(Section, title="generation engine (vLLM)"):
         if sampling is not None and sampling.min_p:
             message = f"{name} drafts tokens, which vLLM cannot with --min_p {sampling.min_p:g}"
             raise ConfigError(message, hint="drop one of them")
-        self.spec("", 1, SHARE_ALONE).check_drafts(on_gpu=bool(visible_gpus()))
         return [f"{name}: engines do without the speed-ups of single tokens, {', '.join(OF_SINGLE_TOKENS)}"]
 
     def spec(self, model: str, max_model_len: int, memory_share: float, **options: Any) -> EngineSpec:

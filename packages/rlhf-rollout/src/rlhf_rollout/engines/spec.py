@@ -65,8 +65,7 @@ class EngineSpec:
         tensor_parallel_size: GPUs per engine.
         num_threads: CPU threads of the engine's process; None for OMP_NUM_THREADS, or else one per core.
         speculative: "ngram" has "vllm" draft the tokens that followed the last ones where these stood before, in prompt
-            or response, and check them in one pass of the model. Samples have the same distribution. On a GPU it needs
-            `enforce_eager`. None: no drafts.
+            or response, and check them in one pass of the model. Samples have the same distribution. None: no drafts.
         draft_model: folder or hub name of a smaller model with the same vocabulary, whose most likely tokens "vllm"
             takes for drafts, as with `speculative`. Updates leave its weights as they are. None: no such drafts.
         speculative_tokens: tokens per draft at most.
@@ -157,13 +156,6 @@ class EngineSpec:
     def step_tokens(self) -> int:
         """Tokens of a sequence, at most, in a step that only decodes."""
         return 1 + self.speculative_tokens if self.has_drafts else 1
-
-    def check_drafts(self, *, on_gpu: bool) -> None:
-        """Raise ConfigError for drafts on a GPU with CUDA graphs, whose samples and log-probs were wrong there."""
-        if self.has_drafts and on_gpu and not self.enforce_eager:
-            own = "speculative" if self.speculative else "draft_model"
-            message = f"``{own}`` gave wrong samples on a GPU with CUDA graphs"
-            raise ConfigError(message, hint=f"add ``enforce_eager``, or drop ``{own}``")
 
     def check_kind(self, kind: str) -> None:
         """Raise ConfigError for an unknown kind of engine, or one that these settings do not suit."""

@@ -37,7 +37,6 @@ class VllmEngine:
         self._on_gpu = prepare_environment()
         if spec.weight_transfer == "ipc" and not self._on_gpu:
             raise ConfigError("weight_transfer ipc needs a GPU", hint="use weight_transfer shared_memory")
-        spec.check_drafts(on_gpu=self._on_gpu)
         if spec.draft_model:
             spec = replace(spec, draft_model=str(draft_model_dir(spec.draft_model, config)))
         if spec.tensor_parallel_size > 1:
