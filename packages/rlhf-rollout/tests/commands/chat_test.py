@@ -5,13 +5,19 @@ import builtins
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from rlhf_data.errors import EngineError
+from rlhf_data.images.reader import open_image_reader
+from rlhf_data.prompts import load_prompts
+from rlhf_data.rows.sources import open_sources
 from rlhf_data.testing import EOS_ID, ByteTokenizer
 from rlhf_rollout.commands.chat import stream
 from rlhf_rollout.commands.main import main
+from rlhf_rollout.engines import build_engine
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import SamplingParams
+from tiny_vision import tiny_vision_model_dir
 
 TOKENIZER = ByteTokenizer()
 
@@ -118,3 +124,47 @@ def test_chat_without_chat_template_asks_each_question_alone(talk):
     prompts, said = talk("a", "b", more=("--input_template", "Q {} A: "))
     assert prompts == ["<bos>Q a A: ", "<bos>Q b A: "]
     assert "the model sees each question alone" in said.err
+
+
+def test_chat_reads_images_that_are_named_before_a_question(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tiny_vision_model_dir(tmp_path / "model", "qwen2_5_vl")
+    Image.new("RGB", (32, 32), "red").save("red one.png")
+    (tmp_path / "rows.jsonl").write_text('{"input": "colour?", "images": "red one.png"}')
+    reader = open_image_reader(path)
+    rows = open_sources(str(tmp_path / "rows.jsonl"))
+    [row] = load_prompts(rows, reader.tokenizer, apply_chat_template=True, image_key="images", reader=reader)
+    asked = []
+
+    async def start(kind, spec):
+        engine = build_engine(kind, spec)
+        answer = engine.generate
+
+        async def generate(token_ids, sampling, images=(), **options):
+            asked.append((token_ids.tolist(), tuple(images)))
+            return await answer(token_ids, sampling, images=images, **options)
+
+        engine.generate = generate
+        return engine
+
+    lines = iter(["/image red one.png", "colour?", "/image none.png", "<image>?", "/clear", "colour?"])
+    monkeypatch.setattr(builtins, "input", lambda mark: next(lines, "/exit"))
+    monkeypatch.setattr("rlhf_rollout.commands.chat.start_engine", start)
+    words = ["chat", "--pretrain", "model", "--engine", "transformers", "--generate_max_len", "3", "--seed", "1"]
+    assert main([*words, "--read_images"]) == 0
+    (first, [image]), (second, again), (third, none) = asked
+    assert first == row.token_ids.tolist()
+    assert Image.open(image).getpixel((0, 0)) == (255, 0, 0)
+    assert second[: len(first)] == first and second.count(reader.image_id) == 16 and again == (image,)
+    assert none == () and reader.image_id not in third
+    assert "there is no image none.png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [(["--engine", "fake"], "engine fake takes no images"), (["--input_template", "{}"], "needs the chat template")],
+)
+def test_chat_refuses_images_where_nothing_reads_them(capsys, more, says):
+    assert main(["chat", "--pretrain", "model", "--read_images", *more]) == 2
+    assert says in capsys.readouterr().err

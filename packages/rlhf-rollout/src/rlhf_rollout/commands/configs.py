@@ -368,6 +368,9 @@ class ConversationSection(Section, title="conversation"):
     """What a conversation begins with."""
 
     system: str | None = flag(None, "the system message")
+    read_images: bool = flag(
+        False, "read images, with a model that does: a line `/image PATH` puts one before the next question"
+    )
 
 
 class ConversationRows(TemplateVariableSection, PromptLengthSection, TemplateSection):
@@ -392,6 +395,13 @@ class ChatConfig(Config):
         self.rollout.check()
         given_both = self.data.input_template is not None
         reason = "--input_template takes the place of the chat template"
+        if self.conversation.read_images and given_both:
+            hint = "drop --input_template"
+            raise ConfigError(
+                "--read_images needs the chat template, which writes the tokens around an image", hint=hint
+            )
+        if self.conversation.read_images and self.engine.engine not in WITH_MODEL:
+            raise ConfigError(f"engine {self.engine.engine} takes no images", hint="use --engine vllm or transformers")
         return self.engine.check(given, self.rollout) + without_effect(
             given, (given_both, ["chat_template_kwargs"], reason)
         )
