@@ -49,7 +49,7 @@ def scratch() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def forked(scratch: Path) -> Iterator[list[str]]:
     """The words that start a run whose processes are forks. Runs that are to be killed are new interpreters."""
-    with warm_commands(["trainer", "worker"]) as words:
+    with warm_commands() as words:
         yield words
 
 

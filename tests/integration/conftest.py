@@ -15,7 +15,7 @@ TIMEOUT_S = 600
 @pytest.fixture(scope="session")
 def words() -> Iterator[list[str]]:
     """The words that start a command that trains, before its name. Its ranks and engines are forks, too."""
-    with warm_commands(["trainer", "worker"]) as words:
+    with warm_commands() as words:
         yield words
 
 

@@ -20,31 +20,30 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-# By kind of command, what it imports. vLLM changes settings of torch, so trainers do without it. Ray is left to the one
-# command that uses it, and to workers, because it reads the environment when it is imported. A worker becomes a rank or
-# an engine: it has imported what vLLM imports of others.
+# What commands and workers import, beside transformers, DeepSpeed and PEFT. vLLM changes settings of torch, so both do
+# without it; commands that generate have their engine in another process. Ray is left to the one command that uses it,
+# and to workers, because it reads the environment when it is imported. A worker becomes a rank or an engine: it has
+# imported what vLLM imports of others.
 LIBRARIES = {
-    "engine": ("rlhf_rollout.engines.vllm.loop", "vllm.engine.arg_utils", "vllm.v1.engine.core_client"),
-    "trainer": ("peft", "rlhf_train.offline.epochs"),
+    "trainer": ("rlhf_cli.commands.ppo", "rlhf_cli.preflight.inputs", "rlhf_train.offline.job"),
     "worker": (
-        "aiohttp", "openai.types.responses", "peft", "torch._dynamo.aot_compile_types",
+        "aiohttp", "openai.types.responses", "torch._dynamo.aot_compile_types",
         "torch._inductor.lowering", "transformers.models.auto.image_processing_auto",
     ),
 }  # fmt: skip
-ENGINE_COMMANDS = ("chat", "generate")
 SOCKETS = "RLHF_WARM_WORKERS"  # names the folder of the sockets to `for_workers`
 PATIENCE_S = 30.0  # after which a worker is a new interpreter: Ray gives it 60 s to start
 # Names of variables, or their first letters, that no library of a worker reads when it is imported. A worker that
 # differs in others from the process that would fork is a new interpreter, too.
 READ_LATER = (
-    *("BUILD_", "GLOO_", "NCCL_", "OLDPWD", "PWD", "PYTEST_"),
+    *("BUILD_", "COLUMNS", "GLOO_", "LINES", "NCCL_", "OLDPWD", "PWD", "PYTEST_", "PYTHONBREAKPOINT"),
     *("RAY_", "RLHF_", "SHLVL", "SPT_", "TEST_", "VLLM_", "_"),
 )
 
 
 @contextlib.contextmanager
-def warm_commands(kinds: Collection[str] = ("engine", "trainer")) -> Iterator[list[str]]:
-    """Yield the words that start a command, before its name. It is of one of `kinds`, and has one OpenMP thread.
+def warm_commands(kinds: Collection[str] = tuple(LIBRARIES)) -> Iterator[list[str]]:
+    """Yield the words that start a command, before its name. It has one OpenMP thread.
 
     With the kind "worker", this also concerns workers of clusters that commands start in this `with` block. With a GPU,
     which forks cannot share, all are new interpreters.
@@ -91,7 +90,7 @@ def for_workers(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
 def call(folder: str, words: list[str]) -> int:
     """Let the server whose sockets are in `folder` run a command, or Ray's program; return its exit status."""
     is_worker = words[0].endswith(".py")
-    kind = "worker" if is_worker else "engine" if words[0] in ENGINE_COMMANDS else "trainer"
+    kind = "worker" if is_worker else "trainer"
     answer = b""
     with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(TimeoutError):
         connection.connect(f"{folder}/{kind}")
@@ -110,24 +109,20 @@ def call(folder: str, words: list[str]) -> int:
 
 def serve(numbers: dict[str, int]) -> None:
     """Import the libraries of each kind in a process, and fork it for each connection to the socket of that kind."""
-    from rlhf_rollout.engines.vllm.core import prepare_environment
     from rlhf_rollout.host import wait_passively
+    from rlhf_train.engine.deepspeed_internals import import_deepspeed
 
     started = dict(os.environ)
     gc.disable()  # it would look at all imported modules again and again
     wait_passively()  # as every command does before it imports torch
     importlib.import_module("transformers.models.qwen2.modeling_qwen2")
+    import_deepspeed("cpu")
+    importlib.import_module("peft")
     *others, kind = numbers
     kind = next((other for other in others if os.fork() == 0), kind)
     listener = socket.socket(fileno=numbers.pop(kind))
     for other in numbers.values():
         os.close(other)
-    if kind == "engine":
-        prepare_environment()
-    else:
-        from rlhf_train.engine.deepspeed_internals import import_deepspeed
-
-        import_deepspeed("cpu")
     before = started if kind == "worker" else dict(os.environ)
     for name in LIBRARIES[kind]:
         importlib.import_module(name)
