@@ -110,9 +110,10 @@ def test_openai_and_smolagents_programs_are_recorded_and_trained(rlhf, tmp_path)
     source = AGENT.format(example=str(ROOT / "examples/openai_client.py"), folder=str(tmp_path / "http"))
     (tmp_path / "agent.py").write_text(source, encoding="utf-8")
     flags = ["--agent_func_path", f"{shlex.quote(sys.executable)} agent.py", "--agent_timeout_s", "300"]
-    flags += ["--max_steps", "4", "--agent_max_len", "1024", "--seed", "1"]
-    flags += ["--rollout_batch_size", "4", "--n_samples_per_prompt", "2", "--train_batch_size", "8"]
-    flags += ["--micro_train_batch_size", "8", "--micro_rollout_batch_size", "32", "--eval_data", "None"]
+    flags += ["--max_steps", "4", "--agent_max_len", "1024", "--seed", "2"]
+    # An odd and an even label in each step. Every episode is a process, which imports a library for a second.
+    flags += ["--rollout_batch_size", "2", "--n_samples_per_prompt", "2", "--train_batch_size", "4"]
+    flags += ["--micro_train_batch_size", "4", "--micro_rollout_batch_size", "32", "--eval_data", "None"]
     flags += ["--train_steps", str(NUM_STEPS), "--save_path", "out"]
     rlhf("ppo", *flags, folder=tmp_path)
 

@@ -15,11 +15,6 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
 
 
-def ppo(*flags: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run `ppo` with `flags`; see `rlhf`."""
-    return rlhf("ppo", *flags, folder=folder, **variables)
-
-
 def rlhf(*words: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command in `folder`: Bazel's binary where there is one, else the module."""
     binary = ROOT / "packages/rlhf-cli/rlhf"
@@ -37,7 +32,7 @@ def main_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
     started = time.monotonic()
     flags = ["--seed", "1", "--train_steps", "14", "--eval_steps", "7", "--best_metric_key", "eval/accuracy"]
     flags += ["--save_steps", "12"]
-    done = ppo(*flags, "--save_path", "out", folder=folder)
+    done = rlhf("ppo", *flags, "--save_path", "out", folder=folder)
     seconds = time.monotonic() - started
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done, folder / "out", seconds
@@ -135,28 +130,3 @@ def test_repeated_step_has_the_same_metrics_and_changes_nothing_in_the_run(main_
     for name in ("policy/loss", "policy/grad_norm", "value/loss", "kl/reference", "policy/clip_fraction"):
         assert found[name] == [repr(recorded[name])] * 2 + ["0.0"]
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run.rglob("*")} == before
-
-
-def accuracy_by_step(folder: Path) -> dict[int, float]:
-    """Return the share of held-out responses whose answer is the label, as read from their text."""
-    right: dict[int, list[bool]] = {}
-    for record in read_jsonl(folder / "eval_rollouts.jsonl"):
-        right.setdefault(record["step"], []).append(record["text"].rpartition("####")[2].strip() == record["label"])
-    return {step: sum(found) / len(found) for step, found in right.items()}
-
-
-def test_fresh_policy_learns_from_the_final_model_as_its_teacher_without_any_reward(main_job, tmp_path):
-    flags = ["--teacher_model", str(main_job[1] / "model"), "--remote_rm_url", "None", "--seed", "1"]
-    flags += ["--advantage_estimator", "reinforce", "--init_kl_coef", "0", "--actor_learning_rate", "6e-4"]
-    done = ppo(*flags, "--train_steps", "12", "--eval_steps", "-1", "--save_path", "out", folder=tmp_path)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    accuracy = accuracy_by_step(tmp_path / "out")
-    assert accuracy[0] <= 0.40 and accuracy[12] >= 0.60
-    lines = read_jsonl(tmp_path / "out/metrics.jsonl")
-    steps = [line for line in lines if "time/step" in line]
-    assert steps[0]["kl/teacher"] > 2 * statistics.mean(line["kl/teacher"] for line in steps[-3:])
-    assert {line["samples/trained"] for line in steps} == {128}
-    assert not [
-        name for line in lines for name in line if "accuracy" in name or ("reward" in name and "time" not in name)
-    ]
-    assert {record["reward"] for record in read_jsonl(tmp_path / "out/rollouts.jsonl")} == {0.0}

@@ -272,12 +272,12 @@ def test_ray_scorer_survives_more_deaths_than_its_actor_has_restarts_if_it_answe
             except RewardError:
                 await asyncio.sleep(0.05)
 
-    for _ in range(4):
+    for _ in range(2):
         assert run(answers()) == [7.0]
         with pytest.raises(RewardError, match="the reward model's process is gone"):
             run(scorer.score([]))
     assert run(answers()) == [7.0]
-    assert len(starts) >= 3
+    assert len(starts) == 2
     ray.kill(scorer.handle)
 
 

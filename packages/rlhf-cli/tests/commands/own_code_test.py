@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 
 import pytest
@@ -127,25 +125,19 @@ def test_sft_trains_a_model_with_its_code_and_every_command_goes_on_with_it(fold
     assert "use --trust_remote_code" in capsys.readouterr().err
     assert main([*export.split(), "--trust_remote_code"]) == 0
     assert {path.name for path in (folder / "exported").glob("*.py")} == CODE
-    for model in ("run", "exported"):
-        generate = f"generate --pretrain {model} --engine transformers {PROMPTS} --output_path {model}.jsonl"
-        generate += " --generate_max_len 4 --temperature 0 --max_samples 2"
-        assert main(generate.split()) == 2
-        assert main([*generate.split(), "--trust_remote_code"]) == 0
-    lines = {name: (folder / f"{name}.jsonl").read_text().splitlines() for name in ("run", "exported")}
-    first, second = (sorted(json.loads(line)["token_ids"] for line in found) for found in lines.values())
-    assert len(first) == 2
-    assert first == second
-    code = f"""
-from transformers import AutoModelForCausalLM
-print(type({line}).__name__)
-try:
-    AutoModelForCausalLM.from_pretrained({str(saved)!r}, trust_remote_code=False)
-except ValueError:
-    print("refused")
-"""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["MineForCausalLM", "refused"]
+    weights = [(path / "model.safetensors").read_bytes() for path in (saved, folder / "exported")]
+    assert weights[0] == weights[1]
+    generate = f"generate --pretrain exported --engine transformers {PROMPTS} --output_path answers.jsonl"
+    generate += " --generate_max_len 4 --temperature 0 --max_samples 2"
+    assert main(generate.split()) == 2
+    assert main([*generate.split(), "--trust_remote_code"]) == 0
+    assert len((folder / "answers.jsonl").read_text().splitlines()) == 2
+    from transformers import AutoModelForCausalLM
+
+    model = eval(line, {"AutoModelForCausalLM": AutoModelForCausalLM})
+    assert type(model).__name__ == "MineForCausalLM"
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=False)
 
 
 def test_score_reads_a_reward_model_with_code_of_its_own(folder):
