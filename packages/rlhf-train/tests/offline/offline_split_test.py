@@ -161,7 +161,6 @@ ADAPTERS = LoraSpec(rank=4)
 ONE_RANK = {
     "whole": Case(variants=True),
     "passes of 5, checkpointed": Case(micro_train_batch_size=5, gradient_checkpointing=True),
-    "packed": Case(packing=True),
     "packed to 60 tokens": Case(packing=True, zero_stage=2, micro_batch_tokens=60, variants=True),
     "reference computed up front": Case(packing=True, micro_train_batch_size=5, precompute_reference=True),
     "adapters": Case(lora=ADAPTERS),
