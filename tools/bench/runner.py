@@ -120,7 +120,8 @@ class Metrics(NamedTuple):
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the values of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8") as file:  # `splitlines` also splits strings of JSON, at U+2028
+        return [json.loads(line) for line in file]
 
 
 def read_metrics(folder: Path) -> Metrics:

@@ -87,6 +87,11 @@ def test_first_rank_sends_and_all_ranks_run(tmp_path):
         runner.from_first_rank(rank, 1, 3, tmp_path)
 
 
+def test_lines_of_json_may_have_separators_of_unicode(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"a": "1\u20282"}\n{"a": "3"}\n', encoding="utf-8")
+    assert runner.read_lines(tmp_path / "rows.jsonl") == [{"a": "1\u20282"}, {"a": "3"}]
+
+
 def test_every_benchmark_is_listed_with_what_it_measures(capsys):
     assert run.main([]) == 0 and run.main(["nothing"]) == 2
     listed = capsys.readouterr().out

@@ -22,6 +22,16 @@ SHARED = EnginePlaces((("0",), ("0",)))
 
 
 @pytest.mark.parametrize(
+    ("slots", "length", "drafted", "tokens"),
+    [(512, 812, 0, 8192), (8, 640, 0, 5120), (1, 640, 0, 640), (100, 100, 0, 8100), (9000, 50, 0, 9000), (4, 3, 4, 20)],
+)
+def test_a_step_has_no_more_tokens_than_slots_hold_and_as_many_for_each(slots, length, drafted, tokens):
+    drafts = {"speculative": "ngram", "speculative_tokens": drafted} if drafted else {}
+    spec = EngineSpec(model="fake", max_num_seqs=slots, max_model_len=length, **drafts)
+    assert spec.batched_tokens == tokens
+
+
+@pytest.mark.parametrize(
     ("num_engines", "each", "visible", "gpus", "most"),
     [
         (2, 1, "0 1 2", [("0",), ("1",)], 1),

@@ -133,6 +133,7 @@ def test_responses_without_a_program():
         ({"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]}, "def f(a, b): return a + b", OK),  # APPS wraps it
         ({"fn_name": "f", "inputs": ["[1, 2]\n3"], "outputs": ["[3, 1]"]},
          "class Solution:\n  def f(self, a, b): return b, a[0]", OK),  # LiveCodeBench
+        ({"fn_name": "f", "inputs": ['"a\u2028b"\n3'], "outputs": ["4"]}, "def f(a, b): return len(a) + b - 2", OK),
         ({"fn_name": "f", "inputs": [[[1]]], "outputs": [{"1": 2}]}, "def f(a): return {1: 2}", OK),
         ({"fn_name": "f", "inputs": [[1]], "outputs": [1]}, "def g(a): return a", WRONG),
         ({"fn_name": "f", "inputs": [[1]], "outputs": [1]}, "print(1)\ndef f(a):\n  print(a)\n  return a", OK),

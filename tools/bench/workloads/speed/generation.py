@@ -52,7 +52,7 @@ from rlhf_data.errors import ConfigError, EngineError, RlhfError
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.mps import MpsDaemon
 from rlhf_rollout.protocols import SamplingParams
-from runner import UsageError, progress
+from runner import UsageError, progress, read_lines
 from workloads.speed.generation_engine import engine_process
 
 FLAGS = {
@@ -222,7 +222,7 @@ def read_questions(file: str, model: Path, prompt_tokens: int) -> list[np.ndarra
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    rows = read_lines(Path(file))
     asked = ([{"role": "user", "content": row["question"]}] for row in rows)
     options = {"add_generation_prompt": True, "tokenize": False}
     texts = [tokenizer.apply_chat_template(messages, **options) for messages in asked]

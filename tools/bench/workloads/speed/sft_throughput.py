@@ -60,7 +60,7 @@ def read_examples(path: Path, count: int) -> list[SftExample]:
     """Return `count` examples of random tokens, with the lengths of the file's rows. Rows repeat if there are fewer."""
     rng = np.random.default_rng(0)
     examples = []
-    rows = itertools.cycle(path.read_text(encoding="utf-8").splitlines())
+    rows = itertools.cycle(path.read_text(encoding="utf-8").rstrip().split("\n"))
     for number, line in enumerate(itertools.islice(rows, count)):
         row = json.loads(line)
         prompt, answer = (len(row[key]) // CHARACTERS_PER_TOKEN + 1 for key in ("question", "answer"))

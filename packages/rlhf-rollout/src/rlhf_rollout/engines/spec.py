@@ -44,7 +44,7 @@ class EngineSpec:
             and, on a GPU, compute capability 8.9. None computes in `dtype`.
         max_model_len: prompt and completion together, in tokens.
         max_num_seqs: completions that are decoded at once, at most.
-        max_num_batched_tokens: tokens per engine step, at most.
+        max_num_batched_tokens: tokens per engine step, at most; see `batched_tokens`.
         gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache.
         kv_cache_memory_bytes: fixes the KV cache's size; None takes it from `gpu_memory_utilization` on a GPU, with
             "vllm" at most what 4 * `max_num_seqs` full sequences need, and on a CPU from what `max_num_seqs` full
@@ -156,6 +156,16 @@ class EngineSpec:
     def step_tokens(self) -> int:
         """Tokens of a sequence, at most, in a step that only decodes."""
         return 1 + self.speculative_tokens if self.has_drafts else 1
+
+    @property
+    def batched_tokens(self) -> int:
+        """Tokens of a step of the engine, at most: a multiple of the slots, and no more than they can hold.
+
+        vLLM tries a step of so many tokens at its start, divided among all slots. With more than `max_model_len` for
+        one of them, FlashAttention reads beyond its table of blocks, which ends the process.
+        """
+        room = min(self.max_num_batched_tokens, self.max_num_seqs * self.max_model_len)
+        return max(room - room % self.max_num_seqs, self.max_num_seqs * self.step_tokens)
 
     def check_kind(self, kind: str) -> None:
         """Raise ConfigError for an unknown kind of engine, or one that these settings do not suit."""

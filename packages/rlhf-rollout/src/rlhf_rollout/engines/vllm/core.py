@@ -201,7 +201,7 @@ def _engine_config(
         quantization=_QUANTIZATIONS[spec.quantization],
         max_model_len=spec.max_model_len,
         max_num_seqs=spec.max_num_seqs,
-        max_num_batched_tokens=max(spec.max_num_batched_tokens, spec.max_num_seqs * spec.step_tokens, whole_prompt),
+        max_num_batched_tokens=max(spec.batched_tokens, whole_prompt),
         # On a CPU every row has a seed, and vLLM's CPU sampler fails on one whose prompt is in two chunks.
         enable_chunked_prefill=on_gpu,
         gpu_memory_utilization=spec.gpu_memory_utilization,

@@ -83,6 +83,5 @@ def gpu_work_bytes(spec: EngineSpec, config: Mapping[str, Any]) -> int:
     widths = config.get("intermediate_size") or 4 * hidden
     width = max(*(widths if isinstance(widths, list) else [widths]), experts)  # some configs have one per layer
     rows = spec.max_num_seqs * spec.step_tokens
-    num_tokens = max(spec.max_num_batched_tokens, rows)
-    activation_bytes = num_tokens * (4 * hidden + 3 * width) * ITEM_BYTES[spec.dtype]
+    activation_bytes = spec.batched_tokens * (4 * hidden + 3 * width) * ITEM_BYTES[spec.dtype]
     return FIXED_BYTES + activation_bytes + _LOGIT_COPIES * rows * config["vocab_size"] * 4

@@ -152,7 +152,7 @@ def parse_tests(label: str) -> Tests:
     expected = []
     for arguments, output in zip(inputs, outputs, strict=True):
         if isinstance(arguments, str):  # one argument per line, as in LiveCodeBench
-            arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
+            arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
             output = json.loads(output) if isinstance(output, str) else output
         calls.append(json.dumps(arguments))
         expected.append(output)
