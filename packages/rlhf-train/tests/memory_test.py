@@ -53,6 +53,11 @@ def test_half_a_billion_weights_on_one_gpu_by_hand() -> None:
     adapters = 24 * 8 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864))
     with_adapters = engine_memory(config_of("Qwen2-0.5B"), replace(spec, adapter_rank=8))
     assert with_adapters.items == engine.items | {"weights": 2 * (weights + adapters)}
+    alone, drafted = (
+        engine_memory(config_of("Llama-2-70B"), spec, None, draft) for draft in (None, config_of("Qwen2-0.5B"))
+    )
+    assert drafted.items["weights"] == alone.items["weights"] + 2 * weights
+    assert drafted.items["KV cache"] == alone.items["KV cache"] + engine.items["KV cache"]
     few = Passes(train=(12_288, 8192), forward=(12_288, 8192), most_targets=8192)  # 2.5e9 bytes: whole logits
     assert items(BF16, passes=few)["logits"] == 2 * 151_936 * 8192 + 2 * embedding
     # A teacher's distributions: all logits of a training pass, and two gradients of their size.

@@ -92,6 +92,13 @@ def test_what_is_kept_in_host_memory_is_counted_and_what_is_copied_there_in_turn
     assert (need.host, need.moved) == (bytes_per_weight * weights, moved * weights)
 
 
+def test_draft_model_has_its_weights_on_the_gpus_of_engines(planner):
+    plan_of = planner(1)
+    plans = [plan_of(model("qwen2.5-7b", 1, *more)) for more in ([], ["--vllm_draft_model", "qwen2.5-1.5b"])]
+    alone, drafted = (plan.memory.needs[plan.job.plan.engines.name].items for plan in plans)
+    assert drafted["weights"] == alone["weights"] + 2 * WEIGHTS["qwen2.5-1.5b"]
+
+
 def test_phases_add_up_what_is_awake(planner):
     found = planner(1, 140.0)(model("qwen2.5-1.5b", 1, *SLEEP))
     trainer = found.memory.needs["train"]

@@ -355,13 +355,14 @@ def _whole_layer(config: Any, spec: ModelSpec) -> int:
     return layer if spec.lora is None and layer <= MAX_LIVE_PARAMETERS else 0
 
 
-def engine_memory(config: Any, spec: EngineSpec, gpu_bytes: int | None = None) -> Need:
-    """Return what an engine needs on each of its GPUs.
+def engine_memory(config: Any, spec: EngineSpec, gpu_bytes: int | None = None, draft: Any = None) -> Need:
+    """Return what an engine needs on each of its GPUs. `draft` is the config of its draft model, if it has one.
 
         weights   = item size * (weights / tensor_parallel_size + adapters of all linear layers, if there are any);
                     in FP8 one byte for each of a layer's matrices
         KV cache  = 2 (keys, values) * layers * key-value heads / tensor_parallel_size, at least 1, * head size
                     * item size * max_num_seqs * max_model_len
+        and both of a draft model, which is neither split nor rounded
         work      = `rlhf_rollout.engines.vllm.memory.gpu_work_bytes`, of which 2 GiB stay while it sleeps
 
     vLLM takes up to four times this KV cache. With less of it, fewer responses are generated at once: on a GPU of
@@ -370,12 +371,15 @@ def engine_memory(config: Any, spec: EngineSpec, gpu_bytes: int | None = None) -
     config = config.get_text_config()
     sizes = sizes_of(config)
     item = ITEM_BYTES[spec.dtype]
-    num_kv_heads = max(sizes.num_kv_heads // spec.tensor_parallel_size, 1)
-    per_token = 2 * sizes.num_layers * num_kv_heads * sizes.head_dim * item
+    per_token = _cache_per_token(sizes, item, spec.tensor_parallel_size)
     counted = count_parameters(config)
     saved = (item - 1) * counted.matrices if spec.quantization == "fp8" else 0
     weights = _share(item * counted.total - saved, spec.tensor_parallel_size)
     weights += item * count_adapters(config, spec.adapter_rank, "all-linear")
+    if draft is not None:
+        draft = draft.get_text_config()
+        per_token += _cache_per_token(sizes_of(draft), item, 1)
+        weights += item * count_parameters(draft).total
     work = gpu_work_bytes(spec, config.to_dict())
     cache = per_token * spec.max_num_seqs * spec.max_model_len
     if gpu_bytes is not None:
@@ -383,6 +387,11 @@ def engine_memory(config: Any, spec: EngineSpec, gpu_bytes: int | None = None) -
         cache = min(cache, max(room, per_token * spec.max_model_len))
     items = {"weights": weights, "KV cache": spec.kv_cache_memory_bytes or cache, "work": work}
     return Need(items, FIXED_BYTES)
+
+
+def _cache_per_token(sizes: Any, item_bytes: int, num_parts: int) -> int:
+    num_kv_heads = max(sizes.num_kv_heads // num_parts, 1)
+    return 2 * sizes.num_layers * num_kv_heads * sizes.head_dim * item_bytes
 
 
 def _sum(*parts: Mapping[str, int]) -> dict[str, int]:

@@ -68,7 +68,8 @@ def run_memory(job: OnlineJob, gpu_bytes: int | None = None, mean_response_token
     trainers = job.plan.trainers
     at_once = {placed.name: _trainer(job, placed, mean_response_tokens, in_turn=False) for placed in trainers}
     in_turn = {placed.name: _trainer(job, placed, mean_response_tokens, in_turn=True) for placed in trainers}
-    engine = engine_memory(_config(job.models["actor"].path), job.engine, gpu_bytes)
+    draft = _config(job.engine.draft_model) if job.engine.draft_model else None
+    engine = engine_memory(_config(job.models["actor"].path), job.engine, gpu_bytes, draft)
     others: dict[str, Need] = {}
     if job.plan.engines.places:
         others[job.plan.engines.name] = engine
