@@ -42,9 +42,11 @@ def test_filter_acts_alone_or_beside_the_built_in_one_and_metrics_leave_no_trace
     assert COMMAND_LINE.parse(single.split()).config.filtering.own_filter == keep
     Path("r").mkdir()
     Path("r/config.toml").touch()
-    parsed_replay = COMMAND_LINE.parse([*OF_GROUPS.split(), "--replay", "r", "--dry_run"])
-    [notice] = [text for text in parsed_replay.notices if "group_filter" in text]
-    assert notice.startswith("--group_filter_path has no effect: --replay trains on recorded rollouts")
+    filters = f"{OF_GROUPS} --dynamic_filtering --n_samples_per_prompt 4"
+    parsed_replay = COMMAND_LINE.parse([*filters.split(), "--replay", "r", "--dry_run"])
+    for name in ("group_filter_path", "dynamic_filtering"):
+        [notice] = [text for text in parsed_replay.notices if f"--{name} " in text]
+        assert notice.startswith(f"--{name} has no effect: --replay trains on recorded rollouts")
     # A run goes on with other metrics, and not with another filter.
     for code in parsed.config.own_code:
         code.record(tmp_path)

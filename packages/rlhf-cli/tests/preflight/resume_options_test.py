@@ -1,6 +1,7 @@
 """Options of a run that continues: which contradict, which may change, and which cannot."""
 
 import os
+import pickle
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from rlhf_cli.preflight.resume import (
 )
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.command_line import to_toml
+from rlhf_train.algorithms.own_code import OwnCode
 
 
 def parse(*argv):
@@ -331,8 +333,19 @@ def test_checkpoint_is_looked_for_where_it_is_saved(tmp_path):
         assert has_checkpoint(parse(*flags).config.checkpoint, run)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), KeyboardInterrupt()])
-def test_run_that_any_error_ends_says_how_it_continues(tmp_path, error):
+@pytest.mark.parametrize(
+    ("error", "more"),
+    [
+        (RuntimeError("CUDA error"), ""),
+        (KeyboardInterrupt(), ""),
+        # Of a copy, as it comes from the process of a rank.
+        (
+            pickle.loads(pickle.dumps(OwnCode("keep_group", "keep.py", "").error("failed", "mend it"))),
+            " with the same file; to go on with a mended one, start a new run with --pretrain {}",
+        ),
+    ],
+)
+def test_run_that_any_error_ends_says_how_it_continues(tmp_path, error, more):
     section = parse().config.checkpoint
     said = []
     for num_notices in (0, 1):
@@ -341,4 +354,5 @@ def test_run_that_any_error_ends_says_how_it_continues(tmp_path, error):
         assert len(said) == num_notices
         (tmp_path / "checkpoints/step-1").mkdir(parents=True, exist_ok=True)
         (tmp_path / "checkpoints/step-1/manifest.json").touch()
-    assert said == [f"`rlhf ppo --resume {tmp_path}` continues this run from its newest checkpoint"]
+    text = f"`rlhf ppo --resume {tmp_path}` continues this run from its newest checkpoint"
+    assert said == [text + more.format(tmp_path)]

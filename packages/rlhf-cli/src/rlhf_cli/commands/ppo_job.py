@@ -220,7 +220,7 @@ def describe_batches(
     if config.asynchrony.async_train and (steps := config.asynchrony.max_staleness):
         most = (steps + 1) * size
         rows["ahead"] = f"at most {most} prompts run or wait; what is trained is at most {steps} step(s) old"
-    if rollout.filters:
+    if rollout.filters and rollout.replay is None:
         most = size * rollout.dynamic_filtering_max_batches
         rows["dynamic sampling"] = f"each step draws prompts until {size} pass the filter, at most {most}"
     num_frozen = config.training.freezing_actor_steps

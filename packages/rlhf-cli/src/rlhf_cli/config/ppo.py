@@ -13,7 +13,7 @@ from rlhf_cli.config.output import PpoOutputSection
 from rlhf_cli.config.paths import run_folder_notices
 from rlhf_cli.config.placement import EngineSection, PlacementSection
 from rlhf_cli.config.reward import RewardSection
-from rlhf_cli.config.rollout import RolloutSection
+from rlhf_cli.config.rollout import FILTER_OPTIONS, RolloutSection
 from rlhf_cli.config.training import PpoTrainingSection
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import check_has_metric, missing, once, without_effect
@@ -374,7 +374,7 @@ def _check_replay(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Return a notice for each option of what a run on recorded rollouts does not start."""
     if config.rollout.replay is None:
         return []
-    unused = ["group_filter_path", "difficulty_pool", "adaptive_mix", "reuse_solved"]
+    unused = [*FILTER_OPTIONS, "difficulty_pool", "adaptive_mix", "reuse_solved"]
     unused += [*_POOL_OPTIONS, *_MIX_OPTIONS, *_REUSE_OPTIONS]
     unused += [
         name

@@ -12,6 +12,11 @@ from rlhf_train.generation.mixing import MixSpec
 from rlhf_train.generation.reuse import ReuseSpec
 from rlhf_train.generation.run_spec import DynamicSampling
 
+FILTER_OPTIONS = (
+    *("dynamic_filtering", "dynamic_filtering_reward_range", "dynamic_filtering_max_batches"),
+    "group_filter_path",
+)
+
 
 class RolloutSection(GroupSamplingSection):
     """How responses are sampled for training, and which of them are trained on."""

@@ -20,6 +20,7 @@ from rlhf_cli.config.paths import (
 )
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.command_line import to_toml
+from rlhf_train.algorithms.own_code import OwnCodeError
 
 _MANIFEST = "step-*/manifest.json"  # in the folder of checkpoints
 
@@ -148,9 +149,12 @@ def saying_how_to_resume(
     """If the run in `folder` ends early and has a checkpoint, say how it continues."""
     try:
         yield
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt) as error:
         if has_checkpoint(section, folder):
-            notice(f"`rlhf {command} --resume {folder}` continues this run from its newest checkpoint")
+            text = f"`rlhf {command} --resume {folder}` continues this run from its newest checkpoint"
+            if isinstance(error, OwnCodeError):  # whose run refuses another content of the file
+                text += f" with the same file; to go on with a mended one, start a new run with --pretrain {folder}"
+            notice(text)
         raise
 
 

@@ -30,6 +30,10 @@ INPUTS: Mapping[str, tuple[str, ...]] = {
 _WITHOUT_TRACE = ("step_metrics",)  # in what a run learns: one that continues may have another content of these
 
 
+class OwnCodeError(ConfigError):
+    """A function of the user's own fails, or returns what it must not."""
+
+
 @dataclass(frozen=True, slots=True)
 class OwnCode:
     """One function of a user's file. The source travels to the ranks, which all run what was checked.
@@ -105,9 +109,9 @@ class OwnCode:
         except (Exception, SystemExit) as error:
             raise self.error(f"failed{place}: {explain(error, Target(self.path))}", "mend it there") from error
 
-    def error(self, problem: str, hint: str) -> ConfigError:
+    def error(self, problem: str, hint: str) -> OwnCodeError:
         """Return the error that says what is wrong with the function."""
-        return ConfigError(f"{self.function} of {self.path} {problem}", hint=hint)
+        return OwnCodeError(f"{self.function} of {self.path} {problem}", hint=hint)
 
     def _check(self, result: Any, metrics: Any, shape: tuple[int, ...]) -> None:
         import torch
