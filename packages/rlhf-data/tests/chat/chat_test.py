@@ -163,6 +163,12 @@ def test_messages_that_a_template_does_not_write_are_refused(role):
     assert text == "2+2?it&lt;b&gt;42+2?"
     short = render_chat(messages, word_tokenizer(only), origin="o", add_generation_prompt=False, must_write_all=False)
     assert short == "2+2?it2+2?"
+    # Models that read images have templates that go through the parts of a content, and text has none.
+    parts = word_tokenizer("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}")
+    with pytest.raises(DataError, match=r"does not write message 0, of role `user`\n\nhint: .* ``image_key``"):
+        render_chat([question], parts, origin="o", add_generation_prompt=False, must_write_all=False)
+    asked = [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]
+    assert render_chat(asked, parts, origin="o", add_generation_prompt=False) == "2+2?"
 
 
 @pytest.mark.parametrize("answer", ["m.content|upper", "m.content + m.content", "''"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rlhf_data.errors import DataError
+from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.images import files
 from rlhf_data.images.files import image_ref, read_image, stored_image
 
@@ -139,3 +139,22 @@ def test_stored_images_are_removed_when_none_has_used_them_for_30_days(tmp_path,
     stored_image(images["green"])  # which writes it again
     assert {name for name, path in paths.items() if path.exists()} == {"red", "green", "white"}
     assert paths["green"].stat().st_mtime > time.time() - 60
+
+
+def test_image_that_another_process_removes_meanwhile_is_written_again_and_a_full_disk_keeps_no_draft(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = Path(stored_image(b"pixels"))
+    touch = os.utime
+
+    def late(name):
+        Path(name).unlink()
+        touch(name)
+
+    monkeypatch.setattr(os, "utime", late)
+    assert Path(stored_image(b"pixels")).read_bytes() == b"pixels"
+    monkeypatch.setattr(Path, "replace", lambda draft, place: touch(draft / "no room"))
+    with pytest.raises(ConfigError, match="cannot be written"):
+        stored_image(b"pixels")
+    assert list(path.parent.iterdir()) == []

@@ -215,6 +215,31 @@ def test_images_over_http_have_the_tokens_of_the_same_conversation_with_the_sess
     np.testing.assert_allclose(found.rollout_logprobs, wanted.rollout_logprobs, atol=1e-5, rtol=0)
 
 
+def test_a_request_over_http_has_no_file_read_but_those_of_the_prompt(folder, write):
+    Image.new("RGB", (32, 32), "red").save("secret.png")
+    Path("secret.txt").write_text("secret")
+    names = ["secret.png", f"file://{folder}/secret.png", str(folder / "secret.txt"), "none.png", "https://a.b/c.png"]
+    source = f"""
+import httpx
+
+async def run_episode(session):
+    async with httpx.AsyncClient(base_url=session.base_url, timeout=60) as client:
+        said = []
+        for name in {[*names, str(folder / "first.png")]!r}:
+            picture = {{"type": "image_url", "image_url": {{"url": name}}}}
+            asked = {{"messages": [{{"role": "user", "content": [picture]}}]}}
+            said.append(await client.post("chat/completions", json=asked))
+    assert [answer.status_code for answer in said] == [400] * {len(names)} + [200], said
+    assert all("none of the prompt's" in answer.text for answer in said[:-1]), said[0].text
+    return 1.0
+"""
+    agent = Agent(tiny_vision_model_dir(folder / "model", "qwen2_5_vl"), write(source))
+    episode = agent.episode()
+    assert episode.verdict.detail == ""
+    assert episode.rollouts[0].images == (str(folder / "first.png"),)
+    assert not (folder / "cache").exists()
+
+
 FUNCTION = """
 from pathlib import Path
 

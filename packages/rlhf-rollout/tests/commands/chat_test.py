@@ -148,7 +148,7 @@ def test_chat_reads_images_that_are_named_before_a_question(tmp_path, monkeypatc
         engine.generate = generate
         return engine
 
-    lines = iter(["/image red one.png", "colour?", "/image none.png", "<image>?", "/clear", "colour?"])
+    lines = iter(["/image red one.png", "/image none.png", "colour?", "<image>?", "/clear", "colour?"])
     monkeypatch.setattr(builtins, "input", lambda mark: next(lines, "/exit"))
     monkeypatch.setattr("rlhf_rollout.commands.chat.start_engine", start)
     words = ["chat", "--pretrain", "model", "--engine", "transformers", "--generate_max_len", "3", "--seed", "1"]

@@ -64,7 +64,8 @@ def render_chat(
         is_continued: end with the content of the last message.
         tools: JSON schemas of functions in OpenAI's form, which the template writes where its model expects them.
         must_write_all: whether the text must have each message that is not the assistant's, and the name of each tool
-            and of each function that the assistant calls, by the template or in a message.
+            and of each function that the assistant calls, by the template or in a message. It must always have those
+            of the user.
 
     Raises:
         DataError: the template refuses the messages, or a message, a tool or a call is not in the text.
@@ -74,18 +75,27 @@ def render_chat(
     if is_continued:
         options["continue_final_message"] = True
     text = apply_template(messages, tokenizer, origin, tools, **options)
+    for index, message in enumerate(messages):
+        is_needed = message["role"] == "user" or (must_write_all and message["role"] != "assistant")
+        if is_needed and not all(part.strip() in text for part in _texts(message["content"])):
+            marked = [*messages[:index], {**message, "content": ANSWER}, *messages[index + 1 :]]
+            if ANSWER not in apply_template(marked, tokenizer, origin, tools, **options):
+                problem = f"{origin}: the chat template does not write message {index}, of role `{message['role']}`"
+                hint = "use another template, leave it out, or write it into a message of another role"
+                if message["role"] == "user":  # some templates of such models write no content that is plain text
+                    hint = "use another template, or ``image_key`` if the model reads images"
+                raise DataError(problem, hint=hint)
     if must_write_all:
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant" and str(message["content"]).strip() not in text:
-                marked = [*messages[:index], {**message, "content": ANSWER}, *messages[index + 1 :]]
-                if ANSWER not in apply_template(marked, tokenizer, origin, tools, **options):
-                    problem = f"{origin}: the chat template does not write message {index}, of role `{message['role']}`"
-                    hint = "use another template, leave it out, or write it into a message of another role"
-                    raise DataError(problem, hint=hint)
         _check_written("tool", tools, text, origin, "describe them in the system message")
         calls = [call for message in messages for call in message.get("tool_calls") or ()]
         _check_written("call of", calls, text, origin, "write calls into the content of their messages")
     return text
+
+
+def _texts(content: Any) -> list[str]:
+    """Return the texts of a message's content, which is text or a list of parts."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return [str(part["text"]) for part in parts if "text" in part]
 
 
 def _check_written(what: str, of_functions: Iterable[Any], text: str, origin: str, otherwise: str) -> None:

@@ -94,16 +94,25 @@ def stored_image(content: bytes) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_unused(path.parent)
-        if path.exists():
+        try:
             os.utime(path)
-        else:
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as draft:
-                draft.write(content)
-            Path(draft.name).replace(path)
+        except FileNotFoundError:  # also if another process has just removed it as unused
+            _write(path, content)
     except OSError as error:
         hint = "set XDG_CACHE_HOME to a folder with room, or give the paths of files"
         raise ConfigError(f"an image in a row cannot be written to {path}: {error}", hint=hint) from None
     return str(path)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as draft:
+        try:
+            draft.write(content)
+            draft.flush()
+            Path(draft.name).replace(path)  # whole, whoever writes the same one
+        except OSError:
+            Path(draft.name).unlink()
+            raise
 
 
 def _cache() -> Path:

@@ -50,9 +50,8 @@ class PartsTokenizer:
         self.has_marks = has_marks
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("inner", "reader", "has_marks") or name.startswith(
-            "__"
-        ):  # asked for by pickle before there is an `inner`
+        # Pickle asks before there is an `inner`.
+        if name in ("inner", "reader", "has_marks") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.inner, name)
 

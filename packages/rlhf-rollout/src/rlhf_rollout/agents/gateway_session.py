@@ -6,13 +6,15 @@ import dataclasses
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlhf_data.chat.tokens import Tokenizer
+from rlhf_data.errors import DataError
 from rlhf_data.images.files import kept_image
 from rlhf_data.images.rows import change_images
 from rlhf_data.records import FinishReason
@@ -162,7 +164,7 @@ class GatewaySession:
         if request.has_images:
             self.recorder.check_reads_images()
             # What is remembered names the files of images, and not what a client has sent.
-            keep = functools.partial(kept_image, origin="a request", known=self.recorder.prompt.images)
+            keep = functools.partial(_kept, own=self.recorder.prompt.images)
             messages = await asyncio.to_thread(change_images, request.messages, keep)
             asked.request = request = dataclasses.replace(request, messages=messages)
         token_ids, images = await self._encoded(request)
@@ -221,6 +223,19 @@ class GatewaySession:
     def _stop(self, request: Request) -> tuple[str, ...]:
         """Return the texts that end an answer: the run's and the request's."""
         return (*self.recorder.sampling.stop, *request.stop)
+
+
+def _kept(value: Any, own: Sequence[str]) -> str:
+    """Return the path of an image that a client names: one of the prompt's `own`, or what a data URL holds.
+
+    Raises DataError for another: a program in a sandbox, or one that repeats what a policy or a page says, must not
+    have this process read files for it.
+    """
+    path = next((path for path in own if value in (path, Path(path).as_uri())), None)
+    if path is None and not value.startswith("data:"):
+        message = f"a request names the image {value[:80]}, which is none of the prompt's"
+        raise DataError(message, hint="send it as a data:image/...;base64, URL: over HTTP, no other file is read")
+    return path or kept_image(value, "a request")
 
 
 def _without_end(token_ids: list[int], tokenizer: Tokenizer) -> list[int]:

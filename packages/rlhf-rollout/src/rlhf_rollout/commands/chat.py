@@ -62,8 +62,10 @@ def run(config: ChatConfig) -> int:
                 except DataError as error:
                     if reader is None:
                         raise
-                    talk.shown.clear()
                     TERMINAL.say(str(error))
+                    if not question.startswith("/image ") and talk.shown:
+                        talk.shown.clear()
+                        TERMINAL.say("the images before this question are left out")
                     continue
                 if len(token_ids) > data.prompt_max_len:
                     size = f"{len(token_ids)} tokens, more than --prompt_max_len {data.prompt_max_len}"
