@@ -260,7 +260,8 @@ def test_ray_scorer_survives_more_deaths_than_its_actor_has_restarts_if_it_answe
     starts = []
 
     def start() -> Any:
-        starts.append(ray.remote(max_restarts=1, max_task_retries=0)(FragileScorer).options(num_cpus=0).remote())
+        actor = ray.remote(max_restarts=0 if starts else 1, max_task_retries=0)(FragileScorer)
+        starts.append(actor.options(num_cpus=0).remote())
         return starts[-1]
 
     scorer = RayScorer(start(), start)
@@ -272,12 +273,12 @@ def test_ray_scorer_survives_more_deaths_than_its_actor_has_restarts_if_it_answe
             except RewardError:
                 await asyncio.sleep(0.05)
 
-    for _ in range(2):
+    for _ in range(3):
         assert run(answers()) == [7.0]
         with pytest.raises(RewardError, match="the reward model's process is gone"):
             run(scorer.score([]))
     assert run(answers()) == [7.0]
-    assert len(starts) == 2
+    assert len(starts) == 3
     ray.kill(scorer.handle)
 
 
