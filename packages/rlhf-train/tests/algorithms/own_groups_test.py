@@ -59,6 +59,11 @@ def test_metrics_are_numbers_by_name():
     }
 
 
+def test_metrics_that_no_float_can_hold_are_an_error_of_the_file():
+    with pytest.raises(ConfigError, match=r"step_metrics of /nowhere/mine\.py returned an integer that no float can"):
+        step_metrics(code(f"{METRICS}return {{'a': 10**400}}"), [group()[1]], [])
+
+
 @pytest.mark.parametrize(
     ("text", "problem", "hint"),
     [

@@ -109,7 +109,10 @@ def step_metrics(code: OwnCode, groups: Sequence[Group], left_out: Sequence[Grou
     for name, value in result.items():
         if not str(name).isidentifier() or not isinstance(value, Real | np.bool_):
             raise code.error(f"returned `{name}` as {type(value).__name__}", hint)
-    return {f"own/{name}": float(value) for name, value in result.items()}
+    try:
+        return {f"own/{name}": float(value) for name, value in result.items()}
+    except OverflowError:
+        raise code.error("returned an integer that no float can hold", hint) from None
 
 
 def check_group_function(code: OwnCode) -> list[ConfigError]:
