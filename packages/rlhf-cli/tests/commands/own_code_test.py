@@ -88,7 +88,7 @@ def test_dry_run_with_the_flag_checks_the_model_by_its_code(folder, capsys, name
 
 def test_every_command_that_names_a_model_has_the_flag():
     names = {"pretrain", "critic_pretrain", "reward_pretrain", "ref_pretrain", "teacher_model", "tokenizer"}
-    names |= {"model_path", "lora_path"}
+    names |= {"model_path", "lora_path", "vllm_draft_model"}
     for command in COMMANDS:
         known = {option.name: option for option in options(command_line(command).config)}
         named = {name for name, option in known.items() if option.names_model}

@@ -78,13 +78,14 @@ def test_dry_run_shows_what_each_side_needs_by_hand(gpu, model, tmp_path, capsys
     weights = 2 * (3_145_728 + 3_145_728 + 2048 + 2048) + 2 * 51_200_000 + 1024
     assert [round(size * weights / 2**30, 1) for size in (2, 4, 8)] == [0.2, 0.4, 0.9]
     # Its logits are 4 * 64 * 50,000 * 2 bytes, with a gradient of the head of 51,200,000 * 2: 0.12 GiB. A bucket has
-    # 256 MiB. The engine has 2 GiB fixed, 8192 * (4 + 3) * 1024 * 2 = 0.11 GiB of activations and 0.01 of logits.
+    # 256 MiB. The engine has 2 GiB fixed, for 8 slots of 128 tokens 8 * 128 * (4 + 3) * 1024 * 2 = 0.01 GiB of
+    # activations, and 0.01 of logits.
     table, said = dry_run(capsys, *flags(tmp_path, model))
     train = "moments 0.9, gradients 0.4, master weights 0.4, sync bucket 0.2, weights 0.2, logits 0.1"
     assert table == [
         f"  train           2.3  {train}",
-        "  engines         2.3  work 2.1, weights 0.2",
-        "  fullest GPU     4.7 of 140.4, fits; 4.3 if engines and trainers sleep in turn",
+        "  engines         2.2  work 2.0, weights 0.2",
+        "  fullest GPU     4.6 of 140.4, fits; 4.3 if engines and trainers sleep in turn",
     ]
     assert said == []
     # With adapters the policy is its own reference.
@@ -114,14 +115,14 @@ def test_models_apart_do_not_sleep(gpu, model, tmp_path, capsys):
     words = [word for word in flags(tmp_path, model) if word != "--colocate_all_models"]
     table, said = dry_run(capsys, *words)
     # Weights go through host memory: no bucket is on the GPU.
-    assert "sync bucket" not in table[0] and table[2].startswith("  fullest GPU     2.3 of 140.4, fits")
+    assert "sync bucket" not in table[0] and table[2].startswith("  fullest GPU     2.2 of 140.4, fits")
     assert "in turn" not in table[2] and said == []
 
 
 def test_size_of_a_gpu_is_left_out_where_it_is_not_known(gpu, model, tmp_path, capsys):
     gpu("exit 1", devices="")
     table, said = dry_run(capsys, *flags(tmp_path, model, *TURNS), "--plan_gpus", "1")
-    assert table[2] == "  fullest GPU     4.3; 4.7 without sleep"
+    assert table[2] == "  fullest GPU     4.3; 4.6 without sleep"
     assert said == [] and gpu_memory_bytes() is None
     for answer in ("exit 1", "echo unknown", "echo"):
         gpu(answer)
@@ -137,19 +138,19 @@ def test_size_of_a_gpu_is_left_out_where_it_is_not_known(gpu, model, tmp_path, c
         (
             143_771,
             TURNS,
-            "fit together: 4.7 of 140.4 GiB; without --vllm_enable_sleep and --deepspeed_enable_sleep, and",
+            "fit together: 4.6 of 140.4 GiB; without --vllm_enable_sleep and --deepspeed_enable_sleep, and",
         ),
-        (143_771, TURNS[:1], "fit together: 4.7 of 140.4 GiB; without --vllm_enable_sleep, and with"),
-        (143_771, TURNS[1:], "fit together: 4.7 of 140.4 GiB; without --deepspeed_enable_sleep, and with"),
+        (143_771, TURNS[:1], "fit together: 4.6 of 140.4 GiB; without --vllm_enable_sleep, and with"),
+        (143_771, TURNS[1:], "fit together: 4.6 of 140.4 GiB; without --deepspeed_enable_sleep, and with"),
         (5_350, TURNS, "and with --vllm_gpu_memory_utilization 0.5 or less, no time goes into sleep and waking"),
-        (4_900, TURNS, None),  # 4.7 of 4.8 GiB: less than 10 % to spare
+        (4_900, TURNS, None),  # 4.6 of 4.8 GiB: less than 10 % to spare
         (4_900, [], None),
-        (4_500, [], "need 4.7 of 4.4 GiB, and 4.3 if engines and trainers take turns: add --vllm_enable_sleep --deep"),
+        (4_500, [], "need 4.6 of 4.4 GiB, and 4.3 if engines and trainers take turns: add --vllm_enable_sleep --deep"),
         (4_500, TURNS[:1], "if engines and trainers take turns: add --deepspeed_enable_sleep"),
         (4_500, TURNS[1:], "if engines and trainers take turns: add --vllm_enable_sleep"),
         (4_500, TURNS, None),  # they help
-        (4_000, TURNS, "need 4.7 of 3.9 GiB, and 4.3 if engines and trainers take turns: lower --micro_train_batch"),
-        (4_000, [], "need 4.7 of 3.9 GiB, and 4.3 if engines and trainers take turns: lower --micro_train_batch"),
+        (4_000, TURNS, "need 4.6 of 3.9 GiB, and 4.3 if engines and trainers take turns: lower --micro_train_batch"),
+        (4_000, [], "need 4.6 of 3.9 GiB, and 4.3 if engines and trainers take turns: lower --micro_train_batch"),
         (
             3_000,
             [*TURNS, "--bf16_moments"],
@@ -175,7 +176,7 @@ def test_size_of_a_gpu_is_left_out_where_it_is_not_known(gpu, model, tmp_path, c
             [*APART, "--advantage_estimator", "gae"],  # the actor has two ranks and the critic one
             "or add --gradient_checkpointing, --bf16_moments, --critic_lora_rank 64, --zero_stage 3 on more GPUs",
         ),
-        (4_500, ["--async_train"], "need 4.7 of 4.4 GiB: lower --micro_train_batch_size"),  # it cannot sleep
+        (4_500, ["--async_train"], "need 4.6 of 4.4 GiB: lower --micro_train_batch_size"),  # it cannot sleep
     ],
 )
 def test_notices_say_which_flags_help_and_which_are_not_needed(gpu, model, tmp_path, capsys, size, more, notice):
@@ -189,13 +190,13 @@ def test_dry_run_plans_for_gpus_of_another_size(gpu, model, tmp_path, capsys):
     gpu("exit 1", devices="")
     words = [*flags(tmp_path, model, *TURNS), "--plan_gpus", "1"]
     table, said = dry_run(capsys, *words, "--plan_gpu_memory", "140.4")
-    assert table[2] == "  fullest GPU     4.3 of 140.4, fits; 4.7 without sleep"
+    assert table[2] == "  fullest GPU     4.3 of 140.4, fits; 4.6 without sleep"
     assert len(said) == 1 and "fit together" in said[0]
     table, said = dry_run(capsys, *words, "--plan_gpu_memory", "4")
     assert "4.3 of 4.0, does not fit" in table[2]
     table, _ = dry_run(capsys, *words, "--plan_gpu_memory", "4.6")
     assert "4.3 of 4.6, fits with less than 10% to spare" in table[2]
-    assert len(said) == 1 and "need 4.7 of 4.0 GiB, and 4.3 if" in said[0]
+    assert len(said) == 1 and "need 4.6 of 4.0 GiB, and 4.3 if" in said[0]
     gpu("echo 143771")  # the machine's own GPU does not count
     assert "of 4.0, does not fit" in dry_run(capsys, *words, "--plan_gpu_memory", "4")[0][2]
 
