@@ -13,12 +13,14 @@ pytest.importorskip("vllm")
 import torch
 from transformers import AutoModelForCausalLM
 from vllm.config import CUDAGraphMode
+from vllm.v1.sample import rejection_sampler
 
 from engine_testing import Subject, stopped_amid, update
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.vllm.core import graph_options
+from rlhf_rollout.engines.vllm.internals import expand_rows_on_cpu
 from rlhf_rollout.engines.vllm.speculation import plan_as_captured
 from rlhf_rollout.protocols import SamplingParams
 
@@ -227,3 +229,12 @@ def test_what_drafts_do_not_go_with_is_refused(engine):
     for kind in ("fake", "transformers"):
         with pytest.raises(ConfigError, match=f"engine {kind} drafts no tokens"):
             EngineSpec(model="", speculative="ngram").check_kind(kind)
+
+
+def test_drafts_without_a_token_are_no_fault_of_a_step():
+    expand_rows_on_cpu()
+    limits = SimpleNamespace(
+        all_greedy=False, temperature=torch.ones(2), top_k=torch.tensor([3, 3]), top_p=None, all_random=True
+    )
+    logits = torch.empty(0, 512)
+    assert rejection_sampler.apply_sampling_constraints(logits, torch.zeros(2, dtype=torch.int32), limits) is logits

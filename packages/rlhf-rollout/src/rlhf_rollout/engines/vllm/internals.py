@@ -381,15 +381,21 @@ def expand_rows_on_cpu() -> None:
     """Have vLLM's sampler repeat temperature, top-p and top-k for the tokens of each draft on a CPU.
 
     Its own kernel for CPUs writes into a copy, unless the numbers are int64, so that drafts were checked with whatever
-    memory held.
+    memory held. Steps of vLLM 0.32 may have drafts without a token, which its top-k fails on.
     """
     from vllm.v1.sample import rejection_sampler
+
+    constrain = rejection_sampler.apply_sampling_constraints
+
+    def constrain_drafted(logits: Any, *others: Any) -> Any:
+        return constrain(logits, *others) if len(logits) else logits
 
     def expand(values: Any, ends: Any, num_tokens: int, replace_from: float = 0, replace_to: float = 0) -> Any:
         values = values.masked_fill(values == replace_from, replace_to)
         return values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=num_tokens)
 
     rejection_sampler.expand_batch_to_tokens = expand
+    rejection_sampler.apply_sampling_constraints = constrain_drafted
 
 
 class _ImageInfo:
