@@ -80,6 +80,21 @@ def test_metrics_that_no_float_can_hold_are_an_error_of_the_file():
             "mend it there",
         ),
         (
+            f"{KEEP}return 1 // int(group.scores.std() > 0 or len(group.scores) == 1) > 0",
+            "failed for prompt 2 of the check (equal scores): ZeroDivisionError",
+            "mend it there",
+        ),
+        (
+            f"{KEEP}return 1 // int(group.response_tokens.sum()) < 1",
+            "failed for prompt 3 of the check (empty responses): ZeroDivisionError",
+            "mend it there",
+        ),
+        (
+            f"{KEEP}return len(group.scores) == 1 or min(group.scores[~group.truncated]) > 0",
+            "failed for prompt 5 of the check (all truncated): ValueError",
+            "mend it there",
+        ),
+        (
             f"{KEEP}return int(group.label) > 3",
             "failed for prompt 4 of the check (no label): TypeError",
             "mend it there",
@@ -115,6 +130,8 @@ def test_planted_faults_are_found_each_with_a_hint(text, problem, hint):
     [
         f"{KEEP}return group.scores.std() > 0 and not group.truncated.all()",
         f"{KEEP}return len(set(group.responses)) > 1",
+        f"{KEEP}return any(f'It is {{n}}.' == text and n > 50"
+        " for n, text in zip(group.response_tokens, group.responses))",
         f"{METRICS}return {{'a': np.mean([g.rewards.max() for g in groups]), 'left': len(left_out)}}",
         "def step_metrics(**parts): return {'all': len(parts['groups']) + len(parts['left_out'])}",
     ],
