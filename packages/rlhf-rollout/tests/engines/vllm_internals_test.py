@@ -153,9 +153,10 @@ def test_worker_without_a_method_is_refused(monkeypatch) -> None:
 
 
 def of_vllm(path: Path) -> tuple[set[str], set[str]]:
-    """Return what a file imports from vLLM, and the private attributes that it reads of other objects."""
+    """Return what a file needs to import from vLLM, and the private attributes that it reads of other objects."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = list(ast.walk(tree))
+    optional = {name for block in tree.body if isinstance(block, ast.With) for name in block.body}  # of patches
+    nodes = [node for node in ast.walk(tree) if node not in optional]
     imported = {
         f"{node.module}.{alias.name}"
         for node in nodes
@@ -199,7 +200,7 @@ def test_all_that_files_beside_the_patches_import_from_vllm_is_checked_at_the_st
 
 
 def test_patches_are_the_files_of_the_folder() -> None:
-    shared = {"__init__", "copies"}
+    shared = {"__init__", "copies", "runner_names"}
     assert {path.stem for path in (FOLDER / "patches").glob("*.py")} - shared == set(VLLM_PATCHES)
     with pytest.raises(
         ConfigError,
@@ -246,6 +247,20 @@ def test_a_patch_that_is_skipped_or_misses_something_is_left_out_alone(name, pat
     assert patched == others
     assert f"does without the speed-up {name}" in warnings()
     assert f"its scheduler has no {name}.inner" in warnings()
+
+
+@pytest.mark.parametrize(
+    ("lost", "left_out"),
+    [("vllm.utils.hashing", "shared_hashes"), ("vllm.v1.worker.gpu.sample.output", "sampling_head")],
+)
+def test_a_name_that_vllm_lacks_is_missing_in_the_patch_that_needs_it_alone(lost, left_out, monkeypatch, warnings):
+    for name in [name for name in sys.modules if name.startswith(package.__name__)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, lost, None)
+    for name in ("names", "patches"):  # attributes of packages, which are found before modules
+        monkeypatch.delattr(package, name)
+    assert {name for name in VLLM_PATCHES if patches.load(name, ()) is None} == {left_out}
+    assert f"does without the speed-up {left_out}, and generates the same: cannot import name" in warnings()
 
 
 @pytest.mark.parametrize("name", VLLM_PATCHES)

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
-replayed_steps = pytest.importorskip("rlhf_rollout.engines.vllm.patches.replayed_steps")
+replayed_steps = pytest.importorskip("rlhf_rollout.engines.vllm.patches.replayed_steps", exc_type=ImportError)
 
 
 def runner_with(**changes: Any) -> Any:

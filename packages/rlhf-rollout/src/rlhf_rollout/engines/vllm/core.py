@@ -105,10 +105,7 @@ def _leave_out_onednn() -> None:
 
 def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], *, on_gpu: bool) -> Any:
     """Return vLLM's in-process engine client with the model loaded."""
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.core_client import EngineCoreClient
-    from vllm.v1.executor import Executor
-
+    from rlhf_rollout.engines.vllm.names import EngineCoreClient, Executor, current_platform
     from rlhf_rollout.engines.vllm.patches import patch_core, patch_scheduler
 
     if spec.quantization and on_gpu and not current_platform.has_device_capability(_FP8_CAPABILITY):
@@ -179,10 +176,8 @@ def _engine_config(
     is_eager: bool,
     on_gpu: bool,
 ) -> Any:
-    from vllm.config.weight_transfer import WeightTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
-
     from rlhf_rollout.engines.vllm import adapters, weights
+    from rlhf_rollout.engines.vllm.names import EngineArgs, WeightTransferConfig
 
     kind = "rlhf_adapter" if spec.adapter_rank else "rlhf"
     # Without chunked prefill one engine step must have room for a whole prompt.
@@ -259,7 +254,7 @@ def register_architectures(architectures: list[str]) -> list[type]:
     Raises:
         ConfigError: the class needs a package that is not installed, which vLLM itself would not name.
     """
-    from vllm.model_executor.models import ModelRegistry
+    from rlhf_rollout.engines.vllm.names import ModelRegistry
 
     classes = []
     for name in architectures:

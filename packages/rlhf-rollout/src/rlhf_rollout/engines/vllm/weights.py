@@ -11,15 +11,6 @@ import torch
 from torch import distributed
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
-from vllm.model_executor.model_loader.reload.meta import CopyCounter
-from vllm.platforms import current_platform
 
 from rlhf_data.errors import EngineError, RlhfError, WeightSyncError
 from rlhf_rollout.engines.model_files import checkpoint_shapes
@@ -30,6 +21,21 @@ from rlhf_rollout.engines.vllm.derived import (
     watch_expert_kernels,
 )
 from rlhf_rollout.engines.vllm.internals import SETTINGS
+from rlhf_rollout.engines.vllm.names import (
+    AttentionLayerBase,
+    CopyCounter,
+    VocabParallelEmbedding,
+    WeightTransferEngine,
+    WeightTransferEngineFactory,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+    current_platform,
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+    make_online_process_loader,
+    set_current_vllm_config,
+)
 from rlhf_rollout.engines.vllm.patches import load
 from rlhf_rollout.engines.vllm.patches.copies import CopyRecord, CopyRecorder, Target
 from rlhf_rollout.weights import MEDIA
@@ -341,7 +347,7 @@ def _memory(layer: torch.nn.Module) -> set[int]:
 
 def _repack_cpu_heads(model: torch.nn.Module) -> None:
     """Pack embeddings that are also the output head again: on a CPU a reload does not change their packed copy."""
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from rlhf_rollout.engines.vllm.names import dispatch_cpu_unquantized_gemm
 
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear") and module.weight.numel():

@@ -5,10 +5,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import Request, RequestStatus
-
+from rlhf_rollout.engines.vllm.names import AsyncScheduler, EngineCoreOutput, EngineCoreOutputs, Request, RequestStatus
 from rlhf_rollout.engines.vllm.patches.bulk_admission import SLOTS, WAITING_FIRST
 from rlhf_rollout.engines.vllm.patches.idle_slots import PLAIN, is_plain_attention
 from rlhf_rollout.private_names import known_name

@@ -13,10 +13,14 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists
 
+from rlhf_rollout.engines.vllm.names import (
+    AsyncModelRunnerOutput,
+    AsyncScheduler,
+    CachedRequestData,
+    LogprobsLists,
+    SchedulerOutput,
+)
 from rlhf_rollout.engines.vllm.patches.bulk_decoding import NEEDS as NEEDED_IN_BULK
 from rlhf_rollout.engines.vllm.patches.bulk_decoding import is_plain
 

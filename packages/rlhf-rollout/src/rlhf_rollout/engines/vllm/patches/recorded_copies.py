@@ -8,13 +8,16 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
+from rlhf_rollout.engines.vllm.names import (
+    AttentionLayerBase,
+    QuantizeMethodBase,
+    UnquantizedEmbeddingMethod,
+    UnquantizedLinearMethod,
+    _layerwise_process,
+    get_layerwise_info,
+    materialize_layer,
+)
 from rlhf_rollout.engines.vllm.patches.copies import Copy, CopyRecord, CopyRecorder
 
 _PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)

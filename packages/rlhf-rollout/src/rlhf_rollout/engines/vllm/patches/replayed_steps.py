@@ -10,13 +10,16 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from vllm.config import CUDAGraphMode
-from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
-from vllm.v1.outputs import AsyncModelRunnerOutput
-from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, prepare_pos_seq_lens
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
+from rlhf_rollout.engines.vllm.names import AsyncModelRunnerOutput
 from rlhf_rollout.engines.vllm.patches.multi_step import with_later
+from rlhf_rollout.engines.vllm.patches.runner_names import (
+    CUDAGraphMode,
+    DefaultModelState,
+    FlashAttentionMetadataBuilder,
+    combine_sampled_and_draft_tokens,
+    prepare_pos_seq_lens,
+)
 
 # With any of these, a model runner does more between two steps.
 _OBSTACLES = (

@@ -14,15 +14,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vllm import envs
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
-from vllm.v1.worker.gpu.sample.output import SamplerOutput
-from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from rlhf_kernels.ops.linear_sample import is_fused, linear_sample
+from rlhf_rollout.engines.vllm.names import UnquantizedEmbeddingMethod
+from rlhf_rollout.engines.vllm.patches.runner_names import (
+    LogitsProcessor,
+    LogprobsTensors,
+    Sampler,
+    SamplerOutput,
+    envs,
+    get_num_sampled_and_rejected,
+)
 
 # Of the model runner.
 NEEDS = (

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import hash_block_tokens
+from rlhf_rollout.engines.vllm.names import get_hash_fn_by_name, hash_block_tokens
 
 NEEDS = (
     "request_block_hasher",
