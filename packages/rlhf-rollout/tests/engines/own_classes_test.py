@@ -38,7 +38,7 @@ def test_package_that_vllms_class_of_a_model_needs_is_named(monkeypatch: pytest.
     models = {name: SimpleNamespace(load_model_cls=load) for name, load in loads.items()}
     registered = {}
     registry = SimpleNamespace(models=models, register_model=registered.__setitem__)
-    monkeypatch.setitem(sys.modules, "vllm.model_executor.models", SimpleNamespace(ModelRegistry=registry))
+    monkeypatch.setitem(sys.modules, "rlhf_rollout.engines.vllm.names", SimpleNamespace(ModelRegistry=registry))
     monkeypatch.setattr(metadata, "version", {"torch": "2.11.0+cpu"}.__getitem__)
     assert register_architectures(["Unknown", "Other", "Known"]) == [int]
     assert registered == {"Known": int}
