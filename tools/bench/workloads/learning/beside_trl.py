@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,15 +36,16 @@ FLAGS = {
     "steps": 60,
     "eval_steps": 10,
     "held_out": 300,
+    "only": {"choices": ("rlhf", "trl"), "help": "run this one alone"},
     "trl_seconds": (240.0, "of training, after which TRL ends if it has not made its steps"),
     "trl_batch": (128, "sequences per pass of TRL"),
     "trl_memory": (0.3, "share of the GPU for TRL's engine"),
     "flags": MORE_FLAGS,
 }
-_SCRIPT = ROOT / "examples/instructions.py"
-_SAMPLES = 8
-_TOKENS = 64
-_LEARNING_RATE = 2e-5
+SCRIPT = ROOT / "examples/instructions.py"
+SAMPLES = 8
+TOKENS = 64
+LEARNING_RATE = 2e-5
 _GRPO = (
     "--apply_chat_template --label_key label --prompt_max_len 128 --advantage_estimator group_norm --init_kl_coef 0"
     " --old_logprobs skip --eval_temperature 0 --packing_samples --micro_batch_tokens 16384 --lr_scheduler constant"
@@ -54,18 +55,22 @@ _GRPO = (
 
 def measure(options: Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Run both for every seed."""
+    return beside(options, folder, "trl", run_trl)
+
+
+def beside(options: Namespace, folder: Path, peer: str, run_peer: Callable[..., dict[str, Any]]) -> Iterator[Any]:
+    """Run `rlhf ppo` and a peer for every seed; yield the curves of each by its name and the seed."""
     train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
-    subprocess.run([sys.executable, _SCRIPT, train, held_out], check=True)
+    subprocess.run([sys.executable, SCRIPT, train, held_out], check=True)
     rows = held_out.read_text(encoding="utf-8").splitlines(keepends=True)[: options.held_out]
     held_out.write_text("".join(rows), encoding="utf-8")
-    report: dict[str, Any] = {"rlhf": {}, "trl": {}}
+    report: dict[str, Any] = {"rlhf": {}, peer: {}}
     for seed in options.seeds:
-        report["rlhf"][seed] = run_here(options, seed, train, held_out, folder / f"rlhf{seed}")
-        progress(report["rlhf"][seed])
-        yield report
-        report["trl"][seed] = run_trl(options, seed, train, held_out, folder / f"trl{seed}")
-        progress(report["trl"][seed])
-        yield report
+        for name, run in (("rlhf", run_here), (peer, run_peer)):
+            if options.only in (None, name):
+                report[name][seed] = run(options, seed, train, held_out, folder / f"{name}{seed}")
+                progress(report[name][seed])
+                yield report
 
 
 def run_here(options: Namespace, seed: int, train: Path, held_out: Path, folder: Path) -> dict[str, Any]:
@@ -76,13 +81,13 @@ def run_here(options: Namespace, seed: int, train: Path, held_out: Path, folder:
         "--rollout_batch_size",
         number,
         "--n_samples_per_prompt",
-        _SAMPLES,
+        SAMPLES,
         "--train_batch_size",
-        _SAMPLES * number,
+        SAMPLES * number,
     ]
-    sizes += ["--train_steps", options.steps, "--eval_steps", options.eval_steps, "--generate_max_len", _TOKENS]
-    data = ["--pretrain", options.model, "--prompt_data", train, "--eval_data", held_out, "--remote_rm_url", _SCRIPT]
-    words = [*_GRPO.split(), *data, *sizes, "--actor_learning_rate", _LEARNING_RATE, "--seed", seed, *on_gpu]
+    sizes += ["--train_steps", options.steps, "--eval_steps", options.eval_steps, "--generate_max_len", TOKENS]
+    data = ["--pretrain", options.model, "--prompt_data", train, "--eval_data", held_out, "--remote_rm_url", SCRIPT]
+    words = [*_GRPO.split(), *data, *sizes, "--actor_learning_rate", LEARNING_RATE, "--seed", seed, *on_gpu]
     flags = [*map(str, words), *options.flags]
     began = time.time()
     found = run_ppo(flags, folder)
@@ -122,16 +127,16 @@ def train_by_trl(options: Namespace, seed: int, train: Path, held_out: Path, fol
     from trl import GRPOConfig, GRPOTrainer
 
     began = time.time()
-    rules = load_script(_SCRIPT)
+    rules = load_script(SCRIPT)
     on_gpu = bool(local_gpus())
-    updates = _SAMPLES * options.prompts // options.trl_batch
+    updates = SAMPLES * options.prompts // options.trl_batch
     config = GRPOConfig(
         output_dir=str(folder / "trl"),
-        num_generations=_SAMPLES,
+        num_generations=SAMPLES,
         per_device_train_batch_size=options.trl_batch,
         gradient_accumulation_steps=updates,
-        max_completion_length=_TOKENS,
-        learning_rate=_LEARNING_RATE,
+        max_completion_length=TOKENS,
+        learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         max_steps=options.steps,
         gradient_checkpointing=False,
@@ -214,7 +219,7 @@ class _Meter:
         generation = self._trainer.vllm_generation
         generation.sync_weights()
         chats = [[{"role": "user", "content": row["input"]}] for row in self._rows]
-        greedy = SamplingParams(temperature=0, max_tokens=_TOKENS)
+        greedy = SamplingParams(temperature=0, max_tokens=TOKENS)
         outputs = generation.llm.chat(chats, greedy, use_tqdm=False)
         texts = [output.outputs[0].text.strip() for output in outputs]
         right = [all(self._rules.met(text, row["label"])) for text, row in zip(texts, self._rows, strict=True)]
