@@ -14,7 +14,8 @@ are those between its lines of log: they have what else happens between two step
 
 OpenRLHF must be installed or on PYTHONPATH, which it is not by this project. A copy with two changes runs, which the
 report lists as `changes`: DeepSpeed takes PyTorch's fused AdamW in place of its own, which it would compile first, and
-`openrlhf_parts/flash_attention.py` takes the place of flash-attn.
+`openrlhf_parts/flash_attention.py` takes the place of flash-attn. Further flags are those of `rlhf ppo`, and with
+`--only openrlhf` those of OpenRLHF.
 """
 
 import contextlib
@@ -146,7 +147,8 @@ def flags_of(options: Namespace, seed: int, train: Path, held_out: Path, folder:
         "ckpt.output_dir": folder / "model",
         "ckpt.path": folder / "checkpoints",
     }
-    return [*_SETTINGS.split(), *(word for name, value in values.items() for word in (f"--{name}", str(value)))]
+    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    return [*_SETTINGS.split(), *words, *(options.flags if options.only == "openrlhf" else [])]
 
 
 def write_packages(site: Path) -> None:
