@@ -5,6 +5,7 @@ import dataclasses
 import json
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from rlhf_data.records import FinishReason, Prompt, Verdict, VerdictKind
 from rlhf_rollout.protocols import Completion, EngineHealth
 from rlhf_train.algorithms.own_code import OwnCode
 from rlhf_train.batching import BatchSizes
+from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
 from rlhf_train.run.checkpoint import write_receipt
 from rlhf_train.run.metrics import Mean, Sum
@@ -205,6 +207,36 @@ class FakeRanks(RankSet):
         if method.__name__ == "send_weights":
             return [self.world.send(*each) for each in arguments]
         return [result for each in arguments for result in self.world.start(method, *each)]
+
+
+class LocalRanks(RankSet):
+    """Ranks in this process: all handles are the same worker, so that each call of all of them is made once.
+
+    Attributes:
+        blocks: of each block that was sent, its rank, its rollouts and its plan.
+    """
+
+    def __init__(self, roles, worker, count=1):
+        super().__init__(roles, range(count))
+        self.actor = RankActor.__new__(RankActor)
+        self.actor._worker = worker
+        self.blocks: list[tuple] = []
+
+    def start(self, method, *arguments, **options):
+        return [self.call_on(method)(*arguments, **options)]
+
+    def start_each(self, method, arguments):
+        return [self.call_on(method)(*each) for each in arguments]
+
+    def start_on(self, rank, method, *arguments):
+        *_, columns, plan = arguments
+        self.blocks.append((rank, columns.rollout_ids, plan))
+        return self.call_on(method)(*arguments)
+
+    def call_on(self, method):
+        """Return the method of the actor, or of its worker."""
+        own = getattr(self.actor, method.__name__, None)
+        return own or partial(self.actor.work, method.__name__)
 
 
 class LoggedRanks(RankSet):

@@ -124,7 +124,7 @@ def test_make_job_models_are_those_the_algorithm_needs():
 def test_make_job_masks_the_same_ids_in_the_engine_and_in_models_that_give_log_probs():
     config = configure("--teacher_model", "teacher")
     masked = {"policy": (range(3, 4), range(9, 12)), "teacher": (range(3, 4), range(9, 20))}
-    inputs = Inputs("policy", "critic", SOURCES, prompt_set(100), None, (), "teacher", masked_ids=masked)
+    inputs = Inputs("policy", "critic", SOURCES, prompt_set(100), None, (), masked_ids=masked)
     job = make_job(config, inputs, make_plan(config, [CPU]), Path("/out"))
     assert job.engine.masked_ids == masked["policy"]
     assert {role: spec.masked_ids for role, spec in job.models.items()} == {

@@ -366,9 +366,8 @@ def job_of(*argv: str, num_gpus: int = MANY_GPUS):
     config = config_of(*argv)
     prompts = tuple(Prompt(f"p{i}", np.array([1, 2]), f"prompt {i}") for i in range(100))
     prompts = PromptSet(prompts, Counts(100, longest_tokens=2))
-    teacher = config.algorithm.teacher_model
     agent = config.agent.agent_func_path
-    inputs = Inputs("policy", "critic", config.reward.sources(), prompts, None, (), teacher, agent=agent)
+    inputs = Inputs("policy", "critic", config.reward.sources(), prompts, None, (), agent=agent)
     return make_job(config, inputs, make_plan(config, [num_gpus]), Path("/out"))
 
 

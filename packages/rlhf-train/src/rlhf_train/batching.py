@@ -6,8 +6,8 @@ them.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -115,12 +115,18 @@ class RankPlan:
         mini_batches: the rank's part of each update, in order.
         max_pass_tokens: trained tokens of the largest pass that the step's rollouts could make, the same for any number
             of ranks: models on all ranks decide by it how they compute log-probs, so that those are comparable.
+        own_batches: likewise `forward_batches` of a model that runs on a part of the rows, by its role.
     """
 
     rows: tuple[int, ...]
     forward_batches: tuple[tuple[int, ...], ...]
     mini_batches: tuple[MiniBatch, ...]
     max_pass_tokens: int = 0
+    own_batches: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+
+    def batches_of(self, role: str) -> tuple[tuple[int, ...], ...]:
+        """Return the rows of each forward pass of `role` without gradient."""
+        return self.own_batches.get(role, self.forward_batches)
 
 
 def pass_fill(plans: Sequence[RankPlan], num_tokens: Sequence[int], pack_tokens: int) -> float | None:
@@ -149,6 +155,7 @@ def plan_rollouts(
     max_response_tokens: int,
     seed: int,
     costs: Sequence[float] | None = None,
+    parts: Mapping[str, Collection[int]] | None = None,
     shares_prompts: bool = False,
 ) -> tuple[RankPlan, ...]:
     """Return one plan per rank for the rollouts of a step; see `plan_batches`.
@@ -161,6 +168,7 @@ def plan_rollouts(
         [rollout.num_tokens for rollout in rollouts],
         [rollout.num_response_tokens for rollout in rollouts],
         costs,
+        parts,
         num_ranks=num_ranks,
         num_mini_batches=num_mini_batches,
         micro_train_batch_size=sizes.micro_train_batch_size,
@@ -176,6 +184,7 @@ def plan_batches(
     num_tokens: Sequence[int],
     num_response_tokens: Sequence[int],
     costs: Sequence[float] | None = None,
+    parts: Mapping[str, Collection[int]] | None = None,
     *,
     num_ranks: int,
     num_mini_batches: int,
@@ -193,6 +202,7 @@ def plan_batches(
         num_response_tokens: trained tokens of each rollout.
         costs: of each rollout, in any unit, such as `costs.PassCosts.of` returns. Ranks get about equal sums of them.
             None for the tokens.
+        parts: the rollouts of each model that runs on a part of them, by its role.
         num_ranks: data-parallel ranks.
         num_mini_batches: updates per epoch; their sizes differ by at most one.
         micro_train_batch_size: rows per forward-backward pass.
@@ -211,6 +221,7 @@ def plan_batches(
     count = len(num_tokens)
     if count < num_mini_batches or not count:
         raise ValueError(f"{count} rollouts cannot fill {num_mini_batches} mini-batches")
+    everything = range(count)
     order = np.random.default_rng(seed).permutation(count)
     if prompts is not None:
         order = np.concatenate(_by_prompt(order.tolist(), prompts))
@@ -229,17 +240,29 @@ def plan_batches(
             # From long to short, so that the rows of a micro-batch have similar lengths and need little padding.
             own = sorted((units[item] for item in share), key=lambda unit: -_stored(unit, num_tokens, prompts))
             shard += [row for unit in own for row in unit]
-        parts = _passes(rows, starts, num_tokens, prompts, micro_train_batch_size, micro_batch_tokens)
-        for own, passes in zip(mini_batches, parts, strict=True):
+        of_ranks = _passes(rows, starts, num_tokens, prompts, micro_train_batch_size, micro_batch_tokens, everything)
+        for own, passes in zip(mini_batches, of_ranks, strict=True):
             own.append(MiniBatch(passes, denominators))
     longest = sorted(num_response_tokens, reverse=True)
     max_pass_tokens = sum(longest[: max(micro_train_batch_size, micro_rollout_batch_size)])
     if micro_batch_tokens is not None:
         max_pass_tokens = min(sum(longest), micro_batch_tokens)
-    forward = _passes(rows, [0] * num_ranks, num_tokens, prompts, micro_rollout_batch_size, micro_batch_tokens)
+
+    def forward(part: Collection[int]) -> list[tuple[tuple[int, ...], ...]]:
+        starts = [0] * num_ranks
+        return _passes(rows, starts, num_tokens, prompts, micro_rollout_batch_size, micro_batch_tokens, part)
+
+    whole = forward(everything)
+    of_parts = {role: forward(frozenset(part)) for role, part in (parts or {}).items()}
     return tuple(
-        RankPlan(tuple(shard), passes, tuple(parts), max_pass_tokens)
-        for shard, passes, parts in zip(rows, forward, mini_batches, strict=True)
+        RankPlan(
+            tuple(shard),
+            whole[rank],
+            tuple(mini_batches[rank]),
+            max_pass_tokens,
+            {role: passes[rank] for role, passes in of_parts.items()},
+        )
+        for rank, shard in enumerate(rows)
     )
 
 
@@ -250,14 +273,15 @@ def _passes(
     prompts: Sequence[np.ndarray] | None,
     size: int,
     budget_tokens: int | None,
+    part: Collection[int],
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """Return, for each rank, the rows of each pass over its shard from row `start` on.
+    """Return, for each rank, the rows of each pass over its shard from row `start` on, of the rollouts of `part`.
 
     Ranks run the same number of passes, or a collective would wait forever: some get empty ones.
     """
     parts: list[list[Sequence[int]]] = []
     for shard, start in zip(shards, starts, strict=True):
-        rows = range(start, len(shard))
+        rows = [row for row in range(start, len(shard)) if shard[row] in part]
         if budget_tokens is None:
             parts.append([rows[at : at + size] for at in range(0, len(rows), size)])
         else:

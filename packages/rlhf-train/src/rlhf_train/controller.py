@@ -101,7 +101,8 @@ class Controller:
         """Send the batch to the ranks, and compute old log-probs, reference log-probs and values."""
         self.turns.give_to_trainers()
         with self.timeline.phase("load"):
-            self.report.add(self.learner.deal(scored(self._batch), step, episode_ids(self._batch)))
+            sources = {group.group_id: group.prompt.source for group in self._batch}
+            self.report.add(self.learner.deal(scored(self._batch), step, episode_ids(self._batch), sources))
         self.report.write_rollouts()
         with self.timeline.phase("experience"):
             self.report.add(self.learner.fill_columns())

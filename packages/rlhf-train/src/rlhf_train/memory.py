@@ -89,6 +89,7 @@ class Model:
         is_adapted: it is the base of the trained model of the same process, whose weights it uses.
         runs_forward: whether it also runs without gradients.
         num_logits: tensors of the size of all logits in a pass with gradients; 0 if logits may be computed in chunks.
+        column_bytes: of what passes without gradients gather of all rollouts, if it is more than a number per token.
     """
 
     config: Any
@@ -97,6 +98,7 @@ class Model:
     is_adapted: bool = False
     runs_forward: bool = True
     num_logits: int = 0
+    column_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +322,7 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
         "restored": item * restored * spec.is_in_4bit,
         "logits" if working == head else "working": working,
         "gathered": item * gathered * (spec.zero_stage == 3),
+        "columns": 0 if with_gradients else model.column_bytes,
     }
 
 

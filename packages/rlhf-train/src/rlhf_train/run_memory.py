@@ -13,6 +13,7 @@ import numpy as np
 
 from rlhf_train.cluster.places import ProcessPlan
 from rlhf_train.costs import count_parameters
+from rlhf_train.learning.learning_spec import is_teacher
 from rlhf_train.memory import ITEM_BYTES, Model, Need, Passes, engine_memory, trainer_memory
 from rlhf_train.online_job import OnlineJob
 from rlhf_train.specs import ModelSpec
@@ -103,6 +104,7 @@ def run_memory(job: OnlineJob, gpu_bytes: int | None = None, mean_response_token
 def _trainer(job: OnlineJob, placed: ProcessPlan, mean_response_tokens: float | None, *, in_turn: bool) -> Need:
     """Return what a process of a rank set needs; see `run_memory`, and `trainer_memory` for `in_turn`."""
     actor = job.models["actor"]
+    num_shards = placed.num_ranks // actor.ranks_per_batch
     models = []
     for role in placed.roles:
         spec = job.models[role]
@@ -110,9 +112,14 @@ def _trainer(job: OnlineJob, placed: ProcessPlan, mean_response_tokens: float | 
         runs_forward = role != "actor" or job.algorithm.runs_actor
         config = _config(spec.path)
         # With a teacher's distributions: the logits, their gradient by the policy loss, and that by the teacher's term.
-        num_logits = 3 * (job.algorithm.distribution is not None)
-        models.append(Model(config, spec, role != "critic", is_adapted, runs_forward, num_logits))
-    passes = largest_passes(job, placed.num_ranks // actor.ranks_per_batch, mean_response_tokens)
+        distribution = job.algorithm.distribution
+        num_logits = 3 * (distribution is not None)
+        columns = 0
+        if is_teacher(role) and distribution is not None:
+            num_rows = math.ceil(job.batch.num_rollouts / num_shards)
+            columns = 4 * num_rows * job.engine.max_model_len * distribution.num_columns
+        models.append(Model(config, spec, role != "critic", is_adapted, runs_forward, num_logits, columns))
+    passes = largest_passes(job, num_shards, mean_response_tokens)
     copies = {"ipc": 1, "nccl": 2}.get(job.engine.weight_transfer, 0) if "actor" in placed.roles else 0
     copies = copies if job.plan.engines.places else 0
     return trainer_memory(models, passes, placed.num_ranks, copies, in_turn=in_turn)

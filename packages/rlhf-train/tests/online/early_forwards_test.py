@@ -1,7 +1,6 @@
 """Forward passes on complete groups while others generate: whose numbers they are, and what they do not depend on."""
 
 import dataclasses
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from online_fakes import BrokenReward, Forgets, SpreadReward
+from online_fakes import BrokenReward, Forgets, LocalRanks, SpreadReward
 from rlhf_data.errors import ConfigError
 from rlhf_data.records import Episode, FinishReason, Prompt, RolloutGroup, Verdict, VerdictKind
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
@@ -28,36 +27,6 @@ from trainer_testing import lone_worker, random_rollouts, tiny_job
 
 NUM_GROUPS = 8
 TEMPERATURE = 0.7
-
-
-class LocalRanks(RankSet):
-    """Ranks in this process: all handles are the same worker, so that each call of all of them is made once.
-
-    Attributes:
-        blocks: of each block that was sent, its rank, its rollouts and its plan.
-    """
-
-    def __init__(self, roles, worker, count=1):
-        super().__init__(roles, range(count))
-        self.actor = RankActor.__new__(RankActor)
-        self.actor._worker = worker
-        self.blocks: list[tuple] = []
-
-    def start(self, method, *arguments, **options):
-        return [self.call_on(method)(*arguments, **options)]
-
-    def start_each(self, method, arguments):
-        return [self.call_on(method)(*each) for each in arguments]
-
-    def start_on(self, rank, method, *arguments):
-        *_, columns, plan = arguments
-        self.blocks.append((rank, columns.rollout_ids, plan))
-        return self.call_on(method)(*arguments)
-
-    def call_on(self, method):
-        """Return the method of the actor, or of its worker."""
-        own = getattr(self.actor, method.__name__, None)
-        return own or partial(self.actor.work, method.__name__)
 
 
 @pytest.fixture(autouse=True)

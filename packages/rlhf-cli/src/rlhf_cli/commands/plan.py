@@ -147,7 +147,6 @@ class Planner:
             prompts=PromptSet((), Counts()),
             eval_prompts=None,
             notices=(),
-            teacher=config.algorithm.teacher_model,
             agent=config.agent.agent_func_path,
         )
         plan = make_plan(config, nodes)

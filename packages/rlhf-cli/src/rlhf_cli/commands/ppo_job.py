@@ -21,6 +21,7 @@ from rlhf_rollout.rewards.sources import model_paths
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.cluster.places import PlacementPlan
 from rlhf_train.generation.recorded import Recording
+from rlhf_train.learning.learning_spec import teacher_role
 from rlhf_train.online_job import OnlineJob
 from rlhf_train.run_memory import reward_model_bytes
 from rlhf_train.specs import ModelSpec
@@ -66,7 +67,7 @@ def make_plan(config: PpoConfig, nodes: Sequence[int]) -> PlacementPlan:
 
     Raises ConfigError if they are too few, or the engines on one GPU want more than its memory, or MPS has no use.
     """
-    plan = plan_placement(make_request(config), nodes)
+    plan = plan_placement(make_request(config), nodes).joined("teacher", list(_teacher_roles(config).values())[1:])
     if config.engine.vllm_use_mps and plan.device == "cuda" and not plan.crowded_engines:
         message = "--vllm_use_mps is for engines that share a GPU, and none do"
         raise ConfigError(message, hint="use more --vllm_num_engines with --colocate_all_models, or drop it")
@@ -80,6 +81,19 @@ def make_plan(config: PpoConfig, nodes: Sequence[int]) -> PlacementPlan:
         hint = f"use --vllm_gpu_memory_utilization {_default_share(config, plan):.2g}, or fewer engines"
         raise ConfigError(f"{message} {most * share:g} of its memory", hint=hint)
     return plan
+
+
+def _teacher_roles(config: PpoConfig) -> dict[str, str]:
+    """Return the role of each teacher by its folder or hub name."""
+    paths = dict.fromkeys(config.algorithm.teachers.values())
+    return {path: teacher_role(number) for number, path in enumerate(paths, 1)}
+
+
+def _roles_by_source(config: PpoConfig) -> dict[str, str]:
+    """Return the role of each data source's teacher; empty if one teacher is for all."""
+    teachers = config.algorithm.teachers
+    roles = _teacher_roles(config)
+    return {source: roles[path] for source, path in teachers.items()} if teachers.keys() - {""} else {}
 
 
 def _engines_per_gpu(plan: PlacementPlan) -> int:
@@ -120,6 +134,7 @@ def make_job(
     full = to_store(config)
     return OnlineJob(
         models=_make_models(config, inputs, num_planned * batch.num_updates, num_frozen * batch.num_updates),
+        teachers=_roles_by_source(config),
         algorithm=spec,
         engine=_make_engine(config, inputs, plan, sampling),
         sampling=sampling,
@@ -301,8 +316,7 @@ def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int, num_frozen
         models["critic"] = replace(critic, lora=model.critic_lora, aux_loss_coef=0.0, routing_replay=False)
     if spec.uses_reference:
         models["reference"] = model.spec(inputs.model, sharding)
-    if inputs.teacher is not None:
-        models["teacher"] = model.spec(inputs.teacher, sharding)
+    models |= {role: model.spec(path, sharding) for path, role in _teacher_roles(config).items()}
     # These give log-probs, which are compared with the engine's.
     for role in models.keys() - {"critic"}:
         models[role] = replace(models[role], masked_ids=inputs.masked_ids.get(models[role].path, ()))

@@ -121,6 +121,33 @@ def read_own_code(section: Section) -> dict[str, OwnCode]:
     return {name: OwnCode.read(OWN_CODE[name], user_path(path)) for name, path in paths.items() if path is not None}
 
 
+def teacher_models(text: str | None) -> dict[str, str]:
+    """Return the models of --teacher_model by data source, "" for all sources that are not named.
+
+    Raises ConfigError for a source with two models, or for an entry that lacks one of both.
+    """
+    found: dict[str, str] = {}
+    hint = "write SOURCE=MODEL for each source, separated by commas, and at most one MODEL alone"
+    for entry in [text] if text is not None and user_path(text).exists() else parts(text or ""):
+        source, sign, model = entry.partition("=")
+        if not sign or user_path(entry).exists():
+            source, model = "", entry
+        elif not (source and model):
+            raise ConfigError(f"--teacher_model {entry} lacks a data source or a model", hint=hint)
+        if source in found:
+            what = f"the data source {source}" if source else "all sources without one"
+            raise ConfigError(f"--teacher_model has two models for {what}: {found[source]} and {model}", hint=hint)
+        found[source] = trusted(model, is_trusted(text))
+    return found
+
+
+def entries_of(name: str, text: str) -> list[tuple[str, str]]:
+    """Return the entries of an option's value, several for a list, and what stands before each: SOURCE= or nothing."""
+    if name == "teacher_model":
+        return [(f"{source}=" if source else "", model) for source, model in teacher_models(text).items()]
+    return [("", entry) for entry in (parts(text) if name in _LISTS else [text])]
+
+
 # By option, how its value is resolved. Names of models (`Option.names_model`) are resolved by `model_path`.
 _RESOLVE = {
     **dict.fromkeys(("prompt_data", "dataset", "eval_dataset"), source_names),
@@ -149,8 +176,10 @@ def with_full_paths(config: AnyConfig, *, keep_builtin: bool = True) -> AnyConfi
         text = getattr(getattr(config, option.section), name)
         if resolve is None or text is None:
             continue
-        entries = parts(text) if name in _LISTS else [text]
-        found = (entry if entry == BUILTIN and keep_builtin else str(resolve(entry)) for entry in entries)
+        found = (
+            before + (entry if entry == BUILTIN and keep_builtin else str(resolve(entry)))
+            for before, entry in entries_of(name, text)
+        )
         full.setdefault(option.section, {})[name] = trusted(",".join(found), is_trusted(text))
     return config.model_copy(
         update={section: getattr(config, section).model_copy(update=values) for section, values in full.items()}
@@ -162,7 +191,7 @@ def run_folder_notices(config: Config) -> list[str]:
     notices: dict[str, None] = {}  # in order, each once
     for option in options(type(config)):
         text = getattr(getattr(config, option.section), option.name) if option.names_model else None
-        for entry in parts(text or "") if option.name in _LISTS else [text] if text else []:
+        for _, entry in entries_of(option.name, text) if text else ():
             folder = user_path(entry)
             if (model := model_of_run(folder)) != folder:
                 notices[f"--{option.name} {folder} is the folder of a run; its model is {model}"] = None

@@ -313,7 +313,7 @@ def _check_staleness(config: PpoConfig, given: Collection[str]) -> list[str]:
 def _check_teacher_alone(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Check options that need a reward, in a run that has a teacher and no reward."""
     algorithm = config.algorithm
-    if algorithm.teacher_model is None or config.reward.sources() or config.agent.agent_func_path is not None:
+    if not algorithm.teachers or config.reward.sources() or config.agent.agent_func_path is not None:
         return []
     for name in ("dynamic_filtering", "difficulty_pool", "adaptive_mix", "reuse_solved", "best_metric_key"):
         if name in given:

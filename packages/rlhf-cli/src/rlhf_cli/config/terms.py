@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rlhf_cli.config.paths import model_path, teacher_models
 from rlhf_data.options.declare import Section, flag, flag_of, one_of
 from rlhf_train.algorithms.token_specs import DIVERGENCES, DistributionSpec, EntropySpec
 
@@ -29,7 +30,8 @@ class OnPolicyTeacherSection(Section, title="algorithm"):
     teacher_model: str | None = flag(
         None,
         "on-policy distillation: a model folder or hub name with the same tokenizer, towards which the policy's own"
-        " responses are trained; with a reward beside it, or without",
+        " responses are trained; with a reward beside it, or without. SOURCE=MODEL,SOURCE=MODEL,MODEL: one for the"
+        " prompts of each file or data set of --prompt_data, by its name without folders, and one for all others",
         names_model=True,
     )
     teacher_coef: float = flag(
@@ -47,6 +49,11 @@ class OnPolicyTeacherSection(Section, title="algorithm"):
     )
     kd_divergence: Divergence = divergence_flag(DistributionSpec().divergence)
     jsd_beta: float = jsd_beta_flag()
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """The folders or hub names of the teachers by data source, "" for all sources that are not named."""
+        return {source: model_path(model) for source, model in teacher_models(self.teacher_model).items()}
 
     @property
     def distribution(self) -> DistributionSpec | None:

@@ -93,6 +93,24 @@ def load_all(
     return prompts, PromptSet(tuple(held_out), sum((part.counts for part in sets), Counts()))
 
 
+def check_taught(config: PpoConfig, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError unless each data source of the prompts has a teacher, and each of several teachers a source."""
+    teachers = config.algorithm.teachers
+    sources = sorted({prompt.source for prompt in prompts})
+    if not teachers.keys() - {""}:
+        return
+    for source in teachers:
+        if source and source not in sources:
+            raise ConfigError(f"--teacher_model: {unknown('data source', source, sources)}")
+    untaught = [source for source in sources if source not in teachers]
+    if untaught and "" not in teachers:
+        message = f"--teacher_model names no teacher for {', '.join(untaught)} of --prompt_data"
+        raise ConfigError(message, hint=f"add {untaught[0]}=MODEL, or MODEL alone for all sources without one")
+    if not untaught and "" in teachers:
+        message = f"--teacher_model has {teachers['']} for sources without a teacher of their own, and all have one"
+        raise ConfigError(message, hint="drop it")
+
+
 def check_best_metric(config: PpoConfig, prompts: Sequence[Prompt], *, logs_numbers: bool) -> None:
     """Raise ConfigError if --best_metric_key names a metric that evaluations of the held-out `prompts` will not have.
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from rlhf_cli.config.paths import model_path, user_path
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.preflight.data import check_best_metric, data_notices, load_all, open_prompts
+from rlhf_cli.preflight.data import check_best_metric, check_taught, data_notices, load_all, open_prompts
 from rlhf_cli.preflight.models import (
     check_adapters,
     check_context,
     check_draft_model,
     check_engine,
-    check_teacher,
+    check_teachers,
     check_trained,
     choose_critic,
     load_model_files,
@@ -62,11 +62,10 @@ class Inputs:
         reward_sources: the sources of rewards, with absolute paths.
         prompts, eval_prompts: tokenized prompts; `eval_prompts` may be None.
         notices: what the user should know about the inputs, one sentence each.
-        teacher: folder or hub name; None without a teacher.
         process_models: those of the reward models that judge steps.
         agent: the agent, with an absolute path; None for single turns.
         recording: the rollouts to train on; None for a run that generates its own. With it there are no prompts.
-        masked_ids: ids without a token, by the folder or hub name of the policy and of the teacher.
+        masked_ids: ids without a token, by the folder or hub name of the policy and of the teachers.
         template_clock: the time that the chat template writes; None for a template that writes none.
     """
 
@@ -76,7 +75,6 @@ class Inputs:
     prompts: PromptSet
     eval_prompts: PromptSet | None
     notices: tuple[str, ...]
-    teacher: str | None = None
     process_models: tuple[str, ...] = ()
     agent: str | None = None
     recording: Recording | None = None
@@ -115,10 +113,11 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     reader = load_image_reader(model, model_config, tokenizer) if config.images else None
     reward_notices = check_reward_models(config, sources, process_models, tokenizer, reader)
     critic, notices = choose_critic(config, model, model_paths(sources), tokenizer, reader)
-    teacher = check_teacher(config, tokenizer, reader)
-    masked, mask_notices = masked_ids((model, teacher), tokenizer, reader)
+    teachers = check_teachers(config, tokenizer, reader)
+    masked, mask_notices = masked_ids((model, *teachers), tokenizer, reader)
     num_ids = check_tokenizer_fits(model_config, tokenizer)
     prompts, held_out = load_all(config, rows, held_out_rows, tokenizer, num_ids, reader)
+    check_taught(config, prompts)
     check_best_metric(config, held_out or (), logs_numbers=any(source.kind != "model" for source in sources))
     notices = [*adapter_notices, *notices, *reward_notices, *mask_notices]
     notices += unread_tools((rows, *held_out_rows.values()), config.data)
@@ -133,7 +132,6 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
         prompts=prompts,
         eval_prompts=held_out,
         notices=tuple(notices),
-        teacher=teacher,
         process_models=process_models,
         agent=agent,
         masked_ids=masked,
@@ -155,8 +153,8 @@ def _check_replay(config: PpoConfig) -> Inputs:
     reader = load_image_reader(model, model_config, tokenizer) if config.images else None
     scorers = [model_path(path) for path in model_paths(sources)]
     critic, more = choose_critic(config, model, scorers, tokenizer, reader)
-    teacher = check_teacher(config, tokenizer, reader)
-    masked, mask_notices = masked_ids((model, teacher), tokenizer, reader)
+    teachers = check_teachers(config, tokenizer, reader)
+    masked, mask_notices = masked_ids((model, *teachers), tokenizer, reader)
     notices += [*more, *mask_notices]
     return Inputs(
         model=model,
@@ -165,7 +163,6 @@ def _check_replay(config: PpoConfig) -> Inputs:
         prompts=PromptSet((), Counts()),
         eval_prompts=None,
         notices=tuple(notices),
-        teacher=teacher,
         recording=recording,
         masked_ids=masked,
     )

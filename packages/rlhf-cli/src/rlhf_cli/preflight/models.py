@@ -47,16 +47,16 @@ def check_trained(section: ModelSection, model_config: Any, path: str, *, has_va
 
 
 def masked_ids(
-    paths: Sequence[str | None], tokenizer: Any, reader: Any = None
+    paths: Sequence[str], tokenizer: Any, reader: Any = None
 ) -> tuple[dict[str, tuple[range, ...]], list[str]]:
     """Return the ids of each model's vocabulary that the policy's tokenizer has no token for, by the model's folder or
-    hub name, and a notice if the first model, the policy, has any. None stands for a model that is not used.
+    hub name, and a notice if the first model, the policy, has any.
 
     With a `reader` of images the token of an image is among them.
     """
     from rlhf_models.loading import load_config
 
-    sizes = {path: load_config(path).get_text_config().vocab_size for path in paths if path is not None}
+    sizes = {path: load_config(path).get_text_config().vocab_size for path in paths}
     masked = {path: ids_without_token(tokenizer, size) for path, size in sizes.items()}
     policy = next(iter(sizes))
     notice = masked_ids_notice(masked[policy], sizes[policy])
@@ -204,26 +204,25 @@ def choose_critic(
     return critic, notices
 
 
-def check_teacher(config: PpoConfig, tokenizer: Any, reader: Any = None) -> str | None:
-    """Return the folder or hub name of --teacher_model, or None without one.
+def check_teachers(config: PpoConfig, tokenizer: Any, reader: Any = None) -> list[str]:
+    """Return the folders or hub names of --teacher_model, each once.
 
     Raises:
         ConfigError: a teacher that cannot be run, or is too short of context for the longest rollouts, or whose
             tokenizer differs from the policy's `tokenizer`, or that does not read images as `reader` does; or more
             --teacher_top_k than there are tokens.
     """
-    name = config.algorithm.teacher_model
-    if name is None:
-        return None
-    teacher = model_path(name)
-    model_config = check_companion("teacher_model", config.model, teacher, tokenizer, reader)
+    teachers = list(dict.fromkeys(config.algorithm.teachers.values()))
     num_tokens, flags = longest_sequence(config)
-    check_context(model_config, num_tokens, f"--teacher_model: {flags}")
+    for teacher in teachers:
+        which = "teacher_model" if len(teachers) == 1 else f"teacher_model {teacher}"
+        model_config = check_companion(which, config.model, teacher, tokenizer, reader)
+        check_context(model_config, num_tokens, f"--{which}: {flags}")
     top_k = config.algorithm.teacher_top_k
-    if top_k is not None and top_k > len(tokenizer):
+    if teachers and top_k is not None and top_k > len(tokenizer):
         message = f"--teacher_top_k is {top_k}, and the tokenizer has {len(tokenizer)} tokens"
         raise ConfigError(message, hint=f"--teacher_top_k {len(tokenizer)} compares them all")
-    return teacher
+    return teachers
 
 
 def check_files(flag: str, section: ModelSection, path: str, *, has_values: bool) -> None:

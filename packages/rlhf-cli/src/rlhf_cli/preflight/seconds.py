@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from rlhf_train.costs import count_adapters, count_parameters, mlps_of, pass_costs, sizes_of
+from rlhf_train.learning.learning_spec import is_teacher
 from rlhf_train.memory import ITEM_BYTES, layer_bytes
 from rlhf_train.online_job import OnlineJob
 from rlhf_train.specs import ModelSpec
@@ -154,7 +155,7 @@ def step_seconds(
     lengths = _Lengths(job.engine.max_model_len - most, min(mean_response_tokens or most, most), most)
     phases = {"generation": _generation(job, rates, lengths) if job.plan.engines.places else 0.0}
     phases["rewards"] = sum(_reward_model(job, path, rates, lengths) for path in job.reward.models)
-    titles = {"actor": "old log-probs", "reference": "reference", "critic": "values", "teacher": "teacher"}
+    titles = {"actor": "old log-probs", "critic": "values"}  # others have their roles
     learning = []
     at_once = rates.crowding if job.max_staleness and job.plan.shares_gpus else 1.0
     trained = replace(rates, flops=rates.flops / at_once, moved_bytes=rates.moved_bytes / at_once)
@@ -162,7 +163,7 @@ def step_seconds(
         found = {}
         for role in placed.roles:
             if role != "actor" or job.algorithm.runs_actor:
-                found[titles[role]] = rates.column_s + _passes(job, role, trained, lengths, is_trained=False)
+                found[titles.get(role, role)] = rates.column_s + _passes(job, role, trained, lengths, is_trained=False)
             if job.models[role].optimizer is not None:
                 title = "policy training" if role == "actor" else "critic training"
                 found[title] = _passes(job, role, trained, lengths, is_trained=True)
@@ -260,6 +261,8 @@ def _passes(job: OnlineJob, role: str, rates: Rates, lengths: _Lengths, *, is_tr
     batch = job.batch
     num_ranks = job.plan.trainers_of(role).num_ranks
     rows = batch.num_rollouts * spec.ranks_per_batch / num_ranks * (batch.max_epochs if is_trained else 1)
+    if is_teacher(role):  # how many rollouts are of which source is not known
+        rows /= len(job.teacher_roles)
     micro = batch.micro_train_batch_size if is_trained else batch.micro_rollout_batch_size
     mean = lengths.mean if spec.packing else lengths.longest_of(micro)
     tokens = mean + lengths.prompt / (batch.n_samples_per_prompt if spec.share_prompts else 1)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.config.paths import model_path, parts, user_path
+from rlhf_cli.config.paths import entries_of, model_path, user_path
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.hub_names import hub_name
@@ -53,7 +53,8 @@ def with_model_folders(config: PpoConfig, scratch: Path) -> PpoConfig:
     for option in options(type(config)):
         text = getattr(getattr(config, option.section), option.name) if option.names_model else None
         if text is not None and option.name != "tokenizer":
-            folders = ",".join(_folder(name, option.name, scratch) for name in parts(text))
+            entries = entries_of(option.name, text)
+            folders = ",".join(before + _folder(name, option.name, scratch) for before, name in entries)
             found.setdefault(option.section, {})[option.name] = folders
     sections = {name: getattr(config, name).model_copy(update=values) for name, values in found.items()}
     return config.model_copy(update=sections)
@@ -78,7 +79,7 @@ def _folder(name: str, flag: str, scratch: Path) -> str:
             text = json.dumps(shape_config(name.lower()))
         except ConfigError as error:
             raise ConfigError(f"--{flag}: {error}") from None
-    folder = scratch / f"{flag}-{Path(name).stem if '/' in name else name}"
+    folder = scratch / f"{flag}-{name.replace('/', '_')}"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(text, encoding="utf-8")
     return str(folder)

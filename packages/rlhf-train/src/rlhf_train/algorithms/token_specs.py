@@ -135,3 +135,8 @@ class DistributionSpec:
     def __post_init__(self) -> None:
         check_bounds(self)
         check_name("divergence", self.divergence, DIVERGENCES)
+
+    @property
+    def num_columns(self) -> int:
+        """Numbers per token that are kept of a teacher; see `losses.teacher.most_likely`."""
+        return 2 * self.top_k + 1

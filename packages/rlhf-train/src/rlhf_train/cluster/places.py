@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rlhf_rollout.weights import Medium
@@ -73,6 +73,14 @@ class PlacementPlan:
     colocated: bool
     notes: tuple[str, ...] = ()
     scorers: ProcessPlan | None = None
+
+    def joined(self, role: str, others: Sequence[str]) -> "PlacementPlan":
+        """Return the plan with models of `others` in the processes of `role`."""
+        trainers = (
+            replace(placed, roles=(*placed.roles, *others)) if role in placed.roles else placed
+            for placed in self.trainers
+        )
+        return replace(self, trainers=tuple(trainers))
 
     @property
     def all_processes(self) -> tuple[ProcessPlan, ...]:

@@ -1,8 +1,14 @@
 """Metrics that summarize a set of rollouts. Torch-free."""
 
+import re
 from collections.abc import Sequence
 
 from rlhf_data.records import FinishReason, Rollout, RolloutGroup, VerdictKind
+
+
+def metric_part(name: str) -> str:
+    """Return the name of a data source as a part of a metric's name, in which trackers allow few characters."""
+    return re.sub(r"[^\w.-]", "_", name) or "_"
 
 
 def scored(groups: Sequence[RolloutGroup]) -> list[Rollout]:

@@ -19,7 +19,7 @@ from rlhf_train.algorithms.gae import (
 from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.learning.experience import Experience
-from rlhf_train.learning.loss_metrics import masked_mean, reference_kl_metrics
+from rlhf_train.learning.loss_metrics import reference_kl_metrics, teacher_metrics
 from rlhf_train.run.metrics import Metric
 
 
@@ -70,8 +70,8 @@ def advantages_and_returns(
         returns = rewards_to_go(rewards, mask, gamma=spec.gamma, starts=starts, turn_gamma=turn_gamma)
         returns = returns if own is None else returns + to_device(own, device)
         advantages = returns
-    advantages, teacher_metrics = distilled(advantages.cpu(), experience, spec)
-    return advantages, returns, metrics | teacher_metrics
+    advantages, distillation = distilled(advantages.cpu(), experience, spec)
+    return advantages, returns, metrics | distillation
 
 
 def charged_rewards(experience: Experience, spec: AlgorithmSpec, *, kl_coef: float) -> tuple[Tensor, dict[str, Metric]]:
@@ -100,9 +100,10 @@ def distilled(advantages: Tensor, experience: Experience, spec: AlgorithmSpec) -
     if not spec.teaches_advantages:
         return advantages, {}
     columns = experience.columns
+    mask = experience.loss_mask
     reverse_kl = kl_estimate(columns["old_logprobs"], columns["teacher_logprobs"], "k1")
-    advantages = distilled_advantages(advantages, reverse_kl, experience.loss_mask, teacher_coef=spec.teacher_coef)
-    return advantages, {"kl/teacher": masked_mean(reverse_kl, experience.loss_mask)}
+    advantages = distilled_advantages(advantages, reverse_kl, mask, teacher_coef=spec.teacher_coef)
+    return advantages, teacher_metrics(reverse_kl[mask], mask, experience.sources)
 
 
 def values_before(after: Sequence[Tensor], truncated: Tensor, mask: Tensor) -> dict[str, Tensor]:

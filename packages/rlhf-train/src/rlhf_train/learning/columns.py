@@ -28,6 +28,7 @@ class RolloutColumns:
         num_routed: [B] int64, R_i tokens at the beginning of each rollout whose experts are given.
         routes: [sum of R_i, layers, top_k] unsigned, the experts of those tokens; None if none are given.
         images: per rollout, the paths of its images.
+        sources: per rollout, the name of its data source in metrics; empty if metrics are not told by source.
     """
 
     rollout_ids: tuple[str, ...]
@@ -43,6 +44,7 @@ class RolloutColumns:
     num_routed: np.ndarray
     routes: np.ndarray | None = None
     images: tuple[tuple[str, ...], ...] = ()
+    sources: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -52,6 +54,7 @@ class RolloutColumns:
         earned: Sequence[Sequence[tuple[int, float]]] | None = None,
         *,
         with_routes: bool = False,
+        sources: Sequence[str] = (),
     ) -> "RolloutColumns":
         """Return the columns of `rollouts`.
 
@@ -61,6 +64,7 @@ class RolloutColumns:
             earned: per rollout, what single tokens earned, as pairs of a position and a reward; None for what the
                 verdict says of turns and steps.
             with_routes: whether the experts of tokens are among the columns.
+            sources: of the columns.
 
         Raises:
             ValueError: the numbers of rewards and rollouts differ.
@@ -96,6 +100,7 @@ class RolloutColumns:
             num_routed=np.array([with_routes * rollout.num_routed for rollout in rollouts], np.int64),
             routes=np.concatenate(routes) if routes else None,
             images=tuple(rollout.images for rollout in rollouts),
+            sources=tuple(sources),
         )
 
 

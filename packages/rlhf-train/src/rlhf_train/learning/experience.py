@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_models.batch import to_device
 from rlhf_train.algorithms.own_code import INPUTS
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.learning.columns import RolloutColumns
+from rlhf_train.learning.learning_spec import is_teacher
 
 # Role to the column that its model fills in.
 MODEL_COLUMNS = {
@@ -35,15 +37,20 @@ COLUMNS = (
 )
 
 
+def column_of(role: str) -> str:
+    """Return the column that the model of `role` fills in. All teachers have one, each in the rows that are its own."""
+    return MODEL_COLUMNS["teacher" if is_teacher(role) else role]
+
+
 def columns_of(role: str, spec: AlgorithmSpec) -> dict[str, tuple[int, ...]]:
     """Return the columns that the model of `role` fills in, with what their shape has beside [B, T]."""
-    columns: dict[str, tuple[int, ...]] = {MODEL_COLUMNS[role]: ()}
+    columns: dict[str, tuple[int, ...]] = {column_of(role): ()}
     if role == "critic" and spec.bootstrap_truncated:
         columns["last_values"] = ()
     if role == "actor" and spec.entropy.top_quantile is not None:
         columns["entropy"] = ()
-    if role == "teacher" and spec.distribution is not None:
-        columns["teacher_logprobs"] = (2 * spec.distribution.top_k + 1,)
+    if is_teacher(role) and spec.distribution is not None:
+        columns["teacher_logprobs"] = (spec.distribution.num_columns,)
     return columns
 
 
@@ -66,6 +73,7 @@ class Experience:
         prompt_lengths: tokens of each rollout before its first trained one, at least 1; all if none is trained.
         routes: B arrays [R_i, layers, top_k], the experts of the first R_i tokens; None if no rollout has any.
         images: per rollout, the paths of its images.
+        sources: see `RolloutColumns`.
         columns: name to [B, T] float32, filled in as models run; 0.0 where the mask is False. Where a teacher's
             distributions are compared, `teacher_logprobs` is [B, T, 2 K + 1] instead, of
             `losses.teacher.most_likely`. `last_values` holds the
@@ -97,6 +105,7 @@ class Experience:
         self.truncated = torch.from_numpy(columns.truncated.copy())
         self.routes = None if columns.routes is None else np.split(columns.routes, columns.num_routed.cumsum())[:-1]
         self.images = columns.images
+        self.sources = columns.sources
         first = self.loss_mask.int().argmax(dim=1).clamp(min=1)
         is_trained = self.loss_mask.any(dim=1)
         self.prompt_lengths = torch.where(is_trained, first, torch.from_numpy(lengths)).tolist()
@@ -106,6 +115,17 @@ class Experience:
         """Store a [B, T] or [B, T, C] tensor under `name`, with 0.0 at tokens that are not trained."""
         assert name in COLUMNS, name
         self.columns[name] = self._cleared(values.detach().float().cpu())
+
+    def columns_to_fill(
+        self, role: str, spec: AlgorithmSpec, device: torch.device, *, keeps: bool
+    ) -> dict[str, Tensor]:
+        """Return the columns of `role` on the device: 0.0 everywhere, or if it `keeps` them what others filled in."""
+        found = {}
+        for name, more in columns_of(role, spec).items():
+            column = self.columns.get(name) if keeps else None
+            blank = torch.zeros(*self.loss_mask.shape, *more, device=device)
+            found[name] = blank if column is None else to_device(column, device)
+        return found
 
     def restrict(self, kept: Tensor) -> None:
         """Stop training the tokens where `kept` [B, T] bool is False: clear them in the masks, set columns to 0.0."""

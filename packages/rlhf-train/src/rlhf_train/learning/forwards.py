@@ -1,7 +1,7 @@
 """The forward passes before an update, in blocks of rollout groups: a block runs as soon as its groups are complete."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_data.records import Rollout, RolloutGroup
@@ -77,11 +77,16 @@ class BlockForwards:
         if len(members) < self._size:
             return
         complete = [members[name] for name in sorted(members, key=_number)]
-        if rollouts := scored([group for group in complete if group is not None]):
-            self._blocks[block] = self._send(rollouts, is_early=True)
+        kept = [group for group in complete if group is not None]
+        if rollouts := scored(kept):
+            sources = {group.group_id: group.prompt.source for group in kept}
+            self._blocks[block] = self._send(rollouts, sources, is_early=True)
 
-    def want(self, rollouts: Sequence[Rollout]) -> None:
-        """Keep the blocks of these rollouts, which are those of the step, and send those that were not sent early."""
+    def want(self, rollouts: Sequence[Rollout], sources: Mapping[str, str] | None = None) -> None:
+        """Keep the blocks of these rollouts, which are those of the step, and send those that were not sent early.
+
+        See `Learner.deal` for `sources`.
+        """
         members: dict[tuple[str, int], list[Rollout]] = {}
         for rollout in rollouts:
             members.setdefault(self._block_of(rollout.group_id), []).append(rollout)
@@ -90,7 +95,7 @@ class BlockForwards:
         for block, parts in members.items():
             sent = early.get(block)
             is_same = sent is not None and sent.rollout_ids == tuple(rollout.rollout_id for rollout in parts)
-            self._blocks[block] = sent if is_same else self._send(parts, is_early=False)
+            self._blocks[block] = sent if is_same else self._send(parts, sources, is_early=False)
         self._forget()
 
     def skip(self) -> None:
@@ -123,9 +128,9 @@ class BlockForwards:
             "throughput/early_forward_seconds": seconds,
         }
 
-    def _send(self, rollouts: Sequence[Rollout], *, is_early: bool) -> _Block:
+    def _send(self, rollouts: Sequence[Rollout], sources: Mapping[str, str] | None, *, is_early: bool) -> _Block:
         """Have one rank of each set run its models on a block: the one that got the fewest tokens in this step."""
-        plan = self._plan(rollouts)
+        plan = self._plan(rollouts, sources)
         ordered = [rollouts[row] for row in plan.rows]
         columns = {
             with_routes: RolloutColumns.of(ordered, [0.0] * len(ordered), with_routes=with_routes)
@@ -141,7 +146,7 @@ class BlockForwards:
         ids = tuple(rollout.rollout_id for rollout in rollouts)
         return _Block(ids, tuple(part for part, _ in sent), tuple(report for _, report in sent), is_early)
 
-    def _plan(self, rollouts: Sequence[Rollout]) -> RankPlan:
+    def _plan(self, rollouts: Sequence[Rollout], sources: Mapping[str, str] | None) -> RankPlan:
         """Return the passes over a block on one rank, from long to short rollouts."""
         batch = self._job.batch
         [plan] = plan_rollouts(
@@ -151,9 +156,10 @@ class BlockForwards:
             num_mini_batches=1,
             max_response_tokens=self._job.sampling.max_tokens,
             seed=self._job.seed,
+            parts=self._job.parts_of_teachers(rollouts, sources),
             shares_prompts=self._job.models["actor"].share_prompts,
         )
-        return RankPlan(plan.rows, plan.forward_batches, (), batch.most_pass_tokens(self._job.sampling.max_tokens))
+        return replace(plan, mini_batches=(), max_pass_tokens=batch.most_pass_tokens(self._job.sampling.max_tokens))
 
     def _columns_of(self, roles: Sequence[str]) -> list[str]:
         return [name for role in roles for name in columns_of(role, self._job.algorithm)]

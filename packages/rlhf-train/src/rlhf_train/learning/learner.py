@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
 from typing import Any
@@ -17,10 +17,11 @@ from rlhf_train.cluster.ray_session import wait
 from rlhf_train.costs import PassCosts
 from rlhf_train.generation.baseline import subtract_baseline
 from rlhf_train.generation.scoring import RewardShaper
+from rlhf_train.generation.summaries import metric_part
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import columns_of
 from rlhf_train.learning.forwards import BlockForwards
-from rlhf_train.learning.learning_spec import LearningSpec
+from rlhf_train.learning.learning_spec import LearningSpec, is_teacher
 from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
 from rlhf_train.learning.worker import TrainWorker
@@ -68,6 +69,7 @@ class Learner:
         self.policy_version = 0
         self.weights_bytes = 0
         self.flops: Counter[str] = Counter()
+        self._parts: Mapping[str, Collection[int]] = {}  # see `plan_batches`; of the batch
         self._sizes: list[tuple[int, int]] = []  # tokens, and those of the response, of each rollout of the batch
         self._weights = Lock()  # held while the actor's weights change, and while engines get them
         self._sends: set[asyncio.Future[Mapping[int, str]]] = set()  # of weights, under way
@@ -91,11 +93,16 @@ class Learner:
             self.forwards.skip()
 
     def deal(
-        self, rollouts: Sequence[Rollout], step: int, episode_ids: Sequence[str] | None = None
+        self,
+        rollouts: Sequence[Rollout],
+        step: int,
+        episode_ids: Sequence[str] | None = None,
+        sources: Mapping[str, str] | None = None,
     ) -> dict[str, float]:
         """Shape the rewards of `rollouts`, which all have one, and send each rank of each set its rollouts.
 
-        See `algorithms.group` for `episode_ids`. Returns metrics of the shaping.
+        See `algorithms.group` for `episode_ids`. `sources` are the data sources by group id, which several teachers
+        need. Returns metrics of the shaping. Raises ConfigError for a source without a teacher.
         """
         batch = self._job.batch
         self._kl = None
@@ -103,9 +110,11 @@ class Learner:
         if self.policy_version > self._step_versions[-1]:
             self._step_versions.append(self.policy_version)
         shaped, metrics = self._shaper.shape(rollouts)
+        self._parts = self._job.parts_of_teachers(rollouts, sources)
+        names = [metric_part(sources[rollout.group_id]) for rollout in rollouts if self._parts and sources]
         relative = subtract_baseline(rollouts, shaped, self._job.algorithm, self._job.reward, episode_ids)
         if self.forwards is not None:
-            self.forwards.want(rollouts)
+            self.forwards.want(rollouts, sources)
         pending: list[Any] = []
         replays = self._job.models["actor"].routing_replay
         if replays:
@@ -121,6 +130,7 @@ class Learner:
                 max_response_tokens=self._job.sampling.max_tokens,
                 seed=self._job.seed + step,
                 costs=self._work(ranks.roles, rollouts),
+                parts=self._parts,
                 shares_prompts=self._job.models["actor"].share_prompts,
             )
             if "actor" in ranks.roles:
@@ -136,6 +146,7 @@ class Learner:
                     [relative.rewards[row] for row in plan.rows],
                     [relative.earned[row] for row in plan.rows],
                     with_routes=replays and "actor" in ranks.roles,
+                    sources=[names[row] for row in plan.rows if names],
                 )
                 calls += [(columns, plan, tuple(self._step_versions))] * self._ranks_per_batch
             pending += ranks.start_each(TrainWorker.load_rollouts, calls)
@@ -152,7 +163,8 @@ class Learner:
         """
         algorithm = self._job.algorithm
         wanted = ["actor"] if algorithm.runs_actor else []
-        roles = [role for role in (*wanted, "reference", "teacher", "critic") if role in self._set_of]
+        wanted += ["reference", *filter(is_teacher, self._set_of), "critic"]
+        roles = [role for role in wanted if role in self._set_of]
         self._count("experience", roles)
         if self.forwards is not None:
             metrics = self.forwards.fill_columns()
@@ -239,13 +251,18 @@ class Learner:
         if self._costs is None:
             return None
         # A backward pass costs as much as two forward passes.
-        passes = [(self._costs[role], 3 if self._job.models[role].optimizer else 1) for role in roles]
-        return [sum(n * costs.of(r.num_tokens, r.num_response_tokens) for costs, n in passes) for r in rollouts]
+        work = [0] * len(rollouts)
+        for role in roles:
+            costs, times = self._costs[role], 3 if self._job.models[role].optimizer else 1
+            for row in self._parts.get(role, range(len(rollouts))):
+                work[row] += times * costs.of(rollouts[row].num_tokens, rollouts[row].num_response_tokens)
+        return work
 
     def _count(self, name: str, roles: Sequence[str], passes: int = 1) -> None:
         """Count the operations of passes of models over all rollouts of the batch."""
-        for costs in [self._costs[role] for role in roles] if self._costs else []:
-            self.flops[name] += passes * sum(costs.of(tokens, targets) for tokens, targets in self._sizes)
+        for role in roles if self._costs else ():
+            sizes = [self._sizes[row] for row in self._parts.get(role, range(len(self._sizes)))]
+            self.flops[name] += passes * sum(self._costs[role].of(tokens, targets) for tokens, targets in sizes)
 
     def _adapt_kl(self, kl: float | None, num_rollouts: int) -> None:
         """Adapt the KL coefficient of the next step to this step's KL, which was measured before its updates."""

@@ -1,10 +1,22 @@
 """The settings of learning as frozen data, which the learner and every rank of it get. Torch-free."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from rlhf_data.errors import ConfigError
+from rlhf_data.records import Rollout
 from rlhf_train.generation.run_spec import RunSpec
 from rlhf_train.specs import ModelSpec
+
+
+def teacher_role(number: int) -> str:
+    """Return the role of a teacher, by its number from 1."""
+    return "teacher" if number == 1 else f"teacher {number}"
+
+
+def is_teacher(role: str) -> bool:
+    """Return whether `role` is that of a teacher."""
+    return role.startswith("teacher")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +25,8 @@ class LearningSpec(RunSpec):
 
     Attributes:
         models: role ("actor", "critic", "reference", "teacher") to the settings of its model. The algorithm decides
-            which of the last three there are.
+            which of the last three there are. Further teachers have the roles of `teacher_role`.
+        teachers: data source to the role of its teacher, "" for all other sources; empty for one teacher of all.
         trainer_sleep: optimizer states and frozen models are in host memory while engines generate. Meanwhile, and
             while models run without gradients, no optimizer states are on the device; policy and critic have theirs
             there one after the other.
@@ -29,12 +42,35 @@ class LearningSpec(RunSpec):
     """
 
     models: Mapping[str, ModelSpec]
+    teachers: Mapping[str, str] = field(default_factory=dict)
     trainer_sleep: bool = False
     sync_checksum: bool = False
     num_frozen_steps: int = 0
     ema_beta: float | None = None
     early_forwards: bool = False
     num_busy_engines: int = 0
+
+    def teacher_of(self, source: str) -> str:
+        """Return the role of the teacher of a data source, of several. Raises ConfigError if it has none."""
+        role = self.teachers.get(source) or self.teachers.get("")
+        if role is None:
+            named = ", ".join(sorted(self.teachers))
+            hint = f"name one: ``teacher_model={source}=MODEL``, or MODEL alone for all sources without one"
+            raise ConfigError(f"the data source {source} has no teacher, and {named} have one", hint=hint)
+        return role
+
+    @property
+    def teacher_roles(self) -> list[str]:
+        """The roles of the teachers."""
+        return [role for role in self.models if is_teacher(role)]
+
+    def parts_of_teachers(self, rollouts: Sequence[Rollout], sources: Mapping[str, str] | None) -> dict[str, list[int]]:
+        """Return the rollouts of each teacher, by its role, if there are several; `sources` are given by group id."""
+        if not self.teachers:
+            return {}
+        assert sources is not None
+        owners = [self.teacher_of(sources[rollout.group_id]) for rollout in rollouts]
+        return {role: [row for row, own in enumerate(owners) if own == role] for role in self.teacher_roles}
 
     @property
     def pack_tokens(self) -> int:

@@ -23,6 +23,22 @@ def masked_mean(values: Tensor, mask: Tensor) -> Mean:
     return Mean(torch.where(mask, values.detach(), 0).sum(dtype=torch.float64), mask.sum())
 
 
+def teacher_metrics(kl: Tensor, mask: Tensor, sources: Sequence[str]) -> dict[str, Metric]:
+    """Return the mean divergence from the teacher in nats, of all tokens and of those of each data source.
+
+    Args:
+        kl: [N] float, of the tokens where the mask is True, row by row.
+        mask: [B, T] bool, in host memory.
+        sources: the data source of each row; empty for no metrics by source.
+    """
+    found = {"kl/teacher": kl}
+    rows = kl.split(mask.sum(dim=1).tolist())
+    for source in dict.fromkeys(sources):
+        own = [row for row, name in zip(rows, sources, strict=True) if name == source]
+        found[f"kl/teacher/{source}"] = torch.cat(own)
+    return {name: Mean(values.sum(dtype=torch.float64), len(values)) for name, values in found.items()}
+
+
 def critic_loss(
     values: Tensor, mask: Tensor, inputs: Mapping[str, Tensor], spec: AlgorithmSpec, denominators: Denominators
 ) -> tuple[Tensor, dict[str, Metric]]:

@@ -26,13 +26,9 @@ from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.residence import Residence, release_cache
 from rlhf_train.learning.advantages import advantages_and_returns, values_before
 from rlhf_train.learning.columns import RolloutColumns
-from rlhf_train.learning.experience import MODEL_COLUMNS, Experience, columns_of
-from rlhf_train.learning.loss_metrics import (
-    critic_loss,
-    masked_mean,
-    policy_metrics,
-    update_metrics,
-)
+from rlhf_train.learning.experience import Experience, column_of
+from rlhf_train.learning.learning_spec import is_teacher
+from rlhf_train.learning.loss_metrics import critic_loss, masked_mean, policy_metrics, teacher_metrics, update_metrics
 from rlhf_train.learning.micro_batches import lay_out, policy_stream, recounted, teacher_term, token_batch
 from rlhf_train.learning.trained_tokens import (
     Pass,
@@ -85,7 +81,7 @@ class TrainWorker:
         """Join the rank set and load the models. Collective.
 
         Args:
-            models: role ("actor", "critic", "reference" or "teacher") to the settings of its model.
+            models: role ("actor", "critic", "reference" or one of `teacher_role`) to the settings of its model.
             algorithm: what is optimized.
             temperature: sampling temperature of the rollouts; log-probs are computed at this temperature.
             rank, num_ranks: number of this process in its rank set, from 0, and of processes there.
@@ -160,11 +156,11 @@ class TrainWorker:
         else:
             self._residence.reload_frozen()
         # All stay on the device until the end: copying the part of each pass would wait for it.
-        shape, more = self._experience.loss_mask.shape, columns_of(role, self._algorithm)
-        columns = {name: torch.zeros(*shape, *sizes, device=self._device) for name, sizes in more.items()}
+        keeps = role in self._plan.own_batches
+        columns = self._experience.columns_to_fill(role, self._algorithm, self._device, keeps=keeps)
         entropy = Mean(0.0, 0.0)
         with awake(self._frozen.get(role)):
-            for rows in self._plan.forward_batches:
+            for rows in self._plan.batches_of(role):
                 with WORK.doing("forward pass", **self._size(rows)):
                     outputs, mask = self._forward(role, rows)
                 if not rows:
@@ -346,7 +342,8 @@ class TrainWorker:
         self._passes.append((rows, wanted, output.logprobs, output.entropy))
         metrics = policy_metrics(output.metrics, spec, getattr(stream.own_loss, "metrics", None))
         if term is not None:
-            metrics["kl/teacher"] = masked_mean(term.divergence, stream.loss_mask)
+            sources = [experience.sources[row] for row in rows if experience.sources]
+            metrics |= teacher_metrics(term.divergence, experience.policy_mask[list(rows)], sources)
         if is_first and not spec.runs_actor:
             metrics |= first_pass_metrics(experience, spec, self._passes[-1], stream)
         return output.loss, metrics
@@ -374,12 +371,12 @@ class TrainWorker:
         else:
             wanted = lay_out(loss_mask, rows, batch)
             options = {"temperature": self._temperature}
-            if role == "teacher" and self._algorithm.distribution is not None:
+            if is_teacher(role) and self._algorithm.distribution is not None:
                 options |= {"top_k": self._algorithm.distribution.top_k}
                 outputs = {"teacher_logprobs": teacher_column(model, batch, wanted, **options)}
             else:
                 output = model(batch, logits_mask=wanted, max_tokens=self._max_tokens, **options)
-                outputs = {MODEL_COLUMNS[role]: output.logprobs, "entropy": output.entropy}
+                outputs = {column_of(role): output.logprobs, "entropy": output.entropy}
         return {name: pad_sequence(batch.split(values), batch_first=True) for name, values in outputs.items()}, mask
 
     @property
