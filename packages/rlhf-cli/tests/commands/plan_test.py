@@ -99,6 +99,22 @@ def test_draft_model_has_its_weights_on_the_gpus_of_engines(planner):
     assert drafted["weights"] == alone["weights"] + 2 * WEIGHTS["qwen2.5-1.5b"]
 
 
+def test_each_teacher_is_counted_and_its_distributions_are_kept_for_all_rollouts(planner):
+    plan = planner(8)
+    one, two = (
+        plan(model("qwen2.5-7b", 8, "--teacher_model", teachers, "--teacher_top_k", "64"))
+        for teachers in ("qwen2.5-7b", "math.jsonl=qwen2.5-7b,qwen2.5-1.5b")
+    )
+    [placed] = two.job.plan.trainers
+    assert placed.roles == ("actor", "teacher", "teacher 2")
+    before, after = (planned.memory.needs[placed.name] for planned in (one, two))
+    assert before.items["frozen weights"] == 2 * WEIGHTS["qwen2.5-7b"]
+    assert after.items["frozen weights"] == 2 * (WEIGHTS["qwen2.5-7b"] + WEIGHTS["qwen2.5-1.5b"])
+    columns = 4 * two.job.batch.num_rollouts // 8 * two.job.engine.max_model_len * (2 * 64 + 1)
+    sampled = planner(8, 80)(model("qwen2.5-7b", 8, "--teacher_model", "math.jsonl=qwen2.5-7b,qwen2.5-1.5b"))
+    assert after.forward - sampled.memory.needs[placed.name].forward == columns
+
+
 def test_phases_add_up_what_is_awake(planner):
     found = planner(1, 140.0)(model("qwen2.5-1.5b", 1, *SLEEP))
     trainer = found.memory.needs["train"]

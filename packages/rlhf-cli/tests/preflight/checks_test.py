@@ -206,6 +206,9 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
             "a teacher's log-ratio needs log-probs",
             "recompute",
         ),
+        ("--teacher_model a=", "--teacher_model a= lacks a data source or a model", "write SOURCE=MODEL for each"),
+        ("--teacher_model a=m,a=n", "two models for the data source a: m and n", "write SOURCE=MODEL for each"),
+        ("--teacher_model a=m,n,o", "two models for all sources without one: n and o", "at most one MODEL alone"),
         (f"{TAUGHT} --teacher_top_k 0", "--teacher_top_k is 0; it must be at least 1", ""),
         (f"--teacher_coef 0 {TAUGHT}", "--teacher_coef is 0; it must be above 0", ""),
         # training, evaluation, placement

@@ -36,6 +36,24 @@ def test_check_inputs_mixed_prompts_know_their_source_and_are_of_several(check, 
     assert "hint: name several in --prompt_data" in text
 
 
+def test_check_inputs_each_source_has_a_teacher_and_each_teacher_a_source(check, refused, folder, models):
+    policy = str(models / "policy")
+    two = ["--prompt_data", "prompts.jsonl,math.jsonl", "--teacher_model"]
+    for name in ("other", "lr=1,a"):  # the latter is a folder, and no list
+        shutil.copytree(policy, folder / name)
+    for teachers in (f"prompts.jsonl=other,math.jsonl={policy}", f"math.jsonl={policy},other", "lr=1,a"):
+        assert len(check(*two, teachers).masked_ids) == 2
+    text = refused(*two, f"math.jsonl={policy}")
+    assert "--teacher_model names no teacher for prompts.jsonl of --prompt_data" in text
+    assert "hint: add prompts.jsonl=MODEL, or MODEL alone" in text
+    text = refused(*two, f"maths.jsonl={policy},{policy}")
+    assert text.startswith("--teacher_model: unknown data source `maths.jsonl`; known: math.jsonl, prompts.jsonl")
+    text = refused(*two, f"math.jsonl={policy},prompts.jsonl={policy},{policy}")
+    assert f"--teacher_model has {policy} for sources without a teacher of their own, and all have one" in text
+    text = refused(*two, f"math.jsonl={policy},prompts.jsonl=./absent")
+    assert text.startswith(f"--teacher_model {folder / 'absent'}: ")
+
+
 def test_check_inputs_prompt_split_reaches_the_data_set(check, folder):
     from datasets import Dataset, DatasetDict
 

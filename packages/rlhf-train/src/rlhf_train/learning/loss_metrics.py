@@ -33,7 +33,7 @@ def teacher_metrics(kl: Tensor, mask: Tensor, sources: Sequence[str]) -> dict[st
     """
     found = {"kl/teacher": kl}
     rows = kl.split(mask.sum(dim=1).tolist())
-    for source in dict.fromkeys(sources):
+    for source in sorted(set(sources)):
         own = [row for row, name in zip(rows, sources, strict=True) if name == source]
         found[f"kl/teacher/{source}"] = torch.cat(own)
     return {name: Mean(values.sum(dtype=torch.float64), len(values)) for name, values in found.items()}
