@@ -67,7 +67,9 @@ class OnlineJob(LearningSpec, GenerationSpec):
         if self.algorithm.uses_teacher != ("teacher" in self.models):
             raise ConfigError("a teacher is needed if and only if teacher_coef is above 0")
         if unknown := {*self.teachers.values()} - {*self.teacher_roles}:
-            raise ConfigError(f"``teachers`` names {', '.join(sorted(unknown))}, and the models are {[*self.models]}")
+            raise ConfigError(
+                f"the teachers of sources are {', '.join(sorted(unknown))}, and the models are {[*self.models]}"
+            )
         has_source = self.reward.sources or self.algorithm.uses_teacher or self.agent is not None or self.replay
         if not has_source:
             raise ConfigError("a run learns from rewards, an agent or a teacher, and has none of them")

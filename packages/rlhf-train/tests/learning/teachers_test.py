@@ -155,7 +155,7 @@ def test_a_source_without_a_teacher_is_refused_and_one_without_rollouts_has_no_p
         assert plan.batches_of("teacher 2") == ()
     with pytest.raises(ConfigError, match=r"the data source art has no teacher, and code have one[^`]*hint: name one"):
         dataclasses.replace(job, teachers={"code": "teacher"}).teacher_of("art")
-    with pytest.raises(ConfigError, match="``teachers`` names teacher 3, and the models are"):
+    with pytest.raises(ConfigError, match="the teachers of sources are teacher 3, and the models are"):
         dataclasses.replace(job, teachers={"code": "teacher 3"})
 
 

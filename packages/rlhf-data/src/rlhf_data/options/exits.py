@@ -71,6 +71,7 @@ FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
         "speculative": "--vllm_speculative",
         "start_timeout_s": "--reward_start_timeout_s",
         "skip_patches": "--vllm_skip_patches",
+        "teachers": "--teacher_model",
         "tensor_parallel_size": "--ds_tensor_parallel_size",
         "trainer_sleep": "--deepspeed_enable_sleep",
         "overlong_buffer": "--overlong_buffer_len",

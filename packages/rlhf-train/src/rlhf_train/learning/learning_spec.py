@@ -55,7 +55,7 @@ class LearningSpec(RunSpec):
         role = self.teachers.get(source) or self.teachers.get("")
         if role is None:
             named = ", ".join(sorted(self.teachers))
-            hint = f"name one: ``teacher_model={source}=MODEL``, or MODEL alone for all sources without one"
+            hint = f"name one: ``teachers={source}=MODEL``, or MODEL alone for all sources without one"
             raise ConfigError(f"the data source {source} has no teacher, and {named} have one", hint=hint)
         return role
 
