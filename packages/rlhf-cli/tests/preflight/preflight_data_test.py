@@ -248,6 +248,15 @@ def test_rows_that_are_left_out_of_training_or_held_out_prompts_are_a_notice():
             assert notice.startswith(told)
 
 
+def test_held_out_prompts_are_training_prompts_if_they_ask_the_same_about_the_same_image():
+    config = PpoConfig(rollout={"rollout_batch_size": 2})
+    trained, held_out = (
+        PromptSet(tuple(Prompt(f"{n}{i}", np.array([1]), "Which colour?", images=(i,)) for i in images), Counts(2))
+        for n, images in (("t", ("red.png", "blue.png")), ("h", ("blue.png", "green.png")))
+    )
+    assert data_notices(config, trained, held_out) == ["1 of 2 held-out prompts are also training prompts"]
+
+
 @pytest.mark.parametrize(
     ("argv", "num_prompts", "is_told"),
     [

@@ -56,8 +56,11 @@ def test_end_token_ids_of_a_bare_folder_are_none(tmp_path: Path) -> None:
 
 
 def test_read_config_puts_the_text_model_on_top(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path, config={"model_type": "vision", "text_config": {"vocab_size": 11}}))
+    text = {"vocab_size": 11, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    stored = {"model_type": "vision", "architectures": ["VisionForConditionalGeneration"], "text_config": text}
+    config = read_config(write(tmp_path, config=stored))
     assert (config["model_type"], config["vocab_size"]) == ("vision", 11)
+    assert config["architectures"] == ["VisionForConditionalGeneration"]
 
 
 def test_read_config_has_what_a_family_has_by_default(tmp_path: Path) -> None:

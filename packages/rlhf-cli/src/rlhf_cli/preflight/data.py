@@ -147,8 +147,8 @@ def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | No
             notices.append(f"{part.most_is_lost}{count}; the longest has {part.longest_tokens} tokens")
         if part.num_bad:
             notices.append(f"{part.num_bad} of {part.num_rows} rows cannot be used and are left out")
-    trained = {prompt.text for prompt in prompts}
-    if shared := sum(prompt.text in trained for prompt in held_out or ()):
+    trained = {(prompt.text, prompt.images) for prompt in prompts}
+    if shared := sum((prompt.text, prompt.images) in trained for prompt in held_out or ()):
         notices.append(f"{shared} of {len(held_out)} held-out prompts are also training prompts")
     size = rollout.rollout_batch_size
     most = rollout.rollout_batch_size * rollout.dynamic_filtering_max_batches

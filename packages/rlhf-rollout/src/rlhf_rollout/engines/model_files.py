@@ -37,6 +37,8 @@ def resolve_model_dir(name: str) -> Path:
 def read_config(model_dir: Path, *, may_run: bool = False) -> dict[str, Any]:
     """Return config.json. Fields of its `text_config`, where multimodal models describe the language model, win.
 
+    Its own `architectures` and `model_type` stay: a `text_config` may name the class of the language model alone.
+
     Sizes have the names of Llama's config, also those that a family calls otherwise, as GPT-2 calls its heads `n_head`.
 
     With `may_run`, the model's own code may run. Raises ConfigError for a file that is missing or cannot be read.
@@ -60,7 +62,8 @@ def read_config(model_dir: Path, *, may_run: bool = False) -> dict[str, Any]:
 
 def _stored_config(model_dir: Path) -> dict[str, Any]:
     config = read_json(model_dir / "config.json")
-    return config | (config.get("text_config") or {})
+    of_the_whole = {name: config[name] for name in ("architectures", "model_type") if name in config}
+    return config | (config.get("text_config") or {}) | of_the_whole
 
 
 def end_token_ids(model_dir: Path, tokenizer_dir: Path) -> tuple[int, ...]:
