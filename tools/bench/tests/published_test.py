@@ -263,13 +263,13 @@ def test_reward_takes_special_tokens_off_and_asks_for_all_of_a_held_out_prompt()
     held_out = json.dumps(json.loads(LABEL) | {"held_out": True})
     prompt = "<|im_start|>user\nWrite.<|im_end|>\n"
     for text, label, expected in (
-        ("Rivers run today.<|im_end|>", LABEL, (2 / 3, 0.0)),
+        ("Rivers run today.<|im_end|>", LABEL, (4.0, 0.0)),
         ("Rivers run today.<|im_end|>", held_out, (0.0, 0.0)),
         (" The rivers run slowly and are very cold today.<|im_end|>", held_out, (1.0, 1.0)),
-        (" The rivers run slowly and are very cold today.", LABEL, (1.0, 1.0)),
+        (" The rivers run slowly and are very cold today.", LABEL, (6.0, 1.0)),
     ):
         scored = reward.reward_func([prompt + text], [prompt], [label])
-        assert (scored["rewards"], scored["scores"]) == pytest.approx(expected)
+        assert (scored["rewards"], scored["scores"]) == expected
 
 
 def test_stand_in_for_flash_attn_moves_tokens_and_takes_log_probs_as_plain_indexing_does():

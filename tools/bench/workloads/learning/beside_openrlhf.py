@@ -8,7 +8,9 @@ tokens and prefix caching. Neither of the two sleeps, since the GPU has room for
 is vLLM's number for it. No flag of OpenRLHF changes that.
 
 OpenRLHF evaluates by itself every --eval_steps: its engine answers the same held-out prompts greedily, and the rules of
-examples/instructions.py decide which answers are right. It does not evaluate the model before training. `step_seconds`
+examples/instructions.py decide which answers are right. Its training rewards are six times those of the example: whole
+numbers, so that groups of equal rewards have no deviation by rounding, which it would divide by. It does not evaluate
+the model before training. `step_seconds`
 are the seconds of a step that it logs (generation, experience, training, weights), without evaluations. `wall_seconds`
 are those between its lines of log: they have what else happens between two steps.
 
