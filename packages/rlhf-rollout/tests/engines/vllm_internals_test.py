@@ -20,7 +20,9 @@ from rlhf_rollout.engines.vllm.worker import take_adapters
 
 FOLDER = Path(package.__file__).parent
 SCHEDULER = [
-    name for name in VLLM_PATCHES if name not in ("recorded_copies", "replayed_steps", "sampling_head", "shared_hashes")
+    name
+    for name in VLLM_PATCHES
+    if name not in ("graph_pieces", "recorded_copies", "replayed_steps", "sampling_head", "shared_hashes")
 ]
 
 

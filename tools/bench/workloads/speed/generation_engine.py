@@ -91,14 +91,17 @@ def engine_process(pipe: Connection, spec: EngineSpec, sampling: SamplingParams,
     os.environ.update({key: str(value) for key, value in settings.items() if key.isupper()})
     try:
         start = time.perf_counter()
+        from rlhf_rollout.engines.model_files import read_config, resolve_model_dir
         from rlhf_rollout.engines.vllm import core
         from rlhf_rollout.engines.vllm import engine as module
-
-        core.prepare_environment()  # before vLLM is imported
-        from vllm.engine import arg_utils
+        from rlhf_rollout.engines.vllm.memory import piece_sizes
 
         skipped = tuple(name for name in VLLM_PATCHES if not settings.pop(name, True))
         spec = replace(spec, skip_patches=skipped)
+        sizes = piece_sizes(spec, read_config(resolve_model_dir(spec.model)))
+        core.prepare_environment(has_pieces=bool(sizes))  # before vLLM is imported
+        from vllm.engine import arg_utils
+
         plain = arg_utils.EngineArgs
         others = {key: value for key, value in settings.items() if not key.isupper()}
         arg_utils.EngineArgs = lambda **given: plain(**(given | others))

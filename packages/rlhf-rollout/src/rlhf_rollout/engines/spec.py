@@ -24,11 +24,12 @@ VLLM_PATCHES = (
     "recorded_copies",
     "sampling_head",
     "replayed_steps",
+    "graph_pieces",
 )
 
 
 # Those that have nothing to do where sequences get several tokens per step.
-OF_SINGLE_TOKENS = ("idle_slots", "bulk_decoding", "multi_step", "sampling_head", "replayed_steps")
+OF_SINGLE_TOKENS = ("idle_slots", "bulk_decoding", "multi_step", "sampling_head", "replayed_steps", "graph_pieces")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

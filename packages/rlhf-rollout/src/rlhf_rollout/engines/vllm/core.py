@@ -21,7 +21,7 @@ from rlhf_rollout.engines.vllm.internals import (
     rotate_heads_on_cpu,
     tell_routes_on_cpu,
 )
-from rlhf_rollout.engines.vllm.memory import kv_cache_bytes
+from rlhf_rollout.engines.vllm.memory import has_experts, kv_cache_bytes, piece_bytes, piece_sizes
 from rlhf_rollout.engines.vllm.own_classes import (
     check_images,
     check_on_gpu,
@@ -42,11 +42,16 @@ _QUANTIZATIONS = {None: None, "fp8": "fp8_per_channel"}
 # Sequences that the KV cache has room for, per sequence that runs: it keeps prefixes that later requests share, and
 # turns of agents that wait.
 _SEQUENCES_KEPT = 4
+_BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 _FP8_CAPABILITY = 89  # least compute capability of GPUs that multiply FP8: Ada, Hopper and newer
 
 
-def prepare_environment() -> bool:
-    """Set what vLLM reads when it is imported, and return whether it runs on a GPU."""
+def prepare_environment(*, has_pieces: bool = False) -> bool:
+    """Set what vLLM reads when it is imported, and return whether it runs on a GPU.
+
+    Args:
+        has_pieces: whether an engine replays pieces of CUDA graphs, see `memory.piece_sizes`.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # FlashInfer's sampler gives no processed log-probs, so vLLM would import it only to reject it.
@@ -60,6 +65,8 @@ def prepare_environment() -> bool:
     import torch
 
     on_gpu = torch.cuda.is_available()
+    if on_gpu and has_pieces:
+        os.environ.setdefault(_BREAKABLE, "1")
     if not on_gpu:
         # Eager mode compiles only the sampler, which takes seconds and gains nothing at this size.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -138,6 +145,8 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
     is_eager = spec.enforce_eager or not on_gpu
     more = replace_processors(classes) if spec.images else {"language_model_only": True}
     config = _engine_config(spec, model_dir, model_config, model_impl(names), more, is_eager=is_eager, on_gpu=on_gpu)
+    if on_gpu and piece_sizes(spec, model_config):
+        break_graphs_of_second_runner(config)
     core = EngineCoreClient.make_client(
         multiprocess_mode=False,
         asyncio_mode=False,
@@ -159,9 +168,11 @@ def worker_settings(spec: EngineSpec, model_config: dict[str, Any]) -> dict[str,
     return {
         "adapter_rank": spec.adapter_rank,
         "expected_sampling": None if sampling is None else asdict(sampling),
-        "has_experts": "expert" in str(model_config),
+        "has_experts": has_experts(model_config),
         "kv_cache_sequences": None if spec.kv_cache_memory_bytes is not None else _SEQUENCES_KEPT * spec.max_num_seqs,
         "masked_ids": [[ids.start, ids.stop] for ids in spec.masked_ids],
+        "piece_bytes": piece_bytes(spec, model_config),
+        "piece_sizes": list(piece_sizes(spec, model_config)),
         "skip_patches": list(spec.skip_patches),
     }
 
@@ -221,6 +232,16 @@ def _engine_config(
         **draft_options(spec),
         additional_config={SETTINGS: worker_settings(spec, model_config)},
     ).create_engine_config()
+
+
+def break_graphs_of_second_runner(config: Any) -> None:
+    """Have vLLM break no graphs if its first model runner runs the model. That would capture whole ones otherwise, too.
+
+    Args:
+        config: vLLM's.
+    """
+    if not config.use_v2_model_runner:
+        os.environ[_BREAKABLE] = "0"
 
 
 def graph_sizes(num_tokens: int) -> list[int]:

@@ -19,6 +19,7 @@ from rlhf_rollout.engines.stopping import decoder
 from rlhf_rollout.engines.vllm.core import build_core, check_visible_gpus, prepare_environment, start_hint
 from rlhf_rollout.engines.vllm.images import features
 from rlhf_rollout.engines.vllm.internals import adapter_request, check_vllm
+from rlhf_rollout.engines.vllm.memory import piece_sizes
 from rlhf_rollout.engines.vllm.own_classes import shortest_prompt
 from rlhf_rollout.engines.vllm.speculation import check_sampling, draft_model_dir
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
@@ -34,7 +35,7 @@ class VllmEngine:
     def __init__(self, spec: EngineSpec) -> None:
         model_dir = resolve_model_dir(spec.model)
         config = read_config(model_dir, may_run=is_trusted(spec.model))
-        self._on_gpu = prepare_environment()
+        self._on_gpu = prepare_environment(has_pieces=bool(piece_sizes(spec, config)))
         if spec.weight_transfer == "ipc" and not self._on_gpu:
             raise ConfigError("weight_transfer ipc needs a GPU", hint="use weight_transfer shared_memory")
         if spec.draft_model:

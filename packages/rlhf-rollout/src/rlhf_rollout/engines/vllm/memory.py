@@ -1,4 +1,4 @@
-"""The size of an engine's KV cache: vLLM would fill all of the memory that it may take."""
+"""The size of an engine's KV cache: vLLM would fill all of the memory that it may take. And that of its CUDA graphs."""
 
 import math
 from collections.abc import Mapping
@@ -12,6 +12,12 @@ from rlhf_rollout.engines.spec import EngineSpec
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 FIXED_BYTES = 2 << 30  # CUDA's context, libraries and CUDA graphs
 _LOGIT_COPIES = 7  # in float32: the sampler keeps logits, log-probs, and their order for top-k and top-p
+USES_PIECES = False  # whether engines have the speed-up `graph_pieces` at all
+# Numbers of tokens for which there are pieces. A step takes the next larger one: above 512, at most 1.5 times its own.
+_PIECES = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+# Products of two numbers in a layer, per step. With more of them, an H200 computes for longer than the host launches
+# kernels: larger steps gain nothing by graphs, and lose by padding.
+_MOST_PRODUCTS = 4e10
 
 
 def kv_cache_bytes(spec: EngineSpec, model_dir: Path, config: Mapping[str, Any], *, on_gpu: bool) -> int | None:
@@ -72,16 +78,55 @@ def _weight_bytes(model_dir: Path, item_bytes: int, quantization: str | None) ->
 def gpu_work_bytes(spec: EngineSpec, config: Mapping[str, Any]) -> int:
     """Return an upper bound of what an engine takes on each GPU beside weights and KV cache, in bytes.
 
-        2 GiB + tokens per step * (4 hidden size + 3 MLP width) * item size + 7 * rows * vocabulary * 4
+        2 GiB + (tokens per step + most tokens of `piece_sizes`) * (4 hidden size + 3 MLP width) * item size
+        + 7 * rows * vocabulary * 4
 
     A sequence has a row of logits, and one for each token that is drafted.
     It is a bound because activations and logits have their peaks at different times.
     """
+    rows = spec.max_num_seqs * spec.step_tokens
+    activation_bytes = spec.batched_tokens * _layer_numbers(config) * ITEM_BYTES[spec.dtype] + piece_bytes(spec, config)
+    return FIXED_BYTES + activation_bytes + _LOGIT_COPIES * rows * config["vocab_size"] * 4
+
+
+def piece_sizes(spec: EngineSpec, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the numbers of tokens for which an engine on a GPU has pieces of CUDA graphs, see `patches.graph_pieces`.
+
+    A model has them for as many tokens as its layers are narrow, so that a large one has none:
+
+        tokens * hidden size * (4 hidden size + 3 MLP width) <= 4e10
+
+    There are none with several GPUs, experts, adapters, images or drafts, for which they were not measured. For a
+    capture, vLLM divides the tokens among all slots, and gives the last one the remainder too, which must not be longer
+    than `max_model_len`.
+    """
+    others = spec.has_drafts or spec.adapter_rank or spec.images or spec.return_routes or spec.tensor_parallel_size > 1
+    if not USES_PIECES or "graph_pieces" in spec.skip_patches or spec.enforce_eager or others or has_experts(config):
+        return ()
+    products = config.get("hidden_size", 0) * _layer_numbers(config)
+    sizes = (size for size in _PIECES if size <= spec.batched_tokens and 0 < size * products <= _MOST_PRODUCTS)
+    return tuple(size for size in sizes if _longest(size, min(size, spec.max_num_seqs)) <= spec.max_model_len)
+
+
+def piece_bytes(spec: EngineSpec, config: Mapping[str, Any]) -> int:
+    """Return the bytes that the pieces of CUDA graphs keep for activations: all sizes share those of the largest."""
+    return max(piece_sizes(spec, config), default=0) * _layer_numbers(config) * ITEM_BYTES[spec.dtype]
+
+
+def _longest(num_tokens: int, num_sequences: int) -> int:
+    return num_tokens // num_sequences + num_tokens % num_sequences
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Return whether a model is a mixture of experts."""
+    return "expert" in str(config)
+
+
+def _layer_numbers(config: Mapping[str, Any]) -> int:
+    """Return how many numbers a layer has at once for each token, at most: 4 hidden size + 3 MLP width."""
     hidden = config.get("hidden_size", 0)
     # A token goes through several experts of a mixture.
     experts = (config.get("num_experts_per_tok") or 1) * (config.get("moe_intermediate_size") or 0)
     widths = config.get("intermediate_size") or 4 * hidden
     width = max(*(widths if isinstance(widths, list) else [widths]), experts)  # some configs have one per layer
-    rows = spec.max_num_seqs * spec.step_tokens
-    activation_bytes = spec.batched_tokens * (4 * hidden + 3 * width) * ITEM_BYTES[spec.dtype]
-    return FIXED_BYTES + activation_bytes + _LOGIT_COPIES * rows * config["vocab_size"] * 4
+    return 4 * hidden + 3 * width

@@ -20,7 +20,7 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_rollout.engines.vllm.internals import SETTINGS, check_adapter_manager, check_worker, require, sampler_params
-from rlhf_rollout.engines.vllm.patches import patch_runner, replays_of
+from rlhf_rollout.engines.vllm.patches import patch_graphs, patch_runner, replays_of
 from rlhf_rollout.engines.vllm.speculation import plan_as_captured
 from rlhf_rollout.private_names import missing_paths
 from rlhf_rollout.protocols import SamplingParams
@@ -48,12 +48,13 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
 
             limit = 4 * max_num_seqs * bytes of one sequence of max_model_len tokens
 
-        A larger cache takes longer to allocate, to put to sleep and to wake up.
+        A larger cache takes longer to allocate, to put to sleep and to wake up. vLLM does not count pieces of graphs.
         """
         available = int(super().determine_available_memory())
         sequences = self._settings["kv_cache_sequences"]
         if sequences is None:  # the size is fixed
             return available
+        available -= self._settings["piece_bytes"]
         layers = self.get_kv_cache_spec().values()
         return min(available, sequences * sum(layer.max_memory_usage_bytes(self.vllm_config) for layer in layers))
 
@@ -111,6 +112,8 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
         """See vLLM."""
         sampling = self._settings["expected_sampling"]
         expected = None if sampling is None else SamplingParams(**sampling)
+        if current_platform.is_cuda():
+            patch_graphs(self.model_runner, self._settings["skip_patches"], self._settings["piece_sizes"])
         with limited_warm_up(expected, has_experts=self._settings["has_experts"]):
             seconds = super().compile_or_warm_up_model()
         if current_platform.is_cuda():

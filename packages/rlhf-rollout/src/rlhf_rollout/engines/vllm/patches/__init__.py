@@ -54,6 +54,18 @@ def patch_runner(runner: Any, skipped: Collection[str], masked_ids: Sequence[Seq
     _patch("sampling_head", runner, "model runner", skipped, masked_ids)
 
 
+def patch_graphs(runner: Any, skipped: Collection[str], sizes: Sequence[int]) -> None:
+    """Have vLLM's model runner on a GPU replay steps with prompts in pieces, if it is its second one.
+
+    Args:
+        runner: vLLM's, which has a KV cache and has not captured CUDA graphs.
+        skipped: names of patches to leave out.
+        sizes: numbers of tokens, ascending, for which there are pieces; none leave the runner as it is.
+    """
+    if sizes and _is_second(runner):
+        _patch("graph_pieces", runner, "model runner", skipped, sizes)
+
+
 def replays_of(runner: Any, skipped: Collection[str]) -> Any:
     """Return what computes several decode steps of vLLM's model runner on a GPU; None if each needs the host.
 
@@ -77,7 +89,7 @@ def _patch(name: str, owner: Any, called: str, skipped: Collection[str], *more: 
     try:
         module.patch(owner, *more)
     except ImportError as error:  # of what `internals` imports for it, before it changes anything
-        _leave_out(name, str(error))
+        leave_out(name, str(error))
 
 
 def _load_for(name: str, owner: Any, called: str, skipped: Collection[str]) -> ModuleType | None:
@@ -86,7 +98,7 @@ def _load_for(name: str, owner: Any, called: str, skipped: Collection[str]) -> M
     if module is None:
         return None
     if lost := missing_paths(owner, module.NEEDS):
-        _leave_out(name, f"its {called} has no {', '.join(lost)}")
+        leave_out(name, f"its {called} has no {', '.join(lost)}")
         return None
     return module
 
@@ -98,9 +110,10 @@ def load(name: str, skipped: Collection[str]) -> ModuleType | None:
     try:
         return import_module(f"{__name__}.{name}")
     except ImportError as error:
-        _leave_out(name, str(error))
+        leave_out(name, str(error))
         return None
 
 
-def _leave_out(name: str, reason: str) -> None:
+def leave_out(name: str, reason: str) -> None:
+    """Warn that engines do without a patch."""
     _logger.warning("vLLM %s does without the speed-up %s, and generates the same: %s", version(), name, reason)

@@ -36,9 +36,9 @@ _OBSTACLES = (
     "vllm_config.kv_transfer_config",
 )
 # Of a model runner with a KV cache.
+NEEDED_TO_TELL = (*_OBSTACLES, "attn_groups", "model_state")  # for `computes_plainly`
 NEEDS = (
-    *_OBSTACLES,
-    "attn_groups",
+    *NEEDED_TO_TELL,
     "block_tables.compute_slot_mappings",
     "cudagraph_manager.dispatch",
     "cudagraph_manager.run_fullgraph",
@@ -63,11 +63,15 @@ def replays_of(runner: Any) -> "ReplayedSteps | None":
     Args:
         runner: vLLM's second one, with its KV cache and CUDA graphs.
     """
+    return ReplayedSteps(runner) if computes_plainly(runner) else None
+
+
+def computes_plainly(runner: Any) -> bool:
+    """Return whether a model runner with a KV cache gives its model tokens alone, and all layers use FlashAttention."""
     if any(attrgetter(name)(runner) for name in _OBSTACLES) or type(runner.model_state) is not DefaultModelState:
-        return None
+        return False
     builders = [group.get_metadata_builder(0) for groups in runner.attn_groups for group in groups]
-    is_known = all(type(builder) is FlashAttentionMetadataBuilder for builder in builders)
-    return ReplayedSteps(runner) if is_known else None
+    return all(type(builder) is FlashAttentionMetadataBuilder for builder in builders)
 
 
 class Begun(NamedTuple):
