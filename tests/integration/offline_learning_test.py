@@ -1,42 +1,33 @@
 """The offline trainers learn: the benchmark of them on one seed, four trainers, fewer rows and smaller batches."""
 
-import json
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-TOOL = Path(__file__).parents[2] / "tools/bench/run.py"
-TIMEOUT_S = 600
-BATCH = "--train_batch_size 32 --micro_train_batch_size 32"
-# Trainers and their flags, in halves of about the same time. Rows of `kto` have one answer, half of a pair.
-HALVES = {("sft", "kto"): f"--max_samples 640 {BATCH}", ("rm", "dpo"): f"--max_samples 448 {BATCH}"}
+BENCH = Path(__file__).parents[2] / "tools/bench"
+# Rows by trainer. Those of `kto` have one answer, half of a pair.
+NUM_ROWS = {"sft": 640, "kto": 640, "rm": 448, "dpo": 448}
 
 Rows = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    """The benchmark's rows by trainer: two trainers run at a time, because each keeps one core busy."""
-    folder = tmp_path_factory.mktemp("offline")
-    with ThreadPoolExecutor(len(HALVES)) as pool:
-        tables = list(pool.map(lambda names: benchmark(names, HALVES[names], folder / f"{names[0]}.json"), HALVES))
-    return {row["name"]: row for table in tables for row in table}
+def rows(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """The benchmark's rows by trainer."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCH)
+        from workloads.learning import offline
 
-
-def benchmark(names: tuple[str, ...], flags: str, out: Path) -> list[dict[str, Any]]:
-    """Run the benchmark of some trainers with further flags; return its table."""
-    words = ["--seeds", "1", "--only", *names, "--out", str(out), "--", *flags.split()]
-    command = [sys.executable, str(TOOL), "offline", *words]
-    # Bazel's Python does not look beside a script for what it imports.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TOOL.parent), *filter(None, sys.path)])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return json.loads(out.read_text(encoding="utf-8"))["table"]
+        patch.setattr(offline, "COMMAND", words)
+        for name, number in NUM_ROWS.items():
+            flags = f"--max_samples {number} --train_batch_size 32 --micro_train_batch_size 32".split()
+            options = Namespace(only=[name], seeds=[1], jobs=1, real_data=None, flags=flags)
+            [report] = offline.measure(options, tmp_path_factory.mktemp(name))
+            [found[name]] = report["table"]
+    return found
 
 
 def test_fine_tuning_makes_held_out_answers_likelier(rows: Rows):

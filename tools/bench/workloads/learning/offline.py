@@ -35,6 +35,7 @@ from runner import MORE_FLAGS, ROOT, progress, read_lines
 sys.path.append(str(ROOT / "tools/builtin"))
 from builtin_task import Problem, question, solution
 
+COMMAND = [sys.executable, "-m", "rlhf_cli.main"]
 NUM_TRAIN = 2048
 NUM_HELD_OUT = 256
 NUM_HELD_OUT_REAL = 200  # pairs
@@ -150,7 +151,7 @@ def run(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
     """Run a command in `folder`; return its held-out figures before and after."""
     out = folder / f"seed{seed}"
     command, *flags = recipe.split()
-    words = [sys.executable, "-m", "rlhf_cli.main", command, *flags, "--pretrain", "builtin", "--seed", str(seed)]
+    words = [*COMMAND, command, *flags, "--pretrain", "builtin", "--seed", str(seed)]
     shutil.rmtree(out, ignore_errors=True)
     environ = os.environ | {"BUILD_WORKING_DIRECTORY": str(folder)}
     started = time.perf_counter()
