@@ -79,7 +79,7 @@ def greedy_answer(model, tokenizer, processor, row):
 
 def test_sft_teaches_a_random_model_the_colours_and_numbers_of_shapes_that_it_has_not_seen(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    rows = list(drawn_shapes(folder / "pictures", 1100, seed=1))
+    rows = list(drawn_shapes(folder / "pictures", 700, seed=1))
     seen = [row for row in rows if row["input"] != "side?"]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in seen))
     more = "--train_batch_size 16 --micro_train_batch_size 16 --max_epochs 5"
