@@ -20,7 +20,7 @@ from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm import core, memory, patches, worker
 from rlhf_rollout.engines.vllm.internals import SETTINGS
 
-graph_pieces = pytest.importorskip("rlhf_rollout.engines.vllm.patches.graph_pieces")
+graph_pieces = pytest.importorskip("rlhf_rollout.engines.vllm.patches.graph_pieces", exc_type=ImportError)
 
 SMALL = {"hidden_size": 896, "intermediate_size": 4864, "vocab_size": 151_936}
 HEADS = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}

@@ -1,7 +1,8 @@
 """Optional speed-ups of vLLM, which replace parts of it and change no result, but for the draws of `sampling_head`.
 
-Each is a file here, and a name in `rlhf_rollout.engines.spec.VLLM_PATCHES`. It imports and names what it needs of vLLM.
-Where a version does not have that, it is left out with a warning. `EngineSpec.skip_patches` leaves out others.
+Each is a file here, and a name in `rlhf_rollout.engines.spec.VLLM_PATCHES`. It takes vLLM's classes and functions from
+`names` and `runner_names`, and says which attributes it needs. Where a version does not have that, it is left out with
+a warning. `EngineSpec.skip_patches` leaves out others.
 A patch of the scheduler, the engine core or the model runner has `NEEDS`, attributes of it, and a function `patch`,
 which changes it.
 """

@@ -11,13 +11,14 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from vllm import envs
-from vllm.config import CUDAGraphMode
-from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-
 from rlhf_rollout.engines.vllm.patches import leave_out
 from rlhf_rollout.engines.vllm.patches.replayed_steps import NEEDED_TO_TELL, computes_plainly
+from rlhf_rollout.engines.vllm.patches.runner_names import (
+    BatchExecutionDescriptor,
+    CUDAGraphMode,
+    FullAttentionSpec,
+    envs,
+)
 from rlhf_rollout.host import quick_collection
 
 # Of a model runner with a KV cache.
