@@ -209,6 +209,12 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         ("--teacher_model a=", "--teacher_model a= lacks a data source or a model", "write SOURCE=MODEL for each"),
         ("--teacher_model a=m,a=n", "two models for the data source a: m and n", "write SOURCE=MODEL for each"),
         ("--teacher_model a=m,n,o", "two models for all sources without one: n and o", "at most one MODEL alone"),
+        (
+            "--teacher_model ema",
+            "ema is the average of the policy's weights, and --enable_ema is off",
+            "add --enable_ema",
+        ),
+        ("--remote_rm_url None --teacher_model ema --enable_ema", "ema begins as the policy", "add --remote_rm_url"),
         (f"{TAUGHT} --teacher_top_k 0", "--teacher_top_k is 0; it must be at least 1", ""),
         (f"--teacher_coef 0 {TAUGHT}", "--teacher_coef is 0; it must be above 0", ""),
         # training, evaluation, placement
@@ -256,6 +262,14 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         (f"{TAUGHT} --kd_divergence jsd", "--kd_divergence has no effect: there is no --teacher_top_k"),
         (f"{TAUGHT} --teacher_top_k 9 --jsd_beta 0.1", "--jsd_beta has no effect: --kd_divergence is reverse_kl"),
         ("--teacher_num_nodes 2", "--teacher_num_nodes has no effect: there is no --teacher_model"),
+        (
+            "--teacher_model ema --enable_ema --teacher_num_nodes 2",
+            "--teacher_num_nodes has no effect: --teacher_model ema",
+        ),
+        (
+            "--init_kl_coef 0 --teacher_model ema --enable_ema --ref_reward_offload",
+            "--ref_reward_offload has no effect: all models of this run are trained",
+        ),
         (f"{TAUGHT} --running_reward_norm", "--running_reward_norm has no effect: there is no reward, only --teacher"),
         (TAUGHT, "PPO (gae) trains a critic, and without a reward it has nothing to predict but penalties"),
         (f"{GRPO} --bootstrap_truncated", "--bootstrap_truncated has no effect: GRPO (group_norm) has no critic"),

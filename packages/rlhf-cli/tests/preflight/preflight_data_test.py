@@ -43,6 +43,9 @@ def test_check_inputs_each_source_has_a_teacher_and_each_teacher_a_source(check,
         shutil.copytree(policy, folder / name)
     for teachers in (f"prompts.jsonl=other,math.jsonl={policy}", f"math.jsonl={policy},other", "lr=1,a"):
         assert len(check(*two, teachers).masked_ids) == 2
+    (folder / "ema").mkdir()  # is not what the word means
+    averaged = check(*two, f"math.jsonl={folder / 'other'},ema", "--enable_ema")
+    assert averaged.masked_ids.keys() == {policy, str(folder / "other")}
     text = refused(*two, f"math.jsonl={policy}")
     assert "--teacher_model names no teacher for prompts.jsonl of --prompt_data" in text
     assert "hint: add prompts.jsonl=MODEL, or MODEL alone" in text

@@ -200,5 +200,5 @@ class RestingModel:
 
 
 def awake(model: Any) -> AbstractContextManager[None]:
-    """Return `RestingModel.awake` of a model that rests, and a context that does nothing for any other."""
-    return model.awake() if isinstance(model, RestingModel) else nullcontext()
+    """Return `awake` of a model that rests, as `RestingModel` does, and a context that does nothing for any other."""
+    return getattr(model, "awake", nullcontext)()

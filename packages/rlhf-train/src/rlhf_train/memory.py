@@ -86,7 +86,7 @@ class Model:
 
     Attributes:
         has_head: whether it predicts tokens; otherwise it has one output.
-        is_adapted: it is the base of the trained model of the same process, whose weights it uses.
+        is_adapted: it is the base or the average of the trained model of the same process, whose memory it uses.
         runs_forward: whether it also runs without gradients.
         num_logits: tensors of the size of all logits in a pass with gradients; 0 if logits may be computed in chunks.
         column_bytes: of what passes without gradients gather of all rollouts, if it is more than a number per token.

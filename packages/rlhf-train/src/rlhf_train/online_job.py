@@ -70,6 +70,7 @@ class OnlineJob(LearningSpec, GenerationSpec):
             raise ConfigError(
                 f"the teachers of sources are {', '.join(sorted(unknown))}, and the models are {[*self.models]}"
             )
+        self._check_averages()
         has_source = self.reward.sources or self.algorithm.uses_teacher or self.agent is not None or self.replay
         if not has_source:
             raise ConfigError("a run learns from rewards, an agent or a teacher, and has none of them")
@@ -101,6 +102,22 @@ class OnlineJob(LearningSpec, GenerationSpec):
         """The user's functions."""
         own_filter = self.dynamic_sampling.own_filter if self.dynamic_sampling else None
         return [*self.algorithm.own_code, *(code for code in (own_filter, self.own_metrics) if code is not None)]
+
+    def _check_averages(self) -> None:
+        """Check that teachers which are the average of the actor's weights can be computed."""
+        for role, spec in self.models.items():
+            for is_wrong, reason, hint in (
+                (self.ema_beta is None, "there is none", "set ``ema_beta``"),
+                (
+                    self.plan.trainers_of(role) != self.plan.trainers_of("actor"),
+                    "it has processes of its own",
+                    "join them",
+                ),
+                (spec.zpg > 1, "``zpg`` copies weights before they are averaged", "drop ``zpg``"),
+                (self.early_forwards, "``early_forwards`` would move it for each prompt", "drop ``early_forwards``"),
+            ):
+                if spec.is_average and is_wrong:
+                    raise ConfigError(f"the {role} is the average of the actor's weights, and {reason}", hint=hint)
 
     def _check_early_forwards(self) -> None:
         """Check that nothing moves models or needs several processes while groups generate."""

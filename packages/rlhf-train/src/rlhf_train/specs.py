@@ -82,6 +82,8 @@ class ModelSpec:
         max_length: tokens of the longest sequence of the run; see `rlhf_models.attention.frequencies.pin_frequencies`.
         chat_template: Jinja text that is saved with the model; None for that of its own tokenizer.
         images: "", "frozen" or "trained"; see `rlhf_models.loading.LoadOptions`.
+        is_average: of a teacher: it is the moving average of the actor's weights, see `LearningSpec.ema_beta`, in the
+            actor's processes and with the actor's model.
     """
 
     path: str
@@ -105,6 +107,7 @@ class ModelSpec:
     max_length: int | None = None
     chat_template: str | None = None
     images: str = ""
+    is_average: bool = False
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -85,7 +85,7 @@ def _look(parsed: Parsed[PpoConfig], folder: Path, absent: Absent) -> tuple[Inpu
         absent.models("reward_pretrain", config.reward.reward_pretrain)
         absent.rewards("remote_rm_url", functions)
     absent.models("critic_pretrain", critic)
-    absent.models("teacher_model", ",".join(config.algorithm.teachers.values()))
+    absent.models("teacher_model", ",".join(config.algorithm.teacher_paths))
     absent.models("vllm_draft_model", config.engine.vllm_draft_model)
     if not absent and not parsed.missing:
         inputs = check_inputs(config, folder)

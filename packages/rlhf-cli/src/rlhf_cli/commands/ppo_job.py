@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rlhf_cli.config.paths import model_path
+from rlhf_cli.config.paths import EMA, model_path
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.preflight.inputs import Inputs
 from rlhf_cli.preflight.models import longest_sequence
@@ -50,6 +50,8 @@ def make_request(config: PpoConfig) -> PlacementRequest:
     if spec.uses_teacher:
         flags["teacher"] = "teacher"
     ranks = {role: placement.num_ranks(name) for role, name in flags.items()}
+    if EMA in config.algorithm.teachers.values():
+        ranks["teacher"] = 0  # it runs the policy
     if config.model.lora_rank and spec.uses_reference:
         ranks["reference"] = 0  # it is the policy without its adapters
     return PlacementRequest(
@@ -316,7 +318,10 @@ def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int, num_frozen
         models["critic"] = replace(critic, lora=model.critic_lora, aux_loss_coef=0.0, routing_replay=False)
     if spec.uses_reference:
         models["reference"] = model.spec(inputs.model, sharding)
-    models |= {role: model.spec(path, sharding) for path, role in _teacher_roles(config).items()}
+    for path, role in _teacher_roles(config).items():
+        models[role] = model.spec(inputs.model if path == EMA else path, sharding)
+        if path == EMA:
+            models[role] = replace(models[role], is_average=True, offload=False)
     # These give log-probs, which are compared with the engine's.
     for role in models.keys() - {"critic"}:
         models[role] = replace(models[role], masked_ids=inputs.masked_ids.get(models[role].path, ()))

@@ -24,6 +24,7 @@ CONFIG_FILE = "config.toml"  # the configuration of a run, in its folder
 LOG_FILE = "log.txt"  # output of libraries, in the folder of a run
 INPUTS_FOLDER = "inputs"  # what Python gave to a run as objects, in its folder
 _MODEL_FILES = ("config.json", "adapter_config.json")
+EMA = "ema"  # in --teacher_model, the moving average of the policy
 # Option that names a file of the user's own code, to the name of its function.
 OWN_CODE = {
     "policy_loss_path": "policy_loss",
@@ -173,13 +174,12 @@ def with_full_paths(config: AnyConfig, *, keep_builtin: bool = True) -> AnyConfi
     for option in options(type(config)):
         name = option.name
         resolve = model_path if option.names_model else _RESOLVE.get(name)
+        kept = {BUILTIN} if keep_builtin else set()
+        kept |= {EMA} if name == "teacher_model" else set()
         text = getattr(getattr(config, option.section), name)
         if resolve is None or text is None:
             continue
-        found = (
-            before + (entry if entry == BUILTIN and keep_builtin else str(resolve(entry)))
-            for before, entry in entries_of(name, text)
-        )
+        found = (before + (entry if entry in kept else str(resolve(entry))) for before, entry in entries_of(name, text))
         full.setdefault(option.section, {})[name] = trusted(",".join(found), is_trusted(text))
     return config.model_copy(
         update={section: getattr(config, section).model_copy(update=values) for section, values in full.items()}

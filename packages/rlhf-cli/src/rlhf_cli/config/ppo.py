@@ -10,7 +10,7 @@ from rlhf_cli.config.checkpoint import CheckpointSection, PpoEvaluationSection
 from rlhf_cli.config.data import PromptSection
 from rlhf_cli.config.model import PpoModelSection
 from rlhf_cli.config.output import PpoOutputSection
-from rlhf_cli.config.paths import run_folder_notices
+from rlhf_cli.config.paths import EMA, run_folder_notices
 from rlhf_cli.config.placement import EngineSection, PlacementSection
 from rlhf_cli.config.reward import RewardSection
 from rlhf_cli.config.rollout import FILTER_OPTIONS, RolloutSection
@@ -34,6 +34,7 @@ _MIX_OPTIONS = ("mix_temperature", "mix_window")
 _REUSE_OPTIONS = ("reuse_max_age", "reuse_pass_rate")
 _EVALUATION_OPTIONS = ("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "source_key")
 _SLEEP = ("vllm_enable_sleep", "deepspeed_enable_sleep")
+_TEACHER_PLACES = ("teacher_num_nodes", "teacher_num_gpus_per_node")
 _REFERENCE_PLACES = ("ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
 _MANY_PASSES = 8  # per update, for which fuller ones pay
 _USUAL_PASS_TOKENS = 16384
@@ -313,7 +314,9 @@ def _check_staleness(config: PpoConfig, given: Collection[str]) -> list[str]:
 def _check_teacher_alone(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Check options that need a reward, in a run that has a teacher and no reward."""
     algorithm = config.algorithm
-    if not algorithm.teachers or config.reward.sources() or config.agent.agent_func_path is not None:
+    is_scored = bool(config.reward.sources()) or config.agent.agent_func_path is not None
+    algorithm.check_average(has_average=config.training.enable_ema, is_scored=is_scored)
+    if not algorithm.teachers or is_scored:
         return []
     for name in ("dynamic_filtering", "difficulty_pool", "adaptive_mix", "reuse_solved", "best_metric_key"):
         if name in given:
@@ -423,7 +426,9 @@ def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
     all_share = placement.colocate_all_models
     spec = algorithm.spec()
     shares_base = config.model.lora_rank > 0 and spec.uses_reference
-    has_frozen = spec.uses_reference != shares_base or spec.uses_teacher or config.reward.reward_pretrain is not None
+    has_frozen = (
+        spec.uses_reference != shares_base or algorithm.teacher_paths or config.reward.reward_pretrain is not None
+    )
     if all_share and (overlap := config.asynchrony.spec()) is not None:
         overlap.check_sleep(engines=config.engine.vllm_enable_sleep, trainers=placement.deepspeed_enable_sleep)
     if all_share and config.engine.vllm_use_mps and config.engine.vllm_enable_sleep:
@@ -436,5 +441,6 @@ def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
         (all_share, ["colocate_actor_ref", "colocate_critic_reward"], "--colocate_all_models includes it"),
         (not algorithm.row.uses_critic, ["colocate_critic_reward"], f"{algorithm.row.full_name} has no critic"),
         (not has_frozen, ["ref_reward_offload"], "all models of this run are trained"),
+        (EMA in algorithm.teachers.values(), _TEACHER_PLACES, "--teacher_model ema runs the policy, in its processes"),
         (shares_base, _REFERENCE_PLACES, "with --lora_rank the reference is the policy without its adapters"),
     )

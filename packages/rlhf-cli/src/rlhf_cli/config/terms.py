@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from rlhf_cli.config.paths import model_path, teacher_models
+from rlhf_cli.config.paths import EMA, model_path, teacher_models
+from rlhf_data.errors import ConfigError
 from rlhf_data.options.declare import Section, flag, flag_of, one_of
 from rlhf_train.algorithms.token_specs import DIVERGENCES, DistributionSpec, EntropySpec
 
@@ -31,7 +32,8 @@ class OnPolicyTeacherSection(Section, title="algorithm"):
         None,
         "on-policy distillation: a model folder or hub name with the same tokenizer, towards which the policy's own"
         " responses are trained; with a reward beside it, or without. SOURCE=MODEL,SOURCE=MODEL,MODEL: one for the"
-        " prompts of each file or data set of --prompt_data, by its name without folders, and one for all others",
+        " prompts of each file or data set of --prompt_data, by its name without folders, and one for all others. The"
+        " MODEL ema is the average of --enable_ema, with which the policy learns from itself",
         names_model=True,
     )
     teacher_coef: float = flag(
@@ -53,7 +55,24 @@ class OnPolicyTeacherSection(Section, title="algorithm"):
     @property
     def teachers(self) -> dict[str, str]:
         """The folders or hub names of the teachers by data source, "" for all sources that are not named."""
-        return {source: model_path(model) for source, model in teacher_models(self.teacher_model).items()}
+        models = teacher_models(self.teacher_model)
+        return {source: model if model == EMA else model_path(model) for source, model in models.items()}
+
+    @property
+    def teacher_paths(self) -> list[str]:
+        """The folders or hub names of the teachers, each once, without the average of the policy."""
+        return [path for path in dict.fromkeys(self.teachers.values()) if path != EMA]
+
+    def check_average(self, *, has_average: bool, is_scored: bool) -> None:
+        """Raise ConfigError for a policy that is its own teacher but has no average, or nothing else to learn from."""
+        if EMA not in self.teachers.values():
+            return
+        if not has_average:
+            message = "--teacher_model ema is the average of the policy's weights, and --enable_ema is off"
+            raise ConfigError(message, hint="add --enable_ema; --ema_beta is its decay")
+        if not (is_scored or self.teacher_paths):
+            message = "--teacher_model ema begins as the policy, and without a reward both stay what they are"
+            raise ConfigError(message, hint="add --remote_rm_url, or another teacher for some sources")
 
     @property
     def distribution(self) -> DistributionSpec | None:

@@ -212,7 +212,7 @@ def check_teachers(config: PpoConfig, tokenizer: Any, reader: Any = None) -> lis
             tokenizer differs from the policy's `tokenizer`, or that does not read images as `reader` does; or more
             --teacher_top_k than there are tokens.
     """
-    teachers = list(dict.fromkeys(config.algorithm.teachers.values()))
+    teachers = config.algorithm.teacher_paths
     num_tokens, flags = longest_sequence(config)
     for teacher in teachers:
         which = "teacher_model" if len(teachers) == 1 else f"teacher_model {teacher}"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.config.paths import entries_of, model_path, user_path
+from rlhf_cli.config.paths import EMA, entries_of, model_path, user_path
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.hub_names import hub_name
@@ -54,7 +54,10 @@ def with_model_folders(config: PpoConfig, scratch: Path) -> PpoConfig:
         text = getattr(getattr(config, option.section), option.name) if option.names_model else None
         if text is not None and option.name != "tokenizer":
             entries = entries_of(option.name, text)
-            folders = ",".join(before + _folder(name, option.name, scratch) for before, name in entries)
+            kept = {EMA} if option.name == "teacher_model" else set()
+            folders = ",".join(
+                before + (name if name in kept else _folder(name, option.name, scratch)) for before, name in entries
+            )
             found.setdefault(option.section, {})[option.name] = folders
     sections = {name: getattr(config, name).model_copy(update=values) for name, values in found.items()}
     return config.model_copy(update=sections)

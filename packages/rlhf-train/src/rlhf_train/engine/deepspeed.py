@@ -103,6 +103,7 @@ class DeepSpeedEngine:
         group = torch.distributed.group.WORLD if tensor_group is None else tensor_group.get_data_parallel_group()
         self._num_ranks = torch.distributed.get_world_size(group)
         self._rank = torch.distributed.get_rank(group)
+        self.yields_everywhere = False  # see `local_weights`
         self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         optimizer = make_optimizer(model, spec, fused=device == "cuda")
         config = _deepspeed_config(spec.max_norm, zero_stage, dtype, self._num_ranks, zpg)
@@ -264,11 +265,17 @@ class DeepSpeedEngine:
             start, size = ranges[name]
             part.view(-1)[:size].copy_(reader.read(f"{WEIGHT}/{name}", start, size))
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether this rank keeps weights for the rank set: its shards with ZeRO-3, otherwise all of them on rank 0."""
+        return self._zero_stage == 3 or self._rank == 0
+
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and tensor of the trained weights that this rank keeps for the rank set; writing to them
         changes the model. With ZeRO-3 this is the rank's shard of each. Otherwise rank 0 yields all, others none; in a
-        tensor group, this holds for the ranks that have the same parts."""
-        if self._zero_stage < 3 and self._rank > 0:
+        tensor group, this holds for the ranks that have the same parts. With `yields_everywhere`, ranks that have all
+        weights yield them, too."""
+        if not (self.keeps_weights or self.yields_everywhere):
             return
         for name, parameter in self._trained:
             # ZeRO-3 leaves small weights gathered after an update. Entering and leaving the context partitions them

@@ -43,7 +43,7 @@ from rlhf_train.learning.trained_tokens import (
 )
 from rlhf_train.losses.own import own_advantages
 from rlhf_train.losses.teacher import teacher_column
-from rlhf_train.run.ema import WeightAverage
+from rlhf_train.run.ema import AveragedModel, WeightAverage
 from rlhf_train.run.load_balance import LoadBalance, load_balance
 from rlhf_train.run.metrics import METRIC_PREFIXES, Mean, Metric, merge_metrics, on_host
 from rlhf_train.run.models import load_model, own_base, without_dropout, write_model
@@ -110,10 +110,14 @@ class TrainWorker:
         self.engines: dict[str, DeepSpeedEngine] = {}
         self._residence = Residence(self.engines, self._frozen, self._device, trains_in_turn)
         self._balances: dict[str, LoadBalance | None] = {}
-        for role, spec in models.items():
-            self._load(role, spec, device, pack_tokens=pack_tokens, takes_turns=takes_turns)
-        is_averaged = ema_beta is not None and "actor" in self.engines
-        self._average = WeightAverage(ema_beta, self.engines["actor"].local_weights()) if is_averaged else None
+        averages = [role for role, spec in models.items() if spec.is_average]
+        for role in [role for role in models if role not in averages]:
+            self._load(role, models[role], device, pack_tokens=pack_tokens, takes_turns=takes_turns)
+        self._average = None
+        if ema_beta is not None and (actor := self.engines.get("actor")) is not None:
+            actor.yields_everywhere = bool(averages)
+            self._average = WeightAverage(ema_beta, actor.local_weights())
+            self._frozen |= dict.fromkeys(averages, AveragedModel(actor, self._average))
         self._writer = StateWriter(rank, num_ranks)
         self._experience = Experience(RolloutColumns.of([], []))
         self._plan = RankPlan((), (), ())
@@ -408,8 +412,7 @@ class TrainWorker:
         release_cache()
 
     def reload(self) -> None:
-        """Move back to the device what `offload` moved to host memory. If models train in turn, updates move the
-        states."""
+        """Move back to the device what `offload` moved. If models train in turn, updates move the states."""
         self._residence.reload()
 
     def save(self, role: str, path: str) -> None:

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_data.errors import ConfigError
+from rlhf_train.engine.protocol import TrainEngine
+from rlhf_train.run.models import own_base
 
 
 class WeightAverage:
@@ -51,6 +54,34 @@ class WeightAverage:
         finally:
             for (_, tensor), own in zip(weights, kept, strict=True):
                 tensor.detach().copy_(own)
+
+
+class AveragedModel:
+    """A trained model with the average of its weights, as a frozen model. It runs while it is `awake`.
+
+    Args:
+        engine: of the trained model.
+        average: of the engine's `local_weights`.
+
+    Source: Tarvainen and Valpola 2017 (Mean Teacher), arXiv:1703.01780.
+    """
+
+    def __init__(self, engine: TrainEngine, average: WeightAverage) -> None:
+        self._engine = engine
+        self._average = average
+        self._run = own_base(engine, has_adapters=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one pass."""
+        return self._run(*args, **kwargs)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Have the average in place of the weights within a `with` block. Collective under ZeRO-3."""
+        with self._average.in_place_of(self._engine.local_weights()):
+            yield
+            for _ in self._engine.local_weights():
+                pass  # ZeRO-3 leaves small weights gathered, and the next pass would take those of the average
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class StateWriter:
         for role, engine in engines.items():
             shards = Shards()
             engine.save_shards(shards)
-            if average is not None and role == _AVERAGED:
+            if average is not None and role == _AVERAGED and engine.keeps_weights:
                 ranges = engine.local_ranges()
                 for name, part in average.values().items():
                     start, size = ranges[name]
