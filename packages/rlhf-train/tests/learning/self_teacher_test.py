@@ -9,13 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf_data.errors import ConfigError
+from rlhf_models.lora import LoraSpec
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.batching import plan_batches
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import random_rollouts, run_ranks, tiny_job
+from trainer_testing import lone_worker, random_rollouts, run_ranks, tiny_job, whole_shard
 
 BETA = 0.75
 ROLLOUTS = random_rollouts(6, vocab_size=512)
@@ -148,3 +149,38 @@ def test_an_average_that_cannot_be_the_teacher_is_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=f"(?s)the teacher is the average of.*{message}"):
             dataclasses.replace(job, **(changes | more))
+
+
+def test_with_adapters_the_teacher_is_the_model_that_is_saved_as_the_average(tmp_path):
+    path = str(tiny_model_dir(tmp_path / "model"))
+    optimizer = OptimizerSpec(learning_rate=5e-2, scheduler="constant")
+    models = {
+        "actor": ModelSpec(path=path, zero_stage=0, optimizer=optimizer, lora=LoraSpec(rank=4, alpha=16)),
+        "teacher": ModelSpec(path=path, zero_stage=0, is_average=True),
+    }
+    algorithm = make_algorithm("reinforce", kl_coef=0.0, teacher_coef=0.5)
+    worker = lone_worker(models, algorithm, ema_beta=BETA)
+    shard, *loaded = whole_shard(ROLLOUTS, 2, rewards=range(6))
+    for _ in range(3):
+        worker.load_rollouts(*loaded)
+        worker.run_model("actor")
+        worker.run_model("teacher")
+        worker.assign_advantages(0.0)
+        worker.update("actor", max_epochs=1, seed=0)
+    worker.load_rollouts(*loaded)
+    worker.run_model("teacher")
+    found = worker.export_columns(["teacher_logprobs"])["teacher_logprobs"]
+    gaps = []
+    for name, save in (("average", worker.save_average), ("last", lambda folder: worker.save("actor", folder))):
+        save(str(tmp_path / name))
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64).eval()
+        own = []
+        for rollout in shard:
+            tokens = torch.from_numpy(rollout.token_ids.astype(np.int64))
+            with torch.no_grad():
+                logprobs = model(tokens[None]).logits[0].log_softmax(-1)
+            places = np.flatnonzero(rollout.loss_mask)
+            expected = logprobs[places - 1].gather(1, tokens[places][:, None])[:, 0].numpy()
+            own.append(np.abs(found[rollout.rollout_id][places] - expected).max())
+        gaps.append(max(own))
+    assert gaps[0] < 1e-3 < 1e-2 < gaps[1]
