@@ -8,6 +8,8 @@ before the first step and with the final ones. Flags behind `--` go to the comma
 on a GPU.
 """
 
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +28,13 @@ def run(flags: Sequence[str], folder: Path) -> dict[str, Any]:
     found = {"flags": " ".join(flags), **metrics.accuracies(), "accuracy_by_step": by_step}
     progress(found)
     return found
+
+
+def fine_tune(flags: str, folder: Path) -> None:
+    """Run `rlhf sft` in a folder, to which the paths in its flags are relative."""
+    subprocess.run(
+        [sys.executable, "-m", "rlhf_cli.main", "sft", *flags.split()], check=True, cwd=folder, stdout=sys.stderr
+    )
 
 
 def measure(options: Namespace, folder: Path) -> Iterator[dict[str, Any]]:
