@@ -1,8 +1,12 @@
-"""The comparison of `--group_by`: the game by its rules, and runs that differ in nothing else but the seed."""
+"""Runs that differ in `--group_by` or the mix of sources alone, and the game and the sums that they learn."""
 
+import json
+import re
 from pathlib import Path
 
-from workloads.learning import group_by, ranges
+import pytest
+
+from workloads.learning import group_by, mixing, ranges
 
 
 def test_a_guess_is_answered_by_the_range_that_is_left():
@@ -51,3 +55,36 @@ def test_runs_differ_in_the_comparison_and_the_seed_alone(bench, monkeypatch):
     assert [round(one["accuracy_after"], 6) for one in state["runs"]] == [0.3, 0.6]
     assert state["runs"][1]["flags"].endswith("--group_by state --seed 7")
     assert "tmp" not in state["runs"][1]["flags"]
+
+
+def test_sums_of_two_tasks_are_mixed_in_two_ways(bench, monkeypatch):
+    right = {False: [], True: []}
+    given = []
+
+    def fine_tune(flags, folder):
+        files = {path.stem: [json.loads(line) for line in path.open()] for path in folder.glob("*.jsonl")}
+        for name, rows in files.items():
+            for row in rows:
+                first, second, *words = re.findall(r"\d+|without carry", row["prompt"])
+                answer = str(int(first) + int(second) - 10 * len(words))
+                assert int(first) % 10 + int(second) % 10 > 9
+                if name == "shown":
+                    right[bool(words)].append(row["completion"].endswith(f"#### {answer}"))
+                else:
+                    assert (row["answer"], bool(words)) == (answer, name.startswith("plain"))
+        prompts = {name: {row["prompt"] for row in rows} for name, rows in files.items()}
+        for task in ("carry", "plain"):
+            assert (len(prompts[task]), len(prompts[f"{task}_held_out"])) == (256, 100)
+            assert not prompts[f"{task}_held_out"] & (prompts[task] | prompts["shown"])
+
+    def run(files, flags, folder):
+        given.append(flags[4:])
+        return {"accuracy_before": 0.5, "accuracy_after": 0.75}
+
+    monkeypatch.setattr(mixing, "fine_tune", fine_tune)
+    monkeypatch.setattr(mixing, "run", run)
+    _, report = bench("mixing", "--seeds", "3")
+    assert [*map(len, right.values())] == [1500, 1500]
+    assert [sum(found) / 1500 for found in right.values()] == pytest.approx([0.25, 0.6], abs=0.04)
+    assert given == [["--prompt_data_probs", "1,1", "--seed", "3"], ["--adaptive_mix", "--seed", "3"]]
+    assert report["adaptive"]["runs"][0]["flags"].endswith("--disable_ds_ckpt --adaptive_mix --seed 3")
