@@ -86,11 +86,15 @@ def test_memory_counts_the_activations_of_the_largest_piece(monkeypatch) -> None
     assert worker_with(spec).determine_available_memory() == (1 << 30) - more
     assert worker_with(skipping).determine_available_memory() == 1 << 30
     assert worker_with(replace(spec, kv_cache_memory_bytes=1 << 30)).determine_available_memory() == 1 << 30
+    # A bound of the memory has counted them, and on a CPU there are none.
+    assert worker_with(spec, kv_cache_memory_bytes=1 << 30).determine_available_memory() == 1 << 30
 
 
-def worker_with(spec: EngineSpec) -> Any:
+def worker_with(spec: EngineSpec, kv_cache_memory_bytes: int | None = None) -> Any:
     found = object.__new__(worker.Worker)
-    found.vllm_config = SimpleNamespace(additional_config={SETTINGS: core.worker_settings(spec, SMALL)})
+    cache = SimpleNamespace(kv_cache_memory_bytes=kv_cache_memory_bytes)
+    settings = {SETTINGS: core.worker_settings(spec, SMALL)}
+    found.vllm_config = SimpleNamespace(additional_config=settings, cache_config=cache)
     found.model_runner = "runner"
     return found
 

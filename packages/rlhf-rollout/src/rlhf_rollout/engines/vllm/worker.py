@@ -48,13 +48,15 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
 
             limit = 4 * max_num_seqs * bytes of one sequence of max_model_len tokens
 
-        A larger cache takes longer to allocate, to put to sleep and to wake up. vLLM does not count pieces of graphs.
+        A larger cache takes longer to allocate, to put to sleep and to wake up. Where vLLM measures the memory, it does
+        not count pieces of graphs.
         """
         available = int(super().determine_available_memory())
         sequences = self._settings["kv_cache_sequences"]
         if sequences is None:  # the size is fixed
             return available
-        available -= self._settings["piece_bytes"]
+        if self.vllm_config.cache_config.kv_cache_memory_bytes is None:  # else `memory.kv_cache_bytes` has counted them
+            available -= self._settings["piece_bytes"]
         layers = self.get_kv_cache_spec().values()
         return min(available, sequences * sum(layer.max_memory_usage_bytes(self.vllm_config) for layer in layers))
 
