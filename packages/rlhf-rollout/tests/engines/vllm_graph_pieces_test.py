@@ -27,11 +27,6 @@ HEADS = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bf
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
 
-@pytest.fixture(autouse=True)
-def used(monkeypatch):
-    monkeypatch.setattr(memory, "USES_PIECES", True)
-
-
 @pytest.mark.parametrize(
     ("hidden", "width", "sizes"),
     [
@@ -62,11 +57,9 @@ def test_narrow_models_have_pieces_for_more_tokens_and_large_ones_have_none(hidd
         {"max_num_batched_tokens": 128, "max_num_seqs": 64},
     ],
 )
-def test_engines_that_do_more_or_run_otherwise_have_none(fields, monkeypatch) -> None:
+def test_engines_that_do_more_or_run_otherwise_have_none(fields) -> None:
     assert memory.piece_sizes(EngineSpec(model="m", **fields), SMALL) == ()
     assert memory.piece_sizes(EngineSpec(model="m"), SMALL | {"num_experts": 8}) == ()
-    monkeypatch.setattr(memory, "USES_PIECES", False)
-    assert memory.piece_sizes(EngineSpec(model="m"), SMALL) == ()
 
 
 def test_no_sequence_of_a_capture_is_longer_than_a_request_may_be() -> None:

@@ -12,7 +12,6 @@ from rlhf_rollout.engines.spec import EngineSpec
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 FIXED_BYTES = 2 << 30  # CUDA's context, libraries and CUDA graphs
 _LOGIT_COPIES = 7  # in float32: the sampler keeps logits, log-probs, and their order for top-k and top-p
-USES_PIECES = False  # whether engines have the speed-up `graph_pieces` at all
 # Numbers of tokens for which there are pieces. A step takes the next larger one: above 512, at most 1.5 times its own.
 _PIECES = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 # Products of two numbers in a layer, per step. With more of them, an H200 computes for longer than the host launches
@@ -101,7 +100,7 @@ def piece_sizes(spec: EngineSpec, config: Mapping[str, Any]) -> tuple[int, ...]:
     than `max_model_len`.
     """
     others = spec.has_drafts or spec.adapter_rank or spec.images or spec.return_routes or spec.tensor_parallel_size > 1
-    if not USES_PIECES or "graph_pieces" in spec.skip_patches or spec.enforce_eager or others or has_experts(config):
+    if "graph_pieces" in spec.skip_patches or spec.enforce_eager or others or has_experts(config):
         return ()
     products = config.get("hidden_size", 0) * _layer_numbers(config)
     sizes = (size for size in _PIECES if size <= spec.batched_tokens and 0 < size * products <= _MOST_PRODUCTS)
