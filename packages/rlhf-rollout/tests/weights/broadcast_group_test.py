@@ -1,11 +1,13 @@
 """Who is a member of the group that broadcasts weights, and what torch is told of it; nothing is sent."""
 
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rlhf_data.errors import EngineError
 from rlhf_rollout.weights import nccl
 
 HANDLE = nccl.BroadcastHandle("127.0.0.1", 1, "group", num_ranks=7, first_rank=3, number=0, size_bytes=4)
@@ -59,3 +61,19 @@ def test_nccls_own_limit_is_behind_that_of_a_broadcast(monkeypatch):
     nccl.BroadcastGroup("group", None, 2, 3, torch.device("cuda"))._meet()
     assert made == {"rank": 2, "num_ranks": 3, "limit": timedelta(seconds=120)}
     assert timedelta(seconds=nccl.TIMEOUT_S) < made["limit"]
+
+
+def test_gloo_that_goes_on_waiting_for_a_member_is_given_up(monkeypatch):
+    """It connects several times, and waits each time for as long as it is told."""
+    given_up = threading.Event()
+    monkeypatch.setattr(nccl, "TIMEOUT_S", 0.01)
+    monkeypatch.setattr(nccl.distributed, "PrefixStore", lambda name, store: store)
+    monkeypatch.setattr(nccl.distributed, "ProcessGroupGloo", lambda *place: given_up.wait(20))
+    group = nccl.BroadcastGroup("group", None, 0, 2, torch.device("cpu"))
+    with pytest.raises(EngineError, match=r"did not meet within 0\.01 s\n\nhint: an engine may have died"):
+        group.broadcast(torch.zeros(1, dtype=torch.uint8))
+    given_up.set()
+    monkeypatch.setattr(nccl, "TIMEOUT_S", 60)
+    monkeypatch.setattr(nccl.distributed, "ProcessGroupGloo", lambda *place: torch.zeros(-1))
+    with pytest.raises(EngineError, match="be non-negative"):
+        group.broadcast(torch.zeros(1, dtype=torch.uint8))

@@ -8,6 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from threading import Thread
 from typing import Any, NamedTuple
@@ -87,14 +88,26 @@ class BroadcastGroup:
             self._group.abort()
 
     def _meet(self) -> Any:
-        """Wait for the other members; return torch's group."""
+        """Return torch's group. For gloo, wait for the other members; RuntimeError if it takes over `TIMEOUT_S`."""
         limit = timedelta(seconds=TIMEOUT_S)
         if not self._on_gpu:
-            return distributed.ProcessGroupGloo(*self._place, limit)
+            met: Future[Any] = Future()
+            Thread(target=self._meet_by_gloo, args=[met, limit], daemon=True).start()
+            try:
+                return met.result(TIMEOUT_S)
+            except TimeoutError:
+                raise RuntimeError(f"the members of the group did not meet within {TIMEOUT_S:g} s") from None
         options = distributed.ProcessGroupNCCL.Options()
         # NCCL's own watchdog ends the process: the limit here comes first.
         options._timeout = 2 * limit
         return distributed.ProcessGroupNCCL(*self._place, options)
+
+    def _meet_by_gloo(self, met: Future[Any], limit: timedelta) -> None:
+        """Set `met` to the group. Gloo waits several times the `limit` for a member that came and hangs."""
+        try:
+            met.set_result(distributed.ProcessGroupGloo(*self._place, limit))
+        except RuntimeError as error:
+            met.set_exception(error)
 
 
 class _Broadcaster:
