@@ -133,7 +133,7 @@ TESTS = {
     "supervised_update_test.py": ["rlhf-data/errors", "rlhf-rollout/engines", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/router", "rlhf-rollout/supervisor", "tests/support/simulated"],
     "supervisor_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/router", "rlhf-rollout/supervisor"],
     "unfinished_test.py": ["rlhf-data/records", "rlhf-rollout/agents", "rlhf-rollout/engines", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/router", "rlhf-rollout/unfinished"],
-    "weights/broadcast_group_test.py": ["rlhf-rollout/http", "rlhf-rollout/protocols"],
+    "weights/broadcast_group_test.py": ["rlhf-data/errors", "rlhf-rollout/http", "rlhf-rollout/protocols"],
     "weights/ipc_test.py": ["rlhf-data/errors", "rlhf-rollout/http", "rlhf-rollout/protocols"],
     "weights/media_test.py": ["rlhf-data/errors", "rlhf-rollout/http", "rlhf-rollout/protocols", "tests/support/weight_recorder"],
     "weights/reader_test.py": ["rlhf-data/errors", "rlhf-rollout/http", "rlhf-rollout/protocols", "rlhf-rollout/rewards", "rlhf-rollout/workers", "tests/support/rollout_testing", "tests/support/weight_recorder"],

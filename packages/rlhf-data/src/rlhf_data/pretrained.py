@@ -54,6 +54,29 @@ def load_tokenizer(path: str | Path) -> Any:
     return tokenizer
 
 
+def check_same_tokenizer(path: str | Path, tokenizer: Any, hint: str | None = None) -> None:
+    """Check that another model gives the policy's token ids the same meaning as the policy does.
+
+    The model may have further tokens of its own. `hint` says what to do about one of another family; None is about
+    reward models, critics and teachers.
+
+    Raises:
+        ConfigError: a token of the policy's `tokenizer` has another id or none in the model's vocabulary, or the model
+            has no tokenizer.
+    """
+    own = load_tokenizer(path).get_vocab()
+    vocabulary = tokenizer.get_vocab()
+    differing = [(token, index) for token, index in vocabulary.items() if own.get(token) != index]
+    if differing:
+        token, index = min(differing, key=lambda pair: pair[1])
+        message = f"the vocabulary of {path} differs from the policy's in {len(differing)} of {len(vocabulary)} tokens:"
+        message += f" {token!r} has id {index} in the policy's and {own.get(token)} in this one"
+        served = "``RemoteReward.urls=http://...``, which gets text and not token ids"
+        raise ConfigError(
+            message, hint=hint or f"use a model of the same family; a reward model may also be served behind {served}"
+        )
+
+
 def ids_without_token(tokenizer: Any, num_ids: int) -> tuple[range, ...]:
     """Return the ids below `num_ids` that have no token, as ranges in ascending order.
 

@@ -10,7 +10,9 @@ import torch
 from rlhf_data.errors import ConfigError, check_name
 from rlhf_data.images.reader import IMAGE_FAMILIES, check_reads_images, open_image_reader
 from rlhf_data.own_code import admit_code, entrust, is_trusted
-from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located_model
+from rlhf_data.pretrained import check_eos, clear_errors, located_model
+from rlhf_data.pretrained import check_same_tokenizer as check_same_tokenizer
+from rlhf_data.pretrained import load_tokenizer as load_tokenizer
 from rlhf_models.actor import Actor
 from rlhf_models.attention.frequencies import pin_frequencies
 from rlhf_models.attention.packed import PACKED_ATTENTIONS, UNPACKED, choose_attention, packed_attention_here
@@ -224,26 +226,6 @@ def check_trained_copy(path: str | Path, dtype: str | torch.dtype, *, has_values
     trained = Critic(_layers(model)) if has_values else Actor(model)
     check_saves(trained)
     return trained
-
-
-def check_same_tokenizer(path: str | Path, tokenizer: Any) -> None:
-    """Check that a reward model, critic or teacher gives the policy's token ids the same meaning as the policy does.
-
-    The model may have further tokens of its own.
-
-    Raises:
-        ConfigError: a token of the policy's `tokenizer` has another id or none in the model's vocabulary, or the model
-            has no tokenizer.
-    """
-    own = load_tokenizer(path).get_vocab()
-    vocabulary = tokenizer.get_vocab()
-    differing = [(token, index) for token, index in vocabulary.items() if own.get(token) != index]
-    if differing:
-        token, index = min(differing, key=lambda pair: pair[1])
-        message = f"the vocabulary of {path} differs from the policy's in {len(differing)} of {len(vocabulary)} tokens:"
-        message += f" {token!r} has id {index} in the policy's and {own.get(token)} in this one"
-        hint = "use a model of the same family; a reward model may also be served behind"
-        raise ConfigError(message, hint=f"{hint} ``RemoteReward.urls=http://...``, which gets text and not token ids")
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:

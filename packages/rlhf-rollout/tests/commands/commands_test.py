@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from record_testing import read_jsonl, write_jsonl
+from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.commands.main import COMMANDS, main
 from rlhf_rollout.commands.parts import EngineJob, make_engine
 from rlhf_rollout.engines import EngineSpec
@@ -65,6 +66,13 @@ def test_ids_without_token_are_masked_and_a_model_that_has_no_tokenizer_is_serve
     assert [spec.masked_ids for spec in specs] == [(range(300, 900),), (range(300, 900),), ()]
 
 
+def command_words(command, engine, model, prompts):
+    words = [command, "--engine", engine, "--pretrain", str(model)]
+    if command in ("generate", "bench"):
+        words += ["--input_key", "q", "--prompt_data", str(prompts)]
+    return [*words, "--output_path", str(prompts.with_name("out.jsonl"))] if command == "generate" else words
+
+
 @pytest.mark.parametrize("command", ["generate", "serve", "chat", "bench"])
 def test_model_whose_head_contradicts_its_config_is_refused_before_it_is_loaded(prompts, tmp_path, capsys, command):
     from safetensors.torch import load_file, save_file
@@ -75,19 +83,29 @@ def test_model_whose_head_contradicts_its_config_is_refused_before_it_is_loaded(
     weights = load_file(model / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    words = [command, "--engine", "transformers", "--pretrain", str(model)]
-    if command in ("generate", "bench"):
-        words += ["--input_key", "q", "--prompt_data", str(prompts)]
-    if command == "generate":
-        words += ["--output_path", str(tmp_path / "out.jsonl")]
-    assert main(words) == 2
+    assert main(command_words(command, "transformers", model, prompts)) == 2
     assert "ties the LM head to the embedding" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "chat", "bench"])
+def test_draft_model_of_other_tokens_is_refused_before_an_engine_starts(
+    prompts, padded, tmp_path, capsys, monkeypatch, command
+):
+    for module in ("engines.process", "commands.serve", "commands.chat", "commands.bench"):
+        monkeypatch.setattr(f"rlhf_rollout.{module}.start_engine", None)
+    draft = shutil.copytree(padded, tmp_path / "draft")
+    tokens = draft / "tokenizer.json"
+    tokens.write_text(tokens.read_text().replace('"ore": 295', '"ore": 299').replace('"gore": 299', '"gore": 295'))
+    assert main([*command_words(command, "vllm", padded, prompts), "--vllm_draft_model", str(draft)]) == 2
+    says = "differs from the policy's in 2 of 300 tokens: 'ore' has id 295 in the policy's and 299 in this one"
+    hint = "hint: draft with a smaller model of the policy's family, or with --vllm_speculative ngram"
+    assert re.search(f"{says}\n\n{hint}", capsys.readouterr().err)
 
 
 def test_engines_without_a_model_of_their_own_mask_nothing():
     for kind in ("fake", "http"):
         spec = EngineSpec(model="none")
-        assert EngineJob(kind=kind, spec=spec, tokenizer=None).masked_spec() is spec
+        assert EngineJob(kind=kind, spec=spec, tokenizer=None).masked_spec(ByteTokenizer()) is spec
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 from own_code_testing import own_code_model_dir
 from rlhf_data.errors import ConfigError
 from rlhf_data.own_code import TrustedModel, is_trusted
+from rlhf_data.pretrained import load_tokenizer
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines.model_files import read_config, resolve_model_dir
 from rlhf_rollout.engines.spec import EngineSpec
@@ -107,7 +108,8 @@ def test_engine_of_a_command_reads_the_config_by_the_code_of_a_trusted_model(tmp
     del content["vocab_size"]
     (folder / "config.json").write_text(json.dumps(content))
     job = EngineJob(kind="transformers", spec=EngineSpec(model=TrustedModel(folder)), tokenizer=None)
-    [masked] = job.masked_spec().masked_ids
+    tokenizer = load_tokenizer(TrustedModel(folder))
+    [masked] = job.masked_spec(tokenizer).masked_ids
     assert masked.stop == 151936
     with pytest.raises(ConfigError, match="needs Python code of its own"):
-        EngineJob(kind="transformers", spec=EngineSpec(model=str(folder)), tokenizer=None).masked_spec()
+        EngineJob(kind="transformers", spec=EngineSpec(model=str(folder)), tokenizer=None).masked_spec(tokenizer)

@@ -128,14 +128,12 @@ def check_engine(model_config: Any, *, images: bool = False) -> None:
 
 def check_draft_model(config: PpoConfig, model_config: Any, tokenizer: Any) -> None:
     """Raise ConfigError if --vllm_draft_model is not there, or has another vocabulary than the policy."""
-    from rlhf_models.loading import check_same_tokenizer
     from rlhf_rollout.engines.vllm.speculation import draft_model_dir
 
     if config.engine.vllm_draft_model is not None:
         path = model_path(config.engine.vllm_draft_model)
         with naming("vllm_draft_model"):
-            draft_model_dir(path, model_config.get_text_config().to_dict())
-            check_same_tokenizer(path, tokenizer)
+            draft_model_dir(path, model_config.get_text_config().to_dict(), tokenizer)
 
 
 def check_engine_on_device(config: PpoConfig, num_gpus: int) -> None:

@@ -25,6 +25,7 @@ from rlhf_rollout.commands.sections import SHARE_ALONE, EngineModelSection, Prom
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.model_files import read_config, resolve_model_dir
+from rlhf_rollout.engines.vllm.speculation import draft_model_dir
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.mix import build_reward
 from rlhf_rollout.rewards.model import LocalScorer, ModelReward
@@ -50,18 +51,23 @@ class EngineJob:
         if self.kind in WITH_MODEL:
             check_tied_head(located(self.spec.model)[0])
 
-    def masked_spec(self, tokenizer: Tokenizer | None = None, reader: ImageReader | None = None) -> EngineSpec:
+    def check_draft_model(self, tokenizer: Tokenizer | None) -> None:
+        """Raise ConfigError for a draft model that does not exist, or has other tokens than the policy's `tokenizer`.
+
+        Without a tokenizer, only the numbers of tokens are compared. EngineError if a download fails.
+        """
+        if self.spec.draft_model is not None:
+            draft_model_dir(self.spec.draft_model, self._config(), tokenizer)
+
+    def masked_spec(self, tokenizer: Tokenizer, reader: ImageReader | None = None) -> EngineSpec:
         """Return `spec` of an engine that samples only ids with a token, and notice if some have none.
 
         With a `reader` it takes images, and samples no token that stands for one. Engines without a model of their own
-        mask none. `tokenizer` None loads it. Raises as `load_tokenizer` does.
+        mask none.
         """
         if self.kind not in WITH_MODEL:
             return self.spec
-        if tokenizer is None:
-            tokenizer = load_tokenizer(self.tokenizer or self.spec.model)
-        config = read_config(resolve_model_dir(self.spec.model), may_run=is_trusted(self.spec.model))
-        num_ids = int(config["vocab_size"])
+        num_ids = int(self._config()["vocab_size"])
         masked = ids_without_token(tokenizer, num_ids)
         if notice := masked_ids_notice(masked, num_ids):
             TERMINAL.say(f"notice: {notice}")
@@ -69,13 +75,18 @@ class EngineJob:
             return replace(self.spec, images=True, masked_ids=reader.masked_ids(masked))
         return replace(self.spec, masked_ids=masked)
 
+    def _config(self) -> dict[str, Any]:
+        return read_config(resolve_model_dir(self.spec.model), may_run=is_trusted(self.spec.model))
+
     def load_tokenizer(self, data: TemplateVariableSection) -> Tokenizer:
         """Return the tokenizer, whose chat template has the variables of `data`.
 
-        Raises ConfigError when it cannot be loaded, the model does not exist, or its template does not read a variable.
+        Raises ConfigError when it cannot be loaded, the model does not exist, or its template does not read a variable,
+        and as `check_draft_model`.
         """
         self.check_model()
         tokenizer = ByteTokenizer() if self.tokenizer is None else load_tokenizer(self.tokenizer)
+        self.check_draft_model(tokenizer)
         set_chat_template(tokenizer, variables=data.chat_template_kwargs)
         return tokenizer
 

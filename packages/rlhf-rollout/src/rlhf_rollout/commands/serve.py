@@ -30,7 +30,8 @@ from pydantic import BaseModel, Field, NonNegativeInt
 from starlette.exceptions import HTTPException
 
 from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError
-from rlhf_rollout.commands.configs import EngineServerConfig
+from rlhf_data.pretrained import load_tokenizer
+from rlhf_rollout.commands.configs import WITH_MODEL, EngineServerConfig
 from rlhf_rollout.commands.parts import make_engine
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines.process import start_engine
@@ -120,12 +121,15 @@ def run(config: EngineServerConfig) -> int:
     job = make_engine(config.model, section, section.max_model_len, enable_sleep=section.vllm_enable_sleep)
     with TERMINAL.progress.doing("starting the engine"):
         job.check_model()
-        spec = job.spec
-        try:
-            spec = job.masked_spec()
-        except ConfigError as error:  # a server gets and sends tokens: its model need not have a tokenizer
-            reason = str(error).partition("\n")[0]
-            TERMINAL.say(f"notice: no ids of the vocabulary are masked: {reason}")
+        tokenizer = None
+        if job.kind in WITH_MODEL:
+            try:
+                tokenizer = load_tokenizer(job.tokenizer or job.spec.model)
+            except ConfigError as error:  # a server gets and sends tokens: its model need not have a tokenizer
+                reason = str(error).partition("\n")[0]
+                TERMINAL.say(f"notice: no ids of the vocabulary are masked: {reason}")
+        job.check_draft_model(tokenizer)
+        spec = job.spec if tokenizer is None else job.masked_spec(tokenizer)
         engine = asyncio.run(start_engine(job.kind, spec))
     about = {"engine": job.kind, "model": spec.model, "max_model_len": spec.max_model_len}
     TERMINAL.say(f"POST to http://{server.host}:{server.port}/v1/completions")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError, EngineError
+from rlhf_data.pretrained import check_same_tokenizer
 from rlhf_rollout.engines.model_files import read_config, resolve_model_dir
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.internals import require
@@ -23,6 +24,7 @@ NAMES = {
 }
 # Tokens before a draft that must have stood before, in the same order: with one, most drafts are wrong.
 _NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+_OTHERS = "draft with a smaller model of the policy's family, or with ``speculative=ngram``"
 
 
 def check_drafts() -> None:
@@ -56,8 +58,8 @@ def draft_options(spec: EngineSpec) -> dict[str, Any]:
     }
 
 
-def draft_model_dir(name: str, config: Mapping[str, Any]) -> Path:
-    """Return the folder of a draft model, given the policy's config.
+def draft_model_dir(name: str, config: Mapping[str, Any], tokenizer: Any = None) -> Path:
+    """Return the folder of a draft model, given the policy's config and, if its tokens are to be compared, `tokenizer`.
 
     Raises:
         ConfigError: there is none, or it has another vocabulary.
@@ -67,9 +69,9 @@ def draft_model_dir(name: str, config: Mapping[str, Any]) -> Path:
     sizes = [int(each["vocab_size"]) for each in (read_config(folder), config)]
     if sizes[0] != sizes[1]:
         message = f"the draft model {name} has a vocabulary of {sizes[0]} tokens, and the policy one of {sizes[1]}"
-        raise ConfigError(
-            message, hint="draft with a smaller model of the policy's family, or with ``speculative=ngram``"
-        )
+        raise ConfigError(message, hint=_OTHERS)
+    if tokenizer is not None:
+        check_same_tokenizer(name, tokenizer, _OTHERS)
     return folder
 
 
