@@ -83,19 +83,33 @@ def test_check_tied_head_compares_the_first_byte_and_the_last(folder, at):
         ({"lm_head.weight": TABLE}, {"tie_word_embeddings": True}),  # the same values
         ({"lm_head.weight": TABLE + 1}, {"tie_word_embeddings": False}),
         ({"lm_head.weight": TABLE + 1}, {}),
+        ({"lm_head.weight": TABLE + 1}, {"model_type": "llama"}),
         ({}, {"tie_word_embeddings": True}),
         ({"lm_head.weight": TABLE + 1, "encoder.embed_tokens.weight": TABLE}, {"tie_word_embeddings": True}),  # which?
     ],
-    ids=["same", "untied", "unsaid", "no head", "two tables"],
+    ids=["same", "untied", "unsaid", "untied by default", "no head", "two tables"],
 )
 def test_check_tied_head_accepts_what_no_program_reads_in_two_ways(folder, weights, config):
     check_tied_head(folder({"model.embed_tokens.weight": TABLE} | weights, **config))
 
 
-def test_check_tied_head_reads_the_text_part_of_a_config_and_refuses_other_dtypes(folder):
-    weights = {"model.embed_tokens.weight": TABLE, "lm_head.weight": TABLE.astype(np.float16)}
-    with pytest.raises(ConfigError, match="ties the LM head"):
-        check_tied_head(folder(weights, text_config={"tie_word_embeddings": True}))
+@pytest.mark.parametrize(
+    ("config", "prefix"),
+    [
+        ({"text_config": {"tie_word_embeddings": True}}, ""),
+        ({"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}}, ""),
+        ({"model_type": "gemma3_text"}, ""),  # tied by default
+        ({"model_type": "internvl", "text_config": {"model_type": "qwen2"}}, "language_model."),
+        ({"model_type": "no_family", "tie_word_embeddings": True}, ""),
+    ],
+)
+def test_check_tied_head_reads_both_parts_of_a_config_and_the_defaults_of_its_family(folder, config, prefix):
+    weights = {f"{prefix}model.embed_tokens.weight": TABLE, f"{prefix}lm_head.weight": TABLE.astype(np.float16)}
+    path = folder(weights, **config)
+    with pytest.raises(ConfigError, match=f"ties the LM head to the embedding, and {prefix}lm_head.weight in its"):
+        check_tied_head(path)
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False, "text_config": {}}))
+    check_tied_head(path)  # as the hint says
 
 
 def test_check_tied_head_leaves_hub_names_and_broken_files_to_others(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,19 +78,39 @@ def check_tied_head(path: str | Path) -> None:
         ConfigError: the head differs from the embedding, or as `read_json`.
     """
     folder = Path(path).expanduser()
-    config = read_json(folder / "config.json")
-    if not (config | (config.get("text_config") or {})).get("tie_word_embeddings"):
-        return
+    read_json(folder / "config.json")
     try:
         weights = stored_weights(folder)
     except _DAMAGED:  # who loads the weights says what is wrong with them
         return
+    heads = [name for name in weights if is_head(name)]
     tables = [weight for name, weight in weights.items() if name.endswith(_EMBEDDINGS)]
-    if _HEAD not in weights or len(tables) != 1 or _same_values(weights[_HEAD], tables[0]):
+    if len(heads) != 1 or len(tables) != 1 or not ties_head(folder) or _same_values(weights[heads[0]], tables[0]):
         return
-    message = f"config.json of the model {folder} ties the LM head to the embedding, and {_HEAD} in its files differs"
+    message = f"config.json of the model {folder} ties the LM head to the embedding, and {heads[0]} in its files"
     hint = 'set "tie_word_embeddings": false there if the head belongs to the model, else take it out of the files'
-    raise ConfigError(f"{message} from it", hint=hint)
+    raise ConfigError(f"{message} differs from it", hint=hint)
+
+
+def is_head(name: str) -> bool:
+    """Return whether a weight of this name is the LM head: its own, or that of the language model in a larger one."""
+    return f".{name}".endswith(f".{_HEAD}")
+
+
+def ties_head(folder: Path) -> bool:
+    """Return whether the config of a model ties the LM head to the embedding, for the whole model or for its text part.
+
+    Where config.json does not say it for the whole model, the default of the family holds.
+    """
+    config = read_json(folder / "config.json")
+    if (config.get("text_config") or {}).get("tie_word_embeddings"):
+        return True
+    if "tie_word_embeddings" not in config and "model_type" in config:
+        from transformers import AutoConfig
+
+        with suppress(Exception):  # a family that transformers does not know, or a config that others refuse
+            config = vars(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+    return bool(config.get("tie_word_embeddings"))
 
 
 def _same_values(one: StoredWeight, other: StoredWeight) -> bool:

@@ -106,6 +106,10 @@ def test_checkpoint_shapes_leave_a_tied_head_out(tmp_path: Path) -> None:
     write(tmp_path, config={"tie_word_embeddings": True})
     write_safetensors(tmp_path / "model.safetensors", {"model.embed": [8, 2], "lm_head.weight": [8, 2]})
     assert checkpoint_shapes(tmp_path) == {"model.embed": (8, 2)}
+    # The whole model's word holds, though its text part says another.
+    write(tmp_path, config={"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}})
+    write_safetensors(tmp_path / "model.safetensors", {"model.embed": [8, 2], "language_model.lm_head.weight": [8, 2]})
+    assert checkpoint_shapes(tmp_path) == {"model.embed": (8, 2)}
 
 
 def test_checkpoint_shapes_follow_the_index(tmp_path: Path) -> None:

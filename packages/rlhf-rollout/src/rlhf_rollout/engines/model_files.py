@@ -8,7 +8,7 @@ from rlhf_data.errors import ConfigError, EngineError
 from rlhf_data.hub_names import HubName, hub_problem, snapshot
 from rlhf_data.own_code import admit_code, is_trusted
 from rlhf_data.pretrained import clear_errors, located_model
-from rlhf_data.stored_weights import read_json, stored_weights
+from rlhf_data.stored_weights import is_head, read_json, stored_weights, ties_head
 
 _MAX_CPU_KV_CACHE_BYTES = 1 << 30
 _MIN_CPU_KV_CACHE_BYTES = 16 << 20
@@ -90,8 +90,10 @@ def checkpoint_shapes(model_dir: Path) -> dict[str, tuple[int, ...]] | None:
     shapes = {name: weight.shape for name, weight in stored_weights(model_dir).items()}
     if not shapes:
         return None
-    if _stored_config(model_dir).get("tie_word_embeddings"):
-        shapes.pop("lm_head.weight", None)
+    heads = [name for name in shapes if is_head(name)]
+    if heads and ties_head(model_dir):
+        for name in heads:
+            del shapes[name]
     return shapes
 
 
