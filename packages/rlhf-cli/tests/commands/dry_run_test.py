@@ -49,6 +49,12 @@ def test_everything_here_lacks_nothing(folder, capsys):
     assert lists(capsys) == {}
 
 
+def test_model_folders_whose_names_have_a_comma_are_found(folder, capsys):
+    shutil.copytree(MODEL_DIR, folder / "lr=1,a")
+    assert main([*flags(pretrain="lr=1,a", teacher_model="lr=1,a"), "--dry_run"]) == 0
+    assert lists(capsys) == {}
+
+
 def test_line_without_prompts_shows_its_plan_and_that_one_thing(folder, capsys):
     assert main([*flags(prompt_data=None), "--dry_run"]) == 0
     assert lists(capsys) == {

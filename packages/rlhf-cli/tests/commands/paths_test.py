@@ -19,6 +19,10 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+def with_paths(command, argv):
+    return paths.with_full_paths(main.command_line(command).parse(argv).config)
+
+
 def test_user_folder_without_bazel_is_the_current_one(tmp_path, monkeypatch):
     monkeypatch.delenv("BUILD_WORKING_DIRECTORY", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -47,6 +51,20 @@ def test_model_path_is_a_folder_or_stays_a_hub_name(folder):
     assert paths.model_path("mine") == str(folder / "mine")
     assert paths.model_path("./absent") == str(folder / "absent")
     assert paths.model_path("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+
+
+def test_names_of_teachers_are_words_of_ppo_and_folders_of_kd(folder):
+    (folder / "ema").mkdir()
+    sources = "".join(f"source-{number}.jsonl=ema," for number in range(20))  # longer than a file's name can be
+    for command, text, full in (
+        ("kd", "ema", f"{folder}/ema"),
+        ("ppo", "ema", "ema"),
+        ("ppo", f"{sources}./a", f"{sources}{folder}/a"),
+    ):
+        argv = ["--dry_run", "--teacher_model", text]
+        argv += ["--enable_ema"] if command == "ppo" else []
+        [section] = [part for part in vars(with_paths(command, argv)).values() if hasattr(part, "teacher_model")]
+        assert section.teacher_model == full
 
 
 @pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])

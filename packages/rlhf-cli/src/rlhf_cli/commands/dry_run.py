@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rlhf_cli.commands.ppo_job import describe_batches, make_job, make_plan, make_request
-from rlhf_cli.config.paths import model_path, with_full_paths
+from rlhf_cli.config.paths import model_path, parts, with_full_paths
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.console.exits import SUCCESS
 from rlhf_cli.console.views import Console
@@ -82,10 +82,10 @@ def _look(parsed: Parsed[PpoConfig], folder: Path, absent: Absent) -> tuple[Inpu
     if has_data:
         data = config.data
         has_data = absent.data("prompt_data", data.prompt_data) and absent.data("eval_data", data.eval_data)
-        absent.models("reward_pretrain", config.reward.reward_pretrain)
+        absent.models("reward_pretrain", *parts(config.reward.reward_pretrain or ""))
         absent.rewards("remote_rm_url", functions)
     absent.models("critic_pretrain", critic)
-    absent.models("teacher_model", ",".join(config.algorithm.teacher_paths))
+    absent.models("teacher_model", *config.algorithm.teacher_paths)
     absent.models("vllm_draft_model", config.engine.vllm_draft_model)
     if not absent and not parsed.missing:
         inputs = check_inputs(config, folder)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from rlhf_cli.builtin import BUILTIN, HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.checks import check_stays
-from rlhf_data.options.declare import AnyConfig, Config, Section, options
+from rlhf_data.options.declare import AnyConfig, Config, Option, Section, options
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.pretrained import is_template_file
 from rlhf_data.rows.sources import SUFFIXES, split_sources
@@ -129,9 +129,9 @@ def teacher_models(text: str | None) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     hint = "write SOURCE=MODEL for each source, separated by commas, and at most one MODEL alone"
-    for entry in [text] if text is not None and user_path(text).exists() else parts(text or ""):
+    for entry in [text] if text is not None and os.path.exists(user_path(text)) else parts(text or ""):
         source, sign, model = entry.partition("=")
-        if not sign or user_path(entry).exists():
+        if not sign or os.path.exists(user_path(entry)):
             source, model = "", entry
         elif not (source and model):
             raise ConfigError(f"--teacher_model {entry} lacks a data source or a model", hint=hint)
@@ -142,11 +142,21 @@ def teacher_models(text: str | None) -> dict[str, str]:
     return found
 
 
-def entries_of(name: str, text: str) -> list[tuple[str, str]]:
+def words_of(option: Option) -> set[str]:
+    """Return the words that an option takes beside the names of models, other than `builtin`."""
+    return {EMA} if _names_teachers(option) else set()
+
+
+def entries_of(option: Option, text: str) -> list[tuple[str, str]]:
     """Return the entries of an option's value, several for a list, and what stands before each: SOURCE= or nothing."""
-    if name == "teacher_model":
+    if _names_teachers(option):
         return [(f"{source}=" if source else "", model) for source, model in teacher_models(text).items()]
-    return [("", entry) for entry in (parts(text) if name in _LISTS else [text])]
+    return [("", entry) for entry in (parts(text) if option.name in _LISTS else [text])]
+
+
+def _names_teachers(option: Option) -> bool:
+    """Return whether it is the option of `ppo`, and not that of `kd`, which names a single model."""
+    return (option.section, option.name) == ("algorithm", "teacher_model")
 
 
 # By option, how its value is resolved. Names of models (`Option.names_model`) are resolved by `model_path`.
@@ -174,12 +184,12 @@ def with_full_paths(config: AnyConfig, *, keep_builtin: bool = True) -> AnyConfi
     for option in options(type(config)):
         name = option.name
         resolve = model_path if option.names_model else _RESOLVE.get(name)
-        kept = {BUILTIN} if keep_builtin else set()
-        kept |= {EMA} if name == "teacher_model" else set()
+        kept = words_of(option) | ({BUILTIN} if keep_builtin else set())
         text = getattr(getattr(config, option.section), name)
         if resolve is None or text is None:
             continue
-        found = (before + (entry if entry in kept else str(resolve(entry))) for before, entry in entries_of(name, text))
+        entries = entries_of(option, text)
+        found = (before + (entry if entry in kept else str(resolve(entry))) for before, entry in entries)
         full.setdefault(option.section, {})[name] = trusted(",".join(found), is_trusted(text))
     return config.model_copy(
         update={section: getattr(config, section).model_copy(update=values) for section, values in full.items()}
@@ -191,9 +201,9 @@ def run_folder_notices(config: Config) -> list[str]:
     notices: dict[str, None] = {}  # in order, each once
     for option in options(type(config)):
         text = getattr(getattr(config, option.section), option.name) if option.names_model else None
-        for _, entry in entries_of(option.name, text) if text else ():
+        for _, entry in entries_of(option, text) if text else ():
             folder = user_path(entry)
-            if (model := model_of_run(folder)) != folder:
+            if entry not in words_of(option) and (model := model_of_run(folder)) != folder:
                 notices[f"--{option.name} {folder} is the folder of a run; its model is {model}"] = None
     return list(notices)
 

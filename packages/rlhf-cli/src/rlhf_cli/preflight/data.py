@@ -17,6 +17,7 @@ from rlhf_data.prompts import PromptSet, check_has_images, load_prompts
 from rlhf_data.records import Prompt
 from rlhf_data.rows.row import Counts
 from rlhf_data.rows.sources import SUFFIXES, Rows, open_sources, parse_probs, split_sources
+from rlhf_train.generation.summaries import metric_part
 
 _METRICS = ("accuracy", "reward", "score", "response_tokens", "truncated", "failed")
 _SOURCE_METRICS = ("response_tokens", "truncated")
@@ -88,8 +89,8 @@ def load_all(
     sets = [load(part, source=name) for name, part in held_out_rows.items()]
     if not sets:
         return prompts, None
-    # The source becomes a part of metric names, in which trackers allow few characters.
-    held_out = (replace(p, source=re.sub(r"[^\w.-]", "_", p.source) or "_") for part in sets for p in part)
+    # The source becomes a part of metric names.
+    held_out = (replace(p, source=metric_part(p.source)) for part in sets for p in part)
     return prompts, PromptSet(tuple(held_out), sum((part.counts for part in sets), Counts()))
 
 
@@ -99,6 +100,9 @@ def check_taught(config: PpoConfig, prompts: Sequence[Prompt]) -> None:
     sources = sorted({prompt.source for prompt in prompts})
     if not teachers.keys() - {""}:
         return
+    if len(split_sources(config.data.prompt_data or "", user_folder())) == 1:
+        message = "--teacher_model names teachers by data source, and --prompt_data has a single one"
+        raise ConfigError(message, hint="write the MODEL alone, without SOURCE=")
     for source in teachers:
         if source and source not in sources:
             raise ConfigError(f"--teacher_model: {unknown('data source', source, sources)}")

@@ -31,10 +31,10 @@ class Absent:
     def __len__(self) -> int:
         return len(self.unseen) + len(self.missing)
 
-    def models(self, flag: str, names: str | None) -> bool:
-        """Add the models of a comma-separated list that are not on this machine; return True if there are none."""
+    def models(self, flag: str, *names: str | None) -> bool:
+        """Add the models that are not on this machine; return True if there are none."""
         num_before = len(self)
-        for name in parts(names or ""):
+        for name in filter(None, names):
             path = model_path(name)
             if Path(path).is_dir():
                 continue

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.config.paths import EMA, entries_of, model_path, user_path
+from rlhf_cli.config.paths import entries_of, model_path, user_path, words_of
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.hub_names import hub_name
@@ -53,8 +53,8 @@ def with_model_folders(config: PpoConfig, scratch: Path) -> PpoConfig:
     for option in options(type(config)):
         text = getattr(getattr(config, option.section), option.name) if option.names_model else None
         if text is not None and option.name != "tokenizer":
-            entries = entries_of(option.name, text)
-            kept = {EMA} if option.name == "teacher_model" else set()
+            entries = entries_of(option, text)
+            kept = words_of(option)
             folders = ",".join(
                 before + (name if name in kept else _folder(name, option.name, scratch)) for before, name in entries
             )

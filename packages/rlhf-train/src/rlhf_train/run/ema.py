@@ -49,7 +49,8 @@ class WeightAverage:
         kept = [tensor.detach().to("cpu", copy=True) for _, tensor in weights]
         try:
             for name, tensor in weights:
-                tensor.detach().copy_(self._average[name])
+                # Rounded on the host, the copy is done when this returns; ZeRO-3 may gather weights on another stream.
+                tensor.detach().copy_(self._average[name].to(tensor.dtype))
             yield
         finally:
             for (_, tensor), own in zip(weights, kept, strict=True):
