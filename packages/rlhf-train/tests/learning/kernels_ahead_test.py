@@ -18,6 +18,7 @@ from rlhf_data.errors import ConfigError
 from rlhf_models.loading import load_actor
 from rlhf_models.lora import LoraSpec
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
+from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.learning import kernels_ahead
 from rlhf_train.learning.kernels_ahead import compiled_ahead, is_worth_it
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -129,6 +130,18 @@ def test_adapters_are_trained_on_one_layer_and_serve_as_their_own_reference(job,
     assert any("lora_A" in name for name, _ in worker.engines["actor"].module.named_parameters())
 
 
+def test_a_teacher_that_is_the_actors_average_runs_as_the_actor_does(job, tmp_path, noted):
+    frozen = job.models["reference"]
+    average = dataclasses.replace(frozen, is_average=True)
+    models = {"actor": job.models["actor"], "teacher": average, "teacher 2": frozen}
+    algorithm = make_algorithm("reinforce", kl_coef=0.0, teacher_coef=0.5)
+    plan = dataclasses.replace(job.plan, trainers=(dataclasses.replace(job.plan.trainers[0], roles=tuple(models)),))
+    job = dataclasses.replace(job, models=models, algorithm=algorithm, ema_beta=0.9, plan=plan)
+    kernels_ahead.run_part("passes", models, job, tmp_path / "models")
+    [worker] = noted
+    assert [role for role, has_grad, *_ in worker.passes if not has_grad] == ["actor", "teacher 2"]
+
+
 def on_gpus(job, *nodes, **engine):
     """The job as if it ran on GPUs, with the ranks of all models on these nodes and an engine beside."""
     engine = dataclasses.replace(job.engine, **{"gpu_memory_utilization": 0.3, "enable_sleep": False} | engine)
@@ -196,6 +209,7 @@ def test_a_process_that_cannot_start_is_none_and_ends_those_that_did(job, monkey
 
 PROGRAM = """
 import torch
+from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.learning import kernels_ahead
 
 torch.cuda.set_per_process_memory_fraction = lambda share: None

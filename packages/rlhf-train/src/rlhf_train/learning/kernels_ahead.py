@@ -128,7 +128,9 @@ def run_part(
     options: dict[str, Any] = {"torch_compile": "off"}
     if part == "passes" and all(_has_packed_attention(path) for path in paths):
         options["attn_implementation"] = PACKED_ATTENTION
-    specs = {role: replace(spec, path=shallow[spec.path], **options) for role, spec in models.items()}
+    # An average runs as the actor does.
+    own = {role: spec for role, spec in models.items() if not spec.is_average}
+    specs = {role: replace(spec, path=shallow[spec.path], **options) for role, spec in own.items()}
     worker = OneLayerWorker(
         specs,
         job.algorithm,
