@@ -1,6 +1,7 @@
 """Images as rows name them, and image files that anybody may have written."""
 
 import base64
+import fcntl
 import io
 import os
 import struct
@@ -139,6 +140,28 @@ def test_stored_images_are_removed_when_none_has_used_them_for_30_days(tmp_path,
     stored_image(images["green"])  # which writes it again
     assert {name for name, path in paths.items() if path.exists()} == {"red", "green", "white"}
     assert paths["green"].stat().st_mtime > time.time() - 60
+
+
+def test_oldest_images_are_removed_while_all_take_too_much_room_unless_another_run_is_at_work(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def left_by_next_process(most_bytes):
+        """Return which of the images are left once another process has stored one, of one byte."""
+        monkeypatch.setattr(files, "_KEPT_BYTES", most_bytes)
+        files._remove_unused(tmp_path / "rlhf" / "images").close()
+        files._remove_unused.cache_clear()
+        stored_image(b"3")
+        return [days for days, path in paths.items() if path.exists()]
+
+    paths = {days: Path(stored_image(str(days).encode() * 10)) for days in (3, 5, 0.9, 2)}  # 10, 10, 30 and 10 bytes
+    for days, path in paths.items():
+        os.utime(path, (0, time.time() - days * 86400))
+    with (tmp_path / "rlhf" / "images.lock").open() as other_run:
+        fcntl.flock(other_run, fcntl.LOCK_SH)
+        assert left_by_next_process(0) == [3, 5, 0.9, 2]
+    assert left_by_next_process(61) == [3, 5, 0.9, 2]
+    assert left_by_next_process(51) == [3, 0.9, 2]
+    assert left_by_next_process(0) == [0.9]
 
 
 def test_image_that_another_process_removes_meanwhile_is_written_again_and_a_full_disk_keeps_no_draft(

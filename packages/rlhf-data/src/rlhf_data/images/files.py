@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import fcntl
 import functools
 import hashlib
 import io
@@ -11,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import unquote, urlsplit
 
 from rlhf_data.errors import ConfigError, DataError, first_line
@@ -23,6 +24,8 @@ MAX_BYTES = 1 << 28  # of a file or of bytes in a row
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 _KEPT_DAYS = 30
+_KEPT_BYTES = 32 << 30  # of all images together
+_SAFE_DAYS = 1  # after which images that take too much room are removed
 _FORMS = "a path, a file:// URL, a data:image/...;base64, URL, bytes, or an object with `bytes` or `path`"
 
 ImageRef = str | bytes  # the absolute path of an image's file, or what the file holds
@@ -87,7 +90,7 @@ def kept_image(value: Any, origin: str, known: Sequence[str] = ()) -> str:
 def stored_image(content: bytes) -> str:
     """Return the path of a file with this content, in the user's cache; it is written if there is none.
 
-    Each process that stores images removes those that none has stored or read for `_KEPT_DAYS` days.
+    Each process that stores images first removes those of earlier ones, see `_remove_unused`.
     Raises ConfigError if the file cannot be written.
     """
     path = _cache() / hashlib.sha256(content).hexdigest()
@@ -120,13 +123,31 @@ def _cache() -> Path:
 
 
 @functools.cache
-def _remove_unused(folder: Path) -> None:
-    """Remove files that were not used for `_KEPT_DAYS` days, once per process."""
-    oldest = time.time() - _KEPT_DAYS * 86400
+def _remove_unused(folder: Path) -> IO[str]:
+    """Remove files that were not used for `_KEPT_DAYS` days, and the oldest while all have more than `_KEPT_BYTES`.
+
+    The second is left to a process that finds no other at work with the cache, as their images may be among the oldest,
+    and never concerns files of the last `_SAFE_DAYS`. Return the file whose lock tells others that this one is at work.
+    """
+    lock = folder.with_name("images.lock").open("a+")
+    alone = False
+    with suppress(OSError):  # another process has it, or the file system knows no locks
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        alone = True
+    found = []
     for file in folder.iterdir():
         with suppress(FileNotFoundError):  # another process may do the same
-            if file.stat().st_mtime < oldest:
-                file.unlink()
+            status = file.stat()
+            found.append((time.time() - status.st_mtime, status.st_size, file))
+    num_bytes = sum(size for _, size, _ in found)
+    for age_s, size, file in sorted(found, reverse=True):
+        is_too_much = alone and num_bytes > _KEPT_BYTES and age_s > _SAFE_DAYS * 86400
+        if is_too_much or age_s > _KEPT_DAYS * 86400:
+            file.unlink(missing_ok=True)
+            num_bytes -= size
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    return lock
 
 
 def read_image(ref: ImageRef, origin: str) -> Any:
