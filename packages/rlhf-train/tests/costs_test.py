@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rlhf_data.examples.preference import PreferenceExample, UnpairedExample
 from rlhf_data.examples.sft import SftExample
 from rlhf_data.packing import split_balanced
-from rlhf_train.costs import PassCosts, pass_costs
+from rlhf_train.costs import PassCosts, count_parameters, pass_costs
 from rlhf_train.learning.learner import Learner
 from rlhf_train.learning.ranks import RankSet
 from rlhf_train.offline.epochs import Objective, OfflineSchedule, this_ranks_part
@@ -116,6 +116,16 @@ def test_costs_follow_the_text_model_of_a_model_of_images_and_text() -> None:
     text = transformers.Qwen2Config(**FIELDS)
     config = SimpleNamespace(get_text_config=lambda: text)
     assert pass_costs(config) == pass_costs(text)
+
+
+@pytest.mark.parametrize("in_text", [{}, {"tie_word_embeddings": False}])
+def test_whether_the_head_is_the_embedding_the_whole_model_says(in_text) -> None:
+    untied, tied = (
+        transformers.Qwen2_5_VLConfig(text_config=FIELDS | in_text, tie_word_embeddings=is_tied)
+        for is_tied in (False, True)
+    )
+    head = untied.text_config.vocab_size * untied.text_config.hidden_size
+    assert count_parameters(untied).total - count_parameters(tied).total == head
 
 
 @pytest.mark.parametrize("name", ["gemma4_text", "deepseek_v2", "blt"])

@@ -43,12 +43,12 @@ def write_safetensors(path: Path, shapes: dict[str, list[int]]) -> None:
 def test_end_token_ids_are_those_of_configs_and_tokenizer(tmp_path: Path) -> None:
     write(
         tmp_path,
-        config={"eos_token_id": 5},
+        config={"eos_token_id": [5, 3], "text_config": {"eos_token_id": 2}},
         generation_config={"eos_token_id": [7, 5]},
         tokenizer_config={"eos_token": {"content": "<end>"}},
         tokenizer={"added_tokens": [{"id": 9, "content": "<end>"}, {"id": 10, "content": "<pad>"}]},
     )
-    assert end_token_ids(tmp_path, tmp_path) == (5, 7, 9)
+    assert end_token_ids(tmp_path, tmp_path) == (2, 3, 5, 7, 9)
 
 
 def test_end_token_ids_of_a_bare_folder_are_none(tmp_path: Path) -> None:

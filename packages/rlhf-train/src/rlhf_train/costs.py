@@ -155,8 +155,10 @@ def count_parameters(config: Any, *, has_head: bool = True) -> Parameters:
 
     with hidden size H, h heads of size D, k key-value heads, and V tokens; Qwen2 has biases D (h + 2 k), Qwen3 norms
     2 D. Models of other families are counted like these. Without a head, the model has one output of H weights.
+    Whether the head is the embedding, the whole config says, before its text part.
     """
-    config = config.get_text_config()
+    whole, config = config, config.get_text_config()
+    is_tied = getattr(whole, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False))
     sizes = sizes_of(config)
     hidden = sizes.hidden
     kind = getattr(config, "model_type", "")
@@ -176,7 +178,7 @@ def count_parameters(config: Any, *, has_head: bool = True) -> Parameters:
         matrices += count * of_layer
         biases += count * (2 * mlp.width + hidden) * bool(getattr(config, "mlp_bias", False))
         largest = max(largest, hidden * mlp.width)
-    num_tables = 1 + (has_head and not getattr(config, "tie_word_embeddings", False))
+    num_tables = 1 + (has_head and not is_tied)
     others = sizes.num_layers * vectors + biases + num_tables * sizes.vocab * hidden + hidden
     return Parameters(matrices, others + (0 if has_head else hidden), largest)
 

@@ -371,7 +371,6 @@ def engine_memory(config: Any, spec: EngineSpec, gpu_bytes: int | None = None, d
     vLLM takes up to four times this KV cache. With less of it, fewer responses are generated at once: on a GPU of
     `gpu_bytes` bytes it is what weights and work leave of the engine's share, but at least one sequence.
     """
-    config = config.get_text_config()
     sizes = sizes_of(config)
     item = ITEM_BYTES[spec.dtype]
     per_token = _cache_per_token(sizes, item, spec.tensor_parallel_size)
@@ -380,10 +379,9 @@ def engine_memory(config: Any, spec: EngineSpec, gpu_bytes: int | None = None, d
     weights = _share(item * counted.total - saved, spec.tensor_parallel_size)
     weights += item * count_adapters(config, spec.adapter_rank, "all-linear")
     if draft is not None:
-        draft = draft.get_text_config()
         per_token += _cache_per_token(sizes_of(draft), item, 1)
         weights += item * count_parameters(draft).total
-    work = gpu_work_bytes(spec, config.to_dict())
+    work = gpu_work_bytes(spec, config.get_text_config().to_dict())
     cache = per_token * spec.max_num_seqs * spec.max_model_len
     if gpu_bytes is not None:
         room = int(spec.gpu_memory_utilization * gpu_bytes) - weights - work

@@ -315,7 +315,7 @@ def _computing(spec: ModelSpec, rates: Rates, lengths: _Lengths, rows: float, to
     else:
         flops = 2 * costs.of(math.ceil(tokens)) - costs.token_flops * tokens
     flops += costs.target_flops * targets
-    moved = sum(count * layer_bytes(config, spec, mlp) for mlp, count in mlps_of(config).items())
+    moved = sum(count * layer_bytes(config, spec, mlp) for mlp, count in mlps_of(config.get_text_config()).items())
     moved *= tokens / spec.sequence_parallel_size
     return rows * (flops / spec.ranks_per_batch / rates.flops + moved / rates.moved_bytes)
 
@@ -324,4 +324,4 @@ def _computing(spec: ModelSpec, rates: Rates, lengths: _Lengths, rows: float, to
 def _config(path: str) -> Any:
     from rlhf_models.loading import load_config  # imports torch
 
-    return load_config(path).get_text_config()
+    return load_config(path)

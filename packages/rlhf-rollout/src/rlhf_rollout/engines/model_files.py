@@ -69,7 +69,8 @@ def _stored_config(model_dir: Path) -> dict[str, Any]:
 def end_token_ids(model_dir: Path, tokenizer_dir: Path) -> tuple[int, ...]:
     """Return the ids of all end tokens, sorted: from config.json, generation_config.json and the tokenizer."""
     found: set[int] = set()
-    for source in (_stored_config(model_dir), read_json(model_dir / "generation_config.json")):
+    config = read_json(model_dir / "config.json")
+    for source in (config, config.get("text_config") or {}, read_json(model_dir / "generation_config.json")):
         value = source.get("eos_token_id")
         if value is not None:
             found.update(value if isinstance(value, list) else [value])
