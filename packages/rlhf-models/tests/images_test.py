@@ -3,6 +3,7 @@
 import io
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -293,6 +294,43 @@ def test_merged_adapters_give_the_logprobs_of_the_trained_model_and_leave_what_r
     plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
     for item, own in zip(items, batch.split(logprobs), strict=True):
         torch.testing.assert_close(own[1:], plain_logprobs(plain, item, encoder.reader), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("omitted", [(), ("do_rescale",), ("do_normalize",)], ids=["", "colours", "not normalized"])
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_arrays_are_those_of_the_processor_bit_for_bit(tmp_path, family, omitted):
+    path = tiny_vision_model_dir(tmp_path / "model", family)
+    reader = load_image_reader(path, load_config(path), load_tokenizer(path))
+    reader.processor.image_mean, reader.processor.image_std = [0.48, 0.46, 0.41], [0.27, 0.26, 0.28]
+    for name in omitted:
+        setattr(reader.processor, name, False)
+    noise = np.random.default_rng(1)
+    files = []
+    for index, size in enumerate([(30, 50), (200, 170), (33, 31), (64, 64)]):
+        Image.fromarray(noise.integers(0, 256, (*size, 3), dtype=np.uint8)).save(tmp_path / f"{index}.png")
+        files.append(str(tmp_path / f"{index}.png"))
+    names = [files[index] for index in (2, 1, 0, 1, 3)]
+    reader.read_ahead(names)
+    found = reader.arrays(names)
+    axis = 1 if reader.has_rows else 0
+    each = [reader.processed([read_image(name, "r")]) for name in names]
+    assert found.keys() <= each[0].keys() and "pixel_values" in found
+    for name, array in found.items():
+        if name == "pixel_values" and family == "llava_onevision":
+            most = max(one[name].shape[1] for one in each)
+            for one in each:
+                tiles = np.zeros((1, most, *one[name].shape[2:]), one[name].dtype)
+                tiles[:, : one[name].shape[1]] = one[name]
+                one[name] = tiles
+        expected = np.concatenate([one[name] for one in each], axis)
+        assert array.dtype == (bool if name == "pixel_attention_mask" else expected.dtype)
+        assert array.shape == expected.shape
+        assert array.tobytes() == expected.astype(array.dtype).tobytes()
+    damaged = tmp_path / "damaged.png"
+    damaged.write_bytes(Path(files[1]).read_bytes()[:99])
+    reader.read_ahead([str(damaged)])
+    with pytest.raises(DataError, match=r"damaged\.png cannot be read"):
+        reader.arrays([files[0], str(damaged), files[1]])
 
 
 @pytest.mark.parametrize("size", [(30, 50), (64, 64), (20, 191), (191, 20), (190, 180), (7, 3), (33, 31)])

@@ -1,6 +1,7 @@
 """The flags and routes of rollouts in columns; `records_test` checks the numbers of their tokens."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from rlhf_data.errors import DataError
 from rlhf_data.records import FinishReason
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import Experience
+from rlhf_train.learning.micro_batches import read_ahead
 from trainer_testing import random_rollouts, with_routes
 
 
@@ -19,6 +21,16 @@ def test_only_rollouts_that_the_length_limit_ended_are_truncated():
     columns = RolloutColumns.of(rollouts, [0.0] * 4)
     assert columns.truncated.tolist() == [True, False, False, True]
     assert columns.rollout_ids == tuple(one.rollout_id for one in drawn)
+
+
+def test_images_of_a_pass_are_asked_for_while_the_one_before_is_computed():
+    asked = []
+    reader = SimpleNamespace(read_ahead=asked.extend)
+    experience = SimpleNamespace(images=(("a",), ("b", "c"), (), ("d",)))
+    seen = [(rows, list(asked)) for rows in read_ahead(reader, experience, [(1, 0), (2,), (3,)])]
+    assert [rows for rows, _ in seen] == [(1, 0), (2,), (3,)]
+    assert [names[-3:] for _, names in seen] == [["b", "c", "a"], ["c", "a", "d"], ["a", "d", "d"]]
+    assert list(read_ahead(None, experience, [(0,)])) == [(0,)]
 
 
 def test_routes_come_back_rollout_by_rollout():

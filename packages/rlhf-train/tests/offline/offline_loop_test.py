@@ -1,6 +1,7 @@
 """The offline loop: what is seen how often, how portions add up, and what ranks agree on."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,57 @@ def test_schedule_order_follows_the_seed():
 
     assert order(1) == order(1)
     assert order(1) != order(2)
+
+
+class Picture(float):
+    """An example with an image of its name."""
+
+    @property
+    def images(self):
+        return (str(float(self)),)
+
+
+class AskedFor:
+    """A reader of images that notes which it was asked to read ahead."""
+
+    def __init__(self):
+        self.names = []
+
+    def read_ahead(self, names):
+        self.names += names
+
+
+class Noting(PullTo):
+    """Notes what was asked for when each pass begins."""
+
+    def loss(self, engine, examples, denominators):
+        self.reader.seen.append((examples, list(self.reader.names)))
+        return super().loss(engine, examples, denominators)
+
+
+def test_images_are_asked_for_a_pass_ahead_and_those_of_the_next_update_before_the_step():
+    reader = AskedFor()
+    reader.seen = []
+    engine = FakeEngine()
+    plain_step = engine.step
+
+    def step():
+        reader.seen.append((None, list(reader.names)))
+        return plain_step()
+
+    engine.step = step
+    objective = Noting(reader=reader)
+    schedule = OfflineSchedule(train_batch_size=4, micro_train_batch_size=2)
+    items = [*map(Picture, range(8))]
+    train_offline(engine, objective, items, schedule, on_update=lambda *_: None)
+    passes_seen = [part for part in reader.seen if part[0]]
+    assert len(passes_seen) == 4
+    evaluated = len(reader.seen)
+    reader.names.clear()
+    evaluate(engine, objective, items[:4], schedule)
+    for run in (reader.seen[:evaluated], reader.seen[evaluated:]):
+        for (_, names), (examples, _) in pairwise(run):
+            assert {str(float(item)) for item in examples or ()} <= set(names)
 
 
 def test_schedule_sizes_below_one_are_refused():

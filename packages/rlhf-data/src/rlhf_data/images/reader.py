@@ -5,9 +5,9 @@ of a model is loaded here, and the tokens are written as the processors of these
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from rlhf_data.chat.tokens import Tokenizer
 from rlhf_data.errors import ConfigError, DataError, first_line
+from rlhf_data.images.ahead import ReadAhead
 from rlhf_data.images.files import ImageRef, read_image
 from rlhf_data.images.rows import text_parts
 from rlhf_data.pretrained import clear_errors, load_tokenizer, located_model
@@ -98,20 +99,33 @@ class ImageReader:
     def arrays(self, refs: Sequence[ImageRef]) -> dict[str, np.ndarray]:
         """Return what the model reads of images, by the names of its arguments; nothing without images.
 
+        They are read in threads. Their 8-bit colours are kept for later calls, up to `ahead.MAX_KEPT_BYTES`.
+
         Raises DataError for an image that cannot be read.
         """
-        found = [_arrays(self, ref) for ref in refs]
+        found = _READ.get([(self, ref) for ref in refs])
+        return {name: self._joined(name, [each[name] for each in found]) for name in (found[0] if found else ())}
+
+    def _joined(self, name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the arrays of images as one, with zeros where one has fewer tiles than another in its row."""
         axis = 1 if self.has_rows else 0
-        if self.family in _ANYRES:  # all images get as many tiles, of which the model reads those that each has
-            num_tiles = max((each["pixel_values"].shape[1] for each in found), default=0)
-            found = [each | {"pixel_values": _with_tiles(each["pixel_values"], num_tiles)} for each in found]
-        return {name: np.concatenate([each[name] for each in found], axis) for name in (found[0] if found else ())}
+        lengths = [array.shape[axis] for array in arrays]
+        shape = np.max([array.shape for array in arrays], axis=0)
+        shape[axis] = sum(lengths)
+        table = _values_of_colours(self) if name == "pixel_values" else None
+        whole = np.zeros(shape, arrays[0].dtype if table is None else table.dtype)
+        _READ.run(partial(_write, table), np.split(whole, np.cumsum(lengths)[:-1], axis), arrays)
+        return whole
+
+    def read_ahead(self, refs: Iterable[ImageRef]) -> None:
+        """Begin to read images in threads, for later calls of `arrays`, which raise the errors."""
+        _READ.start((self, ref) for ref in refs)
 
     def blank(self) -> tuple[list[int], dict[str, np.ndarray]]:
         """Return the tokens and the arrays of a small image, for passes that must read one."""
         from PIL import Image
 
-        arrays = _read(self, Image.new("RGB", (28, 28)))
+        arrays = self.model_inputs([Image.new("RGB", (28, 28))])
         if self.has_rows:  # the first tile; zeros would stand for no tile
             arrays = {name: np.ones_like(array[:, :1]) for name, array in arrays.items()}
         return [self.image_id] * self.sizes(arrays)[0], arrays
@@ -145,14 +159,22 @@ class ImageReader:
         num_tiles = arrays["pixel_values"].shape[int(self.has_rows)]
         return num_tiles * self.tokens_per_tile, num_tiles
 
-    def processed(self, images: Sequence[Any]) -> dict[str, Any]:
-        """Return what the processor makes of images of Pillow, one or more."""
+    def model_inputs(self, images: Sequence[Any], **options: Any) -> dict[str, np.ndarray]:
+        """Return what the model reads of images of Pillow, one or more, with options of the processor."""
+        arrays = self.processed(images, **options)
+        if "pixel_attention_mask" in arrays:  # of 64-bit numbers, whose memory is as much as that of colours in floats
+            arrays["pixel_attention_mask"] = arrays["pixel_attention_mask"].astype(bool)
+        return {name: array for name, array in arrays.items() if name not in _COUNTS}
+
+    def processed(self, images: Sequence[Any], **options: Any) -> dict[str, Any]:
+        """Return what the processor makes of images of Pillow, one or more, with options of its own."""
+        options |= {"return_tensors": "np"}
         if self.family in (*_GRIDS, *_ANYRES, *_BLOCKS):
-            return {**self.processor(images=list(images), return_tensors="np")}
+            return {**self.processor(images=list(images), **options)}
         if self.family in _CROPS:
-            return {**self.processor(images=list(images), return_tensors="np", crop_to_patches=True)}
+            return {**self.processor(images=list(images), **options, crop_to_patches=True)}
         # All images as those of one row: rows of different numbers of tiles would be filled up with empty tiles.
-        return {**self.processor(images=[list(images)], return_tensors="np", return_row_col_info=True)}
+        return {**self.processor(images=[list(images)], **options, return_row_col_info=True)}
 
     def image_sizes(self, refs: Sequence[ImageRef], origin: str) -> list[tuple[int, int]]:
         """Return the width and the height of images. Raises DataError for one that cannot be read."""
@@ -273,18 +295,41 @@ def _tokens_of(reader: ImageReader, size: tuple[int, int]) -> np.ndarray:
     return np.asarray(reader._tokens(reader.processed([Image.new("RGB", size)])), np.int32)
 
 
-@lru_cache(maxsize=16)  # the samples of a prompt follow each other, and an image may take 50 MB
-def _arrays(reader: ImageReader, ref: ImageRef) -> dict[str, np.ndarray]:
-    return _read(reader, read_image(ref, "a sequence"))
+def _read(key: tuple[ImageReader, ImageRef]) -> dict[str, np.ndarray]:
+    """Return the arrays of an image, with its pixels as 8-bit colours, which take a fourth of the memory."""
+    reader, ref = key
+    arrays = reader.model_inputs([read_image(ref, "a sequence")], do_rescale=False, do_normalize=False)
+    colours = arrays["pixel_values"].astype(np.uint8, copy=False)  # the processors of Qwen-VL make floats of them
+    return arrays | {"pixel_values": colours}
 
 
-def _with_tiles(pixels: np.ndarray, num_tiles: int) -> np.ndarray:
-    return np.pad(pixels, [(0, 0), (0, num_tiles - pixels.shape[1]), (0, 0), (0, 0), (0, 0)])
+# The samples of a prompt share its images, and so do the passes of several models.
+_READ = ReadAhead(_read)
 
 
-def _read(reader: ImageReader, image: Any) -> dict[str, np.ndarray]:
-    arrays = reader.processed([image])
-    return {name: array for name, array in arrays.items() if name not in _COUNTS}
+@lru_cache(maxsize=16)
+def _values_of_colours(reader: ImageReader) -> np.ndarray:
+    """Return the value that the model reads of each 8-bit colour, [channels, 256]."""
+    processor = reader.processor
+    values = np.arange(256, dtype=np.uint8).reshape(1, 16, 16).repeat(3, axis=0)
+    if processor.do_rescale:
+        values = processor.rescale(values, processor.rescale_factor)
+    if processor.do_normalize:
+        values = processor.normalize(values, processor.image_mean, processor.image_std)
+    return values.reshape(3, 256)
+
+
+def _write(table: np.ndarray | None, whole: np.ndarray, array: np.ndarray) -> None:
+    """Write an array into its place in the whole; pixels with the values of a table."""
+    own = whole[tuple(map(slice, array.shape))]
+    if table is None:
+        own[...] = array
+        return
+    # [images, tiles, channels, height, width], or per patch all values of one channel before those of the next.
+    shape = (-1, len(table), math.prod(array.shape[-2:]) if array.ndim > 2 else array.shape[-1] // len(table))
+    found, colours = own.reshape(shape), array.reshape(shape)
+    for channel, values in enumerate(table):
+        np.take(values, colours[:, channel], out=found[:, channel], mode="clip")  # which alone writes without a copy
 
 
 def check_reads_images(path: str | Path, config: Any, *, packing: bool = False) -> None:

@@ -1,6 +1,6 @@
 """A micro-batch of a rank's shard: what its models read, and what the policy loss is given."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -47,6 +47,17 @@ def token_batch(
     if not (rows and with_routes) or experience.routes is None:
         return batch
     return batch.routed([experience.routes[row] for row in rows])
+
+
+def read_ahead(
+    reader: ImageReader | None, experience: Experience, batches: Sequence[Sequence[int]]
+) -> Iterator[Sequence[int]]:
+    """Yield the rows of each pass. While one is computed, `reader` reads the images of the next."""
+    for index, rows in enumerate(batches):
+        if reader is not None:
+            near = chain.from_iterable(batches[index : index + 2])
+            reader.read_ahead(path for row in near for path in experience.images[row])
+        yield rows
 
 
 def lay_out(mask: Tensor, rows: Sequence[int], batch: TokenBatch) -> Tensor:

@@ -29,7 +29,7 @@ from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import Experience, column_of
 from rlhf_train.learning.learning_spec import is_teacher
 from rlhf_train.learning.loss_metrics import critic_loss, masked_mean, policy_metrics, teacher_metrics, update_metrics
-from rlhf_train.learning.micro_batches import lay_out, policy_stream, recounted, teacher_term, token_batch
+from rlhf_train.learning.micro_batches import lay_out, policy_stream, read_ahead, recounted, teacher_term, token_batch
 from rlhf_train.learning.trained_tokens import (
     Pass,
     by_rollout,
@@ -164,7 +164,7 @@ class TrainWorker:
         columns = self._experience.columns_to_fill(role, self._algorithm, self._device, keeps=keeps)
         entropy = Mean(0.0, 0.0)
         with awake(self._frozen.get(role)):
-            for rows in self._plan.batches_of(role):
+            for rows in read_ahead(self._reader, self._experience, self._plan.batches_of(role)):
                 with WORK.doing("forward pass", **self._size(rows)):
                     outputs, mask = self._forward(role, rows)
                 if not rows:
@@ -291,7 +291,7 @@ class TrainWorker:
         balance = self._balances[role]
         if balance is not None:
             balance.count([(partial(self._run_layers, role, rows), bool(rows)) for rows in passes])
-        for index, rows in enumerate(passes):
+        for index, rows in enumerate(read_ahead(self._reader, self._experience, passes)):
             with WORK.doing("forward and backward pass", **self._size(rows)):
                 loss, metrics = self._loss(role, rows, mini_batch.denominators, objective, is_first)
                 if balance is not None:

@@ -83,6 +83,11 @@ class Objective(ABC, Generic[Item]):
         """Return the objective with quantities set that need a pass over the whole mini-batch. Collective."""
         return self
 
+    def read_ahead(self, micro_batches: Sequence["MicroBatch[Item]"]) -> None:
+        """Begin to read the images of micro-batches, if they have any, while the device computes."""
+        if self.reader is not None:
+            self.reader.read_ahead(ref for batch in micro_batches for item in batch.items for ref in item.images)
+
     @abstractmethod
     def loss(self, engine: TrainEngine, items: Sequence[Item], denominators: Denominators) -> LossShare:
         """Run the model on a micro-batch; return its share of the update's loss, and metrics.
@@ -186,7 +191,9 @@ def _planned(
     """Yield the items of each mini-batch, and this rank's part of them."""
     for members in schedule.mini_batches(len(items), done):
         chosen = [items[index] for index in members]
-        yield chosen, this_ranks_part(objective, chosen, schedule)
+        part = this_ranks_part(objective, chosen, schedule)
+        objective.read_ahead(part[0][:1])
+        yield chosen, part
 
 
 def learn_once(
@@ -212,6 +219,7 @@ def learn_once(
             [(partial(objective.loss, engine, batch.items, denominators), bool(batch.rows)) for batch in micro_batches]
         )
     for index, batch in enumerate(micro_batches):
+        objective.read_ahead(micro_batches[index : index + 2])
         loss, metrics = objective.loss(engine, batch.items, denominators)
         if not batch.rows:
             loss, metrics = loss * 0.0, {}
@@ -234,7 +242,8 @@ def evaluate(
     micro_batches, denominators = this_ranks_part(objective, items, schedule)
     objective = objective.for_batch(engine, micro_batches)
     parts: list[Mapping[str, Metric]] = []
-    for batch in micro_batches:
+    for index, batch in enumerate(micro_batches):
+        objective.read_ahead(micro_batches[index : index + 2])
         _, metrics = objective.loss(engine, batch.items, denominators)
         parts.append(metrics if batch.rows else {})
     return _over_ranks(parts, objective)

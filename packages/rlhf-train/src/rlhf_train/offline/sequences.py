@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf_data.examples.sft import SftExample
+from rlhf_data.images.files import ImageRef
 from rlhf_models.batch import TokenBatch, to_device
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.offline.collectives import of_all_ranks
@@ -34,6 +35,11 @@ class Compared:
     def lengths(self) -> tuple[int, ...]:
         """Number of tokens of each sequence."""
         return tuple(sequence.num_tokens for sequence in self.sequences)
+
+    @property
+    def images(self) -> tuple[ImageRef, ...]:
+        """The images of all sequences."""
+        return tuple(ref for sequence in self.sequences for ref in sequence.images)
 
 
 def mean_metrics(prefix: str, count: float | Tensor, **sums: Tensor) -> dict[str, Metric]:
@@ -106,7 +112,9 @@ def with_reference(
 ) -> list[Compared]:
     """Return the items with precomputed log-probs of the reference. Collective: each rank computes a part of them."""
     own: dict[int, tuple[float, ...]] = {}
-    for batch in this_ranks_part(objective, items, schedule)[0]:
+    micro_batches = this_ranks_part(objective, items, schedule)[0]
+    for index, batch in enumerate(micro_batches):
+        objective.read_ahead(micro_batches[index : index + 2])
         which = range(len(items[0].sequences))
         values = reference_logprobs(objective, batch.items, which, engine.device).view(len(which), -1)
         own |= dict(zip(batch.rows, map(tuple, values.T.tolist()), strict=False))
