@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,11 @@ from rlhf_train.run.checkpoint import Checkpoints
 METRICS = {"policy/loss": 0.25, "rollout/reward": 0.5, "kl/reference": None, "time/step": 3.0, "throughput/x": 1.0}
 
 
-def write_run(folder: Path, *flags: str, steps: int = 3, planned: int = 40) -> Path:
+def write_run(folder: Path, *flags: str, steps: int = 3, planned: int = 40, source: str = "train") -> Path:
     """A folder as a run of the built-in task leaves it, but for models; its rollouts are all alike."""
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(to_toml(ppo.COMMAND_LINE.parse(flags).config))
-    prompt = make_prompt()
+    prompt = replace(make_prompt(), source=source)
     verdict = Verdict(VerdictKind.OK, 1.0)
     with contextlib.closing(RolloutWriter(folder / "rollouts.jsonl")) as writer:
         for step in range(1, steps + 1):
@@ -105,6 +106,22 @@ def test_replay_says_that_the_record_is_damaged(home, jobs, capsys):
         file.write('{"step": 4')
     assert main(["ppo", "--replay", "run"]) == 0
     assert f"the end of {record} is damaged; steps 1 to 2 are complete" in capsys.readouterr().err
+
+
+def test_replay_has_a_teacher_for_each_recorded_source_and_no_other(home, jobs, capsys):
+    write_run(home / "run", source='größe".jsonl')
+    write_run(home / "one")
+    flags = ["--advantage_estimator", "reinforce", "--teacher_model"]
+    for run, teachers, message in (
+        ("run", 'größe".jsonl=builtin', None),
+        ("run", "größer.jsonl=builtin,builtin", 'unknown data source `größer.jsonl`; known: größe".jsonl'),
+        ("run", "m.jsonl=builtin", "unknown data source `m.jsonl`"),
+        ("one", "m.jsonl=builtin", "all prompts are of a single one"),
+    ):
+        assert main(["ppo", "--replay", run, *flags, teachers]) == (2 if message else 0)
+        assert (message or "") in capsys.readouterr().err
+    [job] = jobs
+    assert job.teachers == {'größe".jsonl': "teacher"}
 
 
 def test_replay_checks_the_model_for_the_load_balancing_loss(home, jobs, capsys):

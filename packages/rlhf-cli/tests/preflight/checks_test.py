@@ -207,6 +207,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
             "recompute",
         ),
         ("--teacher_model a=", "--teacher_model a= lacks a data source or a model", "write SOURCE=MODEL for each"),
+        ("--teacher_model ,", "--teacher_model , names no model", "write SOURCE=MODEL for each"),
         ("--teacher_model a=m,a=n", "two models for the data source a: m and n", "write SOURCE=MODEL for each"),
         ("--teacher_model a=m,n,o", "two models for all sources without one: n and o", "at most one MODEL alone"),
         (

@@ -54,7 +54,7 @@ def test_check_inputs_each_source_has_a_teacher_and_each_teacher_a_source(check,
     text = refused(*two, f"math.jsonl={policy},prompts.jsonl={policy},{policy}")
     assert f"--teacher_model has {policy} for sources without a teacher of their own, and all have one" in text
     text = refused("--prompt_data", "math.jsonl", "--teacher_model", f"math.jsonl={policy}")
-    assert "by data source, and --prompt_data has a single one" in text
+    assert "by data source, and all prompts are of a single one" in text
     assert "hint: write the MODEL alone" in text
     text = refused(*two, f"math.jsonl={policy},prompts.jsonl=./absent")
     assert text.startswith(f"--teacher_model {folder / 'absent'}: ")

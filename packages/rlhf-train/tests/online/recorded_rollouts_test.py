@@ -208,7 +208,7 @@ def test_recording_ends_with_the_last_complete_step(make_run):
     run.recorder.close()
     path = run.recorder.path("rollouts")
     whole = path.read_bytes()
-    assert find_recording(run.recorder.folder) == Recording(path, 3, 3)
+    assert find_recording(run.recorder.folder) == Recording(path, 3, 3, sources=frozenset({"default"}))
     rows = whole.splitlines(keepends=True)
     fourth = rows[0].replace(b'"step": 1', b'"step": 4')
     damages = {
@@ -240,7 +240,7 @@ def test_recording_of_an_older_version_ends_with_its_last_step(make_run):
     older, num_fields = re.subn(rb' "groups_left": \d+,', b"", path.read_bytes())
     assert num_fields == 3 * 64
     path.write_bytes(older)
-    assert find_recording(run.recorder.folder) == Recording(path, 3, 3)
+    assert find_recording(run.recorder.folder) == Recording(path, 3, 3, sources=frozenset({"default"}))
     path.write_bytes(older[: older.rindex(b'{"step": 3')])
     assert find_recording(run.recorder.folder).num_steps == 2
 
@@ -250,7 +250,7 @@ def test_recording_of_columns_ends_with_the_last_complete_step(make_run):
     run.recorder.close()
     path = run.recorder.path("rollouts")
     assert path.name == "rollouts.columns"
-    assert find_recording(run.recorder.folder) == Recording(path, 3, 3)
+    assert find_recording(run.recorder.folder) == Recording(path, 3, 3, sources=frozenset({"default"}))
     ends = {json.loads(line.text)["step"]: line.end for line in read_lines(path)}
     whole = path.read_bytes()
     of_groups = sorted({line.end for line in read_lines(path)})

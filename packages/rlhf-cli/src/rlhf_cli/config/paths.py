@@ -139,6 +139,8 @@ def teacher_models(text: str | None) -> dict[str, str]:
             what = f"the data source {source}" if source else "all sources without one"
             raise ConfigError(f"--teacher_model has two models for {what}: {found[source]} and {model}", hint=hint)
         found[source] = trusted(model, is_trusted(text))
+    if text is not None and not found:
+        raise ConfigError(f"--teacher_model {text} names no model", hint=hint)
     return found
 
 

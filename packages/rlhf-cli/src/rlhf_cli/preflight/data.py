@@ -21,6 +21,7 @@ from rlhf_train.generation.summaries import metric_part
 
 _METRICS = ("accuracy", "reward", "score", "response_tokens", "truncated", "failed")
 _SOURCE_METRICS = ("response_tokens", "truncated")
+_ONLY_SOURCE = "train"  # of all prompts to train on, if they are from one file or data set
 _A_SLIP = 0.9  # share of common letters from which a name counts as a misspelling of a known one
 
 
@@ -80,7 +81,7 @@ def load_all(
         extra_keys=config.reward.extra_names,
         **matching(load_prompts, config.data),
     )
-    prompts = load(rows, source="train" if len(rows.sources) == 1 else None, source_key=None)
+    prompts = load(rows, source=_ONLY_SOURCE if len(rows.sources) == 1 else None, source_key=None)
     if config.rollout.adaptive_mix and len({prompt.source for prompt in prompts}) < 2:
         message = "--adaptive_mix sets the shares of several sources, and all usable prompts are of one"
         raise ConfigError(message, hint="name several in --prompt_data, separated by commas, or drop it")
@@ -94,14 +95,17 @@ def load_all(
     return prompts, PromptSet(tuple(held_out), sum((part.counts for part in sets), Counts()))
 
 
-def check_taught(config: PpoConfig, prompts: Sequence[Prompt]) -> None:
-    """Raise ConfigError unless each data source of the prompts has a teacher, and each of several teachers a source."""
+def check_taught(config: PpoConfig, sources: Collection[str]) -> None:
+    """Raise ConfigError unless each of the prompts' data sources has a teacher, and each of several teachers a source.
+
+    A record of an older version may have no sources, and is not checked.
+    """
     teachers = config.algorithm.teachers
-    sources = sorted({prompt.source for prompt in prompts})
-    if not teachers.keys() - {""}:
+    sources = sorted(sources)
+    if not teachers.keys() - {""} or not sources:
         return
-    if len(split_sources(config.data.prompt_data or "", user_folder())) == 1:
-        message = "--teacher_model names teachers by data source, and --prompt_data has a single one"
+    if sources == [_ONLY_SOURCE]:
+        message = "--teacher_model names teachers by data source, and all prompts are of a single one"
         raise ConfigError(message, hint="write the MODEL alone, without SOURCE=")
     for source in teachers:
         if source and source not in sources:

@@ -117,7 +117,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     masked, mask_notices = masked_ids((model, *teachers), tokenizer, reader)
     num_ids = check_tokenizer_fits(model_config, tokenizer)
     prompts, held_out = load_all(config, rows, held_out_rows, tokenizer, num_ids, reader)
-    check_taught(config, prompts)
+    check_taught(config, {prompt.source for prompt in prompts})
     check_best_metric(config, held_out or (), logs_numbers=any(source.kind != "model" for source in sources))
     notices = [*adapter_notices, *notices, *reward_notices, *mask_notices]
     notices += unread_tools((rows, *held_out_rows.values()), config.data)
@@ -155,6 +155,7 @@ def _check_replay(config: PpoConfig) -> Inputs:
     critic, more = choose_critic(config, model, scorers, tokenizer, reader)
     teachers = check_teachers(config, tokenizer, reader)
     masked, mask_notices = masked_ids((model, *teachers), tokenizer, reader)
+    check_taught(config, recording.sources)
     notices += [*more, *mask_notices]
     return Inputs(
         model=model,

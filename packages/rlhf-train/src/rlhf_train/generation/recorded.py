@@ -1,8 +1,10 @@
 """Rollouts from the record of a run, in the place of those that engines generate. Torch-free."""
 
+import json
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +21,7 @@ _HEAD = re.compile(
     rb'\{"step": (?P<step>\d+), "num_steps": (?P<num_steps>\d+), "kept": (?:true|false),'
     rb'(?: "%s": (?P<groups>\d+),)? "%s": (?P<records>\d+),' % (GROUPS_LEFT.encode(), NUM_LEFT.encode())
 )
+_SOURCE = re.compile(rb'"source": ("(?:[^"\\]|\\.)*")')  # the first one of a record is that of its prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +33,14 @@ class Recording:
         num_steps: steps whose record is complete; they count from 1.
         num_planned: steps that the run was to have, by which its learning rates change.
         notice: what the user should know; "" for nothing.
+        sources: the data sources of the prompts.
     """
 
     path: Path
     num_steps: int
     num_planned: int
     notice: str = ""
+    sources: frozenset[str] = frozenset()
 
 
 def find_recording(run_folder: Path) -> Recording:
@@ -52,12 +57,16 @@ def find_recording(run_folder: Path) -> Recording:
     num_steps = 0  # complete ones
     num_planned = 0
     is_complete = True  # the last step
+    sources: set[str] = set()
     for line in read_lines(path, has_tokens=False):
         head = _HEAD.match(line.text)
         now = -1 if head is None else int(head["step"])
         if now != step and not (is_complete and now == step + 1):
             is_complete = False
             break
+        if (source := _SOURCE.search(line.text)) is not None:
+            with suppress(ValueError):  # damaged; `read_batches` says so
+                sources.add(json.loads(source[1]))
         num_steps = now - 1
         step = now
         num_planned = int(head["num_steps"])
@@ -68,7 +77,7 @@ def find_recording(run_folder: Path) -> Recording:
     if num_steps == 0:
         raise DataError(f"{path} has no complete step", hint="name a run that has trained for at least one step")
     notice = "" if is_complete else f"the end of {path} is damaged; steps 1 to {num_steps} are complete"
-    return Recording(path, num_steps, max(num_planned, num_steps), notice)
+    return Recording(path, num_steps, max(num_planned, num_steps), notice, frozenset(sources))
 
 
 def _step(line: bytes) -> float:
