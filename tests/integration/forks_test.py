@@ -6,11 +6,13 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from process_testing import eventually, is_running
 from rlhf_rollout.host import local_gpus
 from warm_commands import SOCKETS, for_workers
 
@@ -80,3 +82,16 @@ def test_folder_that_hides_an_imported_module_is_seen(program):
     (program.parent / "modules/torch.py").touch()
     run, told = start(program, 0)
     assert run.wait(60) == 7 and not told["is_fork"]
+
+
+@pytest.mark.usefixtures("words")  # PYTHONPATH is that of their processes
+def test_processes_to_fork_end_with_one_that_is_terminated():
+    code = "import time, warm_commands\nwith warm_commands.warm_commands(): print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
+        run.stdout.readline()
+        [server] = psutil.Process(run.pid).children()
+        assert eventually(server.children)  # it has imported what workers need, too
+        ends = [server.pid, *(child.pid for child in server.children())]
+        run.terminate()
+        run.wait(60)
+    assert len(ends) == 2 and eventually(lambda: not any(map(is_running, ends)))

@@ -1,7 +1,7 @@
 """Runs commands of `rlhf`, and workers of Ray, in forks of processes that have imported the libraries.
 
 That saves seconds per process. A fork takes folder, environment, arguments and standard streams of its caller, and ends
-as a new interpreter would. It is killed when its caller is gone.
+as a new interpreter would. It is killed when its caller is gone, or the process that has the libraries imported.
 """
 
 import contextlib
@@ -112,6 +112,7 @@ def serve(numbers: dict[str, int]) -> None:
     from rlhf_rollout.host import wait_passively
     from rlhf_train.engine.deepspeed_internals import import_deepspeed
 
+    parent = os.pidfd_open(os.getppid())
     started = dict(os.environ)
     gc.disable()  # it would look at all imported modules again and again
     wait_passively()  # as every command does before it imports torch
@@ -130,20 +131,26 @@ def serve(numbers: dict[str, int]) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
     gc.freeze()
     gc.enable()
-    run(*next_call(listener, own, is_worker=kind == "worker"))
+    run(*next_call(listener, own, parent, is_worker=kind == "worker"))
 
 
 def next_call(
-    listener: socket.socket, own: dict[str, str], *, is_worker: bool
+    listener: socket.socket, own: dict[str, str], parent: int, *, is_worker: bool
 ) -> tuple[list[int], list[str], str, dict[str, str], int]:
-    """Fork for each call; return in the fork only, with the call's streams, words, folder, environment and group."""
+    """Fork for each call; return in the fork only, with the call's streams, words, folder, environment and group.
+
+    When the process of the descriptor `parent` is gone, which may have been killed, this one and its forks are killed.
+    """
     callers: dict[int, int] = {}  # by descriptor of a connection, that of its fork
     forks: dict[int, tuple[int, socket.socket]] = {}
     events = select.poll()
     events.register(listener, select.POLLIN)
+    events.register(parent, select.POLLIN)
     while True:
         number, _ = events.poll()[0]
-        if number in callers:
+        if number == parent:
+            os.killpg(0, signal.SIGKILL)
+        elif number in callers:
             signal.pidfd_send_signal(callers[number], signal.SIGKILL)
             events.unregister(number)
             del callers[number]
