@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from rlhf_data.errors import EngineError, WeightSyncError
+from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
 from rlhf_data.own_code import TrustedModel, is_trusted
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
@@ -123,6 +124,24 @@ def test_code_of_the_model_runs_only_with_a_trusted_name(engine: Any, monkeypatc
     asyncio.run(other.close())
     assert asked == [{"may_run": trust}]
     assert is_trusted(other._tokenizer_dir) is trust
+
+
+def test_a_hub_name_of_a_model_that_vllm_would_take_for_another_is_refused(engine: Any, tmp_path, monkeypatch) -> None:
+    table = np.arange(24, dtype=np.float32).reshape(6, 4)
+    save_file({"model.embed_tokens.weight": table, "lm_head.weight": table + 1}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    monkeypatch.setattr(vllm_engine, "resolve_model_dir", lambda name: tmp_path)
+    with pytest.raises(ConfigError, match="ties the LM head to the embedding"):
+        vllm_engine.VllmEngine(EngineSpec(model="owner/name"))
+
+
+def test_a_model_whose_graphs_cannot_be_captured_can_do_without_them(engine: Any, monkeypatch) -> None:
+    def build(*args: Any, **options: Any) -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing: out of memory")
+
+    monkeypatch.setattr(vllm_engine, "build_core", build)
+    with pytest.raises(EngineError, match=r"is capturing(.|\n)*hint: use ``skip_patches=graph_pieces``, or"):
+        vllm_engine.VllmEngine(EngineSpec(model="x"))
 
 
 def test_prompt_of_one_token_is_refused_for_linear_attention(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

