@@ -48,7 +48,11 @@ def test_end_token_ids_are_those_of_configs_and_tokenizer(tmp_path: Path) -> Non
         tokenizer_config={"eos_token": {"content": "<end>"}},
         tokenizer={"added_tokens": [{"id": 9, "content": "<end>"}, {"id": 10, "content": "<pad>"}]},
     )
-    assert end_token_ids(tmp_path, tmp_path) == (2, 3, 5, 7, 9)
+    assert end_token_ids(tmp_path, tmp_path) == (3, 5, 7, 9)
+    write(tmp_path, config={"text_config": {"eos_token_id": 2}})
+    assert end_token_ids(tmp_path, tmp_path) == (5, 7, 9)
+    write(tmp_path, generation_config={"temperature": 1.0})
+    assert end_token_ids(tmp_path, tmp_path) == (2, 9)
 
 
 def test_end_token_ids_of_a_bare_folder_are_none(tmp_path: Path) -> None:

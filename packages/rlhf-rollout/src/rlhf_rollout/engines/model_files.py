@@ -67,11 +67,17 @@ def _stored_config(model_dir: Path) -> dict[str, Any]:
 
 
 def end_token_ids(model_dir: Path, tokenizer_dir: Path) -> tuple[int, ...]:
-    """Return the ids of all end tokens, sorted: from config.json, generation_config.json and the tokenizer."""
-    found: set[int] = set()
+    """Return the ids of all end tokens, sorted: from config.json, generation_config.json and the tokenizer.
+
+    Those of a `text_config` count only if neither file has others. transformers writes a default of the text model's
+    family there, such as 2 for Llama, which is another token in the vocabularies of many models.
+    """
     config = read_json(model_dir / "config.json")
-    for source in (config, config.get("text_config") or {}, read_json(model_dir / "generation_config.json")):
-        value = source.get("eos_token_id")
+    named = [each.get("eos_token_id") for each in (config, read_json(model_dir / "generation_config.json"))]
+    if named == [None, None]:
+        named = [(config.get("text_config") or {}).get("eos_token_id")]
+    found: set[int] = set()
+    for value in named:
         if value is not None:
             found.update(value if isinstance(value, list) else [value])
     token = read_json(tokenizer_dir / "tokenizer_config.json").get("eos_token")
