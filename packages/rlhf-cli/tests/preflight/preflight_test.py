@@ -161,6 +161,14 @@ def test_check_inputs_teacher_is_accepted_alone_and_refused_with_a_short_context
     assert f"--teacher_top_k is {num_tokens + 1}, and the tokenizer has {num_tokens} tokens" in text
 
 
+def test_check_inputs_entropy_that_no_policy_has_is_refused(check, refused):
+    assert len(tiny_tokenizer()) == 512  # whose logarithm is 6.238
+    check("--entropy_target", "6.23")
+    text = refused("--entropy_target", "6.25")
+    most = "512 equally likely tokens have 6.24"
+    assert text.startswith(f"--entropy_target is 6.25 nats per token, which no policy has: {most}\n\nhint: Skywork")
+
+
 def test_check_inputs_ids_without_token_are_found_for_policy_and_teacher_and_told_once(check, folder, models):
     num_tokens = len(tiny_tokenizer())
     for name, num_rows in (("padded", 600), ("teacher", 640)):

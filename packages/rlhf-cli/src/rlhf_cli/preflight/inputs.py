@@ -13,6 +13,7 @@ from rlhf_cli.preflight.models import (
     check_context,
     check_draft_model,
     check_engine,
+    check_entropy_target,
     check_teachers,
     check_trained,
     choose_critic,
@@ -113,6 +114,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     reader = load_image_reader(model, model_config, tokenizer) if config.images else None
     reward_notices = check_reward_models(config, sources, process_models, tokenizer, reader)
     critic, notices = choose_critic(config, model, model_paths(sources), tokenizer, reader)
+    check_entropy_target(config.algorithm.entropy_target, tokenizer)
     teachers = check_teachers(config, tokenizer, reader)
     masked, mask_notices = masked_ids((model, *teachers), tokenizer, reader)
     num_ids = check_tokenizer_fits(model_config, tokenizer)
@@ -153,6 +155,7 @@ def _check_replay(config: PpoConfig) -> Inputs:
     reader = load_image_reader(model, model_config, tokenizer) if config.images else None
     scorers = [model_path(path) for path in model_paths(sources)]
     critic, more = choose_critic(config, model, scorers, tokenizer, reader)
+    check_entropy_target(config.algorithm.entropy_target, tokenizer)
     teachers = check_teachers(config, tokenizer, reader)
     masked, mask_notices = masked_ids((model, *teachers), tokenizer, reader)
     check_taught(config, recording.sources)

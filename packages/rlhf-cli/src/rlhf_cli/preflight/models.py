@@ -1,5 +1,6 @@
 """Checks of models before a run: config, tokenizer, weight files, attention, context. No weights are loaded."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -221,6 +222,15 @@ def check_teachers(config: PpoConfig, tokenizer: Any, reader: Any = None) -> lis
         message = f"--teacher_top_k is {top_k}, and the tokenizer has {len(tokenizer)} tokens"
         raise ConfigError(message, hint=f"--teacher_top_k {len(tokenizer)} compares them all")
     return teachers
+
+
+def check_entropy_target(target: float | None, tokenizer: Any) -> None:
+    """Raise ConfigError for an --entropy_target above the entropy of the policy that draws all tokens equally often."""
+    highest = math.log(len(tokenizer))
+    if target is not None and target > highest:
+        most = f"{len(tokenizer)} equally likely tokens have {highest:.2f}"
+        message = f"--entropy_target is {target:g} nats per token, which no policy has: {most}"
+        raise ConfigError(message, hint="Skywork-OR1's scripts have --entropy_target 0.2")
 
 
 def check_files(flag: str, section: ModelSection, path: str, *, has_values: bool) -> None:
