@@ -7,7 +7,6 @@ from rlhf_cli.config.ppo import PpoConfig
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.command_line import CommandLine, Parsed
 from rlhf_data.options.exits import with_flags
-from rlhf_train.algorithms.table import ALGORITHMS
 
 FP8 = "--vllm_quantization fp8 --bf16"
 GRPO = "--advantage_estimator group_norm"
@@ -412,48 +411,3 @@ def test_check_ppo_what_has_no_effect_is_a_notice(argv, notice):
     notices = ppo(*argv.split()).notices
     assert [text for text in notices if text.startswith(notice)], notices
     assert len(notices) == len(set(notices))
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        "--policy_loss_type gspo --clip_eps_high 0.001",
-        "--policy_loss_type cispo --clip_eps_high 0.3",
-        f"{GRPO} --running_reward_norm --reward_clip_range 1",
-        f"{GRPO} --running_reward_norm --no_advantage_std_norm",
-        "--running_reward_norm --dynamic_filtering",
-        "--best_metric_key eval/accuracy --eval_steps 1",
-        f"--policy_loss_type reinforce {ONE_UPDATE}",
-        "--policy_loss_type sapo --sapo_tau 1 2",
-        f"--mask_off_policy 0.5 {ONE_UPDATE}",
-        "--policy_loss_type dppo_tv --eps_clip 0.2",
-        f"{SKIP} {ONE_UPDATE}",
-        "--old_logprobs rollout",
-        "--async_train",
-        "--async_train --max_staleness 2 --mask_stale 1 --old_logprobs rollout",
-        "--async_train --is_correction_level token",
-        "--async_train --max_staleness 0",
-        "--reuse_solved 9",
-        "--use_kl_loss --kl_unbiased_gradient",
-        "--use_kl_loss --kl_estimator k2",
-        "--use_kl_loss --kl_estimator k3",
-        "--kl_target 0.1 --kl_horizon 500",
-        "--is_correction_level sequence --is_correction_mode mask --is_correction_threshold 0.5 2",
-        "--is_reject geometric --is_reject_threshold 0.5 2 --is_correction_drop_masked",
-        "--overlong_buffer_len 32 --overlong_penalty_factor 2",
-        # models that do not exist, or live with the policy
-        "--ref_num_nodes 0",
-        "--critic_num_gpus_per_node 0",
-        "--reward_num_nodes 0 --reward_num_gpus_per_node 0",
-        f"{GRPO} --critic_num_nodes 0 --critic_num_gpus_per_node 0",
-        "--init_kl_coef 0 --ref_num_nodes 0 --ref_num_gpus_per_node 0",
-        *(f"--advantage_estimator {name} --critic_pretrain None --critic_learning_rate 9e-6" for name in ALGORITHMS),
-        *(
-            f"--ref_reward_offload {others}"
-            for others in ("", "--init_kl_coef 0 --teacher_model t", "--lora_rank 2 --teacher_model t")
-        ),
-    ],
-    ids=str,
-)
-def test_check_ppo_what_works_gives_no_notice(argv):
-    assert ppo(*argv.split()).notices == ()
