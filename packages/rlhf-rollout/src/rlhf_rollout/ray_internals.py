@@ -16,7 +16,7 @@ import ray
 from rlhf_data.errors import EngineError
 from rlhf_rollout.private_names import missing
 
-TESTED_VERSIONS = ("2.56.1", "2.60.0")  # the oldest and the newest
+TESTED_VERSIONS = ("2.56.1", "2.60.0")  # from old to new
 # What Ray starts these for, a run's own cluster does not have: a dashboard, logs in the terminal, nodes to add.
 _UNUSED_PARTS = ("start_api_server", "start_log_monitor", "start_monitor")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

