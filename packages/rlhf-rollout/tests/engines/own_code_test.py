@@ -17,10 +17,10 @@ from rlhf_rollout.engines.spec import EngineSpec
 
 @pytest.mark.parametrize("trust", [False, True])
 def test_vllm_gets_whether_code_may_run(monkeypatch, tmp_path, trust):
-    arg_utils = pytest.importorskip("vllm.engine.arg_utils")
-    from rlhf_rollout.engines.vllm import core
+    pytest.importorskip("vllm")
+    from rlhf_rollout.engines.vllm import core, names
 
-    monkeypatch.setattr(arg_utils, "EngineArgs", lambda **given: SimpleNamespace(create_engine_config=lambda: given))
+    monkeypatch.setattr(names, "EngineArgs", lambda **given: SimpleNamespace(create_engine_config=lambda: given))
     monkeypatch.setattr(core, "kv_cache_bytes", lambda *_, **__: 1)
     spec = EngineSpec(model=TrustedModel(tmp_path) if trust else str(tmp_path))
     given = core._engine_config(spec, tmp_path, {}, "transformers", {}, is_eager=True, on_gpu=False)

@@ -100,11 +100,11 @@ def engine_process(pipe: Connection, spec: EngineSpec, sampling: SamplingParams,
         spec = replace(spec, skip_patches=skipped)
         sizes = piece_sizes(spec, read_config(resolve_model_dir(spec.model)))
         core.prepare_environment(has_pieces=bool(sizes))  # before vLLM is imported
-        from vllm.engine import arg_utils
+        from rlhf_rollout.engines.vllm import names
 
-        plain = arg_utils.EngineArgs
+        plain = names.EngineArgs
         others = {key: value for key, value in settings.items() if not key.isupper()}
-        arg_utils.EngineArgs = lambda **given: plain(**(given | others))
+        names.EngineArgs = lambda **given: plain(**(given | others))
         engine = module.VllmEngine(spec)
         watch = engine._loop.call(lambda core: Watch(engine, core), drain=False).result()
         pipe.send(("ready", time.perf_counter() - start))
