@@ -11,7 +11,7 @@ from rlhf_data.images.ahead import ReadAhead
 
 
 class Source:
-    """Makes 100 bytes of a number; says which it has made, and has some of them wait or fail."""
+    """Makes 60 + 40 bytes of a number; says which it has made, and has some of them wait or fail."""
 
     def __init__(self, failing=()):
         self.made = []
@@ -24,7 +24,7 @@ class Source:
         self.made.append(key)
         if key in self.failing:
             raise ValueError(f"{key} is damaged")
-        return {"pixels": np.full(100, key, np.uint8)}
+        return {"pixels": np.full(60, key, np.uint8), "mask": np.zeros(5)}
 
 
 def numbers(found):
