@@ -5,6 +5,7 @@ process of their own, which is their file again.
 """
 
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -48,7 +49,9 @@ def faster_interpreter(monkeypatch):
     """Have the interpreter do once what it does again and again, with the same results.
 
     It maps Triton's language to NumPy at every call of a device function; once per launch is enough. It makes a table
-    of types whenever it looks for one. It folds by xor, which `tl.flip` does, number by number.
+    of types whenever it looks for one, and wraps the sizes of every tensor anew. It folds by xor, which `tl.flip` does,
+    number by number. It computes sums and products of integers again with 64 bits, to see overflows, of which numbers
+    of these tests are far.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
@@ -69,6 +72,14 @@ def faster_interpreter(monkeypatch):
         is_mapped = not any(tl.core.is_builtin(module.load) for module in languages(function))
         return interpreter._LangPatchScope() if is_mapped else map_language(function)
 
+    @functools.cache
+    def sizes(shape):
+        return tl.constexpr(math.prod(shape)), tl.core.tuple([tl.constexpr(size) for size in shape])
+
+    def make_tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = sizes(type.shape if type.is_block() else ())
+
     def numpy_type(given):
         element = given.scalar
         name = "pointer" if element.is_ptr() else element.name
@@ -83,6 +94,9 @@ def faster_interpreter(monkeypatch):
         folded = numpy.bitwise_xor.reduce(numbers, axis=operation.axis, keepdims=operation.keep_dims)
         return operation.to_tensor(folded, inputs[0].dtype)
 
+    options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+    monkeypatch.setattr(tl.tensor, "__init__", make_tensor)
     monkeypatch.setattr(interpreter, "_patch_lang", map_once)
     monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_type)
     monkeypatch.setattr(interpreter.ReduceOps, "apply_impl", reduce)
