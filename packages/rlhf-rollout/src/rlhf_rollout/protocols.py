@@ -14,6 +14,7 @@ from rlhf_rollout.weights.bucket import WeightBucket
 
 PauseMode = Literal["drain", "keep", "restart"]
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
+NO_ADAPTER = ""
 
 
 # Values with which tokens are drawn from the model's distribution at its temperature.
@@ -39,6 +40,8 @@ class SamplingParams:
         stop: texts that end a completion. The token that completes one is its last token. Special tokens count by
             their text.
         seed: makes the completions of one request repeatable.
+        adapter: name of the adapter that computes the request, of `EngineSpec.lora_modules`; `NO_ADAPTER` for the
+            engine's weights without any. None: the engine's own, which is that of its updates if it takes adapters.
     """
 
     num_samples: int = bounded(1, ge=1)
@@ -52,6 +55,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -13,18 +13,23 @@ import zlib
 
 import httpx
 import numpy as np
+import openai
 import pytest
+import safetensors.numpy
 from fastapi import FastAPI
 
 from engine_testing import wait_until_up
 from rlhf_data.errors import EngineError, WeightSyncError
+from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.commands import serve
 from rlhf_rollout.commands.main import main
 from rlhf_rollout.commands.serve import create_app
 from rlhf_rollout.engines import EngineSpec, build_engine
+from rlhf_rollout.engines.adapter_files import LoraModule
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.engines.http import HttpEngine
 from rlhf_rollout.host import free_port
+from rlhf_rollout.http import sessions
 from rlhf_rollout.protocols import EngineHealth, SamplingParams
 from rlhf_rollout.router import EngineRouter
 from rollout_testing import app_server, shared_memory_bucket
@@ -252,7 +257,7 @@ def test_sessions_are_counted_and_can_be_ended(monkeypatch):
         assert httpx.delete(place).json() == used
         assert [httpx.get(place).status_code, httpx.delete(place).status_code] == [404, 404]
         assert metric(url, "sessions") == 1
-        monkeypatch.setattr(serve, "IDLE_S", 0.0)
+        monkeypatch.setattr(sessions, "IDLE_S", 0.0)
         assert metric(url, "sessions") == 0
         assert httpx.get(f"{url}/sessions/other").status_code == 404
 
@@ -291,7 +296,7 @@ def test_server_in_front_of_servers_hands_sessions_on():
 
 
 def test_sessions_beyond_the_limit_are_forgotten_the_oldest_first(monkeypatch):
-    monkeypatch.setattr(serve, "_MAX_SESSIONS", 2)
+    monkeypatch.setattr(sessions, "_MAX_SESSIONS", 2)
     with app_server(create_app(FakeEngine(), {})) as url:
         for name in ("a", "b", "a", "c"):
             asyncio.run(client(url).generate(PROMPT, SamplingParams(), conversation=name))
@@ -314,3 +319,72 @@ def test_command_that_cannot_serve_is_refused(capsys, monkeypatch, words, says):
     monkeypatch.delenv("RLHF_ENGINE_TOKEN", raising=False)
     assert main(["serve", *words]) == 2
     assert says in capsys.readouterr().err
+
+
+class Recorder(FakeEngine):
+    """Keeps the adapter of each request."""
+
+    def __init__(self):
+        super().__init__()
+        self.adapters = []
+
+    async def generate(self, token_ids, sampling, **options):
+        self.adapters.append(sampling.adapter)
+        return await super().generate(token_ids, dataclasses.replace(sampling, adapter=None), **options)
+
+
+def test_requests_choose_an_adapter_by_the_name_of_a_model_that_exists():
+    engine = Recorder()
+    modules = [LoraModule("math", "/adapters/math"), LoraModule("code", "/adapters/code")]
+    with app_server(create_app(engine, {"model": "base", "max_model_len": 64}, modules=modules)) as url:
+        for model in (None, "base", "math", "code"):
+            body = {"prompt": [4], **({} if model is None else {"model": model})}
+            assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+        sampling = SamplingParams(adapter="code")
+        asyncio.run(client(url.removesuffix("/")).generate(PROMPT, sampling))
+        asyncio.run(HttpEngine(EngineSpec(model="math", base_url=url)).generate(PROMPT, SamplingParams()))
+        assert engine.adapters == [None, None, "math", "code", "code", "math"]
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": [4], "model": "maths"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+        assert answer.json()["error"]["message"] == "The model `maths` does not exist; known: base, math, code"
+        found = openai.OpenAI(base_url=f"{url}/v1", api_key="none").models.list().data
+        assert [(model.id, model.root, model.parent, model.max_model_len) for model in found] == [
+            ("base", "base", None, 64),
+            ("math", "/adapters/math", "base", 64),
+            ("code", "/adapters/code", "base", 64),
+        ]
+        with pytest.raises(openai.NotFoundError, match="`maths` does not exist"):
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none").completions.create(model="maths", prompt=[4])
+    with app_server(create_app(Recorder(), {"model": "base"})) as url:  # one model answers to any name
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": [4], "model": "maths"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--engine", "fake", "--lora_modules", "a=x"], "engine fake applies no adapters"),
+        (["--lora_modules", "a=x,a=y"], "--lora_modules has two adapters a: x and y"),
+        (["--lora_modules", "m=x"], "--lora_modules calls an adapter m, as --pretrain calls the model"),
+        (["--lora_modules", "a=x", "--vllm_speculative", "ngram"], "is not tested with --lora_modules"),
+        (["--lora_modules", "a=x", "--vllm_quantization", "fp8", "--bf16"], "not tested with --vllm_quantization fp8"),
+    ],
+)
+def test_adapters_that_the_engine_cannot_have_are_refused_before_it_starts(capsys, words, says):
+    assert main(["serve", "--pretrain", "m", *words, "--dry_run"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_dry_run_looks_at_adapters_and_tells_of_those_of_another_model(tmp_path, capsys):
+    model = tiny_model_dir(tmp_path / "model")
+    adapter = tmp_path / "adapter"
+    words = ["serve", "--pretrain", str(model), "--lora_modules", f"math={adapter}", "--dry_run"]
+    assert main(words) == 2
+    assert f"there is no adapter math in {adapter}" in capsys.readouterr().err
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "lora_alpha": 1, "base_model_name_or_path": "owner/other"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    layer = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    tensors = {f"{layer}A.weight": np.ones((2, 64), np.float32), f"{layer}B.weight": np.ones((64, 2), np.float32)}
+    safetensors.numpy.save_file(tensors, adapter / "adapter_model.safetensors")
+    assert main(words) == 0
+    assert f"notice: the adapter math was trained on owner/other, and is not on {model}" in capsys.readouterr().err

@@ -20,8 +20,7 @@ from rlhf_data.errors import ConfigError, EngineError
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.vllm.core import graph_options
-from rlhf_rollout.engines.vllm.internals import expand_rows_on_cpu
-from rlhf_rollout.engines.vllm.speculation import plan_as_captured
+from rlhf_rollout.engines.vllm.speculation import expand_rows_on_cpu, plan_as_captured
 from rlhf_rollout.protocols import SamplingParams
 
 ALLOWED = range(100, 104)

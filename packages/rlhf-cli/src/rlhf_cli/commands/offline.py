@@ -361,10 +361,10 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", console: "C
     """Run the job. Rank 0 records and shows it; the other ranks only take part in training."""
     from rlhf_cli.console.results import show_results
     from rlhf_cli.console.views import OfflineView
+    from rlhf_rollout.engines.adapter_files import ADAPTER_FOLDER
     from rlhf_train.engine.process_group import leave_process_group
     from rlhf_train.offline.job import run_offline
     from rlhf_train.run.checkpointing import find_checkpoint, resumed_step
-    from rlhf_train.run.models import ADAPTER_FOLDER
     from rlhf_train.run.observer import Observer
     from rlhf_train.run.recorder import ARTIFACTS, Recorder
     from rlhf_train.run.trackers.start import check_trackers

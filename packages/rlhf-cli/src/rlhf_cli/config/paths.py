@@ -16,6 +16,7 @@ from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.pretrained import is_template_file
 from rlhf_data.rows.sources import SUFFIXES, split_sources
 from rlhf_rollout.agents.user_agent import is_program
+from rlhf_rollout.engines.adapter_files import ADAPTER_FOLDER, parse_lora_modules
 from rlhf_rollout.rewards.sources import JUDGE_KINDS
 from rlhf_rollout.rewards.user_function import BUILTIN as BUILTIN_REWARDS
 from rlhf_train.algorithms.own_code import OwnCode
@@ -89,6 +90,19 @@ def model_of_run(folder: Path) -> Path:
     if not any((model / name).is_file() for name in _MODEL_FILES):
         return folder
     return model
+
+
+def adapter_paths(text: str) -> str:
+    """Return a list NAME=FOLDER of adapters with full paths. The folder of a run stands for the adapter that it saved.
+
+    Raises ConfigError for an entry that is none.
+    """
+    found = []
+    for module in parse_lora_modules(text):
+        folder = model_of_run(user_path(module.path))
+        own = folder / ADAPTER_FOLDER
+        found.append(f"{module.name}={own if own.is_dir() else folder}")
+    return ",".join(found)
 
 
 def reward_path(text: str) -> str:
@@ -165,6 +179,7 @@ def _names_teachers(option: Option) -> bool:
 _RESOLVE = {
     **dict.fromkeys(("prompt_data", "dataset", "eval_dataset"), source_names),
     **dict.fromkeys(("eval_data", "data_cache", "output_path", "ckpt_path", "replay", "adam_offload_path"), user_path),
+    "lora_modules": adapter_paths,
     "remote_rm_url": reward_path,
     "agent_func_path": agent_path,
     **dict.fromkeys((*OWN_CODE, "use_tensorboard"), user_path),

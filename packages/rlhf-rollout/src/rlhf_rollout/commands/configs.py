@@ -33,6 +33,7 @@ from rlhf_rollout.commands.sections import (
     TokenizerSection,
 )
 from rlhf_rollout.engines import ENGINE_KINDS
+from rlhf_rollout.engines.adapter_files import parse_lora_modules
 from rlhf_rollout.engines.places import EnginePlaces, place_engines
 from rlhf_rollout.host import visible_gpus
 from rlhf_rollout.mps import USE_MPS_HELP
@@ -345,6 +346,11 @@ class EngineServerEngine(OneEngineSection):
     """The engine that `serve` serves."""
 
     max_model_len: int = flag(2048, "tokens of prompt and response together, at most", ge=2)
+    lora_modules: str | None = flag(
+        None,
+        "LoRA adapters of the model, NAME=FOLDER for each, separated by commas: the field `model` of a request names"
+        " one of them, or the model without any. None: no adapters",
+    )
     vllm_enable_sleep: bool = flag(False, "let clients free the engine's GPU memory, with the call `sleep`")
 
 
@@ -361,6 +367,14 @@ class EngineServerConfig(Config):
 
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`."""
+        modules = parse_lora_modules(self.engine.lora_modules)
+        if any(module.name == self.model.pretrain for module in modules):
+            message = f"--lora_modules calls an adapter {self.model.pretrain}, as --pretrain calls the model"
+            raise ConfigError(message, hint="give it another name")
+        if modules:
+            # Refuses engines, and options of them, that go with no adapters.
+            spec = self.engine.spec("", 1, SHARE_ALONE, lora_modules=modules, dtype=self.model.dtype)
+            replace(spec, base_url=self.engine.base_url).check_kind(self.engine.engine)
         return self.engine.check(given)
 
 

@@ -3,6 +3,7 @@
 | request | what it does |
 |---|---|
 | `POST /v1/completions` | generates; vLLM's form of OpenAI's call, with token ids as `prompt` and in the answer |
+| `GET /v1/models` | the model and its adapters, in OpenAI's form |
 | `POST /engine/pause`, `resume`, `sleep`, `wake_up` | the control calls of `RolloutEngine` |
 | `POST /engine/begin_weight_update`, `receive_weights`, `finish_weight_update` | new weights |
 | `GET /health`, `/version`, `/metrics` | the engine's state; what it serves; Prometheus metrics |
@@ -17,9 +18,9 @@ import contextlib
 import itertools
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -32,10 +33,14 @@ from starlette.exceptions import HTTPException
 from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError
 from rlhf_data.pretrained import load_tokenizer
 from rlhf_rollout.commands.configs import WITH_MODEL, EngineServerConfig
-from rlhf_rollout.commands.parts import make_engine
+from rlhf_rollout.commands.parts import EngineJob, make_engine
 from rlhf_rollout.commands.terminal import TERMINAL
+from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.engines.adapter_files import LoraModule, check_adapters, parse_lora_modules
+from rlhf_rollout.engines.model_files import resolve_model_dir
 from rlhf_rollout.engines.process import start_engine
 from rlhf_rollout.http.server import application, listen, parse, read_body, read_json, token_for, while_connected
+from rlhf_rollout.http.sessions import Sessions, cached_tokens
 from rlhf_rollout.http.tokens import ENGINE_TOKEN_VARIABLE
 from rlhf_rollout.protocols import Completion, Draft, RolloutEngine, SamplingParams
 from rlhf_rollout.weights.bucket import TensorSlot, WeightBucket
@@ -43,8 +48,6 @@ from rlhf_rollout.weights.bucket import TensorSlot, WeightBucket
 MAX_HEAD_BYTES = 16 * 2**20
 MAX_BUCKET_BYTES = 16 * 2**30  # the largest weight of a model must fit
 BUCKET_TIMEOUT_S = 600.0  # for the body of a bucket
-IDLE_S = 3600.0  # after the last request, after which a session that nobody has ended is forgotten
-_MAX_SESSIONS = 1 << 16
 _LATENCIES_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 _numbers = itertools.count()  # a later segment may have the descriptor, and so the path, of an earlier one
@@ -59,8 +62,8 @@ class Generation(BaseModel, extra="forbid"):
         seed: the request's seed.
         request_seed: comes before `seed`. `HttpEngine` sends both, because vLLM adds a sample's index to `seed`.
         timeout_s: for which the engine may write nothing.
-        model, logprobs, return_token_ids, add_special_tokens, skip_special_tokens: what OpenAI's and vLLM's clients
-            send. Any model name is accepted, because there is one model.
+        model: the model's name or that of an adapter. Without adapters any name is accepted.
+        logprobs, return_token_ids, add_special_tokens, skip_special_tokens: what OpenAI's and vLLM's clients send.
     """
 
     prompt: list[TokenId]
@@ -83,9 +86,10 @@ class Generation(BaseModel, extra="forbid"):
     return_token_ids: Literal[True] = True
     add_special_tokens: Literal[False] = False
 
-    def sampling(self) -> SamplingParams:
-        """Return how the engine samples. Raises ConfigError for values that cannot work."""
-        own = {"num_samples": self.n, "seed": self.seed if self.request_seed is None else self.request_seed}
+    def sampling(self, adapter: str | None = None) -> SamplingParams:
+        """Return how the engine samples, by an adapter. Raises ConfigError for values that cannot work."""
+        own: dict[str, Any] = {"num_samples": self.n, "adapter": adapter}
+        own["seed"] = self.seed if self.request_seed is None else self.request_seed
         own["stop_token_ids"] = tuple(self.stop_token_ids)
         same = {field.name for field in fields(SamplingParams)} - own.keys()
         return SamplingParams(**own, **self.model_dump(include=same))
@@ -117,10 +121,10 @@ def run(config: EngineServerConfig) -> int:
     """
     server = config.server
     token = token_for(server.host, ENGINE_TOKEN_VARIABLE)
-    section = config.engine
-    job = make_engine(config.model, section, section.max_model_len, enable_sleep=section.vllm_enable_sleep)
+    job = _job(config)
     with TERMINAL.progress.doing("starting the engine"):
         job.check_model()
+        _check_adapters(job.spec)
         tokenizer = None
         if job.kind in WITH_MODEL:
             try:
@@ -133,8 +137,32 @@ def run(config: EngineServerConfig) -> int:
         engine = asyncio.run(start_engine(job.kind, spec))
     about = {"engine": job.kind, "model": spec.model, "max_model_len": spec.max_model_len}
     TERMINAL.say(f"POST to http://{server.host}:{server.port}/v1/completions")
-    listen(create_app(engine, about, token=token), server.host, server.port, log=TERMINAL.err)
+    if spec.lora_modules:
+        TERMINAL.say(f"models: {', '.join([spec.model, *(module.name for module in spec.lora_modules)])}")
+    app = create_app(engine, about, token=token, modules=spec.lora_modules)
+    listen(app, server.host, server.port, log=TERMINAL.err)
     return 0
+
+
+def check_data(config: EngineServerConfig) -> None:
+    """Raise ConfigError for adapters that the engine cannot apply."""
+    _check_adapters(_job(config).spec)
+
+
+def _job(config: EngineServerConfig) -> EngineJob:
+    section = config.engine
+    options = {"enable_sleep": section.vllm_enable_sleep, "lora_modules": parse_lora_modules(section.lora_modules)}
+    return make_engine(config.model, section, section.max_model_len, **options)
+
+
+def _check_adapters(spec: EngineSpec) -> None:
+    """Raise ConfigError for adapters that the engine cannot apply; tell of those that had a model of another name."""
+    if not spec.lora_modules:
+        return
+    stored = check_adapters(spec.lora_modules, resolve_model_dir(spec.model))
+    for module, adapter in zip(spec.lora_modules, stored, strict=True):
+        if adapter.base and Path(adapter.base).name != Path(spec.model).name:
+            TERMINAL.say(f"notice: the adapter {module.name} was trained on {adapter.base}, and is not on {spec.model}")
 
 
 class _Metrics:
@@ -174,80 +202,14 @@ class _Metrics:
             self.seconds.observe(time.monotonic() - started)
 
 
-@dataclass(slots=True)
-class _Session:
-    used_at: float = 0.0
-    calls: set[asyncio.Future[Sequence[Completion]]] = field(default_factory=set)
-    # The requests of a session, and the tokens of those that were answered.
-    counts: dict[str, int] = field(
-        default_factory=lambda: {"requests": 0, "prompt_tokens": 0, "cached_prompt_tokens": 0, "generated_tokens": 0}
-    )
-
-
-class Sessions:
-    """Counts what each session uses, and cancels its requests when it is ended."""
-
-    def __init__(self) -> None:
-        self._sessions: OrderedDict[str, _Session] = OrderedDict()  # the least recently used one first
-
-    @contextlib.contextmanager
-    def calling(self, name: str | None, call: asyncio.Future[Sequence[Completion]], num_tokens: int) -> Iterator[None]:
-        """Count a call of the engine with a prompt of `num_tokens`; without a name, do nothing."""
-        if name is None:
-            yield
-            return
-        session = self._sessions.setdefault(name, _Session())
-        self._sessions.move_to_end(name)
-        session.used_at = time.monotonic()
-        session.counts["requests"] += 1
-        session.calls.add(call)
-        self._forget()
-        try:
-            yield
-        finally:
-            session.calls.discard(call)
-            session.used_at = time.monotonic()
-        completions = call.result()
-        session.counts["prompt_tokens"] += num_tokens
-        session.counts["cached_prompt_tokens"] += cached_tokens(completions)
-        session.counts["generated_tokens"] += sum(len(completion.token_ids) for completion in completions)
-
-    def counts(self, name: str) -> dict[str, int] | None:
-        """Return what a session has used; None for one that is not known."""
-        self._forget()
-        session = self._sessions.get(name)
-        return None if session is None else session.counts
-
-    def end(self, name: str) -> None:
-        """Forget a session and cancel its calls."""
-        for call in self._sessions.pop(name).calls:
-            call.cancel()
-
-    def __len__(self) -> int:
-        self._forget()
-        return len(self._sessions)
-
-    def _forget(self) -> None:
-        """Forget sessions that have been idle for long, and the least recently used ones if there are too many."""
-        while self._sessions:
-            name, session = next(iter(self._sessions.items()))
-            is_idle = not session.calls and time.monotonic() - session.used_at > IDLE_S
-            if not is_idle and len(self._sessions) <= _MAX_SESSIONS:
-                return
-            del self._sessions[name]
-
-
-def cached_tokens(completions: Sequence[Completion]) -> int:
-    """Return how many tokens of a request's prompt the engine had in its cache; 0 where it does not say so."""
-    return max((completion.num_cached_tokens or 0 for completion in completions), default=0)
-
-
 class EngineServer:
-    """The calls of the server, in front of one engine."""
+    """The calls of the server, in front of one engine. For the arguments see `create_app`."""
 
-    def __init__(self, engine: RolloutEngine, about: dict[str, Any]) -> None:
+    def __init__(self, engine: RolloutEngine, about: dict[str, Any], modules: Sequence[LoraModule] = ()) -> None:
         self._engine = engine
         self._about = about
+        self._modules = {module.name: module for module in modules}
+        self._started = int(time.time())
         self._updating: int | None = None
         self._metrics = _Metrics()
         self._sessions = Sessions()
@@ -258,7 +220,12 @@ class EngineServer:
     async def complete(self, request: Request) -> JSONResponse:
         """Generate."""
         asked = await _json(request, Generation)
-        sampling = asked.sampling()
+        names = [self._about.get("model"), *self._modules]
+        if self._modules and asked.model is not None and asked.model not in names:
+            message = f"The model `{asked.model}` does not exist; known: {', '.join(names)}"
+            error = {"message": message, "type": "NotFoundError", "param": "model", "code": 404}
+            return JSONResponse({"error": error}, status_code=404)
+        sampling = asked.sampling(asked.model if asked.model in self._modules else None)
         token_ids = np.array(asked.prompt, np.int32)
         name = request.headers.get("x-session-id")
         # An engine of `engines/http.py` hands the session on to the server behind it.
@@ -277,6 +244,18 @@ class EngineServer:
         self._metrics.cached_tokens.inc(cached_tokens(completions))
         self._metrics.generated_tokens.inc(sum(len(completion.token_ids) for completion in completions))
         return JSONResponse({"choices": [_choice(*numbered) for numbered in enumerate(completions)]})
+
+    async def models(self) -> dict[str, Any]:
+        """Tell the names that requests may give as `model`, in the form of OpenAI's and vLLM's servers."""
+        base = self._about.get("model")
+        own = {"object": "model", "created": self._started, "owned_by": "rlhf"}
+        length = {"max_model_len": self._about.get("max_model_len")}
+        data = [{"id": base, **own, "root": base, "parent": None, **length}]
+        data += [
+            {"id": module.name, **own, "root": module.path, "parent": base, **length}
+            for module in self._modules.values()
+        ]
+        return {"object": "list", "data": data}
 
     def _num_unfinished(self) -> int:
         return sum(len(draft.token_ids) for drafts in list(self._drafts.values()) for draft in drafts)
@@ -353,13 +332,16 @@ class EngineServer:
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def create_app(engine: RolloutEngine, about: dict[str, Any], *, token: str = "") -> FastAPI:
+def create_app(
+    engine: RolloutEngine, about: dict[str, Any], *, token: str = "", modules: Sequence[LoraModule] = ()
+) -> FastAPI:
     """Return the server's application. Another one may be mounted in it, behind the same check of the token.
 
     Args:
         engine: answers the requests; it is closed when the server ends.
         about: what `/version` tells besides the policy version.
         token: the bearer token that requests must carry; empty if they need none.
+        modules: adapters of the engine, which requests name.
     """
 
     resources = contextlib.AsyncExitStack()
@@ -370,7 +352,7 @@ def create_app(engine: RolloutEngine, about: dict[str, Any], *, token: str = "")
     async def fail(request: Request, error: RlhfError) -> JSONResponse:
         return _failure(error, 422 if isinstance(error, ConfigError) else 409)
 
-    server = EngineServer(engine, about)
+    server = EngineServer(engine, about, modules)
     for path, answer in {
         "/v1/completions": server.complete,
         "/engine/pause": server.pause,
@@ -380,7 +362,12 @@ def create_app(engine: RolloutEngine, about: dict[str, Any], *, token: str = "")
         "/engine/{call}": server.control,
     }.items():
         app.add_api_route(path, answer, methods=["POST"], response_model=None)
-    for path, answer in {"/health": server.health, "/version": server.version, "/metrics": server.metrics}.items():
+    for path, answer in {
+        "/health": server.health,
+        "/v1/models": server.models,
+        "/version": server.version,
+        "/metrics": server.metrics,
+    }.items():
         app.add_api_route(path, answer, methods=["GET"], response_model=None)
     app.add_api_route("/sessions/{name:path}", server.session, methods=["GET", "DELETE"], response_model=None)
     return app

@@ -97,7 +97,7 @@ class HttpEngine:
         `conversation` is sent as the header X-Session-Id: a load balancer in front of several servers may send the
         requests of a conversation to the one that has its prefix in the cache, and servers count what it uses.
         """
-        check_request(token_ids, sampling, max_model_len=self._spec.max_model_len)
+        check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, adapters=None)
         headers = {} if conversation is None else {"X-Session-Id": conversation}
         with self._listened():
             async with deadline(timeout_s, f"a request to {self._url}", grace_s=_GRACE_S, progress=self._progress):
@@ -144,7 +144,7 @@ class HttpEngine:
         request = asdict(sampling)
         num_samples, seed = request.pop("num_samples"), request.pop("seed")
         request |= {
-            "model": self._spec.model,
+            "model": request.pop("adapter") or self._spec.model,
             "prompt": [int(token) for token in token_ids],
             "n": num_samples,
             "skip_special_tokens": False,  # in the text in which vLLM's server looks for `stop`

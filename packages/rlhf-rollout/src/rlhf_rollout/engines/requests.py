@@ -1,13 +1,13 @@
 """What every engine does with a request: checks, a deadline, and a seed for each sample."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
 
-from rlhf_data.errors import EngineError
+from rlhf_data.errors import EngineError, unknown
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 
@@ -16,7 +16,12 @@ _NUM_LOOKS = 8  # at an engine's progress in the time for which it may do nothin
 
 
 def check_request(
-    token_ids: np.ndarray, sampling: SamplingParams, *, max_model_len: int, vocab_size: int | None = None
+    token_ids: np.ndarray,
+    sampling: SamplingParams,
+    *,
+    max_model_len: int,
+    vocab_size: int | None = None,
+    adapters: Collection[str] | None = (),
 ) -> None:
     """Raise EngineError for a request that cannot be generated in full.
 
@@ -25,7 +30,10 @@ def check_request(
         sampling: its `max_tokens` must fit into the context after the prompt.
         max_model_len: the model's context, in tokens.
         vocab_size: ids must lie below it; None leaves them unchecked.
+        adapters: names of the engine's; None leaves the request's unchecked.
     """
+    if sampling.adapter and adapters is not None and sampling.adapter not in adapters:
+        raise EngineError(unknown("adapter", sampling.adapter, adapters))
     num_tokens = len(token_ids)
     if not num_tokens:
         raise EngineError("the prompt has no tokens")

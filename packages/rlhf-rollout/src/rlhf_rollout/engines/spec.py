@@ -6,6 +6,7 @@ from typing import Literal
 
 from rlhf_data.bounds import bounded, check_bounds
 from rlhf_data.errors import ConfigError, check_name, unknown
+from rlhf_rollout.engines.adapter_files import MAX_RANK, LoraModule
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.weights import MEDIA, Medium
 
@@ -61,6 +62,8 @@ class EngineSpec:
             with experts.
         adapter_rank: rank of the LoRA adapter that arrives in each update in place of weights. "vllm" applies it to the
             weights of `model` as it computes. 0: all weights arrive.
+        lora_modules: adapters in folders, which "vllm" applies side by side: each request names its own, or none. Such
+            an engine takes no updates.
         images: take the images of prompts, for models of `rlhf_data.images.reader.IMAGE_FAMILIES`. Only "vllm" and
             "transformers" do. Otherwise the parts that read images are left out.
         tensor_parallel_size: GPUs per engine.
@@ -106,7 +109,8 @@ class EngineSpec:
     enable_prefix_caching: bool = True
     keep_kv: bool = False
     return_routes: bool = False
-    adapter_rank: int = bounded(0, ge=0, le=512)
+    adapter_rank: int = bounded(0, ge=0, le=MAX_RANK)
+    lora_modules: tuple[LoraModule, ...] = ()
     images: bool = False
     tensor_parallel_size: int = bounded(1, ge=1)
     num_threads: int | None = None
@@ -136,6 +140,7 @@ class EngineSpec:
             raise ConfigError(message, hint="drop one of them")
         marks = {
             "``adapter_rank``": self.adapter_rank,
+            "``lora_modules``": self.lora_modules,
             "``images``": self.images,
             "``return_routes``": self.return_routes,
             "``EngineSpec.tensor_parallel_size``": self.tensor_parallel_size > 1,
@@ -143,6 +148,10 @@ class EngineSpec:
         if self.has_drafts and (others := [mark for mark, value in marks.items() if value]):
             own = f"``speculative={self.speculative}``" if self.speculative else "``draft_model``"
             message = f"{own} is not tested with {' and '.join(others)}"
+            raise ConfigError(message, hint="drop one of them")
+        others = {"``adapter_rank``": self.adapter_rank, f"``quantization={self.quantization}``": self.quantization}
+        if self.lora_modules and (found := [name for name, value in others.items() if value]):
+            message = f"``lora_modules`` is not tested with {' and '.join(found)}"
             raise ConfigError(message, hint="drop one of them")
         for name in self.skip_patches:
             check_name("patch of vLLM in ``skip_patches``", name, VLLM_PATCHES)
@@ -178,6 +187,8 @@ class EngineSpec:
             raise ConfigError(f"engine {kind} does not tell the experts of tokens", hint="use engine vllm")
         if self.adapter_rank and kind != "vllm":
             raise ConfigError(f"engine {kind} applies no adapters", hint="use engine vllm, or ``adapter_rank=0``")
+        if self.lora_modules and kind != "vllm":
+            raise ConfigError(f"engine {kind} applies no adapters", hint="use engine vllm, or drop ``lora_modules``")
         if self.has_drafts and kind != "vllm":
             own = "speculative" if self.speculative else "draft_model"
             raise ConfigError(f"engine {kind} drafts no tokens", hint=f"use engine vllm, or drop ``{own}``")

@@ -15,10 +15,10 @@ from rlhf_models.loading import load_actor, load_critic, load_tokenizer
 from rlhf_models.lora import adapters_off, add_lora, merge_adapter, save_adapter
 from rlhf_models.reward import RewardModel
 from rlhf_models.weights import check_saves, save_hf
+from rlhf_rollout.engines.adapter_files import ADAPTER_FOLDER
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.specs import ModelSpec
 
-ADAPTER_FOLDER = "adapter"  # within a saved model
 # They draw experts at random in train mode (SparseMixer, arXiv:2409.12136). Engines take the best ones.
 _DRAWING_ROUTERS = ("PhimoeTopKRouter",)
 

@@ -1,10 +1,13 @@
-"""Takes an adapter that arrives in buckets, in place of weights. Runs in vLLM's workers."""
+"""Takes an adapter that arrives in buckets, in place of weights, or reads one. Runs in vLLM's workers."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from rlhf_data.errors import WeightSyncError
+from rlhf_rollout.engines.adapter_files import WEIGHTS_FILE, LoraModule, layer_of, read_adapter
 from rlhf_rollout.engines.vllm import weights
 from rlhf_rollout.engines.vllm.weights import BucketTransferEngine, BucketUpdateInfo, WeightTransferEngineFactory
 from rlhf_rollout.weights import MEDIA
@@ -56,6 +59,16 @@ class AdapterTransferEngine(BucketTransferEngine):
         if weight is not None:
             expected = (self._rank, weight[1]) if matrix[0] == "A" else (weight[0], self._rank)
             check_tensor(slot, expected, [])
+
+
+def stored_adapter(folder: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of an adapter in peft's layout, in float32, as `AdapterTransferEngine.adapter` has them."""
+    scales = read_adapter(LoraModule("", folder), {}).scales
+    found = {}
+    for name, tensor in load_file(Path(folder) / WEIGHTS_FILE).items():
+        layer, matrix = layer_of(name)
+        found[f"{layer}.lora_{matrix}.weight"] = tensor.float() * (scales[layer] if matrix == "B" else 1)
+    return found
 
 
 for _medium in MEDIA:

@@ -13,9 +13,8 @@ from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.internals import (
     SETTINGS,
     adapter_options,
-    adapter_request,
+    adapter_requests,
     check_core,
-    expand_rows_on_cpu,
     multiply_adapters_on_cpu,
     replace_processors,
     rotate_heads_on_cpu,
@@ -32,7 +31,7 @@ from rlhf_rollout.engines.vllm.own_classes import (
     model_impl,
     state_dtype,
 )
-from rlhf_rollout.engines.vllm.speculation import check_drafts, draft_options
+from rlhf_rollout.engines.vllm.speculation import check_drafts, draft_options, expand_rows_on_cpu
 from rlhf_rollout.host import place_vllm_sockets
 
 logger = logging.getLogger(__name__)
@@ -112,8 +111,10 @@ def _leave_out_onednn() -> None:
     torch.backends.mkldnn.enabled = False
 
 
-def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], *, on_gpu: bool) -> Any:
-    """Return vLLM's in-process engine client with the model loaded."""
+def build_core(
+    spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], *, on_gpu: bool, lora_rank: int = 0
+) -> Any:
+    """Return vLLM's in-process engine client with the model loaded. `lora_rank` is the largest of `lora_modules`."""
     from rlhf_rollout.engines.vllm.names import EngineCoreClient, Executor, current_platform
     from rlhf_rollout.engines.vllm.patches import patch_core, patch_scheduler
 
@@ -128,6 +129,7 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         import torch
 
         torch.set_num_threads(spec.num_threads)
+    rank = spec.adapter_rank or lora_rank
     names = model_classes(model_config)
     if spec.images:
         check_images(model_config)
@@ -138,14 +140,16 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
     else:
         spec = fit_to_cpu(spec, model_config, classes)
         rotate_heads_on_cpu()
-        if spec.adapter_rank:
+        if rank:
             multiply_adapters_on_cpu()
     if spec.has_drafts:
         check_drafts()
         if not on_gpu:
             expand_rows_on_cpu()
     is_eager = spec.enforce_eager or not on_gpu
+    # Without images or sounds, vLLM leaves out what reads them, and needs none of the libraries for it.
     more = replace_processors(classes) if spec.images else {"language_model_only": True}
+    more |= adapter_options(rank, max(1, len(spec.lora_modules)))
     config = _engine_config(spec, model_dir, model_config, model_impl(names), more, is_eager=is_eager, on_gpu=on_gpu)
     if on_gpu and piece_sizes(spec, model_config):
         break_graphs_of_second_runner(config)
@@ -157,8 +161,8 @@ def build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], 
         log_stats=False,
     )
     check_core(core)
-    if spec.adapter_rank:
-        core.add_lora(adapter_request())  # of zeros, until one arrives
+    for request in adapter_requests(spec).values():
+        core.add_lora(request)  # one that arrives in updates is of zeros until then
     patch_core(core.engine_core, spec.skip_patches)
     patch_scheduler(core.engine_core.scheduler, spec.skip_patches, uses_graphs=not is_eager)
     return core
@@ -169,6 +173,7 @@ def worker_settings(spec: EngineSpec, model_config: dict[str, Any]) -> dict[str,
     sampling = spec.expected_sampling
     return {
         "adapter_rank": spec.adapter_rank,
+        "has_modules": bool(spec.lora_modules),
         "expected_sampling": None if sampling is None else asdict(sampling),
         "has_experts": has_experts(model_config),
         "kv_cache_sequences": None if spec.kv_cache_memory_bytes is not None else _SEQUENCES_KEPT * spec.max_num_seqs,
@@ -184,7 +189,7 @@ def _engine_config(
     model_dir: Path,
     model_config: dict[str, Any],
     impl: str,
-    image_options: dict[str, Any],
+    options: dict[str, Any],
     *,
     is_eager: bool,
     on_gpu: bool,
@@ -202,8 +207,7 @@ def _engine_config(
         mamba_ssm_cache_dtype=state_dtype(model_config, on_gpu=on_gpu),
         # Requests and completions are tokens, so a tokenizer would only cost time.
         skip_tokenizer_init=True,
-        # Without images or sounds, vLLM leaves out what reads them, and needs none of the libraries for it.
-        **image_options,
+        **options,
         trust_remote_code=is_trusted(spec.model),
         dtype=spec.dtype,
         quantization=_QUANTIZATIONS[spec.quantization],
@@ -230,7 +234,6 @@ def _engine_config(
         weight_transfer_config=WeightTransferConfig(backend=f"{kind}_{spec.weight_transfer}"),
         worker_cls=f"{__package__}.worker.Worker",
         worker_extension_cls=f"{(adapters if spec.adapter_rank else weights).__name__}.BucketWorkerExtension",
-        **adapter_options(spec.adapter_rank),
         **draft_options(spec),
         additional_config={SETTINGS: worker_settings(spec, model_config)},
     ).create_engine_config()

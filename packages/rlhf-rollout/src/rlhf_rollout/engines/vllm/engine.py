@@ -13,13 +13,14 @@ from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncErro
 from rlhf_data.images.reader import open_image_reader
 from rlhf_data.own_code import is_trusted, trusted
 from rlhf_data.stored_weights import check_tied_head
+from rlhf_rollout.engines.adapter_files import check_adapters
 from rlhf_rollout.engines.model_files import end_token_ids, read_config, resolve_model_dir
 from rlhf_rollout.engines.requests import DROPPED, check_images, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.stopping import decoder
 from rlhf_rollout.engines.vllm.core import build_core, check_visible_gpus, prepare_environment, start_hint
 from rlhf_rollout.engines.vllm.images import features
-from rlhf_rollout.engines.vllm.internals import adapter_request, check_vllm
+from rlhf_rollout.engines.vllm.internals import adapter_request, adapter_requests, check_vllm
 from rlhf_rollout.engines.vllm.memory import piece_sizes
 from rlhf_rollout.engines.vllm.own_classes import shortest_prompt
 from rlhf_rollout.engines.vllm.speculation import check_sampling, draft_model_dir
@@ -37,6 +38,7 @@ class VllmEngine:
         model_dir = resolve_model_dir(spec.model)
         check_tied_head(model_dir)  # commands look at folders, and not at what a hub name stands for
         config = read_config(model_dir, may_run=is_trusted(spec.model))
+        ranks = [stored.rank for stored in check_adapters(spec.lora_modules, model_dir)]
         self._on_gpu = prepare_environment(has_pieces=bool(piece_sizes(spec, config)))
         if spec.weight_transfer == "ipc" and not self._on_gpu:
             raise ConfigError("weight_transfer ipc needs a GPU", hint="use weight_transfer shared_memory")
@@ -63,17 +65,17 @@ class VllmEngine:
                 on_gpu=self._on_gpu,
                 routes=spec.return_routes,
                 images=spec.images,
-                adapters=spec.adapter_rank > 0,
+                adapters=bool(spec.adapter_rank or ranks),
             )
             from rlhf_rollout.engines.vllm.loop import StepLoop
 
             self._loop = StepLoop(
-                lambda: build_core(spec, model_dir, config, on_gpu=self._on_gpu),
+                lambda: build_core(spec, model_dir, config, on_gpu=self._on_gpu, lora_rank=max(ranks, default=0)),
                 end_token_ids=end_token_ids(model_dir, tokenizer_dir),
                 seed=spec.seed,
                 seed_every_row=not self._on_gpu,
                 gather_s=0.0 if self._on_gpu else _CPU_GATHER_S,
-                adapter=adapter_request() if spec.adapter_rank else None,
+                adapters=adapter_requests(spec),
                 drafts=spec.has_drafts,
             )
         except RlhfError:
@@ -92,7 +94,8 @@ class VllmEngine:
     ) -> list[Completion]:
         """See `RolloutEngine.generate`. Raises EngineError also while the engine sleeps or lacks weights."""
         check_images(images, self._spec)
-        check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
+        limits = {"max_model_len": self._spec.max_model_len, "vocab_size": self._vocab_size}
+        check_request(token_ids, sampling, adapters=[module.name for module in self._spec.lora_modules], **limits)
         if self._spec.has_drafts:
             check_sampling(sampling)
         if len(token_ids) < self._shortest_prompt:
@@ -223,6 +226,9 @@ class VllmEngine:
         )
 
     def _begin(self, core: Any, policy_version: int) -> None:
+        if self._spec.lora_modules:
+            message = "an engine with ``lora_modules`` keeps the weights that its adapters were trained on"
+            raise WeightSyncError(message, hint="send weights to an engine without them")
         if self._asleep:
             raise WeightSyncError("the engine sleeps", hint="await wake_up() before a weight update")
         self._loop.holding = True
@@ -312,7 +318,8 @@ class VllmEngine:
         core.reset_prefix_cache()
         self._asleep = True
         self._loop.refuse(core, "the engine sleeps", "await wake_up() before generate()")
-        keep_weights = keep_weights or self._spec.adapter_rank > 0  # no update brings the weights under an adapter
+        # No update brings the weights under an adapter.
+        keep_weights = keep_weights or bool(self._spec.adapter_rank or self._spec.lora_modules)
         if not keep_weights:
             self._incomplete = DROPPED
         level = 0

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any, get_args
 
 from rlhf_data.errors import EngineError
+from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.private_names import missing, missing_paths
 from rlhf_rollout.protocols import SamplingParams
 
@@ -258,13 +259,27 @@ def adapter_request(*, is_new: bool = False) -> Any:
     return LoRARequest("policy", 1, "received", load_inplace=is_new)
 
 
-def adapter_options(rank: int) -> dict[str, Any]:
-    """Return the arguments of an engine that takes adapters of this rank; none for rank 0."""
+def adapter_requests(spec: EngineSpec) -> dict[str | None, Any]:
+    """Return vLLM's requests for the adapters of an engine, by the name in `SamplingParams.adapter`.
+
+    vLLM tells prefixes in its cache apart by the names in these requests.
+    """
+    from vllm.lora.request import LoRARequest
+
+    if spec.adapter_rank:
+        return {None: adapter_request()}
+    modules = enumerate(spec.lora_modules, start=1)
+    return {module.name: LoRARequest(module.name, number, module.path) for number, module in modules}
+
+
+def adapter_options(rank: int, count: int = 1) -> dict[str, Any]:
+    """Return the arguments of an engine that takes `count` adapters of this rank at most; none for rank 0."""
     from vllm.config.lora import MaxLoRARanks
 
     if not rank:
         return {}
-    return {"enable_lora": True, "max_lora_rank": min(most for most in get_args(MaxLoRARanks) if most >= rank)}
+    most = min(most for most in get_args(MaxLoRARanks) if most >= rank)
+    return {"enable_lora": True, "max_lora_rank": most, "max_loras": count}
 
 
 def image_feature(
@@ -338,9 +353,9 @@ def tell_routes_on_cpu() -> None:
 
 @cache
 def multiply_adapters_on_cpu() -> None:
-    """Have vLLM multiply the rows of a step by the two matrices of the engine's one adapter on a CPU.
+    """Have vLLM multiply the rows of a step by the two matrices of their adapters on a CPU.
 
-    For several adapters, it copies the matrices for each row, which takes many times as long as the product.
+    It copies the matrices for each row, which takes many times as long as the product.
     """
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
@@ -351,8 +366,12 @@ def multiply_adapters_on_cpu() -> None:
             return
         rows = x.flatten(0, -2)
         parts = y.flatten(0, -2).split(list(sizes), dim=-1)
-        for part, first, second in zip(parts, a, b, strict=True):  # of each layer that vLLM has fused
-            part += rows @ first[0, 0].T @ second[0, 0].T * scale
+        slots = self.token_lora_indices  # [rows], the place of each row's adapter among the matrices, or -1
+        used = slots.unique().tolist()
+        for slot in filter(lambda slot: slot >= 0, used):
+            own = slice(None) if len(used) == 1 else (slots == slot).nonzero().squeeze(1)
+            for part, first, second in zip(parts, a, b, strict=True):  # of each layer that vLLM has fused
+                part[own] += rows[own] @ first[slot, 0].T @ second[slot, 0].T * scale
 
     PunicaWrapperCPU.add_lora_linear = add_products
 
@@ -375,28 +394,6 @@ def rotate_heads_on_cpu() -> None:
         return query.unflatten(1, heads), None if key is None else key.unflatten(1, heads)
 
     RotaryEmbedding.forward_cpu = rotate_flat
-
-
-@cache
-def expand_rows_on_cpu() -> None:
-    """Have vLLM's sampler repeat temperature, top-p and top-k for the tokens of each draft on a CPU.
-
-    Its own kernel for CPUs writes into a copy, unless the numbers are int64, so that drafts were checked with whatever
-    memory held. Steps of vLLM 0.32 may have drafts without a token, which its top-k fails on.
-    """
-    from vllm.v1.sample import rejection_sampler
-
-    constrain = rejection_sampler.apply_sampling_constraints
-
-    def constrain_drafted(logits: Any, *others: Any) -> Any:
-        return constrain(logits, *others) if len(logits) else logits
-
-    def expand(values: Any, ends: Any, num_tokens: int, replace_from: float = 0, replace_to: float = 0) -> Any:
-        values = values.masked_fill(values == replace_from, replace_to)
-        return values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=num_tokens)
-
-    rejection_sampler.expand_batch_to_tokens = expand
-    rejection_sampler.apply_sampling_constraints = constrain_drafted
 
 
 class _ImageInfo:

@@ -3,10 +3,11 @@
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,7 @@ class StepLoop:
             vLLM's CPU sampler ignores seeds unless every row of a batch has one.
         gather_s: seconds that an idle engine waits after each request for another one. Requests that are sent together
             then start in one batch, which makes runs repeatable.
-        adapter: that of all requests, see `adapter_request`; None if the engine takes none.
+        adapters: those of requests, see `adapter_requests`; a request gets none whose adapter is not among them.
         drafts: whether vLLM drafts tokens, which are then counted.
 
     Attributes:
@@ -118,13 +119,13 @@ class StepLoop:
         seed: int,
         seed_every_row: bool,
         gather_s: float = 0.0,
-        adapter: Any = None,
+        adapters: Mapping[str | None, Any] = MappingProxyType({}),
         drafts: bool = False,
     ) -> None:
         self._end_token_ids = end_token_ids
         self._seed_every_row = seed_every_row
         self._gather_s = gather_s
-        self._adapter = adapter
+        self._adapters = adapters
         self._drafts = drafts
         self._rng = np.random.default_rng(seed)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -362,6 +363,7 @@ class StepLoop:
             seeds = list(sample_seeds(sampling.seed, num_samples))
         elif self._seed_every_row and sampling.temperature > 0:
             seeds = self._rng.integers(1 << 62, size=num_samples).tolist()
+        adapter = self._adapters.get(sampling.adapter)
         shared = None
         for draft, seed in zip(job.drafts, seeds, strict=True):
             if draft.finish_reason is not None:  # the job was restarted, or another engine began it
@@ -383,7 +385,7 @@ class StepLoop:
             self._samples[request_id] = Sample(job, draft, sum(map(len, draft.routes)), watch)
             # Samples share the list: see the patch `shared_hashes`.
             token_ids = job.prompt + draft.token_ids.tolist() if num_written else job.prompt
-            self._core.add_request(core_request(request_id, token_ids, params, job.features, self._adapter))
+            self._core.add_request(core_request(request_id, token_ids, params, job.features, adapter))
 
     def _take_outputs(self, outputs: Any) -> None:
         samples = self._samples

@@ -99,7 +99,8 @@ def piece_sizes(spec: EngineSpec, config: Mapping[str, Any]) -> tuple[int, ...]:
     capture, vLLM divides the tokens among all slots, and gives the last one the remainder too, which must not be longer
     than `max_model_len`.
     """
-    others = spec.has_drafts or spec.adapter_rank or spec.images or spec.return_routes or spec.tensor_parallel_size > 1
+    adapters = spec.adapter_rank or spec.lora_modules
+    others = spec.has_drafts or adapters or spec.images or spec.return_routes or spec.tensor_parallel_size > 1
     if "graph_pieces" in spec.skip_patches or spec.enforce_eager or others or has_experts(config):
         return ()
     products = config.get("hidden_size", 0) * _layer_numbers(config)

@@ -6,6 +6,7 @@ log-probs are the policy's.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,25 @@ def plan_as_captured(runner: Any) -> None:
         return build(*args, num_tokens_padded=num_tokens_padded, **options)
 
     runner._build_attention_metadata = build_as_captured
+
+
+@cache
+def expand_rows_on_cpu() -> None:
+    """Have vLLM's sampler repeat temperature, top-p and top-k for the tokens of each draft on a CPU.
+
+    Its own kernel for CPUs writes into a copy, unless the numbers are int64, so that drafts were checked with whatever
+    memory held. Steps of vLLM 0.32 may have drafts without a token, which its top-k fails on.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    constrain = rejection_sampler.apply_sampling_constraints
+
+    def constrain_drafted(logits: Any, *others: Any) -> Any:
+        return constrain(logits, *others) if len(logits) else logits
+
+    def expand(values: Any, ends: Any, num_tokens: int, replace_from: float = 0, replace_to: float = 0) -> Any:
+        values = values.masked_fill(values == replace_from, replace_to)
+        return values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand
+    rejection_sampler.apply_sampling_constraints = constrain_drafted

@@ -18,7 +18,8 @@ from vllm.model_executor.warmup import kernel_warmup
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
-from rlhf_data.errors import EngineError, WeightSyncError
+from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
+from rlhf_rollout.engines.adapter_files import MERGE_HINT
 from rlhf_rollout.engines.vllm.internals import SETTINGS, check_adapter_manager, check_worker, require, sampler_params
 from rlhf_rollout.engines.vllm.patches import patch_graphs, patch_runner, replays_of
 from rlhf_rollout.engines.vllm.speculation import plan_as_captured
@@ -63,11 +64,12 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
     def load_model(self, *args: Any, **options: Any) -> None:
         """See vLLM. The model then computes all of its logits, and gives the ids that the engine masks -inf."""
         rank = self._settings["adapter_rank"]
-        with leave_head_to_base(self.model_runner) if rank else nullcontext():
+        has_adapters = rank or self._settings["has_modules"]
+        with leave_head_to_base(self.model_runner) if has_adapters else nullcontext():
             super().load_model(*args, **options)
         complete_logits(self.get_model(), self.model_config.hf_config.get_text_config())
-        if rank:
-            take_adapters(self.model_runner.lora_manager, self.weight_transfer_engine, rank)
+        if has_adapters:
+            take_adapters(self.model_runner.lora_manager, self.weight_transfer_engine if rank else None, rank)
         masked_ids = self._settings["masked_ids"]
         mask_logits(self.get_model(), masked_ids)
         drafts = self.vllm_config.speculative_config
@@ -228,15 +230,19 @@ def leave_head_to_base(runner: Any) -> Iterator[None]:
 
 
 def take_adapters(manager: Any, receiver: Any, rank: int) -> None:
-    """Let a worker take the adapter that it has received, where vLLM would read one from a folder.
+    """Let a worker take the adapter that it has received, or else have it read one from a folder in our way.
+
+    vLLM's own way leaves out layers without a word that its model lacks, and knows one rank and one scale.
 
     Args:
         manager: the worker's manager of adapters.
-        receiver: the worker's `AdapterTransferEngine`.
-        rank: of all its matrices.
+        receiver: the worker's `AdapterTransferEngine`; None if adapters are in folders.
+        rank: of all matrices that are received.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
+
+    from rlhf_rollout.engines.vllm.adapters import stored_adapter
 
     check_adapter_manager(manager)
     layers = manager._adapter_manager
@@ -247,16 +253,21 @@ def take_adapters(manager: Any, receiver: Any, rank: int) -> None:
 
     def load(request: Any) -> Any:
         number = request.lora_int_id
-        if not (tensors := dict(receiver.adapter)):
+        tensors = stored_adapter(request.lora_path) if receiver is None else dict(receiver.adapter)
+        if not tensors:
             return layers.create_dummy_lora(number, rank, manager.embedding_modules)  # of zeros
-        options = {"device": manager.device, "dtype": manager.lora_config.lora_dtype, "weights_mapper": mapper}
-        scales = PEFTHelper(r=rank, lora_alpha=rank, target_modules="all-linear")
+        device = "cpu" if receiver is None else manager.device
+        options = {"device": device, "dtype": manager.lora_config.lora_dtype, "weights_mapper": mapper}
+        own = rank or max(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
+        scales = PEFTHelper(r=own, lora_alpha=own, target_modules="all-linear")
         adapter = LoRAModel.from_lora_tensors(number, tensors, scales, **options)
         # vLLM silently leaves out adapters that it has no layer for.
         if lost := sorted(adapter.loras.keys() - layers.modules.keys() - {*chain(*layers.packed_modules.values())}):
-            receiver.adapter = {}  # the next update may name other tensors
             name = type(layers.model).__name__
             message = f"{name} of vLLM applies no adapter to {len(lost)} layers, such as {lost[0]}"
+            if receiver is None:
+                raise ConfigError(f"{request.lora_path}: {message}", hint=MERGE_HINT)
+            receiver.adapter = {}  # the next update may name other tensors
             raise WeightSyncError(message, hint="use ``adapter_rank=0``, which sends merged weights")
         return adapter
 
