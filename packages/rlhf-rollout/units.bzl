@@ -8,7 +8,7 @@ UNITS = {
     "event_loop": (["event_loop"], []),
     "generator": (["generator"], ["rlhf-data/errors", "rlhf-data/records", "rlhf-rollout/agents", "rlhf-rollout/protocols", "rlhf-rollout/rewards"]),
     "host": (["host"], ["rlhf-data/safety"]),
-    "http": (["http/"], ["rlhf-data/errors", "rlhf-data/records", "rlhf-data/safety", "rlhf-rollout/protocols"]),
+    "http": (["http/"], ["rlhf-data/errors", "rlhf-data/records", "rlhf-data/safety"]),
     "mps": (["mps"], ["rlhf-data/errors", "rlhf-rollout/host"]),
     "policy_json": (["policy_json"], []),
     "private_names": (["private_names"], []),

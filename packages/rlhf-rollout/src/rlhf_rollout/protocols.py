@@ -14,7 +14,6 @@ from rlhf_rollout.weights.bucket import WeightBucket
 
 PauseMode = Literal["drain", "keep", "restart"]
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
-NO_ADAPTER = ""
 
 
 # Values with which tokens are drawn from the model's distribution at its temperature.
@@ -40,8 +39,8 @@ class SamplingParams:
         stop: texts that end a completion. The token that completes one is its last token. Special tokens count by
             their text.
         seed: makes the completions of one request repeatable.
-        adapter: name of the adapter that computes the request, of `EngineSpec.lora_modules`; `NO_ADAPTER` for the
-            engine's weights without any. None: the engine's own, which is that of its updates if it takes adapters.
+        adapter: name of the adapter that computes the request, one of `EngineSpec.lora_modules`; for "http" a model's
+            name on the server. None: the engine's weights, with the adapter of its updates if it takes one.
     """
 
     num_samples: int = bounded(1, ge=1)

@@ -32,7 +32,7 @@ def check_request(
         vocab_size: ids must lie below it; None leaves them unchecked.
         adapters: names of the engine's; None leaves the request's unchecked.
     """
-    if sampling.adapter and adapters is not None and sampling.adapter not in adapters:
+    if sampling.adapter is not None and adapters is not None and sampling.adapter not in adapters:
         raise EngineError(unknown("adapter", sampling.adapter, adapters))
     num_tokens = len(token_ids)
     if not num_tokens:

@@ -6,8 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-
-from rlhf_rollout.protocols import Completion
+from typing import Any
 
 IDLE_S = 3600.0  # after the last request, after which a session that nobody has ended is forgotten
 _MAX_SESSIONS = 1 << 16
@@ -16,7 +15,7 @@ _MAX_SESSIONS = 1 << 16
 @dataclass(slots=True)
 class _Session:
     used_at: float = 0.0
-    calls: set[asyncio.Future[Sequence[Completion]]] = field(default_factory=set)
+    calls: set[asyncio.Future[Sequence[Any]]] = field(default_factory=set)
     # The requests of a session, and the tokens of those that were answered.
     counts: dict[str, int] = field(
         default_factory=lambda: {"requests": 0, "prompt_tokens": 0, "cached_prompt_tokens": 0, "generated_tokens": 0}
@@ -30,7 +29,7 @@ class Sessions:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # the least recently used one first
 
     @contextlib.contextmanager
-    def calling(self, name: str | None, call: asyncio.Future[Sequence[Completion]], num_tokens: int) -> Iterator[None]:
+    def calling(self, name: str | None, call: asyncio.Future[Sequence[Any]], num_tokens: int) -> Iterator[None]:
         """Count a call of the engine with a prompt of `num_tokens`; without a name, do nothing."""
         if name is None:
             yield
@@ -76,6 +75,6 @@ class Sessions:
             del self._sessions[name]
 
 
-def cached_tokens(completions: Sequence[Completion]) -> int:
+def cached_tokens(completions: Sequence[Any]) -> int:
     """Return how many tokens of a request's prompt the engine had in its cache; 0 where it does not say so."""
     return max((completion.num_cached_tokens or 0 for completion in completions), default=0)
